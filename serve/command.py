@@ -36,6 +36,7 @@ from draftsmith.serve.http.limits import ServerLimits
 from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.speculation_report import Level
 from draftsmith.serve.load import (
+    load_adapters,
     load_drafter,
     load_fallback,
     load_target,
@@ -101,6 +102,7 @@ def serve_target(
     config: ServeConfig, target: Target, listener: socket.socket, make_sink: MakeSink | None
 ) -> None:
     """Load the draft, build the engine, and serve both until the process is stopped."""
+    adapters = load_adapters(config, target)
     draft = load_drafter(config, target)
     sink = make_sink(config, target) if config.learn is not None and make_sink is not None else None
     engine = build_engine(
@@ -110,6 +112,7 @@ def serve_target(
         sink=sink,
         draft_version=draft.version,
         fallback=load_fallback(config),
+        adapters=adapters,
     )
     serve(config, engine, listener, serving=draft.number, sink=sink)
 

@@ -140,6 +140,9 @@ class EngineConfig:
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(ServedPair):
     target: str = option(help="the target: a local folder or Hub id")
+    lora: tuple[str, ...] | None = option(
+        None, "LoRA adapters of the target, NAME=FOLDER each, which requests name as their model"
+    )
     versions: str | None = option(
         None, "a folder of draft versions to follow; new ones are swapped in between rounds"
     )

@@ -15,6 +15,7 @@ from draftsmith.config import (
     LimitsTable,
     check_numbers,
 )
+from draftsmith.drafters.adapters.names import named_folders
 from draftsmith.drafters.config import check_draft_options
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig, ServeConfig
@@ -78,6 +79,7 @@ def check_engine(config: EngineConfig) -> None:
 def check_serve(config: ServeConfig) -> None:
     check_numbers(config, LIMITS)
     _check_address(config)
+    _check_adapters(config)
     _check_drafts(config)
     _check_seed(config)
     _check_stopping(config)
@@ -91,6 +93,20 @@ def _check_address(config: ServeConfig) -> None:
         # An unset variable in a command line would open the server to requests without a key.
         raise UserError(
             "api_key is empty; give a key, or leave it out for a server that asks for none"
+        )
+
+
+def _check_adapters(config: ServeConfig) -> None:
+    names = named_folders(config.lora or ())
+    if (config.name or config.target) in names:
+        raise UserError(
+            f"lora names {config.name or config.target!r}, which is the target's own name in the "
+            "API; choose another"
+        )
+    if names and config.tensor_parallel > 1:
+        raise UserError(
+            f"lora is given with tensor_parallel {config.tensor_parallel}, whose layers are "
+            "sharded; merge the adapter into the target, or serve on one device"
         )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from draftsmith.drafters.adapters.adapters import Adapters
+from draftsmith.drafters.adapters.names import named_folders
 from draftsmith.drafters.checkpoint import load, load_draft
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.published.versions import latest, open_version
@@ -26,6 +28,10 @@ def load_target(config: ServeConfig) -> Target:
         max_length=config.max_length,
         trust_remote_code=config.trust_remote_code,
     )
+
+
+def load_adapters(config: ServeConfig, target: Target) -> Adapters | None:
+    return Adapters.load(target, named_folders(config.lora)) if config.lora else None
 
 
 class LoadedDraft(NamedTuple):

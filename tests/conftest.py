@@ -435,3 +435,16 @@ def own_code(
     )
     monkeypatch.setattr(sys, "path", list(sys.path))
     return made
+
+
+def save_adapter(target: str, folder: str | Path, **settings: Any) -> str:
+    """The folder of a LoRA adapter as peft saves it, with weights that change the text."""
+    from peft import LoraConfig, get_peft_model
+
+    model = AutoModelForCausalLM.from_pretrained(target)
+    values: dict[str, Any] = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"}
+    values |= {"target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
+    torch.manual_seed(settings.pop("seed", 0))
+    adapted = get_peft_model(model, LoraConfig(**(values | settings)))
+    adapted.save_pretrained(str(folder))
+    return str(folder)

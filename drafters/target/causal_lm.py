@@ -7,7 +7,8 @@ The target and a draft language model are both one of these.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -118,6 +119,15 @@ class CausalLM:
         same numbers to float rounding. Weights may be written in place afterwards if `refresh` is
         called then."""
         self._recorded = recorded
+
+    @contextmanager
+    def own_forward(self) -> Iterator[None]:
+        """Runs the model's own forward in place of a recording of it."""
+        recorded, self._recorded = self._recorded, None
+        try:
+            yield
+        finally:
+            self._recorded = recorded
 
     @property
     def body(self) -> torch.nn.Module:

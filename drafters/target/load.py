@@ -9,11 +9,13 @@ what has none is refused.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -38,7 +40,10 @@ def load_model(
     shards: int = 1,
 ) -> PreTrainedModel:
     """A causal LM in evaluation mode with our attention. `dtype` "auto" is the checkpoint's own.
-    Raises `UserError`."""
+    The folder of a LoRA adapter is its base with the adapter merged. Raises `UserError`."""
+    if (base := adapter_base(path)) is not None:
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "shards": shards}
+        return _merged(load_model(base, trust_remote_code=trust_remote_code, **options), path)
     plan: dict[str, Any] = {}
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -80,6 +85,9 @@ def load_model(
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Raises `UserError` for a folder or Hub id without a tokenizer that can be read."""
+    base = adapter_base(path)
+    if base is not None and not (Path(path) / "tokenizer_config.json").is_file():
+        path = base
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
@@ -91,6 +99,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool) -> PreTrainedTo
 
 def load_config(path: str | Path, *, trust_remote_code: bool) -> PreTrainedConfig:
     """The model's configuration without its weights. Raises `UserError`."""
+    path = adapter_base(path) or path
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
@@ -99,6 +108,41 @@ def load_config(path: str | Path, *, trust_remote_code: bool) -> PreTrainedConfi
             f"model {str(path)!r} has no readable config.json ({_first_line(error)}); check the "
             "path or Hub id"
         ) from error
+
+
+def adapter_base(path: str | Path) -> str | None:
+    """The model that the adapter in a local folder changes; None for a folder of a model."""
+    settings = Path(path) / "adapter_config.json"
+    if not settings.is_file() or (Path(path) / "config.json").is_file():
+        return None
+    try:
+        base = json.loads(settings.read_text()).get("base_model_name_or_path")
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{str(settings)!r} is damaged ({error}); restore it") from error
+    if not base:
+        raise UserError(
+            f"{str(settings)!r} names no base_model_name_or_path; write the base model there"
+        )
+    return str(base)
+
+
+def _merged(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
+    """The model with the adapter of a folder in its weights."""
+    from peft import PeftModel
+
+    if quantisation(model.config) or any(type(own) is DTensor for own in model.parameters()):
+        raise UserError(
+            f"adapter {str(folder)!r} cannot be merged into quantised or sharded weights; serve "
+            f"--target {model.name_or_path} with --lora NAME={folder}"
+        )
+    try:
+        merged = PeftModel.from_pretrained(model, str(folder)).merge_and_unload(safe_merge=True)
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise UserError(
+            f"adapter {str(folder)!r} cannot be merged into {model.name_or_path!r} "
+            f"({_first_line(error)}); check its files"
+        ) from error
+    return merged.eval()
 
 
 def build_model(

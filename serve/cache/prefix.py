@@ -153,7 +153,7 @@ class PrefixCache:
             before = (
                 request.block_keys[-1]
                 if request.block_keys
-                else self._root + request.route.draft.encode()
+                else self._root + f"{request.route.draft}\0{request.adapter}".encode()
             )
             text = array("q", request.tokens[begin : begin + size + self.ahead]).tobytes()
             request.block_keys.append(blake2b(before + text, digest_size=16).digest())

@@ -46,7 +46,7 @@ class TextView:
             ShownRound(
                 self._count,
                 request.id,
-                request.request_class,
+                request.acceptance_class,
                 tuple(request.tokens[max(0, begin - CONTEXT) : begin]),
                 tuple(committed[:accepted]),
                 tuple(chain[accepted:]),

@@ -150,9 +150,10 @@ class DraftSet:
             self.stats.routed[request.route.draft] += 1
 
     def finished(self, request: Request) -> None:
-        """Count the draft's acceptance for the request's class, unless its draws can be repeated,
-        and drop retired drafts."""
-        if request.route.pool_class and not request.repeatable:
+        """Count the draft's acceptance for the request's class, unless its draws can be repeated
+        or it has an adapter, and drop retired drafts."""
+        measured = request.route.pool_class and not request.adapter
+        if measured and not request.repeatable:
             self.router.observe(
                 request.route, request.speculation.own_reached, request.speculation.own_kept
             )

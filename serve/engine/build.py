@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from draftsmith.drafters.adapters.adapters import Adapters
 from draftsmith.drafters.compiled.recorded import record_forwards
 from draftsmith.drafters.interface import Recordable, ServingDrafter, draft_positions
 from draftsmith.drafters.target.target import Target
@@ -46,6 +47,7 @@ def build_engine(
     sink: Sink | None = None,
     draft_version: str = "",
     fallback: ServingDrafter | None = None,
+    adapters: Adapters | None = None,
 ) -> Engine:
     """An engine with its pools, ready for requests. Raises `UserError` for options that do not go
     together.
@@ -55,6 +57,7 @@ def build_engine(
         sink: takes the round records, None: nothing is recorded.
         draft_version: of `drafter`, in records and metrics.
         fallback: drafts from the text while the draft rests; has neither cache nor taps.
+        adapters: of `target`, which requests may ask for by name.
     """
     check_states(target, config)
     plan = plan_blocks(target, drafter, config)
@@ -80,7 +83,9 @@ def build_engine(
         max_batch=config.max_batch,
         max_blocks=max_blocks,
         compile=config.compile,
+        adapters=adapters,
     )
+    names = [] if adapters is None else adapters.names
     pool = None
     if drafter is not None:
         pool = drafter.new_pool(plan.num_blocks, config.block_size, target.device, target.dtype)
@@ -115,6 +120,7 @@ def build_engine(
             target,
             k=config.k if tree is None else tree.nodes,
             has_drafter=drafter is not None,
+            adapters=names,
             max_length=plan.max_length,
             seed=config.seed,
             stopping=stopping_of(config, unread),
@@ -129,6 +135,7 @@ def build_engine(
         runner=runner,
         rule=chain_rule(config.verification, config.synthetic_acceptance),
         recorder=recorder,
+        adapters=names,
         outputs=outputs,
         committer=Committer(
             scheduler,

@@ -57,6 +57,7 @@ class Engine:
     runner: TargetRunner
     rule: ChainRule
     recorder: Recorder
+    adapters: list[str]  # names of the target's LoRA adapters
     outputs: OutputQueue
     committer: Committer
 
@@ -305,7 +306,7 @@ def _result(round: Round, accepted: Sequence[int | None], seconds: float) -> Rou
     num_tokens = sum(row.count for row in round.rows)
     # Tokens that a drafter could not offer count as not kept: the round was planned with them.
     offers = [
-        RowResult(row.request.request_class, row.k, None if count is None else min(count, row.k))
+        RowResult(row.request.acceptance_class, row.k, None if count is None else min(count, row.k))
         for index, (row, count) in enumerate(zip(drafting, accepted, strict=True))
         if round.proposal is None or round.proposal.sources[index] is not Source.NONE
     ]

@@ -131,6 +131,9 @@ class Recorder:
         requests."""
         if self.sink is None or not request.learn or request.repeatable:
             return False
+        if request.adapter:
+            # Learning has the base for its target, whose distribution is another.
+            return False
         if request.record_share is None:
             share = self.sink.share
             request.record_share = share if uniform(request.id) < share else 0.0

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from draftsmith.drafters.adapters.adapters import Adapters
 from draftsmith.drafters.recurrent.kept import NUM_SIDES
 from draftsmith.drafters.recurrent.pieces import RowRead, Split, StatePass, round_waves
 from draftsmith.drafters.recurrent.slots import StateSlots
@@ -53,8 +54,8 @@ class BlockTables:
 
 
 class TargetRunner:
-    """`graphs` None: every pass is run as it is. `states` None: the target has no layers with a
-    state."""
+    """`graphs` None: every pass is run as it is, as is one in which a row has an adapter. `states`
+    None: the target has no layers with a state."""
 
     def __init__(
         self,
@@ -62,9 +63,10 @@ class TargetRunner:
         pool: PagedPool,
         graphs: PassGraphs | None = None,
         states: StateSlots | None = None,
+        adapters: Adapters | None = None,
     ):
         self.target, self.pool, self.device, self.graphs = target, pool, target.device, graphs
-        self.states = states
+        self.states, self.adapters = states, adapters
 
     def run(
         self,
@@ -102,20 +104,25 @@ class TargetRunner:
         # A pass of prompt pieces alone decides nothing; a head cannot run on no rows, so it runs on
         # one that is not read.
         logit_rows = (logit_rows + prompt_rows) or [0]
-        output = self._forward(
-            PassInputs(ids, positions, lengths, logit_rows, tables, layout),
-            taps,
-            None if self.states is None else split_round(rows, drafts, self.states, self.device),
-        )
+        inputs = PassInputs(ids, positions, lengths, logit_rows, tables, layout)
+        adapted = adapted_tokens(rows, begins, lengths, self.device)
+        if self.adapters is None or not adapted:
+            split = None
+            if self.states is not None:
+                split = split_round(rows, drafts, self.states, self.device)
+            output = self._replayed(inputs, taps) or self._forward(inputs, taps, split)
+        else:
+            with self.adapters.of(adapted, len(ids)):
+                output = self._forward(inputs, taps)
         count = len(logit_rows) - len(prompt_rows)
         return PassOutput(output.logits[:count], output.taps, begins, output.logits[count:])
 
+    def _replayed(self, inputs: PassInputs, taps: Sequence[int]) -> TargetOutput | None:
+        return None if self.graphs is None else self.graphs.run(inputs, taps)
+
     def _forward(
-        self, inputs: PassInputs, taps: Sequence[int], split: Split | None
+        self, inputs: PassInputs, taps: Sequence[int], split: Split | None = None
     ) -> TargetOutput:
-        replayed = None if self.graphs is None else self.graphs.run(inputs, taps)
-        if replayed is not None:
-            return replayed
         device = self.device
         positions = torch.tensor(inputs.positions, device=device)
         lengths = torch.tensor(inputs.lengths, device=device)
@@ -141,8 +148,25 @@ def split_round(
     return Split(round_waves(reads), states, device)
 
 
+def adapted_tokens(
+    rows: Sequence[Row], begins: Sequence[int], lengths: Sequence[int], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """[n] int64 indices of the pass's tokens by adapter; of rows without one there are none."""
+    found: dict[str, list[int]] = {}
+    for row, begin, length in zip(rows, begins, lengths, strict=True):
+        if row.request.adapter:
+            found.setdefault(row.request.adapter, []).extend(range(begin, begin + length))
+    return {name: torch.tensor(indices, device=device) for name, indices in found.items()}
+
+
 def make_runner(
-    target: Target, pool: PagedPool, *, max_batch: int, max_blocks: int, compile: str
+    target: Target,
+    pool: PagedPool,
+    *,
+    max_batch: int,
+    max_blocks: int,
+    compile: str,
+    adapters: Adapters | None = None,
 ) -> TargetRunner:
     graphs = None
     states = target.new_states(NUM_SIDES * max_batch)
@@ -150,4 +174,4 @@ def make_runner(
         graphs = PassGraphs(
             target, pool, max_batch=max_batch, max_blocks=max_blocks, recorder=CudaRecorder()
         )
-    return TargetRunner(target, pool, graphs, states)
+    return TargetRunner(target, pool, graphs, states, adapters)

@@ -134,7 +134,9 @@ class Scheduler:
         # The bonus token comes on top of the drafted ones, so the last token is never worth
         # drafting.
         budgets = [
-            RowBudget(request.request_class, min(_most_drafted(request), self._draftable(request)))
+            RowBudget(
+                request.acceptance_class, min(_most_drafted(request), self._draftable(request))
+            )
             for request in deciding
         ]
         budget = max(self.max_round_tokens - len(deciding), self.blocks.block_size)

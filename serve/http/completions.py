@@ -42,14 +42,14 @@ def add_completion_endpoints(app: FastAPI, server: Server) -> None:
         "/v1/completions", responses={**events_of(CompletionBody), **documented(*ANSWER_STATUSES)}
     )
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        server.check_model(body.model)
+        model = server.check_model(body.model)
         prompts = await server.tokenizer_thread.run(
             lambda: completion_prompts(
                 body.prompt, server.tokenizer, add_special_tokens=body.add_special_tokens
             )
         )
         responder = completion_responder(
-            server.model, server.vocabulary, response_options(server, body), prompts, body.n or 1
+            model, server.vocabulary, response_options(server, body), prompts, body.n or 1
         )
         return await answer(server, request, body, prompts, responder)
 
@@ -57,11 +57,11 @@ def add_completion_endpoints(app: FastAPI, server: Server) -> None:
         "/v1/chat/completions", responses={**events_of(ChatBody), **documented(*ANSWER_STATUSES)}
     )
     async def chat(body: ChatRequest, request: Request) -> Response:
-        server.check_model(body.model)
+        model = server.check_model(body.model)
         plan = await server.tokenizer_thread.run(lambda: chat_plan(server, body))
         prompt = Prompt(plan.tokens, None)
         responder = chat_responder(
-            server.model,
+            model,
             server.vocabulary,
             response_options(server, body),
             prompt,
@@ -149,6 +149,7 @@ async def _submit(
             tenant=server.tenant(request),
             learn=request.headers.get(LEARN_HEADER, "on").lower()
             not in ("off", "false", "0", "no"),
+            adapter=server.adapter_of(body.model),
             shown_tokens=frozenset() if plan is None else plan.shown,
             answer=answer,
         ),

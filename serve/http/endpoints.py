@@ -64,26 +64,26 @@ def add_service_endpoints(app: FastAPI, server: Server) -> None:
 
     @app.get("/v1/models", responses={**documented(200, model=ModelList), **documented(401)})
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(server)]}
+        return {"object": "list", "data": [_model(server, name) for name in server.models]}
 
     @app.get(
         "/v1/models/{model:path}",
         responses={**documented(200, model=Model), **documented(401, 404)},
     )
     async def model(model: str) -> dict[str, Any]:
-        server.check_model(model)
-        return _model(server)
+        return _model(server, server.check_model(model))
 
 
-def _model(server: Server) -> dict[str, Any]:
+def _model(server: Server, name: str) -> dict[str, Any]:
     entry = {
-        "id": server.model,
+        "id": name,
         "object": "model",
         "created": server.created,
         "owned_by": "draftsmith",
     }
     engine = server.loop.engine
-    entry |= {"root": engine.target.name, "parent": None, "max_model_len": engine.max_length}
+    parent = None if name == server.model else server.model
+    entry |= {"root": engine.target.name, "parent": parent, "max_model_len": engine.max_length}
     entry["max_draft_depth"], entry["max_draft_tokens"] = (
         engine.max_draft_depth,
         engine.max_draft_tokens,

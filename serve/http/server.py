@@ -62,7 +62,19 @@ class Server:
         key = request.headers.get("authorization", "")
         return tenant_of(key) if len(self.limits.api_keys) > 1 else ""
 
-    def check_model(self, model: str | None) -> None:
-        if model is not None and model != self.model:
-            message = f"model {model!r} is not served here; use {self.model!r}"
+    @property
+    def models(self) -> list[str]:
+        """Names that a request may give as its model: the target's, then its adapters'."""
+        return [self.model, *self.loop.engine.adapters]
+
+    def check_model(self, model: str | None) -> str:
+        """The model's name; that of the target where the request gives none."""
+        if model is not None and model not in self.models:
+            names = " or ".join(map(repr, self.models))
+            message = f"model {model!r} is not served here; use {names}"
             raise Refusal(404, message, param="model", code="model_not_found")
+        return self.model if model is None else model
+
+    def adapter_of(self, model: str | None) -> str:
+        """Adapter of a checked model; "" for the target itself."""
+        return "" if model is None or model == self.model else model

@@ -7,7 +7,7 @@ import copy
 import itertools
 import secrets
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from random import Random
@@ -47,7 +47,9 @@ class InputProcessor:
         max_length: int,
         seed: int | None,
         stopping: Stopping | None = None,
+        adapters: Collection[str] = (),
     ):
+        self.adapters = adapters  # names that requests may ask for
         self.stopping = stopping
         self.target, self.k, self.has_drafter, self.max_length = target, k, has_drafter, max_length
         self._seeds = Random(secrets.randbits(64) if seed is None else seed)
@@ -90,6 +92,7 @@ class InputProcessor:
             request_class=options.request_class,
             tenant=options.tenant,
             learn=options.learn,
+            adapter=self._checked_adapter(options.adapter),
             text_stream=stream,
             sampling_state=sampling_state(params, prompt, self.target, lambda: self._grammars),
         )
@@ -97,6 +100,11 @@ class InputProcessor:
             # A seeded answer repeats token for token only where every round drafts its k.
             request.stopping = replace(self.stopping)
         return request
+
+    def _checked_adapter(self, name: str) -> str:
+        if name and name not in self.adapters:
+            raise UserError(f"adapter {name!r} is not served here; give it with --lora NAME=FOLDER")
+        return name
 
     def _text_of(self, shown: frozenset[int]) -> Tokenizer:
         if not shown:

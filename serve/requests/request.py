@@ -92,6 +92,7 @@ class RequestOptions:
     # client that the queue treats as one; "" when the server does not distinguish clients
     tenant: str = ""
     learn: bool = True  # its rounds may be recorded
+    adapter: str = ""  # LoRA adapter of the target by name; "": the target itself
     shown_tokens: frozenset[int] = frozenset()  # special tokens that its text keeps
     # id that a client has of the request, and of others that belong to the same answer
     answer: str | None = None
@@ -149,6 +150,7 @@ class Request:
     # see `RequestOptions`
     tenant: str = ""
     learn: bool = True  # may its rounds be recorded
+    adapter: str = ""
     route: Route = UNROUTED  # its draft, given when it comes in
     text_stream: TextStream | None = None
     # None: its distribution is the target's under temperature and filters
@@ -182,6 +184,14 @@ class Request:
     first_token_s: float | None = None
     last_token_s: float | None = None
     finished_s: float | None = None
+
+    @property
+    def acceptance_class(self) -> str:
+        """Class that its acceptance is counted by. An adapter has another distribution than the
+        base, so it has classes of its own."""
+        if not self.adapter:
+            return self.request_class
+        return "/".join(filter(None, (f"lora:{self.adapter}", self.request_class)))
 
     @property
     def repeatable(self) -> bool:

@@ -22,7 +22,7 @@ def add_responses_endpoint(app: FastAPI, server: Server) -> None:
         "/v1/responses", responses={**events_of(ResponseBody), **documented(*ANSWER_STATUSES)}
     )
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        server.check_model(body.model)
+        model = server.check_model(body.model)
         chat = chat_request(body)
 
         def api_name(name: str) -> str:
@@ -35,7 +35,7 @@ def add_responses_endpoint(app: FastAPI, server: Server) -> None:
             raise as_refusal(error, api_name=api_name) from error
         prompt = Prompt(plan.tokens, None)
         responder = ResponsesResponder(
-            server.model,
+            model,
             server.vocabulary,
             response_options(server, chat),
             [prompt],

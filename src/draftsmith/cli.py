@@ -208,7 +208,7 @@ def _add_flag(parser: Parser, field: dataclasses.Field, wanted: Any) -> None:
     if wanted is bool:
         parser.add_argument(*flags, **shared, action=argparse.BooleanOptionalAction)
     elif typing.get_origin(wanted) in (list, tuple):
-        parser.add_argument(*flags, **shared, nargs="+", metavar="X")
+        parser.add_argument(*flags, **shared, nargs="+", action="extend", metavar="X")
     else:
         parser.add_argument(*flags, **shared, metavar=field.name.upper())
 

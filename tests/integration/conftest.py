@@ -20,6 +20,7 @@ from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig, LearnUnroll
 from draftsmith.distill.state import StateFolder
 from draftsmith.drafters import checkpoint
+from draftsmith.drafters.adapters.adapters import Adapters
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.options import OPTIONS as DEFAULTS
 from draftsmith.drafters.options import DraftLmOptions
@@ -121,8 +122,10 @@ def live_server() -> Iterator[Callable[..., LiveServer]]:
         sink: Sink | None = None,
         limits: ServerLimits = DEFAULT_LIMITS,
         report: Level = "none",
+        adapters: Adapters | None = None,
     ) -> LiveServer:
-        servers.append(LiveServer(build_engine(target, drafter, config, sink=sink), limits, report))
+        engine = build_engine(target, drafter, config, sink=sink, adapters=adapters)
+        servers.append(LiveServer(engine, limits, report))
         return servers[-1]
 
     yield start

@@ -33,6 +33,7 @@ ORDER = {
         "layouts",
         "recurrent",
         "target",
+        "adapters",
         "autoregressive",
         "compiled",
         "lm",

@@ -1,0 +1,202 @@
+"""LoRA adapters by name: every request's text is that of transformers and peft alone, whoever
+shares its pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from draftsmith.drafters.adapters.adapters import Adapters
+from draftsmith.drafters.adapters.names import named_folders
+from draftsmith.drafters.heads.eagle3 import Eagle3
+from draftsmith.drafters.options import Eagle3Options
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.errors import UserError
+from draftsmith.record import RoundRecord
+from draftsmith.serve.config import EngineConfig, ServeConfig
+from draftsmith.serve.config_checks import check_serve
+from draftsmith.serve.engine.build import build_engine
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.requests.request import Request, RequestOptions
+from draftsmith.serve.sampling.params import SamplingParams
+from tests.conftest import save_adapter
+
+PROMPT = [*range(40, 75), 9]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
+CONFIG = EngineConfig(k=3, max_batch=4, num_blocks=64, block_size=8)
+NAMES = ["", "sql", "prose"]
+
+
+class Kept:
+    """A sink that keeps the records."""
+
+    share = 1.0
+
+    def __init__(self) -> None:
+        self.records: list[RoundRecord] = []
+
+    def put(self, record: RoundRecord) -> None:
+        self.records.append(record)
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_target, tmp_path_factory) -> dict[str, str]:
+    root: Path = tmp_path_factory.mktemp("adapters")
+    target = tiny_target("llama")
+    return {
+        "sql": save_adapter(target, root / "sql", seed=1),
+        "prose": save_adapter(
+            target, root / "prose", seed=2, use_rslora=True, target_modules=["q_proj", "k_proj", "o_proj", "gate_proj"],
+            rank_pattern={"k_proj": 2}, layers_to_transform=[1, 3],
+        ),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_target, folders) -> dict[str, tuple[list[int], list[float]]]:
+    """Greedy tokens and their logprobs by adapter, of transformers and peft without us."""
+    found = {}
+    for name in NAMES:
+        model = AutoModelForCausalLM.from_pretrained(tiny_target("llama")).eval()
+        if name:
+            model = PeftModel.from_pretrained(model, folders[name]).eval()
+        ids, logprobs = list(PROMPT), []
+        with torch.no_grad():
+            for _ in range(GREEDY.max_tokens or 0):
+                row = torch.log_softmax(model(torch.tensor([ids])).logits[0, -1], dim=-1)
+                ids.append(int(row.argmax()))
+                logprobs.append(float(row.max()))
+        found[name] = (ids[len(PROMPT) :], logprobs)
+    return found
+
+
+@pytest.fixture(scope="module")
+def adapted(tiny_target, folders) -> tuple[Target, Adapters]:
+    target = Target.load(tiny_target("llama"), dtype=torch.float32)
+    return target, Adapters.load(target, folders)
+
+
+def answers(engine: Engine, names: list[str]) -> list[Request]:
+    requests = [
+        engine.submit(PROMPT, GREEDY, options=RequestOptions(adapter=name)) for name in names
+    ]
+    while engine.busy:
+        engine.step()
+    return requests
+
+
+@pytest.mark.parametrize("family", ["none", "ngram", "eagle3"])
+def test_text_is_that_of_peft_alone_in_any_batch(adapted, alone, family):
+    target, adapters = adapted
+    drafter = {
+        "none": lambda: None,
+        "ngram": lambda: Ngram(min_n=1, max_n=3),
+        "eagle3": lambda: Eagle3.create(Eagle3Options(), target, seed=1).eval(),
+    }[family]()
+    assert len({tuple(tokens) for tokens, _ in alone.values()}) == 3
+    engine = build_engine(target, drafter, CONFIG, adapters=adapters)
+    # One prompt for all: what one adapter left in the prefix cache is none of another's.
+    for batch in (["sql"], ["", "sql", "prose", ""], ["prose", "sql"], [""]):
+        for name, request in zip(batch, answers(engine, batch), strict=True):
+            tokens, logprobs = alone[name]
+            assert request.output == tokens
+            found = [one.logprob for one in request.logprobs]
+            torch.testing.assert_close(found, logprobs, atol=1e-4, rtol=1e-4)
+    assert engine.stats.prefix_cache_hits > 0
+    assert not any(engine.stats.fallbacks.values())
+
+
+def test_the_model_stays_the_base(tiny_target, adapted):
+    target, _ = adapted
+    plain = Target.load(tiny_target("llama"), dtype=torch.float32)
+    assert target.revision == plain.revision
+    assert [*target.model.state_dict()] == [*plain.model.state_dict()]
+    ids = torch.tensor([PROMPT])
+    mine, theirs = (one.states(ids, torch.ones_like(ids), ())[1] for one in (target, plain))
+    assert torch.equal(mine, theirs)
+
+
+def test_learning_has_the_base_alone_and_acceptance_is_counted_by_adapter(adapted):
+    target, adapters = adapted
+    sink = Kept()
+    drafter = Ngram(min_n=1, max_n=3)
+    engine = build_engine(target, drafter, CONFIG, adapters=adapters, sink=sink)
+    requests = answers(engine, ["", "sql", "prose"])
+    engine.outputs.flush()
+    assert [request.acceptance_class for request in requests] == ["", "lora:sql", "lora:prose"]
+    assert [request.num_records > 0 for request in requests] == [True, False, False]
+
+
+def test_the_api_lists_and_chooses_adapters(adapted, live_server, alone):
+    target, adapters = adapted
+    server = live_server(target, Ngram(min_n=1, max_n=3), CONFIG, adapters=adapters)
+    models = server.http.get("/v1/models").json()["data"]
+    assert [(one["id"], one["parent"]) for one in models] == [
+        ("tiny", None), ("sql", "tiny"), ("prose", "tiny"),
+    ]  # fmt: skip
+    assert server.http.get("/v1/models/sql").json()["id"] == "sql"
+    asked = {"prompt": PROMPT, "temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    for name in NAMES:
+        body = server.http.post(
+            "/v1/completions",
+            json={**asked, "model": name or "tiny", "return_token_ids": True},
+        ).json()
+        assert body["model"] == (name or "tiny")
+        assert body["choices"][0]["token_ids"] == alone[name][0]
+    refused = server.http.post("/v1/completions", json={**asked, "model": "absent"})
+    assert refused.status_code == 404 and "'sql'" in refused.json()["error"]["message"]
+    classes = server.http.get("/metrics").text
+    assert (
+        'draftsmith_class_draft_tokens_total{model_name="tiny",request_class="lora:sql"}' in classes
+    )
+
+
+def test_an_adapter_folder_as_target_is_merged_into_its_base(folders, alone, tmp_path):
+    target = Target.load(folders["sql"], dtype=torch.float32)
+    (request,) = answers(build_engine(target, None, CONFIG), [""])
+    assert request.output == alone["sql"][0]
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="names no base_model_name_or_path"):
+        Target.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"modules_to_save": ["lm_head"]}, "it replaces 'lm_head'"),
+        ({"use_dora": True}, "by more than a plain LoRA"),
+        ({"target_modules": ["embed_tokens"]}, "by more than a plain LoRA"),
+    ],
+)
+def test_adapters_that_change_more_are_refused(tiny_target, tmp_path, settings, reason):
+    folder = save_adapter(tiny_target("llama"), tmp_path, **settings)
+    with pytest.raises(UserError, match=f"lora 'one' .*{reason}"):
+        Adapters.load(Target.load(tiny_target("llama")), {"one": folder})
+
+
+def test_other_folders_and_options_are_refused_in_one_sentence(tiny_target, tmp_path, adapted):
+    with pytest.raises(UserError, match=r"lora 'one' .* does not load") as caught:
+        Adapters.load(Target.load(tiny_target("llama")), {"one": str(tmp_path)})
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="it does not load"):
+        other = save_adapter(tiny_target("qwen3"), tmp_path / "other")
+        Adapters.load(Target.load(tiny_target("llama")), {"one": other})
+    for entries, reason in ((["sql"], "give NAME=FOLDER"), (["a=b", "a=c"], "'a' twice")):
+        with pytest.raises(UserError, match=reason):
+            named_folders(entries)
+    with pytest.raises(UserError, match="the target's own name"):
+        check_serve(ServeConfig(target="t", name="a", lora=("a=b",)))
+    with pytest.raises(UserError, match="lora is given with tensor_parallel 2"):
+        check_serve(ServeConfig(target="t", lora=("a=b",), tensor_parallel=2))
+    target, adapters = adapted
+    with pytest.raises(UserError, match="adapter 'absent' is not served here"):
+        build_engine(target, None, CONFIG, adapters=adapters).submit(
+            PROMPT, GREEDY, options=RequestOptions(adapter="absent")
+        )
