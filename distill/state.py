@@ -225,7 +225,9 @@ class Saved(NamedTuple):
 def _read_track(
     values: Mapping[str, Any], parameters: Mapping[str, torch.nn.Parameter], folder: Path
 ) -> Saved:
-    fresh, window, *replayed = (_texts(_records(folder / f"{name}.parquet")) for name in TEXTS)
+    fresh, window, reservoir, latest = (
+        _texts(_records(folder / f"{name}.parquet")) for name in TEXTS
+    )
     ledger, trial = (
         Ledger.from_dict(values["ledger"]),
         Trial.from_dict(values["trial"]) if values["trial"] else None,
@@ -247,7 +249,8 @@ def _read_track(
         state,
         weights,
         moments,
-        *replayed,
+        reservoir,
+        latest,
         values["steps"],
         values["updates"],
         values["reservoir_seen"],

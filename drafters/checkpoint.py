@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 
 
 class Saveable(Protocol):
-    family: str
+    @property
+    def family(self) -> str: ...
 
     def save(self, folder: Path) -> None: ...
 

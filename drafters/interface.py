@@ -65,6 +65,13 @@ class DraftInputs:
     # and of the tokens drafted so far, is at least this; for drafters that `EndsChains`. 0: always.
     least_confidence: float = 0.0
 
+    @property
+    def own_pool(self) -> PagedPool:
+        """`pool` of a drafter that keeps keys and values."""
+        if self.pool is None:
+            raise ValueError("this drafter keeps keys and values; give pool")
+        return self.pool
+
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
@@ -250,6 +257,8 @@ class TrainedDrafter(ServingDrafter, Protocol):
         ...
 
     def save(self, folder: Path) -> None: ...
+
+    def state_dict(self) -> dict[str, torch.Tensor]: ...
 
     def unroll(self, batch: UnrollBatch) -> Iterator[UnrolledStep]: ...
 

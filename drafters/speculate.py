@@ -150,7 +150,7 @@ class _Batch:
         self.states = target.new_states(NUM_SIDES * len(rows))
         # a draft in training may be wider than the target
         is_module = isinstance(drafter, torch.nn.Module)
-        dtype = next(drafter.parameters()).dtype if is_module else target.dtype
+        dtype = next(drafter.parameters()).dtype if is_module else target.dtype  # type: ignore[attr-defined]
         self.draft_pool = drafter.new_pool(num_blocks, BLOCK_SIZE, self.device, dtype)
 
     def unfinished(self) -> list[_Row]:

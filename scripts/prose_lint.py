@@ -1,12 +1,7 @@
 """Lint of docstrings and comments: clauses in place of sentences, and words that the field does not
 use.
 
-    python scripts/prose_lint.py [FILE ...]   the offences of these files, or of all; status 1 where
-    a budget is exceeded
-    python scripts/prose_lint.py --update     lower the budgets to the present counts
-
-`scripts/prose_budget.txt` has the number of offences per file that are still allowed; a file that
-is not listed has none.
+    python scripts/prose_lint.py [FILE ...]   offences of these files, or of all; status 1 for any
 """
 
 from __future__ import annotations
@@ -21,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-BUDGETS = ROOT / "scripts" / "prose_budget.txt"
 FOLDERS = ("kernels", "drafters", "train", "serve", "distill", "src/draftsmith", "scripts")
 OPENING = re.compile(r"(What|Whether|Who|Whose|Of|By|How|When|Where)\b")
 # Word -> what to write. Code in backquotes is not prose.
@@ -84,47 +78,16 @@ def files() -> list[str]:
     return [name for name in names if name not in EXEMPT and not name.startswith(linked)]
 
 
-def counts(names: list[str]) -> dict[str, int]:
-    """Number of offences per file."""
-    return {name: len(offences((ROOT / name).read_text(encoding="utf-8"))) for name in names}
-
-
-def budgets() -> dict[str, int]:
-    """Number of offences allowed per file."""
-    lines = BUDGETS.read_text(encoding="utf-8").split("\n") if BUDGETS.exists() else []
-    pairs = (line.split() for line in lines if line and not line.startswith("#"))
-    return {name: int(count) for count, name in pairs}
-
-
-def exceeded(found: dict[str, int], allowed: dict[str, int]) -> list[str]:
-    """Files with more offences than their budget."""
-    return [name for name, count in found.items() if count > allowed.get(name, 0)]
-
-
-def update() -> None:
-    """Write the present counts as budgets."""
-    found = counts(files())
-    lines = [
-        "# Offences of scripts/prose_lint.py that are still allowed per file; only to be lowered."
-    ]
-    lines += [f"{count} {name}" for name, count in sorted(found.items()) if count]
-    BUDGETS.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print(f"{sum(found.values())} offences in {len(lines) - 1} files")
-
-
 def main(arguments: list[str]) -> int:
-    if arguments == ["--update"]:
-        update()
-        return 0
-    linted = set(files())
-    chosen = [name for name in arguments if name in linted] if arguments else sorted(linted)
-    over = exceeded(counts(chosen), budgets())
-    for name in over if arguments else chosen:
-        for line, message in offences((ROOT / name).read_text(encoding="utf-8")):
-            print(f"{name}:{line}: {message}")
-    for name in over:
-        print(f"{name} has more offences than scripts/prose_budget.txt allows")
-    return int(bool(over))
+    linted = files()
+    found = [
+        f"{name}:{line}: {message}"
+        for name in linted
+        if not arguments or name in arguments
+        for line, message in offences((ROOT / name).read_text(encoding="utf-8"))
+    ]
+    print("\n".join(found), end="\n" if found else "")
+    return int(bool(found))
 
 
 if __name__ == "__main__":

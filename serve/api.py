@@ -164,7 +164,7 @@ class Stream:
     def __init__(self, loop: EngineLoop, prompt: Sequence[int], params: SamplingParams):
         self._loop = loop
         self._updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
-        self._wake: Callable[[], None] | None = None
+        self._wake: Callable[[], object] | None = None
         self._done = False
         self.request = loop.submit(prompt, params, self._take)
 

@@ -64,8 +64,7 @@ def load_fallback(config: ServeConfig) -> ServingDrafter | None:
 
 def load_trained(config: ServeConfig, target: Target) -> LoadedDraft:
     """Load the live version of the versions folder, else the draft."""
-    number = latest(config.versions) if config.versions is not None else None
-    if number is not None:
+    if config.versions is not None and (number := latest(config.versions)) is not None:
         folder, dtype = open_version(config.versions, number), DTYPES.get(config.draft_dtype)
         return LoadedDraft(load(folder, target, dtype=dtype), str(number), number)
     draft = load_draft(config, target)

@@ -59,6 +59,8 @@ Call = NewPool | Pass | Move | Embed | Stop
 class LeadingPool(PagedPool):
     """Rank 0's share of keys and values; what is moved here is moved on every rank."""
 
+    _send: Callable[[Call], None]
+
     def attach(self, send: Callable[[Call], None]) -> LeadingPool:
         object.__setattr__(self, "_send", send)
         return self

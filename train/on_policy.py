@@ -112,6 +112,7 @@ class OnPolicy:
         """Batch in which some rows give way to on-policy texts; branches come in addition."""
         num_rows = len(text.input_ids)
         count = self._share(num_rows)
+        assert self.waiting is not None  # written before the first batch
         texts, self.waiting = self.waiting[:count], self.waiting[count:]
         kept = sorted(chance.sample(range(num_rows), num_rows - count))
         rows = [

@@ -168,7 +168,7 @@ class DraftTrainer(Trainer):
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         optim = self.optim_config
-        if self.optimizer is None and optim.optimizer == "muon":
+        if self.optimizer is None and optim.optimizer == "muon":  # type: ignore[has-type]
             self.optimizer = muon_with_adamw(
                 self.model.drafter,
                 num_tokens=len(self.model.drafter.head_weight()),
@@ -181,7 +181,7 @@ class DraftTrainer(Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> LambdaLR:
-        if self.lr_scheduler is None:
+        if self.lr_scheduler is None:  # type: ignore[has-type]
             self.lr_scheduler = LambdaLR(
                 self.optimizer if optimizer is None else optimizer,
                 lambda step: lr_factor(self.optim_config, self.clock.share_done(step)),
@@ -221,9 +221,8 @@ class DraftTrainer(Trainer):
         )
         self.log(metrics)
         # Marks this step as evaluated, too.
-        self.control = self.callback_handler.on_evaluate(
-            self.args, self.state, self.control, metrics
-        )
+        state, control = self.state, self.control  # type: ignore[has-type]
+        self.control = self.callback_handler.on_evaluate(self.args, state, control, metrics)
         return metrics
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: object) -> None:

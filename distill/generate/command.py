@@ -49,6 +49,11 @@ class Reference(NamedTuple):
     revision: str | None  # None: unknown for a server
     target: Target | None
 
+    def loaded(self) -> Target:
+        if self.target is None:
+            raise ValueError("the target is not loaded where a server answers")
+        return self.target
+
 
 def run(config: GenerateConfig) -> int:
     _check(config)
@@ -64,8 +69,8 @@ def run(config: GenerateConfig) -> int:
         )
     layout = None
     if config.store_taps is not None:
-        layout = layout_of(config, reference.target)
-        check_cost(config.out, reference.target, layout, most_tokens(config, prompts))
+        layout = layout_of(config, reference.loaded())
+        check_cost(config.out, reference.loaded(), layout, most_tokens(config, prompts))
     writer, origin = new_writer(config, reference)
     folder = AnswerFolder(
         config.out,
@@ -82,7 +87,7 @@ def run(config: GenerateConfig) -> int:
     summary = folder.close()
     print(f"{summary['answers']} answers, {summary['tokens']} tokens in {config.out}")
     if layout is not None:
-        store_taps(config, reference.target, layout, folder)
+        store_taps(config, reference.loaded(), layout, folder)
     if len(found) > len(prompts):
         print(
             f"{len(found) - len(prompts)} prompts were too long for the target's context and are "
@@ -129,7 +134,7 @@ def new_writer(config: GenerateConfig, reference: Reference) -> tuple[Writer, di
     if config.url is not None:
         writer = ServerWriter(config, reference.tokenizer)
         return writer, {"answered_by": f"server of {writer.model}"}
-    return TargetWriter(reference.target, config), {}
+    return TargetWriter(reference.loaded(), config), {}
 
 
 def most_tokens(config: GenerateConfig, prompts: list[Prompt]) -> int:

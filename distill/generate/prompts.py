@@ -17,21 +17,17 @@ from typing import Any, Protocol
 
 from draftsmith.corpus import CORPORA, Document, held_out
 from draftsmith.distill.config import GenerateConfig
-from draftsmith.distill.generate.chat_mask import Masked, masked_chat
+from draftsmith.distill.generate.chat_mask import ChatTokenizer, Masked, masked_chat
 from draftsmith.errors import UserError
 
 # Enough text for any tokenizer to fill a window: a token is seldom longer.
 CHARACTERS_A_TOKEN = 12
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ChatTokenizer, Protocol):
     """Part of a transformers tokenizer that prompts need."""
 
     chat_template: Any
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ def _from_corpus(config: GenerateConfig, tokenizer: Tokenizer) -> Iterator[Promp
     if config.count is None:
         drawn: Iterable[tuple[Document, int]] = ((document, 0) for document in documents)
     else:
-        drawn = _windows(documents, config)
+        drawn = _windows(documents, config, config.count)
     for document, start in drawn:
         text = document.text[start : start + config.prompt_tokens * CHARACTERS_A_TOKEN]
         ids = tokenizer.encode(text)[: config.prompt_tokens]
@@ -76,13 +72,15 @@ def _from_corpus(config: GenerateConfig, tokenizer: Tokenizer) -> Iterator[Promp
             yield Prompt(document.name, held_out(document, config.held_out), ids, mask)
 
 
-def _windows(documents: list[Document], config: GenerateConfig) -> Iterator[tuple[Document, int]]:
+def _windows(
+    documents: list[Document], config: GenerateConfig, count: int
+) -> Iterator[tuple[Document, int]]:
     if not documents:
         return
     rng = random.Random(f"{config.seed} {config.prompts}")
     lengths = [len(document.text) for document in documents]
     # A few more than needed: a window at the very end of a document may turn out empty.
-    for document in rng.choices(documents, weights=lengths, k=config.count + 64):
+    for document in rng.choices(documents, weights=lengths, k=count + 64):
         reach = max(1, len(document.text) - config.prompt_tokens * CHARACTERS_A_TOKEN)
         start = rng.randrange(reach)
         yield document, document.text.rfind("\n", 0, start) + 1

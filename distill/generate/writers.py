@@ -153,8 +153,8 @@ class ServerWriter:
                 f"its text {text[:60]!r}; use a "
                 "server with return_token_ids, such as vLLM"
             )
-        ended = reason == "stop" and self.tokenizer.eos_token_id is not None
-        return [*ids, self.tokenizer.eos_token_id] if ended else ids
+        eos = self.tokenizer.eos_token_id
+        return [*ids, eos] if reason == "stop" and eos is not None else ids
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         """Response of the server. Retries when it is busy or away, and raises a `UserError` when it

@@ -144,7 +144,7 @@ class ClassPool:
         kept = self.shared.learner.reservoir.texts
         texts = [text.tokens for text in kept if not text.records[0].request_class]
         self.clusters = find_clusters(
-            texts, most=max(2, self.config.most), seed=self.context.config.seed
+            texts, most=max(2, self.config.most or 2), seed=self.context.config.seed
         )
         self.traffic.leave_out(names)
         count = len(self.clusters.centroids) if self.clusters else 1

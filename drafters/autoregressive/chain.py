@@ -71,7 +71,7 @@ def _draft_eagerly(
         if kept is not None:
             state = state.select(kept)
         positions = state.positions + 1
-        context = PagedPass(inputs.pool, state.tables, positions, ones[: len(rows)])
+        context = PagedPass(inputs.own_pool, state.tables, positions, ones[: len(rows)])
         step = drafter.read_drafts(state.tokens, state.hidden, positions, context)
         tokens = sampler.draw(
             rows, depth, drafter.draft_logits(step.head_input), positions + drafter.ahead

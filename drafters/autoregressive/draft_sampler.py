@@ -158,8 +158,9 @@ class DraftSampler:
         self.tokens[chosen, depth] = drawn.tokens
         self.lengths[chosen] = depth + 1
         if self.best is not None:
+            assert drawn.best is not None  # greedy rows draw their most likely token
             self.best[chosen, depth] = drawn.best.float()
-        else:
+        elif self.logits is not None:
             check_sampled_head(drawn.distribution, self.vocab_map, self.shape[2])
             self.logits[chosen, depth] = scatter_to_target_vocab(
                 drawn.distribution, self.vocab_map, self.shape[2]

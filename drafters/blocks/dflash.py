@@ -328,10 +328,10 @@ class Dflash(nn.Module):
             return
         offsets = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
         rows, positions = sent(inputs.tokens.device, rows, inputs.starts[rows] + offsets)
-        slots = inputs.pool.slots_of(inputs.block_tables, rows, positions)
+        slots = inputs.own_pool.slots_of(inputs.block_tables, rows, positions)
         pairs = self.context_keys(self.context(inputs.taps)[None], positions[None])
         for (keys, values), pool_keys, pool_values in zip(
-            pairs, inputs.pool.keys, inputs.pool.values, strict=True
+            pairs, inputs.own_pool.keys, inputs.own_pool.values, strict=True
         ):
             pool_keys.index_copy_(0, slots, keys[0].transpose(0, 1).to(pool_keys.dtype))
             pool_values.index_copy_(0, slots, values[0].transpose(0, 1).to(pool_values.dtype))
@@ -354,7 +354,7 @@ class Dflash(nn.Module):
         context = LayerPasses(
             self.shape.is_causal,
             lambda causal: PagedPass(
-                inputs.pool, tables, positions, counts, tree=None if causal else whole
+                inputs.own_pool, tables, positions, counts, tree=None if causal else whole
             ),
         )
         return Block(self.body(ids[None], positions[None], context)[0], begins, newest, tokens)

@@ -78,7 +78,9 @@ class Dspark(Dflash):
         self.confidence_head = ConfidenceHead(width).to(target.device) if shape.confidence else None
 
     @classmethod
-    def shape_from(cls, options: DsparkOptions, target: Target) -> BlockShape:
+    def shape_from(  # type: ignore[override]
+        cls, options: DsparkOptions, target: Target
+    ) -> BlockShape:
         return (
             super()
             .shape_from(options, target)

@@ -162,7 +162,10 @@ class FeatureHead(nn.Module, Recordable, Capturable):
         """Reads the true states of positions `starts .. starts + lengths - 2` of every row."""
         if self._recorded is not None:
             self._recorded.refresh()  # a swap writes new weights in place
-        rows, lengths, following, places = [], [], [], []
+        rows: list[int] = []
+        lengths: list[int] = []
+        following: list[int] = []
+        places: list[int] = []
         begin = 0
         for row, (start, length) in enumerate(zip(inputs.starts.tolist(), inputs.lengths.tolist())):
             if length > 1:  # the last token of each row has no state yet
@@ -180,7 +183,7 @@ class FeatureHead(nn.Module, Recordable, Capturable):
         )
         positions, following, which, counts, ends = parts.split([len(places)] * 2 + [len(rows)] * 3)
         tables = inputs.block_tables[which]
-        context = PagedPass(inputs.pool, tables, positions, counts)
+        context = PagedPass(inputs.own_pool, tables, positions, counts)
         step = self.read_ragged(
             self.embed(inputs.tokens[following]), self.fused(inputs.taps), positions, context
         )

@@ -114,13 +114,15 @@ class AppendedMtp(MtpHead):
         config = copy.deepcopy(target.config)
         config._attn_implementation = register()
         last = target.layers[-1]
+        layer: Callable[..., torch.nn.Module] = type(last)
+        norm: Callable[..., torch.nn.Module] = type(last.input_layernorm)
         super().__init__(
             config,
             target,
             tap=FINAL,
-            norm=partial(type(last.input_layernorm), config.hidden_size, eps=config.rms_norm_eps),
+            norm=partial(norm, config.hidden_size, eps=config.rms_norm_eps),
             # One more of the last layer's kind: the first ones have no experts.
-            layer=partial(type(last), config, layer_idx=target.num_layers - 1),
+            layer=partial(layer, config, layer_idx=target.num_layers - 1),
             rotary=target.model.base_model.rotary_emb,
             feeds_normed=FEEDS_NORMED[config.model_type],
         )

@@ -40,7 +40,7 @@ MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 class Peagle(Eagle3):
     family = "p-eagle"
     ends_chains = False  # all tokens come in one pass
-    propose_tree = None  # type: ignore[assignment]  # not a drafter that grows trees
+    propose_tree = None  # not a drafter that grows trees
 
     def __init__(self, *args: Any, mask_token: int | None = None, **shape: Any):
         super().__init__(*args, **shape)
@@ -56,7 +56,7 @@ class Peagle(Eagle3):
         )
 
     @classmethod
-    def create(
+    def create(  # type: ignore[override]
         cls,
         options: PeagleOptions,
         target: Target,
@@ -145,7 +145,7 @@ class Peagle(Eagle3):
             .expand(len(ids), -1)
             .index_copy(0, true, self.fused(inputs.taps))
         )
-        context = PagedPass(inputs.pool, inputs.block_tables[rows], position, counts)
+        context = PagedPass(inputs.own_pool, inputs.block_tables[rows], position, counts)
         return self.read_ragged(self.embed(ids), hidden, position, context).head_input
 
     def portable_config(self) -> dict[str, Any]:

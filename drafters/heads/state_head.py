@@ -60,7 +60,7 @@ class StateHead(nn.Module, ABC):
         next_ids = torch.roll(batch.input_ids, -1, dims=1)
         positions, has_next = batch.positions, batch.has_next  # column t reads the token at t + 1
         state = self.begin(batch.taps)
-        step = None
+        step: HeadStep | None = None
         for depth in range(batch.num_steps):
             if depth < self.max_depth:
                 step = self.advance(state, next_ids, depth)
@@ -68,7 +68,7 @@ class StateHead(nn.Module, ABC):
                     hidden=step.head_input, valid=has_next & (positions >= depth), offset=2
                 )
                 state = torch.nn.functional.pad(step.next_hidden[:, :-1], (0, 0, 1, 0))
-            else:
+            elif step is not None:
                 # Nothing is drafted so deep, and nothing may stand in for it.
                 yield UnrolledStep(
                     hidden=torch.zeros_like(step.head_input),
@@ -81,7 +81,7 @@ class StateHead(nn.Module, ABC):
         sampler = DraftSampler(inputs, vocab_size=self.vocab_size)
         rows = (inputs.lengths > 1).nonzero()[:, 0]  # one token alone has no state before it
         depths = sampler.rows_at_depth(rows.tolist(), self.max_depth)
-        if not depths:
+        if not depths or inputs.taps is None:
             return sampler.proposal()
         # Taps are ragged like the tokens, one fewer a row; only the last of each row counts.
         columns = ((inputs.lengths - 1).cumsum(0)[rows] - 1, inputs.lengths.cumsum(0)[rows] - 1)

@@ -195,7 +195,7 @@ class DraftLm(nn.Module, Recordable, Capturable):
         # Everything from the host arrives in one copy.
         parts = torch.tensor(places + lengths + ends, device=inputs.tokens.device)
         positions, counts, last = parts.split([len(places), len(lengths), len(lengths)])
-        context = PagedPass(inputs.pool, inputs.block_tables, positions, counts)
+        context = PagedPass(inputs.own_pool, inputs.block_tables, positions, counts)
         states = self.lm.paged(inputs.tokens[None], positions[None], context).final[0, last]
         return DraftPrefill(
             list(range(len(lengths))),

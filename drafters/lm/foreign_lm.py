@@ -39,7 +39,7 @@ class ForeignLm(DraftLm):
         self.to(model.device)
 
     @property
-    def vocab_map(self) -> torch.Tensor:
+    def vocab_map(self) -> torch.Tensor:  # type: ignore[override]
         return self.target_ids
 
     @property

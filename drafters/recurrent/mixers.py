@@ -92,8 +92,8 @@ class Mixer:
 
     def _read(self, group: Group, inputs: dict[str, Any], shape: torch.Size, split: Split) -> Any:
         """The module's output for the pieces of a group, [n, c, ...]."""
-        states = None
-        if group.sources is not None:
+        states: dict[Any, torch.Tensor] | None = None
+        if group.sources is not None and split.states is not None:
             states = split.states.read(self.index, group.sources)
         num_columns = group.columns.shape[1]
         step = 1 if self.layers.one_by_one and states is not None else num_columns
@@ -103,7 +103,7 @@ class Mixer:
             part = {name: _part(value, shape, at) for name, value in inputs.items()}
             output, states = self.kept.call(self.forward, part, states)
             outputs.append(output)
-        if group.targets is not None:
+        if group.targets is not None and split.states is not None and states is not None:
             split.states.write(self.index, group.targets, states)
         return outputs[0] if len(outputs) == 1 else _concatenated(outputs)
 

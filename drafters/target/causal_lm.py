@@ -275,8 +275,8 @@ class CausalLM:
         """[..., H] -> logits [..., V] in the model's dtype, with the model's own scales and soft
         caps."""
         rows = hidden.reshape(1, -1, hidden.shape[-1])
-        own = self._recorded is None or torch.is_grad_enabled()
-        logits = self.own_head(rows) if own else self._recorded.head(rows)
+        recorded = None if torch.is_grad_enabled() else self._recorded
+        logits = self.own_head(rows) if recorded is None else recorded.head(rows)
         return logits.view(*hidden.shape[:-1], -1)
 
     def own_head(self, rows: torch.Tensor) -> torch.Tensor:

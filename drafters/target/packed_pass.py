@@ -75,13 +75,14 @@ def _attend(
 ) -> torch.Tensor:
     """One text: [1, heads, n, D] x [1, kv_heads, n, D] -> [1, heads, n, D]."""
     length = query.shape[2]
-    is_windowed = window is not None and window < length
-    if softcap is None and sinks is None and not is_windowed:
+    if window is not None and window >= length:
+        window = None  # it hides nothing
+    if softcap is None and sinks is None and window is None:
         return scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=True
         )
     mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-    if is_windowed:
+    if window is not None:
         mask = mask.triu(1 - window)
     if softcap is None and sinks is None:
         return scaled_dot_product_attention(

@@ -73,6 +73,6 @@ class Sights:
 
     def of(self, begin: int, end: int) -> Sight:
         """Sight of these columns, all of one chunk."""
-        if self.begins is None:
+        if self.begins is None or self.firsts is None:
             return Sight(0, None)
         return Sight(self.firsts[begin // self.size], self.begins[:, begin:end])

@@ -106,7 +106,7 @@ class SuffixIndex:
     def _chain(self, order: int, key: int) -> list[int]:
         heads, previous = self._links[order]
         oldest, last, mask = self.oldest, self.end - 1, self._mask
-        places = []
+        places: list[int] = []
         place = heads[self._slot(key)] - 1
         while place >= oldest and len(places) < MAX_OCCURRENCES:
             if place != last:

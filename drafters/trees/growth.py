@@ -39,7 +39,10 @@ def grow(
     """Grow a tree for every prefilled row, of `shape` but with no more than the row's `num_draft`
     nodes. `greedy` marks the greedy rows of the batch."""
     if isinstance(shape, SampledShape):
-        by_distribution = {True: shape.greedy, False: shape.sampled}
+        by_distribution: dict[bool, DynamicTree | SampledTree] = {
+            True: shape.greedy,
+            False: shape.sampled,
+        }
         grown = [
             _grow_rows(
                 head,

@@ -87,7 +87,8 @@ class TreeReader:
         output = None if graphs is None else graphs.read(inputs, self.pool)
         if output is None:
             output = read_level(self.head, self.pool, inputs)
-        return Level(*(part.unflatten(0, tokens.shape) for part in output), bits)
+        hidden, logits = (part.unflatten(0, tokens.shape) for part in output)
+        return Level(hidden, logits, bits)
 
 
 def reserved(tables: torch.Tensor, last: torch.Tensor, pool: PagedPool) -> torch.Tensor:

@@ -236,8 +236,8 @@ def divergence_rows_blocked(kind: Kind, rows: RowInputs) -> RowTerms:
         part = rows.part(slice(begin, begin + step))
         terms = divergence_rows(kind, part)
         blocks.append(terms._replace(grad=part.draft_logits.copy_(terms.grad)))
-    loss, alpha, keep, outside, _ = zip(*blocks, strict=True)
-    keep = None if rows.columns is None else torch.cat(keep)
+    loss, alpha, kept, outside, _ = zip(*blocks, strict=True)
+    keep = None if rows.columns is None else torch.cat(kept)
     return RowTerms(torch.cat(loss), torch.cat(alpha), keep, torch.cat(outside), rows.draft_logits)
 
 

@@ -257,7 +257,7 @@ def divergence_rows_triton(kind: Kind, rows: RowInputs, *, block: int = BLOCK) -
             target_logits.stride(0),
             weights,
             weights if rows.vocab_map is None else rows.vocab_map.contiguous(),
-            rows.columns.contiguous() if has_columns else weights,
+            weights if rows.columns is None else rows.columns.contiguous(),
             loss,
             alpha,
             keep,

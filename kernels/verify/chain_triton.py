@@ -177,8 +177,9 @@ def verify_chain_triton(
     p_logits = contiguous_rows(p_logits)
     p_stats = block_stats(p_logits, lengths, 0, block, num_blocks)
     # Without draft distributions the kernels get p in their place and never read it.
-    has_q = q_logits is not None and num_draft > 0
-    q_rows = contiguous_rows(q_logits.flatten(0, 1)) if has_q else p_logits
+    given = None if num_draft == 0 else q_logits
+    has_q = given is not None
+    q_rows = p_logits if given is None else contiguous_rows(given.flatten(0, 1))
     q_stats = block_stats(q_rows, lengths, num_draft, block, num_blocks) if has_q else p_stats
     accepted = torch.empty(num_requests, dtype=torch.int64, device=device)
     scores = torch.empty(num_requests, num_blocks, 2, dtype=torch.float64, device=device)

@@ -144,7 +144,7 @@ def _control(mutants: list[Mutant], trees: list[Path]) -> dict[str, float]:
 
 
 def _seconds(test: str, seconds: dict[str, float]) -> float | None:
-    """Of a test or, named without brackets, of all its parameters; None when none passed."""
+    """Seconds of a test or, named without brackets, of all its parameters; None when none passed."""
     found = [
         value for name, value in seconds.items() if name == test or name.startswith(f"{test}[")
     ]
@@ -176,7 +176,7 @@ def _try(mutants: list[Mutant], trees: list[Path], limits: dict[str, float]) -> 
 
 
 def judge(mutant: Mutant, outcome: Outcome) -> Verdict:
-    """What the tests' outcome says of an edit."""
+    """Verdict on an edit by the outcome of its tests."""
     seconds = outcome.seconds
     if outcome.timed_out:
         return Verdict(

@@ -91,7 +91,7 @@ def outdated(mutant: Mutant, root: Path) -> str:
 
 
 def _defined(test: str, root: Path) -> bool:
-    """Whether the file of a node id defines its function; the parameters in brackets are left to
+    """True where the file of a node id defines its function; the parameters in brackets are left to
     the run."""
     file, _, name = test.partition("::")
     path = root / file

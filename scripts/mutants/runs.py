@@ -49,7 +49,7 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What a job's tests came to."""
+    """Outcome of a job's tests."""
 
     seconds: float
     # pytest's exit status; None when the process was ended, by a signal or after its time
@@ -69,7 +69,7 @@ class Outcome:
 
 
 def preload(names: tuple[str, ...] = PRELOADED) -> None:
-    """Imports what every test would; a library that is not installed is left to the tests that want
+    """Imports what every test would; a library that is not installed is left to the tests that need
     it."""
     # Triton reads it when it is imported; a mutant is judged on the CPU wherever it runs.
     os.environ.update(
@@ -157,7 +157,7 @@ class _Child:
 
 
 def noticed(error: BaseException, tree: Path) -> bool:
-    """Whether a test failed by what it asserts: an assertion that does not hold, of its own or of a
+    """True where a test failed by its assertions: one that does not hold, of its own or of a
     testing library, or an exception expected in vain. What the code itself raises is no such thing,
     its own assertions included."""
     if members := getattr(error, "exceptions", ()):

@@ -50,10 +50,11 @@ def run(config: BenchConfig) -> int:
     prompts = read_prompts(
         config.prompts, count=config.num_prompts, chars=config.prompt_chars, seed=config.seed
     )
-    if config.url is None:
-        server = started(server_arguments(config), timeout_s=config.timeout_s)
-    else:
-        server = nullcontext(config.url)
+    server = (
+        started(server_arguments(config), timeout_s=config.timeout_s)
+        if config.url is None
+        else nullcontext(config.url)
+    )
     with server as url:
         cases, cost = asyncio.run(measure(config, url, prompts))
     if config.synthetic_acceptance is not None:

@@ -137,12 +137,17 @@ def own_screen(stream: TextIO) -> Iterator[None]:
         stream.flush()
 
 
+def _sleep(seconds: float) -> str:
+    time.sleep(seconds)
+    return ""
+
+
 @contextmanager
 def keys() -> Iterator[Callable[[float], str]]:
     """Yield `pressed(seconds)`, which waits so long for a key; "" for none. Without a terminal on
     stdin it only waits."""
     if os.name != "posix" or not sys.stdin.isatty():
-        yield lambda seconds: time.sleep(seconds) or ""
+        yield _sleep
         return
     import termios
     import tty

@@ -160,7 +160,7 @@ class RowOutput(NamedTuple):
     """Share of one row in a finished round."""
 
     row: Row
-    index: int
+    index: int  # type: ignore[assignment]  # in place of the tuple's method
     drafted: list[int]
     emitted: list[int]  # accepted tokens and the token after them; empty for a piece of a prompt
     logits: torch.Tensor  # [len(drafted) + 1, V] raw; [0, V] for a piece of a prompt

@@ -267,7 +267,7 @@ class ChatResponder(Responder):
         parser = self.form.parser()
         piece = joined([parser.push(request.text), parser.finish()])
         content = None if piece.calls and not piece.content else piece.content
-        message = {"role": "assistant", "content": content} | self._reasoning(piece)
+        message: Body = {"role": "assistant", "content": content} | self._reasoning(piece)
         if piece.calls:
             message["tool_calls"] = [
                 {

@@ -235,7 +235,7 @@ def describe(app: FastAPI, *, model: str, guarded: bool) -> None:
             app.openapi_schema = schema
         return app.openapi_schema
 
-    app.openapi = openapi  # type: ignore[method-assign]
+    app.openapi = openapi
 
 
 def _name_model(schemas: dict[str, Any], model: str) -> None:

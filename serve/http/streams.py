@@ -16,7 +16,7 @@ from draftsmith.serve.sampling.params import SamplingParams
 
 
 class Event(NamedTuple):
-    index: int
+    index: int  # type: ignore[assignment]  # in place of the tuple's method
     request: Request
     update: Update
 

@@ -33,11 +33,11 @@ def completion_prompts(
     if not prompt:
         raise UserError("prompt is an empty list; give a text or token ids")
     if isinstance(prompt[0], int):
-        return [Prompt(list(prompt), None)]  # type: ignore[arg-type]
+        return [Prompt(list(prompt), None)]
     return [
         Prompt(encode(item, tokenizer, add_special_tokens=add_special_tokens), item)
         if isinstance(item, str)
-        else Prompt(list(item), None)  # type: ignore[call-overload]
+        else Prompt(list(item), None)
         for item in prompt
     ]
 

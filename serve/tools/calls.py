@@ -22,7 +22,7 @@ class Call(NamedTuple):
 class CallPiece(NamedTuple):
     """A call of an answer, or a part of its arguments."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # in place of the tuple's method
     name: str | None  # of the call's first piece; None for those that go on with it
     arguments: str
 

@@ -59,7 +59,7 @@ def check_training(target: Target, draft: torch.nn.Module, max_length: int) -> F
     )
 
 
-def compare(check: str, what: str, needed: int, device: torch.device, mend: str) -> Finding:
+def compare(check: str, what: str, needed: float, device: torch.device, mend: str) -> Finding:
     available = available_bytes(device)
     what += f"; {available / GIB:.1f} GiB on {device.type}"
     return ok(check, what) if needed < available else warn(check, what, mend)

@@ -281,11 +281,19 @@ def merge_documents(counts: Sequence[DocumentCounts]) -> list[DocumentCounts]:
                 count.name,
                 old.tokens + count.tokens,
                 old.unlikely + count.unlikely,
-                *([a + b for a, b in zip(old[at], count[at], strict=True)] for at in (3, 4, 5)),
-                None if old.reliability is None else old.reliability.plus(count.reliability),
+                rounds_by_k=_added(old.rounds_by_k, count.rounds_by_k),
+                offered=_added(old.offered, count.offered),
+                accepted=_added(old.accepted, count.accepted),
+                reliability=None
+                if old.reliability is None or count.reliability is None
+                else old.reliability.plus(count.reliability),
             )
         merged[count.name] = count
     return [count for count in merged.values() if count.tokens]
+
+
+def _added(some: list[float], others: list[float]) -> list[float]:
+    return [a + b for a, b in zip(some, others, strict=True)]
 
 
 def summarise(

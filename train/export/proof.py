@@ -60,7 +60,7 @@ class Proof(NamedTuple):
 def prove(source: Source, folder: Path, engine: str) -> Proof:
     """Raises a `UserError` for an export that its engine would not load, or load as another draft
     than the checkpoint's."""
-    target = load_target(source.target, trust_remote_code=source.trust_remote_code)
+    target = load_target(str(source.target), trust_remote_code=source.trust_remote_code)
     prompts = prompts_for(target)
     trained = ready(source, source.draft, target)
     k = source.num_speculative_tokens
@@ -71,7 +71,7 @@ def prove(source: Source, folder: Path, engine: str) -> Proof:
     if isinstance(read, Understood) and read.target is not None:
         # The trained pair is let go first, lest two targets be held.
         del trained
-        target = load_target(read.target, trust_remote_code=source.trust_remote_code)
+        target = load_target(str(read.target), trust_remote_code=source.trust_remote_code)
     exported = as_read(source, read, target)
     found = [
         play(exported, target, prompts, k=k, temperature=temperature)
@@ -156,8 +156,9 @@ def compare(ours: Play, theirs: Play, engine: str, limit: float) -> float:
     its distribution and of the request's seed."""
     moved = 0.0
     for number, (own, read) in enumerate(zip(ours.proposals, theirs.proposals)):
-        if own.logits is not None and own.logits.shape == read.logits.shape:
-            moved = max(moved, mass_moved(own, read))
+        p, q = own.logits, read.logits
+        if p is not None and q is not None and p.shape == q.shape:
+            moved = max(moved, mass_moved(own, p, q))
         if moved > limit or not torch.equal(own.tokens, read.tokens):
             raise UserError(
                 f"the exported draft is not the trained one: in round {number + 1} its "
@@ -175,8 +176,10 @@ def compare(ours: Play, theirs: Play, engine: str, limit: float) -> float:
     return moved
 
 
-def mass_moved(own: Proposal, read: Proposal) -> float:
+def mass_moved(own: Proposal, p: torch.Tensor, q: torch.Tensor) -> float:
+    """Largest share that lies elsewhere in `q` [B, K, V] than in `p`, at the drafted tokens of
+    `own`."""
     drafted = torch.arange(own.tokens.shape[1], device=own.tokens.device) < own.lengths[:, None]
     if not drafted.any():
         return 0.0
-    return float(1 - overlap(own.logits[drafted], read.logits[drafted]).min())
+    return float(1 - overlap(p[drafted], q[drafted]).min())

@@ -102,12 +102,13 @@ class DPace:
 
 def step_weighting(name: str, decay: float) -> StepWeighting:
     """Weighting by its name in `UnrollConfig.weights`; `decay` is of the exponential one."""
-    return {
+    weightings: dict[str, StepWeighting] = {
         "uniform": Exponential(1.0),
         "exponential": Exponential(decay),
         "expected-prefix": ExpectedPrefix(),
         "d-pace": DPace(),
-    }[name]
+    }
+    return weightings[name]
 
 
 def folded(factors: torch.Tensor, num_steps: int) -> torch.Tensor:

@@ -71,6 +71,7 @@ class TapSource:
         self, text: TextBatch, taps: tuple[int, ...]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(taps [B, L, n * H], final [B, L, H]) where the folder has the text; zeros elsewhere."""
+        assert text.token_index is not None  # `read` asks the target for other texts
         target, shape = self.live.target, text.token_index.shape
         tapped = torch.zeros(*shape, len(taps), target.hidden_size, dtype=target.dtype)
         final = torch.zeros(*shape, target.hidden_size, dtype=target.dtype)

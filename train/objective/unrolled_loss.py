@@ -155,6 +155,7 @@ def depth_stats(
     result = _divergence(
         drafter, signals, predicted, torch.cat([one.weights for one in predicted]), TOKENS_ONLY
     )
+    assert result.keep is not None  # its tokens were given
     # Cross entropy is 0, not infinite, outside the draft vocabulary, where nothing is kept.
     confidence = torch.where(result.keep > 0, torch.exp(-result.rows), 0.0)
     sizes = [len(one.weights) for one in predicted]

@@ -83,9 +83,13 @@ def recorded(record: Mapping[str, Any], temperature: float, name: str) -> Expect
     for evaluation in record.get("evaluation") or []:
         if evaluation["temperature"] == temperature:
             alphas = [alpha for alpha in evaluation["alpha"] if alpha is not None]
-            bounds = ([alpha[key] for alpha in alphas] for key in ("low", "value", "high"))
+            low, middle, high = (
+                tuple(alpha[key] for alpha in alphas) for key in ("low", "value", "high")
+            )
             return Expectation(
-                *(tuple(values) for values in bounds),
+                low,
+                middle,
+                high,
                 f"measured on {evaluation['tokens']} tokens ({name})",
             )
     raise UserError(

@@ -1,5 +1,5 @@
-"""The trainings of scripts/bench_drafters: what is trained, by whom, with which arguments. A cell
-is one of them and a seed."""
+"""Trainings of scripts/bench_drafters: draft, trainer and arguments. A cell is one of them with a
+seed."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def figure(values: Sequence[float]) -> Figure:
 
 
 def rows_of(rows: Sequence[Row], part: str, name: str) -> dict[int, Row]:
-    """By seed."""
+    """Rows keyed by seed."""
     return {
         row["cell"]["seed"]: row
         for row in rows

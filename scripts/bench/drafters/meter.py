@@ -1,5 +1,5 @@
-"""Time and memory of one training. Shared by both trainers' processes, so it knows
-neither of them."""
+"""Time and memory of one training. Shared by both trainers' processes, so it
+imports neither of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Meter:
         return time.monotonic() if self.cuda else time.process_time()
 
     def start(self) -> None:
-        """What is in memory now (libraries, target, new draft) is not training's."""
+        """Memory in use now (libraries, target, new draft) is not counted."""
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
             self._rss = torch.cuda.memory_allocated()

@@ -281,7 +281,7 @@ def draw(path: Path, report: Report) -> None:
 
 
 def bars_of(rows: Sequence[Row], part: str) -> dict[str, dict[int, Row]]:
-    """By name, what they are to be compared with first; none where nothing was measured."""
+    """Rows by name, the reference of the comparison first; empty where nothing was measured."""
     bars = {name: rows_of(rows, part, name) for name in names(rows, part)}
     base = rows_of(rows, "families", "eagle3") if part != "families" else {}
     return (

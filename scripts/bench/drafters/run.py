@@ -167,7 +167,7 @@ def measure(bench: Bench, cells: list[Cell]) -> list[dict[str, Any]]:
 
 
 def finished(bench: Bench, cell: Cell) -> dict[str, Any] | None:
-    """What was measured, unless it was measured with other arguments or recipes."""
+    """Row of a cell; None where it was measured with other arguments or recipes, or not at all."""
     path = bench.work / cell.folder / "cell.json"
     row = read_json(path, "cell") if path.exists() else None
     return row if row is not None and row["cell"] == cell.to_dict() else None
@@ -182,7 +182,7 @@ def run(bench: Bench, cell: Cell) -> dict[str, Any]:
             "load": os.getloadavg()[0],
         }
     trained = train(bench, cell)
-    # Of these speed and memory are wanted only.
+    # Only speed and memory are reported for these.
     evaluations = (
         [] if cell.part == "equal" else evaluate(bench, bench.work / cell.folder / "draft")
     )

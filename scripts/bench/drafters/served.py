@@ -1,5 +1,5 @@
-"""What vLLM accepts, greedily, of an EAGLE-3 draft: another engine checks our evaluator. Part of
-scripts/bench_drafters."""
+"""Tokens of an EAGLE-3 draft that vLLM accepts, greedily: another engine checks our evaluator. Part
+of scripts/bench_drafters."""
 
 from __future__ import annotations
 

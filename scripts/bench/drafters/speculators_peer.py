@@ -2,7 +2,7 @@
 scripts/bench_drafters.
 
 Theirs: options and defaults, model, loss, packing, collation, optimizers, the loop of steps. Ours,
-because their loop wants CUDA, a vLLM server for hidden states and a number of steps: the device,
+because their loop needs CUDA, a vLLM server for hidden states and a number of steps: the device,
 the target's states computed live for the batch that is read, a budget of seconds, their linear
 schedule over the share of it that is spent, weights saved in float32.
 """

@@ -1,4 +1,4 @@
-"""What recording costs; `scripts/bench_records --help`. Turns with and without a buffer alternate,
+"""Cost of recording; `scripts/bench_records --help`. Turns with and without a buffer alternate,
 so that a loaded machine slows them alike; each pair of turns answers the same prompts with the same
 seeds."""
 
@@ -178,14 +178,14 @@ def answer(
 
 
 def writer_cpu(writer: BufferWriter) -> float:
-    """Seconds that its thread has worked: told by the system, so that a busy machine does not blur
-    it."""
+    """CPU seconds of its thread, from the system's clock, so that a busy machine does not change
+    them."""
     assert writer._thread.ident is not None
     return clock_gettime(pthread_getcpuclockid(writer._thread.ident))
 
 
 def drain(writer: BufferWriter) -> None:
-    """What one turn left in the queue is its own to pay for, not the next one's."""
+    """Empties the queue, so that a turn pays for its own records."""
     while writer._queue:
         writer._wake.set()
         sleep(0.001)

@@ -1,4 +1,4 @@
-"""Where the time of a round goes, without a server and over HTTP; `scripts/bench_round --help`."""
+"""Time of a round by its parts, without a server and over HTTP; `scripts/bench_round --help`."""
 
 from __future__ import annotations
 

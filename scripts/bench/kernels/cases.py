@@ -1,5 +1,5 @@
-"""What is measured: each case with its ways of doing the same work and the bytes that none of them
-can avoid moving."""
+"""Cases: each has several ways of doing the same work, and the bytes that all of them must
+move."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ DISTRIBUTION_SLOTS, CHILDREN = (0, 1, 2), (2, 2, 1)
 def tree_case(sizes: Sizes, vocab_size: int, device: torch.device, dtype: torch.dtype) -> Case:
     one = make_round(Sizes(**{**vars(sizes), "depth": len(PARENTS)}), vocab_size, device, dtype)
     num_rows, distributions = sizes.requests, len(DISTRIBUTION_SLOTS)
-    # The distribution after the root and after nodes 0 and 1: rows 0, 1 and 2 of p, told with
+    # The distribution after the root and after nodes 0 and 1: rows 0, 1 and 2 of p, with
     # noise.
     q = one.q[:, :distributions]
     tokens = torch.cat(

@@ -19,8 +19,8 @@ KINDS = ("jsd", "tv", "tvd++", "lk-alpha", "lk-hybrid", "reverse-kl", "ce")
 
 
 class Pair(NamedTuple):
-    hidden: torch.Tensor  # [T, H], wants a gradient
-    head: torch.Tensor  # [V, H], wants a gradient
+    hidden: torch.Tensor  # [T, H], requires a gradient
+    head: torch.Tensor  # [V, H], requires a gradient
     target_hidden: torch.Tensor  # [T, H]
     target_head: torch.Tensor  # [V, H]
     weights: torch.Tensor  # [T]

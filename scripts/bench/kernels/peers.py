@@ -1,5 +1,5 @@
-"""What others ship for the same work, where it is installed; each call takes and returns what its
-own interface wants.
+"""Kernels of other libraries for the same work, where they are installed; each call keeps its own
+interface.
 
 Filters and sampling have no kernel of ours beside a reference, so that theirs is what one would
 write in plain torch.

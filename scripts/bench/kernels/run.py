@@ -30,7 +30,7 @@ COLUMNS = (
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    # Where torch.compile breaks a graph is its own affair here; the time tells.
+    # Graph breaks of torch.compile are not reported here; they show in its time.
     torch._logging.set_logs(dynamo=logging.ERROR)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     sizes = chosen_sizes(options)
@@ -133,7 +133,7 @@ def cpu_name() -> str:
 
 
 def load() -> str:
-    """Of the last minute, so that a reader can tell a quiet machine from a shared one."""
+    """Load of the last minute, which separates a quiet machine from a shared one."""
     return f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
 
 

@@ -83,7 +83,7 @@ class Stopwatch:
 
 
 def _peak_bytes_cpu(call: Callable[[], Any]) -> int:
-    """Of torch's allocator, from the profiler's record of what it took and gave back."""
+    """Peak bytes of torch's allocator, from the profiler's record of allocations and frees."""
     with (
         quiet_stderr(),
         torch.profiler.profile(

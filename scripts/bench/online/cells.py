@@ -1,5 +1,5 @@
-"""What scripts/bench_online measures: a cell is one experiment with one seed, kept as one JSON
-file. Torch-free."""
+"""Experiments of scripts/bench_online: a cell is one of them with one seed, kept as one JSON file.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Curve:
-    """A stream of requests and who drafts for it."""
+    """A stream of requests and the draft that serves it."""
 
     stream: Callable[[int], Stream]  # of the requests after a shift
     learner: str = LEARNED

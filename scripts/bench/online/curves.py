@@ -69,7 +69,7 @@ def until(answers: Iterator[Answer], tau: float) -> Iterator[Answer]:
 
 
 def warm_tau(setting: Setting, cell: Cell) -> float:
-    """Of the warm draft, on requests of its own domain."""
+    """Pooled tau of the warm draft on requests of its own domain."""
     some = list(asks(setting.prompts(cell.seed), [FIRST] * part(cell), begin=EVALUATED))
     answers, _ = setting.served(setting.load(setting.draft(cell.seed)), some, seed=EVALUATED)
     return pooled_tau([one.to_dict() for one in answers])

@@ -11,7 +11,7 @@ Answer = dict[str, Any]
 Answers = Sequence[Answer]
 WINDOW = 50  # requests that a moving figure is of
 RECOVERED = 0.9
-FINAL = 200  # requests that tell where a curve ended
+FINAL = 200  # requests that give the end of a curve
 
 
 def pooled_alpha(answers: Answers) -> float:
@@ -27,7 +27,7 @@ def pooled_tau(answers: Answers) -> float:
 
 
 def seconds(answers: Answers) -> float:
-    """Of CPU time, serving and learning, between the first and the last of them."""
+    """Seconds of CPU time, serving and learning, between the first and the last answer."""
     first, last = answers[0], answers[-1]
     return last["serve_s"] + last["learn_s"] - first["serve_s"] - first["learn_s"]
 

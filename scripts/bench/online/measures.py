@@ -22,12 +22,12 @@ Row = dict[str, Any]
 # requests at the end of a visit or of a stream, and at the beginning of the next visit
 AT_RETURN = 100
 SETTLED = 200  # requests of a domain after which the newest held-out window holds no other
-FEWEST = 30  # requests of a version that tell its live alpha
+FEWEST = 30  # requests of a version that give its live alpha
 WORTH = 0.02  # gain of a good update
 
 
 def results(rows: Sequence[Row], part: str, name: str) -> dict[int, Row]:
-    """By seed."""
+    """Results keyed by seed."""
     return {
         row["cell"]["seed"]: row["result"]
         for row in rows
@@ -198,6 +198,6 @@ def totals(answers: Answers) -> tuple[float, float, float, float]:
 
 
 def cpu_seconds(answers: Answers) -> tuple[float, float]:
-    """Of serving and of learning, a thousand requests."""
+    """CPU seconds of serving and of learning per thousand requests."""
     last = max(answers, key=lambda one: one["serve_s"])
     return 1000 * last["serve_s"] / len(answers), 1000 * last["learn_s"] / len(answers)

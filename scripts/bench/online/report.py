@@ -108,7 +108,7 @@ def verdict(found: Figure, is_met: Callable[[Figure], bool]) -> str:
 
 
 def clear(low: float, high: float, goal: float) -> str:
-    """Of an interval, whether all of it reaches the goal."""
+    """Verdict on an interval: met where all of it reaches the goal."""
     return "undecided" if low < goal <= high else met(low >= goal)
 
 

@@ -113,8 +113,8 @@ def measure(setting: Setting, cells: list[Cell]) -> None:
 
 
 def attempt(setting: Setting, cell: Cell) -> None:
-    """Hours of others' work must not be lost with one cell: it is told, left out, and tried again
-    by the next start."""
+    """Run a cell. One that fails is reported, left out and tried again by the next start, so that
+    the other cells are kept."""
     try:
         write_json(path_of(setting, cell), run(setting, cell))
     except (Exception, SystemExit):  # a server that did not start ends with the latter
@@ -140,7 +140,7 @@ def path_of(setting: Setting, cell: Cell) -> Path:
 
 
 def finished(setting: Setting, cell: Cell) -> dict[str, Any] | None:
-    """What was measured, unless it was measured with other arguments."""
+    """Row of a cell; None where it was measured with other arguments, or not at all."""
     row = read_json(path_of(setting, cell), "cell") if path_of(setting, cell).exists() else None
     return row if row is not None and row["cell"] == cell.to_dict() else None
 

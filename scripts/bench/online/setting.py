@@ -1,5 +1,5 @@
-"""What the cells of scripts/bench_online share: the target, each seed's drafts, and how a draft is
-scored."""
+"""Parts that the cells of scripts/bench_online share: the target, each seed's drafts, and the score
+of a draft."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from scripts.bench.online.world import SAMPLING, Answer, K, Server, Texts
 
 MAX_LENGTH = 128
 # A high rate for a small draft, and a long warm-up: the first steps on a few texts would cost it
-# much of what it knows.
+# much of what it has learned.
 LEARN = LearnConfig(lr=1e-3, warmup_steps=100, unroll=LearnUnroll(steps=K), max_length=MAX_LENGTH)
 # Every 21 requests on average: 16 to learn from beside the quarter that is held out.
 GATE = GateConfig()
@@ -122,7 +122,7 @@ class Setting:
     def served(
         self, drafter: ServingDrafter, some: Sequence[Ask], *, seed: int
     ) -> tuple[list[Answer], list[ServedText]]:
-        """Answers, and the texts as records tell them."""
+        """Answers, and the texts as records hold them."""
         texts = Texts()
         answers = list(Server(self.target, drafter, seed=seed, sink=texts).serve(some))
         return answers, texts.taken()
@@ -130,7 +130,7 @@ class Setting:
     def texts(
         self, drafter: ServingDrafter, domain: str, count: int, *, seed: int, begin: int
     ) -> list[ServedText]:
-        """Of prompts that no stream asks: their numbers begin at `begin`."""
+        """Answers to prompts that no stream asks: their numbers begin at `begin`."""
         return self.served(
             drafter,
             list(asks(self.prompts(seed), [domain] * count, begin=begin)),

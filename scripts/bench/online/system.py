@@ -170,7 +170,7 @@ def metric(text: str, name: str) -> float:
 
 
 def run_capture(setting: Setting, cell: Cell) -> dict[str, Any]:
-    """What recording costs, by scripts/bench_records."""
+    """Cost of recording, by scripts/bench_records."""
     out = setting.work / "capture.json"
     words = [
         sys.executable, "-m", "scripts.bench.engine.records", "--target",

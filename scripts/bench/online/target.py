@@ -1,5 +1,6 @@
 """The target of scripts/bench_online: half of the quickstart's layers, so that thousands of
-requests fit an hour, trained until it speaks again, and of the third domain too."""
+requests fit an hour, trained until its text is whole again, and on the third domain
+too."""
 
 from __future__ import annotations
 

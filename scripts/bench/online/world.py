@@ -39,7 +39,7 @@ CYCLE = 8  # finished requests between two turns of the learner
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of one request."""
+    """Outcome of one request."""
 
     number: int
     domain: str

@@ -48,7 +48,7 @@ def line(row: Row, group: Sequence[Row]) -> str:
 
 
 def ratio(row: Row, reference: Row) -> str:
-    """Of passes of the same turn: the median, and where the middle half of the turns lies."""
+    """Ratio of passes of the same turn: the median, and the bounds of the middle half."""
     if row["system"] == reference["system"]:
         return "1"
     ratios = sorted(

@@ -69,8 +69,7 @@ class System(Protocol):
 
 @dataclass
 class Served:
-    """A server that speaks OpenAI's API; counts drafts by the counters that vLLM and ours have in
-    common."""
+    """A server with OpenAI's API; drafts are counted by the counters that vLLM and ours share."""
 
     name: str
     url: str

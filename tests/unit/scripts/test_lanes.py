@@ -26,7 +26,7 @@ def checkout(tmp_path: Path) -> Path:
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "test", tmp_path / "scripts" / "test")
     (tmp_path / "scripts" / "environment.sh").write_text(ENVIRONMENT)
-    for name in ("python", "ruff", "mkdocs"):
+    for name in ("python", "ruff", "mypy", "mkdocs"):
         (tmp_path / "bin" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "bin" / name).write_text(PROGRAM)
         (tmp_path / "bin" / name).chmod(0o755)

@@ -41,7 +41,7 @@ def write_original(source: Source, out: Path) -> None:
         own_name(name, num_layers): tensor for name, tensor in read_tensors(source.draft).items()
     }
     table = None if "tables.0.weight" in tensors else target_table(source)
-    written = {}
+    written: dict[str, torch.Tensor] = {}
     for head in range(num_heads):
         for layer in range(num_layers):
             weight = tensors[f"heads.{head}.{layer}.linear.weight"]

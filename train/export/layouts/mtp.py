@@ -203,7 +203,7 @@ def stitch(
 
 def copy_target_weights(target: Path, out: Path, replaces: Callable[[str], bool]) -> dict[str, str]:
     """Returns tensor name -> file name in `out`."""
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for file in weight_files(target):
         # Loaders take a `model.safetensors` for the whole model and never look at the index.
         name = (

@@ -74,7 +74,7 @@ def spread(tensors: dict[str, torch.Tensor], num_predict: int) -> dict[str, torc
     find at random values."""
     # the last one that each module has
     depths = {name.split(".")[1]: int(name.split(".")[2]) for name in sorted(tensors)}
-    copies = {}
+    copies: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         prefix, module, depth, *rest = name.split(".")
         last = num_predict if int(depth) == depths[module] else int(depth) + 1

@@ -52,11 +52,11 @@ def read_medusa(folder: Path, target_config: dict[str, Any]) -> Understood:
     own |= {"num_heads": config["medusa_num_heads"], "num_hidden_layers": layers}
     tensors = {}
     for name, tensor in loaded.items():
-        head, layer, *rest = name.split(".")
+        number, depth, *rest = name.split(".")
         tensors[
-            f"lm_heads.{head}.weight"
-            if int(layer) == layers
-            else f"blocks.{head}.layers.{layer}.{rest[-1]}"
+            f"lm_heads.{number}.weight"
+            if int(depth) == layers
+            else f"blocks.{number}.layers.{depth}.{rest[-1]}"
         ] = tensor
     return Understood(own, tensors)
 

@@ -15,6 +15,7 @@ from draftsmith.train.export.readers.understood import (
     BLOCK_NORMS,
     LAYER_NORMS,
     Parameters,
+    Shapes,
     Understood,
     decoder_layer,
     in_layer_order,
@@ -59,7 +60,7 @@ def read_eagle3(folder: Path, target_config: dict[str, Any]) -> Understood:
         shapes |= decoder_layer(
             f"model.layers.{layer}.", config, norms=(*LAYER_NORMS, "hidden_norm"), wide=layer == 0
         )
-    optional = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    optional: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
     if draft_vocab is not None:
         shapes["lm_head.weight"] = (draft_vocab, hidden)
     if nested.get("norm_before_fc", config.get("norm_before_fc")):
@@ -113,7 +114,10 @@ def read_eagle1(folder: Path, target_config: dict[str, Any]) -> Understood:
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     shapes = decoder_layer("model.layers.0.", config, norms=("post_attention_layernorm",))
     shapes |= {"model.fc.weight": (hidden, 2 * hidden), "model.fc.bias": (hidden,)}
-    shared = {"model.embed_tokens.weight": (vocab, hidden), "lm_head.weight": (vocab, hidden)}
+    shared: Shapes = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "lm_head.weight": (vocab, hidden),
+    }
     parameters = Parameters(NAME, shapes, optional=shared, strict=False)
     for name, tensor in read_weights(folder).items():
         parameters.fill(name if "lm_head" in name else "model." + name, tensor)

@@ -13,6 +13,7 @@ from draftsmith.train.export.layouts.source import text_config
 from draftsmith.train.export.readers.understood import (
     BLOCK_NORMS,
     Parameters,
+    Shapes,
     Understood,
     decoder_layer,
     renamed,
@@ -30,7 +31,7 @@ def read_eagle1(folder: Path, target_config: dict[str, Any]) -> Understood:
     # The first layer has no norm before its attention, the projection no bias, the end no norm.
     shapes = decoder_layer("model.layers.0.", config, norms=("post_attention_layernorm",))
     shapes["model.fc.weight"] = (hidden, 2 * hidden)
-    shared = {
+    shared: Shapes = {
         "model.embed_tokens.weight": (config["vocab_size"], hidden),
         "lm_head.weight": (config["vocab_size"], hidden),
     }
@@ -80,7 +81,7 @@ def block_from(
     }
     for layer in range(config["num_hidden_layers"]):
         shapes |= decoder_layer(f"model.layers.{layer}.", config, norms=BLOCK_NORMS)
-    optional = {}
+    optional: Shapes = {}
     if rank := config.get("markov_rank"):
         shapes |= dict.fromkeys(
             ("model.markov_head.markov_w1.weight", "model.markov_head.markov_w2.weight"),
@@ -119,7 +120,7 @@ def read_medusa(folder: Path, target_config: dict[str, Any]) -> Understood:
         raise UserError(
             f"vLLM takes model_type {config['model_type']!r} for no Medusa; the layout is wrong"
         )
-    shapes = {}
+    shapes: Shapes = {}
     for head in range(config["num_heads"]):
         for layer in range(config["num_hidden_layers"]):
             shapes[f"blocks.{head}.layers.{layer}.weight"] = (hidden, hidden)

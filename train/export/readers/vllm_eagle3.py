@@ -14,6 +14,7 @@ from draftsmith.train.export.layouts.source import text_config
 from draftsmith.train.export.readers.understood import (
     LAYER_NORMS,
     Parameters,
+    Shapes,
     Understood,
     decoder_layer,
     renamed,
@@ -135,7 +136,7 @@ def eagle3_from(
         shapes["draft_id_to_target_id"] = (draft_vocab,)
     if parallel:
         shapes["mask_hidden"] = (1, num_taps * width)
-    optional = {"model.embed_tokens.weight": (vocab, hidden)}
+    optional: Shapes = {"model.embed_tokens.weight": (vocab, hidden)}
     # Every layer has this norm and only the first one uses it.
     optional |= {
         f"model.layers.{layer}.hidden_norm.weight": (hidden,)
