@@ -86,8 +86,8 @@ class Adapters:
             raise _refusal(name, folder, reason) from error
         for actual, wanted in zip(mixed.split(size, dim=1), (expected, base), strict=True):
             spread = wanted.float().std() + 1e-6
-            error = (actual - wanted).abs().amax(dim=-1).median() / spread
-            if error.item() > TOLERANCE[self.target.dtype]:
+            apart = (actual - wanted).abs().amax(dim=-1).median() / spread
+            if apart.item() > TOLERANCE[self.target.dtype]:
                 raise _refusal(name, folder, "its text beside others is not what peft gives alone")
 
     def _packed(self, *texts: torch.Tensor) -> torch.Tensor:
