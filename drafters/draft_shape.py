@@ -59,9 +59,11 @@ def llama_config(shape: dict[str, Any]) -> LlamaConfig:
     return layer_config(LlamaConfig, shape)
 
 
-def layer_config(kind: type[Config], shape: dict[str, Any]) -> Config:
+def layer_config(
+    kind: type[Config], shape: dict[str, Any], more: dict[str, Any] | None = None
+) -> Config:
     """Config of a decoder layer from `config.json` values, with our attention set, so that a
-    context can own keys and values."""
+    context can own keys and values. `more`: keys that this kind has besides Llama's."""
     missing = [
         key for key in SHAPE_KEYS if key not in shape and key not in ("head_dim", "attention_bias")
     ]
@@ -69,18 +71,33 @@ def layer_config(kind: type[Config], shape: dict[str, Any]) -> Config:
         raise UserError(
             f"draft config lacks {missing[0]!r}; restore config.json or train the draft again"
         )
-    wanted = {key: shape[key] for key in SHAPE_KEYS if key in shape}
-    rope = (
-        {"rope_parameters": dict(shape["rope_parameters"])}
-        if "rope_parameters" in shape
-        else {
-            "rope_theta": shape.get("rope_theta", 10000.0),
-            "rope_scaling": dict(shape["rope_scaling"]) if shape.get("rope_scaling") else None,
-        }
+    wanted = {key: shape[key] for key in SHAPE_KEYS if key in shape} | (more or {})
+    config = kind(
+        **wanted, **rope_in(shape), tie_word_embeddings=False, bos_token_id=None, eos_token_id=None
     )
-    config = kind(**wanted, **rope, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None)
     config._attn_implementation = register()
     return config
+
+
+def rope_in(shape: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a config class for the rotary embedding that `config.json` values describe.
+
+    Sections of a vision model's are left out: a text's tokens have one position, whatever the
+    section, so they turn nothing.
+    """
+    if shape.get("rope_parameters"):
+        return {"rope_parameters": without_sections(shape["rope_parameters"])}
+    scaling = without_sections(shape.get("rope_scaling") or {})
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    return {
+        "rope_theta": shape.get("rope_theta") or 10000.0,
+        "rope_scaling": None if kind == "default" else scaling,
+    }
+
+
+def without_sections(rope: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+    return {key: "default" if value == "mrope" else value for key, value in kept.items()}
 
 
 def config_dict(config: PreTrainedConfig) -> dict[str, Any]:

@@ -231,6 +231,8 @@ class UnrolledStep:
     offset: int
     # [B, L] logits of the draft's guess of its own alpha, made before x is; None: no guess
     confidence: torch.Tensor | None = None
+    # [Vd, H] what `hidden` of this depth is multiplied by; None: the drafter's `head_weight`
+    head: torch.Tensor | None = None
 
 
 class TrainedDrafter(ServingDrafter, Protocol):
@@ -263,7 +265,8 @@ class TrainedDrafter(ServingDrafter, Protocol):
     def unroll(self, batch: UnrollBatch) -> Iterator[UnrolledStep]: ...
 
     def head_weight(self) -> torch.Tensor:
-        """[Vd, H]: draft logits are `hidden @ head_weight().T`."""
+        """[Vd, H]: draft logits are `hidden @ head_weight().T`, where a depth has no head of its
+        own."""
         ...
 
     @property
@@ -274,6 +277,15 @@ class TrainedDrafter(ServingDrafter, Protocol):
     def to(self, *, device: torch.device, dtype: torch.dtype) -> TrainedDrafter: ...
 
     def eval(self) -> TrainedDrafter: ...
+
+
+def head_of(step: UnrolledStep, drafter: HasHead) -> torch.Tensor:
+    """[Vd, H], what the step's states are multiplied by."""
+    return drafter.head_weight() if step.head is None else step.head
+
+
+class HasHead(Protocol):
+    def head_weight(self) -> torch.Tensor: ...
 
 
 class Recordable(ABC):

@@ -9,13 +9,13 @@ from draftsmith.drafters.blocks.dflash import Dflash
 from draftsmith.drafters.blocks.dspark import Dspark
 from draftsmith.drafters.heads.eagle1 import Eagle1
 from draftsmith.drafters.heads.eagle3 import Eagle3
-from draftsmith.drafters.heads.medusa import Medusa
-from draftsmith.drafters.heads.mlp import Mlp
 from draftsmith.drafters.heads.mtp import Mtp
 from draftsmith.drafters.heads.peagle import Peagle
 from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.lm.draft_lm import DraftLm
+from draftsmith.drafters.states.medusa import Medusa
+from draftsmith.drafters.states.mlp import Mlp
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 

@@ -4,14 +4,17 @@ torch. Names of tensors and keys of configurations are those of the published fo
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from draftsmith.drafters.options import default_taps
 from draftsmith.drafters.target.target import Target
 from tests import plain_torch as plain
 
@@ -26,6 +29,7 @@ class Made:
     config: Config
     tensors: Tensors
     pickled: str = ""  # name of a pickled file in place of model.safetensors
+    stored: str = "model.safetensors"
     files: Callable[[Path], None] | None = None  # what else the folder holds
 
     def write(self, folder: Path) -> None:
@@ -34,7 +38,7 @@ class Made:
         if self.pickled:
             torch.save(self.tensors, folder / self.pickled)
         else:
-            save_file(self.tensors, folder / "model.safetensors", metadata={"format": "pt"})
+            save_file(self.tensors, folder / self.stored, metadata={"format": "pt"})
         if self.files is not None:
             self.files(folder)
 
@@ -350,11 +354,308 @@ def reduced_ids() -> torch.Tensor:
     return torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))[:100].sort().values
 
 
+# EAGLE-3
+
+
+def eagle3_tensors(
+    target: Target, prefix: str = "midlayer.", *, norms: bool = False, vocab: int = 100
+) -> Tensors:
+    noise, size = Noise(11), 2 * SIZE
+    tensors = layer_tensors(noise, prefix, inputs=size, norms=norms)
+    return tensors | eagle3_rest(noise, prefix, vocab)
+
+
+def eagle3_rest(noise: Noise, prefix: str, vocab: int) -> Tensors:
+    tensors = {
+        "fc.weight": noise.matrix(SIZE, 2 * SIZE),
+        f"{prefix}hidden_norm.weight": noise.gains(SIZE),
+        "norm.weight": noise.gains(SIZE),
+        "lm_head.weight": noise.matrix(vocab, SIZE),
+    }
+    if vocab == VOCAB:
+        return tensors
+    ids = reduced_ids()
+    return tensors | {
+        "d2t": ids - torch.arange(vocab),
+        "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True),
+    }
+
+
+def eagle3_config(architecture: str, **changed: Any) -> Config:
+    return SHAPE | {
+        "architectures": [architecture], "model_type": "llama", "num_hidden_layers": 1,
+        "draft_vocab_size": 100, "tie_word_embeddings": False,
+    } | changed  # fmt: skip
+
+
+def first_eagle3(target: Target) -> Made:
+    config = eagle3_config("LlamaForCausalLMEagle3")
+    return Made(config, eagle3_tensors(target), pickled="pytorch_model.bin")
+
+
+def angelslim_eagle3(target: Target) -> Made:
+    block = {"eagle_aux_hidden_state_layer_ids": [0, 2], "use_aux_hidden_state": True}
+    config = eagle3_config("Eagle3LlamaForCausalLM", eagle_config=block)
+    return Made(config, eagle3_tensors(target))
+
+
+def vision_eagle3(target: Target) -> Made:
+    """Rotary sections of text, height and width, which are one for text."""
+    sections = {"mrope_section": [2, 1, 1], "rope_type": "default", "type": "default"}
+    config = eagle3_config(
+        "Eagle3Qwen2_5vlForCausalLM", rope_scaling=sections, target_model_type="qwen2_5_vl",
+        image_token_id=5,
+    )  # fmt: skip
+    return Made(config, eagle3_tensors(target))
+
+
+def redhat_eagle3(target: Target) -> Made:
+    """Layers of Qwen3, with norms of queries and keys."""
+    layer = SHAPE | {"model_type": "qwen3", "num_hidden_layers": 1, "attention_bias": False}
+    config = speculators_config("eagle3", ["Eagle3Speculator"], layer) | {
+        "draft_vocab_size": 100, "norm_before_residual": True, "target_hidden_size": None,
+        "eagle_aux_hidden_state_layer_ids": None, "embed_requires_grad": False,
+    }  # fmt: skip
+    tensors = eagle3_tensors(target, "layers.0.", norms=True)
+    embeddings = target.embed(torch.arange(VOCAB)).clone()
+    return Made(config, tensors | {"embed_tokens.weight": embeddings})
+
+
+LATENT: Config = {
+    "q_lora_rank": 12, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+}  # fmt: skip
+
+
+def latent_eagle3(target: Target) -> Made:
+    """Of Kimi-K2, with DeepSeek's attention."""
+    config = eagle3_config(
+        "Eagle3DeepseekV2ForCausalLM", num_key_value_heads=4, draft_vocab_size=VOCAB, **LATENT
+    )
+    del config["head_dim"]
+    noise, prefix = Noise(12), "midlayer.self_attn."
+    shapes = {
+        "q_a_proj": (12, 2 * SIZE), "q_b_proj": (4 * 16, 12),
+        "kv_a_proj_with_mqa": (16 + 8, 2 * SIZE), "kv_b_proj": (4 * (8 + 12), 16),
+        "o_proj": (SIZE, 4 * 12),
+    }  # fmt: skip
+    tensors = {f"{prefix}{name}.weight": noise.matrix(*shape) for name, shape in shapes.items()}
+    tensors |= {
+        f"{prefix}q_a_layernorm.weight": noise.gains(12),
+        f"{prefix}kv_a_layernorm.weight": noise.gains(16),
+        "midlayer.input_layernorm.weight": noise.gains(SIZE),
+        "midlayer.post_attention_layernorm.weight": noise.gains(SIZE),
+    }
+    tensors |= mlp_tensors(noise, "midlayer.mlp.")
+    return Made(config, tensors | eagle3_rest(noise, "midlayer.", VOCAB))
+
+
+def eagle3_reference(
+    config: Config, tensors: Tensors, target: Target, text: list[int], drafted: list[int]
+) -> torch.Tensor:
+    taps = tapped_states(target, text, default_taps(target.num_layers))
+    if "eagle_config" in config:
+        outputs = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+        taps = tapped_states(target, text, tuple(layer + 1 for layer in outputs))
+    prefix = "layers.0." if "layers.0.hidden_norm.weight" in tensors else "midlayer."
+
+    def step(
+        embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed = plain.rms(states, tensors[f"{prefix}hidden_norm.weight"])
+        embeds = plain.rms(embeds, tensors[f"{prefix}input_layernorm.weight"])
+        mixed, name = torch.cat([embeds, normed], dim=-1), f"{prefix}self_attn."
+        if "kv_lora_rank" in config:
+            attended = plain.latent_attention(mixed, positions, tensors, name, config)
+        else:
+            attended = plain.plain_attention(mixed, positions, tensors, name, WIDTH)
+        out = (normed if config.get("norm_before_residual") else states) + attended
+        inner = plain.rms(out, tensors[f"{prefix}post_attention_layernorm.weight"])
+        out = out + plain.mlp(inner, tensors, f"{prefix}mlp.")
+        return plain.rms(out, tensors["norm.weight"]), out
+
+    read = plain.chain(step, target.embed, plain.linear(taps, tensors, "fc"), text, drafted)
+    return read @ tensors["lm_head.weight"].T
+
+
+# Medusa
+
+
+def medusa_tensors(*, heads: int = 5, tables: bool = True) -> Tensors:
+    """Under the names of the original trainer."""
+    noise, tensors = Noise(21), {}
+    for head in range(heads):
+        tensors[f"{head}.0.linear.weight"] = noise.matrix(SIZE, SIZE)
+        tensors[f"{head}.0.linear.bias"] = 0.2 * noise.randn(SIZE)
+        if tables:
+            tensors[f"{head}.1.weight"] = noise.matrix(VOCAB, SIZE)
+    return tensors
+
+
+def first_medusa(target: Target) -> Made:
+    """FasterDecoding's v1.3: pickled, 5 heads where the config has 2."""
+    config = {
+        "medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "vicuna",
+        "transformers_version": "4.31.0",
+    }  # fmt: skip
+    return Made(config, medusa_tensors(), pickled="medusa_lm_head.pt")
+
+
+def tgi_medusa(target: Target) -> Made:
+    config = {
+        "medusa_num_heads": 3, "medusa_num_layers": 1, "base_model_name_or_path": "vicuna",
+    }  # fmt: skip
+    return Made(config, medusa_tensors(heads=3), stored="medusa_lm_head.safetensors")
+
+
+def medusa_reference(
+    config: Config, tensors: Tensors, target: Target, text: list[int], drafted: list[int]
+) -> torch.Tensor:
+    state, logits = final_states(target, text)[-1], []
+    for head in range(len(drafted)):
+        inner = plain.linear(state, tensors, f"{head}.0.linear")
+        logits.append(tensors[f"{head}.1.weight"] @ (state + torch.nn.functional.silu(inner)))
+    return torch.stack(logits)
+
+
+# MLP speculators
+
+
+def ibm(target: Target, *, tied: bool, scaled: bool = False) -> Made:
+    noise, inner, depths = Noise(31), 24, 3
+    tensors: Tensors = {}
+    for depth in range(depths):
+        own = 0 if tied else depth
+        if own == depth:
+            tensors |= {
+                f"emb.{depth}.weight": noise.matrix(VOCAB, inner),
+                f"ln.{depth}.weight": noise.gains(inner),
+                f"ln.{depth}.bias": 0.2 * noise.randn(inner),
+                f"head.{depth}.weight": noise.matrix(VOCAB, inner),
+            }
+        if depth < 2 or not tied:
+            width = SIZE if depth == 0 else inner
+            tensors[f"proj.{depth}.weight"] = noise.matrix(inner, width)
+    config = {
+        "architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator",
+        "emb_dim": SIZE, "inner_dim": inner, "n_candidates": 5, "n_predict": depths,
+        "scale_input": scaled, "tie_weights": tied, "top_k_tokens_per_head": [4, 3, 2],
+        "vocab_size": VOCAB,
+    }  # fmt: skip
+    return Made(config, {f"speculator.{name}": tensor for name, tensor in tensors.items()})
+
+
+def gelu(states: torch.Tensor) -> torch.Tensor:
+    return states * 0.5 * (1 + torch.erf(states / math.sqrt(2)))
+
+
+def begun(config: Config, target: Target, text: list[int]) -> torch.Tensor:
+    state = final_states(target, text)[-1]
+    return plain.rms(state, 1.0) / math.sqrt(2) if config["scale_input"] else state
+
+
+def mixing(config: Config, inner: int) -> float:
+    weight = 0.5 ** (0.5 / config["n_predict"])
+    return math.sqrt((1 - weight**2) * (inner / 2)) / weight
+
+
+def mlp_reference(
+    config: Config, tensors: Tensors, target: Target, text: list[int], drafted: list[int]
+) -> torch.Tensor:
+    named = {name.removeprefix("speculator."): tensor for name, tensor in tensors.items()}
+    # Snowflake's modules are sequences of one.
+    named = {
+        name.replace(".0.weight", ".weight") if name.count(".") == 3 else name: tensor
+        for name, tensor in named.items()
+    }
+    named = {
+        name.replace(".0.bias", ".bias") if name.count(".") == 3 else name: tensor
+        for name, tensor in named.items()
+    }
+
+    def of(module: str, depth: int, kind: str = "weight") -> torch.Tensor:
+        depths = [int(name.split(".")[1]) for name in named if name.startswith(f"{module}.")]
+        return named[f"{module}.{min(depth, max(depths))}.{kind}"]
+
+    state, logits, tokens = begun(config, target, text), [], [text[-1], *drafted]
+    inner = int(config["inner_dim"])
+    for depth in range(len(drafted)):
+        mixed = of("proj", depth) @ state + mixing(config, inner) * of("emb", depth)[tokens[depth]]
+        state = gelu(plain.rms(mixed, of("ln", depth)) + of("ln", depth, "bias"))
+        logits.append(of("head", depth) @ state)
+    return torch.stack(logits)
+
+
+def snowflake(target: Target, *, method: str) -> Made:
+    """Arctic: sizes as text, all depths tied."""
+    noise, inner = Noise(33), 24
+    config = {
+        "architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator",
+        "method": method, "input_hidden_dim": SIZE, "emb_dim": str(inner),
+        "inner_dim": str(inner), "proj_dim": str(inner), "n_candidates": 3, "n_predict": 3,
+        "scale_input": True, "tie_weights": True, "tie_lstm_embs": True,
+        "top_k_tokens_per_head": [1, 1, 1], "vocab_size": VOCAB,
+    }  # fmt: skip
+    if method == "sum_rnn":
+        tensors = {
+            "emb.0.0.weight": noise.matrix(VOCAB, inner),
+            "proj.0.0.weight": noise.matrix(inner, SIZE),
+            "proj.1.0.weight": noise.matrix(inner, inner),
+            "ln.0.0.weight": noise.gains(inner),
+            "ln.0.0.bias": 0.2 * noise.randn(inner),
+            "head.0.weight": noise.matrix(VOCAB, inner),
+        }
+        return Made(config, tensors)
+    head = noise.matrix(VOCAB, inner)
+    tensors = {
+        "forget_emb.0.weight": noise.matrix(VOCAB, inner),
+        "projs.0.weight": noise.matrix(4 * inner, SIZE),
+        "projs.1.weight": noise.matrix(4 * inner, inner),
+        **{f"{name}_ln.0.weight": noise.gains(inner) for name in ("cell", "state")},
+        **{f"{name}_ln.0.bias": 0.2 * noise.randn(inner) for name in ("cell", "state")},
+        **{f"head.{depth}.weight": head.clone() for depth in range(3)},
+    }
+    return Made(config, tensors)
+
+
+def lstm_reference(
+    config: Config, tensors: Tensors, target: Target, text: list[int], drafted: list[int]
+) -> torch.Tensor:
+    state, logits, tokens = begun(config, target, text), [], [text[-1], *drafted]
+    inner = int(config["inner_dim"])
+    cell = torch.zeros(inner, dtype=state.dtype)
+    for depth in range(len(drafted)):
+        gates = tensors[f"projs.{min(depth, 1)}.weight"] @ state
+        gates = gates + mixing(config, inner) * tensors["forget_emb.0.weight"][tokens[depth]].tile(
+            4
+        )
+        forget, take, give, candidate = gates.view(4, inner)
+        candidate = plain.rms(candidate, tensors["cell_ln.0.weight"]) + tensors["cell_ln.0.bias"]
+        cell = cell * forget.sigmoid() + gelu(candidate) * take.sigmoid()
+        out = plain.rms(cell, tensors["state_ln.0.weight"]) + tensors["state_ln.0.bias"]
+        state = gelu(out) * give.sigmoid()
+        logits.append(tensors["head.0.weight"] @ state)
+    return torch.stack(logits)
+
+
 LAYOUTS = [
     Layout("EAGLE-1, SafeAILab", "eagle1", safeailab, eagle1_reference),
     Layout("EAGLE-1, SafeAILab Qwen2", "eagle1", safeailab_qwen2, eagle1_reference),
     Layout("EAGLE-1, lmsys", "eagle1", lmsys_eagle, eagle1_reference),
     Layout("EAGLE-1 and HASS, speculators", "eagle1", redhat_eagle, redhat_reference),
+    Layout("EAGLE-3, its authors", "eagle3", first_eagle3, eagle3_reference),
+    Layout("EAGLE-3, AngelSlim", "eagle3", angelslim_eagle3, eagle3_reference),
+    Layout("EAGLE-3, speculators", "eagle3", redhat_eagle3, eagle3_reference),
+    Layout("EAGLE-3 of vision models", "eagle3", vision_eagle3, eagle3_reference),
+    Layout("EAGLE-3 of DeepSeek and Kimi", "eagle3", latent_eagle3, eagle3_reference),
+    Layout("Medusa, FasterDecoding", "medusa", first_medusa, medusa_reference),
+    Layout("Medusa, TGI", "medusa", tgi_medusa, medusa_reference),
+    Layout("MLP speculator, IBM tied", "mlp", partial(ibm, tied=True, scaled=True), mlp_reference),
+    Layout("MLP speculator, IBM", "mlp", partial(ibm, tied=False), mlp_reference),
+    Layout("MLP speculator, Snowflake", "mlp", partial(snowflake, method="sum_rnn"), mlp_reference),
+    Layout(
+        "LSTM speculator, Snowflake", "mlp", partial(snowflake, method="sum_lstm"), lstm_reference
+    ),
     Layout("DFlash, z-lab", "dflash", zlab, dflash_reference),
     Layout("DFlash, z-lab gpt-oss", "dflash", zlab_gpt_oss, dflash_reference),
     Layout("DFlash, z-lab sliding windows", "dflash", zlab_sliding, sliding_reference),
@@ -363,6 +664,31 @@ LAYOUTS = [
 ]
 
 
-def each_layout() -> Iterator[Any]:
-    """Parameters of a test."""
-    yield from LAYOUTS
+PAGE = Path(__file__).parents[1] / "docs" / "drafts.md"
+ABOVE = """# Published drafts
+
+Drafts that others made are read as they are published: `--draft` takes the folder or Hub id. The family follows from `config.json`,
+`speculators_model_type` or the tensors; an architecture that is none of these, and no causal LM of transformers, is refused by its name.
+Each row is a miniature folder with the published names (`tests/published_drafts.py`). Tests hold its drafts to the published formulas in
+plain torch, its greedy text to the target's, and run the evaluator, the trainer's loss and `doctor` on it.
+
+"""
+BELOW = """
+Not read, and refused by a sentence: EAGLE-1 with `layernorms`; DFlash with attention sinks or scaled values; LSTM speculators whose weights are not
+tied. A GPTQ or AWQ draft LM needs its library, which the refusal names.
+
+This page is written by `python -m tests.published_drafts`.
+"""
+
+
+def page() -> str:
+    rows = [
+        "| layout | family | read | served | evaluated | trained further |",
+        "|---|---|---|---|---|---|",
+        *(f"| {one.name} | `{one.family}` | yes | yes | yes | yes |" for one in LAYOUTS),
+    ]
+    return ABOVE + "\n".join(rows) + "\n" + BELOW
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -21,7 +21,7 @@ import torch
 from draftsmith.distill.buffer.marks import is_forgotten
 from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.distill.gate.logged import Logged, disagreement, logged_alpha, sampling_rows
-from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
+from draftsmith.drafters.interface import UnrollBatch, UnrolledStep, head_of
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import overlap
 from draftsmith.kernels.sampling.filters import process
@@ -177,7 +177,7 @@ def _alphas(
         ]
     )
     logits = scatter_to_target_vocab(
-        (hidden @ drafter.head_weight().T).float(), drafter.vocab_map, target.vocab_size
+        draft_logits(hidden, chosen, drafter), drafter.vocab_map, target.vocab_size
     )
     rows = [position.row for position in positions]
     before = [position.absolute - 1 for position in positions]
@@ -193,6 +193,18 @@ def _alphas(
         disagreement(logged, target_logits),
         logged_bounds,
     )
+
+
+def draft_logits(
+    hidden: torch.Tensor, steps: Sequence[UnrolledStep], drafter: Unrollable
+) -> torch.Tensor:
+    """States [R, H] of the step of each -> [R, Vd] float32."""
+    heads = {id(step.head): step.head for step in steps}
+    if len(heads) == 1:
+        return (hidden @ head_of(steps[0], drafter).T).float()
+    return torch.stack(
+        [head_of(step, drafter) @ state for step, state in zip(steps, hidden, strict=True)]
+    ).float()
 
 
 def _gather(row: int, positions: Sequence[Position], alphas: Rows) -> Scored:

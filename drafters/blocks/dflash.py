@@ -318,7 +318,8 @@ class Dflash(nn.Module):
         return last
 
     def read_bytes(self) -> ReadBytes:
-        return ReadBytes(proposal=weight_bytes([self], self.head_weight()), token=0)
+        shared = [output_table(self._target)] if self.lm_head is None else []
+        return ReadBytes(proposal=weight_bytes([self], *shared), token=0)
 
     def _read_context(self, inputs: DraftInputs) -> None:
         """Writes keys and values of the positions whose true states are new."""

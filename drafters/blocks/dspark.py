@@ -20,7 +20,6 @@ from transformers import Qwen3Config
 from draftsmith.drafters.blocks.dflash import Dflash
 from draftsmith.drafters.blocks.shape import BlockShape
 from draftsmith.drafters.blocks.tables import OwnTables
-from draftsmith.drafters.init_from_target import output_table
 from draftsmith.drafters.options import DsparkOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import ReadBytes, weight_bytes
@@ -28,10 +27,12 @@ from draftsmith.errors import UserError
 
 
 class MarkovHead(nn.Module):
-    def __init__(self, vocab_size: int, rank: int):
+    """`draft_vocab_size`: rows of the head that the transitions are added to."""
+
+    def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int):
         super().__init__()
         self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
         # Nothing is known of transitions at first: the draft starts as a block without them, and
         # learns both tables from there.
         nn.init.zeros_(self.markov_w2.weight)
@@ -73,7 +74,9 @@ class Dspark(Dflash):
         super().__init__(config, target, taps, shape, tables)
         if shape.markov_rank < 1:
             raise UserError(f"a dspark draft has markov_rank={shape.markov_rank}; give at least 1")
-        self.markov_head = MarkovHead(target.vocab_size, shape.markov_rank).to(target.device)
+        rows = target.vocab_size if self.lm_head is None else self.lm_head.out_features
+        self.markov_head = MarkovHead(target.vocab_size, rows, shape.markov_rank)
+        self.markov_head.to(target.device)
         width = config.hidden_size + (shape.markov_rank if shape.confidence == "markov" else 0)
         self.confidence_head = ConfidenceHead(width).to(target.device) if shape.confidence else None
 
@@ -88,8 +91,7 @@ class Dspark(Dflash):
         )
 
     def head_weight(self) -> torch.Tensor:
-        table = output_table(self._target).to(self.fc.weight.dtype)
-        return torch.cat([table, self.markov_head.markov_w2.weight], dim=1)
+        return torch.cat([super().head_weight(), self.markov_head.markov_w2.weight], dim=1)
 
     def head_input(self, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         return torch.cat([states, self.markov_head.markov_w1(previous).to(states.dtype)], dim=-1)

@@ -5,15 +5,13 @@ Files in reading order:
 - `recorded_head`: their captured parts
 - `eagle1`: EAGLE-1 and EAGLE-2
 - `eagle3`: EAGLE-3
+- `layer_kinds`: kinds of decoder layers that it is published with
 - `eagle3_layer`: its decoder layer
 - `peagle`: P-EAGLE
 - `mtp`: MTP modules of Llama layers
 - `mtp_head`: the forward of an MTP module
 - `mtp_mimo`: MiMo's layout
 - `mtp_deepseek`: DeepSeek's and GLM's layout
-- `state_head`: shared by heads without attention
-- `medusa`: Medusa
-- `mlp`: the MLP speculator
 
 Other chapters import families through `drafters/registry.py`.
 """

@@ -21,16 +21,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaDecoderLayer,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-)
+from transformers import PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from draftsmith.drafters.draft_shape import config_dict, llama_config, shape_of
+from draftsmith.drafters.draft_shape import llama_config, shape_of
 from draftsmith.drafters.heads.eagle3_layer import Eagle3Layer, Norms, TapNorms
 from draftsmith.drafters.heads.feature_head import FeatureHead, HeadStep
+from draftsmith.drafters.heads.layer_kinds import (
+    cache_shape,
+    config_of,
+    config_values,
+    kind_in,
+    kind_of,
+)
 from draftsmith.drafters.init_from_target import (
     adopt_layer,
     average_taps,
@@ -52,12 +55,19 @@ from draftsmith.drafters.weights import (
     write_weights,
 )
 from draftsmith.errors import UserError
+from draftsmith.kernels.attention.pool import PagedPool
 
 ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
     "Eagle3LlamaForCausalLM",
     "Eagle3Speculator",
     "Eagle3DraftModel",
+    "Eagle3MiniMaxM2ForCausalLM",
+    "Eagle3Qwen2_5vlForCausalLM",
+    "Eagle3Qwen3vlForCausalLM",
+    "Eagle3Qwen3ForCausalLM",
+    "Eagle3DeepseekV2ForCausalLM",
+    "Eagle3DeepseekV3ForCausalLM",
 )
 
 
@@ -69,7 +79,7 @@ class Eagle3(FeatureHead):
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: PreTrainedConfig,
         target: Target,
         taps: tuple[int, ...],
         draft_vocab_size: int,
@@ -94,12 +104,12 @@ class Eagle3(FeatureHead):
         self.midlayer = Eagle3Layer(config, norm_before_residual=norms.norm_before_residual)
         later = range(1, config.num_hidden_layers)
         self.layers = nn.ModuleDict(
-            {str(index): LlamaDecoderLayer(config, layer_idx=index) for index in later}
+            {str(index): kind_of(config).layer(config, index) for index in later}
         )
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False)
         # Outside the module: its frequencies must stay in float32 whatever the module is cast to.
-        self._rotary = (LlamaRotaryEmbedding(config),)
+        self._rotary = (kind_of(config).rotary(config),)
         self.embed_tokens = (
             nn.Embedding(config.vocab_size, config.hidden_size) if own_embeddings else None
         )
@@ -157,6 +167,21 @@ class Eagle3(FeatureHead):
         drafter.lm_head.requires_grad_(options.train_head)
         return drafter
 
+    def new_pool(
+        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
+    ) -> PagedPool:
+        shape = cache_shape(self.config)
+        return PagedPool.empty(
+            num_layers=self.config.num_hidden_layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=shape.num_heads,
+            key_dim=shape.key_dim,
+            value_dim=shape.value_dim,
+            device=device,
+            dtype=dtype,
+        )
+
     @property
     def vocab_map(self) -> torch.Tensor | None:
         if self.d2t is None:
@@ -204,9 +229,8 @@ class Eagle3(FeatureHead):
         """`config.json` that vLLM and SGLang read alike. Each takes the taps from its own key and
         counts them its own way."""
         return {
-            "architectures": [ARCHITECTURES[0]],
-            "model_type": "llama",
-            **config_dict(self.config),
+            "architectures": [kind_of(self.config).architecture],
+            **config_values(self.config),
             "dtype": str(self.fc.weight.dtype).removeprefix("torch."),
             "tie_word_embeddings": False,
             "draft_vocab_size": self.lm_head.out_features,
@@ -232,7 +256,7 @@ class Eagle3(FeatureHead):
         tensors = {name: tensor for name, tensor in tensors.items() if not unused_norm(name)}
         vocab_size = values.get("draft_vocab_size") or target.vocab_size
         drafter = cls(
-            llama_config(values),
+            config_of(kind_in(tensors.keys()), values),
             target,
             taps_of(values, target),
             vocab_size,

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+from transformers import PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from draftsmith.drafters.heads.layer_kinds import kind_of
 from draftsmith.drafters.target.attention import AttentionContext
 
 
@@ -36,17 +37,17 @@ class Norms:
 
 
 class Eagle3Layer(nn.Module):
-    def __init__(self, config: LlamaConfig, *, norm_before_residual: bool = False):
+    def __init__(self, config: PreTrainedConfig, *, norm_before_residual: bool = False):
         super().__init__()
-        size = config.hidden_size
-        self.self_attn = LlamaAttention(config, layer_idx=0)
+        size, kind = config.hidden_size, kind_of(config)
+        self.self_attn = kind.attention(config, 0)
         # The attention reads embedding and state side by side.
-        for name in ("q_proj", "k_proj", "v_proj"):
-            width = self.self_attn.get_submodule(name).out_features
-            self.self_attn.set_submodule(
-                name, nn.Linear(2 * size, width, bias=config.attention_bias)
-            )
-        self.mlp = LlamaMLP(config)
+        for name in kind.inputs:
+            plain = getattr(self.self_attn, name)
+            if plain is not None:
+                wide = nn.Linear(2 * size, plain.out_features, bias=plain.bias is not None)
+                self.self_attn.set_submodule(name, wide)
+        self.mlp = kind.mlp(config)
         self.input_layernorm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
         self.hidden_norm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
@@ -63,7 +64,9 @@ class Eagle3Layer(nn.Module):
         if self.norm_before_residual:
             hidden = normed
         mixed = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
-        attended, _ = self.self_attn(mixed, position_embeddings=rotary, attention_context=context)
+        attended, _ = self.self_attn(
+            mixed, position_embeddings=rotary, attention_mask=None, attention_context=context
+        )
         hidden = hidden + attended
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 

@@ -32,7 +32,12 @@ from draftsmith.drafters.weights import ReadBytes, read_config
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
 
-ARCHITECTURES = ("PEagleDraftModel", "PeagleLlamaForCausalLM", "PEagleSpeculator")
+ARCHITECTURES = (
+    "PEagleDraftModel",
+    "PeagleLlamaForCausalLM",
+    "PeagleQwen3ForCausalLM",
+    "PEagleSpeculator",
+)
 # Keys under which trainers name the token of the slots to be drafted.
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 

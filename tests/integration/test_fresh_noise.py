@@ -21,9 +21,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler
 from draftsmith.drafters.blocks.dspark import Dspark
 from draftsmith.drafters.heads.eagle3 import Eagle3
-from draftsmith.drafters.heads.mlp import Mlp
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.options import DsparkOptions, Eagle3Options
+from draftsmith.drafters.states.mlp import Mlp
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.drafters.text.suffix import Draft

@@ -11,7 +11,6 @@ import pytest
 from draftsmith.drafters.blocks.dflash import Dflash
 from draftsmith.drafters.heads.eagle1 import Eagle1
 from draftsmith.drafters.heads.eagle3 import Eagle3
-from draftsmith.drafters.heads.medusa import Medusa
 from draftsmith.drafters.heads.mtp import Mtp
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.lm.draft_lm import DraftLm
@@ -23,6 +22,7 @@ from draftsmith.drafters.options import (
     MedusaOptions,
     MtpOptions,
 )
+from draftsmith.drafters.states.medusa import Medusa
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.serve.config import EngineConfig

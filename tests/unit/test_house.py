@@ -40,6 +40,7 @@ ORDER = {
         "blocks",
         "trees",
         "heads",
+        "states",
         "published",
         "text",
     ),

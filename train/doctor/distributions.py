@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.drafters.interface import TrainedDrafter, UnrollBatch
+from draftsmith.drafters.interface import TrainedDrafter, UnrollBatch, head_of
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import overlap
 from draftsmith.kernels.sampling.vocabulary import scatter_to_target_vocab
@@ -104,7 +104,7 @@ def first_alpha(
     )
     known = positions >= step.offset
     sources = positions[known] - step.offset
-    q_logits = (step.hidden[0, sources] @ draft.head_weight().T).float()
+    q_logits = (step.hidden[0, sources] @ head_of(step, draft).T).float()
     q_logits = scatter_to_target_vocab(q_logits, draft.vocab_map, logits.shape[-1])
     return overlap(logits[known], q_logits)
 

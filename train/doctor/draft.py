@@ -9,7 +9,7 @@ import torch
 
 from draftsmith.drafters.checkpoint import RECORD, locate, read_metadata
 from draftsmith.drafters.config import Pair
-from draftsmith.drafters.interface import TrainedDrafter, UnrollBatch
+from draftsmith.drafters.interface import TrainedDrafter, UnrollBatch, head_of
 from draftsmith.drafters.target.taps import FINAL
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import read_config
@@ -127,8 +127,9 @@ def check_finite(draft: TrainedDrafter, target: Target) -> Finding:
     mask = torch.ones_like(ids)
     taps = target.states(ids, mask, draft.taps)[0] if draft.taps else None
     batch = UnrollBatch(input_ids=ids, attention_mask=mask, taps=taps, num_steps=2)
-    head = draft.head_weight().T
-    if all(torch.isfinite(step.hidden @ head).all() for step in draft.unroll(batch)):
+    if all(
+        torch.isfinite(step.hidden @ head_of(step, draft).T).all() for step in draft.unroll(batch)
+    ):
         return ok("draft.finite", "drafts finite logits")
     return fail(
         "draft.finite",

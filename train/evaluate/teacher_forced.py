@@ -182,7 +182,12 @@ def kept_text(
         predicted = select(step, text)
         before = target_hidden[predicted.row, predicted.position - 1]
         compared = _compare(
-            drafter, target, before, predicted, temperature, with_alpha=step.confidence is not None
+            drafter,
+            target,
+            before,
+            predicted,
+            temperature,
+            with_alpha=step.confidence is not None,
         )
         keeps.append(scatter(compared.keep, predicted, text.weights))
         unlikely |= scatter(compared.impossible, predicted, unlikely)
@@ -218,7 +223,7 @@ def _compare(
     with_alpha: bool,
 ) -> _Compared:
     """`before` [R, H]: the target's states in front of the tokens."""
-    head = drafter.head_weight()
+    head = predicted.head if predicted.head is not None else drafter.head_weight()
     size = max(1, CHUNK_ELEMENTS // target.vocab_size)
     keeps, impossible = (
         [predicted.weights.new_zeros(0)],

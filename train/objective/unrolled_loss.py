@@ -44,6 +44,7 @@ class Predicted(NamedTuple):
     weights: torch.Tensor  # [R]
     row: torch.Tensor  # [R] batch row
     position: torch.Tensor  # [R] position of the predicted token
+    head: torch.Tensor | None = None  # [Vd, H] of this step alone
 
 
 class StepSums(NamedTuple):
@@ -121,6 +122,7 @@ def select(step: UnrolledStep, text: TextBatch) -> Predicted:
         weights=text.weights[row, position],
         row=row,
         position=position,
+        head=step.head,
     )
 
 
@@ -179,7 +181,31 @@ def _divergence(
     weights: torch.Tensor,
     kind: Kind,
 ) -> Divergence:
-    """Divergence of all steps at once: a call holds a gradient as large as the draft head until
+    """Divergence of all steps, at once where one head is theirs."""
+    if all(one.head is None for one in predicted):
+        return _of_one_head(drafter, signals, predicted, weights, kind)
+    parts = weights.split([len(one.weights) for one in predicted])
+    found = [
+        _of_one_head(drafter, signals, [one], part, kind)
+        for one, part in zip(predicted, parts, strict=True)
+    ]
+    # The zero keeps every rank's graph alike when a rank has no trained position at some depth.
+    heads = sum(one.head[0].sum() for one in predicted if one.head is not None)
+    rows = zip(*(result[1:] for result in found), strict=True)
+    return Divergence(
+        sum(result.loss for result in found) + 0.0 * heads,
+        *(None if values[0] is None else torch.cat(values) for values in rows),
+    )
+
+
+def _of_one_head(
+    drafter: Unrollable,
+    signals: TargetSignals,
+    predicted: Sequence[Predicted],
+    weights: torch.Tensor,
+    kind: Kind,
+) -> Divergence:
+    """Divergence of steps with one head at once: a call holds a gradient as large as the head until
     backward, where there is one. Rows go in by the position they predict, so that what all depths
     draft for one is held against its distribution, computed once."""
     row, position = (
@@ -187,7 +213,8 @@ def _divergence(
         torch.cat([one.position for one in predicted]),
     )
     order = (row * (position.max() + 1) + position).argsort(stable=True) if len(row) else row
-    hidden, head = torch.cat([one.hidden for one in predicted])[order], drafter.head_weight()
+    hidden = torch.cat([one.hidden for one in predicted])[order]
+    head = drafter.head_weight() if predicted[0].head is None else predicted[0].head
     if not torch.is_grad_enabled():
         hidden, head = hidden.detach(), head.detach()
     result = divergence(

@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.heads.medusa import Medusa
-from draftsmith.drafters.heads.mlp import Mlp
 from draftsmith.drafters.options import (
     OPTIONS,
     DraftLmOptions,
@@ -19,6 +17,8 @@ from draftsmith.drafters.options import (
     MedusaOptions,
 )
 from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.states.medusa import Medusa
+from draftsmith.drafters.states.mlp import Mlp
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.text.text_first import TextFirst

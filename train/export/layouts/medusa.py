@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from draftsmith.drafters.heads.medusa import ORIGINAL_WEIGHTS, numbers_of, own_name, read_tensors
-from draftsmith.drafters.weights import write_weights
+from draftsmith.drafters.states.medusa import numbers_of, own_name
+from draftsmith.drafters.weights import MEDUSA, read_weights, write_weights
 from draftsmith.errors import UserError
 from draftsmith.train.export.layouts.source import Source, text_config, weight_files, write_config
 
@@ -21,8 +21,8 @@ TABLES = ("lm_head.weight", "model.embed_tokens.weight")
 
 def write_vllm(source: Source, out: Path) -> None:
     """A block without its table would be served with random numbers in its place."""
-    tensors = read_tensors(source.draft)
-    numbers_of(source.config, source.draft)
+    tensors = read_weights(source.draft)
+    numbers_of(source.config, map(own_name, tensors), source.draft)
     if source.config.get("model_type") != "medusa":
         raise UserError(
             "the draft is in Medusa's original layout, which vLLM reads as it is; serve it "
@@ -36,10 +36,8 @@ def write_vllm(source: Source, out: Path) -> None:
 
 
 def write_original(source: Source, out: Path) -> None:
-    num_heads, num_layers = numbers_of(source.config, source.draft)
-    tensors = {
-        own_name(name, num_layers): tensor for name, tensor in read_tensors(source.draft).items()
-    }
+    tensors = {own_name(name): tensor for name, tensor in read_weights(source.draft).items()}
+    num_heads, num_layers = numbers_of(source.config, tensors, source.draft)
     table = None if "tables.0.weight" in tensors else target_table(source)
     written: dict[str, torch.Tensor] = {}
     for head in range(num_heads):
@@ -57,7 +55,7 @@ def write_original(source: Source, out: Path) -> None:
             else table.to(written[f"{head}.0.linear.weight"].dtype)
         )
         written[f"{head}.{num_layers}.weight"] = own.clone()
-    save_file(written, out / ORIGINAL_WEIGHTS, metadata={"format": "pt"})
+    save_file(written, out / MEDUSA[0], metadata={"format": "pt"})
     config = {
         "medusa_num_heads": num_heads,
         "medusa_num_layers": num_layers,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from draftsmith.drafters.states.mlp_layout import LSTM
 from draftsmith.drafters.target.load import load_tokenizer
 from draftsmith.drafters.vocabulary import check_same_ids
 from draftsmith.drafters.weights import read_weights, write_weights
@@ -54,6 +55,10 @@ def check(source: Source) -> None:
 
 
 def write_ibm(source: Source, out: Path) -> None:
+    if source.config.get("method") == LSTM:
+        raise UserError(
+            "the draft is an LSTM speculator, which is served from the folder it came in; use that"
+        )
     target = text_config(source.target_config)
     for key, own in (("vocab_size", "vocab_size"), ("hidden_size", "emb_dim")):
         if source.config.get(own) != target[key]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from draftsmith.drafters.heads.medusa import read_tensors
 from draftsmith.drafters.weights import read_config, read_weights
 from draftsmith.errors import UserError
 from draftsmith.train.export.layouts.source import text_config
@@ -40,7 +39,7 @@ def read_medusa(folder: Path, target_config: dict[str, Any]) -> Understood:
             }
         shapes[f"{head}.{layers}.weight"] = (target["vocab_size"], hidden)
     parameters = Parameters("Medusa's own loader", shapes, strict=True)
-    for name, tensor in read_tensors(folder).items():
+    for name, tensor in read_weights(folder).items():
         parameters.fill(name, tensor)
     loaded = parameters.loaded()
     own = {

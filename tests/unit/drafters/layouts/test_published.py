@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.interface import DraftInputs, Proposal, TrainedDrafter, UnrollBatch
+from draftsmith.drafters.interface import (
+    DraftInputs,
+    Proposal,
+    TrainedDrafter,
+    UnrollBatch,
+    head_of,
+)
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.sampling.filters import SamplingRows
 from tests.published_drafts import DTYPE, LAYOUTS, Layout
@@ -88,7 +94,7 @@ def test_a_published_draft_unrolls_as_it_drafts(
     for depth in range(K):
         step = steps[min(depth, len(steps) - 1)]
         hidden = step.hidden[0, len(TEXT) + depth - step.offset]
-        head = drafter.head_weight()
+        head = head_of(step, drafter)
         logits = (head @ hidden.to(head.dtype)).double()
         ids = slice(None) if drafter.vocab_map is None else drafter.vocab_map
         q = proposal.logits[0, depth, ids].double()

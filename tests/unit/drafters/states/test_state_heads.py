@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.heads.medusa import Medusa
-from draftsmith.drafters.heads.mlp import Mlp
 from draftsmith.drafters.init_from_target import output_table
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.options import MedusaOptions, MlpOptions
 from draftsmith.drafters.registry import FAMILIES, family_of
+from draftsmith.drafters.states.medusa import Medusa
+from draftsmith.drafters.states.mlp import Mlp
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.filters import SamplingRows
@@ -202,16 +202,6 @@ def test_a_tied_copy_that_differs_is_refused(target, tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"'emb.2.weight' .* has no place"):
         checkpoint.load(tmp_path, target)
-
-
-def test_drafts_with_tables_of_their_own_are_served_and_not_trained(target, tmp_path):
-    medusa_files(tmp_path, target, original=True, tables=True)
-    with pytest.raises(UserError, match="served but not trained"):
-        checkpoint.load(tmp_path, target).head_weight()
-    mlp_files(tmp_path, target, tied=False, copies=False, scale_input=False)
-    (tmp_path / "medusa_lm_head.safetensors").unlink()
-    with pytest.raises(UserError, match="served but not trained"):
-        checkpoint.load(tmp_path, target).head_weight()
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, sent
-from draftsmith.drafters.heads.feature_head import HeadStep
+from draftsmith.drafters.autoregressive.state import HeadStep
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
 from draftsmith.drafters.target.taps import FINAL
 from draftsmith.drafters.weights import ReadBytes
@@ -44,8 +44,12 @@ class StateHead(nn.Module, ABC):
 
     @abstractmethod
     def head_weight(self) -> torch.Tensor:
-        """[V, H] of all depths; a draft whose depths have tables of their own has none and raises a
-        `UserError`."""
+        """[V, H] of all depths; of the first, where they have tables of their own."""
+
+    @property
+    @abstractmethod
+    def has_own_heads(self) -> bool:
+        """True where depths have tables of their own."""
 
     @abstractmethod
     def read_bytes(self) -> ReadBytes: ...
@@ -65,7 +69,10 @@ class StateHead(nn.Module, ABC):
             if depth < self.max_depth:
                 step = self.advance(state, next_ids, depth)
                 yield UnrolledStep(
-                    hidden=step.head_input, valid=has_next & (positions >= depth), offset=2
+                    hidden=step.head_input,
+                    valid=has_next & (positions >= depth),
+                    offset=2,
+                    head=self.head_at(depth) if self.has_own_heads else None,
                 )
                 state = torch.nn.functional.pad(step.next_hidden[:, :-1], (0, 0, 1, 0))
             elif step is not None:

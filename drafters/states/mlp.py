@@ -5,8 +5,8 @@ state over the drafted tokens.
     logits of x_{t+2+s} = head_s(state_s)
 
 `mix` balances the two so that neither dies out over the depths. With tied weights all depths share
-emb, head, ln and, from the second on, proj; that is what is trained here, other checkpoints are
-served.
+emb, head, ln and, from the second on, proj; that is what is made here, other checkpoints are read,
+and trained further.
 """
 
 from __future__ import annotations
@@ -19,10 +19,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from draftsmith.drafters.heads.feature_head import HeadStep
-from draftsmith.drafters.heads.state_head import StateHead
+from draftsmith.drafters.autoregressive.state import HeadStep
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.options import MlpOptions
+from draftsmith.drafters.states.mlp_layout import (
+    LSTM,
+    PREFIX,
+    ScaledNorm,
+    check_config,
+    normed,
+    own_names,
+    sizes_in,
+)
+from draftsmith.drafters.states.mlp_lstm import MlpLstm
+from draftsmith.drafters.states.state_head import StateHead
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import (
     ReadBytes,
@@ -35,20 +45,6 @@ from draftsmith.drafters.weights import (
 from draftsmith.errors import UserError
 
 ARCHITECTURE = "MLPSpeculatorPreTrainedModel"
-PREFIX = "speculator."
-EPS = 1e-6
-
-
-class ScaledNorm(nn.Module):
-    """An RMS norm with gain and shift."""
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.bias = nn.Parameter(torch.zeros(size))
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return self.weight * normed(states) + self.bias
 
 
 class Mlp(StateHead):
@@ -132,12 +128,11 @@ class Mlp(StateHead):
     def head_at(self, depth: int) -> torch.Tensor:
         return at(self.head, depth).weight
 
+    @property
+    def has_own_heads(self) -> bool:
+        return len(self.head) > 1
+
     def head_weight(self) -> torch.Tensor:
-        if len(self.head) > 1:
-            raise UserError(
-                "this mlp draft has a head for every depth and can be served but not trained; "
-                "train one of our own"
-            )
         return self.head[0].weight
 
     def read_bytes(self) -> ReadBytes:
@@ -173,20 +168,20 @@ class Mlp(StateHead):
         }
 
     @classmethod
-    def load(cls, folder: Path, target: Target) -> Mlp:
+    def load(cls, folder: Path, target: Target) -> Mlp | MlpLstm:
         folder = Path(folder)
-        values = read_config(folder)
+        values = sizes_in(read_config(folder), folder)
         check_config(values, target, folder)
+        if values["method"] == LSTM:
+            return MlpLstm.read(folder, values, target)
         drafter = cls(
             target,
-            inner_size=values.get("inner_dim") or values["emb_dim"],
+            inner_size=values["inner_dim"],
             num_predict=values["n_predict"],
             tied=bool(values.get("tie_weights")),
             scale_input=bool(values.get("scale_input")),
         )
-        tensors = {
-            name.removeprefix(PREFIX): tensor for name, tensor in read_weights(folder).items()
-        }
+        tensors = own_names(read_weights(folder))
         if drafter.tied:
             tensors = without_copies(tensors, drafter.state_dict().keys())
         drafter.to(next(iter(tensors.values())).dtype)
@@ -196,11 +191,6 @@ class Mlp(StateHead):
 
 def at(modules: nn.ModuleList, depth: int) -> nn.Module:
     return modules[min(depth, len(modules) - 1)]
-
-
-def normed(states: torch.Tensor) -> torch.Tensor:
-    wide = states.float() if states.dtype in (torch.bfloat16, torch.float16) else states
-    return (wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + EPS)).to(states.dtype)
 
 
 def without_copies(tensors: Mapping[str, torch.Tensor], names: Any) -> dict[str, torch.Tensor]:
@@ -214,17 +204,3 @@ def without_copies(tensors: Mapping[str, torch.Tensor], names: Any) -> dict[str,
         if name in names or original not in tensors or not torch.equal(tensor, tensors[original]):
             kept[name] = tensor
     return kept
-
-
-def check_config(values: Mapping[str, Any], target: Target, folder: Path) -> None:
-    for key, wanted in (("vocab_size", target.vocab_size), ("emb_dim", target.hidden_size)):
-        if values.get(key) != wanted:
-            raise UserError(
-                f"draft {str(folder)!r} has {key}={values.get(key)!r} where {wanted!r} is needed "
-                f"for {target.name!r}; "
-                "use another draft"
-            )
-    if not isinstance(values.get("n_predict"), int) or values["n_predict"] < 1:
-        raise UserError(
-            f"draft {str(folder)!r} has n_predict={values.get('n_predict')!r}; restore config.json"
-        )

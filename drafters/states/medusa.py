@@ -4,30 +4,27 @@ position ahead.
     logits of x_{t+2+s} = head(blocks_s(h_t)),   a block: x -> x + silu(linear(x))
 
 Drafts do not see each other, so q of a chain is a product. The head is the target's own, frozen and
-not part of the module, so training touches only the blocks; drafts made elsewhere with a table for
-every head are served, not trained.
+not part of the module, so training touches only the blocks; drafts made elsewhere may have a table
+for every head, which is trained with its blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 
-from draftsmith.drafters.heads.feature_head import HeadStep
-from draftsmith.drafters.heads.state_head import StateHead
+from draftsmith.drafters.autoregressive.state import HeadStep
 from draftsmith.drafters.init_from_target import output_table
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.options import MedusaOptions
+from draftsmith.drafters.states.state_head import StateHead
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import (
     ReadBytes,
-    check_finite,
     load_into,
     read_config,
     read_weights,
@@ -36,7 +33,8 @@ from draftsmith.drafters.weights import (
 )
 from draftsmith.errors import UserError
 
-ORIGINAL_WEIGHTS = "medusa_lm_head.safetensors"
+# How the original trainer names all heads together.
+PREFIXES = ("medusa_heads.", "medusa_head.")
 
 
 class ResBlock(nn.Module):
@@ -122,12 +120,13 @@ class Medusa(StateHead):
     def head_at(self, depth: int) -> torch.Tensor:
         return self.tables[depth].weight if len(self.tables) else self.head_weight()
 
+    @property
+    def has_own_heads(self) -> bool:
+        return len(self.tables) > 0
+
     def head_weight(self) -> torch.Tensor:
-        if len(self.tables):
-            raise UserError(
-                "this medusa draft has a table for every head and can be served but not trained; "
-                "train one of our own"
-            )
+        if self.has_own_heads:
+            return self.tables[0].weight
         return output_table(self._target).to(self.heads[0][0].linear.weight.dtype)
 
     def read_bytes(self) -> ReadBytes:
@@ -162,12 +161,12 @@ class Medusa(StateHead):
 
     @classmethod
     def load(cls, folder: Path, target: Target) -> Medusa:
-        """Ours, vLLM's, or the original layout with `medusa_lm_head.safetensors`."""
+        """Ours, vLLM's, or the original layout with `medusa_lm_head.safetensors` or `.pt`."""
         folder = Path(folder)
-        values, tensors = read_config(folder), read_tensors(folder)
+        values = read_config(folder)
+        tensors = {own_name(name): tensor for name, tensor in read_weights(folder).items()}
         check_shape(values, target, folder)
-        num_heads, num_layers = numbers_of(values, folder)
-        tensors = {own_name(name, num_layers): tensor for name, tensor in tensors.items()}
+        num_heads, num_layers = numbers_of(values, tensors.keys(), folder)
         if (shared := tensors.pop("lm_head.weight", None)) is not None:
             tensors |= shared_table(shared, target, num_heads)
         own_tables = "tables.0.weight" in tensors
@@ -191,9 +190,11 @@ def engine_name(name: str) -> str:
     return f"blocks.{parts[1]}.layers.{parts[2]}.{parts[4]}"
 
 
-def own_name(name: str, num_layers: int) -> str:
-    """vLLM's or the original's (i.j.linear.weight, i.num_layers.weight for the table) -> ours;
-    others stay and are refused."""
+def own_name(name: str) -> str:
+    """vLLM's or the original's (i.j.linear.weight, i.j.weight for the table behind the layers) ->
+    ours; others stay and are refused."""
+    for prefix in PREFIXES:
+        name = name.removeprefix(prefix)
     parts = name.split(".")
     if parts[0] == "blocks" and len(parts) == 5:
         return f"heads.{parts[1]}.{parts[3]}.linear.{parts[4]}"
@@ -201,7 +202,7 @@ def own_name(name: str, num_layers: int) -> str:
         return name.replace("lm_heads", "tables")
     if parts[0].isdigit() and len(parts) == 4:
         return f"heads.{name}"
-    if parts[0].isdigit() and parts[1] == str(num_layers):
+    if parts[0].isdigit() and len(parts) == 3:
         return f"tables.{parts[0]}.weight"
     return name
 
@@ -215,30 +216,15 @@ def shared_table(table: torch.Tensor, target: Target, num_heads: int) -> dict[st
     return {f"tables.{head}.weight": table for head in range(num_heads)}
 
 
-def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    original = folder / ORIGINAL_WEIGHTS
-    if not original.is_file():
-        return read_weights(folder)
-    try:
-        tensors = load_file(original)
-    except (SafetensorError, OSError) as error:
+def numbers_of(values: Mapping[str, Any], names: Iterable[str], folder: Path) -> tuple[int, int]:
+    """(heads, layers of each), counted in the tensors: the configs of the first drafts say 2 heads
+    where there are 5. vLLM's config counts for itself."""
+    parts = [name.split(".") for name in names if name.startswith("heads.")]
+    found = tuple(1 + max((int(part[at]) for part in parts), default=-1) for at in (1, 2))
+    if 0 in found or values.get("num_heads", found[0]) != found[0]:
         raise UserError(
-            f"draft weights {str(original)!r} are damaged ({error}); restore the file"
-        ) from error
-    check_finite(tensors, str(folder))
-    return tensors
-
-
-def numbers_of(values: Mapping[str, Any], folder: Path) -> tuple[int, int]:
-    """(heads, layers of each)."""
-    found = [
-        values.get("num_heads", values.get("medusa_num_heads")),
-        values.get("num_hidden_layers", values.get("medusa_num_layers")),
-    ]
-    if not all(isinstance(value, int) and value > 0 for value in found):
-        raise UserError(
-            f"draft config of {str(folder)!r} does not say how many heads and layers there are; "
-            "restore config.json"
+            f"draft {str(folder)!r} has {found[0]} heads and layers of {found[1]} in its weights, "
+            f"and num_heads={values.get('num_heads')!r} in its config; restore the folder"
         )
     return found[0], found[1]
 
