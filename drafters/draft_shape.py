@@ -27,7 +27,8 @@ def shape_of(target: CausalLM) -> dict[str, Any]:
     default for it."""
     known = target.config.to_dict()
     hidden = target.hidden_size
-    heads = target.config.num_attention_heads
+    # Mamba has none: of a usual width.
+    heads = known.get("num_attention_heads") or max(1, hidden // 64)
     return {
         "hidden_size": hidden,
         "intermediate_size": known.get("intermediate_size") or known.get("n_inner") or 4 * hidden,

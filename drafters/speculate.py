@@ -117,6 +117,7 @@ class _Row:
     draft_cached: int = 0  # leading positions whose state the drafter's cache holds
     taps: torch.Tensor | None = None  # [m, H] of the positions that the drafter has not read
     state: KeptState = field(default_factory=KeptState)  # of a target with recurrent layers
+    read: RowRead | None = None  # its share of the last pass over such a target
 
     @property
     def begin(self) -> int:
@@ -174,6 +175,9 @@ class _Batch:
             output = self.forward(rows, pieces, [[]] * len(rows), [0] * len(rows), logit_rows=[0])
             lengths = [len(piece) for piece in pieces]
             self.append_taps(rows, lengths, lengths, output)
+            for row in rows:
+                if row.read is not None:
+                    row.read.verified(0)
 
     def run_round(self, rows: list[_Row]) -> None:
         proposal = self.propose(rows)
@@ -234,11 +238,11 @@ class _Batch:
             self.target_pool, self.tables(rows), positions, self.tensor(lengths)
         )
         if self.states is not None:
-            reads = [
-                RowRead(row.index, row.state, start == 0, len(tokens), len(more))
-                for row, start, tokens, more in zip(rows, starts, known, drafted)
-            ]
-            context = StatePass(context, Split(round_waves(reads), self.states, self.device))
+            for row, start, tokens, more in zip(rows, starts, known, drafted):
+                layers = self.target.state_layers
+                row.read = layers.row_read(row.index, row.state, start, len(tokens), len(more))
+            waves = round_waves([row.read for row in rows])
+            context = StatePass(context, Split(waves, self.states, self.device))
         ids = self.tensor([token for piece in pieces for token in piece])
         if logit_rows is None:
             ends = itertools.accumulate(lengths)
@@ -283,8 +287,8 @@ class _Batch:
         if row.taps is not None:
             row.taps = row.taps[cached - row.draft_cached :]
         row.draft_cached = cached
-        if self.states is not None:
-            row.state.verified(len(drafted), accepted)
+        if row.read is not None:
+            row.read.verified(accepted)
         committed = emitted[: row.max_length - start]
         ends = [at for at, token in enumerate(committed) if token in self.target.eos_token_ids]
         committed = committed[: ends[0] + 1] if ends else committed

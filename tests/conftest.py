@@ -74,6 +74,9 @@ MAMBA2 = {
     "mamba_expand": 2,
     "mamba_chunk_size": 8,
 }
+NO_ATTENTION = dict.fromkeys(
+    ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+)
 # With layers that have a state, as ARCHITECTURES. Chunks are small enough to end within a short text.
 RECURRENT: dict[str, dict[str, Any]] = {
     "lfm2": {
@@ -123,6 +126,41 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 32,
         "n_group": 1,
         "topk_group": 1,
+    },
+    "falcon_h1": {"model_type": "falcon_h1", "head_dim": 16, "mamba_d_ssm": 64, **MAMBA2},
+    "mamba": {"model_type": "mamba", "state_size": 8, **NO_ATTENTION},
+    "falcon_mamba": {"model_type": "falcon_mamba", "state_size": 8, **NO_ATTENTION},
+    "mamba2": {
+        "model_type": "mamba2",
+        "state_size": 8,
+        "num_heads": 4,
+        "head_dim": 16,
+        "n_groups": 1,
+        "chunk_size": 8,
+        **NO_ATTENTION,
+    },
+    "recurrent_gemma": {
+        "model_type": "recurrent_gemma",
+        "lru_width": 32,
+        "head_dim": 8,
+        "block_types": ["recurrent", "attention"],
+        "attention_window_size": 8,
+    },
+    "kimi_linear": {
+        "model_type": "kimi_linear",
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 12,
+        "num_key_value_heads": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_group": 1,
+        "topk_group": 1,
+        "linear_num_heads": 2,
+        "linear_head_dim": 16,
     },
     "jamba": {
         "model_type": "jamba",

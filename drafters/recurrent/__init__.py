@@ -8,6 +8,7 @@ Files in reading order:
 - `kept`: the state of one text from round to round
 - `slots`: states of many texts
 - `cached`: states that a module keeps in transformers' cache
+- `attributes`: states that a module keeps in attributes of its own
 - `mixers`: a module with a state, and how it reads the pieces of a pass
 - `find`: the modules of a model that have a state
 

@@ -12,9 +12,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from draftsmith.drafters.recurrent.attributes import AttributeStates
 from draftsmith.drafters.recurrent.cached import CachedStates
 from draftsmith.drafters.recurrent.mixers import StateLayers, own_forward
-from draftsmith.errors import UserError
 
 NO_LIMIT = (0.0, float("inf"))
 
@@ -45,7 +45,7 @@ class NotingCache(DynamicCache):
 
 
 @torch.no_grad()
-def state_layers(model: PreTrainedModel) -> StateLayers:
+def state_layers(model: PreTrainedModel, body: torch.nn.Module) -> StateLayers:
     """The modules with a state, which read pieces from now on. None of them where the model's cache
     has no place for one."""
     found = StateLayers()
@@ -58,25 +58,16 @@ def state_layers(model: PreTrainedModel) -> StateLayers:
     if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in empty):
         return found
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-    with _noted(model, cache):
-        model.base_model(
-            **{"input_ids": ids, _cache_argument(model.base_model): cache}, use_cache=False
-        )
+    with _noted(body, cache):
+        body(**{"input_ids": ids, _cache_argument(body): cache}, use_cache=False)
     for module, layer in cache.writers.items():
-        _check_steps(module)
+        # transformers limits the time steps of several tokens, and not that of a single one.
+        found.no_single |= tuple(getattr(module, "time_step_limit", NO_LIMIT)) != NO_LIMIT
         found.add(module, CachedStates(empty[layer], len(empty), _cache_argument(module)))
+    for module in body.modules():
+        if (kept := AttributeStates.of(module)) is not None:
+            found.add(module, kept)
     return found
-
-
-def _check_steps(module: torch.nn.Module) -> None:
-    """Raises `UserError` for limits of the time step, which transformers applies to several tokens
-    at once and not to a token alone."""
-    limit = tuple(getattr(module, "time_step_limit", NO_LIMIT))
-    if limit != NO_LIMIT:
-        raise UserError(
-            f"{type(module).__name__} limits its time steps to {limit} where it reads several "
-            "tokens and not where it reads one, so drafts would change its text; use another model"
-        )
 
 
 def _cache_argument(module: torch.nn.Module) -> str:
@@ -85,7 +76,7 @@ def _cache_argument(module: torch.nn.Module) -> str:
 
 
 @contextmanager
-def _noted(model: PreTrainedModel, cache: NotingCache) -> Iterator[None]:
+def _noted(body: torch.nn.Module, cache: NotingCache) -> Iterator[None]:
     """Keeps `cache.running` in step with the pass."""
 
     def begin(module: torch.nn.Module, inputs: Any) -> None:
@@ -95,7 +86,7 @@ def _noted(model: PreTrainedModel, cache: NotingCache) -> Iterator[None]:
         cache.running.pop()
 
     handles = []
-    for module in model.modules():
+    for module in body.modules():
         handles += [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
     try:
         yield

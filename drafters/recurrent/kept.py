@@ -12,6 +12,18 @@ from dataclasses import dataclass
 NUM_SIDES = 2  # slots of a text: the kept state, and the one after the drafted tokens
 
 
+def num_kept(num_known: int, num_drafted: int, *, is_start: bool, no_single: bool) -> int:
+    """Number of a round's known tokens that the kept state reads, from the first on.
+
+    All of them; but where a layer may not read a single token after a state (`no_single`), one or
+    two are left for the drafted tokens' piece and for the next round, and a token alone too.
+    """
+    if not no_single:
+        return num_known
+    count = num_known - (1 if num_drafted else 2)
+    return count if count >= (1 if is_start else 2) else 0
+
+
 @dataclass(slots=True)
 class KeptState:
     behind: int = 0  # tokens at the end of the text's cache that the kept state has not read
@@ -25,10 +37,10 @@ class KeptState:
         """Slot of the state after the drafted tokens."""
         return NUM_SIDES * owner + 1 - self.side
 
-    def verified(self, drafted: int, accepted: int) -> None:
-        """Moves on after a round."""
-        if accepted < drafted:
-            self.behind = accepted
+    def verified(self, left: int, drafted: int, accepted: int) -> None:
+        """Moves on after a round whose kept state has left out `left` of its known tokens."""
+        if left > 0 or accepted < drafted:
+            self.behind = left + accepted
             return
         self.behind = 0
         if drafted > 0:

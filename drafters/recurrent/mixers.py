@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from draftsmith.drafters.recurrent.pieces import Group, Split
+from draftsmith.drafters.recurrent.kept import KeptState, num_kept
+from draftsmith.drafters.recurrent.pieces import Group, RowRead, Split
 from draftsmith.drafters.recurrent.slots import StateShapes, StateSlots
 
 
@@ -32,6 +33,9 @@ class StateLayers:
         self.shapes: list[StateShapes] = []
         # Some modules forget their state where several tokens follow it: they read one at a time.
         self.one_by_one = False
+        # Others compute something else for a single token after their state.
+        self.no_single = False
+        self.is_reading = False
         self.split: Split | None = None
 
     def __bool__(self) -> bool:
@@ -50,11 +54,19 @@ class StateLayers:
         if not self.mixers:
             yield
             return
-        self.split = context.split
+        self.is_reading, self.split = True, context.split
         try:
             yield
         finally:
-            self.split = None
+            self.is_reading, self.split = False, None
+
+    def row_read(
+        self, owner: int, kept: KeptState, begin: int, num_known: int, num_drafted: int
+    ) -> RowRead:
+        """The share of text number `owner` of a round, which begins at position `begin`."""
+        is_start = begin == 0
+        count = num_kept(num_known, num_drafted, is_start=is_start, no_single=self.no_single)
+        return RowRead(owner, kept, is_start, num_known, count, num_drafted)
 
     @property
     def num_bytes(self) -> int:
@@ -73,12 +85,14 @@ class Mixer:
         self.parameters = tuple(inspect.signature(forward).parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        split = self.layers.split
-        if split is None:
+        if not self.layers.is_reading:
             return self.forward(*args, **kwargs)
         inputs = {**dict(zip(self.parameters, args)), **kwargs}
         if "attention_mask" in inputs:
             inputs["attention_mask"] = None  # no piece has padding
+        split = self.layers.split
+        if split is None:
+            return self.forward(**inputs)
         shape = inputs[self.parameters[0]].shape[:2]
         joined: torch.Tensor | None = None
         for group in split.groups:

@@ -32,21 +32,33 @@ class RowRead(NamedTuple):
     kept: KeptState
     is_start: bool  # its known tokens begin the text
     num_known: int  # 1 or more
+    num_kept: int  # of these, the first ones, which the kept state reads
     num_drafted: int
+
+    def verified(self, accepted: int) -> None:
+        """Moves the text's state on."""
+        self.kept.verified(self.num_known - self.num_kept, self.num_drafted, accepted)
 
 
 def round_waves(reads: Sequence[RowRead]) -> tuple[list[Piece], list[Piece]]:
-    """Pieces of a round in a pass [1, T], text after text: known tokens, and drafted ones from the
-    state after them."""
-    known, drafted = [], []
+    """Pieces of a round in a pass [1, T], text after text: tokens that the kept state reads, and
+    the others from there."""
+    known, others = [], []
     begin = 0
     for read in reads:
-        middle, slot = begin + read.num_known, read.kept.slot(read.owner)
-        known.append(Piece(0, begin, middle, None if read.is_start else slot, slot))
-        begin = middle + read.num_drafted
-        if read.num_drafted > 0:
-            drafted.append(Piece(0, middle, begin, slot, read.kept.slot_ahead(read.owner)))
-    return known, drafted
+        middle, end = begin + read.num_kept, begin + read.num_known + read.num_drafted
+        slot = read.kept.slot(read.owner)
+        source = None if read.is_start else slot
+        if middle > begin:
+            known.append(Piece(0, begin, middle, source, slot))
+            source = slot
+        if end > middle:
+            # The state after them is of use where it may become the kept one.
+            whole = read.num_kept == read.num_known
+            ahead = read.kept.slot_ahead(read.owner) if whole else None
+            others.append(Piece(0, middle, end, source, ahead))
+        begin = end
+    return known, others
 
 
 class States(Protocol):

@@ -304,6 +304,17 @@ def end_of_text_ids(model: PreTrainedModel) -> tuple[int, ...]:
 class _GivenStates(torch.nn.Module):
     """Stands where the body was: returns its input embeddings as the last hidden state."""
 
+    def __init__(self, body: torch.nn.Module):
+        super().__init__()
+        self.__dict__["_body"] = body  # no module of this one, which has no weights
+
+    def __getattr__(self, name: str) -> Any:
+        # Falcon-H1 scales its logits by a number that its body has.
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_body"], name)
+
     @property
     def decoder(self) -> _GivenStates:
         return self  # OPT's head model calls `self.model.decoder`
@@ -334,7 +345,7 @@ def _head_alone(model: PreTrainedModel, body_name: str) -> PreTrainedModel:
     list of the scales, soft caps and biases that families put around their head.
     """
     head = copy.copy(model)
-    head._modules = {**model._modules, body_name: _GivenStates()}
+    head._modules = {**model._modules, body_name: _GivenStates(getattr(model, body_name))}
     return head
 
 

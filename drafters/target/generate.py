@@ -61,6 +61,7 @@ def answer_chunks(
     eos_token_ids: Sequence[int],
     batch_size: int,
     padded: bool = True,
+    use_cache: bool = True,
 ) -> Iterator[list[list[int]]]:
     """The answers of `batch_size` prompts at a time, in order; each ends with its end-of-text token
     if it reached one. `padded` False: prompts of unlike length are answered singly."""
@@ -75,6 +76,7 @@ def answer_chunks(
             sampling,
             seeds[begin : begin + batch_size],
             list(eos_token_ids),
+            use_cache,
         )
 
 
@@ -86,6 +88,7 @@ def _answer(
     sampling: Sampling,
     seeds: Sequence[int],
     eos_token_ids: list[int],
+    use_cache: bool,
 ) -> list[list[int]]:
     width = max(len(prompt) for prompt in prompts)
     # Padding is masked out; any id with an embedding will do.
@@ -104,7 +107,7 @@ def _answer(
         logits_processor=LogitsProcessorList([draw]),
         eos_token_id=eos_token_ids or None,
         pad_token_id=filler,
-        use_cache=True,
+        use_cache=use_cache,
     )
     return [trim(row, eos_token_ids) for row in output[:, width:].tolist()]
 

@@ -3,6 +3,8 @@ expected, states that depend on their own text alone."""
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from draftsmith.drafters.recurrent.find import state_layers
@@ -81,7 +83,7 @@ def check_model(lm: CausalLM) -> Probe:
 
 
 def _probe(lm: CausalLM, ids: torch.Tensor) -> Probe:
-    lm.state_layers = state_layers(lm.model)
+    lm.state_layers = state_layers(lm.model, lm.body)
     expected = lm.model(input_ids=ids, use_cache=False).logits
     positions = torch.arange(NUM_TOKENS, device=lm.device)
     final = lm.full(ids).final
@@ -175,7 +177,9 @@ def _paged_chunks(
     table = torch.zeros(1, 1, dtype=torch.int64, device=lm.device)
     states = NotedStates()
     chunks = []
-    for part in (slice(sum(CHUNKS[:at]), sum(CHUNKS[: at + 1])) for at in range(len(CHUNKS))):
+    sizes = [CHUNKS[0], NUM_TOKENS - CHUNKS[0]] if lm.state_layers.no_single else CHUNKS
+    ends = list(itertools.accumulate(sizes))
+    for part in (slice(end - size, end) for size, end in zip(sizes, ends)):
         lengths = torch.tensor([part.stop - part.start], device=lm.device)
         context: AttentionContext = PagedPass(pool, table, positions[part], lengths)
         if lm.state_layers:

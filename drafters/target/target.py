@@ -166,6 +166,7 @@ class Target(CausalLM):
             batch_size=batch_size,
             # Some layers with a state read the padding before a text into it.
             padded=not self.state_layers,
+            use_cache=not self.state_layers.no_single,
         )
         return [tokens for chunk in chunks for tokens in chunk]
 

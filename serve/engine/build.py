@@ -147,7 +147,7 @@ def build_engine(
             eos_token_ids=target.eos_token_ids,
             most_unread=unread,
             overlaps=target.device.type == "cuda",
-            has_states=bool(target.state_layers),
+            state_layers=target.state_layers,
         ),
     )
 

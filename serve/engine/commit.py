@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Collection
 
+from draftsmith.drafters.recurrent.mixers import StateLayers
 from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.engine.output import (
     OutputQueue,
@@ -19,6 +20,7 @@ from draftsmith.serve.engine.output import (
 from draftsmith.serve.engine.propose import Proposer, keep_taps
 from draftsmith.serve.engine.recorder import Recorder, RoundDistributions
 from draftsmith.serve.engine.round import OnRound, Round, RowOutput, Source
+from draftsmith.serve.engine.runner import state_read
 from draftsmith.serve.engine.scheduler import Scheduler
 from draftsmith.serve.requests.request import FinishReason, Request
 from draftsmith.serve.sampling.request_errors import is_own
@@ -35,7 +37,7 @@ class Committer:
         most_unread: tokens of an answer whose taps a request keeps for a draft that does not come.
         overlaps: the next pass runs while the host goes on, so that updates wait until it is
             launched.
-        has_states: the target has layers with a state, which is kept from round to round.
+        state_layers: of the target, whose states are kept from round to round.
     """
 
     def __init__(
@@ -50,12 +52,12 @@ class Committer:
         eos_token_ids: Collection[int],
         most_unread: int,
         overlaps: bool,
-        has_states: bool = False,
+        state_layers: StateLayers | None = None,
     ):
         self.scheduler, self.drafts, self.proposer = scheduler, drafts, proposer
         self.outputs, self.recorder, self.stats = outputs, recorder, stats
         self.eos_token_ids, self.most_unread = eos_token_ids, most_unread
-        self.overlaps, self.has_states = overlaps, has_states
+        self.overlaps, self.state_layers = overlaps, state_layers
         # Called with (request, drafted tokens, number accepted, committed tokens) after each round.
         self.on_round: OnRound | None = None
 
@@ -117,8 +119,8 @@ class Committer:
         count = row.row.count + row.accepted
         again = request.cache.state.behind  # read a second time, their taps were kept before
         request.cache.computed = row.row.begin + count
-        if self.has_states:
-            request.cache.state.verified(len(row.drafted), row.accepted)
+        if self.state_layers:
+            state_read(self.state_layers, row.row, len(row.drafted)).verified(row.accepted)
         if request.k > 0 and round.output.taps is not None and not request.draft.lost_taps:
             begin = round.output.begins[row.index] + again
             keep_taps(request, round.output.taps, begin, count - again)

@@ -12,6 +12,7 @@ import torch
 
 from draftsmith.drafters.adapters.adapters import Adapters
 from draftsmith.drafters.recurrent.kept import NUM_SIDES
+from draftsmith.drafters.recurrent.mixers import StateLayers
 from draftsmith.drafters.recurrent.pieces import RowRead, Split, StatePass, round_waves
 from draftsmith.drafters.recurrent.slots import StateSlots
 from draftsmith.drafters.target.attention import AttentionContext
@@ -105,23 +106,29 @@ class TargetRunner:
         # one that is not read.
         logit_rows = (logit_rows + prompt_rows) or [0]
         inputs = PassInputs(ids, positions, lengths, logit_rows, tables, layout)
+        split = None if self.states is None else self._split(rows, drafts)
         adapted = adapted_tokens(rows, begins, lengths, self.device)
         if self.adapters is None or not adapted:
-            split = None
-            if self.states is not None:
-                split = split_round(rows, drafts, self.states, self.device)
             output = self._replayed(inputs, taps) or self._forward(inputs, taps, split)
         else:
             with self.adapters.of(adapted, len(ids)):
-                output = self._forward(inputs, taps)
+                output = self._forward(inputs, taps, split)
         count = len(logit_rows) - len(prompt_rows)
         return PassOutput(output.logits[:count], output.taps, begins, output.logits[count:])
 
     def _replayed(self, inputs: PassInputs, taps: Sequence[int]) -> TargetOutput | None:
         return None if self.graphs is None else self.graphs.run(inputs, taps)
 
+    def _split(self, rows: Sequence[Row], drafts: Sequence[Sequence[int]]) -> Split:
+        """Pieces of the pass for layers with a state."""
+        reads = [
+            state_read(self.target.state_layers, row, len(drafted))
+            for row, drafted in zip(rows, drafts, strict=True)
+        ]
+        return Split(round_waves(reads), self.states, self.device)
+
     def _forward(
-        self, inputs: PassInputs, taps: Sequence[int], split: Split | None = None
+        self, inputs: PassInputs, taps: Sequence[int], split: Split | None
     ) -> TargetOutput:
         device = self.device
         positions = torch.tensor(inputs.positions, device=device)
@@ -137,15 +144,10 @@ class TargetRunner:
         )
 
 
-def split_round(
-    rows: Sequence[Row], drafts: Sequence[Sequence[int]], states: StateSlots, device: torch.device
-) -> Split:
-    """Pieces of the pass for layers with a state; a request's slot is the number of its states."""
-    reads = [
-        RowRead(row.request.slot, row.request.cache.state, row.begin == 0, row.count, len(drafted))
-        for row, drafted in zip(rows, drafts, strict=True)
-    ]
-    return Split(round_waves(reads), states, device)
+def state_read(layers: StateLayers, row: Row, num_drafted: int) -> RowRead:
+    """The row's share of a pass over layers with a state; its slot is the number of its states."""
+    request = row.request
+    return layers.row_read(request.slot, request.cache.state, row.begin, row.count, num_drafted)
 
 
 def adapted_tokens(

@@ -186,10 +186,11 @@ class Scheduler:
         return budget
 
     def _piece(self, schedule: Schedule, request: Request, budget: int) -> int:
-        count = min(budget, _end(request) - request.cache.computed)
-        row = Row(request, request.cache.computed, count)
+        again = request.cache.computed - request.cache.begin
+        count = min(budget + again, _end(request) - request.cache.begin)
+        row = Row(request, request.cache.begin, count)
         (schedule.sampling if row.samples else schedule.filling).append(row)
-        return count
+        return count - again
 
     def _admit(self, schedule: Schedule, budget: int) -> None:
         while self.waiting and budget > 0 and self._slots and not schedule.preempted:

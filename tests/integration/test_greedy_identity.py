@@ -241,6 +241,13 @@ MORE_RECURRENT = [
     "olmo_hybrid",
     "granitemoehybrid",
     "bamba",
+    "falcon_h1",
+    "nemotron_h",
+    "mamba",
+    "mamba2",
+    "falcon_mamba",
+    "recurrent_gemma",
+    "kimi_linear",
     "minimax",
 ]
 # Prompts come in pieces beside answers, and the latest request is put back again and again.
@@ -285,7 +292,7 @@ def test_a_state_that_rejected_tokens_were_read_into_is_noticed(
     expected = [plain_greedy(target, prompt, 16)[0] for prompt in batch]
     known = [prompt + tokens for prompt, tokens in zip(batch, expected)]
 
-    def always_ahead(state: KeptState, drafted: int, accepted: int) -> None:
+    def always_ahead(state: KeptState, left: int, drafted: int, accepted: int) -> None:
         state.side = 1 - state.side if drafted else state.side
 
     monkeypatch.setattr(KeptState, "verified", always_ahead)

@@ -342,7 +342,7 @@ def test_a_stop_that_undoes_the_round_it_goes_by_is_rejected(
     assert found.p_value < FALSE_ALARM, found
 
 
-RECURRENT = ["lfm2", "bamba"]
+RECURRENT = ["lfm2", "nemotron_h"]
 MORE_RECURRENT = [
     "qwen3_next",
     "jamba",
@@ -351,6 +351,13 @@ MORE_RECURRENT = [
     "qwen3_5_moe",
     "olmo_hybrid",
     "granitemoehybrid",
+    "falcon_h1",
+    "bamba",
+    "mamba",
+    "mamba2",
+    "falcon_mamba",
+    "recurrent_gemma",
+    "kimi_linear",
     "minimax",
 ]
 
@@ -371,7 +378,7 @@ def test_states_that_cannot_be_rolled_back_keep_the_joint_distribution(
 def test_a_state_that_rejected_tokens_were_read_into_is_rejected(
     arch: str, tiny_target: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def always_ahead(state: KeptState, drafted: int, accepted: int) -> None:
+    def always_ahead(state: KeptState, left: int, drafted: int, accepted: int) -> None:
         state.side = 1 - state.side if drafted else state.side
 
     monkeypatch.setattr(KeptState, "verified", always_ahead)

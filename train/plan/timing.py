@@ -15,7 +15,7 @@ import torch
 
 from draftsmith.drafters.interface import DraftInputs, TrainedDrafter
 from draftsmith.drafters.recurrent.kept import NUM_SIDES, KeptState
-from draftsmith.drafters.recurrent.pieces import RowRead, Split, StatePass, round_waves
+from draftsmith.drafters.recurrent.pieces import Split, StatePass, round_waves
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.attention.paged import PagedPass
@@ -137,7 +137,8 @@ class Tables:
         drafts = torch.full((self.rows, k), 7, device=self.device)
         seeds = torch.arange(self.rows, device=self.device)
 
-        reads = [RowRead(row, KeptState(), False, 1, k) for row in range(self.rows)]
+        layers = self.target.state_layers
+        reads = [layers.row_read(row, KeptState(), newest, 1, k) for row in range(self.rows)]
 
         def run() -> Any:
             context: AttentionContext = PagedPass(self.pool, self.tables, positions, lengths)

@@ -11,7 +11,7 @@ import torch
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
-from draftsmith.drafters.recurrent.kept import KeptState
+from draftsmith.drafters.recurrent.kept import KeptState, num_kept
 from draftsmith.drafters.recurrent.pieces import Piece, RowRead, round_waves
 from draftsmith.drafters.speculate import speculate
 from draftsmith.drafters.target.target import Target
@@ -27,18 +27,31 @@ def target(tiny_target: Callable[..., str]) -> Target:
 
 def test_a_state_moves_on_by_what_a_round_kept() -> None:
     state = KeptState()
-    state.verified(3, 3)
-    assert (state.behind, state.side) == (0, 1)
-    state.verified(3, 2)
-    assert (state.behind, state.side) == (2, 1)
-    state.verified(3, 0)
-    assert (state.behind, state.side) == (0, 1)
-    state.verified(0, 0)
-    assert (state.behind, state.side) == (0, 1)
+    for left, drafted, accepted, expected in (
+        (0, 3, 3, (0, 1)),
+        (0, 3, 2, (2, 1)),
+        (0, 3, 0, (0, 1)),
+        (0, 0, 0, (0, 1)),
+        (1, 3, 3, (4, 1)),
+    ):
+        state.verified(left, drafted, accepted)
+        assert (state.behind, state.side) == expected
+
+
+def test_no_token_is_read_alone_after_a_state_where_it_may_not_be() -> None:
+    for num_known in range(1, 9):
+        for drafted in range(4):
+            for is_start in (False, True):
+                if num_known + drafted < 2 and not is_start:
+                    continue  # a state that is left behind has two tokens to read
+                count = num_kept(num_known, drafted, is_start=is_start, no_single=True)
+                rest = num_known + drafted - count
+                assert count == 0 or count > 1 or is_start
+                assert rest > 1 or (is_start and count == 0)
 
 
 def test_drafted_tokens_are_read_from_a_copy_of_the_kept_state() -> None:
-    reads = [RowRead(4, KeptState(side=1), False, 2, 3), RowRead(0, KeptState(), True, 5, 0)]
+    reads = [RowRead(4, KeptState(side=1), False, 2, 2, 3), RowRead(0, KeptState(), True, 5, 5, 0)]
     known, drafted = round_waves(reads)
     assert known == [Piece(0, 0, 2, 9, 9), Piece(0, 5, 10, None, 0)]
     assert drafted == [Piece(0, 2, 5, 9, 8)]

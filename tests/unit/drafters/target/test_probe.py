@@ -62,7 +62,6 @@ ROPES: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bloom": ({"n_head": 4, "n_layer": 4}, "its code fails"),
     "mpt": ({"d_model": 32, "n_heads": 4, "n_layers": 4}, "its code fails"),
-    "mamba": ({}, "its code fails"),
     "gptj": (
         {"n_embd": 32, "n_layer": 4, "n_head": 4, "rotary_dim": 8},
         "knows no attention named",
