@@ -7,13 +7,15 @@ import asyncio
 import importlib.util
 import random
 import sys
-from contextlib import nullcontext
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import fields
 from typing import Any
 
 from draftsmith import files
 from draftsmith.config import AT_LEAST_1, POSITIVE, Limits, LimitsTable, check_numbers, to_dict
 from draftsmith.drafters.config import check_draft_options
+from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.errors import UserError
 from draftsmith.extras import missing
 from draftsmith.progress import Progress
@@ -34,6 +36,7 @@ from draftsmith.serve.bench.server import started
 from draftsmith.serve.config import ServedPair
 
 MODES = ("off", "on", "plain")
+CHAIN = ""  # the server without trees
 LIMITS: LimitsTable = {
     BenchConfig: {
         "request_rate": POSITIVE,
@@ -50,13 +53,16 @@ def run(config: BenchConfig) -> int:
     prompts = read_prompts(
         config.prompts, count=config.num_prompts, chars=config.prompt_chars, seed=config.seed
     )
-    server = (
-        started(server_arguments(config), timeout_s=config.timeout_s)
-        if config.url is None
-        else nullcontext(config.url)
-    )
-    with server as url:
-        cases, cost = asyncio.run(measure(config, url, prompts))
+    with ExitStack() as servers:
+        urls = {}
+        for tree in (CHAIN, *config.tree):
+            server = (
+                nullcontext(config.url)
+                if config.url is not None
+                else started(server_arguments(config, tree), timeout_s=config.timeout_s)
+            )
+            urls[tree] = servers.enter_context(server)
+        cases, cost = asyncio.run(measure(config, urls, prompts))
     if config.synthetic_acceptance is not None:
         print("synthetic acceptance: speeds are for sizing, the text means nothing")
     found = [figures(case, goal=goal_of(config.goodput), draft_cost=cost) for case in cases]
@@ -83,37 +89,53 @@ def check(config: BenchConfig) -> None:
         raise missing("bench --png", "matplotlib", "train")
     check_draft_options(config)
     if config.target is None:
-        more = ("synthetic_acceptance", "max_length")
+        more = ("synthetic_acceptance", "max_length", "tree")
         of_started = [
             *pair_options(config),
-            *(name for name in more if vars(config)[name] is not None),
+            *(name for name in more if vars(config)[name] not in (None, [])),
         ]
         if of_started:
             raise UserError(
                 f"{of_started[0]} is for a server started here; give target in place of url"
             )
+    for tree in config.tree:
+        parse_tree(tree)
+    if config.tree and config.synthetic_acceptance is not None:
+        raise UserError(
+            "tree is given with synthetic_acceptance, which keeps drafts of a chain; leave one of "
+            "them out"
+        )
     goal_of(config.goodput)
 
 
 async def measure(
-    config: BenchConfig, url: str, prompts: list[Prompt]
+    config: BenchConfig, urls: Mapping[str, str], prompts: list[Prompt]
 ) -> tuple[list[Case], DraftCost | None]:
-    """Passes of every case, and the cost of drafting in weights read if the server reports it."""
-    client = Client(url, api_key=config.api_key, timeout_s=config.timeout_s)
-    model = config.model or await client.model()
+    """Passes of every case, and the cost of drafting in weights read if the server reports it.
+    `urls` are those of `CHAIN` and of every tree, which is a mode of its own."""
+    clients = {
+        tree: Client(url, api_key=config.api_key, timeout_s=config.timeout_s)
+        for tree, url in urls.items()
+    }
+    model = config.model or await clients[CHAIN].model()
     cases = [
-        Case(temperature, mode, []) for temperature in config.temperature for mode in config.modes
+        Case(temperature, mode, [])
+        for temperature in config.temperature
+        for mode in (*config.modes, *config.tree)
     ]
     progress = Progress(
         "bench", total=config.repeats * len(cases), unit="passes", stream=sys.stderr
     )
     for case in cases:
         # Not timed: the first request of a kind pays for caches that later ones find warm.
-        await client.measure(prompts[:1], _body(config, model, case), 1)
+        await clients.get(case.mode, clients[CHAIN]).measure(
+            prompts[:1], _body(config, model, case), 1
+        )
     for repeat in range(config.repeats):
         # Every other pass goes backwards through the modes, so that a drift of the machine favours
         # none.
         for case in cases if repeat % 2 == 0 else reversed(cases):
+            client = clients.get(case.mode, clients[CHAIN])
             result = await _pass(config, client, prompts, _body(config, model, case), repeat)
             case.passes.append(result)
             done = sum(len(one.passes) for one in cases)
@@ -121,7 +143,7 @@ async def measure(
                 done, f"T = {case.temperature:g}, {case.mode}: {result.tokens_per_s:.1f} tok/s"
             )
     progress.close()
-    return cases, cost_of(await client.step_bytes())
+    return cases, cost_of(await clients[CHAIN].step_bytes())
 
 
 async def _pass(
@@ -158,6 +180,8 @@ def _body(config: BenchConfig, model: str, case: Case) -> dict[str, Any]:
         body["speculation"] = {"k": 0, "report": True}
     elif case.mode == "on":
         body["speculation"] = {"report": True} | ({} if config.k is None else {"k": config.k})
+    elif case.mode in config.tree:
+        body["speculation"] = {"report": True}  # its shape sets how much is drafted
     return body
 
 
@@ -171,10 +195,12 @@ def pair_options(config: BenchConfig) -> dict[str, Any]:
     return {name: value for name, (value, default) in values.items() if value != default}
 
 
-def server_arguments(config: BenchConfig) -> list[str]:
+def server_arguments(config: BenchConfig, tree: str = CHAIN) -> list[str]:
     arguments = ["--target", str(config.target), "--max-batch", str(max(8, config.concurrency))]
     for name, value in pair_options(config).items():
         arguments += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    if tree != CHAIN:
+        arguments += ["--tree", tree]
     if config.synthetic_acceptance is not None:
         arguments += [
             "--synthetic-acceptance",

@@ -34,6 +34,11 @@ class BenchConfig(ServedPair):
             "the server"
         ),
     )
+    tree: list[str] = option(
+        factory=list,
+        help="draft trees measured beside the chain, each on a started server of its own, for "
+        "example dynamic sampled:3x2x1x1",
+    )
     max_length: int | None = option(
         None,
         "most tokens of prompt and answer together in the started server; default: the target's",

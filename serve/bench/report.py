@@ -145,35 +145,38 @@ def acceptance(
 
 
 def ratios(cases: Sequence[Figures]) -> list[Figures]:
-    """Ratio on / off at each temperature: of all passes together, and the lowest and highest of the
-    paired passes."""
+    """Ratio of each drafting mode to off at each temperature: of all passes together, and the
+    lowest and highest of the paired passes."""
     found = []
     for temperature in dict.fromkeys(case["temperature"] for case in cases):
         of = {case["mode"]: case for case in cases if case["temperature"] == temperature}
-        if not {"on", "off"} <= of.keys():
-            continue
-        pairs = [
-            on / off
-            for on, off in zip(of["on"]["tokens_per_s_passes"], of["off"]["tokens_per_s_passes"])
+        found += [
+            _ratio(case, of["off"])
+            for mode, case in of.items()
+            if "off" in of and mode not in ("off", "plain")
         ]
-        whole = of["on"]["tokens_per_s"] / of["off"]["tokens_per_s"]
-        accepted = of["on"]["acceptance"] or {}
-        bound = {name: accepted.get(name) for name in ("block_efficiency", "mbsu")}
-        found.append(
-            {
-                "temperature": temperature,
-                "speedup": whole,
-                "lowest": min(pairs),
-                "highest": max(pairs),
-                **bound,
-            }
-        )
     return found
 
 
+def _ratio(drafting: Figures, off: Figures) -> Figures:
+    pairs = [
+        on / plain for on, plain in zip(drafting["tokens_per_s_passes"], off["tokens_per_s_passes"])
+    ]
+    accepted = drafting["acceptance"] or {}
+    return {
+        "temperature": drafting["temperature"],
+        "mode": drafting["mode"],
+        "speedup": drafting["tokens_per_s"] / off["tokens_per_s"],
+        "lowest": min(pairs),
+        "highest": max(pairs),
+        **{name: accepted.get(name) for name in ("block_efficiency", "mbsu")},
+    }
+
+
 def table(cases: Sequence[Figures]) -> str:
+    wide = max(6, *(len(case["mode"]) for case in cases))
     head = (
-        f"{'T':>4} {'mode':>6} {'tok/s':>9} {'TTFT p50/p95 ms':>17} {'TPOT p50/p95 ms':>17} "
+        f"{'T':>4} {'mode':>{wide}} {'tok/s':>9} {'TTFT p50/p95 ms':>17} {'TPOT p50/p95 ms':>17} "
         f"{'tau':>18}  alpha_i"
     )
     lines = [head]
@@ -184,14 +187,15 @@ def table(cases: Sequence[Figures]) -> str:
             low, high = found["tau_95"]
             tau = f"{found['tau']:.2f} [{low:.2f}, {high:.2f}]"
             alphas = " ".join("-" if alpha is None else f"{alpha:.2f}" for alpha in found["alpha"])
-        speed = f"{case['temperature']:>4g} {case['mode']:>6} {case['tokens_per_s']:>9.1f}"
+        speed = f"{case['temperature']:>4g} {case['mode']:>{wide}} {case['tokens_per_s']:>9.1f}"
         lines.append(f"{speed} {_pair(ttft):>17} {_pair(tpot):>17} {tau:>18}  {alphas}")
         if case["goodput"] is not None:
             lines.append(_good(case["goodput"]))
     for ratio in ratios(cases):
         spread = f"{ratio['lowest']:.2f} to {ratio['highest']:.2f} by pass"
         lines.append(
-            f"T = {ratio['temperature']:g}: speculation on / off = {ratio['speedup']:.2f} "
+            f"T = {ratio['temperature']:g}: "
+            f"speculation {ratio['mode']} / off = {ratio['speedup']:.2f} "
             f"({spread}){_bound(ratio)}"
         )
     return "\n".join(lines)

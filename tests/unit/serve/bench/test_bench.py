@@ -12,6 +12,7 @@ import pytest
 from draftsmith.cli import collect, parse, parser_for
 from draftsmith.config import build
 from draftsmith.errors import UserError
+from draftsmith.serve.bench import command
 from draftsmith.serve.bench.client import Answer, Client, PassResult
 from draftsmith.serve.bench.command import check, gaps, server_arguments
 from draftsmith.serve.bench.config import BenchConfig
@@ -267,3 +268,72 @@ def test_the_started_server_is_told_of_the_pair_as_bench_was() -> None:
     for name in told.keys() - {"target", "draft_revision", "draft_dtype", "heterogeneous_vocab"}:
         with pytest.raises(UserError, match=f"{name} is for a server started here"):
             check(BenchConfig(url="x", **{name: told[name]}))
+
+
+def test_trees_are_modes_on_servers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, dict]] = []
+
+    class Recorded:
+        def __init__(self, url: str, **options: object):
+            self.url = url
+
+        async def model(self) -> str:
+            return "m"
+
+        async def step_bytes(self) -> dict[str, float]:
+            return {}
+
+        async def measure(self, prompts: list, body: dict, concurrency: int) -> PassResult:
+            asked.append((self.url, body.get("speculation")))
+            return case("", [1.0]).passes[0]
+
+    monkeypatch.setattr(command, "Client", Recorded)
+    config = BenchConfig(
+        target="t", draft="d", tree=["dynamic", "sampled:2x1"], temperature=[0.0], repeats=2, k=3
+    )
+    check(config)
+    urls = {"": "chain", "dynamic": "first", "sampled:2x1": "second"}
+    cases, _ = asyncio.run(command.measure(config, urls, [{"prompt": "x"}]))
+    assert [(one.mode, len(one.passes)) for one in cases] == [
+        (mode, 2) for mode in ("off", "on", "dynamic", "sampled:2x1")
+    ]
+    expected = [
+        ("chain", {"k": 0, "report": True}),
+        ("chain", {"k": 3, "report": True}),
+        ("first", {"report": True}),
+        ("second", {"report": True}),
+    ]
+    # One request before the passes, then forwards and backwards.
+    assert asked == [*expected, *expected, *reversed(expected)]
+    assert server_arguments(config, "dynamic")[-2:] == ["--tree", "dynamic"]
+    assert "--tree" not in server_arguments(config)
+
+
+def test_every_drafting_mode_has_its_ratio() -> None:
+    found = [
+        figures(case(mode, walls_s))
+        for mode, walls_s in (("off", [2.0]), ("on", [1.0]), ("sampled:3x2x1x1", [4.0]))
+    ]
+    assert [(one["mode"], one["speedup"]) for one in ratios(found)] == [
+        ("on", 2.0),
+        ("sampled:3x2x1x1", 0.5),
+    ]
+    lines = table(found).splitlines()
+    assert "speculation sampled:3x2x1x1 / off = 0.50" in lines[-1]
+    assert len({line.index("tok/s") for line in lines[:1]}) == 1 and "sampled:3x2x1x1" in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"url": "x", "tree": ["dynamic"]}, "tree is for a server started here"),
+        ({"target": "t", "tree": ["bush"]}, "tree is 'bush'"),
+        (
+            {"target": "t", "tree": ["dynamic"], "synthetic_acceptance": [0.5]},
+            "tree is given with synthetic_acceptance",
+        ),
+    ],
+)
+def test_trees_that_cannot_be_measured(options: dict, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        check(BenchConfig(**options))
