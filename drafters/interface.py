@@ -142,7 +142,8 @@ class EndsChains(Protocol):
 
 @runtime_checkable
 class GrowsTrees(Protocol):
-    """A drafter that can offer several continuations at once."""
+    """A drafter that can offer several continuations at once. Its `shapes`, where it has any, are
+    the classes of `TreeShape` that it grows."""
 
     def propose_tree(self, inputs: DraftInputs, shape: TreeShape) -> Proposal:
         """Propose trees of at most `num_draft` nodes per row, see `drafters/tree_shape.py`."""

@@ -10,8 +10,15 @@ from draftsmith.errors import UserError
 
 MAX_NODES = 62  # as kernels/verify/draft_tree.py, which needs torch
 FORMS = (
-    "'auto', 'dynamic', 'dynamic:nodes=24,depth=5,width=4', 'sampled:3x2x1x1' or two of these "
-    "joined by '+'"
+    "'auto', 'dynamic', 'dynamic:nodes=24,depth=5,width=4', 'sampled:3x2x1x1', two of these joined "
+    "by '+', 'medusa' or 'choices:0,0.0,1'"
+)
+# Medusa's published choices for a 7B target (`mc_sim_7b_63` of its medusa_choices.py), a digit the
+# rank of a head's token, best first; its 63rd, 070, has no bit left (`MAX_NODES`).
+MEDUSA_CHOICES = (
+    "0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 003 "
+    "40 21 004 005 0000 011 006 030 50 13 007 008 009 60 040 14 70 012 200 31 22 80 050 15 101 021 "
+    "90 060 0001 16"
 )
 
 
@@ -77,6 +84,35 @@ class SampledTree:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FixedTree:
+    """Medusa's (arXiv 2401.10774): node (r_1, ..., r_d) is the r_d-th likeliest token, from 0, of
+    depth d under node (r_1, ..., r_d-1). A smaller tree has the first of `choices`."""
+
+    choices: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.nodes <= MAX_NODES:
+            raise UserError(f"the tree has {self.nodes} nodes; give 1 to {MAX_NODES}")
+        for at, path in enumerate(self.choices):
+            name, before = ".".join(map(str, path)), self.choices[:at]
+            if len(path) > 1 and path[:-1] not in before:
+                raise UserError(
+                    f"choice {name} of the tree comes before the choice that it continues; put "
+                    f"{'.'.join(map(str, path[:-1]))} in front of it"
+                )
+            if path in before:
+                raise UserError(f"choice {name} of the tree is given twice; leave one of them out")
+
+    @property
+    def nodes(self) -> int:
+        return len(self.choices)
+
+    @property
+    def depth(self) -> int:
+        return max(map(len, self.choices))
+
+
+@dataclass(frozen=True, kw_only=True)
 class SampledShape:
     """Greedy requests get the one, sampled ones the other: what is not drawn is kept less often the
     more a distribution spreads."""
@@ -93,13 +129,20 @@ class SampledShape:
         return max(self.greedy.depth, self.sampled.depth)
 
 
-TreeShape = DynamicTree | SampledTree | SampledShape
+GrownShape = DynamicTree | SampledTree | SampledShape
+TreeShape = GrownShape | FixedTree
 
 
 def parse_tree(text: str) -> TreeShape:
     """`FORMS`, numbers left out being the defaults; 'auto' is 'dynamic+sampled'."""
     if text == "auto":
         return SampledShape()
+    if text == "medusa":
+        choices = MEDUSA_CHOICES.split()
+        return FixedTree(choices=tuple(tuple(map(int, path)) for path in choices))
+    if re.fullmatch(r"choices:\d+(\.\d+)*(,\d+(\.\d+)*)*", text):
+        paths = text.removeprefix("choices:").split(",")
+        return FixedTree(choices=tuple(tuple(map(int, path.split("."))) for path in paths))
     first, joined, second = text.partition("+")
     if not joined:
         return _parse_one(text, text)

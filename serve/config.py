@@ -57,8 +57,8 @@ class ServedPair(Pair):
 
 TREE_HELP = (
     "draft trees in place of chains of k tokens: dynamic[:nodes=24,depth=5,width=4], "
-    "sampled[:3x2x1x1], or auto: the first for "
-    "greedy requests, the second for others"
+    "sampled[:3x2x1x1], or auto: the first for greedy requests, the second for others; of a medusa "
+    "draft medusa or choices:0,0.0,1"
 )
 STOP_HELP = (
     "stop a request's drafting while fewer of its drafted tokens per round than this are accepted, "

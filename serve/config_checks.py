@@ -125,7 +125,7 @@ def _check_drafts(config: ServeConfig) -> None:
             else "no trained draft, which alone grows one"
         )
         raise UserError(
-            f"tree is given with {beside}; leave it out or draft with eagle3, eagle1 or mtp"
+            f"tree is given with {beside}; leave it out or draft with eagle3, eagle1, mtp or medusa"
         )
     if not trained and config.fallback != "none":
         raise UserError(

@@ -30,7 +30,7 @@ from draftsmith.drafters.interface import (
     UnrolledStep,
 )
 from draftsmith.drafters.target.attention import AttentionContext
-from draftsmith.drafters.tree_shape import TreeShape
+from draftsmith.drafters.tree_shape import FixedTree, TreeShape
 from draftsmith.drafters.trees.growth import grow
 from draftsmith.drafters.trees.level_graphs import LevelGraphs
 from draftsmith.drafters.weights import ReadBytes, weight_bytes
@@ -146,6 +146,7 @@ class FeatureHead(nn.Module, Recordable, Capturable):
 
     @torch.no_grad()
     def propose_tree(self, inputs: DraftInputs, shape: TreeShape) -> Proposal:
+        assert not isinstance(shape, FixedTree)
         passes = inputs.sampling.passes
         greedy = [passes.all_greedy] * len(inputs.num_draft)
         if passes.greedy and not passes.all_greedy:

@@ -19,10 +19,14 @@ from torch import nn
 
 from draftsmith.drafters.autoregressive.state import HeadStep
 from draftsmith.drafters.init_from_target import output_table
+from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.options import MedusaOptions
 from draftsmith.drafters.states.state_head import StateHead
 from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.tree_shape import FixedTree, TreeShape
+from draftsmith.drafters.trees.fixed import choose_fixed
+from draftsmith.drafters.trees.nodes import no_trees
 from draftsmith.drafters.weights import (
     ReadBytes,
     load_into,
@@ -48,6 +52,7 @@ class ResBlock(nn.Module):
 
 class Medusa(StateHead):
     family = "medusa"
+    shapes = (FixedTree,)
 
     def __init__(
         self,
@@ -128,6 +133,28 @@ class Medusa(StateHead):
         if self.has_own_heads:
             return self.tables[0].weight
         return output_table(self._target).to(self.heads[0][0].linear.weight.dtype)
+
+    @torch.no_grad()
+    def propose_tree(self, inputs: DraftInputs, shape: TreeShape) -> Proposal:
+        """Propose a `FixedTree`; heads do not see each other's drafts, so all of it takes one
+        pass."""
+        assert isinstance(shape, FixedTree)
+        rows = ((inputs.lengths > 1) & (inputs.num_draft > 0)).nonzero()[:, 0]
+        if len(rows) == 0 or inputs.taps is None:
+            return no_trees(inputs)
+        tokens, state, _ = self.newest(inputs, inputs.taps, rows)
+
+        def logits_at(depth: int) -> torch.Tensor:
+            return self.advance(state, tokens, depth).head_input @ self.head_at(depth).T
+
+        return choose_fixed(
+            inputs,
+            rows.to(tokens.device),
+            logits_at,
+            shape,
+            vocab_size=self.vocab_size,
+            max_depth=self.max_depth,
+        )
 
     def read_bytes(self) -> ReadBytes:
         """Heads wait for nothing, so a table that they share is read once."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -20,6 +21,12 @@ from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, Un
 from draftsmith.drafters.target.taps import FINAL
 from draftsmith.drafters.weights import ReadBytes
 from draftsmith.kernels.attention.pool import PagedPool
+
+
+class NewestState(NamedTuple):
+    tokens: torch.Tensor  # [R] the newest committed ones
+    state: torch.Tensor  # [R, H], what depth 0 starts from
+    positions: torch.Tensor  # [R] of the tokens
 
 
 class StateHead(nn.Module, ABC):
@@ -90,11 +97,7 @@ class StateHead(nn.Module, ABC):
         depths = sampler.rows_at_depth(rows.tolist(), self.max_depth)
         if not depths or inputs.taps is None:
             return sampler.proposal()
-        # Taps are ragged like the tokens, one fewer a row; only the last of each row counts.
-        columns = ((inputs.lengths - 1).cumsum(0)[rows] - 1, inputs.lengths.cumsum(0)[rows] - 1)
-        newest = (inputs.starts + inputs.lengths - 1)[rows]
-        tap_rows, token_rows, positions = sent(inputs.tokens.device, *columns, newest)
-        tokens, state = inputs.tokens[token_rows], self.begin(inputs.taps[tap_rows])
+        tokens, state, positions = self.newest(inputs, inputs.taps, rows)
         for depth, (chosen, kept, _) in enumerate(depths):
             if kept is not None:
                 positions, tokens, state = positions[kept], tokens[kept], state[kept]
@@ -104,6 +107,16 @@ class StateHead(nn.Module, ABC):
             )
             state = step.next_hidden
         return sampler.proposal()
+
+    def newest(self, inputs: DraftInputs, taps: torch.Tensor, rows: torch.Tensor) -> NewestState:
+        """State of `rows` [R] (on the host), each with a token before its newest one; `taps` are
+        those of `inputs`."""
+        # Taps are ragged like the tokens, one fewer a row; only the last of each row counts.
+        columns = ((inputs.lengths - 1).cumsum(0)[rows] - 1, inputs.lengths.cumsum(0)[rows] - 1)
+        newest = (inputs.starts + inputs.lengths - 1)[rows]
+        tap_rows, token_rows, positions = sent(inputs.tokens.device, *columns, newest)
+        state = self.begin(taps[tap_rows])
+        return NewestState(inputs.tokens[token_rows], state, positions)
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
         """There is no cache; one state is needed, that before the newest token."""

@@ -1,4 +1,4 @@
-"""Trees of drafted tokens grown by a feature head.
+"""Trees of drafted tokens grown by a head.
 
 Files in reading order:
 - `candidates`: distributions at the nodes and the children drawn from them
@@ -6,6 +6,7 @@ Files in reading order:
 - `level_graphs`: CUDA graphs of a level
 - `tree_reader`: reads a level of nodes in one pass
 - `growth`: dynamic and sampled trees
+- `fixed`: trees of given choices
 
-Other chapters import `growth`.
+Other chapters import `growth`, `fixed` and `nodes`.
 """

@@ -13,9 +13,9 @@ import torch
 
 from draftsmith.drafters.autoregressive.state import DraftPrefill
 from draftsmith.drafters.interface import DraftInputs, Proposal
-from draftsmith.drafters.tree_shape import DynamicTree, SampledShape, SampledTree, TreeShape
+from draftsmith.drafters.tree_shape import DynamicTree, GrownShape, SampledShape, SampledTree
 from draftsmith.drafters.trees.candidates import Parents, TreeDistributions
-from draftsmith.drafters.trees.nodes import TreeNodes, merged
+from draftsmith.drafters.trees.nodes import TreeNodes, merged, no_trees
 from draftsmith.drafters.trees.tree_reader import Level, TreeDrafter, TreeReader
 
 
@@ -33,7 +33,7 @@ def grow(
     head: TreeDrafter,
     inputs: DraftInputs,
     prefill: DraftPrefill | None,
-    shape: TreeShape,
+    shape: GrownShape,
     greedy: list[bool],
 ) -> Proposal:
     """Grow a tree for every prefilled row, of `shape` but with no more than the row's `num_draft`
@@ -68,8 +68,7 @@ def _grow_rows(
     indices = [] if prefill is None else prefill.indices
     chosen = [at for at, row in enumerate(indices) if wanted[row] and allowed[row] > 0]
     if prefill is None or not chosen:
-        none = torch.empty(0, 1, dtype=torch.int64, device=device)
-        return TreeNodes(0, device).proposal(inputs, none[:, 0], None, none, none[:, 0] > 0)
+        return no_trees(inputs)
     budgets = [min(allowed[indices[at]], shape.nodes) for at in chosen]
     picked, limits, rows = torch.tensor(
         [chosen, budgets, [indices[at] for at in chosen]], device=device

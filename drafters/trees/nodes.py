@@ -100,6 +100,11 @@ class TreeNodes:
         )
 
 
+def no_trees(inputs: DraftInputs) -> Proposal:
+    none = torch.empty(0, 1, dtype=torch.int64, device=inputs.tokens.device)
+    return TreeNodes(0, none.device).proposal(inputs, none[:, 0], None, none, none[:, 0] > 0)
+
+
 def merged(one: Proposal, other: Proposal) -> Proposal:
     """Trees of the same batch, where no row has a tree in both."""
     if one.tokens.shape[1] < other.tokens.shape[1]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 
@@ -23,7 +23,7 @@ from draftsmith.drafters.interface import (
     Remembering,
     ServingDrafter,
 )
-from draftsmith.drafters.tree_shape import TreeShape
+from draftsmith.drafters.tree_shape import GrownShape, TreeShape
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.sampling.filters import SamplingRows
@@ -56,12 +56,8 @@ class Proposer:
         misreport: Misreport | None = None,
     ):
         drafter = drafts.live.drafter if drafts.served else None
-        if tree is not None and not isinstance(drafter, GrowsTrees):
-            family = "no drafter" if drafter is None else f"a {drafter.family} drafter"
-            raise UserError(
-                f"tree is given with {family}, which grows none; leave it out or draft with "
-                "eagle3, eagle1 or mtp"
-            )
+        if tree is not None:
+            check_grows(drafter, tree)
         if least_confidence > 0 and not (isinstance(drafter, EndsChains) and drafter.ends_chains):
             family = "no drafter" if drafter is None else f"a {drafter.family} drafter"
             raise UserError(
@@ -210,6 +206,19 @@ class Proposer:
             least_survival=asked.least_survival,
             least_confidence=self.least_confidence,
         )
+
+
+def check_grows(drafter: ServingDrafter | None, tree: TreeShape) -> None:
+    """Refuse a tree that the drafter does not grow."""
+    shapes = getattr(drafter, "shapes", get_args(GrownShape))
+    if isinstance(drafter, GrowsTrees) and isinstance(tree, shapes):
+        return
+    family = "no drafter" if drafter is None else f"a {drafter.family} drafter"
+    grows = "grows other shapes" if isinstance(drafter, GrowsTrees) else "grows none"
+    raise UserError(
+        f"tree is given with {family}, which {grows}; leave it out, draft with eagle3, eagle1 or "
+        "mtp, or take the tree 'medusa' or 'choices:...' for a medusa draft"
+    )
 
 
 class ProposalRequest(NamedTuple):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.drafters.interface import Proposal
-from draftsmith.drafters.tree_shape import DynamicTree, TreeShape, parse_tree
+from draftsmith.drafters.tree_shape import SampledShape, SampledTree, TreeShape, parse_tree
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.verify.draft_tree import MAX_NODES, DraftTree
@@ -37,13 +37,18 @@ def configured_tree(config: EngineConfig) -> TreeShape | None:
             "leave one of them out"
         )
     shape = parse_tree(config.tree)
-    if config.test_misreport is not None and isinstance(shape, DynamicTree):
+    if config.test_misreport is not None and not draws_nodes(shape):
         raise UserError(
             f"test_misreport is {config.test_misreport!r} with the tree {config.tree!r}, whose "
             "drafts are not drawn and have no "
             "q to make wrong; give a tree 'sampled' or 'auto', or leave the tree out"
         )
     return shape
+
+
+def draws_nodes(shape: TreeShape) -> bool:
+    """True for shapes whose nodes are drawn where a request is sampled."""
+    return isinstance(shape, (SampledTree, SampledShape))
 
 
 class TreePass(NamedTuple):

@@ -14,7 +14,8 @@ from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.tree_shape import TreeShape, parse_tree
+from draftsmith.drafters.tree_shape import FixedTree, TreeShape, parse_tree
+from draftsmith.drafters.trees.fixed import choose_fixed
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample_without_replacement
 from draftsmith.kernels.statistics import Fit, detectable_bias, g_test
@@ -194,6 +195,48 @@ def test_the_joint_distribution_is_the_targets(
         min(engine.stats.accepted[depth] for depth in range(3)) > NUM_SAMPLES / 20
         and not engine.stats.fallbacks
     )
+
+
+class Heads(Near):
+    """The likeliest tokens of each depth behind the likeliest ones before, as heads that do not see
+    each other's drafts may have them."""
+
+    shapes = (FixedTree,)
+
+    def propose_tree(self, inputs: DraftInputs, shape: TreeShape) -> Proposal:
+        texts = [tuple(history) for history in inputs.histories]
+        told: list[torch.Tensor] = []
+        for _ in range(3):
+            told.append(torch.stack([self.logits(text) for text in texts]))
+            texts = [(*text, int(row.argmax())) for text, row in zip(texts, told[-1], strict=True)]
+        proposal = choose_fixed(
+            inputs,
+            torch.arange(len(texts)),
+            told.__getitem__,
+            shape,
+            vocab_size=told[0].shape[1],
+            max_depth=3,
+        )
+        if self.lie != "q":
+            return proposal
+        q_rows = proposal.q_rows.clone()
+        q_rows[:, 0] = torch.arange(len(texts))
+        return replace(proposal, logits=process(told[0], inputs.sampling), q_rows=q_rows)
+
+
+FIXED = "choices:0,0.0,1,0.1,2,0.0.0,1.0,0.0.1"
+
+
+@pytest.mark.parametrize("lie", ["", "q"])
+def test_trees_of_given_choices_keep_the_joint_distribution(
+    lie: str, target: Target, prompt: list[int], distribution: dict[tuple[int, ...], float]
+) -> None:
+    """As Medusa drafts them; not so where they are told as draws, which they are not."""
+    texts, engine = served(target, Heads(target, lie=lie), FIXED, prompt)
+    found = fit(distribution, texts)
+    assert (found.p_value < FALSE_ALARM) if lie else (found.p_value > FALSE_ALARM), found
+    assert min(engine.stats.accepted[depth] for depth in range(3)) > NUM_SAMPLES / 20
+    assert not engine.stats.fallbacks
 
 
 def blind(*arguments: Any) -> TreePass:

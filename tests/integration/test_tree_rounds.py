@@ -6,17 +6,24 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 
 from draftsmith.drafters.heads.eagle1 import Eagle1
 from draftsmith.drafters.heads.eagle3 import Eagle3
+from draftsmith.drafters.heads.medusa import Medusa
 from draftsmith.drafters.heads.mtp import Mtp
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
-from draftsmith.drafters.options import Eagle1Options, Eagle3Options, MtpOptions
+from draftsmith.drafters.options import (
+    Eagle1Options,
+    Eagle3Options,
+    MedusaOptions,
+    MtpOptions,
+)
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.tree_shape import TreeShape
+from draftsmith.drafters.tree_shape import GrownShape, TreeShape
 from draftsmith.errors import UserError
 from draftsmith.record import RoundRecord
 from draftsmith.serve.command import check
@@ -39,6 +46,7 @@ def make(family: str, target: Target) -> ServingDrafter:
             Eagle3Options(draft_vocab_size=200), target, seed=1, token_counts=torch.arange(288)
         ),
         "eagle1": lambda: Eagle1.create(Eagle1Options(), target, seed=1),
+        "medusa": lambda: Medusa.create(MedusaOptions(num_heads=4, num_layers=1), target, seed=1),
         "mtp": lambda: Mtp.create(MtpOptions(), target, seed=1),
     }
     return made[family]().eval()
@@ -52,6 +60,7 @@ class TreeOracle:
         self.drafter, self.known, self.random = drafter, known, random.Random(0)
         self.family, self.taps, self.new_pool = drafter.family, drafter.taps, drafter.new_pool
         self.propose, self.cached_after = drafter.propose, drafter.cached_after
+        self.shapes = getattr(drafter, "shapes", get_args(GrownShape))
 
     def propose_tree(self, inputs: DraftInputs, shape: TreeShape) -> Proposal:
         proposal = self.drafter.propose_tree(inputs, shape)
@@ -109,6 +118,7 @@ def assert_same(tokens: list[int], expected: tuple[list[int], list[float]]) -> N
 
 @pytest.mark.parametrize("arch, family", [
     ("mistral", "eagle3"),
+    ("llama", "medusa"),
     pytest.param("gemma2", "mtp", marks=pytest.mark.long),
     pytest.param("llama", "eagle1", marks=pytest.mark.long),
 ])  # fmt: skip
@@ -123,7 +133,7 @@ def test_trees_do_not_change_greedy_output(
     known = [prompt + tokens for prompt, (tokens, _) in zip(batch, expected)]
     drafter = make(family, target)
     seen: set[int] = set()
-    for tree in TREES:
+    for tree in ["medusa"] if family == "medusa" else TREES:
         for used in (drafter, TreeOracle(drafter, known)):
             engine = build_engine(
                 target,
