@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -53,7 +54,7 @@ def load_model(
         elif quantisation(config) and torch.device(device).type != "cpu":
             # Libraries choose their kernels by where the weights are loaded.
             plan["device_map"] = {"": device}
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = _class_for(config).from_pretrained(
             path,
             trust_remote_code=trust_remote_code,
             dtype=dtype,
@@ -74,7 +75,8 @@ def load_model(
         raise UserError(
             f"model {str(path)!r} cannot be loaded ({_first_line(error)}); check the path or Hub id"
         ) from error
-    if missing := sorted(report["missing_keys"]):
+    without_towers(model)
+    if missing := sorted(report["missing_keys"] & model.state_dict().keys()):
         # transformers would go on with random numbers in their place.
         raise UserError(
             f"model {str(path)!r} lacks {len(missing)} of its weights, {missing[0]!r} for one; "
@@ -150,7 +152,32 @@ def build_model(
 ) -> PreTrainedModel:
     """A causal LM of `config` whose weights are yet to be filled in; `options` as transformers'
     `from_config` takes them."""
-    return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
+    build = _class_for(config).from_config
+    return without_towers(build(config, trust_remote_code=trust_remote_code, **options))
+
+
+def _class_for(config: PreTrainedConfig) -> type[Any]:
+    """The family of classes that has one for the model. Multimodal models are loaded as their own
+    class, which alone has their language part as it is published."""
+    if type(config) in AutoModelForImageTextToText._model_mapping:
+        own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+        if not own_code and type(config) not in AutoModelForCausalLM._model_mapping:
+            return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
+def without_towers(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without the modules beside its language part, which text never runs: towers of
+    images and sounds, and their projections."""
+    if model.config.get_text_config() is model.config:
+        return model
+    parts = dict(model.base_model.named_children())
+    embeddings = model.get_input_embeddings()
+    language = [name for name, part in parts.items() if embeddings in part.modules()]
+    if language and all(isinstance(parts[name], PreTrainedModel) for name in language):
+        for name in parts.keys() - set(language):
+            setattr(model.base_model, name, None)
+    return model
 
 
 def _check_remote_code(path: str | Path, error: Exception) -> None:

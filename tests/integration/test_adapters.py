@@ -92,12 +92,11 @@ def answers(engine: Engine, names: list[str]) -> list[Request]:
     return requests
 
 
-@pytest.mark.parametrize("family", ["none", "ngram", "eagle3"])
+@pytest.mark.parametrize("family", ["none", "eagle3"])
 def test_text_is_that_of_peft_alone_in_any_batch(adapted, alone, family):
     target, adapters = adapted
     drafter = {
         "none": lambda: None,
-        "ngram": lambda: Ngram(min_n=1, max_n=3),
         "eagle3": lambda: Eagle3.create(Eagle3Options(), target, seed=1).eval(),
     }[family]()
     assert len({tuple(tokens) for tokens, _ in alone.values()}) == 3
