@@ -159,7 +159,7 @@ def main() -> None:
         + " | ".join([*PHASES, "engine", "over HTTP", "HTTP adds"])
         + " |"
     )
-    print("|" + "---|" * 10, flush=True)
+    print("|" + "---|" * 11, flush=True)
     rows: list[Row] = []
     for draft in (None, options.draft or options.run / "eagle3"):
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
