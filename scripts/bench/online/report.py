@@ -138,7 +138,7 @@ def streams(rows: Sequence[Any]) -> list[str]:
         "tau",
         *(f"{name} tau" for name in BASELINES),
     ]
-    lines = header(*head, "CPU s a 1000 requests: serving", "learning")
+    lines = header(*head, "CPU s per 1,000 requests: serving", "learning")
     for name in STREAMS:
         by_seed = measures.curves(rows, name)
         by_seed = {
@@ -273,7 +273,7 @@ def system(rows: Sequence[Any]) -> list[str]:
         ratio, (low, high) = one["throughput"]["of_that_without"], one["throughput"]["interval"]
         lines.append(
             line(
-                "tokens a second, of those without capture",
+                "tokens per second, of those without capture",
                 ">= 0.98",
                 f"{ratio} ({low} to {high})",
                 1,
@@ -285,7 +285,7 @@ def system(rows: Sequence[Any]) -> list[str]:
                 line(f"capture, % of all other work: {thread.replace('_', ' ')}", "-", share, 1, "")
             )
         size = one["bytes_a_position"]
-        lines.append(line("bytes a drafted position", "<= 1024", size, 1, met(size <= 1024)))
+        lines.append(line("bytes per drafted position", "<= 1024", size, 1, met(size <= 1024)))
     return lines
 
 
