@@ -7,8 +7,9 @@ import copy
 from collections.abc import Sequence
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from draftsmith.drafters.patches.table import implementation
 from draftsmith.drafters.target.attention import register
 from draftsmith.drafters.target.causal_lm import whole
 from draftsmith.drafters.target.load import build_model
@@ -31,10 +32,11 @@ def pruned_target(target: Target, layers: Sequence[int]) -> PreTrainedModel:
             f"option 'draft_lm.target_layers' is {chosen}; give ascending layers between 0 and "
             f"{target.num_layers - 1}"
         )
+    config = pruned_config(target, chosen)
     model = build_model(
-        pruned_config(target, chosen),
+        config,
         trust_remote_code=target.trust_remote_code,
-        attn_implementation=register(),
+        attn_implementation=implementation(config, register()),
         dtype=torch.float32,
     )
     state = pruned_state(target, chosen)
@@ -48,7 +50,7 @@ def pruned_target(target: Target, layers: Sequence[int]) -> PreTrainedModel:
     return model.to(target.device).eval()
 
 
-def pruned_config(target: Target, layers: Sequence[int]) -> object:
+def pruned_config(target: Target, layers: Sequence[int]) -> PreTrainedConfig:
     config = copy.deepcopy(target.model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the copies are numbers

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from draftsmith.drafters.patches.current import current
 from draftsmith.kernels.attention.paged_torch import reference_attention
 
 IMPLEMENTATION = "draftsmith"
@@ -55,6 +56,9 @@ def attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention signature; see `AttentionInterface`."""
+    # Not every decoder layer passes on what it has no name for.
+    if attention_context is None and (now := current()) is not None:
+        attention_context = now.context
     if attention_context is None and softcap is None and s_aux is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs

@@ -16,6 +16,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from draftsmith.drafters.patches.current import running
+from draftsmith.drafters.patches.table import patch
 from draftsmith.drafters.recurrent.mixers import StateLayers
 from draftsmith.drafters.recurrent.slots import StateSlots
 from draftsmith.drafters.target.attention import AttentionContext
@@ -101,6 +103,7 @@ class CausalLM:
         self.rope_limit = rope_limit(self.config)
         if max_length is not None and self.rope_limit is not None and lengthen(model, max_length):
             self.rope_limit = rope_limit(self.config, lengthened=max_length)
+        patch(model)
         self._body_name = body_name(model)
         self.layers = decoder_layers(self.body, self.config.num_hidden_layers)
         self.eos_token_ids = end_of_text_ids(model)
@@ -240,7 +243,7 @@ class CausalLM:
     ) -> dict[int, torch.Tensor]:
         """The model's own forward with `context`: the states asked for, and `FINAL`."""
         # A 4-D mask stops transformers from building one of its own; the context ignores it.
-        with self.state_layers.reading(context):
+        with self.state_layers.reading(context), running(context, positions):
             return self._body(
                 taps,
                 input_ids=input_ids,

@@ -27,6 +27,7 @@ from transformers import (
 )
 from transformers.distributed import DistributedConfig
 
+from draftsmith.drafters.patches.table import implementation
 from draftsmith.drafters.target.attention import register
 from draftsmith.drafters.target.quantised import check_quantisation, quantisation
 from draftsmith.errors import UserError
@@ -58,7 +59,7 @@ def load_model(
             path,
             trust_remote_code=trust_remote_code,
             dtype=dtype,
-            attn_implementation=register(),
+            attn_implementation=implementation(config, register()),
             output_loading_info=True,
             **plan,
         )

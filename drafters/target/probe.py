@@ -110,7 +110,10 @@ def _check_paged(
 ) -> None:
     """Compares the paged pass in chunks. A model with states that are lost between chunks
     reads the tokens that follow one of them singly."""
-    reason = "its paged forward differs from its own, so some attention escapes the interface"
+    reason = (
+        "its paged forward differs from its own: some attention escapes the interface, or tokens "
+        "are counted where positions should be read"
+    )
     if lm.state_layers:
         reason = (
             "its layers with a state give other numbers when a text is read in pieces, so drafts "

@@ -32,6 +32,7 @@ ORDER = {
     "drafters": (
         "layouts",
         "recurrent",
+        "patches",
         "target",
         "adapters",
         "autoregressive",

@@ -60,10 +60,21 @@ ROPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "bloom": ({"n_head": 4, "n_layer": 4}, "its code fails"),
-    "mpt": ({"d_model": 32, "n_heads": 4, "n_layers": 4}, "its code fails"),
-    "gptj": (
-        {"n_embd": 32, "n_layer": 4, "n_head": 4, "rotary_dim": 8},
+    "xglm": (
+        {"d_model": 32, "num_layers": 4, "attention_heads": 4, "ffn_dim": 64},
+        "its code fails",
+    ),
+    "falcon": ({"alibi": True, "new_decoder_architecture": False}, "its code fails"),
+    "git": (
+        {
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 4,
+                "image_size": 32,
+            }
+        },
         "knows no attention named",
     ),
     "xlstm": ({"num_blocks": 4, "num_heads": 4}, "layer 0 has no attention that honours"),

@@ -1,0 +1,72 @@
+"""Older attention classes, biases by position and counted positions: each served with the text of the
+model alone, and none of them without its patch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from draftsmith.drafters.patches import table
+from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
+from draftsmith.kernels.attention.paged import PagedPass
+from tests.target_kinds import build, outcome_of
+
+PATCHED = (
+    "bart", "blenderbot", "blenderbot-small", "bloom", "codegen", "falcon", "gpt_neo",
+    "gpt_neox_japanese", "gptj", "marian", "mbart", "megatron-bert", "mpt", "pegasus", "plbart",
+    "rembert",
+)  # fmt: skip
+# Served by the interface, though their decoder layers keep the context to themselves.
+UNPASSED = ("nemotron", "stablelm")
+
+
+@pytest.mark.parametrize("kind", (*PATCHED, *UNPASSED))
+def test_greedy_text_is_that_of_the_model_alone(kind):
+    assert outcome_of(kind).is_served
+
+
+@pytest.mark.parametrize("kind", PATCHED)
+def test_control_unpatched_it_is_refused(kind, monkeypatch, tmp_path):
+    monkeypatch.setattr(table, "PATCHES", {})
+    build(kind, tmp_path)
+    with pytest.raises(UserError, match="cannot be served"):
+        Target.load(tmp_path, dtype=torch.float32)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["bloom", "mpt", "gpt_neo"])
+def test_biases_and_windows_reach_as_far_as_the_models(kind, tmp_path):
+    """Over a text much longer than a probe's, in pieces, behind another text of the pass."""
+    build(kind, tmp_path)
+    target = Target.load(tmp_path, dtype=torch.float32)
+    ids = torch.randint(96, (2, 90), generator=torch.Generator().manual_seed(1))
+    expected = target.model(ids, use_cache=False).logits
+    pool = target.new_pool(24, 8)
+    tables = torch.arange(24).view(2, 12)
+    pieces = []
+    for part in torch.arange(90).split(31):
+        lengths = torch.tensor([len(part)] * 2)
+        positions = part.repeat(2)
+        context = PagedPass(pool, tables, positions, lengths)
+        rows = torch.arange(len(positions))
+        found = target.forward(ids[:, part].view(1, -1), positions[None], context, rows).logits
+        pieces.append(found.view(2, len(part), -1))
+    torch.testing.assert_close(torch.cat(pieces, dim=1), expected, atol=5e-5, rtol=1e-4)
+
+
+def test_a_recording_of_the_forward_gives_the_same(tmp_path):
+    from draftsmith.drafters.compiled.recorded import record_lm
+
+    build("bloom", tmp_path)
+    target = Target.load(tmp_path, dtype=torch.float32)
+    record_lm(target)  # compares the two
+    assert target.recorded
+
+
+def test_a_module_is_patched_once(tmp_path):
+    build("falcon", tmp_path)
+    target = Target.load(tmp_path, dtype=torch.float32)
+    forwards = [layer.self_attention.forward for layer in target.layers]
+    table.patch(target.model)
+    assert forwards == [layer.self_attention.forward for layer in target.layers]
