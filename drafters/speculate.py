@@ -238,11 +238,14 @@ class _Batch:
             self.target_pool, self.tables(rows), positions, self.tensor(lengths)
         )
         if self.states is not None:
-            for row, start, tokens, more in zip(rows, starts, known, drafted):
-                layers = self.target.state_layers
-                row.read = layers.row_read(row.index, row.state, start, len(tokens), len(more))
-            waves = round_waves([row.read for row in rows])
-            context = StatePass(context, Split(waves, self.states, self.device))
+            layers = self.target.state_layers
+            reads = [
+                layers.row_read(row.index, row.state, start, len(tokens), len(more))
+                for row, start, tokens, more in zip(rows, starts, known, drafted)
+            ]
+            for row, read in zip(rows, reads):
+                row.read = read
+            context = StatePass(context, Split(round_waves(reads), self.states, self.device))
         ids = self.tensor([token for piece in pieces for token in piece])
         if logit_rows is None:
             ends = itertools.accumulate(lengths)

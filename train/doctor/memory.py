@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from draftsmith.drafters.recurrent.kept import NUM_SIDES
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.train.doctor.finding import Finding, ok, warn
@@ -26,12 +27,15 @@ def check_serving(target: Target, draft: torch.nn.Module | None, sequences: int)
     token = bytes_per_token(target, target) + (
         0 if draft is None else bytes_per_token(draft, target)
     )
-    cache = token * target.max_positions * sequences
+    states = NUM_SIDES * target.state_layers.num_bytes
+    cache = (token * target.max_positions + states) * sequences
     what = (
         f"weights {weights / GIB:.2f} GiB, keys and values {token / 1024:.1f} KiB per token, "
         f"{cache / GIB:.2f} GiB for {sequences} "
         f"texts of {target.max_positions} tokens"
     )
+    if states:
+        what += f", of which states {states / 1024:.1f} KiB each"
     return compare(
         "memory.serving",
         what,
