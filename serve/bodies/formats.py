@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from draftsmith.serve.sampling.grammar import Grammar
 
@@ -122,3 +122,47 @@ def grammar_of(
     if isinstance(response_format, JsonSchemaFormat):
         return Grammar.json_schema(response_format.json_schema.schema_)
     return None
+
+
+class FormatFields(StrictModel):
+    """Formats of the answer, at most one. `guided_json` and its like are vLLM's former names of
+    `structured_outputs`."""
+
+    response_format: Annotated[ResponseFormat, Field(discriminator="type")] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | Text | None = None
+    guided_regex: Text | None = None
+    guided_choice: list[Text] | None = None
+    guided_grammar: Text | None = None
+
+    @field_validator("guided_json")
+    @classmethod
+    def _is_a_schema(cls, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
+        try:
+            return _parsed(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise ValueError("it is a text that is no JSON object; give a schema") from error
+
+    @model_validator(mode="after")
+    def _one_format(self) -> FormatFields:
+        if len(given := self._formats()) > 1:
+            raise ValueError(f"{given[1]} is given together with {given[0]}; choose one of them")
+        return self
+
+    def _formats(self) -> list[str]:
+        return [name for name in FormatFields.model_fields if getattr(self, name) is not None]
+
+    def format_name(self) -> str:
+        """Name of the field that gives the format; `response_format` where none does."""
+        return next(iter(self._formats()), "response_format")
+
+    def answer_grammar(self) -> Grammar | None:
+        if isinstance(self.guided_json, dict):
+            return Grammar.json_schema(self.guided_json)
+        if self.guided_regex is not None:
+            return Grammar.regex(self.guided_regex)
+        if self.guided_choice is not None:
+            return Grammar.choice(self.guided_choice)
+        if self.guided_grammar is not None:
+            return Grammar.lark(self.guided_grammar)
+        return grammar_of(self.response_format, self.structured_outputs)

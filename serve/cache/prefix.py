@@ -5,9 +5,10 @@ A block's key is a digest of all text up to its end, chained from block to block
 tokens after it. A drafter that reads the token at t + 1 beside the state at t (`ahead` 1) keeps in
 a block's last position what depends on the token after the block; with that token in the key,
 target and draft share a block exactly when both find in it what they would have written. The root
-of the chain is the target's revision and the request's draft, where there are several: none of them
-reads what a worse one wrote. The draft's version is no part of it: keys and values that an older
-version wrote stay, as those of running requests do, and only acceptance can suffer.
+of the chain is the target's revision, the request's draft (where there are several, none of them
+reads what a worse one wrote), its adapter and its salt. The draft's version is no
+part of it: keys and values that an older version wrote stay, as those of running requests do, and
+only acceptance can suffer.
 """
 
 from __future__ import annotations
@@ -150,14 +151,14 @@ class PrefixCache:
         size = self.blocks.block_size
         while len(request.block_keys) <= index:
             begin = len(request.block_keys) * size
-            before = (
-                request.block_keys[-1]
-                if request.block_keys
-                else self._root + f"{request.route.draft}\0{request.adapter}".encode()
-            )
+            before = request.block_keys[-1] if request.block_keys else self._root_of(request)
             text = array("q", request.tokens[begin : begin + size + self.ahead]).tobytes()
             request.block_keys.append(blake2b(before + text, digest_size=16).digest())
         return request.block_keys[index]
+
+    def _root_of(self, request: Request) -> bytes:
+        parts = (request.route.draft, request.adapter, request.cache_salt)
+        return self._root + "\0".join(parts).encode()
 
     def _taps(self, request: Request, index: int) -> list[torch.Tensor] | None:
         """The block's share of what the request keeps for its draft; None when a part of it is

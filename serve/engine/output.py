@@ -89,7 +89,8 @@ def _trim(request: Request, emitted: list[int], eos_token_ids: Collection[int]) 
     eos = () if params.ignore_eos else eos_token_ids
     for count, token in enumerate(emitted[: request.remaining], 1):
         if token in eos:
-            return _Trimmed(emitted[:count], FinishReason.STOP, 1)
+            hidden = 0 if params.include_stop_str_in_output else 1
+            return _Trimmed(emitted[:count], FinishReason.STOP, hidden)
         if token in params.stop_token_ids:
             return _Trimmed(emitted[:count], FinishReason.STOP, 0)
     if not eos and (ended := _grammar_end(request, emitted[: request.remaining])) is not None:
@@ -190,17 +191,21 @@ class OutputQueue:
 
 
 def token_logprobs(
-    logits: torch.Tensor, tokens: list[int], alternatives: int
+    logits: torch.Tensor, tokens: list[int], alternatives: int, *, ranked: bool = False
 ) -> list[TokenLogprob]:
-    """Logprobs of `tokens` [n] by the raw logits [n, V] of their positions."""
+    """Logprobs of `tokens` [n] by the raw logits [n, V] of their positions, with their ranks if
+    `ranked`."""
     logprobs = torch.log_softmax(logits[: len(tokens)], dim=-1)
-    emitted = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    own = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])  # [n, 1]
     likeliest = torch.topk(logprobs, min(alternatives, logprobs.shape[-1]), dim=-1)
     tops = [
         list(zip(ids, values))
         for ids, values in zip(likeliest.indices.tolist(), likeliest.values.tolist())
     ]
-    return [TokenLogprob(*parts) for parts in zip(tokens, emitted, tops)]
+    ranks = [0] * len(tokens)
+    if ranked:
+        ranks = (logprobs > own).sum(dim=1).add(1).tolist()
+    return [TokenLogprob(*parts) for parts in zip(tokens, own[:, 0].tolist(), tops, ranks)]
 
 
 def add_prompt_logprobs(row: Row, logits: torch.Tensor) -> None:
@@ -211,4 +216,4 @@ def add_prompt_logprobs(row: Row, logits: torch.Tensor) -> None:
     if alternatives is None or not positions:
         return
     tokens = request.tokens[positions.start + 1 : positions.stop + 1]
-    request.prompt_logprobs += token_logprobs(logits, tokens, alternatives)
+    request.prompt_logprobs += token_logprobs(logits, tokens, alternatives, ranked=True)

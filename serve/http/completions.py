@@ -79,6 +79,7 @@ def response_options(server: Server, body: Generation) -> ResponseOptions:
         token_ids=bool(body.return_token_ids),
         name_by_id=bool(body.return_tokens_as_token_ids),
         echo=body.echoes(),
+        prompt_logprobs=body.prompt_logprobs,
         prompt_only=body.most_tokens() == 0,
         reasoning=not isinstance(body, ChatRequest) or body.include_reasoning is not False,
         # A request without drafts has the target's distribution on any server.
@@ -101,6 +102,7 @@ async def answer(
     """Answer to a request, in one piece or as a stream. `api_name` maps the engine's name of a
     parameter to the request's; by default that of `body`."""
     num_choices = body.n or 1
+    prompts = responder.prompts = [_shortened(server, body, prompt) for prompt in prompts]
     _check_count(server, len(prompts), num_choices)
     streams = RequestStreams(
         server.loop, server.tokenizer_thread, server.bridge, server.limits.timeout_s
@@ -150,10 +152,22 @@ async def _submit(
             learn=request.headers.get(LEARN_HEADER, "on").lower()
             not in ("off", "false", "0", "no"),
             adapter=server.adapter_of(body.model),
+            priority=body.priority,
+            cache_salt=body.cache_salt or "",
             shown_tokens=frozenset() if plan is None else plan.shown,
             answer=answer,
         ),
     )
+
+
+def _shortened(server: Server, body: Generation, prompt: Prompt) -> Prompt:
+    """The prompt, or its last tokens where the request asks for no more."""
+    most = body.truncate_prompt_tokens
+    if most == -1:
+        most = server.loop.engine.max_length - max(body.most_tokens() or 1, 1)
+    if most is None or most < 1 or len(prompt.tokens) <= most:
+        return prompt
+    return Prompt(prompt.tokens[-most:], None)
 
 
 def _check_count(server: Server, num_prompts: int, num_choices: int) -> None:

@@ -195,7 +195,4 @@ def _sentence(error: dict[str, Any], name: str | None) -> str:
 
 # parts of an error's location that are no part of the parameter's name
 LOCATIONS = ("body", "path", "query", "text body", "chat body")
-_STRUCTURED = " and use structured_outputs or response_format"
-MENDS = dict.fromkeys(
-    ("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _STRUCTURED
-)
+MENDS = {"structural_tag": " and use tools", "best_of": " and use n"}

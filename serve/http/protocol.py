@@ -15,16 +15,9 @@ from pydantic import (
 )
 
 from draftsmith.serve.bodies.accepted import AcceptedChatFields, AcceptedFields
-from draftsmith.serve.bodies.formats import (
-    ResponseFormat,
-    StrictModel,
-    StructuredOutputs,
-    Text,
-    grammar_of,
-)
+from draftsmith.serve.bodies.formats import FormatFields, StrictModel, Text
 from draftsmith.serve.bodies.messages import Conversation
 from draftsmith.serve.bodies.tools import ToolFields
-from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.sampling.params import SamplingParams
 
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
@@ -44,7 +37,7 @@ class StreamOptions(StrictModel):
     continuous_usage_stats: bool | None = None  # as vLLM: every chunk carries the usage so far
 
 
-class Generation(AcceptedFields):
+class Generation(FormatFields, AcceptedFields):
     """Parameters shared by completions and chat completions."""
 
     model: Text | None = None  # default: the one that is served
@@ -65,8 +58,18 @@ class Generation(AcceptedFields):
     logit_bias: dict[Text, Annotated[float, Field(ge=-100, le=100)]] | None = None
     bad_words: list[Annotated[Text, Field(min_length=1)]] | None = None
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
-    response_format: Annotated[ResponseFormat, Field(discriminator="type")] | None = None
-    structured_outputs: StructuredOutputs | None = None
+    # as vLLM: of the prompt's tokens, this many alternatives each
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool = True
+    # Fast tokenizers put no spaces there, whatever it says.
+    spaces_between_special_tokens: bool | None = None
+    # keep the prompt's last tokens; -1: as many as leave room for the answer
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    # the lowest is admitted first, among requests of the same class or key
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    # cached prefixes are shared with requests of the same salt alone
+    cache_salt: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: Speculation = Field(default_factory=Speculation)
@@ -75,6 +78,13 @@ class Generation(AcceptedFields):
     return_token_ids: bool | None = None
     # as vLLM: tokens of logprobs are named "token_id:17"
     return_tokens_as_token_ids: bool | None = None
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _keeps_some(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError("it is 0, which keeps no token; give at least 1, or -1")
+        return value
 
     @field_validator("logit_bias")
     @classmethod
@@ -93,10 +103,10 @@ class Generation(AcceptedFields):
         return self
 
     @model_validator(mode="after")
-    def _one_format(self) -> Generation:
-        if self.structured_outputs is not None and self.response_format is not None:
+    def _prompts_are_not_streamed(self) -> Generation:
+        if self.prompt_logprobs is not None and self.stream:
             raise ValueError(
-                "structured_outputs is given together with response_format; choose one of them"
+                "prompt_logprobs is given with stream; leave one of them out, or use echo"
             )
         return self
 
@@ -111,12 +121,16 @@ class Generation(AcceptedFields):
     def api_name(self, name: str) -> str:
         """Name in this API of the engine's parameter `name`."""
         if name == "grammar":
-            return "response_format" if self.structured_outputs is None else "structured_outputs"
+            return self.format_name()
         return name
 
     @abstractmethod
     def alternatives(self) -> int | None:
         """Number of logprobs beside each emitted token; None for no logprobs."""
+
+    def _prompt_alternatives(self) -> int | None:
+        asked = [self.prompt_logprobs, self.alternatives() if self.echoes() else None]
+        return max((count for count in asked if count is not None), default=None)
 
     def most_tokens(self) -> int | None:
         return self.max_tokens
@@ -124,9 +138,6 @@ class Generation(AcceptedFields):
     def echoes(self) -> bool:
         """True when the prompt is part of the answer."""
         return False
-
-    def answer_grammar(self) -> Grammar | None:
-        return grammar_of(self.response_format, self.structured_outputs)
 
     def sampling(self, index: int, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingParams:
         """Sampling parameters of the `index`-th of n choices; each choice draws from its own
@@ -145,7 +156,9 @@ class Generation(AcceptedFields):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             logprobs=self.alternatives(),
-            prompt_logprobs=self.alternatives() if self.echoes() else None,
+            include_stop_str_in_output=bool(self.include_stop_str_in_output),
+            skip_special_tokens=self.skip_special_tokens,
+            prompt_logprobs=self._prompt_alternatives(),
             k=self.speculation.k,
             draft_temperature=self.speculation.draft_temperature,
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,

@@ -35,6 +35,7 @@ class ResponseOptions(NamedTuple):
     name_by_id: bool = False
     echo: bool = False  # the prompt is part of the text
     prompt_only: bool = False  # and there is nothing else
+    prompt_logprobs: int | None = None  # alternatives to each token of the prompt
     reasoning: bool = True  # the answer has its reasoning too
     lossless: bool = True  # answers have the target's distribution
     usage: bool = False  # a stream ends with the usage
@@ -142,6 +143,28 @@ class Responder(ABC):
         usage = {"usage": self.usage(requests)} if self.options.usage else {}
         return self.chunk([]) | usage | self.metrics(requests)
 
+    def prompt_logprobs(self, request: Request) -> Body:
+        """Logprobs of the prompt in vLLM's layout, by token id. The first token has none."""
+        count = self.options.prompt_logprobs
+        if count is None:
+            return {}
+        entries = [self._ranked(entry, count) for entry in request.prompt_logprobs]
+        return {"prompt_logprobs": [None, *entries]}
+
+    def _ranked(self, entry: TokenLogprob, count: int) -> Body:
+        own = [(entry.token, entry.logprob, entry.rank)]
+        likeliest = [
+            (token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top[:count], 1)
+        ]
+        return {
+            str(token): {
+                "logprob": finite(logprob),
+                "rank": rank,
+                "decoded_token": self.vocabulary.decode([token]),
+            }
+            for token, logprob, rank in own + likeliest
+        }
+
     def token(self, token: int) -> str:
         return f"token_id:{token}" if self.options.name_by_id else self.vocabulary.decode([token])
 
@@ -217,18 +240,21 @@ class CompletionResponder(Responder):
         logprobs = None
         if request.params.logprobs is not None:
             known = [None, *request.prompt_logprobs] if echoing else []
-            logprobs = self._logprobs(prompt.tokens[0], [*known, *entries], offset)
+            logprobs = self._logprobs(
+                prompt.tokens[0], [*known, *entries], offset, request.params.logprobs
+            )
         body = {
             "index": index,
             "text": text,
             "logprobs": logprobs,
             "finish_reason": finish_name(reason),
         }
-        return body | (
-            {"prompt_token_ids": prompt.tokens} if first and self.options.token_ids else {}
-        )
+        body |= {"prompt_token_ids": prompt.tokens} if first and self.options.token_ids else {}
+        return body | (self.prompt_logprobs(request) if first else {})
 
-    def _logprobs(self, first: int, entries: Sequence[TokenLogprob | None], offset: int) -> Body:
+    def _logprobs(
+        self, first: int, entries: Sequence[TokenLogprob | None], offset: int, count: int
+    ) -> Body:
         """Logprobs in the layout of completions. Only the first token of a prompt has no entry:
         nothing comes before it."""
         tokens, offsets, values, tops = [], [], [], []
@@ -238,7 +264,7 @@ class CompletionResponder(Responder):
             offsets.append(offset)
             offset += len(text)
             values.append(None if entry is None else finite(entry.logprob))
-            tops.append(None if entry is None else self._top(entry))
+            tops.append(None if entry is None else self._top(entry, count))
         return {
             "tokens": tokens,
             "token_logprobs": values,
@@ -246,11 +272,11 @@ class CompletionResponder(Responder):
             "text_offset": offsets,
         }
 
-    def _top(self, entry: TokenLogprob) -> Body:
+    def _top(self, entry: TokenLogprob, count: int) -> Body:
         # Of tokens with the same text the likeliest is kept, and the emitted one before all.
         return {
             self.token(token): finite(value)
-            for token, value in [*entry.top[::-1], (entry.token, entry.logprob)]
+            for token, value in [*entry.top[:count][::-1], (entry.token, entry.logprob)]
         }
 
 
@@ -261,7 +287,7 @@ class ChatResponder(Responder):
     call_ids: dict[tuple[int, int], str] = field(default_factory=dict)  # by choice and call
 
     def body(self, requests: Sequence[Request]) -> Body:
-        return super().body(requests) | self._prompt_tokens()
+        return super().body(requests) | self._prompt_tokens() | self.prompt_logprobs(requests[0])
 
     def choice(self, index: int, request: Request) -> Body:
         parser = self.form.parser()

@@ -54,6 +54,12 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
+class PromptLogprob(BaseModel):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
 class CompletionChoice(BaseModel):
     index: int
     text: str
@@ -61,6 +67,7 @@ class CompletionChoice(BaseModel):
     finish_reason: str | None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
 
 
 class SpeculativeDecoding(BaseModel):
@@ -155,6 +162,7 @@ class ChatChoice(BaseModel):
 class ChatBody(Answer):
     choices: list[ChatChoice]
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
 
 
 class Model(BaseModel):

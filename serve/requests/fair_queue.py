@@ -1,5 +1,5 @@
-"""Order of admission: start-time fair queueing over classes of requests, first come first served
-within one. Torch-free."""
+"""Order of admission: start-time fair queueing over classes of requests; within one by priority,
+then first come first served. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,6 +16,21 @@ class _Line:
 
     requests: deque[tuple[float, int, Request]] = field(default_factory=deque)
     finish: float = 0.0  # virtual time at which its last one would have been served
+
+    def bring_forward(self) -> None:
+        """Place the last request before those with a higher `priority`. The turns of the line
+        begin where they did: other classes lose nothing."""
+        last = self.requests[-1][2]
+        later = [waiting.priority > last.priority for _, _, waiting in self.requests]
+        if True not in later:
+            return
+        count = len(later) - later.index(True)
+        turns = [self.requests.pop() for _ in range(count)][::-1]
+        start = turns[0][0]
+        requests = [last, *(request for _, _, request in turns[:-1])]
+        for (_, arrived, _), request in zip(turns, requests, strict=True):
+            self.requests.append((start, arrived, request))
+            start += cost_of(request)
 
 
 class FairQueue:
@@ -46,6 +61,7 @@ class FairQueue:
         start = max(self._time, line.finish)
         line.requests.append((start, self._num_arrived, request))
         line.finish = start + cost_of(request)
+        line.bring_forward()
         self._num_arrived += 1
         self._size += 1
 

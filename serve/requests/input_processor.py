@@ -73,10 +73,11 @@ class InputProcessor:
         stream = None
         if options.text or params.stop:
             stream = TextStream(
-                self._text_of(options.shown_tokens),
+                self._text_of(params, options.shown_tokens),
                 context=prompt,
                 stop=params.stop,
                 min_tokens=params.min_tokens,
+                keep_stop=params.include_stop_str_in_output,
             )
         request = Request(
             id=f"{options.answer or uuid.uuid4().hex}-{next(self._numbers)}",
@@ -93,6 +94,8 @@ class InputProcessor:
             tenant=options.tenant,
             learn=options.learn,
             adapter=self._checked_adapter(options.adapter),
+            priority=options.priority,
+            cache_salt=options.cache_salt,
             text_stream=stream,
             sampling_state=sampling_state(params, prompt, self.target, lambda: self._grammars),
         )
@@ -106,10 +109,12 @@ class InputProcessor:
             raise UserError(f"adapter {name!r} is not served here; give it with --lora NAME=FOLDER")
         return name
 
-    def _text_of(self, shown: frozenset[int]) -> Tokenizer:
-        if not shown:
+    def _text_of(self, params: SamplingParams, shown: frozenset[int]) -> Tokenizer:
+        if params.skip_special_tokens and not shown:
             return self._decoder
-        return ShowsTokens(self._decoder, self._special - shown)
+        return ShowsTokens(
+            self._decoder, self._special - shown if params.skip_special_tokens else ()
+        )
 
     @cached_property
     def _special(self) -> frozenset[int]:

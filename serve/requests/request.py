@@ -39,6 +39,7 @@ class TokenLogprob(NamedTuple):
     token: int
     logprob: float
     top: list[tuple[int, float]]  # likeliest first
+    rank: int = 0  # of a prompt's token among all, from 1; 0: not computed
 
 
 class Update(NamedTuple):
@@ -93,6 +94,8 @@ class RequestOptions:
     tenant: str = ""
     learn: bool = True  # its rounds may be recorded
     adapter: str = ""  # LoRA adapter of the target by name; "": the target itself
+    priority: int = 0  # the lowest of its class or tenant is admitted first
+    cache_salt: str = ""  # it shares cached prefixes with requests of the same salt alone
     shown_tokens: frozenset[int] = frozenset()  # special tokens that its text keeps
     # id that a client has of the request, and of others that belong to the same answer
     answer: str | None = None
@@ -151,6 +154,8 @@ class Request:
     tenant: str = ""
     learn: bool = True  # may its rounds be recorded
     adapter: str = ""
+    priority: int = 0
+    cache_salt: str = ""
     route: Route = UNROUTED  # its draft, given when it comes in
     text_stream: TextStream | None = None
     # None: its distribution is the target's under temperature and filters

@@ -122,6 +122,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False  # the text keeps the stop string that ended it
+    skip_special_tokens: bool = True  # the text leaves out the model's special tokens
     # how many alternatives to report besides the emitted token; None reports nothing
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same of the prompt's tokens, its first one excepted

@@ -65,7 +65,7 @@ class TextStream:
     space without it.
 
     A stop string ends the text only behind the first `min_tokens` tokens, though it may begin among
-    them.
+    them. The text keeps it if `keep_stop`.
     """
 
     def __init__(
@@ -75,8 +75,9 @@ class TextStream:
         context: Sequence[int] = (),
         stop: Sequence[str] = (),
         min_tokens: int = 0,
+        keep_stop: bool = False,
     ):
-        self.tokenizer, self.stop = tokenizer, tuple(stop)
+        self.tokenizer, self.stop, self.keep_stop = tokenizer, tuple(stop), keep_stop
         self._unstoppable = min_tokens if stop else 0
         window = list(context[-_CONTEXT:])
         self._state = _State(window, len(self._decode(window)) if window else 0, "")
@@ -136,10 +137,15 @@ class TextStream:
             return StreamStep(pending, num_tokens, False)
         # A stop string that lies wholly in the held text was found when it could not end the text.
         searched = [(stop, max(0, len(state.held) + 1 - len(stop))) for stop in self.stop]
-        found = [at for at in (pending.find(stop, begin) for stop, begin in searched) if at >= 0]
+        found = [
+            (at, at + len(stop) * self.keep_stop)
+            for stop, begin in searched
+            if (at := pending.find(stop, begin)) >= 0
+        ]
         if found and stoppable:
             state.held, state.window, state.sent = "", [], 0
-            return StreamStep(pending[: min(found)], num_tokens, True)
+            _, end = min(found)
+            return StreamStep(pending[:end], num_tokens, True)
         held = max(_overlap(pending, stop) for stop in self.stop)
         cut = len(pending) - held
         state.held = pending[cut:]

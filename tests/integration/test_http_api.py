@@ -156,6 +156,65 @@ def test_usage_tells_what_the_prefix_cache_held(target: Target, live_server: Cal
     )
 
 
+def test_a_salt_keeps_the_cache_apart(target: Target, live_server: Callable) -> None:
+    server = live_server(target, None, EngineConfig(block_size=4))
+    prompt, cached = list(range(3, 33)), []
+    for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "a"}, {"cache_salt": "b", "priority": 3}):
+        usage = server.complete(prompt, max_tokens=1, **salt).json()["usage"]
+        cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+    assert cached == [0, 0, 28, 0]
+
+
+def test_prompt_logprobs_in_vllms_layout(server: Any, target: Target) -> None:
+    ids = target.tokenizer()(PROMPT)["input_ids"]
+    with torch.inference_mode():
+        _, hidden = target.states(torch.tensor([ids]), torch.ones(1, len(ids)), ())
+        logprobs = torch.log_softmax(target.head(hidden[0, :-1]).float(), dim=-1)
+    body = {**GREEDY, "max_tokens": 1, "echo": True, "logprobs": 1, "prompt_logprobs": 3}
+    choice = server.complete(PROMPT, **body).json()["choices"][0]
+    first, *entries = choice["prompt_logprobs"]
+    assert first is None and len(entries) == len(ids) - 1
+    for entry, token, row in zip(entries, ids[1:], logprobs):
+        assert set(entry) == {str(token), *map(str, row.topk(3).indices.tolist())}
+        for key, told in entry.items():
+            assert told["logprob"] == pytest.approx(row[int(key)].item(), abs=1e-4)
+            assert told["rank"] == int((row > row[int(key)]).sum()) + 1
+            assert told["decoded_token"] == target.tokenizer().decode([int(key)])
+    assert all(len(top) <= 2 for top in choice["logprobs"]["top_logprobs"][1:])
+    chat = {"messages": CHAT, **GREEDY, "max_tokens": 1, "prompt_logprobs": 0}
+    told = server.http.post("/v1/chat/completions", json=chat).json()
+    assert len(told["prompt_logprobs"]) == told["usage"]["prompt_tokens"]
+    ChatBody.model_validate(told, strict=True)
+
+
+def test_a_prompt_is_cut_to_its_last_tokens(server: Any, target: Target) -> None:
+    ids = target.tokenizer()(PROMPT)["input_ids"]
+    options = {**GREEDY, "return_token_ids": True}
+    cut, own = (
+        server.complete(prompt, **options, **change).json()["choices"][0]
+        for prompt, change in (
+            (PROMPT, {"truncate_prompt_tokens": 5, "echo": True}),
+            (ids[-5:], {}),
+        )
+    )
+    assert cut["prompt_token_ids"] == ids[-5:] and cut["token_ids"] == own["token_ids"]
+    assert cut["text"].startswith(target.tokenizer().decode(ids[-5:]))
+    long = server.complete([*range(3, 253)] * 2, **options, truncate_prompt_tokens=-1).json()
+    assert long["usage"]["prompt_tokens"] == 256 - 12
+
+
+def test_text_with_its_stop_string_and_its_special_tokens(server: Any, target: Target) -> None:
+    text = server.complete(PROMPT, **GREEDY).json()["choices"][0]["text"]
+    stop = {**GREEDY, "stop": text[4:6]}
+    cut = server.complete(PROMPT, **stop, include_stop_str_in_output=True).json()["choices"][0]
+    whole = text[: text.index(text[4:6])]
+    assert cut["text"] == whole + text[4:6] and cut["finish_reason"] == "stop"
+    eos = {"max_tokens": 3, "allowed_token_ids": [0], "ignore_eos": True, "logit_bias": {"0": 9}}
+    shown = server.complete(PROMPT, **eos, skip_special_tokens=False).json()["choices"][0]["text"]
+    assert shown == 3 * target.tokenizer().eos_token
+    assert server.complete(PROMPT, **eos).json()["choices"][0]["text"] == ""
+
+
 def test_a_chunk_holds_all_tokens_of_a_round(server: Any) -> None:
     chunks = events(
         server,

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.text_stream import TextStream
+from draftsmith.text_stream import ShowsTokens, TextStream
 
 
 def byte_level() -> PreTrainedTokenizerFast:
@@ -80,12 +80,13 @@ def test_any_tokens_even_broken_bytes_join_to_their_decoding(
         st.sampled_from(["END", "ND", "EE", " é", "DaE"]), min_size=1, max_size=3, unique=True
     ),
     sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    keep=st.booleans(),
 )
-def test_text_ends_before_the_first_stop_string(
-    text: str, stop: list[str], sizes: list[int]
+def test_text_ends_before_the_first_stop_string_or_with_it(
+    text: str, stop: list[str], sizes: list[int], keep: bool
 ) -> None:
     tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
-    stream = TextStream(TOKENIZER, stop=stop)
+    stream = TextStream(TOKENIZER, stop=stop, keep_stop=keep)
     out, counted, stopped = "", 0, False
     for piece in chunks(tokens, sizes):
         step = stream.push(piece)
@@ -102,7 +103,8 @@ def test_text_ends_before_the_first_stop_string(
     else:
         assert counted == ends
         whole = decode(tokens[:ends])
-        assert out == whole[: min(at for at in (whole.find(s) for s in stop) if at >= 0)]
+        found = [(whole.find(s), whole.find(s) + len(s) * keep) for s in stop if s in whole]
+        assert out == whole[: min(found)[1]]
 
 
 def test_the_beginning_of_a_stop_string_is_held_until_it_is_known() -> None:
@@ -160,3 +162,10 @@ def test_a_stop_string_ends_the_text_only_behind_the_least_tokens(
         return
     begins = [ends[0] - len(stop) for stop in stops if text[: ends[0]].endswith(stop)]
     assert stopped and count == ends[0] and told == text[: min(begins)]
+
+
+def test_shown_tokens_alone_have_text() -> None:
+    eos, letter = TOKENIZER.eos_token_id, TOKENIZER("a")["input_ids"][0]
+    for hidden, text in (((), "a<eos>a"), ((eos,), "aa")):
+        stream = TextStream(ShowsTokens(TOKENIZER, hidden))
+        assert stream.push([letter, eos, letter]).text + stream.finish() == text

@@ -322,3 +322,13 @@ def test_a_block_is_found_only_when_its_last_token_was_read(computed: int, found
     request.cache.computed = computed
     prefix.store(request)
     assert prefix.num_found(make_request("b", list(range(10)), 4, 0)) == found
+
+
+def test_a_block_is_shared_within_a_salt_alone() -> None:
+    engine = Engine(num_blocks=30, block_size=4, ahead=0, needs_taps=False)
+    text, found = [1, 2, 0, 1, 1, 0, 2, 2], []
+    for number, salt in enumerate(["", "x", "x", "y", ""]):
+        request = make_request(str(number), text, 1, 0)
+        request.cache_salt = salt
+        found.append(serve(engine, request))
+    assert found == [0, 0, 4, 0, 4]

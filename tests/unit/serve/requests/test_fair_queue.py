@@ -178,3 +178,17 @@ def test_a_full_queue_refuses_whatever_the_class() -> None:
     scheduler.add(make_request("b"))
     with pytest.raises(QueueFull, match="later"):
         scheduler.add(make_request("c"))
+
+
+def test_priority_orders_a_class_and_takes_nothing_from_others() -> None:
+    queue = FairQueue()
+    plain = fill(queue, *"aabab")
+    low, first, second = (make_request("a") for _ in range(3))
+    low.priority, first.priority, second.priority = 1, -2, -1
+    for request in (low, second, first):
+        queue.append(request)
+    order = [queue.pop() for _ in range(len(queue))]
+    own = [request for request in order if request.request_class == "a"]
+    assert own == [first, second, plain[0], plain[1], plain[3], low]
+    # By turns, as without priorities.
+    assert [request.request_class for request in order[:4]] == ["a", "b", "a", "b"]
