@@ -16,7 +16,7 @@ from draftsmith.serve.tools.calls import Piece
 from draftsmith.serve.tools.hermes import Hermes
 from draftsmith.serve.tools.llama import Llama
 from draftsmith.serve.tools.mistral import Mistral
-from draftsmith.serve.tools.reasoning import THINK, Thinking
+from draftsmith.serve.tools.reasoning import THINK, Thinking, thinking_after
 
 FORMATS: dict[str, CallFormat] = {"hermes": Hermes(), "llama": Llama(), "mistral": Mistral()}
 NAMES = ["f", "get_weather"]
@@ -181,6 +181,12 @@ def test_reasoning_is_what_stands_between_its_markers(
 ) -> None:
     form = AnswerForm(reasoning=THINK, thinking=thinking)
     assert read(form, text) == Piece(content, reasoning)
+
+
+def test_a_prompt_opens_or_ends_the_reasoning() -> None:
+    assert thinking_after("x<assistant><think>\n", THINK) is Thinking.OPEN
+    assert thinking_after("x<assistant><think>\n\n</think>\n\n", THINK) is Thinking.DONE
+    assert thinking_after("<think>so</think> x<assistant>", THINK) is Thinking.MAYBE
 
 
 def test_a_call_within_reasoning_is_reasoning() -> None:
