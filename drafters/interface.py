@@ -7,11 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, get_args, runtime_checkable
 
 import torch
 
 from draftsmith.drafters.target.segments import positions_of
+from draftsmith.drafters.tree_shape import GrownShape, TreeShape
+from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.cuda_graphs import Recorder
 from draftsmith.kernels.sampling.filters import SamplingRows
@@ -19,7 +21,6 @@ from draftsmith.kernels.sampling.filters import SamplingRows
 if TYPE_CHECKING:
     from draftsmith.drafters.layouts.folder import DraftFolder
     from draftsmith.drafters.target.target import Target
-    from draftsmith.drafters.tree_shape import TreeShape
 
 # (raw logits [R, V] in target ids, rows [R], prefixes: the tokens drafted so far of each) -> logits
 # [R, V] under the request's penalties, bans and masks.
@@ -148,6 +149,19 @@ class GrowsTrees(Protocol):
     def propose_tree(self, inputs: DraftInputs, shape: TreeShape) -> Proposal:
         """Propose trees of at most `num_draft` nodes per row, see `drafters/tree_shape.py`."""
         ...
+
+
+def check_grows(drafter: ServingDrafter | None, tree: TreeShape) -> None:
+    """Refuse a tree that the drafter does not grow."""
+    shapes = getattr(drafter, "shapes", get_args(GrownShape))
+    if isinstance(drafter, GrowsTrees) and isinstance(tree, shapes):
+        return
+    family = "no drafter" if drafter is None else f"a {drafter.family} drafter"
+    grows = "grows other shapes" if isinstance(drafter, GrowsTrees) else "grows none"
+    raise UserError(
+        f"tree is given with {family}, which {grows}; leave it out, draft with eagle3, eagle1 or "
+        "mtp, or take the tree 'medusa' or 'choices:...' for a medusa draft"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

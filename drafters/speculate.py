@@ -94,10 +94,10 @@ def speculate(
             "a prompt without tokens has nothing to go on from; give every prompt one token or more"
         )
     rows = [
-        _Row(index, list(prompt), len(prompt), seed)
+        Row(index, list(prompt), len(prompt), seed)
         for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
     ]
-    batch = _Batch(drafter, target, rows, k, temperature, max_new_tokens)
+    batch = Batch(drafter, target, rows, k, temperature, max_new_tokens)
     batch.prefill()
     while unfinished := batch.unfinished():
         for part in batch.parts(unfinished):
@@ -106,7 +106,7 @@ def speculate(
 
 
 @dataclass
-class _Row:
+class Row:
     index: int
     tokens: list[int]  # committed so far, prompt included
     num_prompt: int
@@ -125,18 +125,21 @@ class _Row:
         return len(self.tokens) - 1 - self.state.behind
 
 
-class _Batch:
+class Batch:
     """Rows, their paged keys and values in both models, and the four steps of a round."""
 
     def __init__(
         self,
         drafter: ServingDrafter,
         target: Target,
-        rows: list[_Row],
+        rows: list[Row],
         k: int,
         temperature: float,
         max_new_tokens: int,
+        *,
+        spare: int = 0,
     ):
+        """`spare` positions behind the longest text have blocks too."""
         self.drafter, self.target, self.rows = drafter, target, rows
         self.k, self.temperature, self.device = k, temperature, target.device
         self.draft_positions = draft_positions(drafter)
@@ -144,7 +147,7 @@ class _Batch:
             row.max_length = min(row.num_prompt + max_new_tokens, target.max_positions)
             row.finished = row.num_prompt >= row.max_length
         # every row owns the blocks of its whole text from the start
-        width = -(-max(row.max_length for row in rows) // BLOCK_SIZE)
+        width = -(-(max(row.max_length for row in rows) + spare) // BLOCK_SIZE)
         self.block_tables = torch.arange(len(rows) * width, device=self.device).view(-1, width)
         num_blocks = self.block_tables.numel()
         self.target_pool = target.new_pool(num_blocks, BLOCK_SIZE)
@@ -154,16 +157,16 @@ class _Batch:
         dtype = next(drafter.parameters()).dtype if is_module else target.dtype  # type: ignore[attr-defined]
         self.draft_pool = drafter.new_pool(num_blocks, BLOCK_SIZE, self.device, dtype)
 
-    def unfinished(self) -> list[_Row]:
+    def unfinished(self) -> list[Row]:
         return [row for row in self.rows if not row.finished]
 
-    def parts(self, rows: list[_Row]) -> list[list[_Row]]:
+    def parts(self, rows: list[Row]) -> list[list[Row]]:
         """Rows that may draft, and rows whose text is too long for the drafter's positions."""
         within = [row for row in rows if self.may_draft(row)]
         beyond = [row for row in rows if not self.may_draft(row)]
         return [part for part in (within, beyond) if part]
 
-    def may_draft(self, row: _Row) -> bool:
+    def may_draft(self, row: Row) -> bool:
         return self.draft_positions is None or len(row.tokens) < self.draft_positions
 
     def prefill(self) -> None:
@@ -179,7 +182,7 @@ class _Batch:
                 if row.read is not None:
                     row.read.verified(0)
 
-    def run_round(self, rows: list[_Row]) -> None:
+    def run_round(self, rows: list[Row]) -> None:
         proposal = self.propose(rows)
         lengths = proposal.lengths.tolist()
         drafted = [row[:length] for row, length in zip(proposal.tokens.tolist(), lengths)]
@@ -194,7 +197,7 @@ class _Batch:
         for row, offered, count, emitted in zip(rows, drafted, accepted, verdict.tokens.tolist()):
             self.commit(row, offered, count, emitted[: count + 1])
 
-    def propose(self, rows: list[_Row]) -> Proposal:
+    def propose(self, rows: list[Row]) -> Proposal:
         if not self.may_draft(rows[0]):
             none = torch.zeros(len(rows), 0, dtype=torch.int64, device=self.device)
             return Proposal(tokens=none, lengths=none.sum(dim=1), logits=None)
@@ -217,11 +220,14 @@ class _Batch:
             block_tables=self.tables(rows),
             histories=[row.tokens for row in rows],
         )
+        return self.draft(inputs)
+
+    def draft(self, inputs: DraftInputs) -> Proposal:
         return self.drafter.propose(inputs)
 
     def forward(
         self,
-        rows: list[_Row],
+        rows: list[Row],
         known: list[list[int]],
         drafted: list[list[int]],
         starts: list[int],
@@ -255,7 +261,7 @@ class _Batch:
         chosen = self.tensor(logit_rows)
         return self.target.forward(ids[None], positions[None], context, chosen, self.drafter.taps)
 
-    def verify(self, rows: list[_Row], proposal: Proposal, output: TargetOutput) -> Verdict:
+    def verify(self, rows: list[Row], proposal: Proposal, output: TargetOutput) -> Verdict:
         sampling = SamplingRows.of([self.temperature] * len(output.logits), device=self.device)
         return verify_chain(
             process(output.logits, sampling),
@@ -267,7 +273,7 @@ class _Batch:
         )
 
     def append_taps(
-        self, rows: list[_Row], lengths: list[int], kept: list[int], output: TargetOutput
+        self, rows: list[Row], lengths: list[int], kept: list[int], output: TargetOutput
     ) -> None:
         """Store the taps of the first `kept[b]` tokens of each piece, which are committed, but for
         those that were read before."""
@@ -277,7 +283,7 @@ class _Batch:
             taps = all_taps[row.state.behind : count]
             row.taps = taps if row.taps is None else torch.cat([row.taps, taps])
 
-    def commit(self, row: _Row, drafted: list[int], accepted: int, emitted: list[int]) -> None:
+    def commit(self, row: Row, drafted: list[int], accepted: int, emitted: list[int]) -> None:
         """Append `emitted`, the accepted tokens and the target's own, and what the drafter's cache
         holds of them. A target distribution of NaN (token -1) raises a `ValueError`."""
         start = len(row.tokens)
@@ -302,9 +308,9 @@ class _Batch:
     def tensor(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
-    def starts(self, rows: list[_Row]) -> torch.Tensor:
+    def starts(self, rows: list[Row]) -> torch.Tensor:
         """Position [B] of the next token of each row."""
         return self.tensor([len(row.tokens) for row in rows])
 
-    def tables(self, rows: list[_Row]) -> torch.Tensor:
+    def tables(self, rows: list[Row]) -> torch.Tensor:
         return self.block_tables[[row.index for row in rows]]

@@ -207,6 +207,9 @@ class EvalConfig:
     temperature: tuple[float, ...] = option((0.0, 1.0), "temperatures to evaluate at")
     prompts: int = option(64, "prompts read at most")
     k: int = option(5, "draft positions to evaluate")
+    tree: tuple[str, ...] = option(
+        (), "draft trees whose tau is measured too, for example dynamic sampled:3x2x1x1"
+    )
     max_tokens: int = option(
         128, "tokens the target writes per prompt where fresh answers are needed"
     )

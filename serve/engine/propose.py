@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 
@@ -22,8 +22,9 @@ from draftsmith.drafters.interface import (
     Proposal,
     Remembering,
     ServingDrafter,
+    check_grows,
 )
-from draftsmith.drafters.tree_shape import GrownShape, TreeShape
+from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.sampling.filters import SamplingRows
@@ -206,19 +207,6 @@ class Proposer:
             least_survival=asked.least_survival,
             least_confidence=self.least_confidence,
         )
-
-
-def check_grows(drafter: ServingDrafter | None, tree: TreeShape) -> None:
-    """Refuse a tree that the drafter does not grow."""
-    shapes = getattr(drafter, "shapes", get_args(GrownShape))
-    if isinstance(drafter, GrowsTrees) and isinstance(tree, shapes):
-        return
-    family = "no drafter" if drafter is None else f"a {drafter.family} drafter"
-    grows = "grows other shapes" if isinstance(drafter, GrowsTrees) else "grows none"
-    raise UserError(
-        f"tree is given with {family}, which {grows}; leave it out, draft with eagle3, eagle1 or "
-        "mtp, or take the tree 'medusa' or 'choices:...' for a medusa draft"
-    )
 
 
 class ProposalRequest(NamedTuple):

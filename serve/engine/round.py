@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from draftsmith.drafters.trees.layout import node_depths
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.random_streams import round_seeds
 from draftsmith.kernels.verify.draft_tree import DraftTree
@@ -133,10 +134,7 @@ class RoundTree(NamedTuple):
 
     def depths(self, row: int) -> list[int]:
         """Depths of the row's nodes, 0 for children of the root."""
-        depths: list[int] = []
-        for parent in self.parents[row]:
-            depths.append(0 if parent < 0 else depths[parent] + 1)
-        return depths
+        return node_depths(self.parents[row])
 
     def height(self, row: int) -> int:
         return max(self.depths(row), default=-1) + 1

@@ -15,8 +15,9 @@ import torch
 
 from draftsmith.drafters.interface import Proposal
 from draftsmith.drafters.tree_shape import SampledShape, SampledTree, TreeShape, parse_tree
+from draftsmith.drafters.trees.layout import TreePass, TreeSpan, tree_pass, tried
 from draftsmith.errors import UserError
-from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
+from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.verify.draft_tree import MAX_NODES, DraftTree
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.round import PassOutput, RoundProposal, RoundTree
@@ -51,36 +52,12 @@ def draws_nodes(shape: TreeShape) -> bool:
     return isinstance(shape, (SampledTree, SampledShape))
 
 
-class TreePass(NamedTuple):
-    """Positions and attention layout of a pass with trees."""
-
-    positions: list[int]
-    layout: TreeLayout
-
-
 def lay_out(rows: Sequence[Row], tree: RoundTree, device: torch.device) -> TreePass:
-    """Positions, cache indices and ancestors of all tokens of a pass: each row's known tokens, then
-    its nodes."""
-    positions: list[int] = []
-    kv_indices: list[int] = []
-    ancestors: list[int] = []
-    first: list[int] = []
-    for index, row in enumerate(rows):
-        end = row.begin + row.count
-        parents = tree.parents[index] if index < len(tree.parents) else []
-        bits: list[int] = []
-        for node, parent in enumerate(parents):
-            bits.append((1 if parent < 0 else bits[parent]) | 1 << (node + 1))
-        positions += range(row.begin, end)
-        positions += (end + depth for depth in (tree.depths(index) if parents else ()))
-        kv_indices += range(row.begin, end + len(parents))
-        ancestors += [-1] * row.count + bits
-        first += [end - 1] * (row.count + len(parents))
-    return TreePass(
-        positions,
-        TreeLayout(
-            *(torch.tensor(values, device=device) for values in (kv_indices, ancestors, first))
-        ),
+    """Positions, cache indices and ancestors of all tokens of a round's pass."""
+    parents = [*tree.parents, *[[]] * (len(rows) - len(tree.parents))]
+    return tree_pass(
+        [TreeSpan(row.begin, row.count, one) for row, one in zip(rows, parents, strict=True)],
+        device,
     )
 
 
@@ -141,13 +118,6 @@ def greedy_path(tokens: Sequence[int], parents: Sequence[int], choices: Sequence
             path.append(child)
             node = child
     return path
-
-
-def tried(parents: Sequence[int], path: Sequence[int]) -> list[int]:
-    """The path and, if it ends above other nodes, the first of these: it was tested and
-    rejected."""
-    end = path[-1] if path else -1
-    return [*path, *(node for node, parent in enumerate(parents) if parent == end)][: len(path) + 1]
 
 
 def move_kept(

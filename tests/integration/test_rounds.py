@@ -3,6 +3,8 @@ forcing says."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +12,9 @@ from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.options import OPTIONS, DraftLmOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.speculate import speculate
+from draftsmith.drafters.speculate_trees import speculate_trees
 from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
@@ -110,3 +114,73 @@ def test_a_prompt_without_tokens_is_refused(target):
             seeds=[0],
             max_new_tokens=4,
         )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("family", "tree"),
+    [
+        ("eagle3", "dynamic:nodes=9,depth=3,width=3"),
+        ("eagle3", "sampled:3x2x1"),
+        ("medusa", "medusa"),
+    ],
+)
+def test_the_engine_writes_the_same_text_in_the_same_rounds_of_trees(
+    family, tree, temperature, target
+):
+    drafter = new_draft(family, target)
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=TOKENS, seed=seed) for seed in SEEDS
+    ]
+    engine = build_engine(target, drafter, EngineConfig(tree=tree))
+    served = [engine.generate([prompt], own)[0] for prompt, own in zip(PROMPTS, params)]
+    begun = [prompt + one.tokens[:1] for prompt, one in zip(PROMPTS, served)]
+    ours = speculate_trees(
+        drafter, target, begun, shape=parse_tree(tree), temperature=temperature, seeds=SEEDS,
+        max_new_tokens=TOKENS - 1,
+    )  # fmt: skip
+    assert [text.tokens for text in ours.texts] == [
+        prompt + one.tokens for prompt, one in zip(PROMPTS, served)
+    ]
+    for text, one in zip(ours.texts, served):
+        drafting = [found for found in text.rounds if found.drafted]
+        assert [found.accepted for found in drafting] == one.speculation.accepted
+        assert [found.committed for found in drafting] == one.speculation.committed
+
+
+class Knowing:
+    """A head's trees; their first path is the target's own text for 0 to 3 tokens, by the length of
+    the text before."""
+
+    def __init__(self, drafter, texts):
+        self.drafter, self.texts = drafter, texts
+        self.family, self.taps, self.new_pool = drafter.family, drafter.taps, drafter.new_pool
+        self.propose, self.cached_after = drafter.propose, drafter.cached_after
+
+    def propose_tree(self, inputs, shape):
+        proposal = self.drafter.propose_tree(inputs, shape)
+        tokens, parents = proposal.tokens.clone(), proposal.parents.tolist()
+        for row, history in enumerate(inputs.histories):
+            text = next(text for text in self.texts if text[: len(history)] == history)
+            node = -1
+            for token in text[len(history) :][: len(history) % 4]:
+                children = [at for at, one in enumerate(parents[row]) if one == node]
+                # The last one: the kept path must not lie where a chain would.
+                node = next((at for at in reversed(children) if at < proposal.lengths[row]), None)
+                if node is None:
+                    break
+                tokens[row, node] = token
+        return replace(proposal, tokens=tokens, logits=None, q_rows=None)
+
+
+def test_trees_that_are_kept_for_some_tokens_leave_greedy_text_alone(target):
+    answers = target.answer(PROMPTS, max_new_tokens=TOKENS, ignore_eos=True)
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers)]
+    drafter = Knowing(new_draft("eagle3", target), texts)
+    played = speculate_trees(
+        drafter, target, PROMPTS, shape=parse_tree("dynamic:nodes=9,depth=3,width=3"),
+        temperature=0.0, seeds=SEEDS, max_new_tokens=TOKENS,
+    )  # fmt: skip
+    for text, whole in zip(played.texts, texts):
+        assert text.tokens == whole[: len(text.tokens)]
+    assert {one.accepted for text in played.texts for one in text.rounds} >= {0, 1, 2}

@@ -4,6 +4,7 @@ Files in reading order:
 - `command`: `draftsmith eval`
 - `teacher_forced`: exact, on the target's own text
 - `measured`: by lossless rounds while training
+- `trees`: tau of draft trees by shape
 - `calibration`: of drafts that predict their own alpha
 
 Other chapters import `teacher_forced` and `measured`.

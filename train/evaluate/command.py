@@ -13,6 +13,7 @@ from draftsmith.config import check_limits
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.target.device import load_target
 from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
 from draftsmith.progress import Progress
@@ -20,6 +21,7 @@ from draftsmith.train.config import LIMITS, EvalConfig
 from draftsmith.train.data.dataset import Corpus, TokenSequence, check_tokenizer, read_corpus
 from draftsmith.train.evaluate.measured import prompt_of
 from draftsmith.train.evaluate.teacher_forced import Evaluation, evaluate_draft, temperature_of
+from draftsmith.train.evaluate.trees import TreeTau, measure_tree
 from draftsmith.train.quiet import quiet
 
 __all__ = ["Evaluation", "evaluate_draft", "run"]
@@ -53,13 +55,31 @@ def run(config: EvalConfig) -> int:
         evaluate_at(config, temperature, target, drafter, corpus, sequences)
         for temperature in config.temperature
     ]
+    trees = [
+        measure_tree(
+            drafter,
+            target,
+            sequences,
+            tree=tree,
+            temperature=temperature,
+            max_new_tokens=config.max_tokens,
+            batch_size=config.batch_size,
+            seed=config.seed,
+        )
+        for temperature in config.temperature
+        for tree in config.tree
+    ]
     print(table(evaluations))
-    report(config, target, evaluations)
+    if trees:
+        print(tree_table(trees))
+    report(config, target, evaluations, trees)
     return 0
 
 
 def check(config: EvalConfig) -> None:
     check_limits(config, LIMITS)
+    for tree in config.tree:
+        parse_tree(tree)
     for temperature in config.temperature:
         if temperature < 0:
             raise UserError(f"option 'temperature' is {temperature}; it must be 0 (greedy) or more")
@@ -155,8 +175,13 @@ def answer_again(
     return answered
 
 
-def report(config: EvalConfig, target: Target, evaluations: list[Evaluation]) -> None:
+def report(
+    config: EvalConfig, target: Target, evaluations: list[Evaluation], trees: list[TreeTau]
+) -> None:
     found = [evaluation.to_dict() | {"data": config.data} for evaluation in evaluations]
+    for one in found:
+        own = [tree.to_dict() for tree in trees if tree.temperature == one["temperature"]]
+        one |= {"trees": own} if own else {}
     if config.out is not None:
         record = {
             "draft": config.draft,
@@ -189,6 +214,17 @@ def table(evaluations: list[Evaluation]) -> str:
                 f"confidence at T={evaluation.temperature:g}: expected calibration error "
                 f"{evaluation.calibration:.3f}"
             )
+    return "\n".join(lines)
+
+
+def tree_table(trees: list[TreeTau]) -> str:
+    wide = max(len("tree"), *(len(one.tree) for one in trees))
+    lines = [f"{'T':>4}  {'tree':<{wide}}  {'nodes':>5}  {'depth':>5}  {'tau':<20}rounds"]
+    lines += [
+        f"{one.temperature:>4g}  {one.tree:<{wide}}  {one.nodes:>5}  {one.depth:>5}  "
+        f"{_cell(one.tau, 2):<20}{one.rounds}"
+        for one in trees
+    ]
     return "\n".join(lines)
 
 

@@ -1,0 +1,64 @@
+"""Positions of trees in a target pass: each row's known tokens, then its nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from draftsmith.kernels.attention.pool import TreeLayout
+
+
+class TreeSpan(NamedTuple):
+    """Tokens of a row in a pass."""
+
+    begin: int  # position of the first known token
+    num_known: int
+    parents: Sequence[int]  # of the nodes; -1: the last known token
+
+
+class TreePass(NamedTuple):
+    """Positions and attention layout of a pass with trees."""
+
+    positions: list[int]
+    layout: TreeLayout
+
+
+def node_depths(parents: Sequence[int]) -> list[int]:
+    """Depth of each node, 0 for children of the root."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
+def tree_pass(spans: Sequence[TreeSpan], device: torch.device) -> TreePass:
+    """Positions, cache indices and ancestors of all tokens of a pass."""
+    positions: list[int] = []
+    kv_indices: list[int] = []
+    ancestors: list[int] = []
+    first: list[int] = []
+    for begin, num_known, parents in spans:
+        end = begin + num_known
+        bits: list[int] = []
+        for node, parent in enumerate(parents):
+            bits.append((1 if parent < 0 else bits[parent]) | 1 << (node + 1))
+        positions += range(begin, end)
+        positions += (end + depth for depth in node_depths(parents))
+        kv_indices += range(begin, end + len(parents))
+        ancestors += [-1] * num_known + bits
+        first += [end - 1] * (num_known + len(parents))
+    return TreePass(
+        positions,
+        TreeLayout(
+            *(torch.tensor(values, device=device) for values in (kv_indices, ancestors, first))
+        ),
+    )
+
+
+def tried(parents: Sequence[int], path: Sequence[int]) -> list[int]:
+    """The path and, if it ends above other nodes, the first of these: it was tested and
+    rejected."""
+    end = path[-1] if path else -1
+    return [*path, *(node for node, parent in enumerate(parents) if parent == end)][: len(path) + 1]
