@@ -13,7 +13,6 @@ import torch
 
 from draftsmith.drafters.heads.eagle1 import Eagle1
 from draftsmith.drafters.heads.eagle3 import Eagle3
-from draftsmith.drafters.heads.medusa import Medusa
 from draftsmith.drafters.heads.mtp import Mtp
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.drafters.options import (
@@ -22,6 +21,7 @@ from draftsmith.drafters.options import (
     MedusaOptions,
     MtpOptions,
 )
+from draftsmith.drafters.states.medusa import Medusa
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import GrownShape, TreeShape
 from draftsmith.errors import UserError

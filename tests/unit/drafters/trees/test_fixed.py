@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from draftsmith.drafters.heads.eagle3 import Eagle3
-from draftsmith.drafters.heads.medusa import Medusa
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.options import Eagle3Options, MedusaOptions
+from draftsmith.drafters.states.medusa import Medusa
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import MAX_NODES, FixedTree, parse_tree
 from draftsmith.errors import UserError
