@@ -39,6 +39,18 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+# Like Qwen's: tools, calls and reasoning.
+TOOL_TEMPLATE = """
+{%- if tools %}{% for tool in tools %}{{ tool.function.name }} {% endfor %}<tool_call>
+{% endif %}
+{%- for message in messages %}<{{ message.role }}>
+{%- if message.reasoning_content %}({{ message.reasoning_content }}){% endif %}{{ message.content }}
+{%- for call in message.tool_calls or [] %}[{{ call.function.name }} {{ call.function.arguments.unit }}]{% endfor %}
+{%- if message.tool_call_id %}#{{ message.tool_call_id }}{% endif %}
+{% endfor %}
+{%- if add_generation_prompt %}<assistant>
+{%- if enable_thinking is defined and enable_thinking is false %}<think></think>{% elif enable_thinking %}<think>{% endif %}
+{%- endif %}"""
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
@@ -277,6 +289,12 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
         return made[arch, seed]
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def tool_template() -> str:
+    """A chat template with tools, calls and reasoning."""
+    return TOOL_TEMPLATE
 
 
 NO_CONNECTION = "after connection broken by"  # pip, of an index that it cannot reach

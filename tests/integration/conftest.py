@@ -53,20 +53,6 @@ LEARN = LearnConfig(lr=3e-3, steps=20, fresh=16, unroll=LearnUnroll(steps=3))
 GATE = GateConfig(every=1, held_out=0.3)
 
 
-# Like Qwen's: tools, calls and reasoning.
-CHAT_TEMPLATE = """
-{%- if tools %}{% for tool in tools %}{{ tool.function.name }} {% endfor %}<tool_call>
-{% endif %}
-{%- for message in messages %}<{{ message.role }}>
-{%- if message.reasoning_content %}({{ message.reasoning_content }}){% endif %}{{ message.content }}
-{%- for call in message.tool_calls or [] %}[{{ call.function.name }} {{ call.function.arguments.unit }}]{% endfor %}
-{%- if message.tool_call_id %}#{{ message.tool_call_id }}{% endif %}
-{% endfor %}
-{%- if add_generation_prompt %}<assistant>
-{%- if enable_thinking is defined and enable_thinking is false %}<think></think>{% elif enable_thinking %}<think>{% endif %}
-{%- endif %}"""
-
-
 class LiveServer:
     def __init__(self, engine: Engine, limits: ServerLimits, report: Level):
         self.engine, self.loop = engine, EngineLoop(engine).start()
@@ -134,9 +120,9 @@ def live_server() -> Iterator[Callable[..., LiveServer]]:
 
 
 @pytest.fixture(scope="module")
-def chat_target(tiny_target: Callable[..., str]) -> Target:
+def chat_target(tiny_target: Callable[..., str], tool_template: str) -> Target:
     target = Target.load(tiny_target("llama"))
-    target.tokenizer().chat_template = CHAT_TEMPLATE
+    target.tokenizer().chat_template = tool_template
     return target
 
 
