@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
@@ -21,6 +22,13 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+
+
+class Ways(NamedTuple):
+    """Ways of transformers' generation in which texts are those of the model's whole forward."""
+
+    padded: bool = True  # prompts of unlike length together
+    use_cache: bool = True
 
 
 class SeededDraw(LogitsProcessor):
@@ -60,12 +68,12 @@ def answer_chunks(
     seeds: Sequence[int],
     eos_token_ids: Sequence[int],
     batch_size: int,
-    padded: bool = True,
-    use_cache: bool = True,
+    ways: Ways,
 ) -> Iterator[list[list[int]]]:
     """The answers of `batch_size` prompts at a time, in order; each ends with its end-of-text token
-    if it reached one. `padded` False: prompts of unlike length are answered singly."""
-    if not padded and len({len(prompt) for prompt in prompts}) > 1:
+    if it reached one. Where `ways` are not `padded`, prompts of unlike
+    length are answered singly."""
+    if not ways.padded and len({len(prompt) for prompt in prompts}) > 1:
         batch_size = 1
     for begin in range(0, len(prompts), batch_size):
         chunk = prompts[begin : begin + batch_size]
@@ -76,7 +84,7 @@ def answer_chunks(
             sampling,
             seeds[begin : begin + batch_size],
             list(eos_token_ids),
-            use_cache,
+            ways.use_cache,
         )
 
 
@@ -90,14 +98,10 @@ def _answer(
     eos_token_ids: list[int],
     use_cache: bool,
 ) -> list[list[int]]:
-    width = max(len(prompt) for prompt in prompts)
     # Padding is masked out; any id with an embedding will do.
     filler = eos_token_ids[0] if eos_token_ids else 0
-    ids = torch.tensor(
-        [[filler] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=model.device
-    )
-    padding = torch.tensor([width - len(prompt) for prompt in prompts], device=model.device)
-    mask = (torch.arange(width, device=model.device) >= padding[:, None]).long()
+    ids, padding, mask = _left_padded(prompts, filler, model.device)
+    width = ids.shape[1]
     draw = SeededDraw(sampling, torch.tensor(list(seeds), device=model.device), padding)
     output = model.generate(
         input_ids=ids,
@@ -110,6 +114,53 @@ def _answer(
         use_cache=use_cache,
     )
     return [trim(row, eos_token_ids) for row in output[:, width:].tolist()]
+
+
+def _left_padded(
+    prompts: Sequence[Sequence[int]], filler: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids [B, L], lengths of the padding [B], mask [B, L]."""
+    width = max(len(prompt) for prompt in prompts)
+    ids = torch.tensor(
+        [[filler] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device
+    )
+    padding = torch.tensor([width - len(prompt) for prompt in prompts], device=device)
+    mask = (torch.arange(width, device=device) >= padding[:, None]).long()
+    return ids, padding, mask
+
+
+@torch.no_grad()
+def ways_of(model: PreTrainedModel, tolerance: float) -> Ways:
+    """Tries both on short texts. `tolerance` of logits is a share of their spread.
+
+    Some layers with a state read padding into it, or begin a text with the state of another.
+    """
+    prompts = [list(range(2, 14)), [5], list(range(9, 4, -1))]
+    if not all(_agrees(model, [prompt], tolerance) for prompt in prompts):
+        return Ways(padded=False, use_cache=False)
+    return Ways(padded=_agrees(model, prompts, tolerance))
+
+
+def _agrees(model: PreTrainedModel, prompts: list[list[int]], tolerance: float) -> bool:
+    ids, _, mask = _left_padded(prompts, 0, model.device)
+    # The second time shows what a layer keeps of the texts before.
+    for _ in range(2):
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=3,
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+    generated = torch.stack(output.logits, dim=1)
+    for prompt, text, found in zip(prompts, output.sequences, generated, strict=True):
+        whole = model(input_ids=text[None, ids.shape[1] - len(prompt) :], use_cache=False).logits
+        wanted = whole[0, len(prompt) - 1 : -1].float()
+        if not (found - wanted).abs().max() <= tolerance * wanted.std():
+            return False
+    return True
 
 
 def trim(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,9 +15,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.causal_lm import CausalLM, whole
-from draftsmith.drafters.target.generate import Sampling, answer_chunks
+from draftsmith.drafters.target.generate import Sampling, Ways, answer_chunks, ways_of
 from draftsmith.drafters.target.load import load_model, load_tokenizer
-from draftsmith.drafters.target.probe import check_model
+from draftsmith.drafters.target.probe import TOLERANCE, check_model
 from draftsmith.drafters.target.quantised import first_values
 from draftsmith.drafters.target.segments import positions_of
 from draftsmith.drafters.target.taps import FINAL
@@ -132,6 +133,14 @@ class Target(CausalLM):
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return super().embed(ids)
 
+    @cached_property
+    def _ways(self) -> Ways:
+        if not self.state_layers:
+            return Ways()
+        if self.state_layers.no_single:
+            return Ways(padded=False, use_cache=False)
+        return ways_of(self.model, TOLERANCE[self.dtype])
+
     def answer(
         self,
         prompts: Sequence[Sequence[int]],
@@ -164,9 +173,7 @@ class Target(CausalLM):
             seeds=range(len(prompts)) if seeds is None else seeds,
             eos_token_ids=() if ignore_eos else self.eos_token_ids,
             batch_size=batch_size,
-            # Some layers with a state read the padding before a text into it.
-            padded=not self.state_layers,
-            use_cache=not self.state_layers.no_single,
+            ways=self._ways,
         )
         return [tokens for chunk in chunks for tokens in chunk]
 

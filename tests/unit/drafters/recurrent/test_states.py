@@ -14,6 +14,7 @@ from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
 from draftsmith.drafters.recurrent.kept import KeptState, num_kept
 from draftsmith.drafters.recurrent.pieces import Piece, RowRead, round_waves
 from draftsmith.drafters.speculate import speculate
+from draftsmith.drafters.target.generate import Ways
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
@@ -91,3 +92,21 @@ def test_what_cannot_be_had_with_a_state_is_refused(
         engine = build_engine(target, None, EngineConfig(max_length=64))
     assert engine.scheduler.prefix is None and not target.recorded
     assert [record.getMessage()[:21] for record in caplog.records] == ["prefix caching is off"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "ways"),
+    [("lfm2", Ways()), ("minimax", Ways(padded=False)), ("recurrent_gemma", Ways(False, False))],
+)
+def test_answers_are_the_models_own_however_it_generates(
+    arch: str, ways: Ways, tiny_target: Callable[..., str]
+) -> None:
+    target = Target.load(tiny_target(arch))
+    assert target._ways == ways
+    prompts = [[5, 9, 7, 30, 11], list(range(3, 40)), [4]]
+    for prompt, answer in zip(prompts, target.answer(prompts, max_new_tokens=6, ignore_eos=True)):
+        tokens = list(prompt)
+        for _ in answer:
+            _, hidden = target.states(torch.tensor([tokens]), torch.ones(1, len(tokens)), ())
+            tokens.append(int(target.head(hidden[0, -1]).argmax()))
+        assert answer == tokens[len(prompt) :]
