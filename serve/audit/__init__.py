@@ -11,6 +11,7 @@ Files in reading order:
 - `tokens`: tokens beside their distributions
 - `reference`: reference distributions
 - `greedy`: greedy texts
+- `together`: greedy texts of requests of unlike length in flight at once
 - `two_samples`: two servers compared
 - `misreport`: a wrong server on purpose, for tests
 

@@ -14,6 +14,7 @@ from draftsmith.errors import UserError
 
 ID_PREFIX = "token_id:"
 MAX_LOGPROBS = 20
+LEAST_CONNECTIONS = 6
 METRIC = re.compile(
     r"^vllm:spec_decode_(num_[a-z_]+?)(?:_total)?(?:\{(.*)\})? ([0-9.eE+]+)$", re.MULTILINE
 )
@@ -75,7 +76,9 @@ class AuditClient:
     ) -> AuditClient:
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         base = url.rstrip("/").removesuffix("/v1")
-        limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+        # For requests that must be in flight at once.
+        connections = max(concurrency, LEAST_CONNECTIONS)
+        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
         http = httpx.Client(
             base_url=base, headers=headers, timeout=timeout_s, limits=limits, transport=transport
         )

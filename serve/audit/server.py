@@ -38,6 +38,7 @@ from draftsmith.serve.audit.reference import (
 )
 from draftsmith.serve.audit.report import Check, Report
 from draftsmith.serve.audit.samples import draw_samples, make_context, paths
+from draftsmith.serve.audit.together import together_checks
 from draftsmith.serve.audit.tokens import Tokens, detectable, tokens_of
 from draftsmith.serve.audit.two_samples import NOTHING_PLANTED, two_sample_checks
 
@@ -70,6 +71,7 @@ def audit_server(
     contexts = [make_context(client, config, index) for index in range(config.contexts)]
     before = client.counters()
     checks = [*declared(client), *greedy_checks(config, client, plain, distributions, contexts)]
+    checks += together_checks(config, client, distributions, contexts)
     if config.temperature > 0:
         # Drafts of greedy text are no evidence about sampled text.
         before = client.counters()

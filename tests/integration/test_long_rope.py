@@ -5,6 +5,7 @@ and the same in all of these where they are served."""
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from draftsmith.cli import main
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.target import causal_lm, probe
 from draftsmith.drafters.target.load import load_tokenizer
@@ -265,6 +267,29 @@ def test_control_served_unchecked_texts_depend_on_all_of_it(unchecked, load):
         differ(target, *texts) for texts in zip(crossing, drafted, plain, strict=True)
     )
     assert num_changed >= 6
+
+
+def test_the_audit_finds_a_server_of_it(load, live_server, tmp_path, request):
+    """And clears one whose factors are fixed."""
+    found = []
+    for max_length in (LONGEST, None):
+        if max_length is None:
+            request.getfixturevalue("unchecked")
+        target = load("longrope", max_length)
+        server = live_server(
+            target, Junk(), EngineConfig(k=4, max_length=LONGEST, max_batch=8, compile="off")
+        )
+        out = tmp_path / "report.json"
+        main([
+            "audit", "--url", server.url, "--temperature", "0", "--contexts", "1",
+            "--greedy-tokens", "12", "--out", str(out),
+        ])  # fmt: skip
+        report = json.loads(out.read_text())[0]
+        found.append([
+            check["name"] for check in report["checks"]
+            if not check["passed"] and "beside others" in check["name"]
+        ])  # fmt: skip
+    assert found[0] == [] and len(found[1]) >= 2
 
 
 def test_control_dynamic_rope_beyond_its_length_depends_on_the_batch(unchecked, load):

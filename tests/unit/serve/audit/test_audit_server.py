@@ -6,6 +6,9 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
+import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -313,6 +316,71 @@ def test_a_slip_within_the_margin_is_noise() -> None:
     assert 0 < control.evidence["seen"] < control.evidence["places"] == 64
     blind = audit(ChainServer(greedy_slip=5), replace(GREEDY, margin=100.0))
     assert blind.verdict == "powerless", "no slip at all would be seen"
+
+
+@dataclass
+class CrowdedServer(ChainServer):
+    """Requests overlap. Beside one whose prompt is longer than `limit`, shorter ones get another
+    token at place 3."""
+
+    limit: int | None = None
+    of: str = "all"  # "penalised": those with penalties alone
+    lengths: list[int] = field(default_factory=list)
+    most: int = 0
+    lock: Any = field(default_factory=threading.Lock)
+
+    def handle(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content or "{}")
+        if not isinstance(body.get("prompt"), list) or body.get("max_tokens", 1) == 1:
+            return super().handle(request)
+        with self.lock:
+            self.lengths.append(len(body["prompt"]))
+        time.sleep(0.02)  # the others of a crowd arrive
+        with self.lock:
+            self.most = max(self.most, len(self.lengths))
+            long = self.limit is not None and max(self.lengths) > self.limit
+            touched = self.of == "all" or body.get("presence_penalty", 0) > 0
+            wrong = long and touched and len(body["prompt"]) <= self.limit
+            self.greedy_slip = 3 if wrong else None
+            answer = super().handle(request)
+            self.greedy_slip = None
+        time.sleep(0.02)
+        with self.lock:
+            self.lengths.remove(len(body["prompt"]))
+        return answer
+
+
+def test_requests_in_flight_at_once_are_answered_as_alone() -> None:
+    server = CrowdedServer()
+    report = audit(server, replace(GREEDY, temperature=0.0))
+    assert report.verdict == "lossless" and server.most == 6
+    beside = [check.name for check in report.checks if "beside others" in check.name]
+    assert beside == [
+        f"greedy text beside others, {length} tokens of context{penalised}"
+        for length in (512, CONTEXT, 8)
+        for penalised in ("", " with penalties")
+    ]
+
+
+@pytest.mark.parametrize(
+    "of, lengths", [("all", (CONTEXT, CONTEXT, 8, 8)), ("penalised", (CONTEXT, 8))]
+)
+def test_a_server_that_looks_at_its_longest_request_is_found(
+    of: str, lengths: tuple[int, ...]
+) -> None:
+    """Each request alone is answered rightly, so nothing else finds it."""
+    report = audit(CrowdedServer(limit=100, of=of), replace(GREEDY, temperature=0.0))
+    assert report.verdict == "lossy"
+    names = broken(report)
+    assert [int(re.findall(r"(\d+) tokens of context", name)[0]) for name in names] == list(lengths)
+    assert of == "all" or all("with penalties" in name for name in names)
+
+
+def test_a_fork_within_the_margin_beside_others_is_noise() -> None:
+    server = CrowdedServer(limit=100)
+    assert audit(server, replace(GREEDY, temperature=0.0)).verdict == "lossy"
+    wide = audit(server, replace(GREEDY, temperature=0.0, margin=100.0))
+    assert not [name for name in broken(wide) if "beside others" in name]
 
 
 @pytest.mark.parametrize("slip, verdict", [(None, "lossless"), (5, "lossy")])
