@@ -56,6 +56,9 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 def tensor_names(folder: Path) -> set[str]:
     """Names of every tensor of the folder; of safetensors no weight is read."""
     names: set[str] = set()
+    if (folder / INDEX).is_file():
+        weight_files(folder)  # for what it refuses
+        return set(files.read_json(folder / INDEX, "weight index")["weight_map"])
     for path in weight_files(folder):
         names |= _read(path, lambda file: set(_pickled_tensors(file)), _stored_names)
     return names

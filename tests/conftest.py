@@ -104,6 +104,15 @@ RECURRENT: dict[str, dict[str, Any]] = {
             key: MOE[key] for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
         },
     ),
+    "qwen2": {"model_type": "qwen2"},
+    "ernie4_5_moe": {
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 16,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+    },
     "qwen3_next": dict(
         model_type="qwen3_next", shared_expert_intermediate_size=32, **DELTA_NET, **MOE
     ),

@@ -9,9 +9,11 @@ Files in reading order:
 - `eagle3_layer`: its decoder layer
 - `peagle`: P-EAGLE
 - `mtp`: MTP modules of Llama layers
+- `mtp_alone`: new ones beside their target
 - `mtp_head`: the forward of an MTP module
 - `mtp_mimo`: MiMo's layout
-- `mtp_deepseek`: DeepSeek's and GLM's layout
+- `mtp_layouts`: modules that targets bring along
+- `mtp_deepseek`: one whose block is a layer of the target's kind
 
 Other chapters import families through `drafters/registry.py`.
 """

@@ -1,9 +1,9 @@
 """MTP modules whose block is a plain Llama layer: new ones, trained for any target, and those that
 came in MiMo's layout.
 
-The target's last state is taken before its final norm and the recursion feeds back the module's own
-after its norm, as vLLM's MiMo model does, so a module stitched into the target is the same model
-there.
+The recursion feeds back the module's own state after its norm, as vLLM's MiMo model does. A module
+that is stitched into its target reads the target's last state before the final norm, as there; one
+that stands beside it (`mtp_alone.py`) the state after it, which engines hand to a draft.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from draftsmith.drafters.draft_shape import config_dict, llama_config, shape_of
-from draftsmith.drafters.heads.mtp_deepseek import AppendedMtp, is_appended
+from draftsmith.drafters.heads.mtp_alone import READS_FINAL, block_heads, is_stitched
+from draftsmith.drafters.heads.mtp_deepseek import AppendedMtp
 from draftsmith.drafters.heads.mtp_head import MtpHead
+from draftsmith.drafters.heads.mtp_layouts import layout_of, text_values
 from draftsmith.drafters.heads.mtp_mimo import ARCHITECTURE as NATIVE
 from draftsmith.drafters.heads.mtp_mimo import is_native, read_native
 from draftsmith.drafters.init_from_target import fitted_norm
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.options import MtpOptions
-from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.target.target import FINAL, Target
 from draftsmith.drafters.weights import (
     load_into,
     read_config,
@@ -43,11 +45,12 @@ ARCHITECTURE = "DraftsmithMtp"
 class Mtp(MtpHead):
     config: LlamaConfig
 
-    def __init__(self, config: LlamaConfig, target: Target):
+    def __init__(self, config: LlamaConfig, target: Target, *, tap: int | None = None):
+        """`tap`: FINAL, or raw id L where it is None."""
         super().__init__(
             config,
             target,
-            tap=target.num_layers,  # raw id L
+            tap=target.num_layers if tap is None else tap,
             norm=partial(LlamaRMSNorm, config.hidden_size, eps=config.rms_norm_eps),
             layer=partial(LlamaDecoderLayer, config, layer_idx=0),
             rotary=LlamaRotaryEmbedding(config),
@@ -59,9 +62,11 @@ class Mtp(MtpHead):
 
     @classmethod
     def matches(cls, draft: DraftFolder, target: Target | None = None) -> bool:
-        if is_appended(draft.config):
+        if (layout := layout_of(draft.config)) is not None:
+            values = text_values(draft.config)
             # a smaller model of the target's kind is no module of the target, though it has one
-            return target is None or draft.config.get("num_hidden_layers") == target.num_layers
+            fits = target is None or values.get("num_hidden_layers") == target.num_layers
+            return fits and (not layout.always or layout.is_in(draft.names, values))
         return draft.architecture == NATIVE
 
     @classmethod
@@ -75,11 +80,14 @@ class Mtp(MtpHead):
     ) -> Mtp:
         """`token_counts` is not needed: the head is the target's own."""
         shape = shape_of(target)
+        tap = None
+        if not is_stitched(target):
+            shape, tap = shape | block_heads(shape), FINAL
         if options.intermediate_size is not None:
             shape["intermediate_size"] = options.intermediate_size
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            drafter = cls(llama_config(shape), target)
+            drafter = cls(llama_config(shape), target, tap=tap)
         # The head is frozen, so the module must fit it: outputs of the size of the
         # target's own final states. The layer stays random: begun as the target's last one it
         # learned more slowly (tau 1.40 against 1.62 after 60 steps).
@@ -95,6 +103,7 @@ class Mtp(MtpHead):
         values |= {
             "dtype": str(self.eh_proj.weight.dtype).removeprefix("torch."),
             "tie_word_embeddings": False,
+            **({READS_FINAL: True} if self.taps == (FINAL,) else {}),
         }
         write_weights(Path(folder), values, self.state_dict())
 
@@ -102,14 +111,15 @@ class Mtp(MtpHead):
     def load(cls, folder: Path, target: Target) -> MtpHead:
         folder = Path(folder)
         values = read_config(folder)
-        check_shape(values, target, folder)
-        if is_appended(values):
+        check_shape(text_values(values), target, folder)
+        if layout_of(values) is not None:
             return AppendedMtp.load(folder, target)
         native = is_native(values)
         tensors = read_native(folder, values) if native else read_weights(folder)
         if native:
             values = {**values, "attention_bias": "layer.self_attn.q_proj.bias" in tensors}
-        drafter = cls(llama_config(values), target)
+        tap = FINAL if values.get(READS_FINAL) else None
+        drafter = cls(llama_config(values), target, tap=tap)
         drafter.to(
             tensors["eh_proj.weight"].dtype if "eh_proj.weight" in tensors else torch.float32
         )

@@ -1,9 +1,9 @@
-"""An MTP module that its target brought along as one more decoder layer: DeepSeek-V3, GLM-4.5 to
-4.7.
+"""An MTP module that its target brought along, whose block is a layer of the target's own class,
+with experts and latent attention where those have them: DeepSeek-V3, GLM-4.5 to 4.7, Qwen3-Next,
+Qwen3.5, Ernie-4.5.
 
-Its block is a layer of the target's own class, with experts and latent attention where those have
-them. The state it reads is the one that the target's head multiplies, after the final norm. It is
-saved under the names it was published with.
+The state it reads is the one that the target's head multiplies, after the final norm. It is saved
+under the names it was published with.
 """
 
 from __future__ import annotations
@@ -19,6 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from draftsmith.drafters.heads.mtp_head import MtpHead
+from draftsmith.drafters.heads.mtp_layouts import (
+    SPECULATORS,
+    ShippedLayout,
+    layout_of,
+    own_names,
+    text_values,
+)
 from draftsmith.drafters.heads.mtp_mimo import module_tensors
 from draftsmith.drafters.target.attention import register
 from draftsmith.drafters.target.probe import AttentionShapes, LayerShape
@@ -31,55 +38,20 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-# Whether the module, drafting on, reads its state after its norm. Engines differ for GLM (SGLang
-# and transformers read the normed one); these are vLLM's ways, which reads our exports.
-FEEDS_NORMED = {"deepseek_v3": True, "glm4_moe": False, "glm4_moe_lite": False}
-# Copies of the target's tables. vLLM, too, takes the target's own for them.
-SHARED = ("embed_tokens.weight", "shared_head.head.weight")
-OURS = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
-NORM, THEIR_NORM, LAYER = "norm.weight", "shared_head.norm.weight", "layer."
-EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
-GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
-
-
-def is_appended(config: Mapping[str, Any]) -> bool:
-    return config.get("model_type") in FEEDS_NORMED and bool(config.get("num_nextn_predict_layers"))
-
-
-def prefix_of(config: Mapping[str, Any]) -> str:
-    return f"model.layers.{config['num_hidden_layers']}."
-
-
-def own_names(tensors: Mapping[str, torch.Tensor], where: str) -> dict[str, torch.Tensor]:
-    """Rename published tensors, without their prefix, to our module's names."""
-    renamed = {}
-    for name, tensor in stacked_experts(tensors, where).items():
-        if name == THEIR_NORM:
-            renamed[NORM] = tensor
-        elif name not in SHARED and not name.endswith("rotary_emb.inv_freq"):
-            renamed[name if name in OURS else LAYER + name] = tensor
-    return renamed
-
-
-def published_names(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """The inverse, with `prefix`; what is shared with the target is not among them."""
-    theirs = {
-        THEIR_NORM if name == NORM else name.removeprefix(LAYER): tensor
-        for name, tensor in tensors.items()
-    }
-    return {prefix + name: tensor for name, tensor in single_experts(theirs).items()}
+EXPERT = re.compile(r"(layer\.)?mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
+GATE_UP, DOWN = "layer.mlp.experts.gate_up_proj", "layer.mlp.experts.down_proj"
 
 
 def stacked_experts(tensors: Mapping[str, torch.Tensor], where: str) -> dict[str, torch.Tensor]:
     """Each expert's gate and up [I, H] and down [H, I] -> [E, 2 I, H] and [E, H, I]; a dense layer
     as it is."""
     stacked = {name: tensor for name, tensor in tensors.items() if not EXPERT.fullmatch(name)}
-    numbers = {int(found[1]) for name in tensors if (found := EXPERT.fullmatch(name))}
+    numbers = {int(found[2]) for name in tensors if (found := EXPERT.fullmatch(name))}
     if not numbers:
         return stacked
 
     def projection(number: int, kind: str) -> torch.Tensor:
-        name = f"mlp.experts.{number}.{kind}_proj.weight"
+        name = f"layer.mlp.experts.{number}.{kind}_proj.weight"
         if name not in tensors:
             raise UserError(
                 f"weight {name!r} of the MTP module is missing in {where!r}; restore the folder"
@@ -105,15 +77,17 @@ def single_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
     for number, (gate_up, down) in enumerate(zip(tensors[GATE_UP], tensors[DOWN], strict=True)):
         gate, up = gate_up.chunk(2)
         for kind, tensor in (("gate", gate), ("up", up), ("down", down)):
-            single[f"mlp.experts.{number}.{kind}_proj.weight"] = tensor
+            single[f"layer.mlp.experts.{number}.{kind}_proj.weight"] = tensor
     return single
 
 
 class AppendedMtp(MtpHead):
-    def __init__(self, target: Target):
+    def __init__(self, target: Target, layout: ShippedLayout):
         config = copy.deepcopy(target.config)
         config._attn_implementation = register()
-        last = target.layers[-1]
+        config.moe_layer_start_index = target.num_layers  # Ernie's block has no experts
+        index = last_attention(target)
+        last = target.layers[index]
         layer: Callable[..., torch.nn.Module] = type(last)
         norm: Callable[..., torch.nn.Module] = type(last.input_layernorm)
         super().__init__(
@@ -122,10 +96,13 @@ class AppendedMtp(MtpHead):
             tap=FINAL,
             norm=partial(norm, config.hidden_size, eps=config.rms_norm_eps),
             # One more of the last layer's kind: the first ones have no experts.
-            layer=partial(layer, config, layer_idx=target.num_layers - 1),
-            rotary=target.model.base_model.rotary_emb,
-            feeds_normed=FEEDS_NORMED[config.model_type],
+            layer=partial(layer, config, layer_idx=index),
+            rotary=rotary_of(target),
+            feeds_normed=layout.feeds_normed,
+            masks_first=layout.masks_first,
+            last_norm=layout.last_norm,
         )
+        self.layout = layout
         self.layer.self_attn.layer_idx = 0  # of a pool of its own
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
@@ -171,11 +148,18 @@ class AppendedMtp(MtpHead):
             "num_nextn_predict_layers": 1,
             "dtype": str(self.eh_proj.weight.dtype).removeprefix("torch."),
         }
-        write_weights(Path(folder), values, published_names(self.state_dict(), prefix_of(values)))
+        if self.layout is SPECULATORS:
+            values["speculators_model_type"] = "mtp"
+        prefix = self.layout.prefix_for(values)
+        tensors = single_experts(self.state_dict())
+        named = {prefix + self.layout.published_name(name): one for name, one in tensors.items()}
+        write_weights(Path(folder), values, named)
 
     @classmethod
     def load(cls, folder: Path, target: Target) -> AppendedMtp:
-        values = read_config(folder)
+        config = read_config(folder)
+        values, layout = text_values(config), layout_of(config)
+        assert layout is not None
         for key, own in (
             ("model_type", target.config.model_type),
             ("num_hidden_layers", target.num_layers),
@@ -186,11 +170,26 @@ class AppendedMtp(MtpHead):
                     f"{key}={values.get(key)!r} and {target.name!r} has "
                     f"{own!r}; use another draft"
                 )
-        tensors = own_names(
-            module_tensors(folder, values, prefix_of(values), needed="eh_proj.weight"), str(folder)
-        )
+        published = module_tensors(folder, values, layout.prefix_for(values), needed=layout.needed)
+        tensors = stacked_experts(own_names(published, layout), str(folder))
         with torch.device("meta"):  # its experts may be many: the weights are made once
-            drafter = cls(target)
+            drafter = cls(target, layout)
         drafter.to(tensors["eh_proj.weight"].dtype).to_empty(device="cpu")
         load_into(drafter, tensors, str(folder))
         return drafter
+
+
+def last_attention(target: Target) -> int:
+    """The last layer with attention over the whole text; layers of other kinds have states."""
+    kinds = getattr(target.config, "layer_types", None) or ["full_attention"] * target.num_layers
+    whole = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
+    return whole[-1] if whole else target.num_layers - 1
+
+
+def rotary_of(target: Target) -> torch.nn.Module:
+    """The model's rotary embedding, wherever a multimodal one has its language model."""
+    return next(
+        module
+        for name, module in target.model.named_modules()
+        if name.endswith("rotary_emb") and "visual" not in name
+    )

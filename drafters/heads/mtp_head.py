@@ -5,7 +5,7 @@ its own output.
     one, or the module's own
     next state  = norm(decoder layer(input));   logits of x_{t+2} = target's head(next state)
 
-The embedding at position 0 is zero, as in vLLM's modules.
+The embedding at position 0 is zero, as in most of vLLM's modules.
 """
 
 from __future__ import annotations
@@ -37,14 +37,17 @@ class MtpHead(FeatureHead):
         layer: Callable[[], nn.Module],
         rotary: nn.Module,
         feeds_normed: bool = True,
+        masks_first: bool = True,
+        last_norm: bool = True,
     ):
         """`config` is the layer's. `feeds_normed`: drafting on, the module reads its own state
-        after its norm."""
+        after its norm; `masks_first`: the embedding at position 0 is zero; `last_norm`: the head
+        reads a normed state."""
         super().__init__()
         size = config.hidden_size
         self.config = config
         self.taps = (tap,)
-        self.feeds_normed = feeds_normed
+        self.feeds_normed, self.masks_first = feeds_normed, masks_first
         self._target = target
         # Outside the module: its frequencies must stay in float32 whatever the module is cast to.
         self._rotary = (rotary,)
@@ -52,7 +55,7 @@ class MtpHead(FeatureHead):
         self.hnorm = norm()
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
         self.layer = layer()
-        self.norm = norm()
+        self.norm = norm() if last_norm else nn.Identity()
 
     @property
     def vocab_map(self) -> torch.Tensor | None:
@@ -74,7 +77,8 @@ class MtpHead(FeatureHead):
         positions: torch.Tensor,
         context: AttentionContext,
     ) -> HeadStep:
-        embeds = embeds.masked_fill((positions == 0)[..., None], 0.0)
+        if self.masks_first:
+            embeds = embeds.masked_fill((positions == 0)[..., None], 0.0)
         mixed = self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(hidden)], dim=-1))
         rotary = self._rotary[0](mixed, positions)
         state = self.layer(mixed, position_embeddings=rotary, attention_context=context)

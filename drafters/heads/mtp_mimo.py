@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from draftsmith.drafters.layouts.fp8 import block_of, dequantised
 from draftsmith.drafters.weights import check_finite, weight_files
 from draftsmith.errors import UserError
 
@@ -45,15 +46,20 @@ def read_native(folder: Path, config: Mapping[str, Any]) -> dict[str, torch.Tens
     return {"eh_proj.weight": torch.cat([embedding, state], dim=1), **renamed}
 
 
+def check_one_module(folder: Path, config: Mapping[str, Any]) -> None:
+    for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
+        if (modules := config.get(key, 1)) != 1:
+            raise UserError(
+                f"{str(folder)!r} has {key}={modules!r}; one module, applied again and again, is "
+                "read, so use another draft"
+            )
+
+
 def module_tensors(
     folder: Path, config: Mapping[str, Any], prefix: str, *, needed: str
 ) -> dict[str, torch.Tensor]:
-    """Those of the one module under `prefix`, which their names here lack."""
-    if (modules := config.get("num_nextn_predict_layers")) != 1:
-        raise UserError(
-            f"{str(folder)!r} has num_nextn_predict_layers={modules!r}; one module, applied again "
-            "and again, is read"
-        )
+    """Those of the one module under `prefix`, which their names here lack; FP8 as numbers."""
+    check_one_module(folder, config)
     tensors: dict[str, torch.Tensor] = {}
     for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
@@ -63,12 +69,13 @@ def module_tensors(
         raise UserError(
             f"{str(folder)!r} holds no {prefix}{needed}; give a target with an MTP module"
         )
+    tensors = dequantised(tensors, str(folder), block_of(config))
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or tensor.element_size() == 1:
             raise UserError(
                 f"weight {prefix + name!r} of {str(folder)!r} is stored as "
                 f"{str(tensor.dtype).removeprefix('torch.')}; "
-                "give a folder whose MTP module is not quantised, in bfloat16 for one"
+                "give a folder whose MTP module is not quantised, or in FP8 with its scales"
             )
     check_finite(tensors, str(folder))
     return tensors

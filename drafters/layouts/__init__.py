@@ -4,6 +4,7 @@ Files in reading order:
 - `folder`: configuration and tensor names, before the family is known
 - `causal_lm_names`: architectures that transformers builds as a causal LM
 - `speculators`: the layout of the `speculators` library
+- `fp8`: weights stored in FP8 with scales
 
 Other chapters import all of it.
 """

@@ -15,21 +15,30 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow.parquet
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.heads.mtp_deepseek import is_appended
+from draftsmith.drafters.heads.mtp_layouts import is_appended
 from draftsmith.drafters.target.target import Target
 from draftsmith.files import read_json, write_json
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
+from draftsmith.train.export.layouts.serving import vllm_options
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -56,15 +65,37 @@ FAMILIES = {
 def workshop(tmp_path_factory: pytest.TempPathFactory, tiny_target: Callable[..., str]) -> Path:
     """A folder with `target`, and `data`: its greedy answers to 24 prompts."""
     folder = tmp_path_factory.mktemp("workshop")
-    config = LlamaConfig(
-        vocab_size=288, hidden_size=128, intermediate_size=256, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2,
-        head_dim=32, max_position_embeddings=256, bos_token_id=None, eos_token_id=0, pad_token_id=1,
-    )  # fmt: skip
+    config = LlamaConfig(**SHAPE, head_dim=32)
+    save_target(folder, partial(LlamaForCausalLM, config), tiny_target)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def qwen3_workshop(
+    tmp_path_factory: pytest.TempPathFactory, tiny_target: Callable[..., str]
+) -> Path:
+    """The same of a target whose heads are wider than its states, with norms of their own."""
+    folder = tmp_path_factory.mktemp("qwen3-workshop")
+    config = Qwen3Config(**SHAPE, head_dim=64)
+    save_target(folder, partial(Qwen3ForCausalLM, config), tiny_target)
+    return folder
+
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 288, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1,
+}  # fmt: skip
+
+
+def save_target(
+    folder: Path, make: Callable[[], PreTrainedModel], tiny_target: Callable[..., str]
+) -> None:
+    """With weights that are far larger than an untrained model's, and data."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
+    model = make()
     with torch.no_grad():
-        # Far larger than an untrained model's: greedy texts must depend on all that came before.
+        # Greedy texts must depend on all that came before.
         for parameter in model.parameters():
             parameter.normal_(
                 0.0, 1.5 * parameter.shape[-1] ** -0.5
@@ -72,7 +103,6 @@ def workshop(tmp_path_factory: pytest.TempPathFactory, tiny_target: Callable[...
     model.save_pretrained(folder / "target")
     AutoTokenizer.from_pretrained(tiny_target("llama")).save_pretrained(folder / "target")
     answer(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +179,12 @@ def texts(folder: Path) -> list[tuple[list[int], list[int]]]:
 
 
 def vllm(
-    folder: Path, model: str, speculative: dict[str, Any] | None, *, probe: Path = PROBE
+    folder: Path,
+    model: str,
+    speculative: dict[str, Any] | None,
+    *,
+    probe: Path = PROBE,
+    overrides: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     python = os.environ.get("DRAFTSMITH_VLLM_PYTHON")
     assert python, (
@@ -161,7 +196,7 @@ def vllm(
     job = {
         "model": str(folder / model), "prompts": [prompt for prompt, _ in texts(folder)],
         "max_tokens": MAX_TOKENS,
-        "max_model_len": 128, "speculative": speculative, "out": str(out),
+        "max_model_len": 128, "speculative": speculative, "hf_overrides": overrides, "out": str(out),
     }  # fmt: skip
     write_json(folder / "vllm-job.json", job)
     environment = {
@@ -347,6 +382,19 @@ def test_stitched_mtp_accepts_what_was_predicted(workshop: Path, plain: dict[str
         vllm(workshop, exported(workshop, "mtp", "vllm"), speculation(workshop, "mtp")),
         plain,
     )
+
+
+def test_a_module_beside_a_qwen3_accepts_what_was_predicted(qwen3_workshop: Path) -> None:
+    """vLLM has no MTP kind for Qwen3: the module comes as MiMo's, in a folder of its own."""
+    draft = exported(qwen3_workshop, "mtp", "vllm")
+    options = vllm_options("mtp", "target", str(qwen3_workshop / draft), K)
+    found = vllm(
+        qwen3_workshop,
+        options["model"],
+        options["speculative_config"],
+        overrides=options["hf_overrides"],
+    )
+    check(qwen3_workshop, "mtp", found, without_speculation(qwen3_workshop))
 
 
 def test_a_targets_own_module_accepts_what_was_predicted(native_workshop: Path) -> None:

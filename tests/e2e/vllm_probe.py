@@ -2,7 +2,7 @@
 vLLM generated and accepted.
 
 Job: {"model", "prompts": [[ids]], "max_tokens", "max_model_len", "speculative": null or vLLM's
-speculative config, "out"}.
+speculative config, "hf_overrides": null or keys of the model's config, "out"}.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ def main(job_path: str) -> None:
         speculative_config=job["speculative"],
         disable_log_stats=False,
         seed=0,
+        hf_overrides=job.get("hf_overrides"),
     )
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     finished = engine.generate(

@@ -140,11 +140,15 @@ def serving(source: Source, *, engine: str, name: str) -> str:
     k, target = source.num_speculative_tokens, source.target_name
     return "\n\n".join(
         f"{title}:\n\n```\n{command}\n```"
-        for title, command in commands(source.family, engine, name, target, k)
+        for title, command in commands(
+            source.family, engine, name, target, k, stitched=source.is_stitched
+        )
     )
 
 
-def commands(family: str, engine: str, draft: str, target: str, k: int) -> list[tuple[str, str]]:
+def commands(
+    family: str, engine: str, draft: str, target: str, k: int, *, stitched: bool = False
+) -> list[tuple[str, str]]:
     """(engine, shell or Python lines) for every engine that reads this layout. `draft` is this
     folder or its Hub id."""
     if engine == "triton":
@@ -159,7 +163,7 @@ def commands(family: str, engine: str, draft: str, target: str, k: int) -> list[
         shown.append(
             (
                 "vLLM up to 0.32" if family == "medusa" else "vLLM",
-                vllm_command(family, target, draft, k),
+                vllm_command(family, target, draft, k, stitched=stitched),
             )
         )
     if family in SGLANG_ALGORITHMS and (family, engine) != ("eagle1", "vllm"):

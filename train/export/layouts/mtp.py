@@ -1,5 +1,5 @@
 """An MTP module as part of its target's folder, which engines serve with `method: mtp`: in the
-layout it came in, or MiMo's."""
+layout it came in, or MiMo's; or in MiMo's layout in a folder of its own."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from draftsmith.drafters.heads.mtp_deepseek import is_appended
-from draftsmith.drafters.weights import read_weights
+from draftsmith.drafters.draft_shape import rope_of
+from draftsmith.drafters.heads.mtp_alone import READS_FINAL, STITCHED, uses_window
+from draftsmith.drafters.heads.mtp_layouts import is_appended
+from draftsmith.drafters.weights import read_weights, write_weights
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
+from draftsmith.train.export.layouts.eagle3 import scales_its_embeddings
+from draftsmith.train.export.layouts.medusa import target_table
 from draftsmith.train.export.layouts.source import (
     Source,
     copy_tokenizer,
     file_shapes,
     tensor_shapes,
+    text_config,
     weight_files,
     write_config,
 )
-
-# Same block as Qwen2 up to the biases. Others differ in what the tensors mean (Gemma's norms), not
-# only in which there are.
-TARGETS = ("llama", "mistral", "qwen2")
 
 MODULE = "model.mtp_layers.0."
 
@@ -37,8 +39,81 @@ MODULE_FILE = "model-mtp.safetensors"
 
 
 def write_mtp(source: Source, out: Path) -> None:
-    write = write_back if is_appended(source.config) else write_stitched
-    write(source, out)
+    if is_appended(source.config):
+        write_back(source, out)
+    elif source.config.get(READS_FINAL):
+        write_alone(source, out)
+    else:
+        write_stitched(source, out)
+
+
+def write_alone(source: Source, out: Path) -> None:
+    """MiMo's layout without the target's layers: the module and copies of the target's tables,
+    which the engine loads and then takes the target's own for."""
+    if scales_its_embeddings(source):
+        raise UserError(
+            f"{source.target_name!r} scales its token embeddings, which engines do not do for a "
+            "draft that shares them; train an eagle3 draft, which has its own"
+        )
+    config = source.config
+    check_block(config, text_config(source.target_config), source.target_name)
+    module = mimo_tensors(read_weights(source.draft))
+    dtype = next(iter(module.values())).dtype
+    tables = {
+        "model.embed_tokens.weight": target_tensor(source, "embed_tokens.weight"),
+        "lm_head.weight": target_table(source),
+    }
+    tensors = module | zero_biases(module, {})
+    tensors |= {name: table.to(dtype) for name, table in tables.items()}
+    write_weights(out, alone_config(config, source.target_config), tensors)
+
+
+def check_block(config: dict[str, Any], target: dict[str, Any], name: str) -> None:
+    """The engine builds the module's block from the target's config, as a Qwen2 block."""
+    shared = ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size")
+    wanted = {key: target.get(key) for key in shared} | {
+        "num_key_value_heads": target.get("num_key_value_heads") or target["num_attention_heads"],
+        "head_dim": target["hidden_size"] // target["num_attention_heads"],
+        "hidden_act": target.get("hidden_act"),
+        "rms_norm_eps": target.get("rms_norm_eps"),
+        **rope_of(target),
+    }
+    for key, own in wanted.items():
+        if config.get(key) != own:
+            raise UserError(
+                f"the MTP draft has {key}={config.get(key)!r} where vLLM builds its block with "
+                f"{own!r}, from {name!r}; train an eagle3 draft"
+            )
+    rope = target.get("rope_parameters") or target
+    if uses_window(target) or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UserError(
+            f"{name!r} has a sliding window or a partial rotary embedding, which vLLM would give "
+            "to the module's block too; train an eagle3 draft"
+        )
+
+
+def target_tensor(source: Source, ending: str) -> torch.Tensor:
+    """The target's tensor of this name, whatever the name of the language model in it."""
+    for file in weight_files(source.target):
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 - not a dict
+                if name.endswith(ending) and "visual" not in name:
+                    return weights.get_tensor(name)
+    raise UserError(
+        f"{source.target_name!r} has no weight {ending!r}, which engines look for; train an eagle3 "
+        "draft"
+    )
+
+
+def alone_config(config: dict[str, Any], target_config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key != "attention_bias"} | {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "qwen2",
+        "num_hidden_layers": text_config(target_config)["num_hidden_layers"],
+        "num_nextn_predict_layers": 1,
+        "use_sliding_window": False,
+        "tie_word_embeddings": False,
+    }
 
 
 def write_back(source: Source, out: Path) -> None:
@@ -78,10 +153,10 @@ def write_stitched(source: Source, out: Path) -> None:
 def check_target(source: Source) -> None:
     config = source.target_config
     kind = config["model_type"]
-    if kind not in TARGETS:
+    if kind not in STITCHED:
         raise UserError(
             f"no engine layout holds an MTP module for a {kind!r} target; MTP is exported for "
-            f"{', '.join(TARGETS)}, "
+            f"{', '.join(STITCHED)}, "
             "train an eagle3 draft for this one"
         )
     heads = config["num_attention_heads"]
@@ -108,11 +183,6 @@ def check_target(source: Source) -> None:
             f"{source.target_name!r} has weights like {odd[0]!r}, which MiMo's layout lacks; "
             "train an eagle3 draft"
         )
-
-
-def uses_window(config: dict[str, Any]) -> bool:
-    windowed = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
-    return windowed or "sliding_attention" in (config.get("layer_types") or ())
 
 
 def mimo_tensors(draft: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -25,20 +25,26 @@ SGLANG_ALGORITHMS = {
 }
 
 
-def vllm_options(family: str, target: str, draft: str, k: int) -> dict[str, Any]:
-    """vLLM's engine arguments. A family that is stitched into its target is both models at once."""
+def vllm_options(
+    family: str, target: str, draft: str, k: int, *, stitched: bool = False
+) -> dict[str, Any]:
+    """vLLM's engine arguments. A draft that is stitched into its target is both models at once."""
     speculative = {**VLLM_METHODS[family], "num_speculative_tokens": k}
-    if family == "mtp":
+    if stitched:
         return {"model": draft, "speculative_config": speculative}
-    return {"model": target, "speculative_config": {**speculative, "model": draft}}
+    options = {"model": target, "speculative_config": {**speculative, "model": draft}}
+    # vLLM builds the block of an MTP module from the target's config, which must count one.
+    return options | ({"hf_overrides": {"num_nextn_predict_layers": 1}} if family == "mtp" else {})
 
 
-def vllm_command(family: str, target: str, draft: str, k: int) -> str:
-    options = vllm_options(family, target, draft, k)
-    return (
-        f"vllm serve {options['model']} --speculative-config "
-        f"'{json.dumps(options['speculative_config'])}'"
-    )
+def vllm_command(family: str, target: str, draft: str, k: int, *, stitched: bool = False) -> str:
+    options = vllm_options(family, target, draft, k, stitched=stitched)
+    flags = [
+        f"--{key.replace('_', '-')} '{json.dumps(value)}'"
+        for key, value in options.items()
+        if key != "model"
+    ]
+    return " ".join([f"vllm serve {options['model']}", *flags])
 
 
 def sglang_command(family: str, target: str, draft: str, k: int) -> str:

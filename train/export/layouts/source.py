@@ -11,6 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from draftsmith.drafters.heads.mtp_alone import READS_FINAL
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 
@@ -27,6 +28,11 @@ class Source:
     target_config: dict[str, Any]  # the target's config.json
     num_speculative_tokens: int
     out: Path  # where the export will be found
+
+    @property
+    def is_stitched(self) -> bool:
+        """True where the export is the target with the draft in it."""
+        return self.family == "mtp" and not self.config.get(READS_FINAL)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -62,7 +62,13 @@ def engine_arguments(source: Source, draft: Path) -> dict[str, Any]:
         if Path(source.target_name).is_dir()
         else source.target_name
     )
-    return vllm_options(source.family, target, str(draft), source.num_speculative_tokens)
+    return vllm_options(
+        source.family,
+        target,
+        str(draft),
+        source.num_speculative_tokens,
+        stitched=source.is_stitched,
+    )
 
 
 def model_name(target_name: str) -> str:

@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
+from draftsmith.drafters.draft_shape import rope_of
 from draftsmith.drafters.heads import mtp
-from draftsmith.drafters.weights import read_config, read_weights
+from draftsmith.drafters.heads.mtp_alone import READS_FINAL
+from draftsmith.drafters.weights import read_config, read_weights, tensor_names
 from draftsmith.errors import UserError
+from draftsmith.train.export.layouts.source import text_config
 from draftsmith.train.export.readers.understood import (
     LAYER_NORMS,
     Parameters,
@@ -21,6 +24,10 @@ from draftsmith.train.export.readers.understood import (
 )
 from draftsmith.train.export.readers.vllm_taps import NAME
 
+FROM_TARGET = (
+    "hidden_size", "vocab_size", "num_attention_heads", "intermediate_size", "hidden_act",
+    "rms_norm_eps", "max_position_embeddings",
+)  # fmt: skip
 DEEPSEEK = "DeepseekV3ForCausalLM"
 LATENT = (DEEPSEEK, "Glm4MoeLiteForCausalLM")
 GROUPED = ("Glm4MoeForCausalLM",)
@@ -29,6 +36,7 @@ GROUPED = ("Glm4MoeForCausalLM",)
 def read_mtp(folder: Path, target_config: dict[str, Any]) -> Understood:
     config = read_config(folder)
     (architecture,) = config["architectures"]
+    target = text_config(target_config)
     if config.get("num_nextn_predict_layers") != 1 or architecture not in (
         "MiMoForCausalLM",
         *LATENT,
@@ -37,11 +45,24 @@ def read_mtp(folder: Path, target_config: dict[str, Any]) -> Understood:
         raise UserError(
             f"vLLM finds no MTP module of one layer in {architecture!r}; the layout is wrong"
         )
-    return (
-        read_mimo(folder, config)
-        if architecture == "MiMoForCausalLM"
-        else read_appended(folder, config, architecture)
-    )
+    if architecture != "MiMoForCausalLM":
+        return read_appended(folder, config, architecture)
+    if has_layers(folder):
+        return read_mimo(folder, config)
+    # A folder beside the target, of whose config the block is built, and whose final state it is
+    # handed.
+    heads = target["num_attention_heads"]
+    built = {key: target[key] for key in FROM_TARGET} | {
+        "num_key_value_heads": target.get("num_key_value_heads") or heads,
+        "head_dim": target["hidden_size"] // heads,
+        **rope_of(target),
+    }
+    read = read_mimo(folder, {**config, **built})
+    return Understood({**read.config, READS_FINAL: True}, read.tensors)
+
+
+def has_layers(folder: Path) -> bool:
+    return any(name.startswith("model.layers.") for name in tensor_names(folder))
 
 
 def read_appended(folder: Path, config: dict[str, Any], architecture: str) -> Understood:

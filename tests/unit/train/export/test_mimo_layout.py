@@ -22,7 +22,7 @@ from draftsmith.drafters import checkpoint
 from draftsmith.drafters.heads.mtp import Mtp
 from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.options import MtpOptions
-from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.target.target import FINAL, Target
 from draftsmith.errors import UserError
 from draftsmith.train.export.command import run
 from draftsmith.train.export.config import ExportConfig
@@ -187,7 +187,44 @@ def test_a_target_with_other_modules_than_one_is_refused(
         checkpoint.load(folder, target)
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "gemma", "gpt_neox", "mixtral", "mistral"])
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+def test_a_module_beside_its_target_is_read_by_vllm(
+    exported: Callable[..., tuple[Target, Mtp, Path]], arch: str, tmp_path: Path
+) -> None:
+    """Qwen3's heads are wider than its states; the block's are not."""
+    target, drafter, folder = exported(arch)
+    values = json.loads((folder / "config.json").read_text())
+    assert values["architectures"] == ["MiMoForCausalLM"] and drafter.taps == (FINAL,)
+    config = Qwen2Config(
+        **{
+            key: value
+            for key, value in values.items()
+            if key not in ("architectures", "model_type", "head_dim")
+        }
+    )
+    config._attn_implementation = "eager"
+    module, tensors = MimoModule(config).eval(), load_file(folder / "model.safetensors")
+    module.load(tensors)
+    # What the engine would miss among the weights of its module.
+    assert {name for name in tensors if "mtp_layers" not in name} == {
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+    }
+    mask = torch.ones_like(IDS)
+    with torch.no_grad():
+        final = target.states(IDS, mask, ())[1]
+        theirs = module(target.embed(torch.roll(IDS, -1, 1)), final, Qwen2RotaryEmbedding(config))
+        batch = UnrollBatch(input_ids=IDS, attention_mask=mask, taps=final, num_steps=1)
+        ours = next(iter(drafter.unroll(batch))).hidden
+        torch.testing.assert_close(theirs[:, :-1], ours[:, :-1], rtol=1e-4, atol=1e-4)
+    assert torch.equal(tensors["lm_head.weight"], target.output_weight)
+    run(ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(tmp_path / "proven")))
+    card = (tmp_path / "proven" / "README.md").read_text()
+    assert f"vllm serve {target.name}" in card and '"method": "mtp"' in card
+    assert """--hf-overrides '{"num_nextn_predict_layers": 1}'""" in card
+
+
+@pytest.mark.parametrize("arch", ["gemma", "gpt_neox", "mistral"])
 def test_targets_that_the_layout_cannot_express_are_refused(
     exported: Callable[..., object], arch: str
 ) -> None:

@@ -1,0 +1,133 @@
+"""Layouts of the MTP modules that targets bring along: names in their checkpoints, and where the
+modules differ in what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from draftsmith.drafters.layouts.speculators import NESTED
+
+
+class ShippedLayout(NamedTuple):
+    prefix: str  # of the module's tensors; `{layers}`: the number of the target's layers
+    names: dict[str, str]  # theirs, or how theirs begin, -> ours
+    needed: str  # a tensor that only the module has
+    feeds_normed: bool = True  # drafting on, it reads its state after its norm
+    masks_first: bool = True  # the embedding at position 0 is zero
+    last_norm: bool = True  # the head reads a normed state
+    left_out: tuple[str, ...] = ()  # copies of the target's tables
+    always: bool = False  # whether no key of the config counts the modules
+
+    def prefix_for(self, config: Mapping[str, Any]) -> str:
+        return self.prefix.format(layers=config["num_hidden_layers"])
+
+    def is_in(self, names: Collection[str], config: Mapping[str, Any]) -> bool:
+        return self.prefix_for(config) + self.needed in names
+
+    def own_name(self, name: str) -> str | None:
+        """Ours of a published name without its prefix; None: left out."""
+        if name in self.left_out or name.endswith("rotary_emb.inv_freq"):
+            return None
+        for theirs, ours in self.names.items():
+            if name == theirs or (theirs.endswith(".") and name.startswith(theirs)):
+                return ours + name.removeprefix(theirs)
+        return f"layer.{name}"
+
+    def published_name(self, name: str) -> str:
+        """The inverse."""
+        for theirs, ours in self.names.items():
+            if name == ours or (ours.endswith(".") and name.startswith(ours)):
+                return theirs + name.removeprefix(ours)
+        return name.removeprefix("layer.")
+
+
+# One layer more (DeepSeek-V3, GLM-4.5). Engines differ in what GLM's module reads of itself (SGLang
+# and transformers the normed state); these are vLLM's ways, which reads our exports.
+APPENDED = ShippedLayout(
+    prefix="model.layers.{layers}.",
+    names={
+        "shared_head.norm.weight": "norm.weight",
+        "enorm.weight": "enorm.weight",
+        "hnorm.weight": "hnorm.weight",
+        "eh_proj.weight": "eh_proj.weight",
+    },
+    needed="eh_proj.weight",
+    # Copies of the target's tables. vLLM, too, takes the target's own for them.
+    left_out=("embed_tokens.weight", "shared_head.head.weight"),
+)
+QWEN = ShippedLayout(
+    prefix="mtp.",
+    names={
+        "fc.weight": "eh_proj.weight",
+        "norm.weight": "norm.weight",
+        "pre_fc_norm_embedding.weight": "enorm.weight",
+        "pre_fc_norm_hidden.weight": "hnorm.weight",
+        "layers.0.": "layer.",
+    },
+    needed="fc.weight",
+    masks_first=False,
+    always=True,
+)
+ERNIE = ShippedLayout(
+    prefix="model.mtp_",
+    names={
+        "linear_proj.0.weight": "eh_proj.weight",
+        "emb_norm.0.weight": "enorm.weight",
+        "hidden_norm.0.weight": "hnorm.weight",
+        "block.0.": "layer.",
+    },
+    needed="linear_proj.0.weight",
+    last_norm=False,
+)
+SPECULATORS = ShippedLayout(
+    prefix="mtp_layers.0.",
+    names={
+        "input_proj.weight": "eh_proj.weight",
+        "token_layernorm.weight": "enorm.weight",
+        "hidden_layernorm.weight": "hnorm.weight",
+        "final_layernorm.weight": "norm.weight",
+    },
+    needed="input_proj.weight",
+    masks_first=False,
+    always=True,
+)
+LAYOUTS = {
+    "deepseek_v3": APPENDED,
+    "glm4_moe": APPENDED._replace(feeds_normed=False),
+    "glm4_moe_lite": APPENDED._replace(feeds_normed=False),
+    "qwen3_next": QWEN,
+    "qwen3_5_text": QWEN,
+    "qwen3_5_moe_text": QWEN,
+    "ernie4_5_moe": ERNIE,
+}
+
+
+def text_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The language model's part of a config, in which multimodal models and speculators nest it."""
+    nested = config.get(NESTED) or config.get("text_config") or {}
+    return {**config, **nested}
+
+
+def layout_of(config: Mapping[str, Any]) -> ShippedLayout | None:
+    """Layout of the module that a checkpoint with this config may hold."""
+    if config.get("speculators_model_type") == "mtp":
+        return SPECULATORS
+    values = text_values(config)
+    found = LAYOUTS.get(values.get("model_type", ""))
+    counted = values.get("num_nextn_predict_layers") or values.get("mtp_num_hidden_layers")
+    return found if found is not None and (found.always or counted) else None
+
+
+def is_appended(config: Mapping[str, Any]) -> bool:
+    return layout_of(config) is not None
+
+
+def own_names(
+    tensors: Mapping[str, torch.Tensor], layout: ShippedLayout
+) -> dict[str, torch.Tensor]:
+    """Rename published tensors, without their prefix, to our module's names."""
+    named = ((layout.own_name(name), tensor) for name, tensor in tensors.items())
+    return {name: tensor for name, tensor in named if name is not None}
