@@ -664,6 +664,21 @@ LAYOUTS = [
 ]
 
 
+# Layouts whose folders other tests make: heads/test_shipped_mtp.py, heads/test_appended_mtp.py,
+# heads/test_peagle.py, blocks/test_block_drafters.py, lm/test_draft_lm.py.
+ELSEWHERE = (
+    ("MTP, DeepSeek-V3, FP8 with scales or not", "mtp"),
+    ("MTP, GLM-4.5 to 4.7 and GLM-4.7-Flash", "mtp"),
+    ("MTP, Qwen3-Next and Qwen3.5", "mtp"),
+    ("MTP, Ernie-4.5", "mtp"),
+    ("MTP, MiMo-7B", "mtp"),
+    ("MTP, speculators", "mtp"),
+    ("P-EAGLE, its trainers", "p-eagle"),
+    ("DSpark, its authors", "dspark"),
+    ("a causal LM of transformers", "draft-lm"),
+)
+
+
 PAGE = Path(__file__).parents[1] / "docs" / "drafts.md"
 ABOVE = """# Published drafts
 
@@ -674,7 +689,7 @@ plain torch, its greedy text to the target's, and run the evaluator, the trainer
 
 """
 BELOW = """
-Not read, and refused by a sentence: EAGLE-1 with `layernorms`; DFlash with attention sinks or scaled values; LSTM speculators whose weights are not
+Not read, and refused by a sentence: more than one MTP module; EAGLE-1 with `layernorms`; DFlash with attention sinks or scaled values; LSTM speculators whose weights are not
 tied. A GPTQ or AWQ draft LM needs its library, which the refusal names.
 
 This page is written by `python -m tests.published_drafts`.
@@ -686,6 +701,7 @@ def page() -> str:
         "| layout | family | read | served | evaluated | trained further |",
         "|---|---|---|---|---|---|",
         *(f"| {one.name} | `{one.family}` | yes | yes | yes | yes |" for one in LAYOUTS),
+        *(f"| {name} | `{family}` | yes | yes | yes | yes |" for name, family in ELSEWHERE),
     ]
     return ABOVE + "\n".join(rows) + "\n" + BELOW
 

@@ -10,6 +10,7 @@ import torch
 from draftsmith.drafters.checkpoint import RECORD, locate, read_metadata
 from draftsmith.drafters.config import Pair
 from draftsmith.drafters.interface import TrainedDrafter, UnrollBatch, head_of
+from draftsmith.drafters.layouts.speculators import flattened
 from draftsmith.drafters.target.taps import FINAL
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import read_config
@@ -93,7 +94,7 @@ def check_record(record: dict[str, Any], target: Target) -> list[Finding]:
 
 
 def check_positions(folder: Path, target: Target) -> Finding:
-    positions = read_config(folder).get("max_position_embeddings")
+    positions = flattened(read_config(folder)).get("max_position_embeddings")
     if positions is not None and positions < target.max_positions:
         return warn(
             "draft.positions",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,18 @@ def test_every_causal_lm_of_transformers_is_a_draft_lm(tmp_path: Path) -> None:
         {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own_code.OwnForCausalLM"}}
     )
     assert not is_causal_lm({"model_type": "llama", "architectures": ["LlamaForCausalLMEagle"]})
+
+
+@pytest.mark.skipif(find_spec("gptqmodel") is not None, reason="its library is here")
+def test_a_draft_lm_in_gptq_names_its_library(
+    target: Target, tiny_target: Find, tmp_path: Path
+) -> None:
+    folder = tmp_path / "draft"
+    shutil.copytree(tiny_target("llama"), folder)
+    values = json.loads((folder / "config.json").read_text())
+    write(folder, values | {"quantization_config": {"quant_method": "gptq", "bits": 4}})
+    with pytest.raises(UserError, match=r"'gptq', which needs .*gptqmodel"):
+        checkpoint.load(folder, target)
 
 
 BROKEN: dict[str, Any] = {
