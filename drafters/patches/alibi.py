@@ -17,55 +17,42 @@ from draftsmith.drafters.patches.current import CurrentPass, current
 LOW = 256
 
 
-def bloom(module: torch.nn.Module) -> None:
-    own = module.forward
-    slopes_of = vars(sys.modules[type(module).__module__])["_get_alibi_slopes"]
-
-    def forward(
-        hidden_states: torch.Tensor, residual: torch.Tensor, *rest: Any, **named: Any
-    ) -> Any:
-        if (now := current()) is None:
-            return own(hidden_states, residual, *rest, **named)
-        query, key, value = module._reshape(module.query_key_value(hidden_states))
-        slopes = slopes_of(module.num_heads, hidden_states.device)
-        out = _attend(now, module, query, key, value, slopes, module.inv_norm_factor)
-        return module.dense(out) + residual, None
-
-    module.forward = forward
+def bloom(
+    self: Any, hidden_states: torch.Tensor, residual: torch.Tensor, *rest: Any, **named: Any
+) -> Any:
+    """`forward` of BLOOM's attention."""
+    if (now := current()) is None:
+        return type(self).forward(self, hidden_states, residual, *rest, **named)
+    slopes_of = vars(sys.modules[type(self).__module__])["_get_alibi_slopes"]
+    query, key, value = self._reshape(self.query_key_value(hidden_states))
+    slopes = slopes_of(self.num_heads, hidden_states.device)
+    out = _attend(now, self, query, key, value, slopes, self.inv_norm_factor)
+    return self.dense(out) + residual, None
 
 
-def bloom_body(module: torch.nn.Module) -> None:
-    """Its own bias, which it would make of the mask, is that of another layout."""
-    own = module.build_alibi_tensor
-
-    def build_alibi_tensor(*inputs: Any, **named: Any) -> torch.Tensor | None:
-        return own(*inputs, **named) if current() is None else None
-
-    module.build_alibi_tensor = build_alibi_tensor
+def bloom_bias(self: Any, *inputs: Any, **named: Any) -> torch.Tensor | None:
+    """`build_alibi_tensor` of BLOOM's body, which would make the bias of another layout out of the
+    mask."""
+    return type(self).build_alibi_tensor(self, *inputs, **named) if current() is None else None
 
 
-def mpt(module: torch.nn.Module) -> None:
-    own = module.forward
-    bias_of = vars(sys.modules[type(module).__module__])["build_mpt_alibi_tensor"]
-
-    def forward(hidden_states: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        if (now := current()) is None:
-            return own(hidden_states, *rest, **named)
-        mixed = module.Wqkv(hidden_states)
-        if module.clip_qkv:
-            mixed = mixed.clamp(min=-module.clip_qkv, max=module.clip_qkv)
-        query, key, value = (
-            part.unflatten(2, (module.n_heads, module.head_dim)).transpose(1, 2)
-            for part in mixed.chunk(3, dim=2)
-        )
-        # Of two neighbouring keys, the later has a bias larger by the slope.
-        bias = bias_of(module.n_heads, 2, device=hidden_states.device)[:, 0]
-        slopes = bias[:, 1] - bias[:, 0]
-        return module.out_proj(
-            _attend(now, module, query, key, value, slopes, module.softmax_scale)
-        ), None
-
-    module.forward = forward
+def mpt(self: Any, hidden_states: torch.Tensor, *rest: Any, **named: Any) -> Any:
+    """`forward` of MPT's attention."""
+    if (now := current()) is None:
+        return type(self).forward(self, hidden_states, *rest, **named)
+    bias_of = vars(sys.modules[type(self).__module__])["build_mpt_alibi_tensor"]
+    mixed = self.Wqkv(hidden_states)
+    if self.clip_qkv:
+        mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
+    query, key, value = (
+        part.unflatten(2, (self.n_heads, self.head_dim)).transpose(1, 2)
+        for part in mixed.chunk(3, dim=2)
+    )
+    # Of two neighbouring keys, the later has a bias larger by the slope.
+    bias = bias_of(self.n_heads, 2, device=hidden_states.device)[:, 0]
+    slopes = bias[:, 1] - bias[:, 0]
+    out = _attend(now, self, query, key, value, slopes, self.softmax_scale)
+    return self.out_proj(out), None
 
 
 def _attend(

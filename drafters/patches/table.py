@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
-from draftsmith.drafters.patches.alibi import bloom, bloom_body, mpt
-from draftsmith.drafters.patches.attention import bert, falcon, scores_method
+from draftsmith.drafters.patches.alibi import bloom, bloom_bias, mpt
+from draftsmith.drafters.patches.attention import bert, falcon, scores
 from draftsmith.drafters.patches.positions import counted
 
-PATCHES: dict[str, Callable[[torch.nn.Module], None]] = {
-    "GPTJAttention": scores_method,
-    "CodeGenAttention": scores_method,
-    "GPTNeoXJapaneseAttention": scores_method,
-    "GPTNeoSelfAttention": scores_method,
-    "RemBertSelfAttention": bert,
-    "MegatronBertSelfAttention": bert,
-    "FalconAttention": falcon,
-    "BloomAttention": bloom,
-    "BloomModel": bloom_body,
-    "MptAttention": mpt,
-    "BartLearnedPositionalEmbedding": counted,
-    "MBartLearnedPositionalEmbedding": counted,
-    "PLBartLearnedPositionalEmbedding": counted,
-    "BigBirdPegasusLearnedPositionalEmbedding": counted,
-    "BlenderbotLearnedPositionalEmbedding": counted,
-    "BlenderbotSmallLearnedPositionalEmbedding": counted,
-    "PegasusSinusoidalPositionalEmbedding": counted,
-    "MarianSinusoidalPositionalEmbedding": counted,
+# The method that is patched, and what stands in its place.
+PATCHES: dict[str, tuple[str, Callable[..., Any]]] = {
+    "GPTJAttention": ("_attn", scores),
+    "CodeGenAttention": ("_attn", scores),
+    "GPTNeoXJapaneseAttention": ("_attn", scores),
+    "GPTNeoSelfAttention": ("_attn", scores),
+    "RemBertSelfAttention": ("forward", bert),
+    "MegatronBertSelfAttention": ("forward", bert),
+    "FalconAttention": ("forward", falcon),
+    "BloomAttention": ("forward", bloom),
+    "BloomModel": ("build_alibi_tensor", bloom_bias),
+    "MptAttention": ("forward", mpt),
+    "BartLearnedPositionalEmbedding": ("forward", counted),
+    "MBartLearnedPositionalEmbedding": ("forward", counted),
+    "PLBartLearnedPositionalEmbedding": ("forward", counted),
+    "BigBirdPegasusLearnedPositionalEmbedding": ("forward", counted),
+    "BlenderbotLearnedPositionalEmbedding": ("forward", counted),
+    "BlenderbotSmallLearnedPositionalEmbedding": ("forward", counted),
+    "PegasusSinusoidalPositionalEmbedding": ("forward", counted),
+    "MarianSinusoidalPositionalEmbedding": ("forward", counted),
 }
 # Kinds whose own attention needs masks that add up: it is the one that they have no name for, or
 # misread without a word.
@@ -54,9 +57,9 @@ def implementation(config: PreTrainedConfig, ours: str) -> str:
 
 
 def patch(model: torch.nn.Module) -> None:
-    """Patches every module of a class in the table, once."""
+    """Patches every module of a class in the table."""
     for module in model.modules():
-        apply = PATCHES.get(type(module).__name__)
-        if apply is not None and not getattr(module, "_is_patched", False):
-            apply(module)
-            module._is_patched = True
+        if (found := PATCHES.get(type(module).__name__)) is not None:
+            name, method = found
+            # Bound, so that a copy of the module runs on its own weights.
+            setattr(module, name, MethodType(method, module))

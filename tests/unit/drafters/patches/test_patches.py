@@ -3,6 +3,8 @@ model alone, and none of them without its patch."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -64,9 +66,17 @@ def test_a_recording_of_the_forward_gives_the_same(tmp_path):
     assert target.recorded
 
 
-def test_a_module_is_patched_once(tmp_path):
-    build("falcon", tmp_path)
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["falcon", "bloom", "gptj", "bart"])
+def test_a_copy_runs_on_its_own_weights(kind, tmp_path):
+    build(kind, tmp_path)
     target = Target.load(tmp_path, dtype=torch.float32)
-    forwards = [layer.self_attention.forward for layer in target.layers]
-    table.patch(target.model)
-    assert forwards == [layer.self_attention.forward for layer in target.layers]
+    copied = Target(copy.deepcopy(target.model), "a copy")
+    for parameter in copied.model.parameters():
+        parameter.mul_(0.5)
+    ids = torch.arange(12)[None]
+    inputs = ids, torch.ones_like(ids), (), torch.zeros_like(ids)
+    halved = copied.states(*inputs)[1]
+    for parameter in target.model.parameters():
+        parameter.mul_(0.5)
+    torch.testing.assert_close(halved, target.states(*inputs)[1])
