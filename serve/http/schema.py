@@ -219,7 +219,8 @@ def documented(*statuses: int, model: type[BaseModel] = ErrorBody) -> Documents:
 
 def events_of(model: type[BaseModel]) -> Documents:
     """An answer in one piece or, when `stream` is true, as server-sent events."""
-    stream = {"text/event-stream": {"schema": {"type": "string"}}}
+    # Events as texts or, where they have names, as their fields.
+    stream = {"text/event-stream": {"schema": {"type": ["string", "object"]}}}
     return {200: {"model": model, "description": DESCRIPTIONS[200], "content": stream}}
 
 

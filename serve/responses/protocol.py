@@ -97,8 +97,19 @@ class ReasoningOptions(StrictModel):
     generate_summary: Text | None = None
 
 
+def refused_if_true(value: bool | None) -> bool | None:
+    if value:
+        raise ValueError("it is true, which is not supported; leave it out")
+    return value
+
+
 class StreamOptions(StrictModel):
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None
+
+    @field_validator("include_obfuscation")
+    @classmethod
+    def _is_off(cls, value: bool | None) -> bool | None:
+        return refused_if_true(value)
 
 
 class ResponsesRequest(AcceptedFields):
@@ -118,7 +129,7 @@ class ResponsesRequest(AcceptedFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     truncation: Literal["disabled"] | None = None
-    background: Literal[False] | None = None
+    background: bool | None = None
     previous_response_id: None = None
     conversation: None = None
     # as in chat requests
@@ -135,6 +146,11 @@ class ResponsesRequest(AcceptedFields):
                 "this server stores no responses; send the whole conversation as input"
             )
         return value
+
+    @field_validator("background")
+    @classmethod
+    def _is_awaited(cls, value: bool | None) -> bool | None:
+        return refused_if_true(value)
 
     @field_validator("text", mode="before")
     @classmethod

@@ -5,14 +5,21 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, Protocol
 
 from draftsmith.serve.tools.calls import Call
 from draftsmith.serve.tools.json_text import JsonSpan
 
 CALL_FORMATS = ("hermes", "llama3_json", "mistral")  # vLLM's names
-Mark = Callable[[str], str]  # a marker as Lark's syntax has it: a special token or a text
+
+
+class Mark(Protocol):
+    """Markers as Lark's syntax has them: see `grammars.Marks`."""
+
+    def __call__(self, marker: str) -> str: ...
+
+    def head(self, rule: str, marker: str) -> str: ...
 
 
 class Found(NamedTuple):
@@ -83,13 +90,6 @@ def quoted(text: str) -> str:
 
 def choice(rule: str, count: int) -> str:
     return " | ".join(f"{rule}_{index}" for index in range(count))
-
-
-def head(rule: str, marker: str, mark: Mark) -> str:
-    """Rule of a text that ends with its first `marker`."""
-    if (token := mark(marker)).startswith("<["):
-        return f"{rule}: ANY {token}\n"
-    return f"{rule}[suffix={quoted(marker)}]: ANY\n"
 
 
 def partial(text: str, starts: Collection[str]) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.serve.sampling.grammar import Grammar
-from draftsmith.serve.tools.call_format import CallFormat, head, quoted
+from draftsmith.serve.tools.call_format import CallFormat, quoted
 from draftsmith.serve.tools.calls import Tool
 from draftsmith.serve.tools.reasoning import ReasoningFormat, Thinking
 
@@ -19,14 +19,25 @@ ANY = "ANY: /(?s:.*)/\n"
 
 
 class Marks:
-    """Markers in Lark's syntax. `special` are the ids of those that are special tokens: no text
-    spells these."""
+    """Markers in Lark's syntax. `added` are the ids of the tokenizer's added tokens: as llguidance
+    has it no text spells most of these, so that a marker is its token or its characters."""
 
-    def __init__(self, special: Mapping[str, int]):
-        self.special = special
+    def __init__(self, added: Mapping[str, int]):
+        self.added = added
+
+    def token(self, marker: str) -> str:
+        """The marker's own token; "" where it has none."""
+        return f"<[{self.added[marker]}]>" if marker in self.added else ""
 
     def __call__(self, marker: str) -> str:
-        return f"<[{self.special[marker]}]>" if marker in self.special else quoted(marker)
+        token = self.token(marker)
+        return f"({quoted(marker)} | {token})" if token else quoted(marker)
+
+    def head(self, rule: str, marker: str) -> str:
+        """Rules of a text that ends with its first `marker`."""
+        token = self.token(marker)
+        rules = f"{rule}: {rule}_spelled{f' | ANY {token}' if token else ''}\n"
+        return rules + f"{rule}_spelled[suffix={quoted(marker)}]: ANY\n"
 
 
 def call_grammar(
@@ -87,5 +98,5 @@ def after_reasoning(
     rules += f"reasoning: {marks(format.begin)} thoughts\n"
     if thinking is Thinking.OPEN:
         rules = "start: thoughts space @answer\n"
-    rules += head("thoughts", format.end, marks) + "space: /\\n{0,2}/\n" + ANY
+    rules += marks.head("thoughts", format.end) + "space: /\\n{0,2}/\n" + ANY
     return Grammar.combined(rules, {"answer": grammar})

@@ -13,7 +13,6 @@ from draftsmith.serve.tools.call_format import (
     Opened,
     Text,
     choice,
-    head,
     quoted,
 )
 from draftsmith.serve.tools.json_text import read_call, skip_space
@@ -61,4 +60,4 @@ class Hermes(CallFormat):
 
     def free(self, names: Sequence[str], mark: Mark, *, parallel: bool) -> str:
         rule = "free: (head body)* ANY\n" if parallel else "free: ANY | head body\n"
-        return rule + head("head", BEGIN, mark) + self.calls(names, mark, parallel=parallel)
+        return rule + mark.head("head", BEGIN) + self.calls(names, mark, parallel=parallel)

@@ -57,7 +57,9 @@ class Llama(CallFormat):
 
     def opened(self, text: Text) -> Opened | None:
         match = NAMED.match(text.text)
-        return None if match is None else Opened(json.loads(match[1]), match.end())
+        if match is None or (name := json.loads(match[1])) not in text.names:
+            return None  # another name makes it JSON that is no call
+        return Opened(name, match.end())
 
     def calls(self, names: Sequence[str], mark: Mark, *, parallel: bool) -> str:
         rules = [f"calls: one{' (' + quoted('; ') + ' one)*' if parallel else ''}"]

@@ -14,7 +14,6 @@ from draftsmith.serve.tools.call_format import (
     Opened,
     Text,
     choice,
-    head,
     quoted,
 )
 from draftsmith.serve.tools.calls import Call
@@ -92,7 +91,7 @@ class Mistral(CallFormat):
     def free(self, names: Sequence[str], mark: Mark, *, parallel: bool) -> str:
         return (
             "free: ANY | calls_behind\ncalls_behind: head more\n"
-            + head("head", BEGIN, mark)
+            + mark.head("head", BEGIN)
             + self._rules(names, mark, parallel=parallel)
         )
 

@@ -46,12 +46,9 @@ class ChatTemplate:
         reasoning_parser: str = AUTO,
     ):
         self.source = source_of(tokenizer.chat_template)
-        self.special = {
-            str(token): number
-            for number, token in tokenizer.added_tokens_decoder.items()
-            if token.special
-        }
-        self.marks = Marks(self.special)
+        added = tokenizer.added_tokens_decoder
+        self.special = {str(token): number for number, token in added.items() if token.special}
+        self.marks = Marks({str(token): number for number, token in added.items()})
         self.calls = self._calls(tool_parser)
         self.reasoning = self._reasoning(reasoning_parser)
 

@@ -153,6 +153,7 @@ def test_a_parsed_format(client: openai.OpenAI) -> None:
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ({"conversation": "c"}, "conversation"),
     ({"background": True}, "background"),
+    ({"background": 0}, "background"),
     ({"truncation": "auto"}, "truncation"),
     ({"input": []}, "input"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),

@@ -120,6 +120,16 @@ def test_a_forced_choice_is_always_a_valid_call(
         assert streamed.message.tool_calls[0].function.arguments == call.function.arguments
 
 
+def test_greedy_calls_are_the_targets_alone(server: Any) -> None:
+    body = OPTIONS | {"tools": [WEATHER], "tool_choice": "required", "temperature": 0}
+    body |= {"parallel_tool_calls": False, "reasoning_effort": "none", "return_token_ids": True}
+    drafted, alone = (
+        server.http.post("/v1/chat/completions", json=body | {"speculation": {"k": k}}).json()
+        for k in (3, 0)
+    )
+    assert drafted["choices"][0]["token_ids"] == alone["choices"][0]["token_ids"]
+
+
 def test_a_choice_of_none_shows_no_tools(server: Any) -> None:
     short = OPTIONS | {"max_tokens": 9}
     plain = server.http.post("/v1/chat/completions", json=short).json()

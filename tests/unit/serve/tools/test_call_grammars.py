@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerBase
+from transformers import AddedToken, PreTrainedTokenizerBase
 
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
@@ -44,19 +44,25 @@ CALLS = {
     "mistral-names": ["[TOOL_CALLS]", "weather", "[ARGS]", WEATHER],
 }  # fmt: skip
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]"]
+ADDED = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(target: Target) -> PreTrainedTokenizerBase:
-    """Mistral's markers are special tokens in it, Hermes' are text."""
+@pytest.fixture(scope="module", params=["spelled", "added"])
+def tokenizer(target: Target, request: pytest.FixtureRequest) -> PreTrainedTokenizerBase:
+    """Mistral's markers are special tokens in it; Hermes' are text or, as Qwen has them, tokens."""
     own = copy.deepcopy(target.tokenizer())
     own.add_special_tokens({"additional_special_tokens": SPECIAL})
+    if request.param == "added":
+        tokens = [AddedToken(text, special=False, normalized=False) for text in ADDED]
+        own.add_tokens(tokens)
+        assert len(own(ADDED[0])["input_ids"]) == 1
     return own
 
 
 @pytest.fixture(scope="module")
 def marks(tokenizer: PreTrainedTokenizerBase) -> Marks:
-    return Marks({text: tokenizer.convert_tokens_to_ids(text) for text in SPECIAL})
+    added = tokenizer.added_tokens_decoder
+    return Marks({str(token): number for number, token in added.items()})
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +151,7 @@ def test_a_grammar_begins_behind_reasoning(
         for thinking in (Thinking.MAYBE, Thinking.OPEN, Thinking.DONE)
     )
     assert done == inner
-    thought = "\nso <tool_call> {]\n</think>"
+    thought = "\nso <tool_ca {]\n</think>"
     for grammar, text in ((maybe, f"<think>{thought}"), (open_, thought)):
         assert allowed(compiler, tokenizer, grammar, text) == "open"
         assert allowed(compiler, tokenizer, grammar, f"{text}\n\nyes") == "end"

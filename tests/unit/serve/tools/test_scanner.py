@@ -158,6 +158,11 @@ def test_certain_calls_are_given_while_they_are_written(name: str, text: str) ->
             assert own[0].name == "f" and len(own) > 10
 
 
+def test_json_that_is_no_call_is_never_given_as_one() -> None:
+    text = '{"name": "Bob", "parameters": {"age": 3}}'
+    assert read(form_of("llama", certain=True), *text) == Piece(content=text)
+
+
 def test_a_certain_call_that_is_cut_off_keeps_what_was_written() -> None:
     text = 'Hm.\n<tool_call>\n{"name": "f", "arguments": {"city": "Par'
     piece = read(form_of("hermes", certain=True), text)
