@@ -22,7 +22,7 @@ class ShippedLayout(NamedTuple):
     always: bool = False  # whether no key of the config counts the modules
 
     def prefix_for(self, config: Mapping[str, Any]) -> str:
-        return self.prefix.format(layers=config["num_hidden_layers"])
+        return self.prefix.format(layers=config.get("num_hidden_layers"))
 
     def is_in(self, names: Collection[str], config: Mapping[str, Any]) -> bool:
         return self.prefix_for(config) + self.needed in names

@@ -5,6 +5,7 @@ Files in reading order:
 - `causal_lm_names`: architectures that transformers builds as a causal LM
 - `speculators`: the layout of the `speculators` library
 - `fp8`: weights stored in FP8 with scales
+- `mimo`: the name of MiMo-7B, which transformers does not have
 
 Other chapters import all of it.
 """

@@ -1,7 +1,6 @@
 """The target model, unchanged: its states, its logits, and the checks that serving it is exact.
 
 Files in reading order:
-- `mimo`: a name that transformers does not have
 - `load`: loading a model, tokenizer or configuration through transformers
 - `quantised`: libraries of quantised weights, and their values as numbers
 - `causal_lm`: any causal LM as body and head

@@ -27,8 +27,8 @@ from transformers import (
 )
 from transformers.distributed import DistributedConfig
 
+from draftsmith.drafters.layouts import mimo
 from draftsmith.drafters.patches.table import implementation
-from draftsmith.drafters.target import mimo
 from draftsmith.drafters.target.attention import register
 from draftsmith.drafters.target.quantised import check_quantisation, quantisation
 from draftsmith.errors import UserError
