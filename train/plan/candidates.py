@@ -25,6 +25,7 @@ class Candidate(NamedTuple):
     family: str
     options: DrafterOptions
     coverage: float = 1.0  # share of the target's tokens in the draft's vocabulary
+    draft: str = ""  # the trained draft that it is, where several of its family are given
 
     @property
     def overrides(self) -> list[str]:
@@ -37,7 +38,8 @@ class Candidate(NamedTuple):
 
     @property
     def name(self) -> str:
-        return " ".join([self.family, *[override.split(".", 1)[1] for override in self.overrides]])
+        options = [override.split(".", 1)[1] for override in self.overrides]
+        return " ".join([self.family, *options, *([f"({self.draft})"] if self.draft else [])])
 
 
 def text_of(value: Any) -> str:
@@ -46,24 +48,34 @@ def text_of(value: Any) -> str:
 
 def candidates(
     config: PlanConfig,
-    trained: Mapping[str, DrafterOptions],
+    trained: Mapping[str, Mapping[str, DrafterOptions]],
     *,
     num_layers: int,
     token_counts: torch.Tensor | None,
 ) -> list[Candidate]:
-    """Drafts to plan for. `trained`: shapes of drafts of known acceptance, which holds for no other
-    shape of the family. `token_counts` [V]: occurrences of each token in what the target wrote."""
+    """Drafts to plan for.
+
+    Args:
+        trained: by family and name, the shapes of drafts of known acceptance, which holds for no
+            other shape of the family.
+        token_counts: [V] occurrences of each token in what the target wrote.
+    """
     for family in config.families:
         if family not in OPTIONS:
             raise UserError(f"--families names {family!r}; known ones are {', '.join(OPTIONS)}")
     found, given = [], config.by_family()
     for family in config.families or OPTIONS:
-        asked = given[family] or trained.get(family)
-        found += (
-            [Candidate(family, asked)]
-            if asked is not None
-            else list(shapes(family, num_layers, token_counts))
-        )
+        drafts = trained.get(family, {})
+        if (asked := given[family]) is not None:
+            found.append(Candidate(family, asked))
+        elif drafts:
+            several = len(drafts) > 1
+            found += [
+                Candidate(family, options, draft=name if several else "")
+                for name, options in drafts.items()
+            ]
+        else:
+            found += list(shapes(family, num_layers, token_counts))
     return found
 
 

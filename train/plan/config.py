@@ -17,7 +17,9 @@ class PlanConfig(FamilyShapes):
         "folder written by `draftsmith generate`: its tokens size the run and the draft vocabulary",
     )
     draft: tuple[str, ...] = option(
-        (), "trained drafts whose recorded acceptance counts for their family (`eval --store`)"
+        (),
+        "trained drafts whose recorded acceptance counts for their family (`eval --store`); "
+        "several of a family are planned each",
     )
     alpha: tuple[str, ...] = option(
         (), "expected acceptance of a family, FAMILY:ALPHA_1[,ALPHA_2...] (the last one goes on)"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from draftsmith.drafters.checkpoint import locate, read_metadata
 from draftsmith.drafters.compiled.recorded import record_forwards
-from draftsmith.drafters.options import OPTIONS
+from draftsmith.drafters.options import OPTIONS, DrafterOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.device import load_target
 from draftsmith.drafters.target.target import Target
@@ -33,9 +34,11 @@ def make_plan(config: PlanConfig) -> Plan:
     corpus = None if config.data is None else corpus_of(config, target)
     counts = None if corpus is None else corpus.token_counts(target.vocab_size)
     records = {name: read_metadata(locate(name, weights=False)) for name in config.draft}
-    trained = {record["family"]: trained_shape(record) for record in records.values()}
+    trained: dict[str, dict[str, DrafterOptions]] = defaultdict(dict)
+    for name, record in records.items():
+        trained[record["family"]][name] = trained_shape(record)
     chosen = candidates(config, trained, num_layers=target.num_layers, token_counts=counts)
-    expectations = expectations_of(config, records)
+    expectations = Expectations.of(config, records)
     data = planned_data(config, corpus)
     planned: list[Planned] = []
     refused: dict[str, str] = {}
@@ -43,9 +46,7 @@ def make_plan(config: PlanConfig) -> Plan:
     for candidate in chosen:
         try:
             planned.append(
-                plan_for(
-                    config, target, candidate, data, expectations.get(candidate.family), counts
-                )
+                plan_for(config, target, candidate, data, expectations.for_(candidate), counts)
             )
         except UserError as error:
             refused[candidate.name] = str(error)
@@ -77,17 +78,27 @@ def planned_data(config: PlanConfig, corpus: Corpus | None) -> Data:
     return data_of(tokens, None)
 
 
-def expectations_of(
-    config: PlanConfig, records: Mapping[str, dict[str, Any]]
-) -> dict[str, Expectation]:
-    """Expectation of each family: stated ones before measured ones, and those before published
-    ones."""
-    known = {family: found for family in OPTIONS if (found := published(family)) is not None}
-    known |= {
-        record["family"]: recorded(record, config.temperature, name)
-        for name, record in records.items()
-    }
-    return known | stated(config.alpha, list(OPTIONS))
+class Expectations(NamedTuple):
+    """Expected acceptance: stated before measured, and that before published."""
+
+    stated: dict[str, Expectation]  # by family
+    measured: dict[str, dict[str, Expectation]]  # by family and name of the draft
+
+    @classmethod
+    def of(cls, config: PlanConfig, records: Mapping[str, dict[str, Any]]) -> Expectations:
+        measured: dict[str, dict[str, Expectation]] = defaultdict(dict)
+        for name, record in records.items():
+            measured[record["family"]][name] = recorded(record, config.temperature, name)
+        return cls(stated(config.alpha, list(OPTIONS)), measured)
+
+    def for_(self, candidate: Candidate) -> Expectation | None:
+        family = candidate.family
+        if family in self.stated:
+            return self.stated[family]
+        if measured := self.measured.get(family):
+            # The last one where a shape was asked for, which is none of them.
+            return measured.get(candidate.draft, list(measured.values())[-1])
+        return published(family)
 
 
 def plan_for(

@@ -71,6 +71,7 @@ def of_candidate(planned: Planned) -> dict[str, Any]:
     expectation = planned.expectation
     return {
         "family": planned.candidate.family,
+        "draft": planned.candidate.draft or None,
         "options": planned.candidate.overrides,
         "taps": list(planned.taps),
         "coverage": planned.candidate.coverage,
@@ -111,6 +112,7 @@ def table(plan: Plan) -> str:
             f"{streams} stream{'s' if streams > 1 else ''}, a plain round {one.pass_ms:.2f} "
             f"ms:\n\n{rows_of(planned, streams)}"
         )
+        parts += by_length(planned, streams)
         parts.append(advice(config, planned, streams))
     notes = sorted(
         {
@@ -160,6 +162,16 @@ def rows_of(planned: list[Planned], streams: int) -> str:
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines
     )
+
+
+def by_length(planned: list[Planned], streams: int) -> list[str]:
+    """Speed-ups of the drafts of known acceptance at every k; nothing for fewer than two."""
+    lines = []
+    for one in planned:
+        if forecasts := one.forecasts(streams):
+            cells = "  ".join(f"{each.k}: {each.speedup.value:.2f}" for each in forecasts)
+            lines.append(f"  {one.candidate.name}  {cells}")
+    return ["speed-up by k:\n" + "\n".join(lines)] if len(lines) > 1 else []
 
 
 def row_of(planned: Planned, streams: int) -> tuple[str, ...]:

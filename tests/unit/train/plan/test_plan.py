@@ -228,6 +228,38 @@ def test_every_family_is_planned_for(
         assert one["speedup"]["value"] == pytest.approx(one["tau"]["value"] / one["break_even"])
 
 
+def test_several_drafts_of_a_family_are_planned_each_at_every_k(
+    target: Target, tmp_path: Path, fast: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = []
+    for layers, alpha in ((1, 0.4), (2, 0.9)):
+        options = DraftLmOptions(num_layers=layers, hidden_size=32)
+        folder = tmp_path / f"layers-{layers}"
+        checkpoint.save(FAMILIES["draft-lm"].create(options, target, seed=0), folder, target)
+        record = read_json(folder / "draftsmith.json")
+        found = {"value": alpha, "low": alpha, "high": alpha}
+        record["evaluation"] = [EVALUATION | {"alpha": [found]}]
+        record["training"] = {
+            "config": {"draft_lm": {"num_layers": layers, "hidden_size": 32}}, "data": {}
+        }  # fmt: skip
+        write_json(folder / "draftsmith.json", record)
+        folders.append(str(folder))
+    command = ["plan", "--target", target.name, "--k", "3", "--streams", "1", "--context", "32"]
+    command += ["--families", "draft-lm", "--draft", *folders]
+    assert main([*command, "--json"]) == 0
+    drafts = json.loads(capsys.readouterr().out)["drafts"]
+    assert [one["draft"] for one in drafts] == folders
+    assert drafts[0]["cost"]["parameters"] < drafts[1]["cost"]["parameters"]
+    for one, alpha in zip(drafts, (0.4, 0.9)):
+        forecasts = one["streams"]["1"]["forecasts"]
+        assert [each["k"] for each in forecasts] == [1, 2, 3]
+        assert forecasts[1]["tau"]["value"] == pytest.approx(1 + alpha + alpha**2)
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    lines = text.split("speed-up by k:")[1].splitlines()[1:3]
+    assert all(folder in line and "3: " in line for folder, line in zip(folders, lines))
+
+
 def test_the_plan_as_text(
     target: Target, trained_mtp: Path, fast: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
