@@ -18,7 +18,7 @@ from torch import nn
 from draftsmith.drafters.adapters.deltas import AdaptedTokens, Delta, LayerDeltas
 from draftsmith.drafters.target.packed_pass import PackedPass
 from draftsmith.drafters.target.probe import TOLERANCE
-from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.target.target import Target, revision_of
 from draftsmith.errors import UserError
 
 NUM_TOKENS = 12  # of the text that an adapter is compared on
@@ -52,7 +52,11 @@ class Adapters:
     @torch.no_grad()
     def add(self, name: str, folder: str) -> None:
         ids = _probe_ids(self.target)
+        base = revision_of(self.target.model)
         deltas, expected = _read(self.target, name, folder, ids)
+        if revision_of(self.target.model) != base:
+            # PiSSA, OLoRA and their kin take their start out of the weights.
+            raise _refusal(name, folder, "it changes weights of the target, which requests share")
         for layer, delta in deltas.items():
             if layer not in self._layers:
                 self._layers[layer] = LayerDeltas(self._adapted)
@@ -109,12 +113,19 @@ def _read(
     from peft import PeftConfig, PeftModel
 
     try:
-        kind = str(PeftConfig.from_pretrained(folder).peft_type).rpartition(".")[2]
+        settings = PeftConfig.from_pretrained(folder)
+        kind = str(settings.peft_type).rpartition(".")[2]
         if kind != "LORA":
             raise _refusal(name, folder, f"it is a {kind} adapter, not LoRA")
+        for key in ("bias", "layer_replication"):
+            # peft writes such changes into the model and leaves them there.
+            if (value := getattr(settings, key, None)) not in (None, "none", []):
+                raise _refusal(name, folder, f"its {key} is {value!r}, more than a plain LoRA")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             peft = PeftModel.from_pretrained(target.model, folder)
+    except UserError:
+        raise
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise _refusal(name, folder, f"it does not load ({first})") from error

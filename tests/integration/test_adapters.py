@@ -170,13 +170,16 @@ def test_an_adapter_folder_as_target_is_merged_into_its_base(folders, alone, tmp
     ("settings", "reason"),
     [
         ({"modules_to_save": ["lm_head"]}, "it replaces 'lm_head'"),
-        ({"use_dora": True}, "by more than a plain LoRA"),
-        ({"target_modules": ["embed_tokens"]}, "by more than a plain LoRA"),
+        ({"use_dora": True}, "it changes .* by more than a plain LoRA"),
+        ({"target_modules": ["embed_tokens"]}, "it changes .* by more than a plain LoRA"),
+        ({"bias": "all"}, "its bias is 'all', more than a plain LoRA"),
+        ({"layer_replication": [(0, 2), (1, 4)]}, "its layer_replication is"),
+        ({"init_lora_weights": "olora"}, "it changes weights of the target"),
     ],
 )
 def test_adapters_that_change_more_are_refused(tiny_target, tmp_path, settings, reason):
     folder = save_adapter(tiny_target("llama"), tmp_path, **settings)
-    with pytest.raises(UserError, match=f"lora 'one' .*{reason}"):
+    with pytest.raises(UserError, match=f"^lora 'one' .* cannot be served: {reason}"):
         Adapters.load(Target.load(tiny_target("llama")), {"one": folder})
 
 
