@@ -104,9 +104,6 @@ class EngineConfig:
         "drafts are drawn from the draft's distribution, or its likeliest tokens",
         choices=SAMPLINGS,
     )
-    tune_draft_temperature: bool = option(
-        False, "find the draft temperature that is accepted best while serving"
-    )
     tree: str | None = option(None, TREE_HELP)
     max_batch: int = option(8, "requests that run at the same time")
     max_round_tokens: int = option(
@@ -215,9 +212,6 @@ class ServeConfig(ServedPair):
         "drafts are drawn from the draft's distribution, or its likeliest tokens",
         choices=SAMPLINGS,
     )
-    tune_draft_temperature: bool = option(
-        False, "find the draft temperature that is accepted best while serving"
-    )
     tree: str | None = option(None, TREE_HELP)
     max_batch: int = option(8, "requests that run at the same time")
     max_queue: int = option(256, "requests that may wait; one more is answered with 429")
@@ -274,7 +268,6 @@ class ServeConfig(ServedPair):
             verification=self.verification,
             synthetic_acceptance=self.synthetic_acceptance,
             draft_sampling=self.draft_sampling,
-            tune_draft_temperature=self.tune_draft_temperature,
             tree=self.tree,
             max_batch=self.max_batch,
             max_round_tokens=self.max_round_tokens,

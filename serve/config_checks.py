@@ -55,11 +55,6 @@ def check_engine(config: EngineConfig) -> None:
             f"tree is given with least_confidence {config.least_confidence:g}, which ends chains; "
             "leave one of them out"
         )
-    if config.tune_draft_temperature and config.draft_sampling == "greedy":
-        raise UserError(
-            "tune_draft_temperature is given with draft_sampling 'greedy', which has no "
-            "temperature; choose one of them"
-        )
     if config.synthetic_acceptance is None:
         return
     if not config.synthetic_acceptance or not all(

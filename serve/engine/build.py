@@ -18,7 +18,6 @@ from draftsmith.serve.cache.states import caches, check_states
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.auto import AutoControl
 from draftsmith.serve.control.control import Control, FixedControl, ScheduledControl, parse_schedule
-from draftsmith.serve.control.draft_temperature import DraftTemperature
 from draftsmith.serve.control.stopping import LONGEST, SHORTEST, Stopping
 from draftsmith.serve.control.trees import TreeControl
 from draftsmith.serve.drafts.draft_set import DraftSet
@@ -129,9 +128,6 @@ def build_engine(
         tables=BlockTables(config.max_batch, max_blocks, target.device),
         drafts=drafts,
         proposer=proposer,
-        draft_temperature=DraftTemperature(
-            greedy=config.draft_sampling == "greedy", tune=config.tune_draft_temperature
-        ),
         runner=runner,
         rule=chain_rule(config.verification, config.synthetic_acceptance),
         recorder=recorder,

@@ -14,7 +14,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.control import MAX_K, RoundResult, RowResult
-from draftsmith.serve.control.draft_temperature import DraftTemperature
+from draftsmith.serve.control.draft_temperature import draft_temperatures
 from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.engine.commit import Committer
 from draftsmith.serve.engine.output import OutputQueue
@@ -53,7 +53,6 @@ class Engine:
     tables: BlockTables
     drafts: DraftSet
     proposer: Proposer
-    draft_temperature: DraftTemperature
     runner: TargetRunner
     rule: ChainRule
     recorder: Recorder
@@ -188,7 +187,6 @@ class Engine:
     def _apply_swaps(self) -> None:
         if self.drafts.apply_swaps():
             self.scheduler.control.new_draft()
-            self.draft_temperature.new_draft()
 
     def _schedule(self) -> Round | None:
         """Rows of the next round; None when no request can take part."""
@@ -227,11 +225,8 @@ class Engine:
         with self.stats.phase("draft"):
             count = len(rows)
             params = sampling.params[:count]
-            temperatures = (
-                None
-                if self.draft_temperature.plain(params)
-                else self.draft_temperature.temperatures(params)
-            )
+            greedy = self.config.draft_sampling == "greedy"
+            temperatures = draft_temperatures(params, greedy=greedy)
             round.proposal = self.proposer.propose(
                 rows,
                 round.tables[:count],
@@ -285,20 +280,7 @@ class Engine:
                 accepted = round.counted_acceptance()
                 seconds = time.perf_counter() - round.begun_s
                 self.scheduler.control.observe(_result(round, accepted, seconds))
-                self._observe_temperature(round, accepted)
         self.stats.num_rounds += 1
-
-    def _observe_temperature(self, round: Round, accepted: Sequence[int | None]) -> None:
-        if round.proposal is None:
-            return
-        drawn = {
-            index: count
-            for index, count in enumerate(accepted)
-            if count is not None and round.proposal.was_drawn(index)
-        }
-        self.draft_temperature.observe(
-            [round.sampling.params[index] for index in drawn], list(drawn.values())
-        )
 
 
 def _result(round: Round, accepted: Sequence[int | None], seconds: float) -> RoundResult:

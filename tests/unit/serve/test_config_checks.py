@@ -29,7 +29,6 @@ NAN = float("nan")
         ({"least_confidence": 1.0}, "least_confidence is 1.0"),
         ({"least_confidence": 0.1, "tree": "auto"}, "tree is given with least_confidence 0.1"),
         ({"adaptive": True, "k_schedule": "1:5"}, "k is auto together with k_schedule"),
-        ({"tune_draft_temperature": True, "draft_sampling": "greedy"}, "which has no temperature"),
         ({"synthetic_acceptance": (0.5, NAN)}, "rates from 0 to 1"),
         ({"synthetic_acceptance": ()}, "rates from 0 to 1"),
         (

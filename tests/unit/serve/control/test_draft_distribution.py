@@ -3,7 +3,6 @@ acceptance do not, and say so."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import pytest
@@ -12,14 +11,12 @@ import torch
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.options import DraftLmOptions
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.text.suffix import Suffix
-from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, detectable_bias, g_test
 from draftsmith.kernels.verify.lossy import verify_typical
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.control.draft_temperature import FACTORS, DraftTemperature
+from draftsmith.serve.control.draft_temperature import draft_temperatures
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.sampling.params import SamplingParams
@@ -90,7 +87,6 @@ def make_engine(target: Target, drafter: DraftLm, **config: object) -> Engine:
 WAYS = [
     ({"draft_sampling": "greedy"}, {}),
     ({}, {"draft_temperature": 0.5}),
-    ({"tune_draft_temperature": True}, {}),
     ({"verification": "block"}, {}),
 ]
 
@@ -198,64 +194,16 @@ def test_greedy_drafts_are_the_drafts_likeliest_tokens(target: Target, drafter: 
     assert drafted[0] == drafted[1] and len(drafted[0]) > 1
 
 
-def test_the_temperature_with_the_best_acceptance_is_found() -> None:
-    chance, distribution = random.Random(0), DraftTemperature(tune=True)
-    alphas = dict(zip(FACTORS, (0.5, 0.6, 0.75, 0.4), strict=True))
-    params = [SamplingParams(temperature=0.8)] * 3
-    kept = []
-    for _ in range(3000):
-        (temperature, *_) = distribution.temperatures(params)
-        alpha = alphas[min(FACTORS, key=lambda factor: abs(0.8 * factor - temperature))]
-        accepted = [int(chance.random() < alpha) for _ in params]
-        distribution.observe(params, accepted)
-        kept.append(alpha)
-    assert distribution.factor == 0.6
-    assert sum(kept[1500:]) / 1500 > 0.95 * 0.75
-
-
-def test_only_rows_that_the_drafts_distribution_drafted_say_how_good_it_is(
-    target: Target, drafter: DraftLm
-) -> None:
-    """A row at k = 0 drafts nothing, and a row copied from text has no temperature."""
-    engine = make_engine(target, TextFirst(drafter, Suffix()), tune_draft_temperature=True)
-    seen: list[int] = []
-    observe = engine.draft_temperature.observe
-
-    def watched(params: list[SamplingParams], accepted: list[int]) -> None:
-        seen.append(len(params))
-        observe(params, accepted)
-
-    engine.draft_temperature.observe = watched
-    fresh = list(range(60, 70))
-    engine.submit(
-        [46] * 12, SamplingParams(max_tokens=3, k=1, ignore_eos=True, allowed_token_ids=(46,))
-    )
-    for k in (1, 0):
-        engine.submit(fresh, SamplingParams(max_tokens=3, k=k, ignore_eos=True))
-    engine.step()
-    engine.step()
-    assert seen == [1]
-
-
-def test_equal_temperatures_are_left_alone() -> None:
-    chance, distribution = random.Random(0), DraftTemperature(tune=True)
-    params, moves = [SamplingParams(temperature=0.8)], set()
-    for _ in range(1500):
-        distribution.temperatures(params)
-        distribution.observe(params, [int(chance.random() < 0.5)])
-        moves.add(distribution.factor)
-    assert len(moves) <= 3
-
-
 def test_a_requests_own_draft_temperature_wins_and_greedy_requests_draft_greedily() -> None:
     own, greedy, plain = (
         SamplingParams(draft_temperature=0.3),
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=0.7),
     )
-    assert DraftTemperature(greedy=True).temperatures([own, greedy, plain]) == [0.3, 0.0, 0.0]
-    assert DraftTemperature().temperatures([own, greedy, plain]) == [0.3, 0.0, 0.7]
-    assert DraftTemperature().plain([greedy, plain]) and not DraftTemperature().plain([own])
+    rows = [own, greedy, plain]
+    assert draft_temperatures(rows, greedy=True) == [0.3, 0.0, 0.0]
+    assert draft_temperatures(rows, greedy=False) == [0.3, 0.0, 0.7]
+    assert draft_temperatures([greedy, plain], greedy=False) is None
 
 
 @pytest.mark.parametrize("value", [-0.1, 1e-9, float("nan"), 101.0])

@@ -32,7 +32,7 @@ PROMPT = [5, 60, 7, 200, 9, 33]
 SAMPLED = SamplingParams(temperature=2.0, max_tokens=40, ignore_eos=True)
 SEEDED = replace(SAMPLED, seed=7)
 GREEDY = replace(SEEDED, temperature=0.0)
-ADAPTIVE = EngineConfig(k=4, adaptive=True, tune_draft_temperature=True, compile="off", seed=1)
+ADAPTIVE = EngineConfig(k=4, adaptive=True, compile="off", seed=1)
 
 
 def plain(value: Any) -> Any:
@@ -53,7 +53,6 @@ def by_acceptance(engine: Engine) -> dict[str, Any]:
     decided by time alone."""
     return plain({
         "survival": engine.scheduler.control.survival,
-        "temperatures": (engine.draft_temperature.best, engine.draft_temperature._arms),
         "rests": [(one._failures, one._pause) for one in engine.drafts.served.values()],
         "classes": {str(route): measured for route, measured in engine.drafts.router._measured.items()},
         "records": engine.recorder.num_records,
@@ -84,8 +83,8 @@ def test_a_seeded_sampled_request_moves_nothing(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("params, parts", [
-    (SAMPLED, {"survival", "temperatures", "classes", "records"}),
-    (GREEDY, {"survival", "classes", "records"}),  # its drafts are drawn at no temperature
+    (SAMPLED, {"survival", "classes", "records"}),
+    (GREEDY, {"survival", "classes", "records"}),
 ])  # fmt: skip
 def test_others_move_what_it_does_not(
     params: SamplingParams, parts: set[str], engine: Engine
@@ -136,9 +135,7 @@ def after_rounds(engine: Engine, params: SamplingParams, rounds: int) -> tuple[A
         engine.submit(PROMPT, replace(params, max_tokens=200))
     for _ in range(rounds):
         engine.step()
-    return plain(
-        (engine.scheduler.control, engine.draft_temperature)
-    ), engine.stats.num_accepted_tokens
+    return plain(engine.scheduler.control), engine.stats.num_accepted_tokens
 
 
 def test_what_a_control_knows_does_not_depend_on_draws_that_can_be_repeated(
