@@ -103,7 +103,7 @@ def test_a_forced_choice_is_always_a_valid_call(
         "temperature": temperature,
     }
     options |= {"parallel_tool_calls": False, "reasoning_effort": "none"}
-    for seed in range(2):
+    for seed in range(2 if temperature > 0 else 1):
         whole = client.chat.completions.create(**options | {"seed": seed}).choices[0]
         assert whole.finish_reason == "tool_calls" and whole.message.content is None
         (call,) = whole.message.tool_calls
