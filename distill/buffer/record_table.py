@@ -45,6 +45,8 @@ _SCALARS = {
     "share": pa.float32(),
     "last": pa.bool_(),
     "seeded": pa.bool_(),
+    "rule": pa.string(),
+    "engine": pa.string(),
     "schema": pa.int32(),
 }
 _SCALARS_OF = operator.attrgetter(*_SCALARS)
@@ -52,6 +54,7 @@ _DISTRIBUTION_FIELDS = {
     "ids": pa.list_(pa.list_(pa.int32())),
     "surprisal": pa.list_(pa.list_(pa.uint16())),
     "tail": pa.list_(pa.float32()),
+    "drafted": pa.list_(pa.float32()),
 }
 SCHEMA = pa.schema(
     [
@@ -66,7 +69,10 @@ SCHEMA = pa.schema(
     metadata={"draftsmith.round_record": str(SCHEMA_VERSION)},
 )
 # Columns that came with a later schema than the first; a record without one has its default.
-_SINCE = {"share": 2, "last": 2, "seeded": 3}
+_SINCE = {
+    **{"share": 2, "last": 2, "seeded": 3},
+    **dict.fromkeys(("rule", "engine", "p_drafted", "q_drafted"), 4),
+}
 # The bytes of numbers that are alike stand together: two of an id's four are nearly always 0.
 _SPLIT = [
     f"{distribution}_{part}.list.element.list.element"
@@ -134,6 +140,7 @@ def _prob_arrays(distribution: str, rows: Sequence[Sequence[Distribution]]) -> d
         "ids": pa.ListArray.from_arrays(per_distribution, pa.array(ids[kept])),
         "surprisal": pa.ListArray.from_arrays(per_distribution, pa.array(surprisal)),
         "tail": pa.array(_joined([part.tail for part in parts], np.float32)),
+        "drafted": pa.array(_joined([part.drafted_or_nan for part in parts], np.float32)),
     }
     if distribution == "p":
         columns["log_norm"] = pa.array(_joined([part.log_norms for part in parts], np.float32))
@@ -204,7 +211,11 @@ def _distributions(table: pa.Table, distribution: str) -> list[Distributions]:
     if distribution == "p":
         stored = table["p_log_norm"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
         log_norms = stored if len(stored) == len(tail) else log_norms
-    arrays = ProbArrays(wide_ids, logprobs, tail, log_norms)
+    drafted = None
+    if f"{distribution}_drafted" in table.column_names:
+        stored = table[f"{distribution}_drafted"].combine_chunks().flatten()
+        drafted = stored.to_numpy(zero_copy_only=False)
+    arrays = ProbArrays(wide_ids, logprobs, tail, log_norms, drafted)
     return [
         Distributions(lambda: arrays, begin, end)
         for begin, end in itertools.pairwise(rows.tolist())

@@ -95,7 +95,9 @@ class Redactor:
             # A rejected draft may reach further than the text does.
             intact = max(at, record.position + len(record.drafted)) <= first
             kept.append(record if intact else self._masked(record, mine))
-        return kept
+        # Which rounds keep their distributions depends on what was emitted in them: no evidence of
+        # how they were verified.
+        return [replace(record, rule="") for record in kept]
 
     def _masked(self, record: RoundRecord, masked: Sequence[bool]) -> RoundRecord:
         context, committed = (

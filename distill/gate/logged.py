@@ -98,13 +98,25 @@ def sampled_distribution(logged: Sequence[Logged], device: torch.device | str = 
     settings = torch.tensor(
         [_settings(one, width) for one in logged], dtype=probs.dtype, device=device
     )
-    top_k, top_p, min_p = settings.T[:, :, None]
-    # transformers' order; each filter sees the distribution that the one before left.
-    probs, tail = _keep(probs, tail, torch.arange(width, device=device)[None] < top_k)
-    before = probs.cumsum(-1) - probs
-    probs, tail = _keep(probs, tail, before < top_p)
-    probs, tail = _keep(probs, tail, probs >= min_p * probs[:, :1])
+    probs, tail = filtered(probs, tail, *settings.T)
     return TopProbs(ids, probs.float().log(), tail.float())
+
+
+def filtered(
+    probs: torch.Tensor,
+    tail: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities [n, w], likeliest first, and their tails [n] under filters [n], each neutral
+    where it is w or more, infinite and 0. The tail is 0 where a filter cuts among the w."""
+    # transformers' order; each filter sees the distribution that the one before left.
+    place = torch.arange(probs.shape[1], device=probs.device)
+    probs, tail = _keep(probs, tail, place < top_k[:, None])
+    before = probs.cumsum(-1) - probs
+    probs, tail = _keep(probs, tail, before < top_p[:, None])
+    return _keep(probs, tail, probs >= min_p[:, None] * probs[:, :1])
 
 
 def _tempered(one: Logged, width: int) -> torch.Tensor:

@@ -3,6 +3,8 @@ distribution held and every control was caught."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from draftsmith.config import AT_LEAST_1, INSIDE, NOT_NEGATIVE, LimitsTable, check_numbers
@@ -12,6 +14,8 @@ from draftsmith.serve.audit.config import AuditConfig
 from draftsmith.serve.audit.kernels.checks import audit_kernels
 from draftsmith.serve.audit.report import Report
 from draftsmith.serve.audit.server import audit_server
+
+AuditBuffer = Callable[[AuditConfig], Report]
 
 DEVICES = ("cpu", "cuda")
 LIMITS: LimitsTable = {
@@ -28,13 +32,20 @@ LIMITS: LimitsTable = {
 }
 
 
-def run(config: AuditConfig) -> int:
+def run(config: AuditConfig, audit_buffer: AuditBuffer | None = None) -> int:
+    """`audit_buffer` is called when the config names a buffer; this package cannot read records."""
     check(config)
+    if config.buffer is not None and audit_buffer is None:
+        raise UserError(
+            f"buffer is {config.buffer!r}, but nothing reads records here; run `draftsmith audit`"
+        )
     reports: list[Report] = []
     if config.kernels:
         reports.append(audit_kernels(config))
     if config.url is not None:
         reports.append(audit_server(config))
+    if config.buffer is not None and audit_buffer is not None:
+        reports.append(audit_buffer(config))
     for report in reports:
         print("\n".join(report.lines()))
     if config.out:
@@ -43,8 +54,11 @@ def run(config: AuditConfig) -> int:
 
 
 def check(config: AuditConfig) -> None:
-    if not config.kernels and config.url is None:
-        raise UserError("nothing to audit; give --kernels, or --url with the address of a server")
+    if not config.kernels and config.url is None and config.buffer is None:
+        raise UserError(
+            "nothing to audit; give --kernels, --url with the address of a server, or --buffer "
+            "with the folder of its records"
+        )
     check_numbers(config, LIMITS)
     if config.device.partition(":")[0] not in DEVICES or (
         config.device != "cpu" and not torch.cuda.is_available()

@@ -16,6 +16,11 @@ class AuditConfig:
         None, "audit a running OpenAI-compatible server, for example http://127.0.0.1:8000"
     )
     model: str | None = option(None, "model name; default: the first one that the server lists")
+    buffer: str | None = option(
+        None,
+        "audit the records of served traffic in this folder or fsspec URL, where servers write "
+        "them (serve --learn)",
+    )
     compare_url: str | None = option(
         None,
         "a server of the same model without speculation, to compare with and to take "

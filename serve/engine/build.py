@@ -30,7 +30,7 @@ from draftsmith.serve.engine.recorder import Recorder
 from draftsmith.serve.engine.runner import BlockTables, make_runner
 from draftsmith.serve.engine.scheduler import Scheduler
 from draftsmith.serve.engine.trees import configured_tree
-from draftsmith.serve.engine.verify import chain_rule
+from draftsmith.serve.engine.verify import chain_rule, rule_name
 from draftsmith.serve.requests.input_processor import InputProcessor
 from draftsmith.serve.requests.route import LIVE
 from draftsmith.serve.stats import EngineStats
@@ -106,7 +106,12 @@ def build_engine(
         misreport=None if config.test_misreport is None else Misreport.parse(config.test_misreport),
     )
     _capture(drafter, target, pool, config, max_blocks)
-    recorder = Recorder(sink, target=target.name, target_revision=target.revision)
+    recorder = Recorder(
+        sink,
+        target=target.name,
+        target_revision=target.revision,
+        rule=rule_name(config, trees=tree is not None),
+    )
     outputs = OutputQueue(recorder)
     unread = 0 if drafter is None else most_unread(target, drafter, plan, config)
     return Engine(

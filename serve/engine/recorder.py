@@ -80,13 +80,14 @@ class RoundDistributions:
         with self._lock:
             if self._made is None:
                 assert self._p_logits is not None
-                p = _arrays(self._p_logits, _log_norms(self._p_logits, self._spread))
+                log_norms = _log_norms(self._p_logits, self._spread)
+                p = _arrays(self._p_logits, log_norms, self._tokens)
                 none = np.zeros(len(self._tokens), dtype=np.float32)
                 if self._q_logits is None:
                     ids = np.array(self._tokens, dtype=np.int32)[:, None]
-                    q = ProbArrays(ids, np.zeros(ids.shape, dtype=np.float32), none, none)
+                    q = ProbArrays(ids, np.zeros(ids.shape, dtype=np.float32), none, none, none)
                 else:
-                    q = _arrays(self._q_logits, none)
+                    q = _arrays(self._q_logits, none, self._tokens)
                 self._made, self._p_logits, self._q_logits = (p, q), None, None
             return self._made
 
@@ -98,13 +99,18 @@ def _draft_logits(proposal: RoundProposal, lengths: list[int]) -> torch.Tensor |
     return torch.cat([proposal.logits[row, :length] for row, length in enumerate(lengths)])
 
 
-def _arrays(logits: torch.Tensor, log_norms: np.ndarray) -> ProbArrays:
+def _arrays(logits: torch.Tensor, log_norms: np.ndarray, tokens: list[int]) -> ProbArrays:
     distribution = top_probs(logits, TOP)
+    chosen = torch.tensor(tokens, device=logits.device).clamp(min=0)[:, None]
+    # Apart from the likeliest token by as much as their logits, without a second logsumexp.
+    gap = logits.gather(-1, chosen).float() - logits.gather(-1, distribution.ids[:, :1]).float()
+    drafted = distribution.logprobs[:, 0] + gap[:, 0]
     return ProbArrays(
         distribution.ids.int().cpu().numpy(),
         distribution.logprobs.float().cpu().numpy(),
         distribution.tail.float().cpu().numpy(),
         log_norms,
+        drafted.cpu().numpy(),
     )
 
 
@@ -119,10 +125,11 @@ def _log_norms(logits: torch.Tensor, temperatures: list[float]) -> np.ndarray:
 
 
 class Recorder:
-    """`sink` None records nothing and costs nothing."""
+    """`sink` None records nothing and costs nothing. `rule` as in the record."""
 
-    def __init__(self, sink: Sink | None, *, target: str, target_revision: str):
+    def __init__(self, sink: Sink | None, *, target: str, target_revision: str, rule: str = ""):
         self.sink, self.target, self.target_revision = sink, target, target_revision
+        self.rule = rule
         self.num_records = 0
         self._unmade: deque[RoundDistributions] = deque()
 
@@ -202,6 +209,7 @@ class Recorder:
             committed=[],
             emitted=-1,
             share=request.record_share,
+            rule=self.rule,
         )
 
     def _put(self, request: Request, record: RoundRecord) -> None:

@@ -16,6 +16,7 @@ from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.lossy import verify_synthetic, verify_typical
 from draftsmith.kernels.verify.tree import verify_tree
 from draftsmith.kernels.verify.verdict import Verdict
+from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.round import RoundProposal, RowSampling, VerifyOutput
 from draftsmith.serve.engine.trees import greedy_path
 from draftsmith.serve.sampling.adjustments import chain_prefixes, tree_prefixes
@@ -34,6 +35,13 @@ CHAIN_RULES = {
     "block": ChainRule(verify_block),
     "typical": ChainRule(verify_typical),  # lossy
 }
+
+
+def rule_name(config: EngineConfig, *, trees: bool) -> str:
+    """Rule of the engine's rounds, as their records name it."""
+    if config.synthetic_acceptance is not None:
+        return "synthetic"
+    return "tree" if trees else config.verification
 
 
 def chain_rule(verification: str, synthetic_acceptance: Sequence[float] | None) -> ChainRule:

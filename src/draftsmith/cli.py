@@ -74,7 +74,7 @@ COMMANDS = {
     ),
     "audit": Command(
         "draftsmith.serve.audit.config:AuditConfig",
-        "draftsmith.serve.audit.command:run",
+        "draftsmith.audit_command:run",
         "is it lossless? statistics with negative controls",
         "serve",
     ),

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, overload
 
 import numpy as np
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 TOP = 64
 
 
@@ -25,6 +25,8 @@ class Distribution:
     tail: float  # probability outside `ids`
     # of p: log sum_v exp(logprob_v / temperature); 0.0 where the temperature is 0 or 1
     log_norm: float = 0.0
+    # logprob of the token drafted there, which may lie outside `ids`; None where it is not logged
+    drafted: float | None = None
 
 
 class ProbArrays(NamedTuple):
@@ -34,6 +36,16 @@ class ProbArrays(NamedTuple):
     logprobs: np.ndarray  # [n, k] float32; -inf where a distribution has no more tokens
     tail: np.ndarray  # [n] float32
     log_norms: np.ndarray  # [n] float32
+    # [n] float32 logprobs of the drafted tokens, NaN where not logged; None where none is
+    drafted: np.ndarray | None = None
+
+    def slice(self, begin: int, end: int) -> ProbArrays:
+        return ProbArrays(*(None if values is None else values[begin:end] for values in self))
+
+    @property
+    def drafted_or_nan(self) -> np.ndarray:
+        """[n] float32."""
+        return np.full(len(self.tail), np.nan, np.float32) if self.drafted is None else self.drafted
 
 
 class Distributions(Sequence[Distribution]):
@@ -65,6 +77,13 @@ class Distributions(Sequence[Distribution]):
             ).reshape(len(distributions), width),
             np.array([distribution.tail for distribution in distributions], dtype=np.float32),
             np.array([distribution.log_norm for distribution in distributions], dtype=np.float32),
+            np.array(
+                [
+                    np.nan if distribution.drafted is None else distribution.drafted
+                    for distribution in distributions
+                ],
+                dtype=np.float32,
+            ),
         )
         return cls(lambda: arrays, 0, len(distributions))
 
@@ -81,7 +100,7 @@ class Distributions(Sequence[Distribution]):
 
     @property
     def arrays(self) -> ProbArrays:
-        return ProbArrays(*(values[self._begin : self._end] for values in self._source()))
+        return self._source().slice(self._begin, self._end)
 
     def __len__(self) -> int:
         return self._end - self._begin
@@ -94,13 +113,16 @@ class Distributions(Sequence[Distribution]):
         positions = range(self._begin, self._end)[index]
         if isinstance(positions, range):
             return Distributions(self._source, positions.start, positions.stop)
-        ids, logprobs, tail, log_norms = self._source()
+        arrays = self._source()
+        ids, logprobs, tail, log_norms, _ = arrays
+        drafted = float(arrays.drafted_or_nan[positions])
         kept = int(np.isfinite(logprobs[positions]).sum())
         return Distribution(
             ids[positions, :kept].tolist(),
             logprobs[positions, :kept].tolist(),
             float(tail[positions]),
             float(log_norms[positions]),
+            None if np.isnan(drafted) else drafted,
         )
 
 
@@ -142,6 +164,10 @@ class RoundRecord:
     # Sampled with a seed of the request's own, so that another request may make the same draws:
     # readers leave it out.
     seeded: bool = False
+    # how `drafted` was verified: "chain", "block", "tree" (of whose nodes the kept path and the
+    # first rejected one are recorded), "typical" or "synthetic" (both lossy); "" where not known
+    rule: str = ""
+    engine: str = ""  # name of the engine, for a buffer of several; "" when it has none
     schema: int = SCHEMA_VERSION
 
 

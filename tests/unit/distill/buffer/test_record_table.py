@@ -30,7 +30,13 @@ def record(**changes: object) -> RoundRecord:
 
 def even(width: int, log_norm: float = 0.0) -> Distribution:
     return (
-        Distribution(list(range(1, width + 1)), [float(np.log(0.9 / width))] * width, 0.1, log_norm)
+        Distribution(
+            list(range(1, width + 1)),
+            [float(np.log(0.9 / width))] * width,
+            0.1,
+            log_norm,
+            None if width == 2 else -float(width),
+        )
         if width
         else Distribution([], [], 1.0)
     )
@@ -49,6 +55,7 @@ def assert_same(left: RoundRecord, right: RoundRecord) -> None:
             assert a.ids == b.ids and (a.tail, a.log_norm) == pytest.approx(
                 (b.tail, b.log_norm), rel=1e-6
             )
+            assert a.drafted == b.drafted
             assert np.allclose(a.logprobs, b.logprobs, rtol=0, atol=0.5001 / STEPS)
 
 
@@ -70,6 +77,8 @@ def test_ragged_records_come_back(shapes: list[tuple[int, int, int, float]]) -> 
             share=share,
             last=bool(length % 2),
             seeded=bool(depth % 2),
+            rule="chain" if depth % 2 else "",
+            engine="e1" if width % 2 else "",
         )
         for index, (depth, length, width, share) in enumerate(shapes)
     ]
@@ -146,7 +155,7 @@ def test_records_of_the_first_schema_are_read() -> None:
     values: dict = {
         f"{name}_{part}": value for name in "pq" for part, value in distributions.items()
     }
-    first = [name for name in record_table._SCALARS if name not in ("share", "last", "seeded")]
+    first = [name for name in record_table._SCALARS if name not in record_table._SINCE]
     scalars = {name: [getattr(record(drafted=[7]), name)] for name in first}
     (back,) = from_table(pa.table({**scalars, **values, "p_log_norm": [[0.5]], "schema": [1]}))
     assert (back.p[0], back.q[0]) == (

@@ -1,0 +1,151 @@
+"""Events of a verified position whose probabilities follow from the logged p and q.
+
+Of every event 1[it happened] - its probability has mean 0 given all that came before the draw that
+decides it. A position may be left out by any condition on what came before that draw, since such a
+condition multiplies a difference of conditional mean 0 by a number that is settled already: the sum
+over the kept positions stays a martingale, and z and evidence stay unbiased. Conditions here look
+at p, q and the depth, and for `accepted`, decided by noise drawn after the drafted token x, at x.
+
+- `accepted`: x is accepted; min(1, p(x) / q(x)). Of chains.
+- `drafted`: x is among the likeliest half of q. Of chains that are drawn. A wrong q is accepted and
+  replaced as it says: it shows only in what was drafted.
+- `replaced`: x is rejected and the token in its place is one of those, logged in p and q, that are
+  likelier under p; sum max(p - q, 0) over them. Of chains.
+- `emitted`: the token that stands there, accepted or not, is among the likeliest half of p, the
+  target's distribution itself. Of chains and trees at every depth reached, and of blocks at the
+  first one: how far a block is kept depends on the drafts behind.
+
+Greedy positions have no chance in them: the token must be the argmax, see `greedy_violations`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from draftsmith.distill.monitor.positions import ARITHMETIC, NO_TAIL, ROUNDING, TIE, Positions
+
+EVENTS = ("accepted", "drafted", "replaced", "emitted")
+HALF = 0.5
+# Pairs of logged tokens compared at once.
+CHUNK = 2048
+
+
+class Event(NamedTuple):
+    """One kind of event at the positions `at`, which are all that are judged by it."""
+
+    name: str
+    at: np.ndarray  # [m] indices of positions
+    happened: np.ndarray  # [m] bool
+    chance: np.ndarray  # [m] float64
+    error: np.ndarray  # [m] largest absolute error of `chance`
+
+
+def events_of(positions: Positions, rules: np.ndarray) -> list[Event]:
+    """Events of positions [n] whose rounds were verified by `rules` [n]."""
+    sampled = ~positions.greedy & positions.p_known & (positions.token >= 0)
+    chain = sampled & (rules == "chain") & (positions.drafted >= 0)
+    first = (rules == "block") & (positions.depth == 0)
+    emitted = sampled & ((rules == "chain") | (rules == "tree") | first)
+    return [
+        _accepted(positions, chain & is_told(positions)),
+        _drafted(positions, chain & (positions.q_ids.shape[1] > 1) & _is_drawn(positions)),
+        _replaced(positions, chain & _has_q(positions)),
+        _likeliest(positions, emitted),
+    ]
+
+
+def is_told(positions: Positions) -> np.ndarray:
+    """[n] bool: p(x) and q(x) are known."""
+    return ~np.isnan(positions.p_drafted) & (positions.q_drafted > 0)
+
+
+def _has_q(positions: Positions) -> np.ndarray:
+    return positions.q[:, 0] > 0
+
+
+def _is_drawn(positions: Positions) -> np.ndarray:
+    """[n] bool: q is no single token."""
+    return _has_q(positions) & (positions.q[:, 0] < 1 - ROUNDING)
+
+
+def _accepted(positions: Positions, chosen: np.ndarray) -> Event:
+    (at,) = chosen.nonzero()
+    p, q = positions.p_drafted[at], positions.q_drafted[at]
+    chance = np.minimum(1.0, p / q)
+    relative = np.where(positions.exact[at], ARITHMETIC, positions.p_error[at] + ROUNDING)
+    # A ratio beyond 1 by more than its error is 1 exactly.
+    error = np.where(p > q * (1 + relative), 0.0, relative * chance)
+    return Event("accepted", at, positions.accepted[at], chance, error)
+
+
+def _drafted(positions: Positions, chosen: np.ndarray) -> Event:
+    (at,) = chosen.nonzero()
+    in_half, mass = _half(positions.q[at])
+    happened = ((positions.q_ids[at] == positions.drafted[at][:, None]) & in_half).any(axis=1)
+    return Event("drafted", at, happened, mass, ROUNDING * mass)
+
+
+def _likeliest(positions: Positions, chosen: np.ndarray) -> Event:
+    (at,) = chosen.nonzero()
+    in_half, mass = _half(positions.p[at])
+    happened = ((positions.p_ids[at] == positions.token[at][:, None]) & in_half).any(axis=1)
+    return Event("emitted", at, happened, mass, positions.p_error[at] * mass)
+
+
+def _half(probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Smallest beginning [n, w] of each row of half the mass, and its mass [n]."""
+    inside = (probs.cumsum(axis=1) - probs < HALF) & (probs > 0)
+    return inside, np.minimum(1.0, (probs * inside).sum(axis=1))
+
+
+def _replaced(positions: Positions, chosen: np.ndarray) -> Event:
+    (at,) = chosen.nonzero()
+    parts = [_gain(positions, at[begin : begin + CHUNK]) for begin in range(0, len(at), CHUNK)]
+    nothing = (np.zeros(0, bool), np.zeros(0), np.zeros(0))
+    happened, chance, error = (np.concatenate(values) for values in zip(nothing, *parts))
+    return Event("replaced", at, happened, chance, error)
+
+
+def _gain(positions: Positions, at: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    p_ids, p, q_ids, q = (
+        values[at] for values in (positions.p_ids, positions.p, positions.q_ids, positions.q)
+    )
+    # The place of each token of p among those of q, by one search in pairs of row and token.
+    rows = np.arange(len(at))[:, None]
+    stride = np.int64(max(p_ids.max(initial=0), q_ids.max(initial=0)) + 2)
+    keys = np.where(q > 0, rows * stride + q_ids + 1, -1).ravel()
+    order = keys.argsort()
+    wanted = rows * stride + p_ids + 1
+    place = order[np.searchsorted(keys, wanted, sorter=order).clip(max=len(keys) - 1)]
+    listed = keys[place] == wanted
+    other = np.where(listed, q.ravel()[place], 0.0)
+    is_whole = positions.q_tail[at] < NO_TAIL
+    likelier = (p > other) & (listed | is_whole[:, None])
+    chance = ((p - other) * likelier).sum(axis=1)
+    relative = positions.p_error[at] + ROUNDING
+    error = relative * ((p + other) * likelier).sum(axis=1) + NO_TAIL
+    replaced = ~positions.accepted[at]
+    happened = replaced & ((p_ids == positions.token[at][:, None]) & likelier).any(axis=1)
+    return happened, np.minimum(chance, 1.0), error
+
+
+def greedy_of(positions: Positions) -> np.ndarray:
+    """[n] bool: greedy positions whose argmax is no tie of rounded logprobs."""
+    if positions.p.shape[1] < 2:
+        return positions.greedy
+    first, second = np.log(np.maximum(positions.p[:, :2], 1e-300)).T
+    return positions.greedy & (first - second > TIE)
+
+
+def greedy_violations(positions: Positions) -> np.ndarray:
+    """[n] bool: the token that stands there is not the argmax."""
+    return greedy_of(positions) & (positions.token != positions.p_ids[:, 0])
+
+
+def impossible(positions: Positions) -> np.ndarray:
+    """[n] bool: the token that stands there has no probability, cut by the request's filters."""
+    inside = ((positions.p_ids == positions.token[:, None]) & (positions.p > 0)).any(axis=1)
+    known = positions.p_known & ~positions.greedy & (positions.p_tail == 0)
+    return known & (positions.token >= 0) & ~inside

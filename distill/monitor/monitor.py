@@ -1,0 +1,251 @@
+"""Losslessness by engine and version: counts, z and evidence of each, and alarms.
+
+All records together are one stream, and each engine's records of each version are one more. Stream
+n, by first appearance, raises an alarm at evidence of n (n + 1) / false_alarm to 1, so that the
+chance that honest engines ever raise any is at most `false_alarm`, however many versions there are
+and however often one looks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from draftsmith.distill.gate.sequential import share_of
+from draftsmith.distill.monitor.events import (
+    EVENTS,
+    Event,
+    events_of,
+    greedy_of,
+    greedy_violations,
+    impossible,
+    is_told,
+)
+from draftsmith.distill.monitor.evidence import STRENGTHS, Bets, Counts
+from draftsmith.distill.monitor.positions import Positions, positions_of
+from draftsmith.record import RoundRecord
+
+# Rules whose output has the target's distribution; others are left out and counted by name.
+LOSSLESS_RULES = ("chain", "block", "tree")
+# Streams without an alarm that are kept: the latest ones. One that comes back is a new one.
+MOST_STREAMS = 64
+# Standard deviations of a normal distribution that leave 1 % on one side: what a bias is missed by.
+MISS = 2.33
+
+
+class Key(NamedTuple):
+    engine: str
+    version: str
+
+
+@dataclass
+class Stream:
+    """Counts and bets of the records of one engine and version."""
+
+    number: int  # from 1, in order of first appearance
+    positions: int = 0
+    greedy: int = 0
+    violations: int = 0  # tokens that cannot stand where they do
+    counts: dict[str, Counts] = field(default_factory=lambda: {one: Counts() for one in EVENTS})
+    bets: dict[str, Bets] = field(default_factory=lambda: {one: Bets() for one in EVENTS})
+    # by event, then by depth from 0
+    depths: dict[str, dict[int, Counts]] = field(
+        default_factory=lambda: {one: {} for one in EVENTS}
+    )
+
+    def add(self, event: Event, positions: Positions, chosen: np.ndarray) -> None:
+        kept = chosen[event.at]
+        self.counts[event.name].add(event, kept)
+        self.bets[event.name].add(event, kept)
+        by_depth = self.depths[event.name]
+        depths = positions.depth[event.at]
+        for depth in np.unique(depths[kept]).tolist():
+            by_depth.setdefault(depth, Counts()).add(event, kept & (depths == depth))
+
+    @property
+    def log_evidence(self) -> float:
+        if self.violations:
+            return math.inf
+        logs = [self.bets[name].log_evidence for name in EVENTS]
+        return float(np.logaddexp.reduce(logs)) - math.log(len(logs))
+
+    def log_level(self, false_alarm: float) -> float:
+        """Log evidence at which this stream raises an alarm."""
+        return -math.log(false_alarm * share_of(self.number))
+
+    def visible(self, name: str, false_alarm: float) -> float:
+        """About the smallest bias in the share of events that these positions would show in 99 of
+        100 cases; 1 without any."""
+        counts = self.counts[name]
+        if counts.variance <= 0:
+            return 1.0
+        log_money = self.log_level(false_alarm) + math.log(len(EVENTS) * len(STRENGTHS))
+        deviations = math.sqrt(2 * log_money) + MISS
+        return min(1.0, deviations * math.sqrt(counts.variance) / counts.count)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "depths": {
+                name: {str(depth): asdict(one) for depth, one in by_depth.items()}
+                for name, by_depth in self.depths.items()
+            },
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Stream:
+        return cls(
+            **{name: values[name] for name in ("number", "positions", "greedy", "violations")},
+            counts={name: Counts(**one) for name, one in values["counts"].items()},
+            bets={name: Bets(**one) for name, one in values["bets"].items()},
+            depths={
+                name: {int(depth): Counts(**one) for depth, one in by_depth.items()}
+                for name, by_depth in values["depths"].items()
+            },
+        )
+
+
+@dataclass
+class Monitor:
+    """Reads records in any order, each once, and keeps sums alone."""
+
+    false_alarm: float
+    everything: Stream = field(default_factory=lambda: Stream(1))
+    streams: dict[Key, Stream] = field(default_factory=dict)
+    begun: int = 1  # streams so far
+    alarms: dict[str, str] = field(default_factory=dict)  # by stream: what was seen
+    left_out: Counter[str] = field(default_factory=Counter)  # rounds or positions, by reason
+
+    def look(self, records: Sequence[RoundRecord]) -> list[str]:
+        """Adds records and returns the alarms that they raise, one sentence each."""
+        self._count_rounds(records)
+        judged = [one for one in records if one.rule in LOSSLESS_RULES]
+        positions = positions_of(judged)
+        if positions is not None:
+            rules = np.array([one.rule for one in judged])[positions.record]
+            self._count_positions(positions, rules)
+            events = events_of(positions, rules)
+            for stream, chosen in self._streams_of(judged, positions):
+                self._add(stream, positions, events, chosen)
+        self._prune()
+        return self._new_alarms()
+
+    def _streams_of(
+        self, records: Sequence[RoundRecord], positions: Positions
+    ) -> Iterator[tuple[Stream, np.ndarray]]:
+        """Each stream with a choice [n] of positions."""
+        yield self.everything, np.ones(len(positions), dtype=bool)
+        keys = [Key(one.engine, one.draft_version) for one in records]
+        for key in dict.fromkeys(keys):
+            chosen = np.array([other == key for other in keys])[positions.record]
+            if not chosen.any():
+                continue
+            yield self._stream(key), chosen
+
+    def _stream(self, key: Key) -> Stream:
+        """Stream of a key, begun if need be, behind all others."""
+        if key not in self.streams:
+            self.begun += 1
+            self.streams[key] = Stream(self.begun)
+        self.streams[key] = self.streams.pop(key)
+        return self.streams[key]
+
+    def _add(
+        self,
+        stream: Stream,
+        positions: Positions,
+        events: Sequence[Event],
+        chosen: np.ndarray,
+    ) -> None:
+        stream.positions += int(chosen.sum())
+        stream.greedy += int((greedy_of(positions) & chosen).sum())
+        wrong = greedy_violations(positions) | impossible(positions)
+        stream.violations += int((wrong & chosen).sum())
+        for event in events:
+            stream.add(event, positions, chosen)
+
+    def _count_rounds(self, records: Sequence[RoundRecord]) -> None:
+        for one in records:
+            if not one.drafted:
+                continue
+            if one.rule not in LOSSLESS_RULES:
+                self.left_out[f"rounds of rule {one.rule or 'unknown'}"] += 1
+            elif len(one.p) == 0 or not one.p[0].ids:
+                self.left_out["rounds without distributions"] += 1
+
+    def _count_positions(self, positions: Positions, rules: np.ndarray) -> None:
+        sampled = ~positions.greedy
+        reasons = {
+            "positions whose filters cut outside the logged tokens": sampled & ~positions.p_known,
+            "positions whose drafted token has no logged p or q": (
+                sampled & positions.p_known & (rules == "chain") & ~is_told(positions)
+            ),
+            "positions of a block behind its first": (
+                sampled & (rules == "block") & (positions.depth > 0)
+            ),
+            "greedy positions with a tie": positions.greedy & ~greedy_of(positions),
+        }
+        for reason, chosen in reasons.items():
+            if chosen.any():
+                self.left_out[reason] += int(chosen.sum())
+
+    def _prune(self) -> None:
+        quiet = [key for key in self.streams if name_of(key) not in self.alarms]
+        for key in quiet[: max(0, len(quiet) - MOST_STREAMS)]:
+            del self.streams[key]
+
+    def named(self) -> dict[str, Stream]:
+        """Streams by name, all records together first."""
+        return {"all": self.everything} | {name_of(key): one for key, one in self.streams.items()}
+
+    def _new_alarms(self) -> list[str]:
+        new = {
+            name: sentence(name, stream)
+            for name, stream in self.named().items()
+            if name not in self.alarms and stream.log_evidence >= stream.log_level(self.false_alarm)
+        }
+        self.alarms |= new
+        return list(new.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "everything": self.everything.to_dict(),
+            "streams": [[*key, one.to_dict()] for key, one in self.streams.items()],
+            "begun": self.begun,
+            "alarms": self.alarms,
+            "left_out": dict(self.left_out),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], false_alarm: float) -> Monitor:
+        return cls(
+            false_alarm,
+            Stream.from_dict(values["everything"]),
+            {
+                Key(engine, version): Stream.from_dict(one)
+                for engine, version, one in values["streams"]
+            },
+            values["begun"],
+            dict(values["alarms"]),
+            Counter(values["left_out"]),
+        )
+
+
+def name_of(key: Key) -> str:
+    return f"version {key.version or '-'}" + (f" on {key.engine}" if key.engine else "")
+
+
+def sentence(name: str, stream: Stream) -> str:
+    seen = ", ".join(
+        f"{event} {counts.happened} for {counts.expected:.1f} (z {counts.z:+.1f})"
+        for event, counts in stream.counts.items()
+        if counts.count
+    )
+    if stream.violations:
+        seen = f"{stream.violations} tokens that cannot stand where they do; {seen}"
+    return f"{name} is not lossless: {seen}"

@@ -1,0 +1,197 @@
+"""Losslessness from records: the engine's own pass in every way of drafting, and those of an engine
+that is wrong on purpose do not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith.cli import main
+from draftsmith.distill.buffer.buffer import BufferWriter
+from draftsmith.distill.monitor.monitor import Monitor
+from draftsmith.drafters.heads.eagle3 import Eagle3
+from draftsmith.drafters.interface import ServingDrafter
+from draftsmith.drafters.lm.draft_lm import DraftLm
+from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.record import RoundRecord
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine.build import build_engine
+from draftsmith.serve.requests.request import RequestOptions
+from draftsmith.serve.sampling.params import SamplingParams
+from tests.conftest import Records
+
+FALSE_ALARM = 1e-6
+CONFIG = EngineConfig(seed=1, k=3, max_batch=16)
+WARM = {"temperature": 1.0}
+SAMPLINGS = (
+    WARM,
+    {"temperature": 0.7},
+    {"temperature": 1.0, "top_k": 20},
+    {"temperature": 0.5, "top_p": 0.7, "min_p": 0.05},
+    {"temperature": 0.0},
+)
+PROMPT = [5, 60, 7, 200, 9, 33]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Callable[..., str]) -> Target:
+    return Target.load(tiny_target("llama"))
+
+
+@pytest.fixture(scope="module")
+def drafter(target: Target) -> DraftLm:
+    """The target with some noise: most of its drafts are kept, not all."""
+    drafter = DraftLm.create(DraftLmOptions(init=target.name), target, seed=1)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            parameter.add_(0.02 * noise)
+    return drafter.eval()
+
+
+def served(
+    target: Target,
+    drafter: ServingDrafter,
+    config: EngineConfig,
+    *samplings: dict,
+    requests: int = 16,
+) -> list[RoundRecord]:
+    """Records of `requests` requests, the samplings in turn."""
+    records = Records()
+    engine = build_engine(target, drafter, config, sink=records, draft_version="7")
+    for number in range(requests):
+        sampling = {"max_tokens": 48, "ignore_eos": True, **samplings[number % len(samplings)]}
+        engine.submit([*PROMPT, number], SamplingParams(**sampling), options=RequestOptions())
+    while engine.busy:
+        engine.step()
+    return [one for one in records if one.drafted]
+
+
+def monitor_of(records: list[RoundRecord]) -> Monitor:
+    monitor = Monitor(FALSE_ALARM)
+    monitor.look(records)
+    return monitor
+
+
+@pytest.fixture(scope="module")
+def chains(target: Target, drafter: DraftLm) -> list[RoundRecord]:
+    return served(target, drafter, CONFIG, *SAMPLINGS, requests=30)
+
+
+def test_chains_of_the_engine_pass_whatever_the_sampling(chains: list[RoundRecord]) -> None:
+    found = monitor_of(chains)
+    everything = found.everything
+    assert found.alarms == {} and everything.violations == 0 and everything.greedy > 100
+    for name, one in everything.counts.items():
+        assert one.count > 300 and one.variance > 20 and abs(one.z) < 4, name
+    assert found.left_out.total() < 100
+
+
+def test_blocks_of_the_engine_pass_by_their_first_token(target: Target, drafter: DraftLm) -> None:
+    config = replace(CONFIG, verification="block")
+    counts = monitor_of(served(target, drafter, config, WARM)).everything.counts
+    assert counts["accepted"].count == counts["drafted"].count == counts["replaced"].count == 0
+    assert counts["emitted"].count > 100 and abs(counts["emitted"].z) < 4
+
+
+def test_trees_of_the_engine_pass_at_every_depth(target: Target) -> None:
+    eagle = Eagle3.create(Eagle3Options(), target, seed=1).eval()
+    found = monitor_of(served(target, eagle, replace(CONFIG, tree="sampled:2x2"), WARM))
+    counts = found.everything.counts
+    assert found.alarms == {} and counts["accepted"].count == 0
+    assert counts["emitted"].count > 300 and abs(counts["emitted"].z) < 4
+
+
+def test_drafts_that_are_not_drawn_pass(target: Target) -> None:
+    found = monitor_of(served(target, Ngram(min_n=1), CONFIG, {"temperature": 0.3}))
+    counts = found.everything.counts
+    assert found.alarms == {} and counts["accepted"].count > 20 and counts["drafted"].count == 0
+    assert counts["replaced"].count == counts["accepted"].count
+
+
+def test_a_draft_that_reports_another_q_is_found_from_its_depth_on(
+    target: Target, drafter: DraftLm
+) -> None:
+    config = replace(CONFIG, test_misreport="2:3")
+    found = monitor_of(served(target, drafter, config, WARM, requests=32))
+    assert set(found.alarms) == {"all", "version 7"}
+    by_depth = found.everything.depths["drafted"]
+    assert abs(by_depth[0].z) < 4 and by_depth[1].z < -6
+    assert abs(found.everything.counts["accepted"].z) < 4, "accepted as the wrong q says"
+
+
+@pytest.fixture
+def buffer(tmp_path: Path, chains: list[RoundRecord]) -> Callable[..., str]:
+    def write(change: Callable[[RoundRecord], RoundRecord] = lambda one: one) -> str:
+        writer = BufferWriter(str(tmp_path / "buffer"))
+        for one in chains:
+            writer.put(change(one))
+        writer.close()
+        return str(tmp_path / "buffer")
+
+    return write
+
+
+def audit(folder: str, tmp_path: Path, *options: str) -> tuple[int, dict]:
+    out = tmp_path / "report.json"
+    status = main(["audit", "--buffer", folder, "--out", str(out), *options])
+    return status, json.loads(out.read_text())[0]
+
+
+def test_the_audit_of_a_buffer_is_lossless_and_leaves_no_mark(
+    buffer: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = buffer()
+    before = sorted(path.name for path in Path(folder).iterdir())
+    status, report = audit(folder, tmp_path)
+    assert (status, report["verdict"]) == (0, "lossless"), report["sentence"]
+    assert [check["name"] for check in report["checks"]] == ["all", "version 7"]
+    assert abs(report["checks"][0]["evidence"]["z"]["accepted"]) < 4
+    assert sorted(path.name for path in Path(folder).iterdir()) == before
+    assert "LOSSLESS" in capsys.readouterr().out
+
+
+def test_the_audit_of_a_buffer_names_the_version_that_is_wrong(
+    buffer: Callable[..., str], tmp_path: Path
+) -> None:
+    """Every second rejected draft counts as accepted under version 8."""
+
+    def wrong(one: RoundRecord) -> RoundRecord:
+        if one.round % 4 == 0 and one.accepted < len(one.drafted):
+            one = replace(one, accepted=one.accepted + 1)
+        return replace(one, draft_version="8") if one.round % 2 == 0 else one
+
+    status, report = audit(buffer(wrong), tmp_path)
+    assert (status, report["verdict"]) == (1, "lossy")
+    broken = {check["name"] for check in report["checks"] if not check["passed"]}
+    assert "version 8" in broken and "version 7" not in broken
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [
+        ({"rule": ""}, "rounds of rule unknown"),
+        ({"rule": "typical"}, "rounds of rule typical"),
+        ({"seeded": True}, "records of seeded requests"),
+        ({"p": [], "q": []}, "rounds without distributions"),
+    ],
+)
+def test_what_cannot_be_judged_gives_no_verdict_and_is_counted(
+    buffer: Callable[..., str], tmp_path: Path, change: dict, note: str
+) -> None:
+    status, report = audit(buffer(lambda one: replace(one, **change)), tmp_path)
+    assert (status, report["verdict"]) == (1, "powerless")
+    assert any(note in one for one in report["notes"])
+    assert "--learn" in report["sentence"]
+
+
+def test_an_empty_folder_gives_no_verdict(tmp_path: Path) -> None:
+    status, report = audit(str(tmp_path / "nothing"), tmp_path)
+    assert (status, report["verdict"]) == (1, "powerless")
