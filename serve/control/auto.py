@@ -51,9 +51,7 @@ class _Probe:
     k: int
     rounds_left: float
     rate: float  # tokens per second at the k it departs from
-    expected_s: float  # expected loss
     prefill_s: float  # of each round, whatever k
-    lost_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -98,7 +96,6 @@ class AutoControl:
         self._spent_s = 0.0
         # what probes cost beyond what the same tokens would have taken at the bucket's k
         self._lost_s = 0.0
-        self._surprise_s = 0.0  # losses of probes beyond the expected ones: reading text late, say
 
     def choose(self, budgets: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
         deepest = min(max((budget.most for budget in budgets), default=0), MAX_AUTO_K)
@@ -177,14 +174,11 @@ class AutoControl:
 
     def _account(self, bucket: _Bucket, probe: _Probe, result: RoundResult) -> None:
         tokens = result.num_rows + sum(map(self._kept, result.offers))
-        lost_s = max(0.0, result.seconds - probe.prefill_s - tokens / probe.rate)
-        self._lost_s += lost_s
-        probe.lost_s += lost_s
+        self._lost_s += max(0.0, result.seconds - probe.prefill_s - tokens / probe.rate)
         # A round that also catches up measures nothing, nor does one whose rows may not draft so
         # deep, but a probe must end even where every round is like that.
         probe.rounds_left -= 0.25 if result.catching_up or result.k != probe.k else 1.0
         if probe.rounds_left <= 0:
-            self._surprise_s += 0.3 * (max(0.0, probe.lost_s - probe.expected_s) - self._surprise_s)
             bucket.probe, bucket.due = None, 0
 
     def _kept(self, row: RowResult) -> float:
@@ -276,12 +270,12 @@ class AutoControl:
             # The time of rounds without drafts is the measure of all others: it is measured even
             # without credit.
             is_measure = k == 0 and not known
-            if not is_measure and self._lost_s + loss_s + self._surprise_s > allowed_s:
+            if not is_measure and self._lost_s + loss_s > allowed_s:
                 continue
             if now == 0:
                 # Only probes draft now, so what earlier ones saw is old.
                 self.survival.doubt(0.5)
-            bucket.probe = _Probe(k, num_rounds, rates[now], loss_s, prefill_s)
+            bucket.probe = _Probe(k, num_rounds, rates[now], prefill_s)
             bucket.tried[k], bucket.backoffs[k] = bucket.rounds, min(2 * backoff, LONGEST_BACKOFF)
             return
 
