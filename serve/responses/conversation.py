@@ -48,7 +48,7 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
         "tools": [_tool(tool.model_dump(exclude_none=True)) for tool in body.tools or ()],
         "tool_choice": _choice(body),
         "response_format": _format(body),
-        "verbosity": body.text.verbosity,
+        "verbosity": None if body.text is None else body.text.verbosity,
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
         "stream": body.stream,
     }
@@ -119,7 +119,7 @@ def _choice(body: ResponsesRequest) -> Any:
 
 
 def _format(body: ResponsesRequest) -> dict[str, Any] | None:
-    format = body.text.format
+    format = None if body.text is None else body.text.format
     if not isinstance(format, SchemaFormat):
         return None if format is None else {"type": format.type}
     schema = {"name": format.name, "schema": format.schema_}

@@ -119,7 +119,7 @@ class ResponsesRequest(AcceptedFields):
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    text: TextOptions = Field(default_factory=TextOptions)
+    text: TextOptions | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -151,8 +151,3 @@ class ResponsesRequest(AcceptedFields):
     @classmethod
     def _is_awaited(cls, value: bool | None) -> bool | None:
         return refused_if_true(value)
-
-    @field_validator("text", mode="before")
-    @classmethod
-    def _may_be_null(cls, value: Any) -> Any:
-        return {} if value is None else value
