@@ -101,8 +101,10 @@ class CausalLM:
         self.config = model.config.get_text_config()
         self.max_length = max_length
         self.rope_limit = rope_limit(self.config)
+        self.has_long_factors = False
         if max_length is not None and self.rope_limit is not None and lengthen(model, max_length):
             self.rope_limit = rope_limit(self.config, lengthened=max_length)
+            self.has_long_factors = True
         patch(model)
         self._body_name = body_name(model)
         self.layers = decoder_layers(self.body, self.config.num_hidden_layers)

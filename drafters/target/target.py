@@ -56,7 +56,8 @@ class Target(CausalLM):
         # `generate` would fill in what it finds there: penalties and filters that are no part of
         # the target's distribution.
         model.generation_config = GenerationConfig()
-        self.revision = revision_of(model)
+        # The same weights under other rotary factors have another distribution.
+        self.revision = revision_of(model) + ("-long" if self.has_long_factors else "")
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     @classmethod

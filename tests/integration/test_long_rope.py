@@ -196,6 +196,11 @@ def test_a_length_up_to_the_original_keeps_the_short_factors(load):
     assert target.rope_limit == ("longrope", ORIGINAL) and target.max_positions == ORIGINAL
 
 
+def test_records_and_stored_states_of_other_factors_are_of_another_revision(load):
+    short, long = load("longrope", ORIGINAL), load("longrope", LONGEST)
+    assert load("longrope").revision == short.revision != long.revision
+
+
 def test_nothing_beyond_the_original_length_is_served_unless_it_is_loaded_so(load):
     target = load("longrope")
     assert target.max_positions == ORIGINAL
