@@ -86,6 +86,13 @@ MAMBA2 = {
     "mamba_expand": 2,
     "mamba_chunk_size": 8,
 }
+ZAMBA = {
+    "layers_block_type": ["mamba", "hybrid"] * 2,
+    "mamba_d_state": 8,
+    "num_key_value_heads": 4,
+    "attention_hidden_size": 64,
+    "attention_head_dim": 16,
+}
 NO_ATTENTION = dict.fromkeys(
     ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
 )
@@ -149,6 +156,16 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "topk_group": 1,
     },
     "falcon_h1": {"model_type": "falcon_h1", "head_dim": 16, "mamba_d_ssm": 64, **MAMBA2},
+    "zamba2": {
+        "model_type": "zamba2",
+        "n_mamba_heads": 4,
+        "mamba_headdim": 16,
+        "mamba_ngroups": 1,
+        "chunk_size": 8,
+        "adapter_rank": 4,
+        "num_mem_blocks": 1,
+        **ZAMBA,
+    },
     "mamba": {"model_type": "mamba", "state_size": 8, **NO_ATTENTION},
     "falcon_mamba": {"model_type": "falcon_mamba", "state_size": 8, **NO_ATTENTION},
     "mamba2": {

@@ -100,6 +100,10 @@ TINY: dict[str, Any] = {
 # Where a kind needs more, or other values.
 DECODER = {"is_decoder": True}
 LATENT = {"num_key_value_heads": 4}
+ZAMBA = {
+    "layers_block_type": ["mamba", "hybrid"] * 2, "mamba_d_state": 8, "num_key_value_heads": 4,
+    "attention_hidden_size": 64, "attention_head_dim": 16,
+}  # fmt: skip
 MORE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie",
@@ -124,8 +128,7 @@ MORE: dict[str, dict[str, Any]] = {
                    "num_hidden_layers": None},
     "mamba2": {"num_heads": 8, "chunk_size": 8},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_chunk_size": 8},
-    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 4, "chunk_size": 8,
-               "mamba_d_state": 8, "adapter_rank": 4},
+    "zamba2": ZAMBA | {"n_mamba_heads": 4, "chunk_size": 8, "adapter_rank": 4},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 6},
     "bailing_hybrid": {"layer_group_size": 2, "num_key_value_heads": 4,
                        "layer_types": ["linear_attention", "full_attention"] * 2},

@@ -53,3 +53,10 @@ def falcon(
     query, key = rotate(query, key, *named["position_embeddings"])
     out = now.attend(self, query, key, value, scaling=self.inv_norm_factor)
     return self.dense(out.flatten(2)), None
+
+
+def numbered(self: Any, *inputs: Any, layer_idx: int, **named: Any) -> Any:
+    """`forward` of Zamba2's, which has the number of its layer in calls alone; keys and values go
+    by the module's."""
+    self.layer_idx = layer_idx
+    return type(self).forward(self, *inputs, layer_idx=layer_idx, **named)

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from draftsmith.drafters.patches.alibi import bloom, bloom_bias, mpt
-from draftsmith.drafters.patches.attention import bert, falcon, scores
+from draftsmith.drafters.patches.attention import bert, falcon, numbered, scores
 from draftsmith.drafters.patches.positions import counted
 
 # The method that is patched, and what stands in its place.
@@ -25,6 +25,7 @@ PATCHES: dict[str, tuple[str, Callable[..., Any]]] = {
     "BloomAttention": ("forward", bloom),
     "BloomModel": ("build_alibi_tensor", bloom_bias),
     "MptAttention": ("forward", mpt),
+    "Zamba2Attention": ("forward", numbered),
     "BartLearnedPositionalEmbedding": ("forward", counted),
     "MBartLearnedPositionalEmbedding": ("forward", counted),
     "PLBartLearnedPositionalEmbedding": ("forward", counted),

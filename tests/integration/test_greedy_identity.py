@@ -248,6 +248,7 @@ MORE_RECURRENT = [
     "falcon_mamba",
     "recurrent_gemma",
     "kimi_linear",
+    "zamba2",
     "minimax",
 ]
 # Prompts come in pieces beside answers, and the latest request is put back again and again.

@@ -358,6 +358,7 @@ MORE_RECURRENT = [
     "falcon_mamba",
     "recurrent_gemma",
     "kimi_linear",
+    "zamba2",
     "minimax",
 ]
 

@@ -67,7 +67,7 @@ def test_a_recording_of_the_forward_gives_the_same(tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["falcon", "bloom", "gptj", "bart"])
+@pytest.mark.parametrize("kind", ["falcon", "bloom", "gptj", "bart", "zamba2"])
 def test_a_copy_runs_on_its_own_weights(kind, tmp_path):
     build(kind, tmp_path)
     target = Target.load(tmp_path, dtype=torch.float32)
