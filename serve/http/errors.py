@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 
 from draftsmith.errors import UserError
 from draftsmith.serve.engine.loop import EngineDead, ShuttingDown
@@ -153,13 +154,26 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> ErrorResponse:
         message = f"{request.method} {request.url.path}: {error.detail}"
-        return Refusal(error.status_code, message, headers=dict(error.headers or {})).response()
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            headers["Allow"] = allowed_methods(app, request)
+        return Refusal(error.status_code, message, headers=headers).response()
 
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> ErrorResponse:
         return Refusal(
             500, "the server failed on this request; see its log", kind="server_error"
         ).response()
+
+
+def allowed_methods(app: FastAPI, request: Request) -> str:
+    """Methods of all routes of a path; starlette gives those of the first alone."""
+    methods: set[str] = set()
+    for route in app.routes:
+        match, _ = route.matches(request.scope)
+        if match is not Match.NONE and isinstance(route, Route):
+            methods |= route.methods or set()
+    return ", ".join(sorted(methods))
 
 
 def validation_refusal(error: RequestValidationError) -> Refusal:

@@ -127,3 +127,8 @@ def test_k_needs_a_drafter(target: Target, live_server: Callable) -> None:
         refused = server.http.post(f"/v1/speculation/{answer}", json={"k": 1})
         assert refused.status_code == 400 and "no drafter" in refused.json()["error"]["message"]
         assert server.http.post(f"/v1/speculation/{answer}", json={"k": 0}).status_code == 200
+
+
+def test_a_wrong_method_names_all_that_are_allowed(server: Any) -> None:
+    refused = server.http.options("/v1/speculation/cmpl-a", headers=KEY)
+    assert (refused.status_code, refused.headers["Allow"]) == (405, "GET, POST")
