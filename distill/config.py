@@ -192,6 +192,13 @@ class PoolConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MonitorConfig:
+    false_alarm: float = option(
+        1e-6, "chance that honest servers ever raise an alarm of losslessness, over all versions"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RetentionConfig:
     bytes: int = option(2 << 30, "size of the buffer; what was learned from goes first")
     age_s: float = option(7 * 86400.0, "age at which records are deleted")
@@ -208,6 +215,7 @@ class DistillConfig:
     gate: GateConfig = option(factory=GateConfig)
     drift: DriftConfig = option(factory=DriftConfig)
     pool: PoolConfig = option(factory=PoolConfig)
+    monitor: MonitorConfig = option(factory=MonitorConfig)
     retention: RetentionConfig = option(factory=RetentionConfig)
     poll_s: float = option(1.0, "pause when there is nothing new")
     save_s: float = option(

@@ -15,6 +15,7 @@ from draftsmith.distill.buffer.traffic import SILENCE_S, OpenRequests, ServedTex
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.context import LearnerContext
 from draftsmith.distill.draft_track import DraftTrack
+from draftsmith.distill.monitor.monitor import Monitor
 from draftsmith.distill.pool.pool import ClassPool
 from draftsmith.distill.state import LEARNER, Counters, StateFolder
 from draftsmith.distill.status import Status
@@ -47,6 +48,7 @@ class Daemon:
             trust_remote_code=config.trust_remote_code,
         )
         self.counters, self.open = Counters(), OpenRequests()
+        self.monitor = Monitor(config.monitor.false_alarm)
         context = LearnerContext(
             config,
             self.target,
@@ -80,6 +82,8 @@ class Daemon:
             self.counters.take_over(restored.counters)
             self.open = OpenRequests(restored.open, orphans=restored.counters.orphans)
             self.pool.restore(restored.pool)
+            if restored.monitor is not None:
+                self.monitor = Monitor.from_dict(restored.monitor, self.config.monitor.false_alarm)
         for name, one in self.tracks.items():
             one.begin(known.get(name))
         if restored is not None:
@@ -177,6 +181,8 @@ class Daemon:
             if record.target_revision in ("", self.target.revision)
         ]
         self.open.add(own)  # first of all: the reader goes on behind them, whatever happens here
+        for alarm in self.monitor.look(reading.records):
+            self.status.event(f"ALARM: {alarm}")
         self.forget(reading.forgotten)
         if len(own) < len(reading.records):
             if not self.counters.foreign:
@@ -207,6 +213,7 @@ class Daemon:
             target_revision=self.target.revision,
             pool=self.pool.to_dict(),
             open_records=self.open.all_records(),
+            monitor=self.monitor.to_dict(),
             with_records=not self.reader.folder.is_memory,
         )
         self.saved_cursor, self.saved_s = dict(self.reader.cursor), time.monotonic()
@@ -231,6 +238,8 @@ class Daemon:
             **to_dict(self.counters),
             **self.shared.to_dict(),
             "pool": self.pool.numbers(),
+            "lossless_alarms": len(self.monitor.alarms),
+            "losslessness": self.monitor.numbers(),
             "share": self.throttle.share,
             "worked_s": self.throttle.worked_s,
             "rested_s": self.throttle.rested_s,

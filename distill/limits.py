@@ -22,6 +22,7 @@ from draftsmith.distill.config import (
     GenerateConfig,
     LearnConfig,
     LearnUnroll,
+    MonitorConfig,
     PoolConfig,
     RetentionConfig,
 )
@@ -72,6 +73,7 @@ LIMITS: LimitsTable = {
         "floor": Limits(0, 1, "[]"),
     },
     DriftConfig: {"false_alarms": POSITIVE, "drop": BELOW_1, "patience": NOT_NEGATIVE},
+    MonitorConfig: {"false_alarm": INSIDE},
     PoolConfig: {"most": NOT_NEGATIVE, "requests": AT_LEAST_1, "idle_requests": AT_LEAST_1},
     RetentionConfig: {
         # Below the size of a few shards, unread records would be deleted.

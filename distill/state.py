@@ -97,6 +97,7 @@ class Restored:
     open: list[RoundRecord]
     tracks: dict[str, TrackState]
     pool: dict[str, Any]
+    monitor: dict[str, Any] | None  # None in a state from before there was one
 
 
 class StateFolder:
@@ -118,6 +119,7 @@ class StateFolder:
         target_revision: str,
         pool: Mapping[str, Any],
         open_records: Sequence[RoundRecord],
+        monitor: Mapping[str, Any] | None = None,
         with_records: bool = True,
     ) -> None:
         """Writes all tracks, by folder ("" is the shared one), and the pool's own values.
@@ -135,6 +137,7 @@ class StateFolder:
                 "counters": asdict(counters),
                 "target_revision": target_revision,
                 "pool": pool,
+                "monitor": monitor,
                 "lineages": {
                     name: _save_track(kept, folder / name, with_records)
                     for name, kept in tracks.items()
@@ -181,6 +184,7 @@ class StateFolder:
             records,
             {name: one.state for name, one in saved.items()},
             values["pool"],
+            values.get("monitor"),
         )
 
 

@@ -82,6 +82,22 @@ class StatusCollector:
                     f"{name.replace('_', ' ')}, as in status.json",
                     value=float(value),
                 )
+        yield from self._losslessness()
+
+    def _losslessness(self) -> Iterator[Metric]:
+        """Gauges of the monitor, by stream: all records, and each engine's version."""
+        streams = self.status.values.get("losslessness") or {}
+        gauges: dict[str, GaugeMetricFamily] = {}
+        for stream, numbers in streams.items():
+            for name, value in numbers.items():
+                if name not in gauges:
+                    gauges[name] = GaugeMetricFamily(
+                        f"{PREFIX}lossless_{name}",
+                        f"{name.replace('_', ' ')} of the records, as in status.json",
+                        labels=["records"],
+                    )
+                gauges[name].add_metric([stream], float(value))
+        yield from gauges.values()
 
 
 class StatusServer:

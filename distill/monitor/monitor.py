@@ -38,6 +38,10 @@ MOST_STREAMS = 64
 MISS = 2.33
 
 
+# Stands for evidence without bound, which JSON has no number for.
+MOST_LOG10 = 1e6
+
+
 class Key(NamedTuple):
     engine: str
     version: str
@@ -211,6 +215,19 @@ class Monitor:
         }
         self.alarms |= new
         return list(new.values())
+
+    def numbers(self) -> dict[str, dict[str, float]]:
+        """Values of each stream, for a status: positions, z by event, log10 of the evidence, and 1
+        under `alarm` where one was raised."""
+        return {
+            name: {
+                "positions": one.positions,
+                **{f"z_{event}": counts.z for event, counts in one.counts.items()},
+                "log10_evidence": min(one.log_evidence / math.log(10), MOST_LOG10),
+                "alarm": float(name in self.alarms),
+            }
+            for name, one in self.named().items()
+        }
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -60,7 +60,7 @@ def positions_of(records: Sequence[RoundRecord]) -> Positions | None:
     if not kept:
         return None
     counts = [len(one.drafted) for _, one in kept]
-    reached = [min(one.accepted + 1, len(one.drafted)) for _, one in kept]
+    reached = [max(0, min(one.accepted + 1, len(one.drafted))) for _, one in kept]
     depth = np.concatenate([np.arange(count) for count in counts])
     chosen = depth < np.repeat(reached, counts)
     p = _joined([one.p for _, one in kept], chosen)
@@ -94,7 +94,9 @@ def positions_of(records: Sequence[RoundRecord]) -> Positions | None:
 
 def _is_logged(record: RoundRecord) -> bool:
     drafts = len(record.drafted)
-    return drafts > 0 and len(record.p) == drafts == len(record.q) and bool(record.p[0].ids)
+    if drafts == 0 or not len(record.p) == drafts == len(record.q):
+        return False
+    return bool(record.p[0].ids) and bool(record.q[0].ids)
 
 
 def _joined(rows: Sequence[Sequence], chosen: np.ndarray) -> ProbArrays:

@@ -3,23 +3,32 @@ that is wrong on purpose do not."""
 
 from __future__ import annotations
 
+import io
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry, generate_latest
 
 from draftsmith.cli import main
 from draftsmith.distill.buffer.buffer import BufferWriter
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.monitor.monitor import Monitor
+from draftsmith.distill.status import Status, StatusCollector
+from draftsmith.distill.throttle import NoGuard, Throttle
+from draftsmith.drafters import checkpoint
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.metrics_text import parse
 from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
@@ -137,6 +146,43 @@ def buffer(tmp_path: Path, chains: list[RoundRecord]) -> Callable[..., str]:
         return str(tmp_path / "buffer")
 
     return write
+
+
+def daemon_of(tmp_path: Path, target: Target, buffer: str, log: io.StringIO) -> Daemon:
+    config = DistillConfig(
+        target=target.name, draft=str(tmp_path / "draft"), buffer=buffer,
+        versions=str(tmp_path / "versions"),
+    )  # fmt: skip
+    status = Status(config.versions, log)
+    return Daemon(config, status, Throttle(1.0, NoGuard(), threading.Event()))
+
+
+def test_the_learner_raises_an_alarm_once_and_shows_it(
+    buffer: Callable[..., str], tmp_path: Path, target: Target, drafter: DraftLm
+) -> None:
+    def wrong(one: RoundRecord) -> RoundRecord:
+        return replace(one, accepted=min(one.accepted + 1, len(one.drafted)))
+
+    checkpoint.save(drafter, tmp_path / "draft", target)
+    log, folder = io.StringIO(), buffer(wrong)
+    daemon = daemon_of(tmp_path, target, folder, log)
+    daemon.take_in()
+    daemon.show()
+    assert log.getvalue().count("ALARM: version 7 is not lossless") == 1
+    found = parse(generate_latest(registry_of(daemon.status)).decode())
+    assert found.total("draftsmith_learner_lossless_alarms") == 2
+    assert found.total("draftsmith_learner_lossless_alarm") == 2
+    daemon.save()
+    again = io.StringIO()
+    restarted = daemon_of(tmp_path, target, folder, again)
+    restarted.take_in()
+    assert restarted.monitor == daemon.monitor and "ALARM" not in again.getvalue()
+
+
+def registry_of(status: Status) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(StatusCollector(status))
+    return registry
 
 
 def audit(folder: str, tmp_path: Path, *options: str) -> tuple[int, dict]:
