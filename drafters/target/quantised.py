@@ -7,6 +7,7 @@ makes of the unit vectors is its weight, whichever library made it.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from importlib.util import find_spec
 from pathlib import Path
@@ -86,7 +87,10 @@ def has_numbers(tensor: torch.Tensor | None) -> bool:
 def numbers_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Floating-point parameters and buffers of a module by name, and the weights that its
     quantised projections stand for."""
-    state = {name: own for name, own in module.state_dict().items() if has_numbers(own)}
+    # Not from `state_dict`, for which bitsandbytes repacks its codes in place: the layer gives
+    # other numbers afterwards.
+    held = itertools.chain(module.named_parameters(remove_duplicate=False), module.named_buffers())
+    state = {name: own.detach() for name, own in held if has_numbers(own)}
     place = next(iter(state.values()), torch.empty(0))
     for name, part in module.named_modules():
         if not has_numbers(getattr(part, "weight", None)):

@@ -3,6 +3,7 @@ asked on the terminal."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,16 @@ def test_code_of_a_folder_needs_leave(what, own_code):
     assert not own_code.has_run and not own_code.was_asked
     LOADERS[what](folder, trust_remote_code=True)
     assert own_code.has_run and not own_code.was_asked
+
+
+@pytest.mark.parametrize("what", LOADERS)
+def test_code_of_an_adapters_base_needs_leave(what, own_code, tmp_path):
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": str(own_code.make())})
+    )
+    with pytest.raises(UserError, match="trust-remote-code"):
+        LOADERS[what](tmp_path, trust_remote_code=False)
+    assert not own_code.has_run and not own_code.was_asked
 
 
 def test_a_class_of_transformers_loads_beside_code_that_is_not_run(own_code):
