@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,10 +31,14 @@ NUM_BITS = 63  # of a tree's `ancestors`; the sign is not one of them
 _SHORT_CONTEXT = 256
 # Up to this many queries per head, the heads that share keys are folded into the query dimension.
 _FEW_QUERIES = 256
+# Longer rows are attended in pieces of so many tokens: a mask of a whole long text would take its
+# length squared.
+_MOST_QUERIES = 2048
 
 
 class _Run(NamedTuple):
-    """Consecutive rows that are attended in one call: rows of one length, or a row alone."""
+    """Consecutive rows that are attended in one call: rows of one length, a row alone, or a piece
+    of a long row."""
 
     first_row: int
     num_rows: int
@@ -57,7 +62,9 @@ def _find_runs(lengths: list[int], kv_indices: torch.Tensor) -> list[_Run]:
         ):
             runs[-1] = last._replace(num_rows=last.num_rows + 1, context=max(last.context, context))
         else:
-            runs.append(_Run(row, 1, end - length, length, context))
+            for begin in range(end - length, end, _MOST_QUERIES):
+                last_one = min(begin + _MOST_QUERIES, end)
+                runs.append(_Run(row, 1, begin, last_one - begin, every[last_one - 1] + 1))
     return runs
 
 
@@ -138,6 +145,8 @@ class GatheredContext:
         )
         self.kv_indices = positions if tree is None else tree.kv_indices
         self._runs = _find_runs(lengths.tolist(), self.kv_indices)
+        # Masks of pieces of long rows are made again in each layer rather than kept together.
+        self._keeps = max((run.length for run in self._runs), default=0) < _MOST_QUERIES
         self._parts: dict[int | None, list[_Part]] = {}
 
     def attend(
@@ -153,10 +162,8 @@ class GatheredContext:
     ) -> torch.Tensor:
         """query [1, heads, T, dim]; keys and values [S, kv_heads, dim], the pass's own among them
         -> [T, heads, value_dim]."""
-        if window not in self._parts:
-            self._parts[window] = [self._make_part(run, window) for run in self._runs]
         outputs = []
-        for part in self._parts[window]:
+        for part in self._parts_of(window):
             q = part.queries(query)
             k, v = part.gather(keys).to(query.dtype), part.gather(values).to(query.dtype)
             if softcap is None and sinks is None:
@@ -171,6 +178,13 @@ class GatheredContext:
                 )
             outputs.append(out.transpose(1, 2).flatten(0, 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _parts_of(self, window: int | None) -> Iterable[_Part]:
+        if not self._keeps:
+            return (self._make_part(run, window) for run in self._runs)
+        if window not in self._parts:
+            self._parts[window] = [self._make_part(run, window) for run in self._runs]
+        return self._parts[window]
 
     def _make_part(self, run: _Run, window: int | None) -> _Part:
         tokens = slice(run.begin, run.begin + run.num_rows * run.length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from draftsmith.kernels.attention import paged_torch
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
 
@@ -93,6 +94,23 @@ def test_every_row_attends_to_its_own_context(
     assert found.shape == (1, len(positions), heads, DIM)
     torch.testing.assert_close(found[0].double(), expected, atol=2e-6, rtol=1e-4)
     assert torch.isnan(pool.keys[0][BLOCK:]).all(), "another layer was written"
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 3}, {"softcap": 2.0}])
+def test_long_rows_are_attended_in_pieces(monkeypatch: pytest.MonkeyPatch, options: dict) -> None:
+    """No mask has more queries than a piece, and they are those of the whole row."""
+    monkeypatch.setattr(paged_torch, "_MOST_QUERIES", 4)
+    queries = []
+    make_part = paged_torch.GatheredContext._make_part
+
+    def noted(context, run, window):
+        queries.append(run.length)
+        return make_part(context, run, window)
+
+    monkeypatch.setattr(paged_torch.GatheredContext, "_make_part", noted)
+    for rows in ([(0, 19)], [(300, 9), (4, 2), (0, 4)], [(7, 5), (0, 1), (3, 13)]):
+        test_every_row_attends_to_its_own_context(rows, options, 4, 2)
+    assert max(queries) == 4
 
 
 def test_values_may_be_wider_than_keys() -> None:
