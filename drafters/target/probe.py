@@ -63,6 +63,10 @@ class AttentionShapes:
         return out.transpose(0, 1).unsqueeze(0)
 
 
+# Kinds that pass the probe and fail a test of sampled text.
+UNPROVEN = {"zamba": "its sampled text was not the target's in a test with drafts, cause unknown"}
+
+
 @torch.no_grad()
 def check_model(lm: CausalLM) -> Probe:
     """Compares three ways to the same logits (the model's own forward, body then head, and the
@@ -83,6 +87,8 @@ def check_model(lm: CausalLM) -> Probe:
 
 
 def _probe(lm: CausalLM, ids: torch.Tensor) -> Probe:
+    if lm.model.config.model_type in UNPROVEN:
+        raise UserError(refusal(lm, UNPROVEN[lm.model.config.model_type]))
     lm.state_layers = state_layers(lm.model, lm.body)
     expected = lm.model(input_ids=ids, use_cache=False).logits
     positions = torch.arange(NUM_TOKENS, device=lm.device)

@@ -239,6 +239,13 @@ def test_refused_with_a_reason(model_type, tmp_path):
     assert "\n" not in str(caught.value)
 
 
+def test_a_kind_whose_sampled_text_is_unproven_is_refused(tiny_target, monkeypatch):
+    assert "zamba" in probe.UNPROVEN
+    monkeypatch.setitem(probe.UNPROVEN, "llama", "not proven here")
+    with pytest.raises(UserError, match="not proven here; use another model"):
+        Target.load(tiny_target("llama"))
+
+
 def test_an_attention_the_pool_does_not_know_is_refused(tiny_target):
     """Though its tensors come through the interface."""
     target = Target.load(tiny_target("mistral"))

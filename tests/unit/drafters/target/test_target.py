@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM
+from transformers import AutoModelForCausalLM, GitConfig, GitForCausalLM
 
 from draftsmith.drafters.target.target import FINAL, Target
 from draftsmith.errors import UserError
@@ -226,8 +226,16 @@ def test_sampled_answers_obey_their_filter(tiny_target):
 
 
 def test_a_model_outside_the_interface_is_refused(tmp_path):
-    config = FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
-    FalconForCausalLM(config).save_pretrained(tmp_path)
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+    }
+    vision = sizes | {"image_size": 32, "patch_size": 16}
+    GitForCausalLM(GitConfig(vocab_size=128, vision_config=vision, **sizes)).save_pretrained(
+        tmp_path
+    )
     with pytest.raises(UserError, match="knows no attention named"):
         Target.load(tmp_path)
 
