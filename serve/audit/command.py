@@ -56,7 +56,7 @@ def run(config: AuditConfig, audit_buffer: AuditBuffer | None = None) -> int:
 def check(config: AuditConfig) -> None:
     if not config.kernels and config.url is None and config.buffer is None:
         raise UserError(
-            "nothing to audit; give --kernels, --url with the address of a server, or --buffer "
+            "nothing to audit; give --kernels, or --url with the address of a server, or --buffer "
             "with the folder of its records"
         )
     check_numbers(config, LIMITS)
