@@ -432,10 +432,15 @@ def test_memory_beyond_the_machine_is_warned_of() -> None:
 def test_a_model_that_ignores_the_attention_interface_fails(
     diagnose: Callable[..., Any], tmp_path: Path
 ) -> None:
-    from transformers import FalconConfig
+    from transformers import GitConfig
 
-    config = FalconConfig(
-        vocab_size=288, hidden_size=32, num_hidden_layers=2, num_attention_heads=4
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "falcon")
-    assert diagnose(target=str(tmp_path / "falcon"))["target.loads"]["status"] == "fail"
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+    }
+    vision = sizes | {"image_size": 32, "patch_size": 16}
+    config = GitConfig(vocab_size=288, vision_config=vision, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "git")
+    assert diagnose(target=str(tmp_path / "git"))["target.loads"]["status"] == "fail"
