@@ -257,10 +257,10 @@ def tokens_only(record: RoundRecord) -> RoundRecord:
     """Copy without values in its distributions. Its positions may be scored all the same, with this
     target's own distributions."""
     nothing = np.zeros((len(record.p), 0))
-    untold = ProbArrays(
+    unlogged = ProbArrays(
         nothing.astype(np.int32),
         nothing.astype(np.float32),
         np.ones(len(nothing), dtype=np.float32),
         np.zeros(len(nothing), dtype=np.float32),
     )
-    return dataclasses.replace(record, p=Distributions(lambda: untold, 0, len(nothing)), q=[])
+    return dataclasses.replace(record, p=Distributions(lambda: unlogged, 0, len(nothing)), q=[])

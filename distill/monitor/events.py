@@ -49,14 +49,14 @@ def events_of(positions: Positions, rules: np.ndarray) -> list[Event]:
     first = (rules == "block") & (positions.depth == 0)
     emitted = sampled & ((rules == "chain") | (rules == "tree") | first)
     return [
-        _accepted(positions, chain & is_told(positions)),
+        _accepted(positions, chain & is_logged(positions)),
         _drafted(positions, chain & (positions.q_ids.shape[1] > 1) & _is_drawn(positions)),
         _replaced(positions, chain & _has_q(positions)),
         _likeliest(positions, emitted),
     ]
 
 
-def is_told(positions: Positions) -> np.ndarray:
+def is_logged(positions: Positions) -> np.ndarray:
     """[n] bool: p(x) and q(x) are known."""
     return ~np.isnan(positions.p_drafted) & (positions.q_drafted > 0)
 

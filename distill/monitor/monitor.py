@@ -24,7 +24,7 @@ from draftsmith.distill.monitor.events import (
     greedy_of,
     greedy_violations,
     impossible,
-    is_told,
+    is_logged,
 )
 from draftsmith.distill.monitor.evidence import STRENGTHS, Bets, Counts
 from draftsmith.distill.monitor.positions import Positions, positions_of
@@ -187,7 +187,7 @@ class Monitor:
         reasons = {
             "positions whose filters cut outside the logged tokens": sampled & ~positions.p_known,
             "positions whose drafted token has no logged p or q": (
-                sampled & positions.p_known & (rules == "chain") & ~is_told(positions)
+                sampled & positions.p_known & (rules == "chain") & ~is_logged(positions)
             ),
             "positions of a block behind its first": (
                 sampled & (rules == "block") & (positions.depth > 0)
