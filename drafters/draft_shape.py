@@ -3,6 +3,8 @@ it in `config.json`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from transformers import LlamaConfig, PreTrainedConfig
@@ -54,6 +56,19 @@ def rope_of(config: dict[str, Any]) -> dict[str, Any]:
         parameters.get("rope_type", "default") == "default" or "partial_rotary_factor" in parameters
     )
     return {"rope_theta": theta, "rope_scaling": None if plain else parameters}
+
+
+def check_fits(
+    values: Mapping[str, Any], expected: Mapping[str, Any], target: CausalLM, folder: Path
+) -> None:
+    """Raises `UserError` for the first of `expected` that the `config.json` values of a draft in
+    `folder` do not have."""
+    for key, wanted in expected.items():
+        if (found := values.get(key)) != wanted:
+            raise UserError(
+                f"draft {str(folder)!r} has {key}={found!r} where {wanted!r} is needed for "
+                f"{target.name!r}; use another draft"
+            )
 
 
 def llama_config(shape: dict[str, Any]) -> LlamaConfig:

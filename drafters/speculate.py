@@ -93,16 +93,9 @@ def speculate(
         raise ValueError(
             "a prompt without tokens has nothing to go on from; give every prompt one token or more"
         )
-    rows = [
-        Row(index, list(prompt), len(prompt), seed)
-        for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
-    ]
+    rows = rows_of(prompts, seeds)
     batch = Batch(drafter, target, rows, k, temperature, max_new_tokens)
-    batch.prefill()
-    while unfinished := batch.unfinished():
-        for part in batch.parts(unfinished):
-            batch.run_round(part)
-    return SpeculatedBatch([SpeculatedText(row.tokens, row.num_prompt, row.rounds) for row in rows])
+    return batch.decode()
 
 
 @dataclass
@@ -123,6 +116,13 @@ class Row:
     def begin(self) -> int:
         """Position at which the next round's target pass begins."""
         return len(self.tokens) - 1 - self.state.behind
+
+
+def rows_of(prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Row]:
+    return [
+        Row(index, list(prompt), len(prompt), seed)
+        for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+    ]
 
 
 class Batch:
@@ -156,6 +156,16 @@ class Batch:
         is_module = isinstance(drafter, torch.nn.Module)
         dtype = next(drafter.parameters()).dtype if is_module else target.dtype  # type: ignore[attr-defined]
         self.draft_pool = drafter.new_pool(num_blocks, BLOCK_SIZE, self.device, dtype)
+
+    def decode(self) -> SpeculatedBatch:
+        """Runs rounds until all texts have ended."""
+        self.prefill()
+        while unfinished := self.unfinished():
+            for part in self.parts(unfinished):
+                self.run_round(part)
+        return SpeculatedBatch(
+            [SpeculatedText(row.tokens, row.num_prompt, row.rounds) for row in self.rows]
+        )
 
     def unfinished(self) -> list[Row]:
         return [row for row in self.rows if not row.finished]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from draftsmith.drafters.interface import DraftInputs, GrowsTrees, Proposal, ServingDrafter
-from draftsmith.drafters.speculate import Batch, Row, SpeculatedBatch, SpeculatedText
+from draftsmith.drafters.speculate import Batch, Row, SpeculatedBatch, rows_of
 from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.drafters.trees.layout import TreeSpan, tree_pass, tried
@@ -36,16 +36,8 @@ def speculate_trees(
 ) -> SpeculatedBatch:
     """As `speculate`, with trees of `shape`. A round's drafted tokens are the kept path and the
     first child that was tested behind it. Raises `UserError` for a target with recurrent layers."""
-    rows = [
-        Row(index, list(prompt), len(prompt), seed)
-        for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
-    ]
-    batch = _TreeBatch(drafter, target, rows, shape, temperature, max_new_tokens)
-    batch.prefill()
-    while unfinished := batch.unfinished():
-        for part in batch.parts(unfinished):
-            batch.run_round(part)
-    return SpeculatedBatch([SpeculatedText(row.tokens, row.num_prompt, row.rounds) for row in rows])
+    batch = _TreeBatch(drafter, target, rows_of(prompts, seeds), shape, temperature, max_new_tokens)
+    return batch.decode()
 
 
 class _TreeBatch(Batch):

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from draftsmith.drafters.draft_shape import config_dict, llama_config, shape_of
+from draftsmith.drafters.draft_shape import check_fits, config_dict, llama_config, shape_of
 from draftsmith.drafters.heads.feature_head import FeatureHead, HeadStep
 from draftsmith.drafters.init_from_target import output_table, shares_embeddings
 from draftsmith.drafters.layouts.folder import DraftFolder
@@ -195,10 +195,4 @@ def check_portable(values: Mapping[str, Any], target: Target, folder: Path) -> N
             f"draft {str(folder)!r} has layernorms=True, norms that EAGLE-1 has not; use a draft "
             "without them"
         )
-    for key, wanted in expected.items():
-        if values.get(key) != wanted:
-            raise UserError(
-                f"draft {str(folder)!r} has {key}={values.get(key)!r} where {wanted!r} is needed "
-                f"for {target.name!r}; "
-                "use another draft"
-            )
+    check_fits(values, expected, target, folder)

@@ -24,7 +24,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from draftsmith.drafters.draft_shape import llama_config, shape_of
+from draftsmith.drafters.draft_shape import check_fits, llama_config, shape_of
 from draftsmith.drafters.heads.eagle3_layer import Eagle3Layer, Norms, TapNorms
 from draftsmith.drafters.heads.feature_head import FeatureHead, HeadStep
 from draftsmith.drafters.heads.layer_kinds import (
@@ -341,16 +341,9 @@ def check_portable(values: Mapping[str, Any], target: Target, folder: Path) -> N
         "vocab_size": target.vocab_size,
         "target_hidden_size": target.hidden_size,
     }
-    for key, wanted in expected.items():
-        # A draft as wide as its target may leave the target's width out.
-        found = values.get(key) or (
-            values.get("hidden_size") if key == "target_hidden_size" else None
-        )
-        if found != wanted:
-            raise UserError(
-                f"draft {str(folder)!r} has {key}={found!r} where {wanted!r} is needed for "
-                f"{target.name!r}; use another draft"
-            )
+    # A draft as wide as its target may leave the target's width out.
+    width = values.get("target_hidden_size") or values.get("hidden_size")
+    check_fits({**values, "target_hidden_size": width}, expected, target, folder)
 
 
 def taps_of(values: Mapping[str, Any], target: Target) -> tuple[int, ...]:

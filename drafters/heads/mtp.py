@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from draftsmith.drafters.draft_shape import config_dict, llama_config, shape_of
+from draftsmith.drafters.draft_shape import check_fits, config_dict, llama_config, shape_of
 from draftsmith.drafters.heads.mtp_alone import READS_FINAL, block_heads, is_stitched
 from draftsmith.drafters.heads.mtp_deepseek import AppendedMtp
 from draftsmith.drafters.heads.mtp_head import MtpHead
@@ -37,7 +37,6 @@ from draftsmith.drafters.weights import (
     read_weights,
     write_weights,
 )
-from draftsmith.errors import UserError
 
 ARCHITECTURE = "DraftsmithMtp"
 
@@ -128,10 +127,5 @@ class Mtp(MtpHead):
 
 
 def check_shape(values: dict[str, Any], target: Target, folder: Path) -> None:
-    for key, wanted in (("vocab_size", target.vocab_size), ("hidden_size", target.hidden_size)):
-        if values.get(key) != wanted:
-            raise UserError(
-                f"draft {str(folder)!r} has {key}={values.get(key)!r} where {wanted!r} is needed "
-                f"for {target.name!r}; "
-                "use another draft"
-            )
+    sizes = {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size}
+    check_fits(values, sizes, target, folder)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from draftsmith.drafters.autoregressive.state import HeadStep
+from draftsmith.drafters.draft_shape import check_fits
 from draftsmith.drafters.init_from_target import output_table
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.layouts.folder import DraftFolder
@@ -258,14 +259,9 @@ def numbers_of(values: Mapping[str, Any], names: Iterable[str], folder: Path) ->
 
 def check_shape(values: Mapping[str, Any], target: Target, folder: Path) -> None:
     """Shapes of the original layout, which leaves them out, from its tensors."""
-    wanted = {
+    expected = {
         "vocab_size": target.vocab_size,
         "truncated_vocab_size": target.vocab_size,
         "hidden_size": target.hidden_size,
     }
-    for key, own in wanted.items():
-        if values.get(key, own) != own:
-            raise UserError(
-                f"draft {str(folder)!r} has {key}={values[key]!r} where {own!r} is needed for "
-                f"{target.name!r}; use another draft"
-            )
+    check_fits({**expected, **values}, expected, target, folder)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from draftsmith.drafters.draft_shape import check_fits
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 
@@ -69,13 +70,8 @@ def sizes_in(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def check_config(values: Mapping[str, Any], target: Target, folder: Path) -> None:
-    for key, wanted in (("vocab_size", target.vocab_size), ("emb_dim", target.hidden_size)):
-        if values.get(key) != wanted:
-            raise UserError(
-                f"draft {str(folder)!r} has {key}={values.get(key)!r} where {wanted!r} is needed "
-                f"for {target.name!r}; "
-                "use another draft"
-            )
+    sizes = {"vocab_size": target.vocab_size, "emb_dim": target.hidden_size}
+    check_fits(values, sizes, target, folder)
     if not isinstance(values.get("n_predict"), int) or values["n_predict"] < 1:
         raise UserError(
             f"draft {str(folder)!r} has n_predict={values.get('n_predict')!r}; restore config.json"
