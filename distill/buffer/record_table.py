@@ -47,6 +47,8 @@ _SCALARS = {
     "seeded": pa.bool_(),
     "rule": pa.string(),
     "engine": pa.string(),
+    "sampler": pa.string(),
+    "weight_version": pa.string(),
     "schema": pa.int32(),
 }
 _SCALARS_OF = operator.attrgetter(*_SCALARS)
@@ -72,6 +74,7 @@ SCHEMA = pa.schema(
 _SINCE = {
     **{"share": 2, "last": 2, "seeded": 3},
     **dict.fromkeys(("rule", "engine", "p_drafted", "q_drafted"), 4),
+    **dict.fromkeys(("sampler", "weight_version"), 5),
 }
 # The bytes of numbers that are alike stand together: two of an id's four are nearly always 0.
 _SPLIT = [

@@ -19,9 +19,20 @@ def draft_temperatures(params: Sequence[SamplingParams], *, greedy: bool) -> lis
     """
     if not greedy and all(each.draft_temperature is None for each in params):
         return None
-    return [
-        (0.0 if greedy else each.temperature)
-        if each.draft_temperature is None
-        else each.draft_temperature
-        for each in params
-    ]
+    return [draft_temperature(each, greedy=greedy) for each in params]
+
+
+def draft_temperature(params: SamplingParams, *, greedy: bool) -> float:
+    """Temperature of one row; `greedy` as above."""
+    if params.draft_temperature is not None:
+        return params.draft_temperature
+    return 0.0 if greedy else params.temperature
+
+
+def sampler_name(params: SamplingParams, *, drawn: bool, greedy: bool) -> str:
+    """Choice of a row's drafted tokens, as its record names it. `drawn` is False for tokens that
+    are not drawn from a distribution."""
+    temperature = draft_temperature(params, greedy=greedy) if drawn else 0.0
+    if temperature == 0:
+        return "greedy"
+    return "probabilistic" if temperature == params.temperature else "tempered"

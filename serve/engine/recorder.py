@@ -14,6 +14,7 @@ import torch
 
 from draftsmith.kernels.sampling.top_tokens import top_probs
 from draftsmith.record import TOP, Distributions, ProbArrays, RoundRecord, Sink, hashed, uniform
+from draftsmith.serve.control.draft_temperature import sampler_name
 from draftsmith.serve.engine.round import RoundProposal, RowOutput
 from draftsmith.serve.requests.request import Request
 
@@ -43,6 +44,7 @@ class RoundDistributions:
         self.begins = [0, *accumulate(lengths)]
         firsts = [0, *accumulate(len(chain) + 1 for chain in proposal.chains)]
         rows = [first + depth for first, length in zip(firsts, lengths) for depth in range(length)]
+        self.drawn = proposal.drawn
         self._p_logits: torch.Tensor | None = raw[rows]
         self._q_logits = _draft_logits(proposal, lengths)
         self._tokens = [
@@ -125,11 +127,24 @@ def _log_norms(logits: torch.Tensor, temperatures: list[float]) -> np.ndarray:
 
 
 class Recorder:
-    """`sink` None records nothing and costs nothing. `rule` as in the record."""
+    """Sink of an engine's rounds; None records nothing and costs nothing.
 
-    def __init__(self, sink: Sink | None, *, target: str, target_revision: str, rule: str = ""):
+    Args:
+        rule: of verification, as in the record.
+        greedy: drafts are the draft's likeliest tokens where a request names no temperature.
+    """
+
+    def __init__(
+        self,
+        sink: Sink | None,
+        *,
+        target: str,
+        target_revision: str,
+        rule: str = "",
+        greedy: bool = False,
+    ):
         self.sink, self.target, self.target_revision = sink, target, target_revision
-        self.rule = rule
+        self.rule, self.greedy = rule, greedy
         self.num_records = 0
         self._unmade: deque[RoundDistributions] = deque()
 
@@ -161,6 +176,9 @@ class Recorder:
         )
         record.drafted, record.accepted = row.drafted, row.accepted
         record.committed, record.emitted = committed, row.emitted[-1]
+        record.sampler = sampler_name(
+            request.params, drawn=distributions.drawn[row.index], greedy=self.greedy
+        )
         if not request.params.adjusts:
             record.p, record.q = distributions.p(row.index), distributions.q(row.index)
             self._bound(distributions)

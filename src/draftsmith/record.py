@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, overload
 
 import numpy as np
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 TOP = 64
 
 
@@ -157,7 +157,8 @@ class RoundRecord:
     emitted: int  # the residual or bonus token
     # target distribution at temperature 1 without filters, per drafted position
     p: Sequence[Distribution] = field(default_factory=list)
-    # the distribution the draft token was sampled from; one-hot for deterministic drafts
+    # the distribution the draft token was sampled from; one-hot for deterministic drafts, the
+    # siblings drafted there for "target-only" ones
     q: Sequence[Distribution] = field(default_factory=list)
     share: float = 1.0  # the chance with which its request was chosen to be recorded
     last: bool = False  # no record of its request follows
@@ -168,6 +169,14 @@ class RoundRecord:
     # first rejected one are recorded), "typical" or "synthetic" (both lossy); "" where not known
     rule: str = ""
     engine: str = ""  # name of the engine, for a buffer of several; "" when it has none
+    # choice of `drafted`: "probabilistic" (drawn from the draft's distribution under the request's
+    # sampling), "greedy" (the draft's likeliest token), "target-only" (the likeliest ones, each
+    # kept with the chance p(x) whatever q is), "tempered" (drawn at another temperature than the
+    # request's); "" where not known
+    sampler: str = ""
+    # name of the target's weights by the engine, which may change without a new folder; "" when it
+    # has none
+    weight_version: str = ""
     schema: int = SCHEMA_VERSION
 
 

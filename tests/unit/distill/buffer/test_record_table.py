@@ -79,6 +79,8 @@ def test_ragged_records_come_back(shapes: list[tuple[int, int, int, float]]) -> 
             seeded=bool(depth % 2),
             rule="chain" if depth % 2 else "",
             engine="e1" if width % 2 else "",
+            sampler="greedy" if depth % 2 else "",
+            weight_version="7" if width % 2 else "",
         )
         for index, (depth, length, width, share) in enumerate(shapes)
     ]
@@ -165,6 +167,15 @@ def test_records_of_the_first_schema_are_read() -> None:
     assert (back.share, back.last, back.schema, back.context) == (1.0, False, 1, [5, 6])
     with pytest.raises(ValueError, match="newer schema"):
         from_table(to_table([record(schema=SCHEMA_VERSION + 1)]))
+
+
+def test_records_of_the_fourth_schema_are_read() -> None:
+    older = to_table([record(schema=4, rule="chain", engine="e1", sampler="greedy")])
+    (back,) = from_table(older.drop_columns(["sampler", "weight_version"]))
+    assert (back.rule, back.engine, back.sampler, back.weight_version) == ("chain", "e1", "", "")
+    newer = to_table([record(schema=5)]).drop_columns(["sampler"])
+    with pytest.raises(ValueError, match="lacks column 'sampler'"):
+        from_table(newer)
 
 
 def test_half_of_the_first_schemas_bytes() -> None:

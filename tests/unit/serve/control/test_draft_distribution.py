@@ -4,6 +4,7 @@ acceptance do not, and say so."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, detectable_bias, g_test
 from draftsmith.kernels.verify.lossy import verify_typical
+from draftsmith.record import RoundRecord, Sink
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.draft_temperature import draft_temperatures
 from draftsmith.serve.engine.build import build_engine
@@ -74,13 +76,17 @@ def fit(
     return g_test(counts, torch.tensor([*distribution.values(), 0.0], dtype=torch.float64))
 
 
-def make_engine(target: Target, drafter: DraftLm, **config: object) -> Engine:
+def make_engine(
+    target: Target, drafter: DraftLm, sink: Sink | None = None, **config: object
+) -> Engine:
     return build_engine(
         target,
         drafter,
         EngineConfig(
             k=K, max_batch=64, max_round_tokens=1024, max_length=64, compile="off", **config
         ),
+        sink=sink,
+        draft_version="1",
     )
 
 
@@ -210,3 +216,41 @@ def test_a_requests_own_draft_temperature_wins_and_greedy_requests_draft_greedil
 def test_draft_temperatures_out_of_range_are_refused(value: float) -> None:
     with pytest.raises(UserError, match="draft_temperature"):
         SamplingParams(draft_temperature=value)
+
+
+@pytest.mark.parametrize("config, params, sampler", [
+    ({}, {}, "probabilistic"),
+    ({}, {"temperature": 0.0}, "greedy"),
+    ({}, {"draft_temperature": 0.0}, "greedy"),
+    ({}, {"draft_temperature": 0.5}, "tempered"),
+    ({"draft_sampling": "greedy"}, {}, "greedy"),
+    ({"draft_sampling": "greedy"}, {"draft_temperature": 1.3}, "probabilistic"),
+])  # fmt: skip
+def test_records_name_the_choice_of_drafted_tokens(
+    config: dict,
+    params: dict,
+    sampler: str,
+    target: Target,
+    drafter: DraftLm,
+    records: list[RoundRecord],
+) -> None:
+    engine = make_engine(target, drafter, sink=records, **config)
+    engine.generate([PROMPT], SamplingParams(**{**SAMPLED, **params}))
+    drafted = [one for one in records if one.drafted]
+    assert drafted and {one.sampler for one in drafted} == {sampler}
+    if sampler == "greedy":
+        assert all(len(q.ids) == 1 or q.logprobs[0] == 0 for one in drafted for q in one.q)
+
+
+def test_records_of_tokens_that_are_not_drawn_name_them_greedy(
+    target: Target,
+    fixed_drafter: Callable,
+    records: list[RoundRecord],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drafter = fixed_drafter()
+    drawn = drafter.propose
+    monkeypatch.setattr(drafter, "propose", lambda inputs: replace(drawn(inputs), logits=None))
+    make_engine(target, drafter, sink=records).generate([PROMPT], SamplingParams(**SAMPLED))
+    drafted = [one for one in records if one.drafted]
+    assert drafted and {one.sampler for one in drafted} == {"greedy"}
