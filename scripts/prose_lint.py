@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("kernels", "drafters", "train", "serve", "distill", "src/draftsmith", "scripts")
+FOLDERS = ("kernels", "drafters", "train", "serve", "distill", "fleet", "src/draftsmith", "scripts")
 OPENING = re.compile(r"(What|Whether|Who|Whose|Of|By|How|When|Where)\b")
 # Word -> what to write. Code in backquotes is not prose.
 BANNED = {

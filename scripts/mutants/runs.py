@@ -31,7 +31,7 @@ PRELOADED = (
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
 # The folders of a tree that hold what mutants are made of. A test has noticed nothing where these
 # raise.
-CODE_FOLDERS = ("kernels", "drafters", "train", "serve", "distill", "src")
+CODE_FOLDERS = ("kernels", "drafters", "train", "serve", "distill", "fleet", "src")
 TAIL_CHARS = 1500
 
 

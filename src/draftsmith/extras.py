@@ -9,7 +9,11 @@ from draftsmith.errors import UserError
 
 RECORDS = ("pyarrow", "fsspec", "httpx", "prometheus_client")
 # Packages, by import name, that a command of the extra cannot begin without.
-NEEDED = {"serve": ("fastapi", "uvicorn", *RECORDS), "train": ("accelerate", "datasets", *RECORDS)}
+NEEDED = {
+    "serve": ("fastapi", "uvicorn", *RECORDS),
+    "train": ("accelerate", "datasets", *RECORDS),
+    "fleet": ("pyarrow", "fsspec"),
+}
 # Packages that are imported only where an option needs them.
 OPTIONAL = {
     "serve": ("starlette", "pydantic"),

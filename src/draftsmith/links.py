@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-LINKS = ("distill", "drafters", "kernels", "serve", "train")
+LINKS = ("distill", "drafters", "fleet", "kernels", "serve", "train")
 SENTENCE = (
     "{path} is a text file in place of a symbolic link, so this checkout has no code; install a "
     "wheel (pip wheel from another "

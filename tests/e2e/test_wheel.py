@@ -22,7 +22,7 @@ import pytest
 from draftsmith.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
-CODE = ("distill", "drafters", "kernels", "serve", "train")
+CODE = ("distill", "drafters", "fleet", "kernels", "serve", "train")
 # 175 s of CPU, 8 minutes on two busy cores; an hour leaves room for a slow registry.
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 INSTALL_S, RUN_S = 1800, 600

@@ -21,7 +21,7 @@ from draftsmith.serve.bench.command import check
 from draftsmith.serve.bench.config import BenchConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-CODE = ("src/draftsmith", "kernels", "drafters", "train", "serve", "distill")
+CODE = ("src/draftsmith", "kernels", "drafters", "train", "serve", "distill", "fleet")
 # The core requirements, what torch and transformers bring, and triton, which is imported behind a
 # check.
 CORE = {"torch", "transformers", "safetensors", "huggingface_hub", "numpy", "yaml"} | {
@@ -29,6 +29,8 @@ CORE = {"torch", "transformers", "safetensors", "huggingface_hub", "numpy", "yam
 }  # fmt: skip
 # Imported in a `try` that has another way.
 TRIED = {"httpx2"}
+# Imported inside the processes of these engines alone, which bring themselves.
+ENGINES = {"vllm", "sglang"}
 COMMANDS = {
     "generate": ["--target", "t", "--prompts", "p", "--out", "o"],
     "train": ["eagle3", "--target", "t", "--data", "d", "--out", "o"],
@@ -74,7 +76,7 @@ def test_a_command_without_its_extra_ends_in_one_sentence_before_anything_loads(
 def test_nothing_is_refused_where_all_is_installed_or_the_other_extra_is_missing(
     extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = {"serve": "train", "train": "serve"}[extra]
+    other = {"serve": "train", "train": "serve", "fleet": "train"}[extra]
     without(
         monkeypatch,
         *(set(NEEDED[other]) - set(NEEDED[extra])),
@@ -146,8 +148,8 @@ def imported_packages(source: str) -> set[str]:
 
 def unknown_packages(source: str) -> set[str]:
     """What no extra brings, nor the core, nor Python."""
-    found = imported_packages(source) - set(sys.stdlib_module_names) - CORE - TRIED - {"draftsmith"}
-    return {name for name in found if extra_of(name) is None}
+    found = imported_packages(source) - set(sys.stdlib_module_names) - CORE - TRIED - ENGINES
+    return {name for name in found - {"draftsmith"} if extra_of(name) is None}
 
 
 def test_every_import_is_of_the_core_or_of_a_known_extra() -> None:

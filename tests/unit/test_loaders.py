@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 THE_PLACE = ROOT / "drafters" / "target" / "load.py"
-CODE = ("kernels", "drafters", "train", "serve", "distill", "src/draftsmith")
+CODE = ("kernels", "drafters", "train", "serve", "distill", "fleet", "src/draftsmith")
 # Gives transformers a class of ours for a name; chooses none by a folder.
 REGISTERS = ROOT / "drafters" / "layouts" / "mimo.py"
 LOADERS = ("from_pretrained", "from_config")

@@ -1,0 +1,15 @@
+"""Name of an engine in records and status files."""
+
+from __future__ import annotations
+
+import re
+import socket
+
+
+def engine_name(name: str, port: int, rank: int = 0) -> str:
+    """`name`, else host name and port; data-parallel replicas behind one port get their rank.
+
+    Characters other than letters, digits, dots and dashes become dashes, since the name is part of
+    file names."""
+    full = name or f"{socket.gethostname()}-{port}"
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", f"{full}-{rank}" if rank else full)

@@ -1,0 +1,73 @@
+"""Entry points of vLLM: `vllm.general_plugins` (`register`, in every process, before a worker is
+made) and `vllm.endpoint_plugins` (`endpoints`, in the API server, only where `VLLM_PLUGINS` names
+draftsmith).
+
+`register` adds the methods of `worker` to `WorkerBase` and wraps its constructor. A worker whose
+engine has settings gets `worker.draftsmith`, a `WorkerState`, as soon as it is made; the recorder
+is put in after the engine's warm-up. A worker without settings stays as it is. Nothing raised here
+reaches vLLM.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from draftsmith.fleet.log import logger, once
+from draftsmith.fleet.vllm.settings import settings_of
+from draftsmith.fleet.vllm.state import WorkerState
+from draftsmith.fleet.vllm.worker import METHODS
+
+
+def register() -> None:
+    """Extend vLLM's worker class; repeated calls change nothing."""
+    try:
+        from vllm.v1.worker.worker_base import WorkerBase
+    except ImportError as error:
+        once(f"this vLLM has no worker class that can be extended ({error}); it serves untouched")
+        return
+    for method in METHODS:
+        if not hasattr(WorkerBase, method.__name__):
+            setattr(WorkerBase, method.__name__, method)
+    if not hasattr(WorkerBase.__init__, "draftsmith"):
+        setattr(WorkerBase, "__init__", _extended(WorkerBase.__init__))  # noqa: B010
+
+
+def _extended(construct: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(construct)
+    def extended(worker: Any, *args: Any, **kwargs: Any) -> None:
+        construct(worker, *args, **kwargs)
+        try:
+            _attach(worker)
+        except Exception:
+            logger.exception("draftsmith: a worker is left as it is")
+
+    extended.draftsmith = True  # type: ignore[attr-defined]
+    return extended
+
+
+def _attach(worker: Any) -> None:
+    settings = settings_of(worker.vllm_config)
+    if settings is None:
+        return
+    worker.draftsmith = WorkerState(settings, settings.version)
+    once(f"active in worker {worker.rank} with {settings}", logging.INFO)
+
+
+class Endpoints:
+    """Endpoint plugin of vLLM. Without settings it adds no route and starts nothing."""
+
+    name = "draftsmith"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: Any) -> None:
+        """Add routes; there are none yet."""
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Start what runs beside the engine; nothing does yet."""
+
+
+def endpoints() -> Endpoints:
+    return Endpoints()

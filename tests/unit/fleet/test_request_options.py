@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import pytest
+
+from draftsmith.fleet.names import engine_name
+from draftsmith.fleet.request_options import RequestOptions, request_options
+
+
+@pytest.mark.parametrize(
+    ("extra", "options"),
+    [
+        (None, RequestOptions()),
+        ({"top_n": 3}, RequestOptions()),
+        ({"draftsmith_record": False}, RequestOptions(record=False)),
+        ({"draftsmith_record": "off"}, RequestOptions(record=False)),
+        ({"draftsmith_record": 0}, RequestOptions(record=False)),
+        ({"draftsmith_class": "code"}, RequestOptions(request_class="code")),
+        ({"draftsmith_share": "0.25"}, RequestOptions(share=0.25)),
+        ({"draftsmith_share": "much"}, RequestOptions(record=False)),
+        ({"draftsmith_share": 2}, RequestOptions(record=False)),
+    ],
+)
+def test_options_of_a_request(extra: dict | None, options: RequestOptions) -> None:
+    assert request_options(extra) == options
+
+
+def test_names_of_engines_are_parts_of_file_names() -> None:
+    assert engine_name("a/b c", 1) == "a-b-c"
+    assert engine_name("a", 1, 3) == "a-3"
+    assert engine_name("", 8000).endswith("-8000") and "/" not in engine_name("", 8000)
