@@ -1,0 +1,159 @@
+"""Versions of a fleet behind one address: what an engine should serve, verified copies of it, and
+the engines' statuses."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from draftsmith.fleet.store.cache import Cache
+from draftsmith.fleet.store.engine_status import EngineStatus, object_of, parse_status
+from draftsmith.fleet.store.errors import StoreError
+from draftsmith.fleet.store.layout import (
+    CURRENT,
+    ENGINES,
+    FOLDER,
+    MANIFEST,
+    ROLLOUT,
+    current_bytes,
+    files_of,
+    folder_of,
+    parse_current,
+    parse_manifest,
+)
+from draftsmith.fleet.store.objects import Objects
+from draftsmith.fleet.store.rollout import Rollout, parse_rollout
+
+
+class VersionStore:
+    """A store at a folder or fsspec URL.
+
+    Every method raises `StoreError` for what is refused and its subclass `StoreUnreachable` for a
+    store that does not answer, each in one sentence; a follower keeps what it serves on both.
+
+    Args:
+        cache: folder of the local copies, of this engine alone; a temporary one by default.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        cache: str | Path | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.time,
+    ):
+        self.objects, self.clock = Objects(url, sleep=sleep), clock
+        self._cache = Cache(cache) if cache is not None else None
+
+    @property
+    def url(self) -> str:
+        return self.objects.url
+
+    @property
+    def cache(self) -> Cache:
+        if self._cache is None:
+            self._cache = Cache(tempfile.mkdtemp(prefix="draftsmith-versions-"))
+        return self._cache
+
+    def current(self) -> int | None:
+        """The live version, which engines serve that are in no rollout; None before the first."""
+        try:
+            return parse_current(self.objects.read(CURRENT))
+        except FileNotFoundError:
+            return None
+
+    def manifest(self, version: int) -> dict[str, Any]:
+        """Manifest of a version. One without is not published: half uploaded, or pruned."""
+        try:
+            data = self.objects.read(f"{folder_of(version)}/{MANIFEST}")
+        except FileNotFoundError as error:
+            raise StoreError(
+                f"version {version} is not in {self.url!r}, or only a part of it; it is not served"
+            ) from error
+        return parse_manifest(data, version)
+
+    def versions(self) -> list[int]:
+        """Numbers of all folders, ascending; some of them may be half uploaded."""
+        names = [FOLDER.fullmatch(name) for name in self.objects.names()]
+        return sorted(int(match[1]) for match in names if match)
+
+    def fetch(self, version: int, layout: str = "", *, held: Collection[int] = ()) -> Path:
+        """Local folder of a version in one layout, "" for the checkpoint itself. Every file has the
+        size and sha256 of the manifest, also in a copy that was there. The latest two copies stay,
+        and those of the `held` versions, such as the one being served."""
+        manifest = self.manifest(version)
+        prefix = f"{folder_of(version)}/{layout}/" if layout else f"{folder_of(version)}/"
+        return self.cache.fetch(
+            version,
+            layout,
+            files_of(manifest, layout),
+            lambda name, path: self._download(prefix + name, path),
+            held=held,
+        )
+
+    def _download(self, name: str, path: Path) -> None:
+        try:
+            self.objects.download(name, path)
+        except FileNotFoundError:
+            # The cache reports a file that is missing as any other difference.
+            path.unlink(missing_ok=True)
+
+    def rollout(self) -> Rollout | None:
+        """The rollout as last written, over or not; None without one."""
+        try:
+            return parse_rollout(self.objects.read(ROLLOUT))
+        except FileNotFoundError:
+            return None
+
+    def wanted(self, engine: str) -> int | None:
+        """Version that this engine should serve now: the live one, or the candidate of a rollout
+        in the engine's turn. None before the first version."""
+        current, rollout = self.current(), self.rollout()
+        if rollout is None or rollout.live != current:
+            return current
+        return rollout.version_for(engine, self.clock())
+
+    def put_engine(self, status: EngineStatus) -> None:
+        self.objects.put(object_of(status.engine), status.to_json())
+
+    def engines(self) -> list[EngineStatus]:
+        """Latest status of every engine, by id. One that cannot be read is left out."""
+        names = [name for name in self.objects.names(ENGINES) if name.endswith(".json")]
+        found = []
+        for data in self.objects.read_all(f"{ENGINES}/{name}" for name in names).values():
+            try:
+                found.append(parse_status(data))
+            except StoreError:
+                continue
+        return sorted(found, key=lambda status: status.engine)
+
+    def forget_engine(self, engine: str) -> None:
+        self.objects.delete(object_of(engine))
+
+    # Writing: by the publisher, the rollout and an operator's commands.
+
+    def put_file(self, version: int, name: str, path: Path) -> None:
+        self.objects.upload(path, f"{folder_of(version)}/{name}")
+
+    def put_manifest(self, version: int, data: bytes) -> None:
+        """Makes a version visible; its files are there already."""
+        parse_manifest(data, version)
+        self.objects.put(f"{folder_of(version)}/{MANIFEST}", data)
+
+    def put_current(self, version: int) -> None:
+        """Makes a version live, which ends a rollout. Raises `StoreError` for one that is not
+        whole."""
+        self.manifest(version)
+        self.objects.put(CURRENT, current_bytes(version))
+
+    def put_rollout(self, rollout: Rollout) -> None:
+        self.objects.put(ROLLOUT, rollout.to_json())
+
+    def delete(self, version: int) -> None:
+        """Deletes a version, its manifest first, so that no reader takes the rest for one."""
+        self.objects.delete(f"{folder_of(version)}/{MANIFEST}")
+        self.objects.delete(folder_of(version))

@@ -1,0 +1,332 @@
+"""Store of versions as an engine reads it: what is verified, refused, kept and waited for."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from draftsmith.fleet.store import cache as copies
+from draftsmith.fleet.store.engine_status import EngineStatus
+from draftsmith.fleet.store.errors import StoreError, StoreUnreachable
+from draftsmith.fleet.store.floor import Served, below_floor
+from draftsmith.fleet.store.layout import parse_current, parse_manifest
+from draftsmith.fleet.store.pace import Pace
+from draftsmith.fleet.store.rollout import Rollout, cut_for, parse_rollout, place_of
+from draftsmith.fleet.store.store import VersionStore
+
+FILES = {"config.json": b"{}", "model.safetensors": b"w" * 1000, "vllm/model.safetensors": b"v" * 9}
+
+
+@pytest.fixture(params=["folder", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> VersionStore:
+    url = str(tmp_path / "store") if request.param == "folder" else f"memory://{uuid.uuid4().hex}"
+    return VersionStore(url, cache=tmp_path / "cache", sleep=lambda wait_s: None)
+
+
+def publish(store: VersionStore, version: int, tmp_path: Path, files: dict[str, bytes]) -> None:
+    for name, data in files.items():
+        path = tmp_path / "source" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        store.put_file(version, name, path)
+    store.put_manifest(version, manifest_of(version, files))
+
+
+def manifest_of(version: int, files: dict[str, bytes]) -> bytes:
+    marks = {
+        name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        for name, data in files.items()
+    }
+    return json.dumps(
+        {"schema": 1, "version": version, "layouts": ["vllm"], "files": marks}
+    ).encode()
+
+
+def test_a_version_is_fetched_whole_in_the_layout_that_is_named(
+    store: VersionStore, tmp_path: Path
+) -> None:
+    assert store.current() is None and store.wanted("a") is None and store.engines() == []
+    publish(store, 7, tmp_path, FILES)
+    store.put_current(7)
+    assert store.current() == store.wanted("a") == 7 and store.versions() == [7]
+    assert [path.name for path in store.fetch(7, "vllm").iterdir()] == ["model.safetensors"]
+    assert (store.fetch(7, "vllm") / "model.safetensors").read_bytes() == b"v" * 9
+    checkpoint = store.fetch(7)
+    assert sorted(path.name for path in checkpoint.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+    with pytest.raises(StoreError, match=r"no layout 'sglang' .it has vllm.; publish it with"):
+        store.fetch(7, "sglang")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "sentence"),
+    [
+        ("vllm/model.safetensors", b"v" * 4, "has 4 bytes instead of 9"),
+        ("vllm/model.safetensors", b"x" * 9, "is not what was published"),
+        ("vllm/model.safetensors", None, "'model.safetensors' is missing"),
+        ("manifest.json", None, "is not in .* or only a part of it"),
+        ("manifest.json", b'{"schema": 1', "is not valid JSON"),
+        ("manifest.json", manifest_of(6, FILES), "is of version 6"),
+        ("manifest.json", manifest_of(7, {}), "lists no files"),
+        ("manifest.json", manifest_of(7, {"../x": b""}), "lies outside its folder"),
+        ("manifest.json", manifest_of(7, {"vllm//x": b""}), "lies outside its folder"),
+        ("manifest.json", b'{"schema":1,"version":7,"files":{"a":3}}', "in another form"),
+    ],
+)
+def test_a_torn_or_overwritten_version_is_refused_in_a_sentence(
+    store: VersionStore, tmp_path: Path, name: str, data: bytes | None, sentence: str
+) -> None:
+    publish(store, 7, tmp_path, FILES)
+    if data is None:
+        store.objects.delete(f"v000007/{name}")
+    else:
+        store.objects.put(f"v000007/{name}", data)
+    with pytest.raises(StoreError, match=sentence) as refused:
+        store.fetch(7, "vllm")
+    assert not isinstance(refused.value, StoreUnreachable)
+    assert list(store.cache.folder.glob("*")) + list(store.cache.folder.glob(".v*")) == []
+
+
+def test_a_damaged_copy_is_fetched_again_and_a_new_version_7_is_not_the_old_one(
+    store: VersionStore, tmp_path: Path
+) -> None:
+    publish(store, 7, tmp_path, FILES)
+    copy = store.fetch(7, "vllm") / "model.safetensors"
+    copy.write_bytes(b"x" * 9)
+    assert (store.fetch(7, "vllm") / copy.name).read_bytes() == b"v" * 9
+    (copy.parent / "extra").write_bytes(b"")
+    store.fetch(7, "vllm")
+    assert not (copy.parent / "extra").exists()
+    publish(store, 7, tmp_path, {**FILES, "vllm/model.safetensors": b"new"})
+    assert (store.fetch(7, "vllm") / copy.name).read_bytes() == b"new"
+
+
+def test_the_latest_two_copies_stay_and_the_served_one(store: VersionStore, tmp_path: Path) -> None:
+    for version in (1, 2, 3, 4):
+        publish(store, version, tmp_path, FILES)
+        store.fetch(version, "vllm", held=[1])
+    kept = sorted(path.name for path in store.cache.folder.iterdir())
+    assert kept == ["v000001-vllm", "v000004-vllm"]
+    store.fetch(3, "vllm")
+    assert len(list(store.cache.folder.iterdir())) == copies.KEPT == 2
+
+
+def test_leftovers_of_killed_downloads_go_once_they_are_old(
+    store: VersionStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(store, 7, tmp_path, FILES)
+    torn = store.cache.folder / ".v000006-vllm.01234567.tmp"
+    torn.mkdir(parents=True)
+    store.fetch(7)
+    assert torn.exists(), "another process may be writing it"
+    monkeypatch.setattr(copies, "LEFTOVER_AGE_S", -1.0)
+    store.fetch(7, "vllm")
+    assert not torn.exists()
+
+
+def test_a_cut_download_is_tried_once_more(
+    store: VersionStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(store, 7, tmp_path, FILES)
+    whole, calls = store.objects.download, []
+
+    def cut(name: str, path: Path) -> None:
+        calls.append(name)
+        whole(name, path)
+        if len(calls) == 1:
+            path.write_bytes(path.read_bytes()[:3])
+
+    monkeypatch.setattr(store.objects, "download", cut)
+    assert (store.fetch(7, "vllm") / "model.safetensors").read_bytes() == b"v" * 9
+    assert len(calls) == 2
+
+
+def test_an_unreachable_store_is_tried_a_bounded_number_of_times(
+    store: VersionStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(store, 7, tmp_path, FILES)
+    store.put_current(7)
+    waits: list[float] = []
+    store.objects.sleep = waits.append
+    answers: list[Callable[[], bytes]] = []
+
+    def cat_file(path: str) -> bytes:
+        return answers.pop(0)()
+
+    def fails() -> bytes:
+        raise RuntimeError("503 slow down\nof the store")
+
+    monkeypatch.setattr(store.objects, "fs", type("Fs", (), {"cat_file": staticmethod(cat_file)}))
+    answers += [fails, fails, lambda: b"7\n"]
+    assert store.current() == 7 and len(waits) == 2 and 0.1 <= waits[0] <= 0.3 <= waits[1] * 1.5
+    answers += [fails] * 3
+    with pytest.raises(StoreUnreachable, match=r"RuntimeError: 503 slow down\); what is served"):
+        store.current()
+    assert answers == []
+
+
+def test_a_torn_current_is_no_version() -> None:
+    assert parse_current(b"12\n") == 12
+    for torn in (b"", b"1", b"12", b"-1\n", b"twelve\n", b"1\x00\n"):
+        with pytest.raises(StoreError, match="instead of a version number"):
+            parse_current(torn)
+
+
+def test_only_a_whole_version_becomes_current(store: VersionStore, tmp_path: Path) -> None:
+    store.objects.put("v000008/config.json", b"{}")
+    with pytest.raises(StoreError, match="only a part of it"):
+        store.put_current(8)
+    with pytest.raises(StoreError, match="lists no files"):
+        store.put_manifest(8, manifest_of(8, {}))
+    assert store.current() is None
+
+
+def test_statuses_of_engines_are_read_back_and_broken_ones_left_out(store: VersionStore) -> None:
+    one = EngineStatus(
+        engine="host/a:8000",
+        version=7,
+        alpha=0.25,
+        z=float("nan"),
+        refused={8: "torn"},
+        last_swap={"version": 7, "pause_ms": 3.0, "ok": True},
+        at_s=5.0,
+    )
+    store.put_engine(one)
+    store.put_engine(EngineStatus(engine="b"))
+    store.objects.put("engines/broken.json", b'{"engine": "c", "refused": {"x": 1}}')
+    store.objects.put("engines/newer.json", b'{"engine": "d", "later": 1, "version": 3}')
+    b, d, host = store.engines()
+    assert (b.engine, d.engine, d.version) == ("b", "d", 3)
+    assert host == dataclasses.replace(one, z=None)
+    store.forget_engine("host/a:8000")
+    store.forget_engine("host/a:8000")
+    assert [status.engine for status in store.engines()] == ["b", "d"]
+
+
+def rollout(**changes: object) -> Rollout:
+    values = {"candidate": 8, "live": 7, "cut": 0.25, "stages": (0.25, 1.0), "switch_s": 10.0}
+    return Rollout(**{**values, "begun_s": 1000.0, **changes})  # type: ignore[arg-type]
+
+
+def test_engines_of_the_part_alternate_in_random_order_and_others_stay() -> None:
+    one, engines = rollout(), [f"engine-{number}" for number in range(400)]
+    tried = [engine for engine in engines if one.has(engine)]
+    assert 60 < len(tried) < 140
+    for engine in engines:
+        pairs = [
+            [one.version_for(engine, 1000.0 + 10 * (2 * pair + half)) for half in (0, 1)]
+            for pair in range(12)
+        ]
+        if engine in tried:
+            assert all(sorted(pair) == [7, 8] for pair in pairs), "each pair has both, once"
+        else:
+            assert all(pair == [7, 7] for pair in pairs)
+    first = [one.version_for(engine, 1000.0) for engine in tried]
+    assert 0.3 < first.count(8) / len(first) < 0.7
+    # A larger stage holds the engines of the smaller one; another candidate tries on others.
+    larger = dataclasses.replace(one, cut=0.5)
+    assert all(larger.has(engine) for engine in tried)
+    other = dataclasses.replace(one, candidate=9)
+    assert not all(other.has(engine) for engine in tried)
+
+
+def test_a_small_fleet_tries_on_one_engine() -> None:
+    engines = ["a", "b", "c"]
+    one = rollout(cut=cut_for(0.0001, 8, engines))
+    assert [engine for engine in engines if one.has(engine)] == [
+        min(engines, key=lambda engine: place_of(engine, 8))
+    ]
+    assert cut_for(0.05, 8, []) == 0.05
+
+
+def test_one_put_of_current_ends_a_rollout(store: VersionStore, tmp_path: Path) -> None:
+    for version in (6, 7, 8):
+        publish(store, version, tmp_path, FILES)
+    store.put_current(7)
+    store.put_rollout(rollout(cut=1.0))
+    assert store.rollout() == rollout(cut=1.0)
+    store.clock = lambda: 1000.0
+    first = store.wanted("a")
+    store.clock = lambda: 1010.0
+    assert {first, store.wanted("a")} == {7, 8}
+    store.put_rollout(rollout(cut=1.0, is_over=True))
+    assert store.wanted("a") == 7
+    store.put_rollout(rollout(cut=1.0))
+    store.put_current(6)
+    assert store.wanted("a") == 6
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"{",
+        b"[]",
+        b'{"schema": 2}',
+        b'{"schema": 1, "candidate": 8}',
+        rollout(stage=5).to_json(),
+        rollout(switch_s=0.0).to_json(),
+        rollout(candidate="8").to_json(),
+    ],
+)
+def test_a_rollout_of_another_form_is_refused(data: bytes) -> None:
+    with pytest.raises(StoreError, match=r"rollout\.json of the store"):
+        parse_rollout(data)
+
+
+def test_polls_vary_and_failures_wait_longer_up_to_a_bound() -> None:
+    pace = Pace("a", 10.0, spread_s=60.0)
+    waits = [pace.next_poll_s() for _ in range(200)]
+    assert 5 <= min(waits) < 7 and 13 < max(waits) <= 15
+    assert [pace.next_poll_s(failed=True) < 2**turn * 15 for turn in range(1, 4)] == [True] * 3
+    assert max(pace.next_poll_s(failed=True) for _ in range(100)) <= 450
+    assert pace.next_poll_s() <= 15
+    delays = [Pace(f"{number}", 10.0, spread_s=60.0).download_delay_s(7) for number in range(300)]
+    assert (
+        min(delays) < 3
+        and max(delays) > 57
+        and pace.download_delay_s(7) != pace.download_delay_s(8)
+    )
+    assert pace.download_delay_s(7) == pace.download_delay_s(7)
+
+
+def test_the_floor_waits_for_requests_and_an_alarm_does_not() -> None:
+    good = Served(requests=64, accepted=400, reached=1000)
+    assert below_floor(good, good) == "" and below_floor(good, None) == ""
+    assert below_floor(good._replace(accepted=310), good) == ""
+    assert below_floor(good._replace(accepted=290, requests=63), good) == ""
+    assert below_floor(good._replace(accepted=290), good).startswith("alpha 0.290 on 64 requests")
+    assert "monitor alarms" in below_floor(Served(1, 0, 0, is_alarmed=True), None)
+
+
+def test_a_manifest_of_the_learners_own_folder_is_refused() -> None:
+    data = json.dumps({"schema": 1, "version": 7, "hashes": {"config.json": "0"}}).encode()
+    with pytest.raises(StoreError, match="lists no files; publish it again"):
+        parse_manifest(data, 7)
+
+
+def test_reading_loads_neither_torch_nor_the_rest_of_draftsmith() -> None:
+    code = """
+import sys
+from draftsmith.fleet.store.store import VersionStore
+from draftsmith.fleet.store import floor, pace
+store = VersionStore(sys.argv[1])
+store.current(), store.wanted("a"), store.engines()
+ours = [name for name in sys.modules if name.startswith("draftsmith.")]
+base = ("draftsmith.links", "draftsmith.version")  # loaded by the package itself
+print([name for name in ours if not name.startswith("draftsmith.fleet") and name not in base])
+print([name for name in ("torch", "transformers", "numpy", "pyarrow") if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, "memory://empty"], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.split("\n")[:2] == ["[]", "[]"], done.stdout + done.stderr
