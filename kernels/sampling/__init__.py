@@ -5,7 +5,8 @@ Files in reading order:
 - `random_streams`: counter-based random streams
 - `random_streams_triton`: the same streams inside Triton kernels
 - `top_tokens`: sparse distributions: top tokens and the mass outside
+- `logged`: the same as records hold them
 - `vocabulary`: draft logits over the target's vocabulary
 
-Other chapters import `filters`, `random_streams`, `top_tokens` and `vocabulary`.
+Other chapters import `filters`, `logged`, `random_streams`, `top_tokens` and `vocabulary`.
 """

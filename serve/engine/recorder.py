@@ -12,8 +12,8 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from draftsmith.kernels.sampling.top_tokens import top_probs
-from draftsmith.record import TOP, Distributions, ProbArrays, RoundRecord, Sink, hashed, uniform
+from draftsmith.kernels.sampling.logged import log_norms_of, prob_arrays
+from draftsmith.record import Distributions, ProbArrays, RoundRecord, Sink, hashed, uniform
 from draftsmith.serve.control.draft_temperature import sampler_name
 from draftsmith.serve.engine.round import RoundProposal, RowOutput
 from draftsmith.serve.requests.request import Request
@@ -82,14 +82,14 @@ class RoundDistributions:
         with self._lock:
             if self._made is None:
                 assert self._p_logits is not None
-                log_norms = _log_norms(self._p_logits, self._spread)
-                p = _arrays(self._p_logits, log_norms, self._tokens)
+                log_norms = log_norms_of(self._p_logits, self._spread)
+                p = prob_arrays(self._p_logits, log_norms, self._tokens)
                 none = np.zeros(len(self._tokens), dtype=np.float32)
                 if self._q_logits is None:
                     ids = np.array(self._tokens, dtype=np.int32)[:, None]
                     q = ProbArrays(ids, np.zeros(ids.shape, dtype=np.float32), none, none, none)
                 else:
-                    q = _arrays(self._q_logits, none, self._tokens)
+                    q = prob_arrays(self._q_logits, none, self._tokens)
                 self._made, self._p_logits, self._q_logits = (p, q), None, None
             return self._made
 
@@ -99,31 +99,6 @@ def _draft_logits(proposal: RoundProposal, lengths: list[int]) -> torch.Tensor |
     if proposal.logits is None:
         return None
     return torch.cat([proposal.logits[row, :length] for row, length in enumerate(lengths)])
-
-
-def _arrays(logits: torch.Tensor, log_norms: np.ndarray, tokens: list[int]) -> ProbArrays:
-    distribution = top_probs(logits, TOP)
-    chosen = torch.tensor(tokens, device=logits.device).clamp(min=0)[:, None]
-    # Apart from the likeliest token by as much as their logits, without a second logsumexp.
-    gap = logits.gather(-1, chosen).float() - logits.gather(-1, distribution.ids[:, :1]).float()
-    drafted = distribution.logprobs[:, 0] + gap[:, 0]
-    return ProbArrays(
-        distribution.ids.int().cpu().numpy(),
-        distribution.logprobs.float().cpu().numpy(),
-        distribution.tail.float().cpu().numpy(),
-        log_norms,
-        drafted.cpu().numpy(),
-    )
-
-
-def _log_norms(logits: torch.Tensor, temperatures: list[float]) -> np.ndarray:
-    """log sum_v exp(logprob_v / temperature), 0 where the temperature is 0 or 1."""
-    if all(temperature in (0.0, 1.0) for temperature in temperatures):
-        return np.zeros(len(temperatures), dtype=np.float32)
-    scale = torch.tensor(
-        [t or 1.0 for t in temperatures], dtype=torch.float32, device=logits.device
-    )[:, None]
-    return torch.logsumexp(torch.log_softmax(logits.float(), dim=-1) / scale, dim=-1).cpu().numpy()
 
 
 class Recorder:

@@ -1,0 +1,82 @@
+"""Logged distributions of the drafted positions of one step, from raw logits or from what an
+accelerator has left of them.
+
+Legend: n positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from draftsmith.fleet.wire.messages import Message, StepMeta
+from draftsmith.kernels.sampling.logged import log_norms_of, prob_arrays
+from draftsmith.record import Distributions, ProbArrays
+
+
+@dataclass(frozen=True)
+class Round:
+    """Drafted tokens of one request in a step, with p and q at each."""
+
+    drafted: list[int]
+    p: Distributions
+    q: Distributions
+    draft_version: str
+    weight_version: str
+
+
+def rounds_of(message: Message, temperatures: Mapping[int, float]) -> dict[int, Round]:
+    """Rounds by handle, free of the ring's memory."""
+    meta: StepMeta = message.meta(StepMeta)
+    handles, counts, drafted = (array.tolist() for array in message.arrays[1:4])
+    values = message.arrays[4:]
+    if meta.dtype:
+        spread = [temperatures.get(h, 1.0) for h, n in zip(handles, counts) for _ in range(n)]
+        p, q = _from_raw(values, meta, spread, drafted)
+    else:
+        p, q = _from_reduced(values, drafted)
+    rounds, begin = {}, 0
+    # One function for all, by which a table sees that they are parts of the same arrays.
+    sources = (lambda: p), (lambda: q)
+    for handle, count in zip(handles, counts):
+        end = begin + count
+        rounds[handle] = Round(
+            drafted[begin:end],
+            Distributions(sources[0], begin, end),
+            Distributions(sources[1], begin, end),
+            meta.draft_version,
+            meta.weight_version,
+        )
+        begin = end
+    return rounds
+
+
+def _from_raw(
+    values: list[np.ndarray], meta: StepMeta, temperatures: list[float], drafted: list[int]
+) -> tuple[ProbArrays, ProbArrays]:
+    p_logits = torch.from_numpy(values[0]).view(getattr(torch, meta.dtype))
+    p = prob_arrays(p_logits, log_norms_of(p_logits, temperatures), drafted)
+    if not values[1].size:
+        return p, one_hot(drafted)
+    q_values = torch.from_numpy(values[1]).float()
+    q_logits = q_values.log() if meta.q_is_probs else q_values
+    return p, prob_arrays(q_logits, np.zeros(len(drafted), np.float32), drafted)
+
+
+def _from_reduced(values: list[np.ndarray], drafted: list[int]) -> tuple[ProbArrays, ProbArrays]:
+    p = _joined(*values[:3])
+    return p, _joined(*values[3:6]) if len(values) > 3 else one_hot(drafted)
+
+
+def _joined(ids: np.ndarray, logprobs: np.ndarray, rest: np.ndarray) -> ProbArrays:
+    tail, log_norms, of_drafted = rest.T.copy()
+    return ProbArrays(ids.copy(), logprobs.copy(), tail, log_norms, of_drafted)
+
+
+def one_hot(tokens: list[int]) -> ProbArrays:
+    ids = np.array(tokens, dtype=np.int32)[:, None]
+    none = np.zeros(len(tokens), dtype=np.float32)
+    return ProbArrays(ids, np.zeros(ids.shape, dtype=np.float32), none, none, none)

@@ -1,0 +1,156 @@
+"""Running requests of another engine: their text so far, and the records of their rounds.
+
+A round whose drafted tokens are missing or do not fit what was sampled is text all the same: its
+tokens are the context of the next record.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from draftsmith.fleet.wire.messages import RequestMeta
+from draftsmith.fleet.wire.positions import Round
+from draftsmith.record import RoundRecord, hashed_answer
+
+# vLLM runs `ANSWER-RANDOM`, for a completion `ANSWER-PROMPT-RANDOM`, and in front of either the
+# number among several answers to a prompt.
+RUNNING = re.compile(
+    r"(?:(?P<choice>\d+)_)?(?P<answer>.+?)(?:-(?P<prompt>\d+))?-(?P<random>[0-9a-f]{8})"
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Properties that all records of an engine share."""
+
+    buffer: str
+    engine: str
+    target: str
+    target_revision: str
+    sampler: str
+    rule: str
+    share: float
+    max_length: int  # of a text, prompt included; an answer ends there
+
+
+@dataclass
+class Request:
+    meta: RequestMeta
+    tokens: list[int]
+    prompt_length: int
+    recorded: int = 0  # tokens that are in records
+    records: int = 0
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = record_name(self.meta.id)
+
+    def trim(self, tokens: list[int], max_length: int) -> tuple[list[int], bool]:
+        """Tokens up to the one that ends the request, and True where one does: as the scheduler of
+        the engine trims. A stop string is not seen here; a few tokens behind it are kept."""
+        answered = len(self.tokens) - self.prompt_length
+        most = min(max_length - len(self.tokens), self.meta.max_tokens - answered)
+        for number, token in enumerate(tokens, 1):
+            if token in self.meta.stops or number >= most:
+                return tokens[:number], True
+        return tokens, False
+
+
+def record_name(request_id: str) -> str:
+    """Name of a request in records. It begins as that of its answer, so that `draftsmith forget`
+    finds it by the id which the client was given."""
+    found = RUNNING.fullmatch(request_id)
+    if found is None:
+        return f"{hashed_answer(request_id)}-0"
+    answer, prompt = found["answer"], found["prompt"]
+    if prompt is not None and not answer.startswith("cmpl-"):
+        answer, prompt = f"{answer}-{prompt}", None
+    return f"{hashed_answer(answer)}-{prompt or 0}.{found['choice'] or 0}.{found['random']}"
+
+
+class Requests:
+    """All running requests of an engine. Methods that end or continue one return its records."""
+
+    def __init__(self, job: Job):
+        self.job = job
+        self.running: dict[int, Request] = {}
+        self.mismatched = 0  # rounds whose drafted tokens did not fit the sampled ones
+
+    def begin(self, handle: int, meta: RequestMeta, prompt: list[int]) -> None:
+        self.running[handle] = Request(meta, prompt, len(prompt))
+
+    def temperatures(self) -> Mapping[int, float]:
+        return {handle: one.meta.temperature for handle, one in self.running.items()}
+
+    def sampled(self, handle: int, tokens: list[int], drafted: Round | None) -> list[RoundRecord]:
+        """Tokens that a step sampled for a request, before any trimming."""
+        request = self.running.get(handle)
+        if request is None or not tokens:
+            return []
+        committed, ended = request.trim(tokens, self.job.max_length)
+        records = []
+        if drafted is not None and self._fits(tokens, drafted):
+            records.append(self._round(request, tokens, committed, drafted))
+        request.tokens += committed
+        if records:
+            request.recorded = len(request.tokens)
+        return records + (self.end(handle) if ended else [])
+
+    def end(self, handle: int) -> list[RoundRecord]:
+        """Last record of a request, with the tokens that no record has yet."""
+        request = self.running.pop(handle, None)
+        if request is None or len(request.tokens) == request.prompt_length:
+            return []
+        record = self._record(request)
+        record.last = True
+        return [record]
+
+    def _fits(self, tokens: list[int], drafted: Round) -> bool:
+        accepted = len(tokens) - 1
+        kept = drafted.drafted[:accepted]
+        fits = tokens[:accepted] == kept and min(drafted.drafted, default=-1) >= 0
+        self.mismatched += not fits
+        return fits
+
+    def _round(
+        self, request: Request, tokens: list[int], committed: list[int], drafted: Round
+    ) -> RoundRecord:
+        record = self._record(request)
+        record.draft_version = drafted.draft_version
+        record.weight_version = drafted.weight_version
+        record.sampler = self.job.sampler
+        record.drafted, record.accepted = drafted.drafted, len(tokens) - 1
+        record.committed, record.emitted = committed, tokens[-1]
+        if not request.meta.adjusts:
+            record.p, record.q = drafted.p, drafted.q
+        return record
+
+    def _record(self, request: Request) -> RoundRecord:
+        meta, number = request.meta, request.records
+        request.records += 1
+        return RoundRecord(
+            request=request.name,
+            round=number,
+            request_class=meta.request_class,
+            target=self.job.target,
+            target_revision=self.job.target_revision,
+            draft_version="",
+            time_s=time.time(),
+            temperature=meta.temperature,
+            top_k=meta.top_k,
+            top_p=meta.top_p,
+            min_p=meta.min_p,
+            position=len(request.tokens),
+            context=request.tokens[request.recorded :],
+            drafted=[],
+            accepted=0,
+            committed=[],
+            emitted=-1,
+            share=meta.share,
+            seeded=meta.seeded,
+            rule=self.job.rule,
+            engine=self.job.engine,
+        )

@@ -1,0 +1,158 @@
+"""Bounded ring of messages in memory that two processes share: one writes, one reads, neither
+waits.
+
+The memory is a file without a name, which ends with the last process that has it open, however
+that process ends. Layout in bytes: the header's eight numbers, then a status of the reader, then
+messages. A message is contiguous: one that does not fit before the end begins at 0 again. The
+counts of bytes written and read only grow; an offset is such a count modulo the capacity.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import threading
+
+import numpy as np
+
+ALIGN = 16
+HEADER = 4096
+STATUS = 64 << 10
+DATA = HEADER + STATUS
+# Numbers of the header.
+WRITTEN, READ, SHARE, CAPACITY, STATUS_TURN, STATUS_SIZE = range(6)
+# In place of a message's size: the rest of the ring is unused.
+SKIP = -1
+
+
+def shared_file(size: int) -> int:
+    """Descriptor of a nameless file of `size` bytes, in memory where the system has such files."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("draftsmith-ring")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+class Ring:
+    """One end of a ring. Each method belongs to the writing or to the reading end.
+
+    Args:
+        descriptor: of a file from `shared_file`.
+    """
+
+    def __init__(self, descriptor: int):
+        self.descriptor = descriptor
+        self.memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        self.numbers = np.frombuffer(self.memory, np.int64, HEADER // 8)
+        self.floats = np.frombuffer(self.memory, np.float64, HEADER // 8)
+        self.bytes = np.frombuffer(self.memory, np.uint8)
+        # Taken and given back around each publication: a lock's atomic operations keep the order of
+        # plain stores on processors that do not keep it by themselves.
+        self._order = threading.Lock()
+        self._pending = 0
+        self._after_read = 0
+
+    @classmethod
+    def create(cls, capacity: int, share: float = 1.0) -> Ring:
+        capacity = max(ALIGN * 2, capacity // ALIGN * ALIGN)
+        ring = cls(shared_file(DATA + capacity))
+        ring.numbers[CAPACITY] = capacity
+        ring.floats[SHARE] = share
+        return ring
+
+    @property
+    def capacity(self) -> int:
+        return int(self.numbers[CAPACITY])
+
+    @property
+    def used(self) -> int:
+        """Bytes that are written and not yet read."""
+        return int(self.numbers[WRITTEN]) - int(self.numbers[READ])
+
+    @property
+    def share(self) -> float:
+        """Share of new requests that the reader has room for."""
+        return float(self.floats[SHARE])
+
+    @share.setter
+    def share(self, value: float) -> None:
+        self.floats[SHARE] = value
+
+    # The writing end.
+
+    def reserve(self, size: int) -> np.ndarray | None:
+        """Room [size] uint8 for one message, which `commit` publishes; None where it is full."""
+        whole = ALIGN + -(-size // ALIGN) * ALIGN
+        written, capacity = int(self.numbers[WRITTEN]), self.capacity
+        offset = written % capacity
+        left = capacity - offset
+        skipped = left if whole > left else 0
+        if whole + skipped > capacity - (written - int(self.numbers[READ])):
+            return None
+        if skipped:
+            self._size_at(offset)[0] = SKIP
+            offset = 0
+        self._size_at(offset)[0] = size
+        self._pending = written + skipped + whole
+        begin = DATA + offset + ALIGN
+        return self.bytes[begin : begin + size]
+
+    def commit(self) -> None:
+        self._publish(WRITTEN, self._pending)
+
+    def discard(self) -> None:
+        """Drop everything unread, for a new reader."""
+        self._publish(READ, int(self.numbers[WRITTEN]))
+
+    # The reading end.
+
+    def next(self) -> np.ndarray | None:
+        """Oldest message [size] uint8, valid until `release`; None where there is none."""
+        while True:
+            read, capacity = int(self.numbers[READ]), self.capacity
+            if read == int(self.numbers[WRITTEN]):
+                return None
+            with self._order:
+                offset = read % capacity
+                size = int(self._size_at(offset)[0])
+            if size == SKIP:
+                self._publish(READ, read + capacity - offset)
+                continue
+            self._after_read = read + ALIGN + -(-size // ALIGN) * ALIGN
+            begin = DATA + offset + ALIGN
+            return self.bytes[begin : begin + size]
+
+    def release(self) -> None:
+        self._publish(READ, self._after_read)
+
+    def leave_status(self, data: bytes) -> None:
+        """Replace the status; a longer one than there is room for is left out."""
+        if len(data) > STATUS:
+            return
+        turn = int(self.numbers[STATUS_TURN])
+        # Odd while it is being written.
+        self._publish(STATUS_TURN, turn + 1)
+        self.numbers[STATUS_SIZE] = len(data)
+        self.bytes[HEADER : HEADER + len(data)] = np.frombuffer(data, np.uint8)
+        self._publish(STATUS_TURN, turn + 2)
+
+    def status(self) -> bytes | None:
+        """Latest status; None where there is none or where it is being written right now."""
+        turn = int(self.numbers[STATUS_TURN])
+        with self._order:
+            data = self.bytes[HEADER : HEADER + int(self.numbers[STATUS_SIZE])].tobytes()
+        return data if turn and turn % 2 == 0 and turn == self.numbers[STATUS_TURN] else None
+
+    def _publish(self, number: int, value: int) -> None:
+        with self._order:
+            pass
+        with self._order:
+            self.numbers[number] = value
+
+    def _size_at(self, offset: int) -> np.ndarray:
+        begin = DATA + offset
+        return self.bytes[begin : begin + 8].view(np.int64)

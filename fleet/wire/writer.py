@@ -1,0 +1,155 @@
+"""Writer process beside an engine: `python -m draftsmith.fleet.wire.writer DESCRIPTOR JOB`.
+
+Reads messages from the ring, writes records through the buffer's own writer, and leaves its status
+in the ring. It ends when its standard input does, as it does with the engine, after it has read
+and flushed everything. It runs at a lower priority than the engine, on any core.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from draftsmith.distill.buffer.buffer import BufferWriter
+from draftsmith.errors import UserError
+from draftsmith.fleet.log import logger
+from draftsmith.fleet.wire.messages import Kind, Message, RequestMeta, parse
+from draftsmith.fleet.wire.positions import Round, rounds_of
+from draftsmith.fleet.wire.requests import Job, Requests
+from draftsmith.fleet.wire.ring import Ring
+from draftsmith.fleet.wire.served import Served
+from draftsmith.record import RoundRecord
+
+NICE = 5
+# Exit status of a writer that would end the same way again.
+REFUSED = 2
+# Between two looks into an empty ring.
+LOOK_S = 0.02
+STATUS_S = 1.0
+# Steps whose drafted tokens wait for sampled ones.
+STEPS = 64
+
+
+class Writer:
+    def __init__(self, job: Job):
+        self.requests = Requests(job)
+        self.served = Served(job.engine)
+        self.buffer = BufferWriter(job.buffer, share=job.share)
+        self.steps: dict[int, dict[int, Round]] = {}
+        self.failed = 0
+        self._read: Mapping[Kind, Callable[[Message], None]] = {
+            Kind.BEGIN: self._begin,
+            Kind.POSITIONS: self._positions,
+            Kind.TOKENS: self._tokens,
+            Kind.END: self._end,
+        }
+
+    def read(self, message: Message) -> None:
+        try:
+            self._read[message.kind](message)
+        except Exception:
+            self.failed += 1
+            if self.failed <= 3:
+                logger.exception("a message of the engine was not understood")
+
+    def _begin(self, message: Message) -> None:
+        meta = message.meta(RequestMeta)
+        self.requests.begin(message.number, meta, message.arrays[1].tolist())
+
+    def _positions(self, message: Message) -> None:
+        self.steps[message.number] = rounds_of(message, self.requests.temperatures())
+        while len(self.steps) > STEPS:
+            del self.steps[next(iter(self.steps))]
+
+    def _tokens(self, message: Message) -> None:
+        handles, counts, tokens = (array.tolist() for array in message.arrays)
+        rounds = self.steps.pop(message.number, {})
+        begin = 0
+        for handle, count in zip(handles, counts):
+            end = begin + count
+            self._put(self.requests.sampled(handle, tokens[begin:end], rounds.get(handle)))
+            begin = end
+
+    def _end(self, message: Message) -> None:
+        for handle in message.arrays[0].tolist():
+            self._put(self.requests.end(handle))
+
+    def _put(self, records: list[RoundRecord]) -> None:
+        for record in records:
+            self.buffer.put(record)
+        for alarm in self.served.add(records):
+            logger.error("draftsmith: %s", alarm)
+
+    def status(self) -> dict[str, Any]:
+        for alarm in self.served.judge():
+            logger.error("draftsmith: %s", alarm)
+        return {
+            "at_s": time.time(),
+            "written": self.buffer.written,
+            "dropped": self.buffer.dropped,
+            "running": len(self.requests.running),
+            "mismatched": self.requests.mismatched,
+            "failed": self.failed,
+            "versions": self.served.figures(),
+        }
+
+    def close(self) -> None:
+        """Write the text that unfinished requests have so far, and flush."""
+        for handle in list(self.requests.running):
+            self._put(self.requests.end(handle))
+        self.buffer.close()
+
+
+def run(ring: Ring, job: Job, ended: Callable[[float], bool]) -> None:
+    """Read until `ended(seconds)`, which waits at most so long, is True and the ring is empty."""
+    writer, left_s, over = Writer(job), 0.0, False
+    while True:
+        room = ring.next()
+        if room is not None:
+            writer.read(parse(room))
+            ring.release()
+        now_s = time.monotonic()
+        if now_s - left_s > STATUS_S:
+            ring.share = writer.buffer.share
+            ring.leave_status(json.dumps(writer.status()).encode())
+            left_s = now_s
+        if room is None:
+            if over:
+                break
+            over = ended(LOOK_S)
+    writer.close()
+    ring.leave_status(json.dumps(writer.status()).encode())
+
+
+def main(descriptor: str, job: str) -> None:
+    logging.basicConfig(format="%(levelname)s %(message)s")
+    os.nice(NICE)
+    torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):
+        # The engine binds its threads to cores and its children with them.
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    engine = os.getppid()
+
+    def ended(seconds: float) -> bool:
+        # No bytes come here: what can be read is the end. A copy of the pipe may outlive the
+        # engine, in a process that it forked.
+        readable, _, _ = select.select([sys.stdin], [], [], seconds)
+        return bool(readable) or os.getppid() != engine
+
+    try:
+        run(Ring(int(descriptor)), Job(**json.loads(job)), ended)
+    except UserError as error:
+        logger.error("draftsmith: %s", error)
+        sys.exit(REFUSED)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

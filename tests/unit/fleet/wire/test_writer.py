@@ -1,0 +1,297 @@
+"""The writer fed as an engine feeds it: records stitched to the text that the client gets, with p
+and q of what verification had."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from draftsmith.distill.buffer.buffer import BufferReader
+from draftsmith.distill.buffer.traffic import stitch
+from draftsmith.fleet.wire import child as child_module
+from draftsmith.fleet.wire.child import Child
+from draftsmith.fleet.wire.messages import Kind, RequestMeta, StepMeta, meta_array, send
+from draftsmith.fleet.wire.requests import Job, record_name
+from draftsmith.fleet.wire.ring import Ring
+from draftsmith.fleet.wire.writer import run
+from draftsmith.record import RoundRecord, hashed_answer
+
+META = RequestMeta("cmpl-a-0-0123abcd", "code", 1.0, 1.0, 0, 1.0, 0.0, False, False, 100, [2])
+VOCAB = 300
+
+
+def job(buffer: Path, **changes: Any) -> Job:
+    plain = Job(str(buffer), "e", "t", "r", "greedy", "chain", 1.0, 1000)
+    return dataclasses.replace(plain, **changes)
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+class Engine:
+    """Messages of an engine with one request at a time."""
+
+    def __init__(self, ring: Ring):
+        self.ring, self.step = ring, 0
+        self.generator = torch.Generator().manual_seed(0)
+
+    def begin(self, handle: int, prompt: list[int], meta: RequestMeta = META) -> None:
+        assert send(self.ring, Kind.BEGIN, handle, [meta_array(meta), ints(*prompt)])
+
+    def verify(
+        self, handle: int, drafted: list[int], sampled: list[int], *, version: str = "3"
+    ) -> torch.Tensor:
+        """One step; returns its raw p [n, V]."""
+        p = torch.randn(len(drafted), VOCAB, generator=self.generator)
+        arrays = [
+            meta_array(StepMeta(version, "w1", "float32")), ints(handle), ints(len(drafted)),
+            ints(*drafted), p.numpy(), np.zeros((0, 0), np.float32),
+        ]  # fmt: skip
+        assert send(self.ring, Kind.POSITIONS, self.step, arrays)
+        self.sample(handle, sampled)
+        return p
+
+    def sample(self, handle: int, sampled: list[int]) -> None:
+        arrays = [ints(handle), ints(len(sampled)), ints(*sampled)]
+        assert send(self.ring, Kind.TOKENS, self.step, arrays)
+        self.step += 1
+
+    def end(self, *handles: int) -> None:
+        assert send(self.ring, Kind.END, 0, [ints(*handles)])
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[..., dict[str, list[RoundRecord]]]:
+    """Records, by request, of what `act` sends to a writer."""
+
+    def write(act: Callable[[Engine], None], **changes: Any) -> dict[str, list[RoundRecord]]:
+        ring = Ring.create(1 << 20)
+        act(Engine(ring))
+        run(ring, job(tmp_path / "buffer", **changes), lambda seconds: True)
+        records: dict[str, list[RoundRecord]] = {}
+        reading = BufferReader(str(tmp_path / "buffer")).read()
+        for one in reading.records:
+            records.setdefault(one.request, []).append(one)
+        write.status = json.loads(ring.status() or b"{}")  # type: ignore[attr-defined]
+        write.seeded = reading.seeded  # type: ignore[attr-defined]
+        return records
+
+    return write
+
+
+def test_records_of_a_request_are_its_text_with_p_and_q(written: Callable[..., Any]) -> None:
+    logits: list[torch.Tensor] = []
+
+    def act(engine: Engine) -> None:
+        engine.begin(1, [10, 11, 12])
+        engine.sample(1, [13])  # the prefill
+        logits.append(engine.verify(1, [14, 15, 16], [14, 15, 99]))
+        engine.sample(1, [])  # a step in which it had no turn
+        engine.sample(1, [17])
+        logits.append(engine.verify(1, [20, 21], [20, 21, 22], version="4"))
+        engine.verify(1, [2, 5, 6], [2, 5, 7])  # 2 ends it
+
+    (records,) = written(act).values()
+    text = stitch(records)
+    assert text is not None and text.tokens == [10, 11, 12, 13, 14, 15, 99, 17, 20, 21, 22, 2]
+    assert [one.drafted for one in records] == [[14, 15, 16], [20, 21], [2, 5, 6], []]
+    assert [one.accepted for one in records] == [2, 2, 2, 0]
+    assert [one.draft_version for one in records] == ["3", "4", "3", ""]
+    assert [one.last for one in records] == [False, False, False, True]
+    first = records[0]
+    assert (first.request, first.request_class, first.share) == (
+        record_name(META.id), "code", 1.0,
+    )  # fmt: skip
+    assert (first.engine, first.rule, first.sampler) == ("e", "chain", "greedy")
+    assert (first.weight_version, first.target_revision) == ("w1", "r")
+    for record, raw in zip(records, logits):
+        logprobs = torch.log_softmax(raw, -1)
+        for position, (p, q) in enumerate(zip(record.p, record.q, strict=True)):
+            expected, ids = logprobs[position].topk(64)
+            assert p.ids == ids.tolist() and len(p.ids) == 64
+            np.testing.assert_allclose(p.logprobs, expected.numpy(), atol=6e-4)
+            token = record.drafted[position]
+            assert p.drafted == pytest.approx(float(logprobs[position, token]), abs=1e-5)
+            assert (q.ids, q.drafted, q.tail) == ([token], 0.0, 0.0)
+
+
+def test_a_temperature_has_its_norm_and_drawn_drafts_their_q(written: Callable[..., Any]) -> None:
+    p = torch.randn(2, VOCAB)
+    q = torch.softmax(torch.randn(2, VOCAB), -1)
+
+    def act(engine: Engine) -> None:
+        engine.begin(1, [10], META._replace(temperature=0.5))
+        arrays = [
+            meta_array(StepMeta("1", "", "bfloat16", True)), ints(1), ints(2), ints(4, 5),
+            p.bfloat16().view(torch.int16).numpy().view(np.uint16), q.numpy(),
+        ]  # fmt: skip
+        assert send(engine.ring, Kind.POSITIONS, 0, arrays)
+        engine.sample(1, [4, 9])
+
+    (records,) = written(act, sampler="probabilistic").values()
+    first = records[0]
+    logprobs = torch.log_softmax(p.bfloat16().float(), -1)
+    for n, token in enumerate([4, 5]):
+        norm = torch.logsumexp(logprobs[n] / 0.5, -1)
+        assert first.p[n].log_norm == pytest.approx(float(norm), abs=1e-4)
+        assert first.q[n].drafted == pytest.approx(float(q[n, token].log()), abs=1e-4)
+        assert sorted(first.q[n].ids) == sorted(q[n].topk(64).indices.tolist())
+    assert first.sampler == "probabilistic"
+
+
+def test_what_an_accelerator_has_reduced_is_stored_as_it_is(written: Callable[..., Any]) -> None:
+    ids = np.arange(128, dtype=np.int32).reshape(2, 64)
+    logprobs = -np.arange(128, dtype=np.float32).reshape(2, 64) / 64 - 4
+    rest = np.array([[0.25, 0.0, -3.0], [0.5, 0.0, -4.0]], np.float32)
+
+    def act(engine: Engine) -> None:
+        engine.begin(1, [10])
+        arrays = [meta_array(StepMeta("1", "")), ints(1), ints(2), ints(4, 5), ids, logprobs, rest]
+        assert send(engine.ring, Kind.POSITIONS, 0, arrays)
+        engine.sample(1, [9])
+
+    (records,) = written(act).values()
+    p = records[0].p
+    assert p[1].ids == ids[1].tolist() and (p[1].tail, p[1].drafted) == (0.5, -4.0)
+    assert records[0].q[0].ids == [4]
+
+
+def test_an_answer_ends_where_the_scheduler_ends_it(written: Callable[..., Any]) -> None:
+    def act(engine: Engine) -> None:
+        engine.begin(1, [10, 11], META._replace(max_tokens=3))
+        engine.verify(1, [5, 6, 7], [5, 6, 7, 8])
+        engine.verify(1, [5], [5, 6])  # of a step that was under way: no part of the answer
+        engine.begin(2, [10, 11], META._replace(id="chatcmpl-b-0123abcd"))
+        engine.verify(2, [5, 6, 7], [5, 6, 7, 8])
+        engine.begin(3, [10], META._replace(id="cmpl-c-0-0123abcd"))
+        engine.sample(3, [4])
+        engine.end(3)  # aborted
+        engine.sample(3, [5])
+        engine.begin(4, [10], META._replace(id="cmpl-d-0-0123abcd"))
+        engine.end(4)  # aborted before its first token
+
+    records = written(act, max_length=5)
+    texts = {name: stitch(found).tokens for name, found in records.items()}  # type: ignore[union-attr]
+    assert texts == {
+        record_name(META.id): [10, 11, 5, 6, 7],
+        record_name("chatcmpl-b-0123abcd"): [10, 11, 5, 6, 7],
+        record_name("cmpl-c-0-0123abcd"): [10, 4],
+    }
+    assert all(found[-1].last for found in records.values())
+    assert records[record_name(META.id)][0].accepted == 3
+
+
+def test_penalties_leave_p_and_q_out_and_seeds_are_marked(written: Callable[..., Any]) -> None:
+    def act(engine: Engine) -> None:
+        engine.begin(1, [10], META._replace(adjusts=True))
+        engine.verify(1, [5], [5, 6])
+        engine.end(1)
+        engine.begin(2, [10], META._replace(id="cmpl-s-0-0123abcd", seeded=True))
+        engine.verify(2, [5], [5, 6])
+        engine.end(2)
+
+    (records,) = written(act).values()
+    assert records[0].drafted == [5] and len(records[0].p) == len(records[0].q) == 0
+    assert written.seeded == 2  # type: ignore[attr-defined]
+
+
+def test_drafted_tokens_that_do_not_fit_are_text_only(written: Callable[..., Any]) -> None:
+    def act(engine: Engine) -> None:
+        engine.begin(1, [10])
+        engine.verify(1, [5, 6], [7, 8])
+        engine.verify(1, [5, -1], [5, 8])
+        engine.verify(1, [5], [5, 6])
+        engine.end(1)
+
+    (records,) = written(act).values()
+    text = stitch(records)
+    assert text is not None and text.tokens == [10, 7, 8, 5, 8, 5, 6]
+    assert [one.drafted for one in records] == [[5], []]
+    assert written.status["mismatched"] == 2  # type: ignore[attr-defined]
+
+
+def test_a_status_shows_alpha_tau_and_losslessness_by_version(written: Callable[..., Any]) -> None:
+    def act(engine: Engine) -> None:
+        engine.begin(1, [10])
+        engine.verify(1, [5, 6], [5, 6, 7])
+        engine.verify(1, [5, 6], [8], version="4")
+        engine.verify(1, [5, 6], [5, 9], version="4")
+
+    written(act)
+    status = written.status  # type: ignore[attr-defined]
+    assert status["versions"]["3"]["alpha"] == 1.0 and status["versions"]["3"]["tau"] == 3.0
+    assert status["versions"]["4"]["alpha"] == pytest.approx(1 / 3)
+    assert status["versions"]["4"]["tau"] == 1.5
+    assert status["versions"]["4"]["judged"] == 3 and status["written"] == 4
+
+
+def test_an_answer_is_forgotten_by_the_id_that_its_client_has() -> None:
+    for running, answer in (
+        ("cmpl-abc-0-0123abcd", "cmpl-abc"),
+        ("1_cmpl-abc-0-0123abcd", "cmpl-abc"),
+        ("chatcmpl-abc-0123abcd", "chatcmpl-abc"),
+        ("chatcmpl-user-7-0123abcd", "chatcmpl-user-7"),
+        ("something", "something"),
+    ):
+        assert record_name(running).partition("-")[0] == hashed_answer(answer)
+    names = [record_name(f"{n}_cmpl-a-{m}-0123abcd") for n in range(2) for m in range(2)]
+    assert len(set(names)) == 4
+
+
+@pytest.fixture
+def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Child]:
+    monkeypatch.setattr(child_module, "LOOK_S", 0.05)
+    made = Child(dataclasses.asdict(job(tmp_path / "buffer")), capacity=1 << 16)
+    yield made
+    made.close()
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def test_a_killed_writer_is_started_again_and_the_last_one_flushes(
+    child: Child, tmp_path: Path
+) -> None:
+    wait_for(lambda: child.alive)
+    first = child.pid
+    assert first is not None
+    engine = Engine(child.ring)
+    os.kill(first, signal.SIGSTOP)
+    engine.begin(1, [10])
+    # Nothing waits for a writer that does not read: what has no room is left out.
+    assert not send(child.ring, Kind.END, 0, [np.zeros(1 << 16, np.uint8)])
+    os.kill(first, signal.SIGKILL)
+    wait_for(lambda: child.generation == 2 and child.alive and child.pid != first)
+    engine.verify(1, [5], [5, 6])  # begun before: the new writer has no beginning of it
+    engine.begin(2, [10, 11], META._replace(id="cmpl-b-0-0123abcd"))
+    engine.verify(2, [5], [5, 6])
+    child.close()
+    assert not child.alive and child.status()["written"] == 2
+    records = BufferReader(str(tmp_path / "buffer")).read().records
+    assert {one.request for one in records} == {record_name("cmpl-b-0-0123abcd")}
+
+
+def test_a_writer_that_cannot_run_ends_recording_after_a_few_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_module, "LOOK_S", 0.02)
+    monkeypatch.setattr(child_module.sys, "executable", "/bin/false")
+    broken = Child({})
+    wait_for(lambda: broken.generation == child_module.RESTARTS + 1 and broken.process is None)
+    assert not broken.alive and broken.status() == {}
+    broken.close()
