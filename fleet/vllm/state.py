@@ -17,4 +17,5 @@ class WorkerState:
     settings: Settings
     version: str = ""  # of the served draft, as records name it
     recorder: Any = None
+    swaps: Any = None  # `fleet.swaps.swap.Swaps`, made at the first step of a swap
     refused: dict[str, str] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from draftsmith.fleet.vllm.state import WorkerState
+from draftsmith.fleet.vllm.swap_methods import draftsmith_swap
 
 
 def draftsmith_status(worker: Any) -> dict[str, Any]:
@@ -20,4 +21,4 @@ def draftsmith_status(worker: Any) -> dict[str, Any]:
     return {"rank": worker.rank, "version": state.version, "refused": dict(state.refused)}
 
 
-METHODS: tuple[Callable[..., Any], ...] = (draftsmith_status,)
+METHODS: tuple[Callable[..., Any], ...] = (draftsmith_status, draftsmith_swap)

@@ -1,0 +1,110 @@
+"""Updates of the draft that others make: vLLM's own weight updates, sleep and wake. Steps are
+watched for cached prefixes.
+
+After each, the draft's version is not known until its weights are looked at. An update of vLLM that
+fails half-way leaves tensors without memory in the draft, and the engine's next step would end it:
+the module gets its tensors back.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from draftsmith.fleet.log import logger
+from draftsmith.fleet.swaps.prefixes import Prefixes
+from draftsmith.fleet.swaps.proposer import Snapshot, restore, snapshot
+from draftsmith.fleet.swaps.swap import Swaps
+
+
+class Watch:
+    """Wraps methods of one worker. `on_change` is called when the version is lost."""
+
+    def __init__(self, worker: Any, swaps: Swaps, on_change: Callable[[], None]):
+        self.worker, self.swaps, self.on_change = worker, swaps, on_change
+        self.saved: Snapshot = []
+        self._around("start_draft_weight_update", self._begin, self._nothing, self._mend)
+        self._around("update_weights", self._nothing, self._nothing, self._mend)
+        self._around("finish_weight_update", self._nothing, self._finish, self._mend)
+        self._around("reload_weights", self._nothing, self._nothing, self._nothing)
+        cache = getattr(worker.vllm_config, "cache_config", None)
+        if block_size := getattr(cache, "block_size", 0):
+            swaps.prefixes = Prefixes(block_size)
+            self._count_prefixes()
+        self._around("sleep", self._sleep, self._nothing, self._nothing)
+        self._around("wake_up", self._nothing, self._wake, self._nothing)
+
+    def _around(
+        self,
+        name: str,
+        before: Callable[[], None],
+        after: Callable[[], None],
+        failed: Callable[[], None],
+    ) -> None:
+        method = getattr(self.worker, name, None)
+        if not callable(method):
+            return
+
+        @functools.wraps(method)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            quietly(before)
+            try:
+                result = method(*args, **kwargs)
+            except BaseException:
+                quietly(failed)
+                raise
+            quietly(after)
+            return result
+
+        setattr(self.worker, name, wrapped)
+
+    def _count_prefixes(self) -> None:
+        execute, swaps = self.worker.execute_model, self.swaps
+
+        def execute_model(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            if swaps.prefixes is not None:
+                try:
+                    swaps.prefixes.see(scheduled, swaps.num_changes)
+                except Exception:
+                    logger.exception("draftsmith: cached prefixes are not counted any more")
+                    swaps.prefixes = None
+            return execute(scheduled, *args, **kwargs)
+
+        self.worker.execute_model = execute_model
+
+    def _begin(self) -> None:
+        self.saved = snapshot(self.swaps.proposer.model)
+
+    def _finish(self) -> None:
+        if self.saved:
+            self.saved = []
+            self._lost("vLLM's own weight update wrote into the draft")
+
+    def _mend(self) -> None:
+        if self.saved:
+            saved, self.saved = self.saved, []
+            restore(saved)
+            self._lost("vLLM's own weight update of the draft failed; its tensors were put back")
+
+    def _sleep(self) -> None:
+        self.swaps.is_asleep = True
+
+    def _wake(self) -> None:
+        self.swaps.is_asleep = False
+        self._lost("the engine slept")
+
+    def _lost(self, reason: str) -> None:
+        self.swaps.forget(reason)
+        self.on_change()
+
+    def _nothing(self) -> None:
+        pass
+
+
+def quietly(work: Callable[[], None]) -> None:
+    """Nothing raised here reaches vLLM."""
+    try:
+        work()
+    except Exception:
+        logger.exception("draftsmith: a change of the draft was not followed")

@@ -1,0 +1,94 @@
+"""Method that moves a swap of the draft one step on, on every worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from draftsmith.fleet.log import logger
+from draftsmith.fleet.vllm.state import WorkerState
+
+STEPS = frozenset(
+    {
+        "prepare",
+        "stage",
+        "trial",
+        "compare",
+        "apply",
+        "look",
+        "take_back",
+        "stop",
+        "resume",
+        "status",
+    }
+)
+
+
+def draftsmith_swap(worker: Any, step: str, call: str = "", **arguments: str) -> dict[str, Any]:
+    """One of `STEPS` with its arguments. Every error is an answer: `state` is "refused" and
+    `reason` a sentence.
+
+    Args:
+        call: name of this call, for workers whose answers `collective_rpc` drops
+    """
+    state: WorkerState | None = getattr(worker, "draftsmith", None)
+    if state is None:
+        return {}
+    try:
+        swaps = swaps_of(worker, state)
+        if step not in STEPS:
+            raise ValueError(f"{step!r} is no step of a swap; give one of {sorted(STEPS)}")
+        found: dict[str, Any] = getattr(swaps, step)(**arguments)
+        state.version = swaps.version
+    except Exception as error:
+        found = {"state": "refused", "reason": str(error), "version": state.version}
+        logger.warning("draftsmith: %s: %s", step, error)
+    found |= {"rank": worker.rank}
+    leave_answer(worker, state, call, found)
+    return found
+
+
+def swaps_of(worker: Any, state: WorkerState) -> Any:
+    if state.swaps is None:
+        from draftsmith.fleet.swaps.proposer import Proposer
+        from draftsmith.fleet.swaps.swap import Swaps
+        from draftsmith.fleet.swaps.watch import Watch
+
+        swaps = Swaps(Proposer(worker), version=state.version)
+
+        def lost() -> None:
+            state.version = ""
+
+        Watch(worker, swaps, lost)
+        state.swaps = swaps
+    return state.swaps
+
+
+def leave_answer(worker: Any, state: WorkerState, call: str, answer: dict[str, Any]) -> None:
+    """Leave a file where several engines stand behind one API server: `collective_rpc` reaches all
+    and returns the first one's answers."""
+    parallel = worker.vllm_config.parallel_config
+    if not call or getattr(parallel, "data_parallel_size", 1) == 1:
+        return
+    index = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))
+    folder = answers_folder(state.settings.cache)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / f"{call}-{index}-{worker.rank}.json", answer)
+    except OSError:
+        logger.exception("draftsmith: an answer was not left in %s", folder)
+
+
+def answers_folder(cache: str) -> Path:
+    """Folder that all processes of one user's engines on a machine agree on."""
+    root = Path(cache) if cache else Path(tempfile.gettempdir()) / f"draftsmith-{os.getuid()}"
+    return root / "answers"
+
+
+def write_atomically(path: Path, values: dict[str, Any]) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(values))
+    part.replace(path)
