@@ -5,6 +5,11 @@ Files in reading order:
 - `settings`: settings from `--additional-config`
 - `state`: the plugin's state in one worker
 - `worker`: methods for `collective_rpc`
+- `swap_methods`: the method that moves a swap one step on
+- `swap_client`: a swap of all workers of an engine
+- `follower`: keeps the engine on the version that the store gives it
+- `gauges`: gauges of the draft in vLLM's own registry
+- `endpoint`: routes below `/draftsmith`, and what is started beside an engine
 
 No other chapter imports it.
 """

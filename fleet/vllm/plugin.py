@@ -56,18 +56,8 @@ def _attach(worker: Any) -> None:
     once(f"active in worker {worker.rank} with {settings}", logging.INFO)
 
 
-class Endpoints:
-    """Endpoint plugin of vLLM. Without settings it adds no route and starts nothing."""
+def endpoints() -> Any:
+    """Endpoint plugin, imported in API servers alone."""
+    from draftsmith.fleet.vllm.endpoint import Endpoints
 
-    name = "draftsmith"
-    required_tasks = ("generate",)
-
-    def attach_router(self, app: Any) -> None:
-        """Add routes; there are none yet."""
-
-    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Start what runs beside the engine; nothing does yet."""
-
-
-def endpoints() -> Endpoints:
     return Endpoints()

@@ -23,6 +23,9 @@ class Settings:
     share: float = 1.0  # of new requests that are recorded
     poll_s: float = 5.0  # between two looks into `versions`
     cache: str = ""  # local folder of fetched versions; "" is one below the user's cache
+    admin: bool = False  # routes that swap drafts and drop cached prefixes, for this machine alone
+    floor_drop: float = 0.1  # loss of alpha by which a version is given up without the learner
+    floor_rounds: int = 2000  # of each of the two versions that are compared
     mend_expand_kernel: bool = False  # register a right `expand_kernel` on CPUs
 
 

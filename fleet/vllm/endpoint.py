@@ -1,0 +1,180 @@
+"""Routes below `/draftsmith`, and the follower, in vLLM's API server.
+
+vLLM's `--api-key` guards paths below `/v1` only. So the routes that change something exist only
+where the settings say `admin`, and answer only to this machine: a proxy or a browser between is
+seen in its headers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+from draftsmith.fleet.log import once
+from draftsmith.fleet.names import engine_name
+from draftsmith.fleet.store.store import VersionStore
+from draftsmith.fleet.vllm.follower import Figures, Follower, OneOf
+from draftsmith.fleet.vllm.gauges import Gauges
+from draftsmith.fleet.vllm.settings import Settings, settings_of
+from draftsmith.fleet.vllm.swap_client import SwapClient
+from draftsmith.fleet.vllm.swap_methods import answers_folder
+
+LOCAL = frozenset({"127.0.0.1", "::1"})
+FOREIGN_HEADERS = ("origin", "forwarded", "x-forwarded-for", "x-real-ip")
+
+
+class Beside:
+    """Follower, figures and gauges of one engine in one API server."""
+
+    def __init__(self, engine_client: Any, settings: Settings, port: int):
+        self.engine_client, self.settings = engine_client, settings
+        self.engine = engine_name(settings.engine, port)
+        self.client = SwapClient(engine_client, settings.cache)
+        self.figures: Figures = {}
+        self.tokens = (0, time.time())
+        self.follower: Follower | None = None
+        self.gauges = Gauges(self.engine)
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Prepare the workers; follow where there is something to follow. Nothing is raised: the
+        engine serves what it was started with."""
+        try:
+            if not (self.settings.versions or self.settings.admin):
+                return
+            if reason := await self.client.prepare():
+                once(f"drafts are not swapped: {reason}")
+                return
+            if self.settings.versions:
+                self.tasks.append(asyncio.get_running_loop().create_task(self._follow()))
+        except Exception as error:
+            once(f"drafts are not swapped: {error}")
+
+    async def _follow(self) -> None:
+        settings = self.settings
+        lock = OneOf(answers_folder(settings.cache).parent / f"{self.engine}.lock")
+        while not lock.taken():  # another API server of this engine follows
+            await asyncio.sleep(settings.poll_s)
+        cache = Path(settings.cache) / self.engine if settings.cache else None
+        self.follower = Follower(
+            self.client,
+            VersionStore(settings.versions, cache=cache),
+            self.engine,
+            poll_s=settings.poll_s,
+            figures=lambda: self.figures,
+            floor_drop=settings.floor_drop,
+            floor_rounds=settings.floor_rounds,
+        )
+        self.tasks.append(asyncio.get_running_loop().create_task(self._read_figures()))
+        await self.follower.run()
+
+    async def _read_figures(self) -> None:
+        """Figures of the writer of records, which the workers read without waiting."""
+        while True:
+            await asyncio.sleep(self.settings.poll_s)
+            try:
+                workers = await self.engine_client.collective_rpc("draftsmith_status")
+            except Exception as error:
+                once(f"figures of versions are not read: {error}")
+                continue
+            self._take([one.get("records") or {} for one in workers])
+
+    def _take(self, records: list[dict[str, Any]]) -> None:
+        """Figures of the recorders of all workers, of which one has the writer."""
+        writers = [one["writer"] for one in records if one.get("writer")]
+        self.figures = writers[0].get("versions", {}) if writers else {}
+        tokens, now_s = max((one.get("tokens", 0) for one in records), default=0), time.time()
+        if self.follower is not None:
+            before, before_s = self.tokens
+            self.follower.tokens_per_s = (tokens - before) / max(1e-3, now_s - before_s)
+            self.gauges.set(self.follower.status())
+        self.tokens = (tokens, now_s)
+
+    async def status(self) -> dict[str, Any]:
+        workers = await self.client.call("status")
+        follower = self.follower
+        return {
+            "engine": self.engine,
+            "workers": list(workers),
+            "figures": self.figures,
+            "version": follower.version if follower is not None else None,
+            "refused": follower.refused if follower is not None else {},
+            "problem": follower.problem if follower is not None else "",
+        }
+
+    async def swap(self, folder: str, version: str) -> dict[str, Any]:
+        outcome = await self.client.swap(Path(folder), version)
+        return {"ok": outcome.ok, "reason": outcome.reason, "pause_ms": outcome.pause_ms}
+
+
+class Endpoints:
+    """Endpoint plugin of vLLM. Without settings it adds routes that answer 404, and starts
+    nothing."""
+
+    name = "draftsmith"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: Any) -> None:
+        from fastapi import APIRouter, HTTPException
+        from starlette.requests import Request
+
+        router = APIRouter(prefix="/draftsmith")
+
+        def beside(request: Any, *, admin: bool = False) -> Beside:
+            found: Beside | None = getattr(request.app.state, "draftsmith", None)
+            if found is None or (admin and not found.settings.admin):
+                raise HTTPException(404, "draftsmith has no such route with these settings")
+            if admin and not is_local(request):
+                raise HTTPException(403, "this route answers to its own machine only")
+            return found
+
+        async def status(request: Request) -> dict[str, Any]:
+            return await beside(request).status()
+
+        async def swap(request: Request) -> dict[str, Any]:
+            here, body = beside(request, admin=True), await body_of(request)
+            folder, version = body.get("folder"), body.get("version")
+            if not isinstance(folder, str) or not isinstance(version, str | int):
+                raise HTTPException(422, 'give {"folder": path, "version": name}')
+            found = await here.swap(folder, str(version))
+            if not found["ok"]:
+                raise HTTPException(409, found["reason"])
+            return found
+
+        async def reset_prefix(request: Request) -> dict[str, Any]:
+            here = beside(request, admin=True)
+            done = await here.engine_client.reset_prefix_cache()
+            return {"reset": done is not False}
+
+        # Annotations of nested functions are texts here, which FastAPI could not resolve.
+        for function in (status, swap, reset_prefix):
+            function.__annotations__["request"] = Request
+            function.__annotations__["return"] = dict[str, Any]
+        router.get("/status")(status)
+        router.post("/swap")(swap)
+        router.post("/reset-prefix")(reset_prefix)
+        app.include_router(router)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Start what runs beside the engine."""
+        settings = settings_of(engine_client.vllm_config) if engine_client is not None else None
+        if settings is None:
+            return
+        state.draftsmith = Beside(engine_client, settings, int(getattr(args, "port", 0) or 0))
+        await state.draftsmith.start()
+
+
+async def body_of(request: Any) -> dict[str, Any]:
+    try:
+        body = await request.json()
+    except ValueError:
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def is_local(request: Any) -> bool:
+    """True for a client on this machine itself, with no proxy and no browser between."""
+    host = request.client.host if request.client is not None else ""
+    return host in LOCAL and not any(name in request.headers for name in FOREIGN_HEADERS)

@@ -1,0 +1,212 @@
+"""Follower: keeps an engine on the version that the store gives it. Runs in the API server.
+
+It compares what the workers have loaded, not what it did last: after a restart, a sleep or a weight
+update by others the right version is put in again. A version that a worker refuses, or that falls
+below the floor, is not tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from draftsmith.fleet.log import logger, once
+from draftsmith.fleet.store.engine_status import EngineStatus
+from draftsmith.fleet.store.errors import StoreError, StoreUnreachable
+from draftsmith.fleet.store.floor import Served, below_floor
+from draftsmith.fleet.store.pace import Pace
+from draftsmith.fleet.store.store import VersionStore
+from draftsmith.fleet.vllm.swap_client import Answers, Outcome, SwapClient
+
+LAYOUT = "vllm"
+# Between two comparisons of all weights with those that should be loaded.
+LOOK_S = 60.0
+
+# Figures by version, as the writer of records leaves them.
+Figures = Mapping[str, Mapping[str, Any]]
+
+
+class Follower:
+    """Args:
+
+    figures: latest figures of the engine by version; empty where it records nothing
+    floor_drop, floor_rounds: loss of alpha, over rounds of each version, that ends a version here
+    """
+
+    def __init__(
+        self,
+        client: SwapClient,
+        store: VersionStore,
+        engine: str,
+        *,
+        poll_s: float,
+        figures: Callable[[], Figures] = dict,
+        floor_drop: float = 0.1,
+        floor_rounds: int = 2000,
+        clock: Callable[[], float] = time.time,
+    ):
+        self.client, self.store, self.engine = client, store, engine
+        self.pace = Pace(engine, poll_s)
+        self.figures, self.clock = figures, clock
+        self.floor_drop, self.floor_rounds = floor_drop, floor_rounds
+        self.refused: dict[int, str] = {}
+        self.version: int | None = None
+        self.history: list[int] = []  # versions that were served here, the latest last
+        self.since_s = self.looked_s = clock()
+        self.outcome: Outcome | None = None
+        self.swapped: int | None = None  # what the last swap was to
+        self.tokens_per_s: float | None = None
+        self.problem = ""
+
+    async def run(self) -> None:
+        """Until the server ends. Nothing raised here ends it."""
+        while True:
+            failed = False
+            try:
+                await self.once()
+            except Exception as error:
+                failed = True
+                self.problem = str(error)
+                once(f"versions are not followed: {error}")
+                if not isinstance(error, StoreError):
+                    logger.exception("draftsmith: a look for versions failed")
+            await asyncio.sleep(self.pace.next_poll_s(failed=failed))
+
+    async def once(self) -> None:
+        """One look: give up what fell below the floor, serve the store's, leave a status."""
+        if not await self._see():
+            return
+        wanted = await asyncio.to_thread(self.store.wanted, self.engine)
+        self._judge()
+        goal = self.latest_good() if wanted in self.refused else wanted
+        if goal is not None and goal != self.version:
+            await self.serve(goal)
+        self.problem = ""
+        await asyncio.to_thread(self.store.put_engine, self.status())
+
+    async def serve(self, version: int) -> None:
+        """Fetch a version and swap it in; refused, its reason is kept."""
+        held = [one for one in (self.version, self.latest_good()) if one is not None]
+        try:
+            folder = await asyncio.to_thread(self.store.fetch, version, LAYOUT, held=held)
+        except StoreUnreachable:
+            raise
+        except StoreError as error:
+            self._refuse(version, str(error))
+            return
+        outcome = await self.client.swap(folder, str(version))
+        self.outcome, self.swapped = outcome, version
+        if not outcome.ok:
+            self._refuse(version, outcome.reason)
+            return
+        logger.info("draftsmith: serves version %s, paused %.2f ms", version, outcome.pause_ms)
+        self._serves(version)
+
+    async def _see(self) -> bool:
+        """Version that the workers have loaded; False while the engine sleeps. Now and then all of
+        it is compared."""
+        if self.clock() - self.looked_s > LOOK_S:
+            self.looked_s = self.clock()
+            answers = await self.client.look()
+        else:
+            answers = await self.client.call("status")
+        self._serves(version_of(answers))
+        return not any(answer.get("asleep") for answer in answers)
+
+    def _serves(self, version: int | None) -> None:
+        if version == self.version:
+            return
+        self.version, self.since_s = version, self.clock()
+        if version is not None:
+            self.history = [one for one in self.history if one != version] + [version]
+
+    def latest_good(self, *, before: int | None = None) -> int | None:
+        """The version that was served last and is not refused; None without one.
+
+        Args:
+            before: a version that is left out
+        """
+        good = [one for one in self.history if one not in self.refused and one != before]
+        return good[-1] if good else None
+
+    def _judge(self) -> None:
+        """Refuse the served version where its own acceptance or losslessness fell."""
+        if self.version is None or self.version in self.refused:
+            return
+        figures = self.figures()
+        served = acceptance(figures, self.version)
+        previous = self.latest_good(before=self.version)
+        before = acceptance(figures, previous)
+        if served is not None and previous is not None:
+            reason = below_floor(served, before, drop=self.floor_drop, requests=self.floor_rounds)
+            if reason:
+                self._refuse(self.version, f"{reason}; back on version {previous}")
+
+    def _refuse(self, version: int, reason: str) -> None:
+        self.refused[version] = reason
+        logger.warning("draftsmith: version %s is refused: %s", version, reason)
+
+    def status(self) -> EngineStatus:
+        figures = self.figures().get(str(self.version), {})
+        last = self.outcome
+        return EngineStatus(
+            engine=self.engine,
+            version=self.version,
+            since_s=self.since_s,
+            alpha=figures.get("alpha"),
+            tau=figures.get("tau"),
+            tokens_per_s=self.tokens_per_s,
+            z=figures.get("z"),
+            evidence=figures.get("log10_evidence"),
+            refused=dict(self.refused),
+            last_swap={}
+            if last is None
+            else {"version": self.swapped, "pause_ms": last.pause_ms, "ok": last.ok},
+            at_s=self.clock(),
+        )
+
+
+def version_of(answers: Answers) -> int | None:
+    """The version that all workers serve; None where they differ or one has none."""
+    versions = {str(answer.get("version") or "") for answer in answers}
+    only = versions.pop() if len(versions) == 1 else ""
+    return int(only) if only.isdecimal() else None
+
+
+def acceptance(figures: Figures, version: int | None) -> Served | None:
+    """Acceptance of a version, its rounds in the place of requests."""
+    found = figures.get(str(version))
+    if not found:
+        return None
+    return Served(
+        requests=int(found.get("rounds", 0)),
+        accepted=int(found.get("accepted", 0)),
+        reached=int(found.get("positions", 0)),
+        is_alarmed=bool(found.get("alarm")),
+    )
+
+
+class OneOf:
+    """Lock that one of several API servers of an engine holds, until its process ends."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._file: IO[str] | None = None
+
+    def taken(self) -> bool:
+        """True where this process has it, or takes it now."""
+        if self._file is not None:
+            return True
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = self.path.open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            return False
+        self._file = file
+        return True

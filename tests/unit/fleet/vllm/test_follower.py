@@ -1,0 +1,303 @@
+"""Follower and swap client over stand-ins of workers: an engine ends with the version that is
+meant, a refused one is not tried again, and all workers serve the same."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from draftsmith.fleet.store.store import VersionStore
+from draftsmith.fleet.vllm.endpoint import Endpoints
+from draftsmith.fleet.vllm.follower import Follower, OneOf
+from draftsmith.fleet.vllm.settings import Settings
+from draftsmith.fleet.vllm.state import WorkerState
+from draftsmith.fleet.vllm.swap_client import SwapClient
+from draftsmith.fleet.vllm.swap_methods import draftsmith_swap
+
+
+class Swaps:
+    """Stand-in of one worker's swaps; version 13 is one that it refuses."""
+
+    def __init__(self, version: str = "", *, fails_at: str = ""):
+        self.version, self.state, self.reason = version, "idle", ""
+        self.fails_at, self.steps = fails_at, []  # type: ignore[var-annotated]
+        self.before, self.asleep, self.applied = version, False, False
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "state": self.state,
+            "reason": self.reason,
+            "version": self.version,
+            "matches": self.version != "",
+            "asleep": self.asleep,
+            "last_swap": {"pause_ms": 0.5},
+        }
+
+    def _step(self, name: str, version: str = "") -> dict[str, Any]:
+        self.steps.append((name, version))
+        bad = version == "13" or self.fails_at == f"{name} {version}"
+        self.state, self.reason = ("refused", "bad") if bad else ("idle", "")
+        return self.status()
+
+    def prepare(self) -> dict[str, Any]:
+        return self._step("prepare")
+
+    def stage(self, folder: str, version: str) -> dict[str, Any]:
+        assert (Path(folder) / "model.safetensors").is_file()
+        return self._step("stage", version)
+
+    def trial(self, version: str) -> dict[str, Any]:
+        return self._step("trial", version)
+
+    def compare(self, version: str) -> dict[str, Any]:
+        return self._step("compare", version)
+
+    def apply(self, version: str) -> dict[str, Any]:
+        found = self._step("apply", version)
+        if self.state != "refused":
+            self.before, self.version = self.version, version
+            self.applied = True
+        return found | {"version": self.version}
+
+    def look(self) -> dict[str, Any]:
+        self.applied = False
+        return self._step("look")
+
+    def take_back(self) -> dict[str, Any]:
+        if self.applied:
+            self.version, self.applied = self.before, False
+        return self._step("take_back")
+
+
+class Client:
+    """Stand-in of vLLM's engine client over workers; several engines answer with the first alone,
+    as vLLM's does."""
+
+    def __init__(self, workers: list[Swaps], settings: Settings, *, engines: int = 1):
+        self.swaps = workers
+        self.parallel = SimpleNamespace(
+            data_parallel_size=engines, world_size=len(workers) // engines
+        )
+        self.vllm_config = SimpleNamespace(
+            parallel_config=self.parallel,
+            additional_config={"draftsmith": vars(settings)},
+        )
+        self.workers = [
+            SimpleNamespace(
+                draftsmith=WorkerState(settings, swaps=one),
+                rank=index % self.parallel.world_size,
+                vllm_config=SimpleNamespace(
+                    parallel_config=SimpleNamespace(
+                        data_parallel_size=engines,
+                        data_parallel_index=index // self.parallel.world_size,
+                    )
+                ),
+            )
+            for index, one in enumerate(workers)
+        ]
+        self.resets = 0
+
+    async def collective_rpc(
+        self, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None
+    ) -> list[Any]:
+        if method != "draftsmith_swap":
+            return [{"figures": {}}]
+        found = [draftsmith_swap(worker, *args, **(kwargs or {})) for worker in self.workers]
+        return found[: self.parallel.world_size]
+
+    async def reset_prefix_cache(self) -> bool:
+        self.resets += 1
+        return True
+
+
+def publish(root: Path, version: int) -> None:
+    folder = root / f"v{version:06d}"
+    (folder / "vllm").mkdir(parents=True)
+    files = {}
+    for name in ("vllm/model.safetensors", "vllm/config.json"):
+        data = f"{version} {name}".encode()
+        (folder / name).write_bytes(data)
+        files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    put_manifest(folder, version, files)
+    (root / "current").write_text(f"{version}\n")
+
+
+def put_manifest(folder: Path, version: int, files: dict[str, Any]) -> None:
+    manifest = {"schema": 1, "version": version, "files": files, "layouts": ["vllm"]}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def follower_of(client: Client, tmp_path: Path, **more: Any) -> Follower:
+    store = VersionStore(str(tmp_path / "versions"), cache=tmp_path / "cache")
+    swaps = SwapClient(client, str(tmp_path / "shared"))
+    return Follower(swaps, store, "engine-1", poll_s=1.0, **more)
+
+
+@pytest.fixture
+def versions(tmp_path: Path) -> Path:
+    (tmp_path / "versions").mkdir()
+    return tmp_path / "versions"
+
+
+def test_the_wanted_version_is_served_by_all_workers(versions: Path, tmp_path: Path) -> None:
+    workers = [Swaps(), Swaps()]
+    follower = follower_of(Client(workers, Settings()), tmp_path)
+    asyncio.run(follower.once())
+    assert follower.version is None
+    for version in (1, 2):
+        publish(versions, version)
+        asyncio.run(follower.once())
+        assert [one.version for one in workers] == [str(version)] * 2
+    (status,) = follower.store.engines()
+    assert (status.engine, status.version, status.refused) == ("engine-1", 2, {})
+    assert status.last_swap == {"version": 2, "pause_ms": 0.5, "ok": True}
+    steps = len(workers[0].steps)
+    asyncio.run(follower.once())
+    assert len(workers[0].steps) == steps
+
+
+def test_what_is_loaded_counts_and_not_what_was_done_last(versions: Path, tmp_path: Path) -> None:
+    """After a sleep, an update by others or a restart a worker says that it does not know."""
+    workers = [Swaps(), Swaps()]
+    follower = follower_of(Client(workers, Settings()), tmp_path)
+    publish(versions, 1)
+    asyncio.run(follower.once())
+    workers[1].version = ""
+    asyncio.run(follower.once())
+    assert workers[1].version == "1" and ("stage", "1") in workers[1].steps[-5:]
+
+
+def test_a_refused_version_is_reported_and_not_tried_again(versions: Path, tmp_path: Path) -> None:
+    workers = [Swaps()]
+    follower = follower_of(Client(workers, Settings()), tmp_path)
+    publish(versions, 12)
+    asyncio.run(follower.once())
+    publish(versions, 13)
+    asyncio.run(follower.once())
+    steps = len(workers[0].steps)
+    asyncio.run(follower.once())
+    assert workers[0].version == "12" and len(workers[0].steps) == steps
+    (status,) = follower.store.engines()
+    assert status.version == 12 and status.refused == {13: "bad"}
+    publish(versions, 14)
+    asyncio.run(follower.once())
+    assert workers[0].version == "14"
+
+
+def test_nothing_is_swapped_while_the_engine_sleeps(versions: Path, tmp_path: Path) -> None:
+    workers = [Swaps()]
+    workers[0].asleep = True
+    follower = follower_of(Client(workers, Settings()), tmp_path)
+    publish(versions, 1)
+    asyncio.run(follower.once())
+    assert workers[0].steps == [] and follower.refused == {}
+    workers[0].asleep = False
+    asyncio.run(follower.once())
+    assert workers[0].version == "1"
+
+
+def test_a_torn_file_never_reaches_a_worker(versions: Path, tmp_path: Path) -> None:
+    workers = [Swaps()]
+    follower = follower_of(Client(workers, Settings()), tmp_path)
+    publish(versions, 1)
+    (versions / "v000001" / "vllm" / "model.safetensors").write_bytes(b"torn")
+    asyncio.run(follower.once())
+    assert workers[0].steps == [] and 1 in follower.refused
+
+
+@pytest.mark.parametrize("step", ["stage 2", "trial 2", "compare 2", "apply 2"])
+def test_one_worker_that_refuses_keeps_the_others_back(
+    versions: Path, tmp_path: Path, step: str
+) -> None:
+    workers = [Swaps(), Swaps(fails_at=step)]
+    follower = follower_of(Client(workers, Settings()), tmp_path)
+    publish(versions, 1)
+    asyncio.run(follower.once())
+    publish(versions, 2)
+    asyncio.run(follower.once())
+    assert [one.version for one in workers] == ["1", "1"] and 2 in follower.refused
+
+
+def test_engines_behind_one_server_answer_by_files(versions: Path, tmp_path: Path) -> None:
+    """vLLM returns the first engine's answers alone."""
+    settings = Settings(cache=str(tmp_path / "shared"))
+    workers = [Swaps(), Swaps(), Swaps(fails_at="stage 2"), Swaps()]
+    follower = follower_of(Client(workers, settings, engines=2), tmp_path)
+    publish(versions, 1)
+    asyncio.run(follower.once())
+    assert [one.version for one in workers] == ["1"] * 4
+    publish(versions, 2)
+    asyncio.run(follower.once())
+    assert [one.version for one in workers] == ["1"] * 4 and follower.refused == {2: "bad"}
+    assert not list((tmp_path / "shared" / "answers").iterdir())
+
+
+@pytest.mark.parametrize(("alpha", "alarm"), [(0.2, 0.0), (0.6, 1.0)])
+def test_an_engine_falls_back_by_itself(
+    versions: Path, tmp_path: Path, alpha: float, alarm: float
+) -> None:
+    figures: dict[str, dict[str, float]] = {}
+    workers = [Swaps()]
+    follower = follower_of(
+        Client(workers, Settings()), tmp_path, figures=lambda: figures, floor_rounds=100
+    )
+    for version in (1, 2):
+        publish(versions, version)
+        asyncio.run(follower.once())
+    figures["1"] = {"rounds": 100, "positions": 1000, "accepted": 600}
+    figures["2"] = {
+        "rounds": 100, "positions": 1000, "accepted": 1000 * alpha, "alarm": alarm,
+        "alpha": alpha, "z": -9.0,
+    }  # fmt: skip
+    asyncio.run(follower.once())
+    assert workers[0].version == "1" and "back on version 1" in follower.refused[2]
+    asyncio.run(follower.once())
+    assert workers[0].version == "1" and follower.latest_good() == 1
+    publish(versions, 3)
+    asyncio.run(follower.once())
+    assert workers[0].version == "3"
+
+
+def test_one_api_server_of_several_follows(tmp_path: Path) -> None:
+    first, second = OneOf(tmp_path / "lock"), OneOf(tmp_path / "lock")
+    assert first.taken() and first.taken() and not second.taken()
+
+
+def test_routes_that_change_something_are_for_this_machine_alone(
+    versions: Path, tmp_path: Path
+) -> None:
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+
+    publish(versions, 5)
+    folder = str(versions / "v000005" / "vllm")
+    for admin in (False, True):
+        workers = [Swaps()]
+        client = Client(workers, Settings(admin=admin, cache=str(tmp_path / "shared")))
+        app, plugin = FastAPI(), Endpoints()
+        plugin.attach_router(app)
+        assert TestClient(app).get("/draftsmith/status").status_code == 404
+        asyncio.run(plugin.init_state(client, app.state, SimpleNamespace(port=8000)))
+        local = TestClient(app, client=("127.0.0.1", 1))
+        assert local.get("/draftsmith/status").json()["workers"][0]["version"] == ""
+        body = {"folder": folder, "version": 5}
+        if not admin:
+            assert local.post("/draftsmith/swap", json=body).status_code == 404
+            continue
+        far = TestClient(app, client=("10.0.0.7", 1))
+        assert far.post("/draftsmith/swap", json=body).status_code == 403
+        browser = local.post("/draftsmith/swap", json=body, headers={"origin": "http://evil"})
+        assert browser.status_code == 403
+        assert local.post("/draftsmith/swap", json={"folder": 3}).status_code == 422
+        assert local.post("/draftsmith/swap", json=body).json()["ok"]
+        assert workers[0].version == "5"
+        refused = local.post("/draftsmith/swap", json=body | {"version": "13"})
+        assert refused.status_code == 409 and workers[0].version == "5"
+        assert local.post("/draftsmith/reset-prefix").json() == {"reset": True}
+        assert client.resets == 1
