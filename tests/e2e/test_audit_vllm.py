@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,14 @@ def model(tmp_path_factory: pytest.TempPathFactory, tiny_target: Callable[..., s
 
 
 @contextmanager
-def vllm_server(model: Path, log: Path, speculative: dict[str, Any] | None) -> Iterator[str]:
+def vllm_server(
+    model: Path,
+    log: Path,
+    speculative: dict[str, Any] | None,
+    *,
+    options: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+) -> Iterator[str]:
     python = os.environ.get("DRAFTSMITH_VLLM_PYTHON")
     assert python, (
         "DRAFTSMITH_VLLM_PYTHON is not set: run scripts/test --all, which installs vLLM for the "
@@ -79,11 +86,13 @@ def vllm_server(model: Path, log: Path, speculative: dict[str, Any] | None) -> I
         "--max-num-seqs", "128", "--max-logprobs", "20",
     ]  # fmt: skip
     command += [] if speculative is None else ["--speculative-config", json.dumps(speculative)]
+    command += options
     environment = {
         **os.environ,
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        **(variables or {}),
     }
     with log.open("wb") as stream:
         process = subprocess.Popen(

@@ -1,0 +1,359 @@
+"""Drafts swapped inside a running, unmodified vLLM on the CPU: identical greedy tokens, the
+acceptance of the version that is served, and no version that ends the engine.
+
+`DRAFTSMITH_VLLM_PYTHON` names the Python of vLLM's own environment (`scripts/test --all` makes
+one). The plugin comes to it as two folders on its path: this tree, and entry points.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from tests.e2e.test_audit_vllm import vllm_server
+from tests.e2e.test_vllm_cpu import draftsmith, save_target, speculation
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
+
+ROOT = Path(__file__).resolve().parents[2]
+K = 3
+SHAPE: dict[str, Any] = {
+    "vocab_size": 288, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1,
+}  # fmt: skip
+PROMPTS = [[10 + (i * 37 + j * 11) % 270 for j in range(12)] for i in range(6)]
+
+
+class Counts(NamedTuple):
+    drafts: float
+    accepted: float
+
+    @property
+    def tau(self) -> float:
+        return 1 + self.accepted / max(1.0, self.drafts)
+
+
+class Engine:
+    """Requests to a running engine."""
+
+    def __init__(self, url: str, log: Path):
+        self.url, self.log = url, log
+
+    def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=300)
+
+    def swap(self, folder: Path, version: str) -> httpx.Response:
+        return self.post("/draftsmith/swap", {"folder": str(folder), "version": version})
+
+    def worker(self) -> dict[str, Any]:
+        found = httpx.get(f"{self.url}/draftsmith/status", timeout=60).json()
+        return found["workers"][0]
+
+    def counts(self) -> Counts:
+        text = httpx.get(f"{self.url}/metrics", timeout=60).text
+        found = [
+            sum(map(float, re.findall(rf"^vllm:spec_decode_{name}_total{{.*}} (\S+)$", text, re.M)))
+            for name in ("num_drafts", "num_accepted_tokens")
+        ]
+        return Counts(*found)
+
+    def generate(self, max_tokens: int = 64) -> tuple[list[list[int]], Counts]:
+        """Greedy answers to all prompts at once, and what was drafted and accepted for them."""
+        texts: list[list[int]] = [[] for _ in PROMPTS]
+        before = self.counts()
+
+        def one(index: int) -> None:
+            body = {
+                "model": "tiny", "prompt": PROMPTS[index], "max_tokens": max_tokens,
+                "temperature": 0.0, "ignore_eos": True, "return_token_ids": True,
+            }  # fmt: skip
+            answer = self.post("/v1/completions", body)
+            assert answer.status_code == 200, answer.text + self.log.read_text()[-3000:]
+            texts[index] = answer.json()["choices"][0]["token_ids"]
+
+        threads = [threading.Thread(target=one, args=(index,)) for index in range(len(PROMPTS))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        after = self.counts()
+        return texts, Counts(*(b - a for a, b in zip(before, after, strict=True)))
+
+
+@contextmanager
+def engine(
+    model: Path, folder: Path, speculative: dict[str, Any], settings: dict[str, Any]
+) -> Iterator[Engine]:
+    options = [
+        "--max-model-len", "384", "--max-num-seqs", "8", "--no-enable-prefix-caching",
+        "--additional-config", json.dumps({"draftsmith": settings}),
+    ]  # fmt: skip
+    variables = {
+        "VLLM_PLUGINS": "draftsmith",
+        "PYTHONPATH": f"{ROOT / 'src'}:{entry_points(folder / 'installed')}",
+    }
+    log = folder / "log.txt"
+    with vllm_server(model, log, speculative, options=options, variables=variables) as url:
+        yield Engine(url, log)
+
+
+def entry_points(folder: Path) -> Path:
+    """What an installed draftsmith tells vLLM: its entry points, from pyproject.toml."""
+    sections = re.findall(
+        r'^\[project\.entry-points\."(.*?)"\]\n((?:[^\[\n].*\n)+)',
+        (ROOT / "pyproject.toml").read_text(),
+        re.MULTILINE,
+    )
+    assert len(sections) == 2
+    info = folder / "draftsmith-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: draftsmith\nVersion: 0\n")
+    lines = [f"[{group}]\n{body.replace(chr(34), '')}" for group, body in sections]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, tiny_target: Callable[..., str]) -> Path:
+    """`target`, `draft` of the same shape with other weights, and `perfect`: the target again."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, seed in (("target", 0), ("draft", 1)):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(LlamaConfig(**SHAPE))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(
+                    0.0, 1.5 * parameter.shape[-1] ** -0.5
+                ) if parameter.ndim > 1 else parameter.add_(0.1)
+        model.save_pretrained(folder / name)
+        AutoTokenizer.from_pretrained(tiny_target("llama")).save_pretrained(folder / name)
+    shutil.copytree(folder / "target", folder / "perfect")
+    return folder
+
+
+def draft_lm(models: Path) -> dict[str, Any]:
+    return {
+        "method": "draft_model",
+        "model": str(models / "draft"),
+        "num_speculative_tokens": K,
+    }
+
+
+@pytest.fixture(scope="module")
+def running(models: Path) -> Iterator[Engine]:
+    (models / "run").mkdir()
+    settings = {"admin": True, "engine": "e2e", "cache": str(models / "run" / "cache")}
+    with engine(models / "target", models / "run", draft_lm(models), settings) as found:
+        yield found
+
+
+def test_the_perfect_draft_is_accepted_whole(models: Path, running: Engine) -> None:
+    alone, counts = running.generate()
+    assert counts.tau < 1.5
+    assert running.swap(models / "perfect", "2").json()["ok"]
+    texts, counts = running.generate()
+    assert texts == alone and counts.tau == 4.0
+    digest = running.worker()["digest"]
+    assert running.swap(models / "draft", "3").json()["ok"]
+    assert running.worker()["digest"] != digest and running.generate()[1].tau < 1.5
+    assert running.swap(models / "perfect", "4").json()["ok"]
+    assert running.worker()["digest"] == digest and running.generate() == (texts, counts)
+
+
+FIRST = "model.layers.0.mlp.up_proj.weight"
+
+
+def tensors_of(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def with_nan(folder: Path) -> None:
+    tensors_of(folder, lambda tensors: tensors[FIRST].view(-1)[7].fill_(torch.nan))
+
+
+def misshapen(folder: Path) -> None:
+    tensors_of(folder, lambda tensors: tensors.update({FIRST: tensors[FIRST].T.contiguous()}))
+
+
+def without_a_name(folder: Path) -> None:
+    tensors_of(folder, lambda tensors: tensors.pop(FIRST))
+
+
+def of_another_dtype(folder: Path) -> None:
+    tensors_of(folder, lambda tensors: tensors.update({FIRST: tensors[FIRST].bfloat16()}))
+
+
+def empty(folder: Path) -> None:
+    save_file({}, folder / "model.safetensors")
+
+
+def truncated(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-999])
+
+
+def torn(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\xff" * 5000)
+
+
+def half_uploaded(folder: Path) -> None:
+    index = {"weight_map": {FIRST: "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def of_another_family(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "qwen3"}))
+
+
+SPOILT = (
+    with_nan, misshapen, without_a_name, of_another_dtype, empty, truncated, torn, half_uploaded,
+    of_another_family,
+)  # fmt: skip
+
+
+def test_no_version_ends_the_engine(models: Path, running: Engine, tmp_path: Path) -> None:
+    assert running.swap(models / "perfect", "10").json()["ok"]
+    for spoil in SPOILT:
+        folder = tmp_path / spoil.__name__
+        shutil.copytree(models / "draft", folder)
+        spoil(folder)
+        refused = running.swap(folder, "11")
+        assert refused.status_code == 409, spoil.__name__
+        print(f"{spoil.__name__}: {refused.json()['error']['message']}"[:200])
+        assert running.worker()["version"] == "10"
+        assert running.generate(16)[1].tau == 4.0
+    assert running.swap(tmp_path / "nothing", "12").status_code == 409
+    assert running.generate(16)[1].tau == 4.0
+
+
+def test_fifty_swaps_in_flight(models: Path, running: Engine) -> None:
+    alone, _ = running.generate(256)
+    stop, pauses, holds, codes = threading.Event(), [], [], []
+
+    def swap() -> None:
+        while not stop.is_set():
+            version = str(100 + len(codes))
+            found = running.swap(models / ("perfect", "draft")[len(codes) % 2], version)
+            codes.append(found.status_code)
+            pauses.append(found.json()["pause_ms"])
+            holds.append(running.worker()["last_swap"]["hold_ms"])
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    while len(codes) < 50:
+        texts, _ = running.generate(256)
+        assert texts == alone
+    stop.set()
+    thread.join()
+    assert set(codes) == {200}
+    for name, values in (("apply", pauses), ("longest step of a swap", holds)):
+        ordered = sorted(values)
+        p50, p99 = ordered[len(ordered) // 2], ordered[int(0.99 * len(ordered))]
+        print(f"{name}, {len(values)} swaps: p50 {p50:.2f} ms, p99 {p99:.2f} ms")
+    assert running.swap(models / "perfect", "999").json()["ok"]
+    assert running.generate()[1].tau == 4.0
+
+
+def publish(root: Path, version: int, source: Path) -> None:
+    """As the learner's publisher leaves a version: files, manifest, then `current`."""
+    folder = root / f"v{version:06d}"
+    shutil.copytree(source, folder / "vllm")
+    files = {
+        f"vllm/{path.name}": {
+            "bytes": path.stat().st_size,
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        }
+        for path in sorted((folder / "vllm").iterdir())
+    }
+    manifest = {"schema": 1, "version": version, "files": files, "layouts": ["vllm"]}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (root / "current").write_text(f"{version}\n")
+
+
+def until(condition: Callable[[], bool], what: str, log: Path, seconds: float = 120) -> None:
+    deadline_s = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline_s, what + log.read_text()[-5000:]
+        time.sleep(0.5)
+
+
+def test_an_engine_follows_the_store_and_a_restart_too(models: Path, tmp_path: Path) -> None:
+    root = tmp_path / "versions"
+    root.mkdir()
+    settings = {
+        "versions": str(root), "engine": "one", "poll_s": 0.5, "cache": str(tmp_path / "cache"),
+    }  # fmt: skip
+
+    def status() -> dict[str, Any]:
+        path = root / "engines" / "one.json"
+        return json.loads(path.read_text()) if path.is_file() else {}
+
+    with engine(models / "target", tmp_path, draft_lm(models), settings) as running:
+        until(lambda: bool(status()), "no status", running.log)
+        publish(root, 1, models / "perfect")
+        until(lambda: status()["version"] == 1, "version 1 is not served", running.log)
+        assert running.generate()[1].tau == 4.0
+        with_nan(shutil.copytree(models / "draft", tmp_path / "bad"))
+        publish(root, 2, tmp_path / "bad")
+        until(lambda: "2" in status()["refused"], "version 2 is not refused", running.log)
+        assert status()["version"] == 1 and running.generate()[1].tau == 4.0
+        publish(root, 3, models / "draft")
+        until(lambda: status()["version"] == 3, "version 3 is not served", running.log)
+        assert running.generate()[1].tau < 1.5
+        publish(root, 4, models / "perfect")
+        until(lambda: status()["version"] == 4, "version 4 is not served", running.log)
+    (root / "engines" / "one.json").unlink()
+    with engine(models / "target", tmp_path, draft_lm(models), settings) as running:
+        until(lambda: status().get("version") == 4, "version 4 is not served", running.log)
+        assert running.generate()[1].tau == 4.0
+
+
+def test_eagle3_drafts_as_if_it_had_been_started_with_the_version(
+    tmp_path: Path, tiny_target: Callable[..., str]
+) -> None:
+    """Its embeddings are the target's, its vocabulary a part of it."""
+    save_target(tmp_path, partial(LlamaForCausalLM, LlamaConfig(**SHAPE)), tiny_target)
+    for name, steps in (("first", "1"), ("second", "200")):
+        draftsmith(
+            tmp_path, "train", "eagle3", "--target", "target", "--data", "data", "--out", name,
+            "--steps", steps, "--held-out", "0.05", "--dtype", "float32", "optim.lr=3e-3",
+            "eagle3.taps=[1,2,3]", "eagle3.draft_vocab_size=250",
+        )  # fmt: skip
+        draftsmith(tmp_path, "export", name, "--to", "vllm", "--out", f"{name}-vllm")
+    found = {}
+    for name in ("second", "first"):
+        (tmp_path / name / "run").mkdir()
+        settings = {"admin": True, "cache": str(tmp_path / name / "run" / "cache")}
+        speculative = speculation(tmp_path, "eagle3", f"{name}-vllm")
+        with engine(tmp_path / "target", tmp_path / name / "run", speculative, settings) as running:
+            found[name] = running.generate()
+            if name == "first":
+                assert running.swap(tmp_path / "second-vllm", "2").json()["ok"]
+                found["swapped"] = running.generate()
+                assert running.swap(tmp_path / "first-vllm", "3").json()["ok"]
+                assert running.generate() == found["first"]
+    texts, counts = found["second"]
+    print({name: f"tau {one[1].tau:.3f}" for name, one in found.items()})
+    assert found["first"][0] == found["swapped"][0] == texts
+    assert counts.accepted > found["first"][1].accepted
+    # Rounds end where the answers of a batch happen to, so that the last of each may differ.
+    assert found["swapped"][1].tau == pytest.approx(counts.tau, rel=0.03)
