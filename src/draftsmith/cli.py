@@ -56,6 +56,12 @@ COMMANDS = {
         "the online daemon: learn from served traffic, publish gated versions",
         "train",
     ),
+    "observe": Command(
+        "draftsmith.fleet.observe.config:ObserveConfig",
+        "draftsmith.fleet.observe.command:run",
+        "a proxy that records the traffic of another server, to learn from",
+        "serve",
+    ),
     "forget": Command(
         "draftsmith.distill.config:ForgetConfig",
         "draftsmith.distill.buffer.forget:run",

@@ -13,6 +13,7 @@ import numpy as np
 
 SCHEMA_VERSION = 5
 TOP = 64
+UNLOGGED = -1  # in place of a token whose id is not known
 
 
 @dataclass(slots=True)
@@ -151,11 +152,12 @@ class RoundRecord:
     min_p: float
     position: int  # absolute position of the first drafted token
     context: list[int]
-    drafted: list[int]
+    drafted: list[int]  # of another server perhaps `UNLOGGED` from the first rejected one
     accepted: int  # how many of `drafted` were kept before any trimming
     committed: list[int]  # what was emitted after stop and EOS trimming
     emitted: int  # the residual or bonus token
-    # target distribution at temperature 1 without filters, per drafted position
+    # target distribution at temperature 1 without filters, per drafted position; of a server that
+    # logs its text alone only up to the first rejected one
     p: Sequence[Distribution] = field(default_factory=list)
     # the distribution the draft token was sampled from; one-hot for deterministic drafts, the
     # siblings drafted there for "target-only" ones

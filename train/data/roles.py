@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from draftsmith.drafters.interface import TextBatch
+from draftsmith.record import UNLOGGED
 from draftsmith.train.data.batches import mask_of, padded
 
 
@@ -76,8 +77,8 @@ def roles_of(num_drafted: int, accepted: int, committed: int) -> list[Role]:
 
 def branch_of(before: Sequence[int], drafted: Sequence[int], accepted: int) -> Branch | None:
     """`before` is all text before the round; None where nothing was drafted behind the first
-    rejected token."""
-    if accepted + 1 >= len(drafted):
+    rejected token, or where it is not known what."""
+    if accepted + 1 >= len(drafted) or UNLOGGED in drafted:
         return None
     return Branch([*before, *drafted], len(before) + accepted + 1)
 

@@ -1,0 +1,148 @@
+"""`draftsmith observe`: a reverse proxy that records the traffic of any OpenAI-compatible
+server."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from contextlib import ExitStack
+
+import httpx
+import uvicorn
+from prometheus_client import CollectorRegistry, start_http_server
+
+from draftsmith.config import Limits, check_limits
+from draftsmith.distill.buffer.buffer import BufferWriter
+from draftsmith.errors import UserError
+from draftsmith.fleet.observe.config import DefaultSampling, ObserveConfig
+from draftsmith.fleet.observe.counters import Counters
+from draftsmith.fleet.observe.endpoints import Tokenizer
+from draftsmith.fleet.observe.enrich import Enrichment
+from draftsmith.fleet.observe.exchange import Observer
+from draftsmith.fleet.observe.probe import Probe, client
+from draftsmith.fleet.observe.proxy import Proxy
+from draftsmith.fleet.observe.recorder import Models, Recorder
+from draftsmith.record import TOP
+
+logger = logging.getLogger("draftsmith.observe")
+
+LIMITS = {
+    ObserveConfig: {
+        "share": Limits(0, 1, "[]"),
+        "top_logprobs": Limits(1, TOP, "[]"),
+        "status_port": Limits(0, 65535, "[]"),
+    },
+    DefaultSampling: {
+        "temperature": Limits(0),
+        "top_k": Limits(0),
+        "top_p": Limits(0, 1, "(]"),
+        "min_p": Limits(0, 1, "[]"),
+    },
+}
+# What a stopping proxy waits for answers that are passing through.
+DRAIN_S = 30
+
+
+def run(config: ObserveConfig) -> int:
+    """Serves until a signal; answers that pass through then are finished first."""
+    logging.basicConfig(level=logging.INFO, format="draftsmith: %(message)s")
+    for chatty in ("httpx", "uvicorn.access", "uvicorn.error"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    check_limits(config, LIMITS)
+    url = server_url(config.url)
+    counters = Counters()
+    with ExitStack() as closing, bind(config.listen) as listener:
+        recorder = Recorder(
+            config,
+            counters,
+            BufferWriter(config.buffer, share=config.share),
+            Models(url, config.model, api_key=config.api_key),
+            tokenizer_of(config),
+        )
+        closing.callback(lambda: logger.info("%s", counters.line()))
+        closing.callback(recorder.close)
+        enrichment = enriched(config, url, closing)
+        show(config, counters, closing)
+        observer = Observer(config, counters, lambda: recorder.sink.share, recorder.put, enrichment)
+        host, port = listener.getsockname()[:2]
+        logger.info("http://%s:%d stands in front of %s", host, port, url)
+        server(Proxy(url, observer)).run(sockets=[listener])
+    return 0
+
+
+def server(proxy: Proxy) -> uvicorn.Server:
+    # The server's own headers pass; this one adds none.
+    return uvicorn.Server(
+        uvicorn.Config(
+            proxy,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            ws="none",
+            timeout_graceful_shutdown=DRAIN_S,
+        )
+    )
+
+
+def server_url(text: str) -> str:
+    url = text.rstrip("/").removesuffix("/v1")
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise UserError(f"url is {text!r} ({error}); give http://HOST:PORT") from error
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise UserError(f"url is {text!r}, which names no server; give http://HOST:PORT")
+    return url
+
+
+def bind(listen: str) -> socket.socket:
+    host, _, port = listen.rpartition(":")
+    if not port.isdecimal() or int(port) > 65535:
+        raise UserError(f"listen is {listen!r}, which is no address; give HOST:PORT")
+    host = host.strip("[]") or "0.0.0.0"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, int(port)))
+    except OSError as error:
+        listener.close()
+        raise UserError(f"{listen!r} cannot be listened on ({error}); give a free one") from error
+    return listener
+
+
+def tokenizer_of(config: ObserveConfig) -> Tokenizer | None:
+    if not config.target:
+        return None
+    # transformers takes seconds to load, and nothing else here needs it.
+    from draftsmith.drafters.target.load import load_tokenizer
+
+    return load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
+
+
+def enriched(config: ObserveConfig, url: str, closing: ExitStack) -> Enrichment | None:
+    if config.enrich == "none":
+        return None
+    enrichment = Enrichment()
+    top = config.top_logprobs if config.enrich == "logprobs" else None
+    probe = Probe(client(url, config.api_key), enrichment, top=top)
+    probe.start()
+    closing.callback(probe.close)
+    return enrichment
+
+
+def show(config: ObserveConfig, counters: Counters, closing: ExitStack) -> None:
+    if config.status_port is None:
+        return
+    registry = CollectorRegistry()
+    registry.register(counters)
+    try:
+        shown, _ = start_http_server(config.status_port, addr=config.status_host, registry=registry)
+    except OSError as error:
+        raise UserError(
+            f"the status cannot be served at {config.status_host}:{config.status_port} ({error}); "
+            "choose another --status-port"
+        ) from error
+    closing.callback(shown.shutdown)

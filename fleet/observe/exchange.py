@@ -1,0 +1,140 @@
+"""One request and its answer, copied on their way, and the choice of those that are recorded."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import httpx
+
+from draftsmith.fleet.observe.config import ObserveConfig
+from draftsmith.fleet.observe.counters import Counters
+from draftsmith.fleet.observe.endpoints import ENDPOINTS, Endpoint
+from draftsmith.fleet.observe.enrich import Editing, Enrichment
+from draftsmith.fleet.request_options import FALSE, RequestOptions, request_options
+
+LEARN_HEADER = b"x-draftsmith-learn"  # as `draftsmith serve` has it
+# Longer answers are passed on alone.
+MOST_BYTES = 32 << 20
+
+
+class Observer:
+    """Chooses the exchanges to record and hands those that are whole to `finished`, which never
+    waits."""
+
+    def __init__(
+        self,
+        config: ObserveConfig,
+        counters: Counters,
+        share: Callable[[], float],
+        finished: Callable[[Exchange], None],
+        enrichment: Enrichment | None = None,
+    ):
+        self.config, self.counters, self.share, self.finished = config, counters, share, finished
+        self.enrichment = enrichment
+        self._random = random.Random()
+
+    def exchange(
+        self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]]
+    ) -> Exchange | None:
+        """None where nothing is to be read."""
+        endpoint = ENDPOINTS.get(path)
+        if endpoint is None or method != "POST":
+            return None
+        self.counters.requests += 1
+        learn = next((value for name, value in headers if name == LEARN_HEADER), b"on")
+        if learn.decode("latin-1").strip().lower() in FALSE:
+            self.counters.leave_out("by the client")
+            return None
+        return Exchange(endpoint, self)
+
+    def chosen_share(self, options: RequestOptions) -> float | None:
+        """Chance by which a request with these options is recorded; None where it is not."""
+        if not options.record:
+            self.counters.leave_out("by the client")
+            return None
+        given = self.config.share if options.share is None else options.share
+        share = min(self.share(), given)
+        if self._random.random() >= share:
+            self.counters.leave_out("by share")
+            return None
+        return share
+
+
+class Exchange:
+    """One request whose answer is read as it passes."""
+
+    def __init__(self, endpoint: Endpoint, observer: Observer):
+        self.endpoint, self.observer = endpoint, observer
+        self.share = 0.0
+        self.request_class = ""
+        self.request: dict[str, Any] = {}
+        self.answer = bytearray()
+        self.is_stream = False
+        self.status = 0
+        self.coding = "identity"
+        self._added: frozenset[str] = frozenset()
+        self._is_wanted = False
+        self._is_over = False
+
+    def begin(self, body: bytes) -> bytes | None:
+        """Reads a request; returns the enriched one, None where it is to be sent as it is."""
+        try:
+            request = json.loads(body)
+        except ValueError:
+            return None  # the server's to refuse
+        if not isinstance(request, dict):
+            return None
+        self.request = request
+        extra = request.get("vllm_xargs")
+        options = request_options(extra if isinstance(extra, dict) else None)
+        share = self.observer.chosen_share(options)
+        if share is None:
+            return None
+        self.share, self._is_wanted = share, True
+        self.request_class = options.request_class or str(request.get("request_class") or "")
+        if self.observer.enrichment is None:
+            return None
+        added = self.observer.enrichment.fields(self.endpoint, request)
+        self._added = frozenset(added)
+        return json.dumps({**request, **added}).encode() if added else None
+
+    def plain(self) -> None:
+        """The server refused what was added; the request was sent as it is."""
+        self.observer.counters.refused_enrichments += 1
+        self._added = frozenset()
+
+    def answer_begins(self, status: int, headers: httpx.Headers) -> Editing | None:
+        """Editing that restores the answer of an enriched request; None where nothing was added."""
+        self.status = status
+        self.is_stream = "text/event-stream" in headers.get("content-type", "")
+        self.coding = headers.get("content-encoding", "identity")
+        if not self._added or self.observer.enrichment is None:
+            return None
+        return self.observer.enrichment.editing(self.endpoint, self._added, self.is_stream)
+
+    def seen(self, piece: bytes) -> None:
+        """A piece of the answer as the server sent it."""
+        if self._is_wanted and len(self.answer) <= MOST_BYTES:
+            self.answer += piece
+
+    def end(self) -> None:
+        """The answer is whole."""
+        self._is_over = True
+        counters = self.observer.counters
+        if not self._is_wanted:
+            return
+        if self.status != 200:
+            counters.leave_out("without an answer")
+        elif self.coding != "identity":
+            counters.leave_out("compressed")
+        elif len(self.answer) > MOST_BYTES:
+            counters.leave_out("too long")
+        else:
+            self.observer.finished(self)
+
+    def close(self) -> None:
+        if self._is_wanted and not self._is_over:
+            self.observer.counters.leave_out("broken off")

@@ -1,0 +1,137 @@
+"""Rounds from what a server reports, and records that say no more than is known."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import numpy as np
+import pytest
+
+from draftsmith.distill.buffer import record_table
+from draftsmith.distill.buffer.traffic import branches, stitch
+from draftsmith.distill.monitor.positions import positions_of
+from draftsmith.fleet.observe.config import DefaultSampling
+from draftsmith.fleet.observe.endpoints import Entry
+from draftsmith.fleet.observe.rounds import Origin, Step, records_of, steps_of
+from draftsmith.fleet.observe.sampling import Sampling, sampling_of
+from draftsmith.fleet.observe.tokens import Tokens
+from draftsmith.record import UNLOGGED, RoundRecord, hashed
+from draftsmith.train.data.roles import Role
+
+PLAIN = Sampling(1.0, 0, 1.0, 0.0, seeded=False, adjusts=False)
+TOKENS = Tokens([1, 2, 3], [10, 11, 12, 13, 14, 15])
+ORIGIN = Origin(answer="cmpl-a", draft_version="4", sampler="greedy")
+
+
+def report(drafted: list[int], accepted: list[int]) -> dict[str, list[int]]:
+    return {"per_step_drafted": drafted, "per_step_accepted": accepted}
+
+
+def test_steps_follow_the_first_token_where_they_add_up() -> None:
+    steps = [Step(1, 3, 2, 3), Step(4, 3, 0, 1), Step(5, 3, 3, 1)]
+    assert steps_of(report([3, 3, 3], [2, 0, 3]), 6) == steps  # the last one is cut
+    assert steps_of(report([3, 3], [2, 1]), 6) == [*steps[:1], Step(4, 3, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    "reported",
+    [
+        {},
+        report([3, 3], [2, 0]),  # a token without a step
+        report([3, 3, 3], [2, 1, 0]),  # a step behind the end
+        report([3], [2, 3]),
+        report([1, 3], [2, 1]),  # more accepted than drafted
+    ],
+)
+def test_steps_that_do_not_add_up_are_not_known(reported: dict[str, list[int]]) -> None:
+    assert steps_of(reported, 6) is None
+
+
+def test_given_places_are_taken() -> None:
+    places = {"per_step_begin": [2, 5], "per_step_committed": [2, 1]}
+    found = steps_of(report([2, 4], [1, 0]) | places, 6)
+    assert found == [Step(2, 2, 1, 2), Step(5, 4, 0, 1)]
+    assert steps_of(report([2, 4], [1, 0]) | places, 5) is None
+
+
+def entries(tokens: list[int]) -> list[Entry]:
+    # The emitted token is likely at even places and outside of the likeliest two at odd ones.
+    return [
+        Entry(
+            one,
+            -0.5 if at % 2 == 0 else -6.0,
+            {one: -0.5 if at % 2 == 0 else -6.0, 90: -1.5, 91: -3.0},
+        )
+        for at, one in enumerate(tokens)
+    ]
+
+
+def made(steps: list[Step] | None, **changes: object) -> list[RoundRecord]:
+    records = records_of(
+        TOKENS,
+        steps,
+        entries(TOKENS.answer),
+        PLAIN._replace(**changes),
+        ORIGIN,  # type: ignore[arg-type]
+    )
+    return record_table.from_table(record_table.read(io.BytesIO(record_table.to_bytes(records))))
+
+
+def test_records_hold_the_accepted_ids_and_no_others() -> None:
+    records = made([Step(1, 3, 2, 3), Step(4, 2, 0, 1), Step(5, 3, 3, 1)])
+    text = stitch(records)
+    assert text is not None and text.tokens == [*TOKENS.prompt, *TOKENS.answer]
+    assert text.roles.tolist() == [
+        *[Role.CONTEXT] * 4, Role.ACCEPTED, Role.ACCEPTED, Role.FIRST_REJECTED,
+        Role.FIRST_REJECTED, Role.ACCEPTED,
+    ]  # fmt: skip
+    assert [one.drafted for one in records] == [
+        [11, 12, UNLOGGED], [UNLOGGED] * 2, [15, UNLOGGED, UNLOGGED], [],
+    ]  # fmt: skip
+    assert [one.emitted for one in records] == [13, 14, UNLOGGED, UNLOGGED]
+    assert [one.q for one in records] == [[]] * 4 or not any(map(len, (one.q for one in records)))
+    assert [len(one.p) for one in records] == [3, 1, 1, 0]
+    assert [one.draft_version for one in records] == ["4", "4", "4", ""]
+    assert records[-1].last and records[0].request == hashed("cmpl-a-0")
+    # What was drafted behind a rejected token is not known, and no evidence of losslessness is.
+    assert branches(text) == [] and positions_of(records) is None
+
+
+def test_logprobs_become_distributions_without_gaps() -> None:
+    (first, *_) = made([Step(1, 3, 2, 3)])
+    # At place 1 the emitted token is the least of the three: others may lie between.
+    assert first.p[0].ids == [90, 91] and first.p[1].ids == [12, 90, 91]
+    assert first.p[0].tail == pytest.approx(1 - math.exp(-1.5) - math.exp(-3.0), abs=1e-3)
+    assert first.p[0].drafted == pytest.approx(-6.0) and first.p[2].drafted is None
+
+
+def test_unknown_rounds_are_single_tokens_to_learn_from_and_to_score() -> None:
+    records = made(None)
+    text = stitch(records)
+    assert text is not None and text.tokens == [*TOKENS.prompt, *TOKENS.answer] and text.is_scorable
+    assert text.roles.tolist() == [Role.CONTEXT] * 3 + [Role.BONUS] * 6
+    assert all(not one.drafted and one.draft_version == "" for one in records)
+    assert [len(one.p) for one in records] == [1] * 6 + [0]
+
+
+def test_logprobs_are_dropped_where_they_do_not_give_the_sampled_distribution() -> None:
+    (first, *_) = made([Step(1, 3, 2, 3)], temperature=0.7)
+    assert len(first.p) == 3 and first.p[0].ids == [] and first.p[0].tail == 1.0
+    (first, *_) = made([Step(1, 3, 2, 3)], adjusts=True)
+    assert len(first.p) == 0
+    shifted = records_of(TOKENS, None, entries(TOKENS.answer[1:]), PLAIN, ORIGIN)
+    assert shifted[0].p[0].ids == []
+
+
+def test_sampling_of_a_request() -> None:
+    defaults = DefaultSampling(temperature=0.6, top_k=20)
+    assert sampling_of({"prompt": "x"}, defaults) == Sampling(0.6, 20, 1.0, 0.0, False, False)
+    named = {"temperature": 0.5, "top_k": -1, "top_p": 0.9, "seed": 3, "n": 1}
+    assert sampling_of(named, defaults) == Sampling(0.5, 0, 0.9, 0.0, True, False)
+    assert not sampling_of({"temperature": 0, "seed": 3}, defaults).seeded
+    assert sampling_of({"mirostat": 2}, defaults).adjusts
+    assert sampling_of({"presence_penalty": 0.1}, defaults).adjusts
+    neutral = {"presence_penalty": 0.0, "logit_bias": {}, "response_format": {"type": "text"}}
+    assert not sampling_of(neutral, defaults).adjusts
+    assert np.isfinite(sampling_of({}, DefaultSampling()).temperature)

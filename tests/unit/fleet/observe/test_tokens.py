@@ -1,0 +1,101 @@
+"""Tokens of answers: the server's, or the tokenizer's where it is sure, else none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from draftsmith.fleet.observe.answers import Answer, read_answer
+from draftsmith.fleet.observe.endpoints import ENDPOINTS
+from draftsmith.fleet.observe.tokens import Tokens, Unknown, tokens_of
+
+COMPLETIONS, CHAT = ENDPOINTS["/v1/completions"], ENDPOINTS["/v1/chat/completions"]
+
+
+class Letters:
+    """One token a letter, lower case alone; 0 ends a text."""
+
+    eos_token_id = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [1] * add_special_tokens + [ord(one) for one in text.lower()]
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> str:
+        return "".join(f"<{one['content']}>" for one in conversation)
+
+
+def found(request: dict[str, Any], endpoint: Any = COMPLETIONS, **answer: Any) -> Tokens:
+    return tokens_of(endpoint, request, Answer(finish="length", **answer), Letters())
+
+
+def test_ids_of_the_server_come_first() -> None:
+    given = Answer(prompt_ids=[4], token_ids=[5, 6], finish="stop", text="zz", completion_tokens=2)
+    assert tokens_of(COMPLETIONS, {"prompt": "x"}, given, None) == Tokens([4], [5, 6])
+    assert found({"prompt": [7, 8]}, token_ids=[5]).prompt == [7, 8]
+    with pytest.raises(Unknown, match="not all"):
+        found({"prompt": [7]}, token_ids=[5], completion_tokens=2)
+
+
+def test_texts_that_round_trip_are_tokenised() -> None:
+    assert found({"prompt": "a"}, text="bc") == Tokens([1, 97], [98, 99])
+    assert found({"prompt": "a", "add_special_tokens": False}, text="b").prompt == [97]
+    chat = {"messages": [{"content": "hi"}]}
+    assert found(chat, CHAT, text="b") == Tokens(Letters().encode("<hi>")[1:], [98])
+
+
+def test_the_end_of_a_text_is_counted() -> None:
+    def answer(**given: Any) -> list[int]:
+        done = Answer(finish="stop", text="b", **given)
+        return tokens_of(COMPLETIONS, {"prompt": "a"}, done, Letters()).answer
+
+    assert answer() == [98, 0]
+    assert answer(completion_tokens=2) == [98, 0] and answer(completion_tokens=1) == [98]
+
+
+@pytest.mark.parametrize(
+    ("request_", "given", "reason"),
+    [
+        ({"prompt": "a"}, {"text": "B"}, "round-trip"),
+        ({"prompt": "a"}, {"text": "b", "completion_tokens": 3}, "another length"),
+        ({"prompt": "a"}, {"text": "b", "prompt_tokens": 9}, "prompts of another length"),
+        ({"prompt": ["a", "b"]}, {"text": "b"}, "several prompts"),
+        ({"prompt": "a"}, {"text": "b", "is_text_whole": False}, "in parts"),
+        ({"prompt": "a", "stop": ["x"]}, {"text": "b", "finish": "stop"}, "without a count"),
+        ({}, {"text": "b"}, "several prompts"),
+    ],
+)  # fmt: skip
+def test_others_are_left_out_by_reason(
+    request_: dict[str, Any], given: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(Unknown, match=reason):
+        tokens_of(COMPLETIONS, request_, Answer(**{"finish": "length", **given}), Letters())
+
+
+def test_without_a_tokenizer_there_are_none() -> None:
+    with pytest.raises(Unknown, match="no token ids"):
+        tokens_of(COMPLETIONS, {"prompt": "a"}, Answer(text="b"), None)
+    with pytest.raises(Unknown, match="without a template"):
+        tokens_of(CHAT, {"messages": 3}, Answer(text="b"), Letters())
+
+
+def test_parsed_parts_of_a_chat_are_not_its_text() -> None:
+    data = b'{"choices":[{"message":{"content":"a","tool_calls":[{}]},"finish_reason":"stop"}]}'
+    assert not read_answer(CHAT, data, is_stream=False).is_text_whole
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b"{", b'{"choices":[{"text":"a"}]}', b'{"choices":[3]}']
+)
+def test_what_is_no_whole_answer_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError):
+        read_answer(COMPLETIONS, data, is_stream=False)
+
+
+def test_totals_of_other_servers() -> None:
+    data = b'{"choices":[{"text":"a","finish_reason":"stop"}],"timings":{"draft_n":8,"draft_n_accepted":5}}'
+    found = read_answer(COMPLETIONS, data, is_stream=False)
+    assert (found.drafted, found.accepted, found.report) == (8, 5, {})
