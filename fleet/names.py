@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Sequence
+
+DEFAULT_PORT = 8000
 
 
 def engine_name(name: str, port: int, rank: int = 0) -> str:
@@ -13,3 +16,12 @@ def engine_name(name: str, port: int, rank: int = 0) -> str:
     file names."""
     full = name or f"{socket.gethostname()}-{port}"
     return re.sub(r"[^A-Za-z0-9.-]+", "-", f"{full}-{rank}" if rank else full)
+
+
+def port_of(arguments: Sequence[str]) -> int:
+    """Port in the command line of a server, which its worker processes have as well."""
+    for option, value in zip(arguments, [*arguments[1:], ""]):
+        name, _, joined = option.partition("=")
+        if name == "--port" and (joined or value).isdigit():
+            return int(joined or value)
+    return DEFAULT_PORT

@@ -4,6 +4,8 @@ Files in reading order:
 - `plugin`: entry points `register` and `endpoints`
 - `settings`: settings from `--additional-config`
 - `state`: the plugin's state in one worker
+- `expand_kernel`: a right kernel for sampled speculation on CPUs
+- `attach`: capability probes, and the recorder put into a worker
 - `worker`: methods for `collective_rpc`
 - `swap_methods`: the method that moves a swap one step on
 - `swap_client`: a swap of all workers of an engine

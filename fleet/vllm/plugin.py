@@ -16,6 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from draftsmith.fleet.log import logger, once
+from draftsmith.fleet.vllm.attach import attach
+from draftsmith.fleet.vllm.expand_kernel import install
 from draftsmith.fleet.vllm.settings import settings_of
 from draftsmith.fleet.vllm.state import WorkerState
 from draftsmith.fleet.vllm.worker import METHODS
@@ -33,6 +35,32 @@ def register() -> None:
             setattr(WorkerBase, method.__name__, method)
     if not hasattr(WorkerBase.__init__, "draftsmith"):
         setattr(WorkerBase, "__init__", _extended(WorkerBase.__init__))  # noqa: B010
+    try:
+        _follow_weight_versions()
+    except (ImportError, AttributeError) as error:
+        once(f"this vLLM names no versions of its weights ({error})", logging.INFO)
+
+
+def _follow_weight_versions() -> None:
+    """Let the engine pass the name of the target's weights, which its workers do not get."""
+    from vllm.v1.engine.core import EngineCore
+
+    inner = EngineCore.set_weight_version
+    if hasattr(inner, "draftsmith"):
+        return
+
+    @functools.wraps(inner)
+    def extended(core: Any, weight_version: str) -> Any:
+        result = inner(core, weight_version)
+        try:
+            if settings_of(core.vllm_config) is not None:
+                core.collective_rpc("draftsmith_weight_version", args=(weight_version,))
+        except Exception:
+            logger.exception("draftsmith: records keep the last name of the weights")
+        return result
+
+    extended.draftsmith = True  # type: ignore[attr-defined]
+    EngineCore.set_weight_version = extended
 
 
 def _extended(construct: Callable[..., None]) -> Callable[..., None]:
@@ -53,6 +81,9 @@ def _attach(worker: Any) -> None:
     if settings is None:
         return
     worker.draftsmith = WorkerState(settings, settings.version)
+    if settings.mend_expand_kernel:
+        install()
+    attach(worker, worker.draftsmith)
     once(f"active in worker {worker.rank} with {settings}", logging.INFO)
 
 

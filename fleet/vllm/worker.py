@@ -14,11 +14,26 @@ from draftsmith.fleet.vllm.swap_methods import draftsmith_swap
 
 
 def draftsmith_status(worker: Any) -> dict[str, Any]:
-    """Rank and version of one worker; `{}` where the plugin is not configured."""
+    """Rank and version of one worker, under `records` the figures of its recorder where there is
+    one (`Recorder.status`); `{}` where the plugin is not configured."""
     state: WorkerState | None = getattr(worker, "draftsmith", None)
     if state is None:
         return {}
-    return {"rank": worker.rank, "version": state.version, "refused": dict(state.refused)}
+    status = {"rank": worker.rank, "version": state.version, "refused": dict(state.refused)}
+    if state.recorder is not None:
+        status["records"] = state.recorder.status()
+    return status
 
 
-METHODS: tuple[Callable[..., Any], ...] = (draftsmith_status, draftsmith_swap)
+def draftsmith_weight_version(worker: Any, name: str) -> None:
+    """Name of the target's weights in the records from now on."""
+    state: WorkerState | None = getattr(worker, "draftsmith", None)
+    if state is not None and state.recorder is not None:
+        state.recorder.weight_version = name
+
+
+METHODS: tuple[Callable[..., Any], ...] = (
+    draftsmith_status,
+    draftsmith_swap,
+    draftsmith_weight_version,
+)

@@ -29,6 +29,8 @@ class Kind(IntEnum):
     TOKENS = 2
     # 0; handles
     END = 3
+    # handle; all tokens with which a preempted request goes on
+    RESUME = 4
 
 
 class RequestMeta(NamedTuple):

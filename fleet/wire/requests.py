@@ -99,6 +99,15 @@ class Requests:
             request.recorded = len(request.tokens)
         return records + (self.end(handle) if ended else [])
 
+    def resumed(self, handle: int, tokens: list[int]) -> list[RoundRecord]:
+        """A request goes on with `tokens`, later ones of which may still be on their way here. One
+        that goes on with others than it has ends: records of these are out already."""
+        request = self.running.get(handle)
+        if request is None or request.tokens == tokens[: len(request.tokens)]:
+            return []
+        self.mismatched += 1
+        return self.end(handle)
+
     def end(self, handle: int) -> list[RoundRecord]:
         """Last record of a request, with the tokens that no record has yet."""
         request = self.running.pop(handle, None)

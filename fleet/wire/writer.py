@@ -50,6 +50,7 @@ class Writer:
             Kind.POSITIONS: self._positions,
             Kind.TOKENS: self._tokens,
             Kind.END: self._end,
+            Kind.RESUME: self._resume,
         }
 
     def read(self, message: Message) -> None:
@@ -81,6 +82,9 @@ class Writer:
     def _end(self, message: Message) -> None:
         for handle in message.arrays[0].tolist():
             self._put(self.requests.end(handle))
+
+    def _resume(self, message: Message) -> None:
+        self._put(self.requests.resumed(message.number, message.arrays[0].tolist()))
 
     def _put(self, records: list[RoundRecord]) -> None:
         for record in records:

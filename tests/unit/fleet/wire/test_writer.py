@@ -127,6 +127,7 @@ def test_records_of_a_request_are_its_text_with_p_and_q(written: Callable[..., A
 
 
 def test_a_temperature_has_its_norm_and_drawn_drafts_their_q(written: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
     p = torch.randn(2, VOCAB)
     q = torch.softmax(torch.randn(2, VOCAB), -1)
 
@@ -252,6 +253,7 @@ def test_an_answer_is_forgotten_by_the_id_that_its_client_has() -> None:
 @pytest.fixture
 def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Child]:
     monkeypatch.setattr(child_module, "LOOK_S", 0.05)
+    monkeypatch.setattr(child_module, "CLOSE_S", 120.0)
     made = Child(dataclasses.asdict(job(tmp_path / "buffer")), capacity=1 << 16)
     yield made
     made.close()
