@@ -4,10 +4,8 @@ turns out worse."""
 from __future__ import annotations
 
 import os
-import signal
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import torch
 
@@ -19,6 +17,7 @@ from draftsmith.distill.lock import learner_lock
 from draftsmith.distill.status import Status, StatusServer
 from draftsmith.distill.throttle import Guard, LatencyGuard, NoGuard, Throttle, scraper
 from draftsmith.errors import UserError
+from draftsmith.stopping import stopping
 
 
 def run(config: DistillConfig, stop: threading.Event | None = None) -> int:
@@ -67,24 +66,6 @@ def guard_of(config: DistillConfig) -> Guard:
     if config.server is None or config.tpot_ms is None:
         return NoGuard()
     return LatencyGuard(scraper(config.server), config.tpot_ms / 1000)
-
-
-@contextmanager
-def stopping(stop: threading.Event) -> Iterator[None]:
-    """Lets SIGTERM, SIGINT and SIGHUP end the loop after the work in hand. Signals are the main
-    thread's only."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handled = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup leaves it
-        handled.append(signal.SIGHUP)
-    before = [signal.signal(number, lambda *_: stop.set()) for number in handled]
-    try:
-        yield
-    finally:
-        for number, handler in zip(handled, before, strict=True):
-            signal.signal(number, handler)
 
 
 def check_one_process() -> None:

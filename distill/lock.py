@@ -1,5 +1,5 @@
-"""Lock of a versions folder: one learner at a time. The kernel drops the lock with its process, so
-a dead learner never blocks the next one."""
+"""Lock of a versions folder: one learner at a time, one publisher. The kernel drops the lock with
+its process, so a dead learner never blocks the next one."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from pathlib import Path
 
 from draftsmith.errors import UserError
 
-LOCK = "learner.lock"
-
 
 @contextmanager
-def learner_lock(versions: str | Path) -> Iterator[None]:
-    """Holds the lock. Raises a `UserError` that names the holder when another process has it."""
+def learner_lock(versions: str | Path, role: str = "learner") -> Iterator[None]:
+    """Holds the lock of one role. Raises a `UserError` that names the holder when another process
+    has it."""
     folder = Path(versions)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(folder / f"{role}.lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise UserError(
             f"versions folder {str(folder)!r} cannot be written ({error.strerror}); give another "
@@ -34,7 +33,7 @@ def learner_lock(versions: str | Path) -> Iterator[None]:
         except BlockingIOError as error:
             holder = _holder(descriptor)
             raise UserError(
-                f"another learner ({holder}) already works on {str(folder)!r}; stop it or give "
+                f"another {role} ({holder}) already works on {str(folder)!r}; stop it or give "
                 "another --versions"
             ) from error
         os.ftruncate(descriptor, 0)

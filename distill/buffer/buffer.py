@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import threading
 import time
 import uuid
@@ -244,14 +245,18 @@ class Reading:
 
 class BufferReader:
     """Reader that returns each shard once. The caller saves the cursor together with the state that
-    the records led to, by one rename."""
+    the records led to, by one rename.
 
-    def __init__(self, url: str, cursor: Cursor | None = None):
+    Args:
+        leaves_marks: of its progress, for which writers wait.
+    """
+
+    def __init__(self, url: str, cursor: Cursor | None = None, *, leaves_marks: bool = True):
         self.folder = Folder(url)
         self.cursor: Cursor = dict(cursor or {})
         self.damaged = 0
         self.name = uuid.uuid4().hex[:12]
-        self._marked_s = -marks.LOOK_S
+        self._marked_s = -marks.LOOK_S if leaves_marks else math.inf
         self._failures = 0  # in a row, at the first unread shard
 
     def read(self, *, max_records: int = 4096) -> Reading:

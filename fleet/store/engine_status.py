@@ -22,7 +22,7 @@ class EngineStatus:
     tau: float | None = None
     tokens_per_s: float | None = None
     z: float | None = None  # of the losslessness monitor
-    evidence: float | None = None  # of the monitor, against a lossless engine
+    evidence: float | None = None  # log10 of the monitor's, against a lossless engine
     refused: Mapping[int, str] = field(default_factory=dict)  # reason by version
     # {"version": ..., "pause_ms": ..., "ok": ...}
     last_swap: Mapping[str, Any] = field(default_factory=dict)

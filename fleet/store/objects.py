@@ -94,6 +94,19 @@ class Objects:
             if entry["name"].rstrip("/") != path
         }
 
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Sizes in bytes of the objects below a folder, at any depth, by their names in it."""
+        path = self.path(folder)
+
+        def found() -> Mapping[str, Mapping[str, Any]]:
+            self.fs.invalidate_cache(path)
+            return self.fs.find(path, detail=True)
+
+        start = len(path) + 1
+        return {
+            name[start:]: int(entry.get("size") or 0) for name, entry in self._tried(found).items()
+        }
+
     def delete(self, name: str) -> None:
         """Deletes an object or a folder; one that is gone already is no error."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from draftsmith.fleet.store.cache import Cache
 from draftsmith.fleet.store.engine_status import EngineStatus, object_of, parse_status
-from draftsmith.fleet.store.errors import StoreError
+from draftsmith.fleet.store.errors import StoreError, StoreUnreachable
 from draftsmith.fleet.store.layout import (
     CURRENT,
     ENGINES,
@@ -109,6 +109,24 @@ class VersionStore:
         except FileNotFoundError:
             return None
 
+    def current_or_none(self) -> int | None:
+        """As `current`, None also where it cannot be read: writers replace it."""
+        try:
+            return self.current()
+        except StoreUnreachable:
+            raise
+        except StoreError:
+            return None
+
+    def rollout_or_none(self) -> Rollout | None:
+        """As `rollout`, None also for one that cannot be read: writers replace it."""
+        try:
+            return self.rollout()
+        except StoreUnreachable:
+            raise
+        except StoreError:
+            return None
+
     def wanted(self, engine: str) -> int | None:
         """Version that this engine should serve now: the live one, or the candidate of a rollout
         in the engine's turn. None before the first version."""
@@ -138,6 +156,10 @@ class VersionStore:
 
     def put_file(self, version: int, name: str, path: Path) -> None:
         self.objects.upload(path, f"{folder_of(version)}/{name}")
+
+    def sizes(self, version: int) -> dict[str, int]:
+        """Sizes in bytes of all objects of a version, by their names in it."""
+        return self.objects.sizes(folder_of(version))
 
     def put_manifest(self, version: int, data: bytes) -> None:
         """Makes a version visible; its files are there already."""

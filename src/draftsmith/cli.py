@@ -100,6 +100,12 @@ COMMANDS = {
         "a running server in the terminal: tau, alpha, speed, versions, the learner",
         "serve",
     ),
+    "fleet": Command(
+        "draftsmith.fleet.config:FleetConfig",
+        "draftsmith.fleet.command:run",
+        "many engines with one draft: status, promote, rollback, page, publish",
+        "fleet",
+    ),
 }
 
 

@@ -40,6 +40,7 @@ COMMANDS = {
     "bench": ["--target", "t", "--ngram"],
     "audit": ["--kernels"],
     "top": [],
+    "fleet": ["status", "--versions", "v"],
 }
 
 

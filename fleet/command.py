@@ -1,0 +1,30 @@
+"""`draftsmith fleet`: versions of many engines, shown, changed by hand and published."""
+
+from __future__ import annotations
+
+import importlib
+
+from draftsmith.config import check_numbers
+from draftsmith.errors import UserError
+from draftsmith.fleet.config import LIMITS, FleetConfig
+from draftsmith.fleet.store.errors import StoreError
+
+# Loaded with its action: publishing needs what showing does not.
+RUNS = {
+    "status": "draftsmith.fleet.rollout.show:status",
+    "page": "draftsmith.fleet.rollout.show:page",
+    "promote": "draftsmith.fleet.rollout.operate:promote",
+    "rollback": "draftsmith.fleet.rollout.operate:rollback",
+    "publish": "draftsmith.fleet.publish_command:run",
+}
+
+
+def run(config: FleetConfig) -> int:
+    check_numbers(config, LIMITS)
+    module, _, name = RUNS[config.action].partition(":")
+    try:
+        return int(getattr(importlib.import_module(module), name)(config) or 0)
+    except StoreError as error:
+        raise UserError(str(error)) from error
+    except OSError as error:
+        raise UserError(f"fleet {config.action} ends: {error}; mend that and try again") from error

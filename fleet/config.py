@@ -1,0 +1,92 @@
+"""Options of `draftsmith fleet`. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from draftsmith.config import (
+    AT_LEAST_1,
+    INSIDE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Limits,
+    LimitsTable,
+    option,
+)
+from draftsmith.drafters.config import TRUST_HELP
+
+ACTIONS = ("status", "promote", "rollback", "page", "publish")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    switch_s: float = option(
+        600.0, "seconds after which an engine of the rollout changes between the two versions"
+    )
+    drop: float = option(0.02, "loss of acceptance that is no reason to go back")
+    error: float = option(
+        0.05,
+        "chance, at each stage, to withdraw a version that is no worse, or to go on with one that "
+        "is worse by drop",
+    )
+    pairs: int = option(200, "pairs of periods after which the mean decides what is still open")
+    requests: int = option(4, "requests, in each period of a pair, that the pair counts from")
+    hold_s: float = option(
+        1800.0, "length of a stage where no records are read (--buffer): engines' own floors decide"
+    )
+    fallen: float = option(
+        0.2, "share of the rollout's engines that refuse the version which ends it; at least one"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetConfig:
+    action: str = option(help="what to do", choices=ACTIONS, positional=True)
+    versions: str = option(
+        help="folder or fsspec URL that the engines read; for publish the learner's own folder"
+    )
+    version: int | None = option(None, "for promote and rollback: the version that becomes live")
+    json: bool = option(False, "for status: print JSON")
+    watch: bool = option(False, "for status and page: go on until interrupted")
+    every_s: float = option(5.0, "seconds between two looks of --watch")
+    out: str = option("fleet.html", "for page: the file to write")
+    to: str | None = option(None, "for publish: folder or fsspec URL that the engines read")
+    layouts: tuple[str, ...] = option(
+        (), "for publish: engine layouts beside each version, by their names in export --to"
+    )
+    target: str | None = option(
+        None, "for publish: folder or Hub id of the target [default: the one the draft names]"
+    )
+    prove: bool = option(False, "for publish: compare each layout with its checkpoint by decoding")
+    trust_remote_code: bool = option(False, TRUST_HELP)
+    keep: int = option(20, "for publish: versions that stay beside those in use; 0 deletes none")
+    poll_s: float = option(2.0, "for publish: seconds between two looks at the learner's folder")
+    once: bool = option(False, "for publish: stop when the live version is there")
+    stages: tuple[float, ...] = option(
+        (),
+        "for publish: shares of the engines that try a version first, such as 0.05 0.25; without "
+        "it all engines get it at once",
+    )
+    buffer: str | None = option(
+        None, "for publish: records of the engines, from which a stage is decided"
+    )
+    rollout: RolloutConfig = option(help="how a stage is decided", factory=RolloutConfig)
+
+
+LIMITS: LimitsTable = {
+    FleetConfig: {
+        "version": AT_LEAST_1,
+        "every_s": POSITIVE,
+        "poll_s": POSITIVE,
+        "keep": NOT_NEGATIVE,
+    },
+    RolloutConfig: {
+        "switch_s": POSITIVE,
+        "drop": Limits(0, 1),
+        "error": INSIDE,
+        "pairs": AT_LEAST_1,
+        "requests": AT_LEAST_1,
+        "hold_s": NOT_NEGATIVE,
+        "fallen": Limits(0, 1, "[]"),
+    },
+}

@@ -1,0 +1,108 @@
+"""`draftsmith fleet publish`: the learner's versions in a store, at once or in stages, until it is
+stopped."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from draftsmith.distill.lock import learner_lock
+from draftsmith.drafters.published import versions
+from draftsmith.errors import UserError
+from draftsmith.fleet.config import FleetConfig
+from draftsmith.fleet.publish.layouts import LayoutWriter
+from draftsmith.fleet.publish.mirror import Mirror
+from draftsmith.fleet.rollout.controller import Controller
+from draftsmith.fleet.rollout.records import ServedTexts
+from draftsmith.fleet.store.errors import StoreError
+from draftsmith.fleet.store.store import VersionStore
+from draftsmith.stopping import stopping
+from draftsmith.train.export.config import LAYOUTS
+
+
+def run(config: FleetConfig, stop: threading.Event | None = None) -> int:
+    if config.to is None:
+        raise UserError("fleet publish needs the address that engines read; give --to")
+    for layout in config.layouts:
+        if layout not in LAYOUTS:
+            raise UserError(f"layouts names {layout!r}; it must be one of {', '.join(LAYOUTS)}")
+    root, stop = Path(config.versions), stop or threading.Event()
+    if not root.is_dir():
+        raise UserError(
+            f"versions folder {config.versions!r} does not exist; start draftsmith distill first"
+        )
+    writer = LayoutWriter(
+        root,
+        config.layouts,
+        target=config.target,
+        prove=config.prove,
+        trust_remote_code=config.trust_remote_code,
+    )
+    store = VersionStore(config.to)
+    controller = controller_of(store, root, config)
+    mirror = Mirror(
+        root,
+        store,
+        writer,
+        promote=controller.offer if controller else None,
+        keep=config.keep,
+        event=say,
+    )
+    steps = [mirror.step, *([controller.step] if controller else [])]
+    with learner_lock(root, "publisher"), stopping(stop):
+        loop(steps, config, stop)
+    return 0
+
+
+def controller_of(store: VersionStore, root: Path, config: FleetConfig) -> Controller | None:
+    """None without stages: every live version is for all engines at once."""
+    if not config.stages:
+        if config.buffer is not None:
+            raise UserError(
+                "--buffer serves to decide stages; give --stages too, such as 0.05 0.25"
+            )
+        return None
+    stages = config.stages
+    if list(stages) != sorted(stages) or not 0 < stages[0] <= stages[-1] <= 1:
+        raise UserError(
+            f"stages is {' '.join(map(str, stages))}; it must be shares above 0 and at most "
+            "1, ascending"
+        )
+
+    def give_up(version: int, live: int, reason: str) -> None:
+        """The learner goes on from the version that engines serve."""
+        if versions.latest(root) == version:
+            versions.rollback(root, live, f"withdrawn from the engines: {reason}")
+
+    return Controller(
+        store,
+        stages,
+        config.rollout,
+        texts=ServedTexts(config.buffer) if config.buffer else None,
+        give_up=give_up,
+        event=say,
+    )
+
+
+def loop(steps: Sequence[Callable[[], object]], config: FleetConfig, stop: threading.Event) -> None:
+    """Steps until `stop`. An error that a later step may get over is reported once in a row."""
+    failure = ""
+    while not stop.is_set():
+        try:
+            for step in steps:
+                step()
+            failure = ""
+        except (StoreError, OSError) as error:
+            if config.once:
+                raise
+            if str(error) != failure:
+                failure = str(error)
+                say(f"{failure}; trying again")
+        if config.once:
+            return
+        stop.wait(config.poll_s)
+
+
+def say(text: str) -> None:
+    print(f"fleet: {text}", flush=True)

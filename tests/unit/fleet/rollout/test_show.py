@@ -1,0 +1,201 @@
+"""`draftsmith fleet`: what a fleet serves, shown and changed by hand."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.cli import main
+from draftsmith.drafters.published import versions
+from draftsmith.fleet.rollout import show
+from draftsmith.fleet.rollout.page import html
+from draftsmith.fleet.rollout.view import view_of
+from draftsmith.fleet.store.engine_status import EngineStatus
+from draftsmith.fleet.store.errors import StoreUnreachable
+from draftsmith.fleet.store.rollout import Rollout
+from draftsmith.fleet.store.store import VersionStore
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def one(*arguments: Any) -> tuple[int, str, str]:
+        code = main(["fleet", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return one
+
+
+def learn(root: Path) -> int:
+    def save(folder: Path) -> None:
+        (folder / "model.safetensors").write_text(f"weights of {folder.name}")
+
+    parent = versions.latest(root)
+    return versions.publish(
+        root, save, family="fake", target={}, parent=parent, data_range={}, gate={}
+    )
+
+
+@pytest.fixture
+def store(tmp_path: Path, run: Run) -> VersionStore:
+    """Two versions, published by the command."""
+    root, url = tmp_path / "learner", str(tmp_path / "store")
+    for _ in range(2):
+        learn(root)
+        code, out, err = run("publish", "--versions", root, "--to", url, "--once")
+        assert code == 0, err
+    assert out.endswith("fleet: version 2 is live for all engines\n")
+    return VersionStore(url, cache=tmp_path / "cache")
+
+
+def test_publishing_needs_a_learners_folder_an_address_and_known_layouts(
+    run: Run, tmp_path: Path
+) -> None:
+    here = ("publish", "--versions", tmp_path / "none")
+    assert run(*here) == (
+        2,
+        "",
+        "draftsmith: error: fleet publish needs the address that engines read; give --to\n",
+    )
+    assert "does not exist; start draftsmith distill first" in run(*here, "--to", "s")[2]
+    assert "'vlm'; it must be one of vllm" in run(*here, "--to", "s", "--layouts", "vlm")[2]
+    assert "keep is -1; it must be at least 0" in run(*here, "--keep", -1)[2]
+    assert run("publish", "--versions", tmp_path, "--to", "nothing://s", "--once")[0] == 2
+
+
+def test_a_second_publisher_of_a_folder_is_refused(run: Run, tmp_path: Path) -> None:
+    from draftsmith.distill.lock import learner_lock
+
+    with learner_lock(tmp_path, "publisher"):
+        error = run("publish", "--versions", tmp_path, "--to", tmp_path / "s", "--once")[2]
+    assert "another publisher (process" in error
+
+
+def test_status_names_every_engine_its_figures_and_what_it_refused(
+    run: Run, store: VersionStore
+) -> None:
+    code, out, _ = run("status", "--versions", store.url)
+    assert (code, out) == (0, "version 2 is live; no engine\n")
+    store.put_engine(
+        EngineStatus(
+            engine="a",
+            version=2,
+            alpha=0.4321,
+            tau=1.75,
+            tokens_per_s=1234.5,
+            z=-0.3,
+            last_swap={"version": 2, "pause_ms": 3.25, "ok": True},
+            at_s=time.time(),
+        )
+    )
+    store.put_engine(
+        EngineStatus(engine="b", version=1, refused={1: "old", 2: "torn"}, at_s=time.time())
+    )
+    store.put_engine(EngineStatus(engine="c", version=2, at_s=time.time() - 3600))
+    lines = run("status", "--versions", store.url)[1].splitlines()
+    assert lines[0] == "version 2 is live; 1 on version 1, 1 on version 2; 1 silent"
+    assert " ".join(lines[1].split()) == "engine version alpha tau tok/s z last swap seen note"
+    assert " ".join(lines[2].split()) == "a 2 0.432 1.75 1234 -0.3 3.2 ms 0s ago"
+    assert lines[3].endswith("should serve 2; refused 2: torn")
+    assert lines[4].split()[-3:] == ["1h00m", "ago", "silent"]
+    view = json.loads(run("status", "--versions", store.url, "--json")[1])
+    assert view["current"] == 2 and view["stored"] == [1, 2]
+    assert [row["engine"] for row in view["engines"]] == ["a", "b", "c"]
+    assert view["engines"][1]["refused"] == {"1": "old", "2": "torn"}
+    assert view["engines"][1]["wanted"] == 2 and view["engines"][2]["is_silent"]
+
+
+def test_rollback_goes_to_the_parent_and_promote_to_what_is_named(
+    run: Run, store: VersionStore
+) -> None:
+    address = ("--versions", store.url)
+    assert run("promote", *address)[2] == (
+        "draftsmith: error: no rollout is on; give the --version to promote, one of 1, 2\n"
+    )
+    assert "version 9 is not in" in run("promote", *address, "--version", 9)[2]
+    assert run("rollback", *address)[1] == "version 1 is live for all engines instead of 2\n"
+    assert store.current() == 1
+    assert (
+        "version 1 has no parent to go back to; give the --version" in run("rollback", *address)[2]
+    )
+    assert run("promote", *address, "--version", 2)[0] == 0 and store.current() == 2
+    rollout = store.rollout()
+    assert rollout is not None and rollout.is_over
+    assert [one["decision"] for one in rollout.decisions] == [
+        "rolled back by hand",
+        "promoted by hand",
+    ]
+
+
+@pytest.mark.parametrize(("action", "live"), [("promote", 2), ("rollback", 1)])
+def test_a_rollout_is_shown_and_ended_by_hand(
+    run: Run, store: VersionStore, action: str, live: int
+) -> None:
+    store.put_current(1)
+    trial = {"pairs": 12, "gain": 0.0123}
+    store.put_rollout(
+        Rollout(
+            candidate=2, live=1, cut=1.0, stages=(0.05, 1.0), begun_s=time.time() - 90, trial=trial
+        )
+    )
+    store.put_engine(EngineStatus(engine="a", version=1, at_s=time.time()))
+    second = run("status", "--versions", store.url)[1].splitlines()[1]
+    assert second == (
+        "version 2 is tried on 1 engines, stage 1 of 2 (5%), for 1m30s; gain +0.0123 in 12 pairs "
+        "of periods"
+    )
+    assert run(action, "--versions", store.url)[0] == 0
+    assert store.current() == live and store.wanted("a") == live
+    assert view_of(store)["rollout"] is None
+
+
+def test_the_page_holds_the_table_and_the_decisions_escaped(
+    run: Run, store: VersionStore, tmp_path: Path
+) -> None:
+    store.put_engine(EngineStatus(engine="<b>a</b>", version=2, at_s=time.time()))
+    run("rollback", "--versions", store.url)
+    out = tmp_path / "fleet.html"
+    assert run("page", "--versions", store.url, "--out", out)[1] == f"wrote {out}\n"
+    text = out.read_text()
+    assert "&lt;b&gt;a&lt;/b&gt;" in text and "<b>a" not in text
+    assert "rolled back by hand" in text and "refresh" not in text and "<script" not in text
+    assert 'http-equiv="refresh" content="5"' in html(view_of(store), every_s=5.0)
+
+
+def test_watching_outlives_a_store_that_is_away(
+    run: Run, store: VersionStore, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    looks: list[float] = []
+
+    def sleep(wait_s: float) -> None:
+        looks.append(wait_s)
+        if len(looks) == 2:
+            raise KeyboardInterrupt
+
+    def away(_: VersionStore) -> Any:
+        raise StoreUnreachable("the store is away")
+
+    def first(one: VersionStore) -> Any:
+        monkeypatch.setattr(show, "view_of", away)
+        return view_of(one)
+
+    monkeypatch.setattr(show.time, "sleep", sleep)
+    monkeypatch.setattr(show, "view_of", first)
+    code, out, err = run("status", "--versions", store.url, "--watch")
+    assert (code, looks) == (130, [5.0, 5.0])
+    assert out == "version 2 is live; no engine\n" and "fleet: the store is away" in err
+
+
+def test_a_store_that_cannot_be_read_ends_in_one_sentence(run: Run, store: VersionStore) -> None:
+    (Path(store.url) / "current").write_text("two")
+    code, _, err = run("status", "--versions", store.url)
+    assert code == 2 and err.startswith("draftsmith: error: 'current' of the store holds b'two'")
+    assert run("promote", "--versions", store.url, "--version", 1)[0] == 0, "which mends it"
+    assert store.current() == 1
