@@ -29,3 +29,32 @@ def test_few_numbers_of_rows_reach_the_library() -> None:
     met = {padded_rows(count) for count in range(1, 513)}
     assert len(met) == 29 and all(padded_rows(count) >= count for count in range(1, 513))
     assert [padded_rows(count) for count in (1, 16, 17, 64, 65, 512)] == [1, 16, 24, 64, 128, 512]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_single_row_of_wide_weights_follows_weights_written_in_place(dtype: torch.dtype) -> None:
+    """One float32 row is multiplied with the weights as they are stored, other rows with packed
+    ones; both are refreshed."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(size, 2048, generator=generator).to(dtype) for size in (8, 24)]
+    bias = torch.randn(24, generator=generator).to(dtype)
+    packed = PackedLinear(weights, [None, bias])
+    for scale in (1.0, 3.0):
+        with torch.inference_mode():
+            for weight in weights:
+                weight.mul_(scale)
+        packed.refresh()
+        rows = torch.randn(2, 1, 2048, generator=generator).to(dtype)
+        tolerance = 1e-5 if dtype == torch.float32 else 0.02
+        for part in (rows[:1], rows):
+            with torch.inference_mode():
+                first, second = packed(part)
+            expected = part.double() @ weights[1].double().T + bias.double()
+            assert first.shape == (*part.shape[:-1], 8)
+            norm = (second.double() - expected).norm() / expected.norm()
+            assert norm.item() < tolerance
+    packed._multiply = None  # type: ignore[assignment,method-assign]
+    with pytest.raises(TypeError):
+        packed(rows)
+    if dtype == torch.float32:
+        packed(rows[:1])
