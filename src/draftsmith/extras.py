@@ -19,6 +19,7 @@ OPTIONAL = {
     "serve": ("starlette", "pydantic"),
     "train": ("peft", "deepspeed", "matplotlib"),
     "grammar": ("llguidance",),
+    "gguf": ("gguf",),
 }
 
 

@@ -17,7 +17,7 @@ from draftsmith.files import atomic_folder, read_json, write_json
 from draftsmith.train.export.config import ExportConfig
 from draftsmith.train.export.hub import check_repository, push
 from draftsmith.train.export.layouts.source import Source
-from draftsmith.train.export.layouts.table import NEED_TARGET_WEIGHTS, writer
+from draftsmith.train.export.layouts.table import HOLD_TARGET, NEED_TARGET_WEIGHTS, writer
 from draftsmith.train.export.model_card import model_card
 from draftsmith.train.export.proof import prove
 from draftsmith.train.quiet import quiet
@@ -31,6 +31,11 @@ def run(config: ExportConfig) -> int:
         raise UserError(
             "a Triton repository names folders of this machine; push the draft with --to vllm "
             "instead"
+        )
+    if config.with_target and config.to not in HOLD_TARGET:
+        raise UserError(
+            f"--with-target is for {' and '.join(HOLD_TARGET)}; for {config.to} leave it out, the "
+            "target is read from where it lies"
         )
     quiet()
     source = open_source(config)
@@ -65,7 +70,9 @@ def open_source(config: ExportConfig) -> Source:
     metadata = record_of(draft)
     target_name = config.target or recorded_target(metadata, draft)
     target = locate(
-        target_name, "target", weights=config.prove or metadata["family"] in NEED_TARGET_WEIGHTS
+        target_name,
+        "target",
+        weights=config.prove or config.with_target or metadata["family"] in NEED_TARGET_WEIGHTS,
     )
     check_tokenizer(metadata, target, target_name, trust_remote_code=config.trust_remote_code)
     return Source(
@@ -79,6 +86,7 @@ def open_source(config: ExportConfig) -> Source:
         target_config=read_json(target / "config.json", "target config"),
         num_speculative_tokens=config.speculative_tokens,
         out=Path(config.out),
+        with_target=config.with_target,
     )
 
 

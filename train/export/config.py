@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from draftsmith.config import option
 from draftsmith.drafters.config import TRUST_HELP
 
-LAYOUTS = ("vllm", "sglang", "speculators", "hf", "triton")
+LAYOUTS = ("vllm", "sglang", "speculators", "hf", "triton", "gguf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +19,9 @@ class ExportConfig:
         None, "folder or Hub id of the target [default: the one the draft was trained for]"
     )
     trust_remote_code: bool = option(False, TRUST_HELP)
+    with_target: bool = option(
+        False, "write the target beside the draft, where the layout holds targets (gguf)"
+    )
     speculative_tokens: int = option(3, "draft length k that the export recommends to the engine")
     prove: bool = option(
         True,

@@ -12,10 +12,12 @@ import yaml
 from draftsmith.train.export.layouts.serving import (
     SGLANG_ALGORITHMS,
     VLLM_METHODS,
+    llama_command,
     sglang_command,
     vllm_command,
 )
 from draftsmith.train.export.layouts.source import Source
+from draftsmith.train.export.llamacpp.file import DRAFT, TARGET
 from draftsmith.version import __version__
 
 METHODS = {
@@ -155,6 +157,9 @@ def commands(
         return [("NVIDIA Triton with its vLLM backend", f"tritonserver --model-repository {draft}")]
     if engine == "speculators":
         return [("vLLM (finds the target by itself)", f"vllm serve {draft}")]
+    if engine == "gguf":
+        title = f"llama.cpp (`{TARGET}` is the target, which `--with-target` writes here)"
+        return [(title, llama_command(family, TARGET, f"{draft}/{DRAFT}", k))]
     if engine == "hf" and family != "draft-lm":
         return [("draftsmith", f"draftsmith serve --target {target} --draft {draft} --k {k}")]
     shown = []

@@ -6,6 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from draftsmith.drafters.weights import read_weights, write_weights
 from draftsmith.errors import UserError
 from draftsmith.train.export.layouts.eagle3 import scales_its_embeddings
@@ -13,6 +15,11 @@ from draftsmith.train.export.layouts.source import Source, text_config
 
 
 def write_portable(source: Source, out: Path) -> None:
+    write_weights(out, source.config, check(source))
+
+
+def check(source: Source) -> dict[str, torch.Tensor]:
+    """Refuses a draft that an engine would load wrongly or not at all; returns its weights."""
     config, target = source.config, text_config(source.target_config)
     for key in ("vocab_size", "hidden_size"):
         if config.get(key) != target[key]:
@@ -43,7 +50,7 @@ def write_portable(source: Source, out: Path) -> None:
         raise UserError(
             f"weight {unknown[0]!r} has no place in the {source.family} layout; remove it"
         )
-    write_weights(out, config, tensors)
+    return tensors
 
 
 def check_layers(values: dict[str, Any], num_layers: int) -> None:

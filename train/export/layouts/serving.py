@@ -23,6 +23,13 @@ SGLANG_ALGORITHMS = {
     "dflash": "DFLASH",
     "dspark": "DSPARK",
 }
+# What llama.cpp calls its ways of drafting.
+LLAMA_TYPES = {
+    "eagle3": "draft-eagle3",
+    "draft-lm": "draft-simple",
+    "dflash": "draft-dflash",
+    "dspark": "draft-dspark",
+}
 
 
 def vllm_options(
@@ -56,4 +63,11 @@ def sglang_command(family: str, target: str, draft: str, k: int) -> str:
         f"python -m sglang.launch_server --model-path {target} --speculative-algorithm "
         f"{SGLANG_ALGORITHMS[family]} "
         f"--speculative-draft-model-path {draft} {chain}"
+    )
+
+
+def llama_command(family: str, target: str, draft: str, k: int) -> str:
+    return (
+        f"llama-server -m {target} -md {draft} --spec-type {LLAMA_TYPES[family]} "
+        f"--spec-draft-n-max {k}"
     )

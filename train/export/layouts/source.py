@@ -28,6 +28,7 @@ class Source:
     target_config: dict[str, Any]  # the target's config.json
     num_speculative_tokens: int
     out: Path  # where the export will be found
+    with_target: bool = False  # whether the target is written beside the draft
 
     @property
     def is_stitched(self) -> bool:

@@ -9,6 +9,7 @@ from draftsmith.errors import UserError
 from draftsmith.train.export.layouts import block, eagle1, eagle3, medusa, mtp, peagle, plain
 from draftsmith.train.export.layouts.source import Source
 from draftsmith.train.export.layouts.triton import in_repository
+from draftsmith.train.export.llamacpp import blocks, heads, lm
 
 Writer = Callable[[Source, Path], None]
 
@@ -17,21 +18,34 @@ Writer = Callable[[Source, Path], None]
 STITCHED = ("mtp",)
 # The families whose export needs some of the target's weights.
 NEED_TARGET_WEIGHTS = (*STITCHED, "medusa")
+# The layouts that can hold the target in a file of its own.
+HOLD_TARGET = ("gguf",)
 
+BLOCKS: dict[str, Writer] = {
+    "vllm": block.write_portable,
+    "sglang": block.write_portable,
+    "gguf": blocks.write_block,
+}
 WRITERS: dict[str, dict[str, Writer]] = {
     "eagle3": {
         "vllm": eagle3.write_vllm,
         "sglang": eagle3.write_portable,
         "speculators": eagle3.write_speculators,
+        "gguf": heads.write_eagle3,
     },
     "p-eagle": {"vllm": peagle.write_vllm, "speculators": peagle.write_speculators},
-    "draft-lm": {"vllm": plain.write_plain, "sglang": plain.write_plain, "hf": plain.write_plain},
+    "draft-lm": {
+        "vllm": plain.write_plain,
+        "sglang": plain.write_plain,
+        "hf": plain.write_plain,
+        "gguf": lm.write_lm,
+    },
     "mtp": {"vllm": mtp.write_mtp},
     "eagle1": {"vllm": eagle1.write_vllm, "sglang": eagle1.write_sglang},
     "medusa": {"vllm": medusa.write_vllm, "hf": medusa.write_original},
     "mlp": {"hf": plain.write_ibm},
-    "dflash": {"vllm": block.write_portable, "sglang": block.write_portable},
-    "dspark": {"vllm": block.write_portable, "sglang": block.write_portable},
+    "dflash": {**BLOCKS},
+    "dspark": {**BLOCKS},
 }
 for writers in WRITERS.values():
     if "vllm" in writers:
@@ -59,6 +73,11 @@ REFUSALS: dict[tuple[str, str], str] = {
     ("dspark", "speculators"): "draftsmith writes DSpark for engines alone",
     ("dspark", "hf"): "transformers cannot draft with DSpark",
     ("mlp", "speculators"): "the speculators layout has no MLP speculators",
+    ("p-eagle", "gguf"): "llama.cpp drafts one token after another with an EAGLE-3 head",
+    ("mtp", "gguf"): "llama.cpp reads MTP modules only as layers of the targets that bring them",
+    ("eagle1", "gguf"): "llama.cpp does not draft with EAGLE-1",
+    ("medusa", "gguf"): "llama.cpp does not draft with Medusa",
+    ("mlp", "gguf"): "llama.cpp does not draft with the MLP speculator",
 }
 
 

@@ -4,6 +4,7 @@ Files in reading order:
 - `table`: which reader for which layout
 - `understood`: parameters of the engine's module
 - `plain`: layouts read as they are
+- `llamacpp`: llama.cpp
 - `sglang`: SGLang
 - `vllm`: vLLM
 - `vllm_eagle3`: vLLM's EAGLE-3

@@ -6,18 +6,20 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.train.export.layouts.triton import draft_folder
-from draftsmith.train.export.readers import plain, sglang, vllm, vllm_eagle3, vllm_mtp
+from draftsmith.train.export.readers import llamacpp, plain, sglang, vllm, vllm_eagle3, vllm_mtp
 from draftsmith.train.export.readers.understood import Reader, Understood
 
 READERS: dict[tuple[str, str], Reader] = {
     ("eagle3", "vllm"): vllm_eagle3.read_eagle3,
     ("eagle3", "sglang"): sglang.read_eagle3,
     ("eagle3", "speculators"): vllm_eagle3.read_speculators_eagle3,
+    ("eagle3", "gguf"): llamacpp.read_eagle3,
     ("p-eagle", "vllm"): vllm_eagle3.read_peagle,
     ("p-eagle", "speculators"): vllm_eagle3.read_speculators_peagle,
     ("draft-lm", "vllm"): plain.read_model,
     ("draft-lm", "sglang"): plain.read_model,
     ("draft-lm", "hf"): plain.read_model,
+    ("draft-lm", "gguf"): llamacpp.read_draft_lm,
     ("mtp", "vllm"): vllm_mtp.read_mtp,
     ("eagle1", "vllm"): vllm.read_eagle1,
     ("eagle1", "sglang"): sglang.read_eagle1,
@@ -26,8 +28,10 @@ READERS: dict[tuple[str, str], Reader] = {
     ("mlp", "hf"): plain.read_mlp,
     ("dflash", "vllm"): vllm.read_dflash,
     ("dflash", "sglang"): sglang.read_dflash,
+    ("dflash", "gguf"): llamacpp.read_dflash,
     ("dspark", "vllm"): vllm.read_dspark,
     ("dspark", "sglang"): sglang.read_dspark,
+    ("dspark", "gguf"): llamacpp.read_dspark,
 }
 
 

@@ -61,6 +61,8 @@ def exported(
         return made[family]
 
     def export(family: str, engine: str) -> tuple[Path, Path]:
+        if engine == "gguf":
+            pytest.importorskip("gguf", reason="the extra [gguf] is not installed")
         out = draft(family).with_name(engine)
         if not out.exists():
             run(ExportConfig(draft=str(draft(family)), to=engine, out=str(out), prove=False))

@@ -1,0 +1,73 @@
+"""EAGLE-3 as llama.cpp reads it: one layer, three taps, and no norm that it lacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from draftsmith.drafters.draft_shape import llama_config
+from draftsmith.drafters.weights import read_weights
+from draftsmith.errors import UserError
+from draftsmith.train.export.layouts import eagle3
+from draftsmith.train.export.layouts.source import Source
+from draftsmith.train.export.llamacpp.file import DRAFT, Gguf, write_gguf
+from draftsmith.train.export.llamacpp.lm import write_target
+from draftsmith.train.export.llamacpp.shape import (
+    absolute_ids,
+    interleaved,
+    named,
+    rope_factors,
+    shape_values,
+    without,
+)
+from draftsmith.train.export.llamacpp.vocabulary import vocabulary
+
+NUM_TAPS = 3
+# Settings that llama.cpp passes over in silence -> the draft that it would run instead.
+UNKNOWN = {
+    "norm_output": "it would feed the state back without its norm and lose later depths",
+    "fc_norm": "it would join the taps without their norms",
+}
+
+
+def write_eagle3(source: Source, out: Path) -> None:
+    eagle3.check(source)
+    check_represented(source.config)
+    config = llama_config(source.config)
+    values = shape_values(config) | {
+        "target_layers": source.config["eagle_aux_hidden_state_layer_ids"],
+        "target_hidden_size": source.config["target_hidden_size"],
+        "norm_before_residual": bool(source.config.get("norm_before_residual")),
+        "norm_before_fc": bool(source.config.get("norm_before_fc")),
+    }
+    stored = {
+        eagle3.portable_name(name).replace("midlayer.", "layers.0."): tensor
+        for name, tensor in read_weights(source.draft).items()
+    }
+    tensors = named(without(stored, ("d2t", "t2d")), {"fc": "fc", "input_norm": "enc.output_norm"})
+    tensors = interleaved(tensors, values) | rope_factors(config)
+    if "d2t" in stored:
+        tensors["d2t"] = absolute_ids(stored["d2t"])
+    words = vocabulary(source.target, config.vocab_size, trust_remote_code=source.trust_remote_code)
+    write_gguf(out / DRAFT, Gguf("eagle3", values | words, tensors), name=source.draft.name)
+    write_target(source, out)
+
+
+def check_represented(config: dict[str, Any]) -> None:
+    for key, instead in UNKNOWN.items():
+        if config.get(key):
+            raise UserError(
+                f"the draft has {key}=true, which llama.cpp passes over: {instead}; train it "
+                f"with eagle3.{key}=false"
+            )
+    taps = config["eagle_aux_hidden_state_layer_ids"]
+    if len(taps) != NUM_TAPS:
+        raise UserError(
+            f"the draft taps layers {taps}, and llama.cpp reads exactly {NUM_TAPS}; train it with "
+            "eagle3.taps of three layers"
+        )
+    if config["num_hidden_layers"] != 1:
+        raise UserError(
+            f"the draft has num_hidden_layers={config['num_hidden_layers']}, and llama.cpp runs "
+            "one layer; export it --to vllm"
+        )

@@ -1,0 +1,335 @@
+"""llama.cpp's reading of GGUF files (b11434): which tensors its loaders ask for, of which sizes, by
+the metadata alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.errors import UserError
+from draftsmith.train.export.layouts.source import text_config
+from draftsmith.train.export.llamacpp.file import DRAFT, Gguf, read_gguf
+from draftsmith.train.export.readers.understood import Parameters, Shapes, Understood
+
+NAME = "llama.cpp"
+# Modules of a layer, by the names that its loaders give them.
+MATRICES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+NORMS = {
+    "attn_norm": "input_layernorm",
+    "attn_norm_2": "hidden_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+}
+OUTSIDE = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
+MASK = "tokenizer.ggml.mask_token_id"
+
+
+def read_draft_lm(folder: Path, target_config: dict[str, Any]) -> Understood:
+    """`draft-simple`: a model of its own, of the target's vocabulary."""
+    content = read_gguf(folder / DRAFT)
+    check_vocabulary(content, target_config)
+    return understood_model(content)
+
+
+def understood_model(content: Gguf) -> Understood:
+    """Any decoder of `LOADERS`, as transformers has it."""
+    if content.arch not in LOADERS:
+        raise UserError(f"{NAME} loads {content.arch!r} as another model; the layout is wrong")
+    return LOADERS[content.arch](content)
+
+
+def llama(content: Gguf) -> Understood:
+    return decoder(content, "LlamaForCausalLM", "llama", norms=(), biases=(), turned=True)
+
+
+def qwen2(content: Gguf) -> Understood:
+    biases = ("attn_q", "attn_k", "attn_v")
+    return decoder(content, "Qwen2ForCausalLM", "qwen2", norms=(), biases=biases, turned=False)
+
+
+def qwen3(content: Gguf) -> Understood:
+    norms = ("attn_q_norm", "attn_k_norm")
+    return decoder(content, "Qwen3ForCausalLM", "qwen3", norms=norms, biases=(), turned=False)
+
+
+LOADERS: dict[str, Callable[[Gguf], Understood]] = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3}
+
+
+def decoder(
+    content: Gguf,
+    architecture: str,
+    model_type: str,
+    *,
+    norms: tuple[str, ...],
+    biases: tuple[str, ...],
+    turned: bool,
+) -> Understood:
+    """`turned`: its rotary embedding turns neighbouring values of a head."""
+    config = own_config(content)
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    shapes: Shapes = {"token_embd.weight": (vocab, hidden), "output_norm.weight": (hidden,)}
+    optional: Shapes = {"output.weight": (vocab, hidden)} | rope_shape(config)
+    for layer in range(config["num_hidden_layers"]):
+        own = layer_shapes(layer, config, norms=("attn_norm", "ffn_norm", *norms))
+        shapes |= own
+        optional |= {
+            f"blk.{layer}.{name}.bias": own[f"blk.{layer}.{name}.weight"][:1]
+            for name in (biases or MATRICES)
+        }
+    loaded = filled(content, shapes, optional)
+    tied = "output.weight" not in loaded
+    tensors = own_names(loaded, config, turned=turned)
+    return Understood(
+        config
+        | {
+            "architectures": [architecture],
+            "model_type": model_type,
+            "tie_word_embeddings": tied,
+            "attention_bias": "blk.0.attn_q.bias" in loaded,
+            "mlp_bias": "blk.0.ffn_up.bias" in loaded,
+        }
+        | rope(content, loaded, config),
+        {f"model.{name}" if "lm_head" not in name else name: t for name, t in tensors.items()},
+    )
+
+
+def read_eagle3(folder: Path, target_config: dict[str, Any]) -> Understood:
+    content = read_gguf(folder / DRAFT)
+    if content.arch != "eagle3":
+        raise UserError(f"{NAME} loads {content.arch!r} as another model; the layout is wrong")
+    check_vocabulary(content, target_config)
+    values, config = content.values, own_config(content)
+    taps = checked_taps(values.get("target_layers") or [], target_config)
+    if len(taps) != 3 or config["num_hidden_layers"] != 1:
+        raise UserError(
+            f"{NAME} refuses an EAGLE-3 head with taps {taps} and {config['num_hidden_layers']} "
+            "layers; the layout is wrong"
+        )
+    hidden, width = config["hidden_size"], values["target_hidden_size"]
+    joined = 3 * width
+    rows = len(content.tensors["d2t"]) if "d2t" in content.tensors else config["vocab_size"]
+    shapes: Shapes = {"fc.weight": (hidden, joined), "output_norm.weight": (hidden,)}
+    shapes |= layer_shapes(0, config, norms=("attn_norm", "attn_norm_2", "ffn_norm"), wide=True)
+    if values.get("norm_before_fc"):
+        shapes["enc.output_norm.weight"] = (joined,)
+    if rows != config["vocab_size"]:
+        shapes["d2t"] = (rows,)
+    optional: Shapes = {
+        "output.weight": (rows, hidden),
+        "token_embd.weight": (config["vocab_size"], hidden),
+    }
+    loaded = filled(content, shapes, optional | rope_shape(config))
+    tensors = own_names(loaded, config, {"fc": "fc", "enc.output_norm": "input_norm"}, turned=True)
+    tensors = {name.replace("layers.0.", "midlayer."): t for name, t in tensors.items()}
+    if "d2t" in loaded:
+        tensors["d2t"] = loaded["d2t"] - torch.arange(rows)
+    more = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "draft_vocab_size": rows,
+        "target_hidden_size": width,
+        "num_aux_hidden_states": 3,
+        "eagle_aux_hidden_state_layer_ids": taps,
+        "norm_before_residual": values.get("norm_before_residual", False),
+        "norm_before_fc": values.get("norm_before_fc", False),
+        "tie_word_embeddings": False,
+    }
+    return Understood(config | more | rope(content, loaded, config), tensors)
+
+
+def read_dflash(folder: Path, target_config: dict[str, Any]) -> Understood:
+    content = read_gguf(folder / DRAFT)
+    if "markov_w1.weight" in content.tensors:
+        raise UserError(f"{NAME} drafts with a table of transitions here; the layout is wrong")
+    return read_block(content, target_config, "DFlashDraftModel")
+
+
+def read_dspark(folder: Path, target_config: dict[str, Any]) -> Understood:
+    content = read_gguf(folder / DRAFT)
+    if "markov_w1.weight" not in content.tensors:
+        raise UserError(f"{NAME} drafts without transitions here; the layout is wrong")
+    if not content.values.get("sample_from_anchor", True):
+        raise UserError(f"{NAME} would not draft from the newest token; the layout is wrong")
+    return read_block(content, target_config, "Qwen3DSparkModel")
+
+
+def read_block(content: Gguf, target_config: dict[str, Any], architecture: str) -> Understood:
+    if content.arch != "dflash":
+        raise UserError(f"{NAME} loads {content.arch!r} as another model; the layout is wrong")
+    check_vocabulary(content, target_config)
+    values, config = content.values, own_config(content)
+    taps = checked_taps(values.get("target_layers") or [], target_config)
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    shapes: Shapes = {
+        "fc.weight": (hidden, len(taps) * hidden),
+        "enc.output_norm.weight": (hidden,),
+        "output_norm.weight": (hidden,),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        norms = ("attn_norm", "ffn_norm", "attn_q_norm", "attn_k_norm")
+        shapes |= layer_shapes(layer, config, norms=norms)
+    rank, optional = 0, rope_shape(config)
+    if "markov_w1.weight" in content.tensors:
+        rank = content.tensors["markov_w1.weight"].shape[1]
+        shapes |= {"markov_w1.weight": (vocab, rank), "markov_w2.weight": (vocab, rank)}
+        optional |= {"conf_proj.weight": (1, hidden + rank), "conf_proj.bias": (1,)}
+    loaded = filled(content, shapes, optional)
+    tensors = own_names(loaded, config, BLOCK_NAMES, turned=False)
+    # Not causal where the file does not say.
+    settings = {
+        "mask_token_id": values[MASK],
+        "target_layer_ids": [tap - 1 for tap in taps],
+        "causal": values.get("attention.causal", False),
+        "sample_from_anchor": rank > 0,
+    }
+    more = {
+        "architectures": [architecture],
+        "model_type": "qwen3",
+        "block_size": values.get("block_size", 16),
+        "target_hidden_size": hidden,
+        "tie_word_embeddings": False,
+        "dflash_config": settings,
+        "markov_rank": rank,
+        "enable_confidence_head": "conf_proj.weight" in loaded,
+        "confidence_head_with_markov": True,
+        **(settings if rank else {}),
+    }
+    return Understood(config | more | rope(content, loaded, config), tensors)
+
+
+BLOCK_NAMES = {
+    "fc": "fc",
+    "enc.output_norm": "hidden_norm",
+    "markov_w1": "markov_head.markov_w1",
+    "markov_w2": "markov_head.markov_w2",
+    "conf_proj": "confidence_head.proj",
+}
+
+
+def check_vocabulary(content: Gguf, target_config: dict[str, Any]) -> None:
+    tokens = len(content.values["tokenizer.ggml.tokens"])
+    if tokens != (wanted := text_config(target_config)["vocab_size"]):
+        raise UserError(
+            f"{NAME} compares vocabularies, and the draft has {tokens} tokens for a target of "
+            f"{wanted}; the layout is wrong"
+        )
+
+
+def checked_taps(taps: list[int], target_config: dict[str, Any]) -> list[int]:
+    """Layers whose inputs are taken, in the order in which the file has them."""
+    layers = text_config(target_config)["num_hidden_layers"]
+    if not taps or min(taps) < 0 or max(taps) >= layers:
+        raise UserError(
+            f"{NAME} cannot tap the inputs of layers {taps} in a target of {layers}; train with "
+            "taps below that"
+        )
+    return taps
+
+
+def own_config(content: Gguf) -> dict[str, Any]:
+    values = content.values
+    return {
+        "hidden_size": values["embedding_length"],
+        "intermediate_size": values["feed_forward_length"],
+        "num_hidden_layers": values["block_count"],
+        "num_attention_heads": (heads := values["attention.head_count"]),
+        "num_key_value_heads": values.get("attention.head_count_kv", heads),
+        "head_dim": values.get("attention.key_length", values["embedding_length"] // heads),
+        "hidden_act": "silu",
+        "rms_norm_eps": values["attention.layer_norm_rms_epsilon"],
+        "max_position_embeddings": values["context_length"],
+        "vocab_size": len(values["tokenizer.ggml.tokens"]),
+    }
+
+
+def rope_shape(config: dict[str, Any]) -> Shapes:
+    return {"rope_freqs.weight": (config["head_dim"] // 2,)}
+
+
+def rope(content: Gguf, loaded: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, Any]:
+    """The whole head is turned; the frequencies of `rope_freqs` are divided by it."""
+    if content.values.get("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
+        raise UserError(f"{NAME} would turn only a part of each head; the layout is wrong")
+    parameters: dict[str, Any] = {"rope_theta": content.values.get("rope.freq_base", 10000.0)}
+    if "rope_freqs.weight" in loaded:
+        factors = loaded["rope_freqs.weight"].tolist()
+        parameters |= {
+            "rope_type": "longrope",
+            "short_factor": factors,
+            "long_factor": factors,
+            "factor": 1.0,
+            "attention_factor": 1.0,
+            "original_max_position_embeddings": config["max_position_embeddings"],
+        }
+    return {"rope_parameters": {"rope_type": "default", **parameters}}
+
+
+def layer_shapes(
+    layer: int, config: dict[str, Any], *, norms: tuple[str, ...], wide: bool = False
+) -> Shapes:
+    hidden, inner, width = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
+    read = 2 * hidden if wide else hidden
+    shapes: Shapes = {
+        "attn_q": (queries, read),
+        "attn_k": (keys, read),
+        "attn_v": (keys, read),
+        "attn_output": (hidden, queries),
+        "ffn_gate": (inner, hidden),
+        "ffn_up": (inner, hidden),
+        "ffn_down": (hidden, inner),
+    }
+    heads = ("attn_q_norm", "attn_k_norm")
+    shapes |= {name: (width,) if name in heads else (hidden,) for name in norms}
+    return {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
+
+
+def filled(content: Gguf, shapes: Shapes, optional: Shapes) -> dict[str, torch.Tensor]:
+    """The loader counts the tensors that it used and refuses a file with more."""
+    parameters = Parameters(NAME, shapes, optional=optional, strict=True)
+    for name, tensor in content.tensors.items():
+        parameters.fill(name, tensor)
+    return parameters.loaded()
+
+
+def own_names(
+    loaded: dict[str, torch.Tensor],
+    config: dict[str, Any],
+    more: dict[str, str] | None = None,
+    *,
+    turned: bool,
+) -> dict[str, torch.Tensor]:
+    heads = {
+        "attn_q": config["num_attention_heads"],
+        "attn_k": config["num_key_value_heads"],
+    }
+    found = {}
+    for name, tensor in loaded.items():
+        module, _, kind = name.rpartition(".")
+        parts = module.split(".")
+        if parts[0] == "blk":
+            if turned and parts[2] in heads:
+                tensor = halves(tensor, heads[parts[2]])
+            own = {**MATRICES, **NORMS}[parts[2]]
+            found[f"layers.{parts[1]}.{own}.{kind}"] = tensor
+        elif module in (outside := {**OUTSIDE, **(more or {})}):
+            found[f"{outside[module]}.{kind}"] = tensor
+    return found
+
+
+def halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows (pair, which of the two) of each head -> transformers' (which, pair)."""
+    pairs = weight.unflatten(0, (heads, -1, 2))
+    return pairs.transpose(1, 2).flatten(0, 2)
