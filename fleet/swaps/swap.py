@@ -1,4 +1,4 @@
-"""Swaps of one worker: prepare, stage, trial, compare, apply, look, and a way back.
+"""Swaps of one worker: prepare, stage, trial, compare, apply, look, keep, and a way back.
 
 Every method is called by the engine's thread between two steps and returns at once, with a
 dictionary for JSON. `stage` and `look` start a thread; `status` says when it is done. Apply is the
@@ -194,11 +194,15 @@ class Swaps:
             if not self.matches:
                 self.version = "" if self.digests else self.version
                 self.digests = digests
-            if self.applied is not None and self.matches:
-                self.applied.backup.clear()
-                self.applied = None
 
         return self._start("looked", read)
+
+    def keep(self) -> dict[str, Any]:
+        """Drop the weights from before the last apply."""
+        self.applied = None
+        if self.loaded is not None:
+            self.loaded.backup.clear()
+        return self.status()
 
     def take_back(self) -> dict[str, Any]:
         """Put back the weights from before the last apply."""

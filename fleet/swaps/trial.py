@@ -8,7 +8,7 @@ serve. By the engine's thread only.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ def trial(proposer: Proposer, model: torch.nn.Module) -> str:
     with (
         torch.inference_mode(),
         proposer.attached(model),
-        attention_alone(model),
+        attention_alone(model) as broken,
         proposer.forward_context(NUM_TOKENS),
     ):
         inputs = inputs_of(proposer, model)
@@ -35,6 +35,8 @@ def trial(proposer: Proposer, model: torch.nn.Module) -> str:
         hidden = output[0] if isinstance(output, tuple) else output
         logits = model.compute_logits(hidden)
     tables = logits if isinstance(logits, list) else [logits]
+    if broken:
+        raise DraftRefused("the draft's keys or values on the trial's tokens are not finite")
     for state in output if isinstance(output, tuple) else (output,):
         if isinstance(state, torch.Tensor) and not bool(torch.isfinite(state).all()):
             raise DraftRefused("the draft's hidden states on the trial's tokens are not finite")
@@ -46,29 +48,38 @@ def trial(proposer: Proposer, model: torch.nn.Module) -> str:
 
 
 @contextmanager
-def attention_alone(model: torch.nn.Module) -> Iterator[None]:
-    """Layers that keep keys and values answer for texts of one token. Without metadata vLLM leaves
-    their output as the memory was."""
+def attention_alone(model: torch.nn.Module) -> Iterator[list[torch.nn.Module]]:
+    """Layers that keep keys and values answer for texts of one token: without metadata vLLM leaves
+    their output as the memory was. The list takes those with an input that is not finite; an error
+    in the middle of a pass would leave the other ranks in it."""
+    broken: list[torch.nn.Module] = []
+
+    def alone(layer: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        given = [one for one in inputs if isinstance(one, torch.Tensor)]
+        if not all(bool(torch.isfinite(one).all()) for one in given):
+            broken.append(layer)
+        return own_value(layer, given, output) if isinstance(output, torch.Tensor) else None
+
     layers = [one for one in model.modules() if hasattr(one, "kv_cache")]
-    hooks = [layer.register_forward_hook(own_value) for layer in layers]
+    hooks = [layer.register_forward_hook(alone) for layer in layers]
     try:
-        yield
+        yield broken
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def own_value(layer: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> Any:
+def own_value(
+    layer: torch.nn.Module, inputs: Sequence[torch.Tensor], output: torch.Tensor
+) -> torch.Tensor:
     """Value of each token, repeated for the query heads of its group; zeros where the layer's
     inputs are others than query, key and value."""
-    tensors = [one for one in inputs if isinstance(one, torch.Tensor)]
-    if any(not bool(torch.isfinite(one).all()) for one in tensors if one.is_floating_point()):
-        raise DraftRefused("the draft's keys or values on the trial's tokens are not finite")
     heads, groups = getattr(layer, "num_heads", 0), getattr(layer, "num_kv_heads", 0)
-    if len(tensors) != 3 or not groups:
+    if len(inputs) != 3 or not groups:
         return torch.zeros_like(output)
-    value = tensors[2].reshape(len(tensors[2]), groups, -1).repeat_interleave(heads // groups, 1)
-    return value.reshape(output.shape) if value.numel() == output.numel() else output.zero_()
+    value = inputs[2].reshape(len(inputs[2]), groups, -1).repeat_interleave(heads // groups, 1)
+    fits = value.numel() == output.numel()
+    return value.reshape(output.shape) if fits else torch.zeros_like(output)
 
 
 def _is_proper(logits: torch.Tensor) -> bool:

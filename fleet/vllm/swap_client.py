@@ -82,6 +82,7 @@ class SwapClient:
             await self.call("look")
             looked = await self._settled()
             if all(answer.get("matches") for answer in looked):
+                await self.call("keep")
                 return Outcome(True, "", max(pauses), looked)
             return await self._undone(version, "what is loaded is not what was staged")
 

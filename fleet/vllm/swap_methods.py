@@ -19,6 +19,7 @@ STEPS = frozenset(
         "compare",
         "apply",
         "look",
+        "keep",
         "take_back",
         "stop",
         "resume",

@@ -51,6 +51,7 @@ def serve(swaps: Swaps, folder: Path, version: str) -> dict[str, Any]:
     if found["state"] != "refused":
         swaps.look()
         found = settled(swaps)
+        swaps.keep()
     return found
 
 
@@ -242,6 +243,31 @@ def test_drafting_stops_where_the_way_back_fails(
     assert runner.take_draft_token_ids().draft_token_ids == [[]]
     assert swaps.resume()["drafting"] and runner._input_fits_in_drafter(None)
     assert runner.take_draft_token_ids().draft_token_ids == [[1, 2]]
+
+
+def test_drafting_stops_where_packed_weights_stay_wrong(
+    swaps: Swaps, worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swaps.stage(str(write_version(tmp_path / "v2", tensors_of_seed(2))), "2")
+    settled(swaps)
+    swaps.trial("2")
+    swaps.compare("2")
+    swaps.apply("2")
+    monkeypatch.setattr(swap_module, "exchange", lambda *_: None)
+    assert not swaps.take_back()["drafting"]
+
+
+def test_tables_of_the_target_are_never_written(swaps: Swaps, worker: Any, tmp_path: Path) -> None:
+    """A version that brings a copy of the shared table is served if it is the same table."""
+    target = worker.model_runner.target.embed_tokens.weight
+    kept = target.detach().clone()
+    whole = {"embed_tokens.weight": kept.clone()}
+    write_version(tmp_path / "served", tensors_of_seed(1) | whole)
+    assert serve(swaps, write_version(tmp_path / "v2", tensors_of_seed(2) | whole), "2")["matches"]
+    other = {"embed_tokens.weight": kept + 1}
+    found = serve(swaps, write_version(tmp_path / "v3", tensors_of_seed(3) | other), "3")
+    assert found["state"] == "refused" and "shares it with the target" in found["reason"]
+    assert torch.equal(target, kept)
 
 
 def test_a_version_of_one_rank_is_taken_back_for_another(

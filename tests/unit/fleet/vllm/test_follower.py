@@ -27,14 +27,14 @@ class Swaps:
     def __init__(self, version: str = "", *, fails_at: str = ""):
         self.version, self.state, self.reason = version, "idle", ""
         self.fails_at, self.steps = fails_at, []  # type: ignore[var-annotated]
-        self.before, self.asleep, self.applied = version, False, False
+        self.before, self.asleep, self.applied, self.mismatched = version, False, False, "-"
 
     def status(self) -> dict[str, Any]:
         return {
             "state": self.state,
             "reason": self.reason,
             "version": self.version,
-            "matches": self.version != "",
+            "matches": self.version not in ("", self.mismatched),
             "asleep": self.asleep,
             "last_swap": {"pause_ms": 0.5},
         }
@@ -66,8 +66,11 @@ class Swaps:
         return found | {"version": self.version}
 
     def look(self) -> dict[str, Any]:
-        self.applied = False
         return self._step("look")
+
+    def keep(self) -> dict[str, Any]:
+        self.applied = False
+        return self._step("keep")
 
     def take_back(self) -> dict[str, Any]:
         if self.applied:
@@ -170,7 +173,7 @@ def test_what_is_loaded_counts_and_not_what_was_done_last(versions: Path, tmp_pa
     asyncio.run(follower.once())
     workers[1].version = ""
     asyncio.run(follower.once())
-    assert workers[1].version == "1" and ("stage", "1") in workers[1].steps[-5:]
+    assert workers[1].version == "1" and ("stage", "1") in workers[1].steps[-6:]
 
 
 def test_a_refused_version_is_reported_and_not_tried_again(versions: Path, tmp_path: Path) -> None:
@@ -222,6 +225,18 @@ def test_one_worker_that_refuses_keeps_the_others_back(
     publish(versions, 2)
     asyncio.run(follower.once())
     assert [one.version for one in workers] == ["1", "1"] and 2 in follower.refused
+
+
+def test_a_rank_with_other_weights_takes_all_back(versions: Path, tmp_path: Path) -> None:
+    workers = [Swaps(), Swaps()]
+    follower = follower_of(Client(workers, Settings()), tmp_path)
+    publish(versions, 1)
+    asyncio.run(follower.once())
+    workers[1].mismatched = "2"
+    publish(versions, 2)
+    asyncio.run(follower.once())
+    assert [one.version for one in workers] == ["1", "1"]
+    assert "not what was staged" in follower.refused[2]
 
 
 def test_engines_behind_one_server_answer_by_files(versions: Path, tmp_path: Path) -> None:
