@@ -95,13 +95,10 @@ class Proposer:
         if self.is_inside_target and isinstance(loaded, set):
             check_loaded(model, loaded)
 
-    def own(
-        self, tensors: Iterator[tuple[str, torch.Tensor]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def own(self, tensors: Named) -> Named:
         """Without the tables that the served draft shares with the target: they are never
         written."""
-        names = {path.rpartition(".")[2] for path in self.shared}
-        return ((name, one) for name, one in tensors if not names & set(name.split(".")))
+        return ((name, one) for name, one in tensors if not self.is_shared(name))
 
     def is_shared(self, name: str) -> bool:
         """True for a checkpoint's tensor that the served draft takes from the target."""

@@ -115,7 +115,7 @@ def overflowing(tensors: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
-        (nan, "not finite"),
+        (nan, "'norm' of .* not finite"),
         (misshapen, "'values.weight'.*F32\\[3, 3\\], of the served draft F32\\[4, 8\\]"),
         (missing, "lacks 'norm'"),
         (unknown, "has 'other.weight'"),
