@@ -47,6 +47,8 @@ def draftsmith_swap(worker: Any, step: str, call: str = "", **arguments: str) ->
     except Exception as error:
         found = {"state": "refused", "reason": str(error), "version": state.version}
         logger.warning("draftsmith: %s: %s", step, error)
+    if found.get("state") == "refused" and found.get("staged"):
+        state.refused[found["staged"]] = found["reason"]
     found |= {"rank": worker.rank}
     leave_answer(worker, state, call, found)
     return found

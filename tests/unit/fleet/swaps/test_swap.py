@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from draftsmith.fleet.swaps import swap as swap_module
+from draftsmith.fleet.swaps.packed import handles_in
 from draftsmith.fleet.swaps.proposer import Proposer
 from draftsmith.fleet.swaps.swap import Swaps
 from draftsmith.fleet.swaps.watch import Watch
@@ -69,6 +70,9 @@ def test_a_version_is_served_at_the_addresses_of_the_one_before(
         found = serve(swaps, write_version(tmp_path / f"v{seed}", tensors_of_seed(seed)), str(seed))
         assert found["state"] == "looked" and found["matches"] and found["version"] == str(seed)
         torch.testing.assert_close(logits_of(model), expected_logits(tensors_of_seed(seed)))
+        assert swaps.staging is not None
+        handles = [handles_in(one) for one in (swaps.staging.served(), swaps.staging.slots())]
+        assert len({int(one.address) for both in handles for one in both.values()}) == 4
     assert addresses(model) == before
     assert (model.lm_head.cpu_linear, model.values.cpu_linear) == functions
     assert torch.equal(worker.model_runner.target.embed_tokens.weight, embeddings)

@@ -33,6 +33,7 @@ class Swaps:
         return {
             "state": self.state,
             "reason": self.reason,
+            "staged": next((one for name, one in reversed(self.steps) if name == "stage"), ""),
             "version": self.version,
             "matches": self.version not in ("", self.mismatched),
             "asleep": self.asleep,
@@ -178,7 +179,8 @@ def test_what_is_loaded_counts_and_not_what_was_done_last(versions: Path, tmp_pa
 
 def test_a_refused_version_is_reported_and_not_tried_again(versions: Path, tmp_path: Path) -> None:
     workers = [Swaps()]
-    follower = follower_of(Client(workers, Settings()), tmp_path)
+    client = Client(workers, Settings())
+    follower = follower_of(client, tmp_path)
     publish(versions, 12)
     asyncio.run(follower.once())
     publish(versions, 13)
@@ -188,6 +190,7 @@ def test_a_refused_version_is_reported_and_not_tried_again(versions: Path, tmp_p
     assert workers[0].version == "12" and len(workers[0].steps) == steps
     (status,) = follower.store.engines()
     assert status.version == 12 and status.refused == {13: "bad"}
+    assert client.workers[0].draftsmith.refused == {"13": "bad"}
     publish(versions, 14)
     asyncio.run(follower.once())
     assert workers[0].version == "14"
