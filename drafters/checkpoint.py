@@ -4,7 +4,7 @@ record `draftsmith.json`."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -159,9 +159,14 @@ def read_metadata(folder: str | Path) -> dict[str, Any]:
 
 
 def store_evaluation(folder: str | Path, evaluation: list[dict[str, Any]]) -> None:
-    """One entry a temperature."""
+    """One entry a temperature and way of drafting."""
     record = read_metadata(folder)
     files.write_json(Path(folder) / RECORD, {**record, "evaluation": evaluation})
+
+
+def draft_sampling_of(evaluation: Mapping[str, Any]) -> str:
+    """Drafts of a recorded evaluation; "sampled" in older ones."""
+    return str(evaluation.get("draft_sampling", "sampled"))
 
 
 def identity(target: Target) -> dict[str, Any]:

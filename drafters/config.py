@@ -11,6 +11,7 @@ from draftsmith.errors import UserError
 TRUST_HELP = (
     "run Python code that a model's folder brings (auto_map); off, a model that needs it is refused"
 )
+SAMPLINGS = ("sampled", "greedy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftsmith.config import option
-from draftsmith.drafters.config import DTYPES, Pair
+from draftsmith.drafters.config import DTYPES, SAMPLINGS, Pair
 from draftsmith.drafters.options import SuffixOptions
 from draftsmith.errors import UserError
 from draftsmith.serve.control.control import MAX_AUTO_K, parse_schedule
@@ -76,7 +76,6 @@ SYNTHETIC_HELP = (
     "keep drafts at these rates by position whatever they are: for sizing only, the text is "
     "meaningless (LOSSY)"
 )
-SAMPLINGS = ("sampled", "greedy")
 SEED_HELP = (
     "makes the answers to requests without a seed repeat after a restart, for tests; default: a "
     "new one at each start"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftsmith.config import Limits, LimitsTable, option
-from draftsmith.drafters.config import TRUST_HELP
+from draftsmith.drafters.config import SAMPLINGS, TRUST_HELP
 from draftsmith.drafters.options import (
     DflashOptions,
     DrafterOptions,
@@ -197,6 +197,12 @@ class TrainConfig(FamilyShapes):
     )
 
 
+DRAFT_SAMPLING_HELP = (
+    "drafts of the engine that will serve: drawn from the draft's distribution, as here, or its "
+    "likeliest tokens, as vLLM and SGLang do unless set otherwise"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     target: str = option(help="the target: a folder or Hub id of a causal LM")
@@ -207,6 +213,7 @@ class EvalConfig:
     temperature: tuple[float, ...] = option((0.0, 1.0), "temperatures to evaluate at")
     prompts: int = option(64, "prompts read at most")
     k: int = option(5, "draft positions to evaluate")
+    draft_sampling: str = option("sampled", DRAFT_SAMPLING_HELP, choices=SAMPLINGS)
     tree: tuple[str, ...] = option(
         (), "draft trees whose tau is measured too, for example dynamic sampled:3x2x1x1"
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.drafters.checkpoint import RECORD, locate, read_metadata
+from draftsmith.drafters.checkpoint import RECORD, draft_sampling_of, locate, read_metadata
 from draftsmith.drafters.config import Pair
 from draftsmith.drafters.interface import TrainedDrafter, UnrollBatch, head_of
 from draftsmith.drafters.layouts.speculators import flattened
@@ -78,6 +78,7 @@ def check_record(record: dict[str, Any], target: Target) -> list[Finding]:
         )
     measured = [
         f"tau {e['tau']['value']:.2f} at T={e['temperature']:g}"
+        + (" (greedy drafts)" if draft_sampling_of(e) == "greedy" else "")
         for e in record.get("evaluation") or []
     ]
     if measured:

@@ -11,6 +11,7 @@ import torch
 
 from draftsmith.config import check_limits
 from draftsmith.drafters import checkpoint
+from draftsmith.drafters.checkpoint import draft_sampling_of
 from draftsmith.drafters.target.device import load_target
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import parse_tree
@@ -29,6 +30,12 @@ __all__ = ["Evaluation", "evaluate_draft", "run"]
 # Ties between tokens can go either way in another batch shape; more than this is text that someone
 # else wrote.
 UNLIKELY_LIMIT = 0.02
+# For which engines the figures at a temperature above 0 hold.
+DRAFTS = {
+    "sampled": "for drafts drawn from the draft's distribution (draftsmith; vLLM's probabilistic "
+    "drafts)",
+    "greedy": "for greedy drafts (vLLM and SGLang unless set otherwise)",
+}
 
 
 def run(config: EvalConfig) -> int:
@@ -136,6 +143,7 @@ def evaluate_at(
         k=config.k,
         batch_size=config.batch_size,
         seed=config.seed,
+        draft_sampling=config.draft_sampling,
     )
     if evaluation.unlikely > UNLIKELY_LIMIT:
         raise UserError(
@@ -191,7 +199,17 @@ def report(
         }
         write_json(config.out, record)
     if config.store:
-        checkpoint.store_evaluation(Path(config.draft), found)
+        checkpoint.store_evaluation(Path(config.draft), found + other_figures(config))
+
+
+def other_figures(config: EvalConfig) -> list[dict[str, Any]]:
+    """Stored figures of drafts that are drawn another way, which stay; at temperature 0 the way
+    makes no difference."""
+    return [
+        one
+        for one in checkpoint.read_metadata(config.draft).get("evaluation") or []
+        if one["temperature"] > 0 and draft_sampling_of(one) != config.draft_sampling
+    ]
 
 
 def table(evaluations: list[Evaluation]) -> str:
@@ -208,6 +226,8 @@ def table(evaluations: list[Evaluation]) -> str:
             + "".join(f"{cell:<20}" for cell in cells)
             + str(evaluation.tokens)
         )
+    if any(one.temperature > 0 for one in evaluations):
+        lines.append(DRAFTS[evaluations[0].draft_sampling])
     for evaluation in evaluations:
         if evaluation.calibration is not None:
             lines.append(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +58,8 @@ class Evaluation:
     # share of tokens to which the target's distribution here gives no mass: 0 but for numerical
     # ties, else foreign text
     unlikely: float
+    # "sampled": drafts are drawn from the draft's distribution; "greedy": its likeliest token
+    draft_sampling: str = "sampled"
 
     def figures(self) -> dict[str, float]:
         """tau and alpha_i (i from 1) without their intervals, for a line of metrics."""
@@ -118,13 +120,21 @@ def evaluate_draft(
     k: int,
     batch_size: int = 8,
     seed: int = 0,
+    draft_sampling: str = "sampled",
 ) -> Evaluation:
     """`sequences` must be the target's own text at this temperature: its greedy answers for 0,
     unfiltered samples otherwise."""
     counts = count_documents(
-        drafter, target, sequences, temperature=temperature, k=k, batch_size=batch_size
+        drafter,
+        target,
+        sequences,
+        temperature=temperature,
+        k=k,
+        batch_size=batch_size,
+        draft_sampling=draft_sampling,
     )
-    return summarise(counts, temperature=temperature, k=k, seed=seed)
+    found = summarise(counts, temperature=temperature, k=k, seed=seed)
+    return replace(found, draft_sampling=draft_sampling)
 
 
 @torch.no_grad()
@@ -136,6 +146,7 @@ def count_documents(
     temperature: float,
     k: int,
     batch_size: int = 8,
+    draft_sampling: str = "sampled",
 ) -> list[DocumentCounts]:
     """One entry a name that wrote something, in order of length."""
     if not sequences:
@@ -144,7 +155,12 @@ def count_documents(
     ordered = sorted(sequences, key=lambda sequence: len(sequence.input_ids))
     for begin in range(0, len(ordered), batch_size):
         counts += _count(
-            drafter, target, ordered[begin : begin + batch_size], temperature=temperature, k=k
+            drafter,
+            target,
+            ordered[begin : begin + batch_size],
+            temperature=temperature,
+            k=k,
+            draft_temperature=0.0 if draft_sampling == "greedy" else temperature,
         )
     return merge_documents(counts)
 
@@ -156,11 +172,14 @@ def _count(
     *,
     temperature: float,
     k: int,
+    draft_temperature: float,
 ) -> list[DocumentCounts]:
     text = collate(sequences)
     is_counted = text.weights > 0
     text = text.to(target.device)
-    kept = kept_text(drafter, target, text, temperature=temperature, k=k)
+    kept = kept_text(
+        drafter, target, text, temperature=temperature, k=k, draft_temperature=draft_temperature
+    )
     kept = KeptText(*(None if part is None else part.cpu() for part in kept))
     return [
         _document(sequence.name, kept, row, is_counted[row], k)
@@ -169,10 +188,16 @@ def _count(
 
 
 def kept_text(
-    drafter: Unrollable, target: Target, text: TextBatch, *, temperature: float, k: int
+    drafter: Unrollable,
+    target: Target,
+    text: TextBatch,
+    *,
+    temperature: float,
+    k: int,
+    draft_temperature: float,
 ) -> KeptText:
-    """The chance that each token of the text is kept at each depth of a round, under the
-    distributions at `temperature`."""
+    """The chance that each token of the text is kept at each depth of a round, under the target's
+    distributions at `temperature` and the draft's at `draft_temperature`."""
     taps, target_hidden = target.states(text.input_ids, text.attention_mask, drafter.taps)
     batch = UnrollBatch(
         input_ids=text.input_ids, attention_mask=text.attention_mask, taps=taps, num_steps=k
@@ -186,7 +211,7 @@ def kept_text(
             target,
             before,
             predicted,
-            temperature,
+            (temperature, draft_temperature),
             with_alpha=step.confidence is not None,
         )
         keeps.append(scatter(compared.keep, predicted, text.weights))
@@ -218,11 +243,12 @@ def _compare(
     target: Target,
     before: torch.Tensor,
     predicted: Predicted,
-    temperature: float,
+    temperatures: tuple[float, float],
     *,
     with_alpha: bool,
 ) -> _Compared:
-    """`before` [R, H]: the target's states in front of the tokens."""
+    """`before` [R, H]: the target's states in front of the tokens. `temperatures` of the target and
+    of the draft."""
     head = predicted.head if predicted.head is not None else drafter.head_weight()
     size = max(1, CHUNK_ELEMENTS // target.vocab_size)
     keeps, impossible = (
@@ -233,12 +259,14 @@ def _compare(
     for begin in range(0, len(predicted.tokens), size):
         part = slice(begin, begin + size)
         tokens = predicted.tokens[part]
-        rows = SamplingRows.of([temperature] * len(tokens), device=tokens.device)
-        p_logits = process(target.head(before[part]), rows)
+        p_rows, q_rows = (
+            SamplingRows.of([one] * len(tokens), device=tokens.device) for one in temperatures
+        )
+        p_logits = process(target.head(before[part]), p_rows)
         draft_logits = predicted.hidden[part] @ head.T.to(predicted.hidden.dtype)
         q_logits = process(
             scatter_to_target_vocab(draft_logits.float(), drafter.vocab_map, target.vocab_size),
-            rows,
+            q_rows,
         )
         keeps.append(keep_probability(p_logits, q_logits, tokens))
         impossible.append(p_logits.gather(1, tokens[:, None])[:, 0] == -torch.inf)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftsmith.config import LimitsTable, option
-from draftsmith.drafters.config import TRUST_HELP
-from draftsmith.train.config import AT_LEAST_1, FamilyShapes
+from draftsmith.drafters.config import SAMPLINGS, TRUST_HELP
+from draftsmith.train.config import AT_LEAST_1, DRAFT_SAMPLING_HELP, FamilyShapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,7 @@ class PlanConfig(FamilyShapes):
     )
     families: tuple[str, ...] = option((), "families to consider [default: all that train]")
     temperature: float = option(1.0, "temperature whose recorded acceptance is taken")
+    draft_sampling: str = option("sampled", DRAFT_SAMPLING_HELP, choices=SAMPLINGS)
     k: int = option(8, "longest draft considered")
     streams: tuple[int, ...] = option((1, 8), "numbers of requests served at once to plan for")
     context: int = option(

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from draftsmith.config import build
+from draftsmith.drafters.checkpoint import draft_sampling_of
 from draftsmith.drafters.options import OPTIONS, DrafterOptions
 from draftsmith.errors import UserError
 from draftsmith.train.plan.forecast import Spread, alpha_of, tau_of
@@ -77,11 +78,15 @@ def stated(words: Sequence[str], families: Sequence[str]) -> dict[str, Expectati
     return found
 
 
-def recorded(record: Mapping[str, Any], temperature: float, name: str) -> Expectation:
+def recorded(
+    record: Mapping[str, Any], temperature: float, name: str, *, draft_sampling: str = "sampled"
+) -> Expectation:
     """Acceptance recorded by `draftsmith eval --store` with a draft; its alphas are those of a
     round, conditional and in order."""
+    drafts = f" with {draft_sampling} drafts" if temperature > 0 else ""
     for evaluation in record.get("evaluation") or []:
-        if evaluation["temperature"] == temperature:
+        is_alike = temperature == 0 or draft_sampling_of(evaluation) == draft_sampling
+        if evaluation["temperature"] == temperature and is_alike:
             alphas = [alpha for alpha in evaluation["alpha"] if alpha is not None]
             low, middle, high = (
                 tuple(alpha[key] for alpha in alphas) for key in ("low", "value", "high")
@@ -90,11 +95,11 @@ def recorded(record: Mapping[str, Any], temperature: float, name: str) -> Expect
                 low,
                 middle,
                 high,
-                f"measured on {evaluation['tokens']} tokens ({name})",
+                f"measured on {evaluation['tokens']} tokens{drafts} ({name})",
             )
     raise UserError(
-        f"draft {name!r} has no acceptance recorded at temperature {temperature:g}; run "
-        "draftsmith eval --store"
+        f"draft {name!r} has no acceptance recorded at temperature {temperature:g}{drafts}; run "
+        f"draftsmith eval --store --draft-sampling {draft_sampling}"
     )
 
 

@@ -88,7 +88,9 @@ class Expectations(NamedTuple):
     def of(cls, config: PlanConfig, records: Mapping[str, dict[str, Any]]) -> Expectations:
         measured: dict[str, dict[str, Expectation]] = defaultdict(dict)
         for name, record in records.items():
-            measured[record["family"]][name] = recorded(record, config.temperature, name)
+            measured[record["family"]][name] = recorded(
+                record, config.temperature, name, draft_sampling=config.draft_sampling
+            )
         return cls(stated(config.alpha, list(OPTIONS)), measured)
 
     def for_(self, candidate: Candidate) -> Expectation | None:

@@ -91,16 +91,22 @@ def speculate(
 
 
 @torch.no_grad()
-def test_expected_rounds_over_sampled_texts_equal_real_speculation(table_drafter):
+@pytest.mark.parametrize("draft_sampling, runs", [("sampled", 4000), ("greedy", 1500)])
+def test_expected_rounds_over_sampled_texts_equal_real_speculation(
+    table_drafter, draft_sampling, runs
+):
     """E over texts of the exact walk = mean rounds of speculation, both estimated, within five
     standard errors."""
-    vocab_size, temperature, k, size, runs = 8, 0.7, 3, 9, 4000
+    vocab_size, temperature, k, size = 8, 0.7, 3, 9
     drafter = table_drafter(vocab_size, hidden=4, seed=3)
     target = BigramTarget(
         torch.randn(vocab_size, vocab_size, generator=torch.Generator().manual_seed(1))
     )
     p = (target.logits / temperature).softmax(-1).tolist()
-    q = (drafter.table[:k] @ drafter.head.T / temperature).softmax(-1).tolist()
+    q_logits = drafter.table[:k] @ drafter.head.T
+    q = (q_logits / temperature).softmax(-1).tolist()
+    if draft_sampling == "greedy":
+        q = torch.nn.functional.one_hot(q_logits.argmax(-1), vocab_size).double().tolist()
     random = Random(0)
     real = torch.tensor([float(speculate(p, q, random, num_tokens=size, k=k)) for _ in range(runs)])
     sequences = []
@@ -113,9 +119,13 @@ def test_expected_rounds_over_sampled_texts_equal_real_speculation(table_drafter
         sequences.append(
             TokenSequence(f"{number}", torch.tensor(tokens), torch.arange(3 + size) >= 3)
         )
-    offline = evaluate_draft(
-        drafter, target, sequences, temperature=temperature, k=k, batch_size=500
-    )
+    settings = {
+        "temperature": temperature,
+        "k": k,
+        "batch_size": 500,
+        "draft_sampling": draft_sampling,
+    }
+    offline = evaluate_draft(drafter, target, sequences, **settings)
     # The walk is an expectation, so over texts it spreads less than real rounds do.
     error = 2**0.5 * real.std().item() / runs**0.5
     assert 1.2 < offline.tau.value < k, "the case must have both kept and refused drafts"
@@ -123,8 +133,12 @@ def test_expected_rounds_over_sampled_texts_equal_real_speculation(table_drafter
     # Power: a walk whose depths are shifted by one misses by more than that.
     shifted = table_drafter(vocab_size, hidden=4, seed=3)
     shifted.table.copy_(drafter.table.roll(1, dims=0))
-    wrong = evaluate_draft(shifted, target, sequences, temperature=temperature, k=k, batch_size=500)
+    wrong = evaluate_draft(shifted, target, sequences, **settings)
     assert abs(real.mean().item() - wrong.rounds / runs) > 5 * error
+    # And so does the walk of drafts that are drawn the other way.
+    settings["draft_sampling"] = "greedy" if draft_sampling == "sampled" else "sampled"
+    other = evaluate_draft(drafter, target, sequences, **settings)
+    assert abs(real.mean().item() - other.rounds / runs) > 5 * error
 
 
 def test_greedy_alpha_is_the_share_of_agreements(target, table_drafter):

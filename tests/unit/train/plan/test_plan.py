@@ -93,6 +93,13 @@ def test_what_is_expected_of_a_draft() -> None:
     assert known.tau(2) == pytest.approx((1 + 0.8 + 0.4, 1 + 0.7 + 0.28, 1 + 0.9 + 0.54))
     with pytest.raises(UserError, match="eval --store"):
         recorded({"evaluation": [EVALUATION]}, 0.0, "draft")
+    greedy = EVALUATION | {"draft_sampling": "greedy", "alpha": EVALUATION["alpha"][:1]}
+    both = {"evaluation": [EVALUATION, greedy]}
+    found = [recorded(both, 1.0, "d", draft_sampling=one) for one in ("sampled", "greedy")]
+    assert [len(one.middle) for one in found] == [2, 1]
+    assert "with greedy drafts" in found[1].source
+    with pytest.raises(UserError, match="--draft-sampling greedy"):
+        recorded({"evaluation": [EVALUATION]}, 1.0, "d", draft_sampling="greedy")
     for family, (k, least, greatest, _) in PUBLISHED.items():
         expectation = published(family)
         assert expectation is not None
