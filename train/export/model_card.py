@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from draftsmith.drafters.checkpoint import draft_sampling_of
 from draftsmith.train.export.layouts.serving import (
     SGLANG_ALGORITHMS,
     VLLM_METHODS,
@@ -39,6 +40,13 @@ METHODS = {
         "drafted tokens"
     ),
 }
+
+
+PROBABILISTIC = (
+    '`"draft_sample_method": "probabilistic"` draws drafts from the draft\'s distribution, as in '
+    "training: vLLM's default drafts its likeliest token, of which less is accepted at a "
+    "temperature above 0."
+)
 
 
 def model_card(source: Source, *, engine: str, name: str) -> str:
@@ -99,7 +107,11 @@ def measured(found: list[dict[str, Any]]) -> str:
                 interval(evaluation["measured"]["tau"]) if "measured" in evaluation else "-"
             )
         cells = ["-" if alpha is None else f"{alpha['value']:.3f}" for alpha in alphas]
-        rows.append([f"{evaluation['temperature']:g}", *taus, *cells, str(evaluation["tokens"])])
+        is_greedy = draft_sampling_of(evaluation) == "greedy" and evaluation["temperature"] > 0
+        drafts = ", greedy drafts" if is_greedy else ""
+        rows.append(
+            [f"{evaluation['temperature']:g}{drafts}", *taus, *cells, str(evaluation["tokens"])]
+        )
     explanation = (
         f"tau: tokens per target forward with a chain of {k} drafted tokens, the target's own "
         "token included. "
@@ -140,12 +152,15 @@ def summary(record: dict[str, Any]) -> str:
 
 def serving(source: Source, *, engine: str, name: str) -> str:
     k, target = source.num_speculative_tokens, source.target_name
-    return "\n\n".join(
+    shown = [
         f"{title}:\n\n```\n{command}\n```"
         for title, command in commands(
             source.family, engine, name, target, k, stitched=source.is_stitched
         )
-    )
+    ]
+    if any("draft_sample_method" in one for one in shown):
+        shown.append(PROBABILISTIC)
+    return "\n\n".join(shown)
 
 
 def commands(

@@ -99,6 +99,7 @@ def test_the_repository_is_a_model_of_one_version(
         "speculative_config": {
             "method": "eagle3",
             "num_speculative_tokens": 4,
+            "draft_sample_method": "probabilistic",
             "model": str(draft),
         },
     }
@@ -109,7 +110,11 @@ def test_the_repository_is_a_model_of_one_version(
 def test_a_stitched_module_is_the_model_itself(make: Callable[[str], Path]) -> None:
     out = make("mtp")
     arguments = read_json(next(out.glob("*/1/model.json")))
-    assert arguments["speculative_config"] == {"method": "mtp", "num_speculative_tokens": 4}
+    assert arguments["speculative_config"] == {
+        "method": "mtp",
+        "num_speculative_tokens": 4,
+        "draft_sample_method": "probabilistic",
+    }
     assert Path(arguments["model"]) == draft_folder(out).resolve()
     assert read_json(draft_folder(out) / "config.json")["architectures"] == ["MiMoForCausalLM"]
 

@@ -16,6 +16,8 @@ VLLM_METHODS: dict[str, dict[str, Any]] = {
     "dflash": {"method": "dflash"},
     "dspark": {"method": "dspark"},
 }
+# Their drafts are the likeliest tokens, whatever `draft_sample_method` says.
+VLLM_GREEDY = frozenset({"medusa"})
 SGLANG_ALGORITHMS = {
     "eagle3": "EAGLE3",
     "eagle1": "EAGLE",
@@ -37,6 +39,8 @@ def vllm_options(
 ) -> dict[str, Any]:
     """vLLM's engine arguments. A draft that is stitched into its target is both models at once."""
     speculative = {**VLLM_METHODS[family], "num_speculative_tokens": k}
+    if family not in VLLM_GREEDY:
+        speculative["draft_sample_method"] = "probabilistic"
     if stitched:
         return {"model": draft, "speculative_config": speculative}
     options = {"model": target, "speculative_config": {**speculative, "model": draft}}

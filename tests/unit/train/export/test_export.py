@@ -195,7 +195,8 @@ def test_the_card_says_how_to_serve_in_each_engine(
     card = (export(draft, speculative_tokens=4) / "README.md").read_text()
     target = tiny_target("llama")
     assert f'vllm serve {target} --speculative-config \'{{"method": "draft_model"' in card
-    assert '"num_speculative_tokens": 4' in card
+    assert '"num_speculative_tokens": 4, "draft_sample_method": "probabilistic"' in card
+    assert "vLLM's default drafts its likeliest token" in card
     assert (
         "--speculative-algorithm STANDALONE" in card and "--speculative-num-draft-tokens 5" in card
     )
