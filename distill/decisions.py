@@ -78,6 +78,17 @@ def describe(decision: Decision, version: int | None, share: float) -> str:
         text += (
             f" (alpha {comparison.first:.4f} -> {comparison.second:.4f}, gain "
             f"{comparison.gain:+.4f} over {comparison.requests} "
-            f"requests, p <= {decision.p_value:.2g} against {decision.level:.2g} at any look)"
+            f"requests{drafted(decision.samplers)}, p <= {decision.p_value:.2g} against "
+            f"{decision.level:.2g} at any look)"
         )
     return text
+
+
+def drafted(samplers: Mapping[str, int]) -> str:
+    """Shares of the engines' choices of drafted tokens, where another than the usual one is
+    there."""
+    total = sum(samplers.values())
+    if not set(samplers) - {"probabilistic"}:
+        return ""
+    shares = ", ".join(f"{name} {count / total:.0%}" for name, count in samplers.items())
+    return f" (drafts: {shares})"

@@ -9,7 +9,13 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from draftsmith.distill.buffer.traffic import ServedText, depth_of, is_held_out, without
+from draftsmith.distill.buffer.traffic import (
+    ServedText,
+    depth_of,
+    is_held_out,
+    samplers_of,
+    without,
+)
 from draftsmith.distill.context import LearnerContext
 from draftsmith.distill.decisions import DecisionLog
 from draftsmith.distill.gate.gate import Decision, decide
@@ -193,6 +199,7 @@ class DraftTrack:
             "is_gate_due": self.is_gate_due,
             "fresh": len(self.fresh),
             "window": len(self.window),
+            "samplers": samplers_of(self.window),
             "reservoir": len(self.learner.reservoir.texts),
             "loss": update.loss if update else None,
             "alpha_training": update.alpha if update else [],

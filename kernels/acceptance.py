@@ -23,6 +23,17 @@ def overlap(p_logits: torch.Tensor, q_logits: torch.Tensor) -> torch.Tensor:
     return torch.minimum(_probs(p_logits), _probs(q_logits)).sum(dim=-1)
 
 
+def likeliest_mass(
+    p_logits: torch.Tensor, q_logits: torch.Tensor, counts: torch.Tensor
+) -> torch.Tensor:
+    """Mass [N] of p on the `counts` [N] likeliest tokens of q, both [N, V]: the chance that p alone
+    keeps one of them, which is alpha of siblings verified without q."""
+    widest = int(counts.max())
+    ids = torch.topk(q_logits, widest, dim=-1).indices
+    kept = torch.arange(widest, device=ids.device) < counts.to(ids.device)[:, None]
+    return (_probs(p_logits).gather(-1, ids) * kept).sum(dim=-1)
+
+
 def keep_probability(
     p_logits: torch.Tensor, q_logits: torch.Tensor, tokens: torch.Tensor
 ) -> torch.Tensor:

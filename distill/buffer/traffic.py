@@ -12,7 +12,7 @@ import numpy as np
 
 from draftsmith.distill.buffer.marks import is_forgotten
 from draftsmith.distill.buffer.record_table import without_distributions
-from draftsmith.record import RoundRecord
+from draftsmith.record import RoundRecord, sampler_of
 from draftsmith.train.data.roles import Branch, Role, branch_of, roles_of
 
 # A request that ends has a last record, unless its server was killed. Servers write every second,
@@ -38,6 +38,13 @@ class ServedText:
         """True where a round carries distributions: it drafted, and its request used no sampling
         that records leave out."""
         return any(record.p for record in self.records)
+
+    @property
+    def group(self) -> str:
+        """Name of the requests that are accepted alike: of the same class, drafted alike."""
+        name = self.records[0].request_class
+        others = [one for one in samplers_of([self]) if one != "probabilistic"]
+        return f"{name} ({', '.join(others)})".lstrip() if others else name
 
     def slim(self) -> ServedText:
         """Copy without the logged distributions, which only scoring needs."""
@@ -84,6 +91,18 @@ def is_whole(records: Sequence[RoundRecord]) -> bool:
 def depth_of(texts: Iterable[ServedText]) -> int:
     """Largest number of tokens drafted in a round."""
     return max((len(record.drafted) for text in texts for record in text.records), default=1)
+
+
+def samplers_of(texts: Iterable[ServedText]) -> dict[str, int]:
+    """Number of rounds by the choice of their drafted tokens, which makes no difference to
+    requests at temperature 0."""
+    names = [
+        sampler_of(record)
+        for text in texts
+        for record in text.records
+        if record.drafted and record.temperature > 0
+    ]
+    return {name: names.count(name) for name in sorted(set(names))}
 
 
 def without(texts: Sequence[ServedText], answers: frozenset[str]) -> list[ServedText]:

@@ -78,7 +78,8 @@ class Trial:
     worse: BoundedEvidence = field(default_factory=BoundedEvidence)
     # it is not accepted less by `gate.drop`
     fine: BoundedEvidence = field(default_factory=BoundedEvidence)
-    levels: dict[str, Mean] = field(default_factory=dict)  # x of a request class under any draft
+    # x of a class of requests drafted alike, under any draft
+    levels: dict[str, Mean] = field(default_factory=dict)
 
     def observe(self, text: ServedText, *, live: str, canary: str, drop: float) -> None:
         """Counts a request. `live` and `canary` are the versions' names in records. Requests
@@ -98,7 +99,7 @@ class Trial:
         x = sum(record.accepted for record in rounds) / max(1, reached)
         self.bet(
             x,
-            text.records[0].request_class,
+            text.group,
             is_chosen=is_chosen,
             allowance=drop if is_drafted else 0.0,
         )

@@ -30,7 +30,7 @@ BETS = (0.15, 0.45, 0.9)
 
 @dataclass(frozen=True)
 class Alarm:
-    request_class: str
+    request_class: str  # with the choice of drafted tokens, where there are several
     level: float  # acceptance before
     now: float  # since the most likely moment of the change
     requests: int  # from that moment to the alarm
@@ -107,7 +107,7 @@ class Drift:
         if x is None:
             return None
         self._times_s.append(text.records[-1].time_s)
-        name = text.records[0].request_class
+        name = text.group
         detector = self._detectors.pop(name, None) or ClassDetector(self.config.drop)
         was_new = math.isnan(detector.level)
         found = detector.observe(x, self.threshold())

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from draftsmith.distill.buffer.traffic import ServedText
+from draftsmith.distill.buffer.traffic import ServedText, samplers_of
 from draftsmith.distill.config import GateConfig
 from draftsmith.distill.gate.scoring import Scored, Scorer
 from draftsmith.distill.gate.sequential import Evidence
@@ -91,6 +91,8 @@ class Decision:
     evidence: float = math.nan  # for this line of candidates, over all looks; see `sequential.py`
     level: float = math.nan  # what its inverse is held against
     predicted: Predicted | None = None
+    # rounds of the texts by how their engines draft, which alpha is for
+    samplers: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def p_value(self) -> float:
@@ -107,6 +109,7 @@ class Decision:
             "p_value": self.p_value,
             "evidence": self.evidence,
             "level": self.level,
+            "samplers": dict(self.samplers),
             **(self.predicted._asdict() if self.predicted else {}),
         }
 
@@ -145,7 +148,9 @@ def decide(
     before, after = [one.alpha for one in old], [one.alpha for one in new]
     value = evidence.look(differences_of(chosen, before, after), config.error)
     return dataclasses.replace(
-        weigh(compare(before, after), value, config), predicted=predicted(old, new)
+        weigh(compare(before, after), value, config),
+        predicted=predicted(old, new),
+        samplers=samplers_of(chosen),
     )
 
 

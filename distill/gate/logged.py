@@ -1,5 +1,5 @@
-"""Logged p of records: the sampling of each drafted position, its distance from this target's p,
-and bounds of alpha from it alone."""
+"""Logged p of records: the sampling of each drafted position and of its draft, its distance from
+this target's p, and bounds of alpha from it alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import torch
 
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.top_tokens import TopProbs, top_overlap
-from draftsmith.record import Distributions, RoundRecord
+from draftsmith.record import Distributions, RoundRecord, sampler_of
+
+# Samplers whose drafted tokens are the draft's likeliest ones.
+LIKELIEST = ("greedy", "target-only")
 
 
 class Logged(NamedTuple):
@@ -20,6 +23,12 @@ class Logged(NamedTuple):
 
     record: RoundRecord
     depth: int
+
+    @property
+    def siblings(self) -> int:
+        """Number of the draft's likeliest tokens that verification by p alone had before it."""
+        is_tree = self.record.sampler == "target-only" and len(self.record.q) > self.depth
+        return max(1, len(self.record.q[self.depth].ids)) if is_tree else 1
 
 
 def sampling_rows(logged: Sequence[Logged], device: torch.device | str = "cpu") -> SamplingRows:
@@ -29,6 +38,24 @@ def sampling_rows(logged: Sequence[Logged], device: torch.device | str = "cpu") 
         top_k=[record.top_k for record in records],
         top_p=[record.top_p for record in records],
         min_p=[record.min_p for record in records],
+        device=device,
+    )
+
+
+def draft_rows(logged: Sequence[Logged], device: torch.device | str = "cpu") -> SamplingRows:
+    """Sampling that the engine of each position draws its drafts with: alpha of a draft is that of
+    its logits under it."""
+    samplers = [sampler_of(one.record) for one in logged]
+    kept = [name != "unfiltered" for name in samplers]
+    records = [one.record for one in logged]
+    return SamplingRows.of(
+        [
+            0.0 if name in LIKELIEST else record.temperature
+            for name, record in zip(samplers, records, strict=True)
+        ],
+        top_k=[record.top_k * keeps for record, keeps in zip(records, kept, strict=True)],
+        top_p=[record.top_p if keeps else 1.0 for record, keeps in zip(records, kept, strict=True)],
+        min_p=[record.min_p * keeps for record, keeps in zip(records, kept, strict=True)],
         device=device,
     )
 

@@ -22,6 +22,10 @@ from draftsmith.distill.gate.scoring import Scorer
 from draftsmith.distill.gate.sequential import Ledger
 from draftsmith.distill.publisher import Publisher
 from draftsmith.drafters.interface import TrainedDrafter
+from draftsmith.record import sampler_of
+
+# Rules of verification that keep a drafted token at least as often as alpha says; "" is not known.
+PREDICTED_RULES = ("", "chain", "block", "tree")
 
 
 class Earlier(NamedTuple):
@@ -146,7 +150,10 @@ def watch(
         before = [old.alpha for old in one.scorer.score(texts, max_depth=max_depth)]
         found[one.version] = compare(now, before)
         evidence.against(one.version).look(differences_of(texts, now, before))
-    mine = [np.array([name == version for name in one.version], dtype=bool) for one in scored]
+    mine = [
+        np.full(len(one.version), is_predicted(text, version), dtype=bool)
+        for text, one in zip(texts, scored, strict=True)
+    ]
     kept = [one.kept[chosen] for one, chosen in zip(scored, mine, strict=True)]
     should = [one.alpha[chosen] for one, chosen in zip(scored, mine, strict=True)]
     served = compare(kept, should)
@@ -172,6 +179,19 @@ def watch(
             f"the alpha of version {back} is {found[back].gain:.3f} higher on the newest records"
         )
     return Watched(reason, back, served.first, served, found, evidence)
+
+
+def is_predicted(text: ServedText, version: str) -> bool:
+    """True where alpha says how often the text's drafted tokens were kept: all of `version`, since
+    a request that began before has keys and values of another draft, drawn as the score takes it,
+    and verified losslessly."""
+    return all(
+        record.draft_version == version
+        and sampler_of(record) != "tempered"
+        and record.rule in PREDICTED_RULES
+        for record in text.records
+        if record.drafted
+    )
 
 
 def is_loss(comparison: Comparison, least: float, config: GateConfig) -> bool:

@@ -3,10 +3,11 @@ whose context became text.
 
 The draft is unrolled over the text, and alpha = sum_v min(p_v, q_v) is taken over the full
 vocabulary under the request's own sampling, with p from the target's states that the unroll needs
-anyway. The 64 tokens of p that a record holds would prove only a lower bound, far too low for a
-target whose distributions are flat; they show whether this target served the text. Where they
-suffice, the alpha that they give is returned beside it: it does not depend on the learner's own
-target.
+anyway. q is what the engine of the record draws from, by its `sampler`: one-hot for drafts that are
+the draft's likeliest token, of which alpha is p of that token. The 64 tokens of p that a record
+holds would prove only a lower bound, far too low for a target whose distributions are flat; they
+show whether this target served the text. Where they suffice, the alpha that they give is returned
+beside it: it does not depend on the learner's own target.
 """
 
 from __future__ import annotations
@@ -20,10 +21,16 @@ import torch
 
 from draftsmith.distill.buffer.marks import is_forgotten
 from draftsmith.distill.buffer.traffic import ServedText
-from draftsmith.distill.gate.logged import Logged, disagreement, logged_alpha, sampling_rows
+from draftsmith.distill.gate.logged import (
+    Logged,
+    disagreement,
+    draft_rows,
+    logged_alpha,
+    sampling_rows,
+)
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep, head_of
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels.acceptance import overlap
+from draftsmith.kernels.acceptance import likeliest_mass, overlap
 from draftsmith.kernels.sampling.filters import process
 from draftsmith.kernels.sampling.vocabulary import scatter_to_target_vocab
 from draftsmith.train.data.batches import mask_of, padded
@@ -182,12 +189,17 @@ def _alphas(
     rows = [position.row for position in positions]
     before = [position.absolute - 1 for position in positions]
     logged = [position.logged for position in positions]
-    sampling = sampling_rows(logged, logits.device)
-    q_logits = process(logits, sampling)
+    q_logits = process(logits, draft_rows(logged, logits.device))
     target_logits = target.head(target_hidden[rows, before])
-    alpha = overlap(process(target_logits, sampling), q_logits)
+    p_logits = process(target_logits, sampling_rows(logged, logits.device))
+    alpha = overlap(p_logits, q_logits)
     is_finite = torch.isfinite(logits).any(-1) & ~torch.isnan(logits).any(-1)
     logged_bounds = torch.where(is_finite.cpu()[:, None], logged_alpha(logged, q_logits), math.nan)
+    siblings = torch.tensor([one.siblings for one in logged])
+    trees = (siblings > 1).nonzero()[:, 0]
+    if len(trees):
+        alpha[trees] = likeliest_mass(p_logits[trees], logits[trees], siblings[trees])
+        logged_bounds[trees] = math.nan
     return Rows(
         torch.where(is_finite, alpha, math.nan).cpu(),
         disagreement(logged, target_logits),

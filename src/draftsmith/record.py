@@ -172,14 +172,23 @@ class RoundRecord:
     rule: str = ""
     engine: str = ""  # name of the engine, for a buffer of several; "" when it has none
     # choice of `drafted`: "probabilistic" (drawn from the draft's distribution under the request's
-    # sampling), "greedy" (the draft's likeliest token), "target-only" (the likeliest ones, each
-    # kept with the chance p(x) whatever q is), "tempered" (drawn at another temperature than the
-    # request's); "" where not known
+    # sampling), "unfiltered" (drawn at the request's temperature without its filters), "greedy"
+    # (the draft's likeliest token), "target-only" (the likeliest ones, each kept with the chance
+    # p(x) whatever q is), "tempered" (drawn at another temperature than the request's); "" where
+    # not known
     sampler: str = ""
     # name of the target's weights by the engine, which may change without a new folder; "" when it
     # has none
     weight_version: str = ""
     schema: int = SCHEMA_VERSION
+
+
+def sampler_of(record: RoundRecord) -> str:
+    """Choice of the drafted tokens. An older record shows it by q: one-hot or not."""
+    if record.sampler or len(record.q) == 0:
+        return record.sampler or "probabilistic"
+    is_one_hot = all(len(one.ids) == 1 and one.tail == 0 for one in record.q)
+    return "greedy" if is_one_hot else "probabilistic"
 
 
 def hashed(request_id: str) -> str:

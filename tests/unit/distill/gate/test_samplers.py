@@ -1,0 +1,321 @@
+"""Scores of traffic that engines draft in other ways: each record is judged by its own.
+
+Target and drafts are tables of one token before the next, so that rounds are drawn exactly and
+fast.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from draftsmith.distill.buffer.traffic import ServedText, samplers_of, stitch
+from draftsmith.distill.config import DriftConfig, GateConfig
+from draftsmith.distill.decisions import describe
+from draftsmith.distill.gate.canary import Trial
+from draftsmith.distill.gate.drift import Drift
+from draftsmith.distill.gate.gate import Decision, decide
+from draftsmith.distill.gate.regression import Earlier, Watched, watch
+from draftsmith.distill.gate.scoring import Scored, Scorer, score
+from draftsmith.distill.gate.sequential import Evidence, Ledger
+from draftsmith.kernels.acceptance import likeliest_mass
+from draftsmith.kernels.sampling.filters import SamplingRows, process
+from draftsmith.record import Distribution, RoundRecord, sampler_of
+
+VOCAB, K, ROUNDS = 32, 3, 10
+LIKELIEST = ("greedy", "target-only")
+
+
+class TableTarget:
+    """p depends on the last token alone."""
+
+    name, device, vocab_size, max_positions = "table", torch.device("cpu"), VOCAB, 4096
+
+    def __init__(self, logits: torch.Tensor):
+        self.logits = logits  # [V, V]
+
+    def states(
+        self, ids: torch.Tensor, mask: torch.Tensor, taps: Sequence[int]
+    ) -> tuple[None, torch.Tensor]:
+        return None, torch.nn.functional.one_hot(ids, VOCAB).float()
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ self.logits
+
+
+@dataclass(frozen=True)
+class World:
+    target: TableTarget
+    drafts: dict[str, torch.nn.Module]
+
+    def scorer(self, name: str) -> Scorer:
+        return Scorer(self.drafts[name], self.target, max_length=512)
+
+
+@pytest.fixture
+def world(bigram: Callable[..., torch.nn.Module]) -> World:
+    generator = torch.Generator().manual_seed(0)
+    logits = 2.5 * torch.randn(VOCAB, VOCAB, generator=generator)
+
+    def draft(noise: float) -> torch.nn.Module:
+        made = bigram(VOCAB, width=VOCAB)
+        with torch.no_grad():
+            made.states.weight.copy_(torch.eye(VOCAB))
+            made.head.copy_((logits + noise * torch.randn(VOCAB, VOCAB, generator=generator)).T)
+        return made
+
+    # the second is a little better than the first, the third much worse
+    return World(TableTarget(logits), {"live": draft(1.2), "better": draft(0.4), "bad": draft(4)})
+
+
+def rows_of(sampler: str, temperature: float, top_k: int) -> SamplingRows:
+    if sampler in LIKELIEST:
+        return SamplingRows.of([0.0] * VOCAB)
+    kept = 0 if sampler == "unfiltered" else top_k
+    return SamplingRows.of([temperature] * VOCAB, top_k=[kept] * VOCAB)
+
+
+def serve(
+    world: World,
+    draft: str,
+    count: int,
+    *,
+    sampler: str,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    seed: int = 0,
+    version: str = "2",
+    **changes: object,
+) -> list[ServedText]:
+    """Texts of an engine that verifies by rejection sampling."""
+    drawn = np.random.default_rng(seed)
+    own = SamplingRows.of([temperature] * VOCAB, top_k=[top_k] * VOCAB)
+    p = process(world.target.logits, own).softmax(-1).double().numpy()
+    logits = world.drafts[draft].head.detach().T
+    q = process(logits, rows_of(sampler, temperature, top_k)).softmax(-1).double().numpy()
+    raw = world.target.logits.log_softmax(-1)
+    p_logged, q_logged = logged(raw.numpy()), logged(np.log(np.maximum(q, 1e-300)))
+    texts = []
+    for number in range(count):
+        tokens, records = [int(drawn.integers(VOCAB))], []
+        for number_of_round in range(ROUNDS):
+            proposal, rows, before = [], [], tokens[-1]
+            for _ in range(K):
+                rows.append(before)
+                before = int(drawn.choice(VOCAB, p=q[before] / q[before].sum()))
+                proposal.append(before)
+            accepted = 0
+            while accepted < K:
+                row, x = rows[accepted], proposal[accepted]
+                if drawn.random() * q[row, x] >= p[row, x]:
+                    break
+                accepted += 1
+            left = p[proposal[-1]]
+            if accepted < K:
+                left = np.maximum(p[rows[accepted]] - q[rows[accepted]], 0)
+            emitted = int(drawn.choice(VOCAB, p=left / left.sum()))
+            committed = [*proposal[:accepted], emitted]
+            records.append(
+                RoundRecord(
+                    request=f"{seed}/{number}", round=number_of_round, request_class="",
+                    target="t", target_revision="", draft_version=version, time_s=0.0,
+                    temperature=temperature, top_k=top_k, top_p=1.0, min_p=0.0,
+                    position=len(tokens), context=tokens[:] if number_of_round == 0 else [],
+                    drafted=proposal, accepted=accepted, committed=committed, emitted=emitted,
+                    p=[dataclasses.replace(p_logged[row], log_norm=0.0) for row in rows],
+                    q=[q_logged[row] for row in rows], rule="chain", sampler=sampler,
+                )
+            )  # fmt: skip
+            records[-1] = dataclasses.replace(records[-1], **changes)
+            tokens += committed
+        text = stitch(records)
+        assert text is not None
+        texts.append(text)
+    return texts
+
+
+def logged(logprobs: np.ndarray) -> list[Distribution]:
+    order = np.argsort(-logprobs, axis=1)
+    return [
+        Distribution([int(v) for v in ids if row[v] > -600], [float(row[v]) for v in ids if row[v] > -600], 0.0)
+        for row, ids in zip(logprobs, order, strict=True)
+    ]  # fmt: skip
+
+
+def named(texts: Sequence[ServedText], sampler: str) -> list[ServedText]:
+    """The same texts, whose records name another sampler."""
+    return [
+        dataclasses.replace(
+            text, records=[dataclasses.replace(one, sampler=sampler) for one in text.records]
+        )
+        for text in texts
+    ]
+
+
+def watched(
+    world: World, texts: Sequence[ServedText], *, live: str = "live", earlier: str = "bad"
+) -> Watched:
+    """Looks as texts come, until there is a reason."""
+    config, evidence = GateConfig(), Ledger()
+    scorer = world.scorer(live)
+    held_to = [Earlier(1, world.scorer(earlier), config.drop)]
+    for end in range(config.requests, len(texts) + 1, config.requests):
+        window = texts[max(0, end - config.window) : end]
+        found = watch(scorer, held_to, window, config, version="2", max_depth=K, evidence=evidence)
+        if found.reason:
+            break
+    return found
+
+
+SAMPLED = [
+    ("probabilistic", {}),
+    ("greedy", {}),
+    ("target-only", {}),
+    ("greedy", {"top_k": 4}),
+    ("unfiltered", {"top_k": 2, "temperature": 1.5}),
+]
+
+
+@pytest.mark.parametrize("sampler, sampling", SAMPLED)
+def test_the_score_of_the_served_draft_predicts_its_acceptance(
+    world: World, sampler: str, sampling: dict[str, float]
+) -> None:
+    texts = serve(world, "live", 60, sampler=sampler, **sampling)
+
+    def scored(texts: Sequence[ServedText]) -> list[Scored]:
+        return score(world.drafts["live"], world.target, texts, max_depth=K, max_length=512)
+
+    found = scored(texts)
+    kept, alpha, bounds = (
+        np.concatenate([getattr(one, name) for one in found])
+        for name in ("kept", "alpha", "logged")
+    )
+    error = 4 * np.sqrt(np.mean(alpha * (1 - alpha)) / len(alpha))
+    assert len(alpha) > 500 and abs(kept.mean() - alpha.mean()) < error
+    np.testing.assert_allclose(bounds, np.stack([alpha, alpha], -1), atol=2e-3)
+    # The control: the same records, taken as drafted another way.
+    other = "greedy" if sampler == "probabilistic" else "probabilistic"
+    wrong = np.concatenate([one.alpha for one in scored(named(texts, other))])
+    assert abs(kept.mean() - wrong.mean()) > error
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_good_version_served_greedily_stays_and_a_worse_one_goes_back(
+    world: World, seed: int
+) -> None:
+    """At temperature 1, as vLLM drafts by default."""
+    good = serve(world, "live", 96, sampler="greedy", seed=seed)
+    assert not watched(world, good).reason
+    # The control: what a score that takes all drafts as drawn makes of the same texts.
+    mistaken = watched(world, named(good, "probabilistic"))
+    assert "served alpha" in mistaken.reason and mistaken.version == 1
+    # Served wrongly: its texts come from another draft than the one that is scored.
+    wrong = watched(world, serve(world, "bad", 96, sampler="greedy", seed=seed))
+    assert "served alpha" in wrong.reason and wrong.version == 1
+    # Truly worse: served as scored, and an earlier version would be accepted more.
+    worse = serve(world, "bad", 96, sampler="greedy", seed=seed)
+    found = watched(world, worse, live="bad", earlier="better")
+    assert "the alpha of version 1" in found.reason and found.version == 1
+
+
+def test_mixed_traffic_is_judged_record_by_record(world: World) -> None:
+    ways = ("greedy", "probabilistic", "target-only")
+    kinds = [serve(world, "live", 32, sampler=way, seed=at) for at, way in enumerate(ways)]
+    texts = [text for several in zip(*kinds, strict=True) for text in several]
+    assert samplers_of(texts) == dict.fromkeys(sorted(ways), 320)
+    assert not watched(world, texts).reason
+    assert watched(world, named(texts, "probabilistic")).reason
+
+
+def test_older_records_show_their_sampler_by_q(world: World) -> None:
+    greedy, drawn = (
+        named(serve(world, "live", 4, sampler=name), "") for name in ("greedy", "probabilistic")
+    )
+    assert samplers_of(greedy) == {"greedy": 40} and samplers_of(drawn) == {"probabilistic": 40}
+    (record,) = greedy[0].records[:1]
+    assert sampler_of(dataclasses.replace(record, q=[])) == "probabilistic"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"sampler": "tempered"}, {"rule": "typical"}, {"draft_version": "1"}]
+)
+def test_rounds_that_alpha_does_not_predict_are_no_evidence_of_a_fault(
+    world: World, changes: dict[str, str]
+) -> None:
+    """Of a request that another version began, too: its keys and values stay."""
+    wrong = serve(world, "bad", 48, sampler="probabilistic")
+    changed = [
+        dataclasses.replace(
+            text, records=[dataclasses.replace(text.records[0], **changes), *text.records[1:]]
+        )
+        for text in wrong
+    ]
+    assert "served alpha" in watched(world, wrong).reason
+    found = watched(world, changed)
+    assert not found.reason and found.served.requests == 0
+
+
+def test_the_gate_compares_drafts_as_they_are_served(world: World) -> None:
+    """A flatter draft of the same argmax: another alpha where it is drawn from, and the same where
+    its likeliest token is drafted."""
+    flat = copy.deepcopy(world.drafts["live"])
+    with torch.no_grad():
+        flat.head.mul_(0.5)
+
+    def decision(sampler: str) -> Decision:
+        texts = serve(world, "live", 24, sampler=sampler)
+        return decide(
+            world.scorer("live"), flat, texts, GateConfig(), max_depth=K, evidence=Evidence()
+        )
+
+    drawn, greedy = decision("probabilistic"), decision("greedy")
+    assert abs(drawn.comparison.gain) > 0.02 and greedy.comparison.gain == 0
+    assert greedy.to_dict()["samplers"] == {"greedy": 240}
+    assert "(drafts: greedy 100%)" in describe(greedy, None, 0.0)
+    assert "drafts:" not in describe(drawn, None, 0.0)
+    # The logged p alone agrees.
+    assert greedy.predicted.alpha_logged_live == pytest.approx(greedy.comparison.first, abs=2e-3)
+
+
+def test_siblings_verified_by_p_alone_are_scored_by_their_mass(world: World) -> None:
+    p = world.target.logits.softmax(-1)
+    texts = serve(world, "live", 2, sampler="target-only", rule="tree")
+    siblings = Distribution([1, 2, 3], [math.log(1 / 3)] * 3, 0.0)
+    wide = [
+        dataclasses.replace(
+            text, records=[dataclasses.replace(one, q=[siblings] * K) for one in text.records]
+        )
+        for text in texts
+    ]
+    (scored, *_) = score(world.drafts["live"], world.target, wide, max_depth=K, max_length=512)
+    record = wide[0].records[0]
+    last = wide[0].tokens[record.position - 1]
+    best = world.drafts["live"].logits(last).topk(3).indices
+    assert scored.alpha[0] == pytest.approx(float(p[last, best].sum()), abs=1e-5)
+    counts = torch.tensor([1, 3])
+    rows = world.target.logits[:2]
+    mass = likeliest_mass(rows, rows, counts)
+    torch.testing.assert_close(mass, torch.stack([p[0].max(), p[1].topk(3).values.sum()]))
+
+
+def test_drift_and_trial_keep_a_level_for_each_way_of_drafting(world: World) -> None:
+    """Engines that draft greedily, come into a fleet that draws, are no drift."""
+    drift, mistaken, trial = Drift(DriftConfig()), Drift(DriftConfig()), Trial(3, 0.1)
+    drawn = serve(world, "live", 70, sampler="probabilistic")
+    greedy = serve(world, "live", 70, sampler="greedy", seed=1)
+    texts = [*drawn, *greedy]
+    for hour, text in enumerate(texts):
+        text.records[-1].time_s = 3600.0 * hour
+    alarms = [drift.observe(text, "2") for text in texts]
+    assert alarms == [None] * len(texts)
+    assert any(mistaken.observe(text, "2") for text in named(texts, "probabilistic"))
+    for text in texts:
+        trial.observe(text, live="2", canary="3", drop=0.03)
+    assert set(trial.levels) == {"", "(greedy)"}
