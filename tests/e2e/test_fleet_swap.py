@@ -25,12 +25,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from scripts.bench.fleet.installed import variables as plugin_variables
 from tests.e2e.test_audit_vllm import vllm_server
 from tests.e2e.test_vllm_cpu import draftsmith, save_target, speculation
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 
-ROOT = Path(__file__).resolve().parents[2]
 K = 3
 SHAPE: dict[str, Any] = {
     "vocab_size": 288, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
@@ -104,29 +104,10 @@ def engine(
         "--max-model-len", "384", "--max-num-seqs", "8", "--no-enable-prefix-caching",
         "--additional-config", json.dumps({"draftsmith": settings}),
     ]  # fmt: skip
-    variables = {
-        "VLLM_PLUGINS": "draftsmith",
-        "PYTHONPATH": f"{ROOT / 'src'}:{entry_points(folder / 'installed')}",
-    }
+    variables = plugin_variables(folder / "installed")
     log = folder / "log.txt"
     with vllm_server(model, log, speculative, options=options, variables=variables) as url:
         yield Engine(url, log)
-
-
-def entry_points(folder: Path) -> Path:
-    """What an installed draftsmith tells vLLM: its entry points, from pyproject.toml."""
-    sections = re.findall(
-        r'^\[project\.entry-points\."(.*?)"\]\n((?:[^\[\n].*\n)+)',
-        (ROOT / "pyproject.toml").read_text(),
-        re.MULTILINE,
-    )
-    assert len(sections) == 2
-    info = folder / "draftsmith-0.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: draftsmith\nVersion: 0\n")
-    lines = [f"[{group}]\n{body.replace(chr(34), '')}" for group, body in sections]
-    (info / "entry_points.txt").write_text("\n".join(lines))
-    return folder
 
 
 @pytest.fixture(scope="module")
