@@ -44,17 +44,19 @@ class Follower:
         engine: str,
         *,
         poll_s: float,
+        spread_s: float = 0.0,
         figures: Callable[[], Figures] = dict,
         floor_drop: float = 0.1,
         floor_rounds: int = 2000,
         clock: Callable[[], float] = time.time,
     ):
         self.client, self.store, self.engine = client, store, engine
-        self.pace = Pace(engine, poll_s)
+        self.pace = Pace(engine, poll_s, spread_s=spread_s)
         self.figures, self.clock = figures, clock
         self.floor_drop, self.floor_rounds = floor_drop, floor_rounds
         self.refused: dict[int, str] = {}
         self.version: int | None = None
+        self.seen_s: dict[int, float] = {}  # when a version was first seen in the store
         self.history: list[int] = []  # versions that were served here, the latest last
         self.since_s = self.looked_s = clock()
         self.outcome: Outcome | None = None
@@ -83,10 +85,17 @@ class Follower:
         wanted = await asyncio.to_thread(self.store.wanted, self.engine)
         self._judge()
         goal = self.latest_good() if wanted in self.refused else wanted
-        if goal is not None and goal != self.version:
+        if goal is not None and goal != self.version and self._is_due(goal):
             await self.serve(goal)
         self.problem = ""
         await asyncio.to_thread(self.store.put_engine, self.status())
+
+    def _is_due(self, version: int) -> bool:
+        """True once this engine's turn to download a new version has come."""
+        seen_s = self.seen_s.setdefault(version, self.clock())
+        return version in self.history or self.clock() - seen_s >= self.pace.download_delay_s(
+            version
+        )
 
     async def serve(self, version: int) -> None:
         """Fetch a version and swap it in; refused, its reason is kept."""
