@@ -13,7 +13,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -73,21 +73,23 @@ class Engine:
         ]
         return Counts(*found)
 
-    def generate(self, max_tokens: int = 64) -> tuple[list[list[int]], Counts]:
+    def generate(
+        self, max_tokens: int = 64, prompts: Sequence[list[int]] = PROMPTS
+    ) -> tuple[list[list[int]], Counts]:
         """Greedy answers to all prompts at once, and what was drafted and accepted for them."""
-        texts: list[list[int]] = [[] for _ in PROMPTS]
+        texts: list[list[int]] = [[] for _ in prompts]
         before = self.counts()
 
         def one(index: int) -> None:
             body = {
-                "model": "tiny", "prompt": PROMPTS[index], "max_tokens": max_tokens,
+                "model": "tiny", "prompt": prompts[index], "max_tokens": max_tokens,
                 "temperature": 0.0, "ignore_eos": True, "return_token_ids": True,
             }  # fmt: skip
             answer = self.post("/v1/completions", body)
             assert answer.status_code == 200, answer.text + self.log.read_text()[-3000:]
             texts[index] = answer.json()["choices"][0]["token_ids"]
 
-        threads = [threading.Thread(target=one, args=(index,)) for index in range(len(PROMPTS))]
+        threads = [threading.Thread(target=one, args=(index,)) for index in range(len(prompts))]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -101,7 +103,7 @@ def engine(
     model: Path, folder: Path, speculative: dict[str, Any], settings: dict[str, Any]
 ) -> Iterator[Engine]:
     options = [
-        "--max-model-len", "384", "--max-num-seqs", "8", "--no-enable-prefix-caching",
+        "--max-model-len", "384", "--max-num-seqs", "8", "--enable-prefix-caching",
         "--additional-config", json.dumps({"draftsmith": settings}),
     ]  # fmt: skip
     variables = plugin_variables(folder / "installed")
@@ -256,6 +258,26 @@ def test_fifty_swaps_in_flight(models: Path, running: Engine) -> None:
         print(f"{name}, {len(values)} swaps: p50 {p50:.2f} ms, p99 {p99:.2f} ms")
     assert running.swap(models / "perfect", "999").json()["ok"]
     assert running.generate()[1].tau == 4.0
+
+
+def test_prefixes_that_an_older_draft_cached_are_counted_apart(
+    models: Path, running: Engine
+) -> None:
+    """Other prompts are too short for a cached block."""
+    prompts = [[20 + (i * 31 + j * 7) % 260 for j in range(300)] for i in range(4)]
+    assert running.swap(models / "draft", "50").json()["ok"]
+    alone, _ = running.generate(32, prompts)
+    assert running.swap(models / "perfect", "51").json()["ok"]
+    before = running.worker()["prefixes"]
+    texts, counts = running.generate(32, prompts)
+    after = running.worker()["prefixes"]
+    assert texts == alone
+    assert after["old_requests"] - before["old_requests"] == len(prompts)
+    assert running.post("/draftsmith/reset-prefix", {}).json() == {"reset": True}
+    texts, again = running.generate(32, prompts)
+    print(f"tau {counts.tau:.3f} behind an older draft's prefixes, {again.tau:.3f} after the reset")
+    assert texts == alone and again.tau == 4.0 and counts.tau < 3.0
+    assert running.worker()["prefixes"]["old_requests"] == after["old_requests"]
 
 
 def publish(root: Path, version: int, source: Path) -> None:
