@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -35,7 +36,7 @@ class Period(NamedTuple):
 class Rollout:
     candidate: int
     live: int
-    # engines whose hash lies below it: the stage's share, or what reaches the first engine
+    # engines whose hash lies at most there
     cut: float
     stages: tuple[float, ...]
     stage: int = 0
@@ -95,8 +96,10 @@ def parse_rollout(data: bytes) -> Rollout:
 
 
 def cut_for(share: float, candidate: int, engines: Iterable[str]) -> float:
-    """`share`, or more where that has none of the engines: a small fleet tries on one of them."""
-    return max([share, *sorted(place_of(engine, candidate) for engine in engines)[:1]])
+    """Cut below which the share of the `engines` lies, at least one of them: by chance a hash alone
+    may leave a small fleet with none."""
+    places = sorted(place_of(engine, candidate) for engine in engines)
+    return places[max(1, math.ceil(share * len(places))) - 1] if places else share
 
 
 def place_of(engine: str, candidate: int) -> float:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -188,12 +188,7 @@ def generator(target: Path, draft: Path) -> Iterator[subprocess.Popen]:
 
 @contextmanager
 def vllm_server(
-    python: str,
-    target: Path,
-    speculative: dict[str, Any] | None,
-    *,
-    options: Sequence[str] = (),
-    variables: Mapping[str, str] | None = None,
+    python: str, target: Path, speculative: dict[str, Any] | None
 ) -> Iterator[tuple[str, int]]:
     """vLLM's server as its users start it, compiled; its URL and process group, which is stopped
     once it is up: idle vLLM workers were seen to take a quarter of a core each."""
@@ -212,12 +207,10 @@ def vllm_server(
     command += ["--dtype", "float32", "--no-enable-log-requests"]
     if speculative is not None:
         command += ["--speculative-config", json.dumps(speculative)]
-    command += options
     environment = os.environ | {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        **(variables or {}),
     }
     with tempfile.NamedTemporaryFile("w+", suffix=".log") as log, subprocess.Popen(
         command, stdout=log, stderr=log, env=environment, start_new_session=True

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -215,10 +215,26 @@ def kill_at(store: VersionStore, at: int, look: Callable[[], None]) -> Callable[
     return undo
 
 
-@pytest.fixture
-def scratch() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder)
+def test_killed_behind_a_promotion_a_rollback_of_the_learner_is_not_missed(
+    root: Path, store: VersionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learn(root, "one")
+    Mirror(root, store, Copies(root)).step()
+    learn(root, "two")
+    mirror = Mirror(root, store, Copies(root))
+    remember = mirror.remember
+
+    def killed(version: int | None) -> None:
+        if version is not None:
+            raise Killed
+        remember(version)
+
+    monkeypatch.setattr(mirror, "remember", killed)
+    with pytest.raises(Killed):
+        mirror.step()
+    assert served(store) == "vllm two"
+    versions.rollback(root, 1, "worse")
+    assert Mirror(root, store, Copies(root)).step() and served(store) == "vllm one"
 
 
 @settings(max_examples=25, deadline=None)

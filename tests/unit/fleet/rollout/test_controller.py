@@ -196,7 +196,7 @@ def test_a_good_candidate_goes_through_its_stages_to_all_engines(store: VersionS
     controller = fleet.controller()
     assert controller.offer(8) and store.current() == 7
     tried = {engine for engine in ENGINES if store.rollout() and store.rollout().has(engine)}  # type: ignore[union-attr]
-    assert 1 <= len(tried) < 12
+    assert len(tried) == 4
     assert controller.offer(8) and not controller.offer(9), "one at a time"
     fleet.run(controller, 20_000.0)
     assert fleet.decisions == ["begun", "goes on", "promoted"] and store.current() == 8
