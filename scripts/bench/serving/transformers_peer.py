@@ -23,21 +23,19 @@ from transformers import (
 )
 
 
-def load(path: str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(
-        path, trust_remote_code=False, dtype=torch.float32
-    ).eval()
+def load(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, dtype=dtype).eval()
 
 
 class Generator:
-    def __init__(self, target: str, draft: str):
+    def __init__(self, target: str, draft: str, dtype: torch.dtype):
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             target, trust_remote_code=False, padding_side="left"
         )
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        self.target = load(target)
-        self.assistant = load(draft) if draft else None
+        self.target = load(target, dtype)
+        self.assistant = load(draft, dtype) if draft else None
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
         """All prompts once, `streams` in a batch; assisted generation and prompt lookup exist for
@@ -93,8 +91,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft", default="")
+    parser.add_argument("--dtype", default="float32")
     arguments = parser.parse_args()
-    generator = Generator(arguments.target, arguments.draft)
+    generator = Generator(arguments.target, arguments.draft, getattr(torch, arguments.dtype))
     print(json.dumps({"threads": torch.get_num_threads()}), flush=True)
     for line in sys.stdin:
         print(json.dumps(generator.run(json.loads(line))), flush=True)
