@@ -10,11 +10,13 @@ from draftsmith.files import read_json, write_json, write_text
 from scripts.demo.traffic import pooled_alpha, read_shift
 
 WINDOW = 30  # requests an alpha of the curve is pooled over
-DRAFTERS = ("ngram", "draft-lm", "eagle3")
+DRAFTERS = ("ngram", "draft-lm", "eagle3", "eagle3-shipped")
 
 
-def write_report(run: Path) -> None:
-    benches = {name: read_json(run / f"bench-{name}.json") for name in DRAFTERS}
+def write_report(run: Path, padded: Path) -> None:
+    """`padded` is the target of the speeds."""
+    files = {name: run / f"bench-{name}.json" for name in DRAFTERS}
+    benches = {name: read_json(file) for name, file in files.items() if file.exists()}
     evaluations = {name: read_json(run / f"eval-{name}.json") for name in ("draft-lm", "eagle3")}
     shift, decisions = read_shift(run), versions.read_decisions(run / "versions")
     published = {
@@ -22,6 +24,7 @@ def write_report(run: Path) -> None:
         for number in versions.versions(run / "versions")
     }
     parts = [
+        speed_title(padded),
         speed_table(benches, evaluations),
         shift_table(shift),
         decision_table(decisions),
@@ -39,9 +42,17 @@ def write_report(run: Path) -> None:
     )
 
 
+def speed_title(padded: Path) -> str:
+    record = read_json(padded / "config.json")["padded"]
+    return (
+        f"one stream on a target of {record['parameters']:,} parameters, float32: the text of the "
+        f"small one ({record['source_parameters']:,}), padded to the price of a larger one"
+    )
+
+
 def speed_table(benches: dict[str, Any], evaluations: dict[str, Any]) -> str:
     lines = [
-        f"{'drafter':<10}{'T':>3}{'tok/s off':>11}{'tok/s on':>10}{'on/off':>8}{'tau served':>22}{'tau predicted':>22}"
+        f"{'drafter':<15}{'T':>3}{'tok/s off':>11}{'tok/s on':>10}{'on/off':>8}{'tau served':>22}{'tau predicted':>22}"
     ]
     for name, bench in benches.items():
         for ratio in bench["ratios"]:
@@ -50,7 +61,7 @@ def speed_table(benches: dict[str, Any], evaluations: dict[str, Any]) -> str:
             served = on["acceptance"]
             tau = interval(served["tau"], served["tau_95"]) if served else "-"
             lines.append(
-                f"{name:<10}{temperature:>3g}{off['tokens_per_s']:>11.1f}{on['tokens_per_s']:>10.1f}{ratio['speedup']:>8.2f}"
+                f"{name:<15}{temperature:>3g}{off['tokens_per_s']:>11.1f}{on['tokens_per_s']:>10.1f}{ratio['speedup']:>8.2f}"
                 f"{tau:>22}{predicted(evaluations.get(name), temperature):>22}"
             )
     return "\n".join(lines)
@@ -178,7 +189,7 @@ def draw_speed(axes: Any, benches: dict[str, Any]) -> None:
 
 def draw_tau(axes: Any, benches: dict[str, Any], evaluations: dict[str, Any]) -> None:
     ticks = []
-    for place, (name, temperature) in enumerate((name, t) for name in DRAFTERS for t in (0.0, 1.0)):
+    for place, (name, temperature) in enumerate((name, t) for name in benches for t in (0.0, 1.0)):
         ticks.append(f"{name}\nT={temperature:g}")
         served = case(benches[name], temperature, "on")["acceptance"]
         if served:

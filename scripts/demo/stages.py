@@ -18,15 +18,21 @@ from typing import NamedTuple
 from safetensors.torch import load_file, save_file
 
 from draftsmith.progress import duration
+from scripts.demo.machine import Sizes, measure_pace, sizes_of
+from scripts.demo.pad_target import make, number
 from scripts.demo.report import write_report
+from scripts.demo.ship_draft import SHIPPED_DRAFT
 from scripts.demo.traffic import Shift, serve_shift, write_bench_prompts
 from scripts.paths import ROOT
 
 RUN = ROOT / "runs" / "quickstart"
 SHIPPED_TARGET = ROOT / "scripts" / "quickstart_target"
+SIZE = "100M"  # of the target that speeds are measured on
+PADDED = RUN / f"padded-{SIZE}"
 COMMAND = [sys.executable, "-m", "draftsmith.cli"]
 K = 3
 TRAIN_MINUTES = 4.0
+DRAFT_MINUTES = 20.0  # of --train
 
 
 def draftsmith(*arguments: str | Path) -> None:
@@ -39,6 +45,7 @@ def draftsmith(*arguments: str | Path) -> None:
 class Stage(NamedTuple):
     name: str
     summary: str
+    proves: str
     seconds: float  # expected
     work: Callable[[], None]
 
@@ -61,8 +68,10 @@ class Clock:
             f"quickstart: about {duration(expected_s)} of work, everything under runs/quickstart",
             flush=True,
         )
-        for number, (name, summary, stage_s, work) in enumerate(self.stages, start=1):
-            label = f"[{number}/{len(self.stages)}] {summary}"
+        for place, stage in enumerate(self.stages, start=1):
+            print(f"  {place}. {stage.summary}: {stage.proves}")
+        for place, (name, summary, _, stage_s, work) in enumerate(self.stages, start=1):
+            label = f"[{place}/{len(self.stages)}] {summary}"
             if self.marker(name).exists():
                 print(f"{label}: kept from an earlier run", flush=True)
                 continue
@@ -120,10 +129,21 @@ def unpack(source: Path, target: Path) -> None:
     )
 
 
-def generate() -> None:
+def pad() -> None:
+    """The target that speeds are measured on: the text of the small one at the price of a larger
+    one, since drafting for a target of a few million parameters costs as much as its own pass."""
+    trained = RUN / "trained-target"
+    record = make(trained if trained.exists() else SHIPPED_TARGET, PADDED, number(SIZE))
+    print(
+        f"  {record['parameters']:,} parameters that write what {record['source_parameters']:,} "
+        "write: their float32 logits are equal to the bit"
+    )
+
+
+def generate(count: int) -> None:
     draftsmith(
         "generate", "--target", RUN / "target", "--prompts", "stdlib:code", "--split", "all",
-        "--count", "1080",
+        "--count", str(count),
         "--prompt-tokens", "48", "--max-tokens", "112", "--temperature", "1", "--batch", "48",
         "--seed", "1",
         "--out", RUN / "data",
@@ -137,28 +157,58 @@ def train(family: str, minutes: float) -> None:
     )  # fmt: skip
 
 
+def train_shipped() -> None:
+    """A draft in place of the one that ships: twenty minutes on answers to prompts out of files
+    that the bench's prompts are not from. `scripts.demo.ship_draft` stores it beside the target."""
+    data, out = RUN / "draft-data", RUN / "shipped-draft"
+    draftsmith(
+        "generate", "--target", RUN / "target", "--prompts", "stdlib:code", "--split", "train",
+        "--count", "6000",
+        "--prompt-tokens", "48", "--max-tokens", "112", "--temperature", "0.8", "--batch", "64",
+        "--seed", "7",
+        "--out", data,
+    )  # fmt: skip
+    draftsmith(
+        "train", "eagle3", "--target", RUN / "target", "--data", data, "--out", out,
+        "--minutes", str(DRAFT_MINUTES), ROOT / "recipes" / "eagle3-small.yaml",
+        "eagle3.draft_vocab_size=2048",
+    )  # fmt: skip
+
+
+def shipped_draft() -> Path:
+    trained = RUN / "shipped-draft"
+    return trained if trained.exists() else SHIPPED_DRAFT
+
+
 def evaluate(family: str) -> None:
     draftsmith(
         "eval", "--target", RUN / "target", "--draft", RUN / family, "--data", RUN / "data",
         "--held-out", "0.05",
-        "--prompts", "40", "--max-tokens", "96", "--k", str(K), "--store", "--out",
+        "--prompts", "24", "--max-tokens", "96", "--k", str(K), "--store", "--out",
         RUN / f"eval-{family}.json",
     )  # fmt: skip
 
 
-def bench(name: str, *drafter: str | Path) -> None:
+def bench(name: str, sizes: Sizes, *drafter: str | Path, repeats: int = 1) -> None:
     draftsmith(
-        "bench", "--target", RUN / "target", *drafter, "--prompts", RUN / "bench-prompts.jsonl",
-        "--num-prompts", "6",
-        "--max-tokens", "96", "--temperature", "0", "1", "--k", str(K), "--repeats", "2", "--out",
-        RUN / f"bench-{name}.json",
+        "bench", "--target", PADDED, *drafter, "--prompts", RUN / "bench-prompts.jsonl",
+        "--num-prompts", "4", "--max-tokens", str(sizes.bench_tokens),
+        "--temperature", "0", "1", "--k", str(K), "--repeats", str(repeats), "--max-length", "512",
+        "--out", RUN / f"bench-{name}.json",
     )  # fmt: skip
 
 
-def learn() -> None:
+def bench_shipped(sizes: Sizes) -> None:
+    write_bench_prompts(RUN / "target", RUN / "bench-prompts.jsonl")
+    bench("eagle3-shipped", sizes, "--draft", shipped_draft(), repeats=2)
+
+
+def learn(requests: int) -> None:
     for leftover in ("buffer", "versions"):
         shutil.rmtree(RUN / leftover, ignore_errors=True)
-    shift = Shift(target=RUN / "target", draft=RUN / "eagle3", folder=RUN, k=K)
+    shift = Shift(
+        target=RUN / "target", draft=RUN / "eagle3", folder=RUN, k=K, prose=requests - Shift.code
+    )
     serve_shift(shift, COMMAND)
 
 
@@ -190,35 +240,74 @@ def evaluate_all() -> None:
         evaluate(family)
 
 
-def bench_all() -> None:
-    write_bench_prompts(RUN / "target", RUN / "bench-prompts.jsonl")
-    bench("eagle3", "--draft", RUN / "eagle3")
-    bench("draft-lm", "--draft", RUN / "draft-lm")
-    bench("ngram", "--ngram")
+def bench_all(sizes: Sizes) -> None:
+    bench("eagle3", sizes, "--draft", RUN / "eagle3")
+    bench("draft-lm", sizes, "--draft", RUN / "draft-lm")
+    bench("ngram", sizes, "--ngram")
 
 
-def stages(train_target: bool) -> list[Stage]:
-    make = Stage("target", "take the shipped target", 5, lambda: make_target(train=False))
+def stages(train_target: bool, train_draft: bool, sizes: Sizes) -> list[Stage]:
+    make_small = Stage(
+        "target", "take the shipped target", "nothing is downloaded", 5,
+        lambda: make_target(train=False),
+    )  # fmt: skip
     if train_target:
-        make = Stage(
-            "target", "train the tokenizer and the target", 280, lambda: make_target(train=True)
-        )
+        make_small = Stage(
+            "target", "train the tokenizer and the target", "where the shipped one comes from", 280,
+            lambda: make_target(train=True),
+        )  # fmt: skip
+    train_first = Stage(
+        "draft", "train a draft in place of the one that ships", "what twenty minutes are worth",
+        60 * DRAFT_MINUTES + 6000 * sizes.second_an_answer, train_shipped,
+    )  # fmt: skip
+    speed = Stage(
+        "speed", "tok/s without and with the shipped draft",
+        "a trained draft makes the same answers faster", 8 * sizes.bench_pass_s + 10,
+        lambda: bench_shipped(sizes),
+    )  # fmt: skip
     return [
-        make,
-        Stage("generate", "the target answers 1080 code prompts", 60, generate),
-        Stage("eagle3", "train an EAGLE-3 draft on the answers", 130, lambda: train("eagle3", 1.9)),
+        make_small,
         Stage(
-            "draft-lm",
-            "train a small draft model on the same answers",
-            70,
-            lambda: train("draft-lm", 1.0),
+            "pad", f"give the target the price of {SIZE} parameters",
+            "speeds below are at a realistic price of target and draft, the text is the same",
+            15, pad,
         ),
-        Stage("eval", "predict alpha and tau of both drafts, offline", 40, evaluate_all),
-        Stage("bench", "tok/s with speculation off and on", 60, bench_all),
-        Stage("learn", "serve code, then prose: a static draft and a learning one", 240, learn),
-        Stage("export", "export both drafts", 10, export),
-        Stage("report", "the table and the picture", 5, lambda: write_report(RUN)),
-    ]
+        *([train_first] if train_draft else []),
+        # The shipped draft has the shipped target's tokenizer.
+        *([speed] if train_draft or not train_target else []),
+        Stage(
+            "generate", f"the target answers {sizes.answers} code prompts",
+            "training data needs nothing but prompts", sizes.answers * sizes.second_an_answer,
+            lambda: generate(sizes.answers),
+        ),
+        Stage(
+            "eagle3", "train an EAGLE-3 draft on the answers", "a draft for your own model",
+            60 * sizes.eagle3_minutes + 20, lambda: train("eagle3", sizes.eagle3_minutes),
+        ),
+        Stage(
+            "draft-lm", "train a small draft model on the same answers", "other families alike",
+            60 * sizes.draft_lm_minutes + 15, lambda: train("draft-lm", sizes.draft_lm_minutes),
+        ),
+        Stage(
+            "eval", "predict alpha and tau of both drafts, offline",
+            "acceptance is known before anything is served", 25, evaluate_all,
+        ),
+        Stage(
+            "bench", "tok/s with the drafts of this run, and with n-grams",
+            "what minutes of training are worth", 3 * (4 * sizes.bench_pass_s + 10),
+            lambda: bench_all(sizes),
+        ),
+        Stage(
+            "learn", "serve code, then prose: a static draft and a learning one",
+            "a draft that learns from its traffic recovers from a shift",
+            40 + sizes.requests * sizes.second_a_request, lambda: learn(sizes.requests),
+        ),
+        Stage("export", "export both drafts", "other engines load them", 12, export),
+        Stage(
+            "report", "the table and the picture", "all of it at a glance", 3,
+            lambda: write_report(RUN, PADDED),
+        ),
+    ]  # fmt: skip
 
 
 REAL_COMMANDS = """
@@ -243,6 +332,11 @@ def main() -> None:
         action="store_true",
         help="train the tokenizer and the target instead of taking the shipped ones",
     )
+    parser.add_argument(
+        "--train",
+        action="store_true",
+        help="train a draft for 20 minutes in place of the one that ships beside the target",
+    )
     arguments = parser.parse_args()
     if arguments.fresh or (
         arguments.train_target and not (RUN / "finished" / "trained-target").exists()
@@ -252,8 +346,10 @@ def main() -> None:
     if arguments.train_target:
         (RUN / "finished").mkdir(exist_ok=True)
         (RUN / "finished" / "trained-target").touch()
+    pace = measure_pace(SHIPPED_TARGET)
+    print(f"quickstart: this machine runs at {pace:.2f} of the pace that the stages are made for")
     try:
-        Clock(stages(arguments.train_target)).run()
+        Clock(stages(arguments.train_target, arguments.train, sizes_of(pace))).run()
     except subprocess.CalledProcessError as error:
         command = " ".join(str(word) for word in error.cmd)
         sys.exit(
