@@ -22,6 +22,8 @@ from draftsmith.fleet.vllm.swap_client import SwapClient
 from draftsmith.fleet.vllm.swap_methods import answers_folder
 
 LOCAL = frozenset({"127.0.0.1", "::1"})
+# Method of the workers: version, refusals, and figures of the recorder where there is one.
+STATUS = "draftsmith_status"
 FOREIGN_HEADERS = ("origin", "forwarded", "x-forwarded-for", "x-real-ip")
 
 
@@ -76,7 +78,7 @@ class Beside:
         while True:
             await asyncio.sleep(self.settings.poll_s)
             try:
-                workers = await self.engine_client.collective_rpc("draftsmith_status")
+                workers = await self.engine_client.collective_rpc(STATUS)
             except Exception as error:
                 once(f"figures of versions are not read: {error}")
                 continue
@@ -94,11 +96,13 @@ class Beside:
         self.tokens = (tokens, now_s)
 
     async def status(self) -> dict[str, Any]:
-        workers = await self.client.call("status")
+        workers = [dict(one) for one in await self.client.call("status")]
+        for worker, own in zip(workers, await self.engine_client.collective_rpc(STATUS)):
+            worker["records"] = own.get("records")
         follower = self.follower
         return {
             "engine": self.engine,
-            "workers": list(workers),
+            "workers": workers,
             "figures": self.figures,
             "version": follower.version if follower is not None else None,
             "refused": follower.refused if follower is not None else {},

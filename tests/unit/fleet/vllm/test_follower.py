@@ -111,7 +111,7 @@ class Client:
         self, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None
     ) -> list[Any]:
         if method != "draftsmith_swap":
-            return [{"figures": {}}]
+            return [{"records": {"tokens": 5}} for _ in self.workers]
         found = [draftsmith_swap(worker, *args, **(kwargs or {})) for worker in self.workers]
         return found[: self.parallel.world_size]
 
@@ -303,7 +303,8 @@ def test_routes_that_change_something_are_for_this_machine_alone(
         assert TestClient(app).get("/draftsmith/status").status_code == 404
         asyncio.run(plugin.init_state(client, app.state, SimpleNamespace(port=8000)))
         local = TestClient(app, client=("127.0.0.1", 1))
-        assert local.get("/draftsmith/status").json()["workers"][0]["version"] == ""
+        worker = local.get("/draftsmith/status").json()["workers"][0]
+        assert worker["version"] == "" and worker["records"] == {"tokens": 5}
         body = {"folder": folder, "version": 5}
         if not admin:
             assert local.post("/draftsmith/swap", json=body).status_code == 404

@@ -7,6 +7,8 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -286,6 +288,27 @@ def test_a_killed_writer_is_started_again_and_the_last_one_flushes(
     assert not child.alive and child.status()["written"] == 2
     records = BufferReader(str(tmp_path / "buffer")).read().records
     assert {one.request for one in records} == {record_name("cmpl-b-0-0123abcd")}
+
+
+def test_an_engine_that_is_killed_leaves_its_records(tmp_path: Path) -> None:
+    script = f"""
+import dataclasses, os, signal, time
+from tests.unit.fleet.wire.test_writer import Child, Engine, Path, job
+child = Child(dataclasses.asdict(job(Path({str(tmp_path / "buffer")!r}))), capacity=1 << 16)
+while not child.alive:
+    time.sleep(0.01)
+engine = Engine(child.ring)
+engine.begin(1, [10, 11])
+engine.verify(1, [5], [5, 6])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path[1:], os.getcwd()])}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    wait_for(lambda: list((tmp_path / "buffer").glob("*.parquet")))
+    records = BufferReader(str(tmp_path / "buffer")).read().records
+    text = stitch(records)
+    assert text is not None and text.tokens == [10, 11, 5, 6] and records[-1].last
 
 
 def test_a_writer_that_cannot_run_ends_recording_after_a_few_starts(
