@@ -89,14 +89,17 @@ class StatusCollector:
         streams = self.status.values.get("losslessness") or {}
         gauges: dict[str, GaugeMetricFamily] = {}
         for stream, numbers in streams.items():
+            labels = [stream, numbers.get("engine", ""), numbers.get("version", "")]
             for name, value in numbers.items():
+                if isinstance(value, str):
+                    continue
                 if name not in gauges:
                     gauges[name] = GaugeMetricFamily(
                         f"{PREFIX}lossless_{name}",
                         f"{name.replace('_', ' ')} of the records, as in status.json",
-                        labels=["records"],
+                        labels=["records", "engine", "version"],
                     )
-                gauges[name].add_metric([stream], float(value))
+                gauges[name].add_metric(labels, float(value))
         yield from gauges.values()
 
 

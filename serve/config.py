@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 
 from draftsmith.config import option
@@ -126,6 +127,7 @@ class EngineConfig:
         "auto", "replay recorded forwards on a CPU, CUDA graphs on a GPU", choices=("auto", "off")
     )
     seed: int | None = option(None, SEED_HELP)
+    engine_name: str = option("", "name of the engine in records, for a buffer of several")
     test_misreport: str | None = option(
         None,
         "for tests, LOSSY: DEPTH:FACTOR gives verification a q that is FACTOR times too sharp "
@@ -144,6 +146,9 @@ class ServeConfig(ServedPair):
     )
     poll_s: float = option(1.0, "seconds between two looks into the versions folder")
     learn: str | None = option(None, "a buffer folder or URL that records rounds for learning")
+    engine_name: str | None = option(
+        None, "name of this server in records, for a buffer of several; default: HOST NAME:PORT"
+    )
     learn_share: float = option(
         1.0, "the part of requests that is recorded, whole ones; what recording costs goes with it"
     )
@@ -278,5 +283,8 @@ class ServeConfig(ServedPair):
             prefix_cache=self.prefix_cache,
             # recorded forwards cannot hold the collectives of a sharded target
             compile=self.compile if self.tensor_parallel == 1 else "off",
+            engine_name=f"{socket.gethostname()}:{self.port}"
+            if self.engine_name is None
+            else self.engine_name,
             seed=self.seed,
         )

@@ -216,11 +216,14 @@ class Monitor:
         self.alarms |= new
         return list(new.values())
 
-    def numbers(self) -> dict[str, dict[str, float]]:
-        """Values of each stream, for a status: positions, z by event, log10 of the evidence, and 1
-        under `alarm` where one was raised."""
+    def numbers(self) -> dict[str, dict[str, float | str]]:
+        """Values of each stream, for a status: engine and version ("" for all records), positions,
+        z by event, log10 of the evidence, and 1 under `alarm` where one was raised."""
+        keys = {name_of(key): key for key in self.streams}
+        nobody = Key("", "")
         return {
             name: {
+                **keys.get(name, nobody)._asdict(),
                 "positions": one.positions,
                 **{f"z_{event}": counts.z for event, counts in one.counts.items()},
                 "log10_evidence": min(one.log_evidence / math.log(10), MOST_LOG10),

@@ -96,7 +96,9 @@ class Recorder:
         return self._seen(output) if output is not None else None
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        return self._seen(self._sample(*args, **kwargs))
+        output = self._sample(*args, **kwargs)
+        self.drafted_by = self.state.version
+        return self._seen(output)
 
     def _seen(self, output: Any) -> Any:
         self._safely(self._after, output)
@@ -237,7 +239,6 @@ class Recorder:
             self.child.ring.commit()
 
     def _after(self, output: Any) -> None:
-        self.drafted_by = self.state.version
         step, reduced, self._reduced = self.step, self._reduced, None
         fetch = getattr(output, "get_output", None)
         if fetch is None:
@@ -264,7 +265,7 @@ class Recorder:
                 req_ids.append(req_id)
                 handles.append(tracked.handle)
                 counts.append(len(own))
-                tokens += own
+                tokens.extend(own)
         if not handles:
             return
         if reduced is not None:

@@ -16,7 +16,6 @@ class Pace:
     def __init__(self, engine: str, poll_s: float, *, spread_s: float = 0.0):
         self.engine, self.poll_s, self.spread_s = engine, poll_s, spread_s
         self.failures = 0
-        self._seen_s: dict[int, float] = {}
         self._random = random.Random(engine)
 
     def next_poll_s(self, *, failed: bool = False) -> float:
@@ -31,8 +30,3 @@ class Pace:
         """Delay of a version's download after it was first seen, the same at every look: uniform
         over `spread_s` across engines, another one for each version."""
         return self.spread_s * hashed(f"download/{version}/{self.engine}")
-
-    def may_download(self, version: int, now_s: float) -> bool:
-        """False until the engine's turn, counted from the first call for a version."""
-        seen_s = self._seen_s.setdefault(version, now_s)
-        return now_s - seen_s >= self.download_delay_s(version)

@@ -102,10 +102,6 @@ class VersionStore:
             # The cache reports a file that is missing as any other difference.
             path.unlink(missing_ok=True)
 
-    def has_copy(self, version: int, layout: str = "") -> bool:
-        """True where a copy lies on the disk, which `fetch` compares again."""
-        return self.cache.place(version, layout).is_dir()
-
     def rollout(self) -> Rollout | None:
         """The rollout as last written, over or not; None without one."""
         try:

@@ -59,6 +59,7 @@ class Swaps:
         self.num_swaps = self.num_changes = 0
         self.prefixes: Prefixes | None = None
         self.holds_ms: dict[str, float] = {"tried": 0.0, "compared": 0.0}
+        self.holds_cpu_ms: dict[str, float] = {"tried": 0.0, "compared": 0.0}
         self._before: tuple[str, dict[str, str]] = ("", {})
         self._handles_before: dict[str, str] = {}
         self._job: threading.Thread | None = None
@@ -169,6 +170,8 @@ class Swaps:
                 "ok": True,
                 # The longest of the steps that the engine's thread took for it.
                 "hold_ms": max(pause_ms, *self.holds_ms.values()),
+                # Its time on a core, which other processes do not lengthen.
+                "hold_cpu_ms": max(self.holds_cpu_ms.values()),
                 "load_ms": 1e3 * loaded.load_s,
                 "bytes": loaded.num_bytes,
                 "changed": len(loaded.changed),
@@ -271,7 +274,7 @@ class Swaps:
             raise RuntimeError(f"version {self.staged_version} is still being worked on")
 
     def _step(self, state: str, work: Callable[[], None]) -> dict[str, Any]:
-        begun_s = time.perf_counter()
+        begun_s, begun_cpu_s = time.perf_counter(), time.thread_time()
         try:
             with torch.no_grad():
                 work()
@@ -282,6 +285,7 @@ class Swaps:
         self.state, self.reason = state, ""
         if state in ("tried", "compared"):
             self.holds_ms[state] = 1e3 * (time.perf_counter() - begun_s)
+            self.holds_cpu_ms[state] = 1e3 * (time.thread_time() - begun_cpu_s)
         return self.status()
 
     def _start(self, state: str, work: Callable[[], None]) -> dict[str, Any]:

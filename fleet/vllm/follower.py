@@ -56,6 +56,7 @@ class Follower:
         self.floor_drop, self.floor_rounds = floor_drop, floor_rounds
         self.refused: dict[int, str] = {}
         self.version: int | None = None
+        self.seen_s: dict[int, float] = {}  # when a version was first seen in the store
         self.history: list[int] = []  # versions that were served here, the latest last
         self.since_s = self.looked_s = clock()
         self.outcome: Outcome | None = None
@@ -84,14 +85,17 @@ class Follower:
         wanted = await asyncio.to_thread(self.store.wanted, self.engine)
         self._judge()
         goal = self.latest_good() if wanted in self.refused else wanted
-        if goal is not None and goal != self.version and self._may_fetch(goal):
+        if goal is not None and goal != self.version and self._is_due(goal):
             await self.serve(goal)
         self.problem = ""
         await asyncio.to_thread(self.store.put_engine, self.status())
 
-    def _may_fetch(self, version: int) -> bool:
-        """False until this engine's turn to download; a copy on the disk is swapped in at once."""
-        return self.pace.may_download(version, self.clock()) or self.store.has_copy(version, LAYOUT)
+    def _is_due(self, version: int) -> bool:
+        """True once this engine's turn to download a new version has come."""
+        seen_s = self.seen_s.setdefault(version, self.clock())
+        return version in self.history or self.clock() - seen_s >= self.pace.download_delay_s(
+            version
+        )
 
     async def serve(self, version: int) -> None:
         """Fetch a version and swap it in; refused, its reason is kept."""

@@ -22,7 +22,7 @@ class Settings:
     version: str = ""  # of the draft that serves at the start; "" where none is known
     share: float = 1.0  # of new requests that are recorded
     poll_s: float = 5.0  # between two looks into `versions`
-    spread_s: float = 0.0  # over which the engines of a large fleet begin a download
+    spread_s: float = 0.0  # in which all engines begin to download a new version
     cache: str = ""  # local folder of fetched versions; "" is one below the user's cache
     admin: bool = False  # routes that swap drafts and drop cached prefixes, for this machine alone
     floor_drop: float = 0.1  # loss of alpha by which a version is given up without the learner

@@ -24,8 +24,8 @@ RESTARTS = 3
 # Exit status of a writer that would end the same way again.
 REFUSED = 2
 LOOK_S = 1.0
-# Of an engine that ends, for a writer that flushes; more than a buffer's own patience.
-CLOSE_S = 15.0
+# Of an engine that ends, for a writer that flushes. A slower one goes on alone.
+CLOSE_S = 5.0
 CAPACITY = 64 << 20
 
 
@@ -112,12 +112,8 @@ class Child:
             return
         with contextlib.suppress(OSError):
             process.stdin.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:
-            logger.error("draftsmith: the writer of records hangs and is ended")
-            process.kill()
-            process.wait()
 
 
 def _environment() -> dict[str, str]:

@@ -48,6 +48,10 @@ class RequestMeta(NamedTuple):
     max_tokens: int
     stops: list[int]  # tokens that end it
 
+    @property
+    def filters(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
 
 class StepMeta(NamedTuple):
     """Meaning of the arrays behind the first three of `POSITIONS`.

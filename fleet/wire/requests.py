@@ -131,6 +131,9 @@ class Requests:
         record.draft_version = drafted.draft_version
         record.weight_version = drafted.weight_version
         record.sampler = self.job.sampler
+        if record.sampler == "probabilistic" and request.meta.filters:
+            # vLLM draws drafts at the request's temperature alone.
+            record.sampler = "unfiltered"
         record.drafted, record.accepted = drafted.drafted, len(tokens) - 1
         record.committed, record.emitted = committed, tokens[-1]
         if not request.meta.adjusts:

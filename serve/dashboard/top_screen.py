@@ -14,7 +14,9 @@ BOLD, FAINT, RED, GREEN, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[32m", "
 # eighths of a character, from low to full
 BLOCKS = "".join(chr(code) for code in range(0x2581, 0x2589))
 ASCII_BLOCKS = "_.-=+*#@"
-VERSIONS_SHOWN, DECISIONS_SHOWN = 4, 8
+VERSIONS_SHOWN, DECISIONS_SHOWN, STREAMS_SHOWN = 4, 8, 4
+# of the learner's monitor, as its status names them
+EVENTS = ("accepted", "drafted", "replaced", "emitted")
 LABEL_WIDTH = 12
 SILENT_S = 180  # one update of the learner may take a minute on a busy machine
 
@@ -46,6 +48,7 @@ def screen(data: Data, points: Sequence[Data], *, width: int, blocks: str = BLOC
         *_drafts(data),
         *_versions(data),
         *_learner(data),
+        *_losslessness(data),
         *_decisions(data),
         Line("q quits", FAINT),
     ]
@@ -59,7 +62,8 @@ def one_line(data: Data) -> str:
         f"{clock} {server['model']} version {server['draft_version'] or '-'}: "
         f"{number(now['tokens_per_s'], 1)} tok/s, "
         f"{speedup(now)}, tau {number(now['tau'], 2)}, alpha {alphas(now)}, "
-        f"{server['running']} running, {server['waiting']} waiting, {len(data['alarms'])} alarms"
+        f"{server['running']} running, {server['waiting']} waiting, "
+        f"{len(data['alarms']) + int((data['learner'] or {}).get('lossless_alarms', 0))} alarms"
     )
     return printable(text)
 
@@ -182,6 +186,32 @@ def _learner(data: Data) -> Iterator[Line]:
         yield _row("buffer", f"{size}, {data['server']['records']} rounds recorded by this server")
     if learner is not None or buffer is not None:
         yield Line("")
+
+
+def _losslessness(data: Data) -> Iterator[Line]:
+    """Streams of the learner's monitor: those with an alarm, and the latest ones."""
+    streams = (data["learner"] or {}).get("losslessness") or {}
+    alarmed = [name for name, one in streams.items() if one.get("alarm")]
+    quiet = [name for name in streams if name not in alarmed]
+    latest = quiet[-max(0, STREAMS_SHOWN - len(alarmed)) :] if len(alarmed) < STREAMS_SHOWN else []
+    shown = [name for name in streams if name in (*alarmed, *latest)]
+    if not shown:
+        return
+    yield Line(
+        f"{'losslessness of records':40} {'positions':>9} {'evidence':>9}  z accepted, drafted, "
+        "replaced, emitted",
+        FAINT,
+    )
+    for name in shown:
+        one = streams[name]
+        z = " ".join(number(one.get(f"z_{event}"), 1) for event in EVENTS)
+        found = "  NOT LOSSLESS" if name in alarmed else ""
+        yield Line(
+            f"{name[:40]:40} {one.get('positions', 0):9} "
+            f"{'1e' + number(one.get('log10_evidence'), 1):>9}  {z}{found}",
+            RED if name in alarmed else "",
+        )
+    yield Line("")
 
 
 def _decisions(data: Data) -> Iterator[Line]:

@@ -112,6 +112,7 @@ def build_engine(
         target_revision=target.revision,
         rule=rule_name(config, trees=tree is not None),
         greedy=config.draft_sampling == "greedy",
+        engine=config.engine_name,
     )
     outputs = OutputQueue(recorder)
     unread = 0 if drafter is None else most_unread(target, drafter, plan, config)

@@ -106,6 +106,7 @@ class Recorder:
 
     Args:
         rule: of verification, as in the record.
+        engine: name of the engine, as in the record.
         greedy: drafts are the draft's likeliest tokens where a request names no temperature.
     """
 
@@ -117,9 +118,10 @@ class Recorder:
         target_revision: str,
         rule: str = "",
         greedy: bool = False,
+        engine: str = "",
     ):
         self.sink, self.target, self.target_revision = sink, target, target_revision
-        self.rule, self.greedy = rule, greedy
+        self.rule, self.greedy, self.engine = rule, greedy, engine
         self.num_records = 0
         self._unmade: deque[RoundDistributions] = deque()
 
@@ -203,6 +205,7 @@ class Recorder:
             emitted=-1,
             share=request.record_share,
             rule=self.rule,
+            engine=self.engine,
         )
 
     def _put(self, request: Request, record: RoundRecord) -> None:

@@ -13,7 +13,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,12 +25,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from scripts.bench.fleet.installed import variables as plugin_variables
 from tests.e2e.test_audit_vllm import vllm_server
 from tests.e2e.test_vllm_cpu import draftsmith, save_target, speculation
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 
-ROOT = Path(__file__).resolve().parents[2]
 K = 3
 SHAPE: dict[str, Any] = {
     "vocab_size": 288, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
@@ -73,21 +73,23 @@ class Engine:
         ]
         return Counts(*found)
 
-    def generate(self, max_tokens: int = 64) -> tuple[list[list[int]], Counts]:
+    def generate(
+        self, max_tokens: int = 64, prompts: Sequence[list[int]] = PROMPTS
+    ) -> tuple[list[list[int]], Counts]:
         """Greedy answers to all prompts at once, and what was drafted and accepted for them."""
-        texts: list[list[int]] = [[] for _ in PROMPTS]
+        texts: list[list[int]] = [[] for _ in prompts]
         before = self.counts()
 
         def one(index: int) -> None:
             body = {
-                "model": "tiny", "prompt": PROMPTS[index], "max_tokens": max_tokens,
+                "model": "tiny", "prompt": prompts[index], "max_tokens": max_tokens,
                 "temperature": 0.0, "ignore_eos": True, "return_token_ids": True,
             }  # fmt: skip
             answer = self.post("/v1/completions", body)
             assert answer.status_code == 200, answer.text + self.log.read_text()[-3000:]
             texts[index] = answer.json()["choices"][0]["token_ids"]
 
-        threads = [threading.Thread(target=one, args=(index,)) for index in range(len(PROMPTS))]
+        threads = [threading.Thread(target=one, args=(index,)) for index in range(len(prompts))]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -101,32 +103,13 @@ def engine(
     model: Path, folder: Path, speculative: dict[str, Any], settings: dict[str, Any]
 ) -> Iterator[Engine]:
     options = [
-        "--max-model-len", "384", "--max-num-seqs", "8", "--no-enable-prefix-caching",
+        "--max-model-len", "384", "--max-num-seqs", "8", "--enable-prefix-caching",
         "--additional-config", json.dumps({"draftsmith": settings}),
     ]  # fmt: skip
-    variables = {
-        "VLLM_PLUGINS": "draftsmith",
-        "PYTHONPATH": f"{ROOT / 'src'}:{entry_points(folder / 'installed')}",
-    }
+    variables = plugin_variables(folder / "installed")
     log = folder / "log.txt"
     with vllm_server(model, log, speculative, options=options, variables=variables) as url:
         yield Engine(url, log)
-
-
-def entry_points(folder: Path) -> Path:
-    """What an installed draftsmith tells vLLM: its entry points, from pyproject.toml."""
-    sections = re.findall(
-        r'^\[project\.entry-points\."(.*?)"\]\n((?:[^\[\n].*\n)+)',
-        (ROOT / "pyproject.toml").read_text(),
-        re.MULTILINE,
-    )
-    assert len(sections) == 2
-    info = folder / "draftsmith-0.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: draftsmith\nVersion: 0\n")
-    lines = [f"[{group}]\n{body.replace(chr(34), '')}" for group, body in sections]
-    (info / "entry_points.txt").write_text("\n".join(lines))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +230,7 @@ def test_no_version_ends_the_engine(models: Path, running: Engine, tmp_path: Pat
 
 def test_fifty_swaps_in_flight(models: Path, running: Engine) -> None:
     alone, _ = running.generate(256)
-    stop, pauses, holds, codes = threading.Event(), [], [], []
+    stop, pauses, holds, on_core, codes = threading.Event(), [], [], [], []
 
     def swap() -> None:
         while not stop.is_set():
@@ -255,7 +238,9 @@ def test_fifty_swaps_in_flight(models: Path, running: Engine) -> None:
             found = running.swap(models / ("perfect", "draft")[len(codes) % 2], version)
             codes.append(found.status_code)
             pauses.append(found.json()["pause_ms"])
-            holds.append(running.worker()["last_swap"]["hold_ms"])
+            last = running.worker()["last_swap"]
+            holds.append(last["hold_ms"])
+            on_core.append(last["hold_cpu_ms"])
 
     thread = threading.Thread(target=swap)
     thread.start()
@@ -265,12 +250,34 @@ def test_fifty_swaps_in_flight(models: Path, running: Engine) -> None:
     stop.set()
     thread.join()
     assert set(codes) == {200}
-    for name, values in (("apply", pauses), ("longest step of a swap", holds)):
+    for name, values in (
+        ("apply", pauses), ("longest step of a swap", holds), ("the same on a core", on_core),
+    ):  # fmt: skip
         ordered = sorted(values)
         p50, p99 = ordered[len(ordered) // 2], ordered[int(0.99 * len(ordered))]
         print(f"{name}, {len(values)} swaps: p50 {p50:.2f} ms, p99 {p99:.2f} ms")
     assert running.swap(models / "perfect", "999").json()["ok"]
     assert running.generate()[1].tau == 4.0
+
+
+def test_prefixes_that_an_older_draft_cached_are_counted_apart(
+    models: Path, running: Engine
+) -> None:
+    """Other prompts are too short for a cached block."""
+    prompts = [[20 + (i * 31 + j * 7) % 260 for j in range(300)] for i in range(4)]
+    assert running.swap(models / "draft", "50").json()["ok"]
+    alone, _ = running.generate(32, prompts)
+    assert running.swap(models / "perfect", "51").json()["ok"]
+    before = running.worker()["prefixes"]
+    texts, counts = running.generate(32, prompts)
+    after = running.worker()["prefixes"]
+    assert texts == alone
+    assert after["old_requests"] - before["old_requests"] == len(prompts)
+    assert running.post("/draftsmith/reset-prefix", {}).json() == {"reset": True}
+    texts, again = running.generate(32, prompts)
+    print(f"tau {counts.tau:.3f} behind an older draft's prefixes, {again.tau:.3f} after the reset")
+    assert texts == alone and again.tau == 4.0 and counts.tau < 3.0
+    assert running.worker()["prefixes"]["old_requests"] == after["old_requests"]
 
 
 def publish(root: Path, version: int, source: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import threading
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -172,6 +173,9 @@ def test_the_learner_raises_an_alarm_once_and_shows_it(
     found = parse(generate_latest(registry_of(daemon.status)).decode())
     assert found.total("draftsmith_learner_lossless_alarms") == 2
     assert found.total("draftsmith_learner_lossless_alarm") == 2
+    ours = {"engine": "", "version": "7"}
+    assert found.total("draftsmith_learner_lossless_alarm", **ours) == 1
+    assert found.total("draftsmith_learner_lossless_z_accepted", **ours) > 4
     daemon.save()
     again = io.StringIO()
     restarted = daemon_of(tmp_path, target, folder, again)
@@ -218,6 +222,23 @@ def test_the_audit_of_a_buffer_names_the_version_that_is_wrong(
     assert (status, report["verdict"]) == (1, "lossy")
     broken = {check["name"] for check in report["checks"] if not check["passed"]}
     assert "version 8" in broken and "version 7" not in broken
+
+
+def test_the_audit_of_a_buffer_of_several_names_the_engine_that_is_wrong(
+    buffer: Callable[..., str], tmp_path: Path
+) -> None:
+    """Of two engines of one version, the second keeps every second rejected draft."""
+
+    def from_two(one: RoundRecord) -> RoundRecord:
+        is_second = zlib.crc32(one.request.encode()) % 2 == 0
+        if is_second and one.round % 2 == 0 and one.accepted < len(one.drafted):
+            one = replace(one, accepted=one.accepted + 1)
+        return replace(one, engine="b:8001" if is_second else "a:8000")
+
+    status, report = audit(buffer(from_two), tmp_path)
+    assert (status, report["verdict"]) == (1, "lossy")
+    passed = {check["name"]: check["passed"] for check in report["checks"]}
+    assert passed["version 7 on a:8000"] and not passed["version 7 on b:8001"]
 
 
 @pytest.mark.parametrize(

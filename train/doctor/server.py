@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import httpx
 
@@ -26,6 +28,7 @@ def check_server(url: str, *, seconds: float = 0.0, api_key: str | None = None) 
         try:
             findings = [check_health(http), check_model(http)]
             scrape = read_metrics(http)
+            findings += check_records(read_learner(http))
             if seconds > 0:
                 time.sleep(seconds)
                 scrape = read_metrics(http).since(scrape)
@@ -79,6 +82,35 @@ def read_metrics(http: httpx.Client) -> Scrape:
             f"/metrics has no {OURS}, so this is no draftsmith server; give the URL of one"
         )
     return scrape
+
+
+def read_learner(http: httpx.Client) -> dict[str, Any]:
+    """Status of the learner that the server follows; empty where it shows none."""
+    response = http.get("/dashboard/data")
+    if response.status_code != 200:
+        return {}
+    data = response.json()
+    return (data.get("learner") or {}) if isinstance(data, dict) else {}
+
+
+def check_records(learner: Mapping[str, Any]) -> list[Finding]:
+    """Losslessness by the learner's monitor, which reads the records of all engines."""
+    streams = learner.get("losslessness") or {}
+    everything = streams.get("all", {})
+    if not everything.get("positions"):
+        return []
+    alarmed = [name for name, one in streams.items() if one.get("alarm") and name != "all"]
+    if alarmed or everything.get("alarm"):
+        what = f"by its records not lossless: {', '.join(alarmed) or 'all together'}"
+        mend = "run draftsmith audit --buffer with its buffer, which names the events"
+        return [fail("learning.lossless", what, mend)]
+    deviations = ", ".join(
+        f"{name.removeprefix('z_')} {value:+.1f}"
+        for name, value in everything.items()
+        if name.startswith("z_")
+    )
+    what = f"{everything['positions']} recorded positions as lossless verification has them"
+    return [ok("learning.lossless", f"{what}, z {deviations}")]
 
 
 def check_metrics(scrape: Scrape) -> list[Finding]:

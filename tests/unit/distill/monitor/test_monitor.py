@@ -175,6 +175,24 @@ def test_false_alarms_of_2000_honest_streams_looked_at_after_every_event() -> No
     assert bets.log_evidence == pytest.approx(money(happened[:1], chance[:1])[0, -1], abs=1e-9)
 
 
+@pytest.mark.parametrize("rate", [0.48, 0.52])
+def test_rounding_never_becomes_evidence(rate: float) -> None:
+    """A probability that is off by as much as it may be; the control is one stated as exact."""
+    count = 20_000
+    happened = np.random.default_rng(8).random(count) < rate
+    everything = np.ones(count, dtype=bool)
+
+    def found(error: float) -> float:
+        bets = Bets()
+        errors = np.full(count, error)
+        bets.add(
+            Event("accepted", np.arange(count), happened, np.full(count, 0.5), errors), everything
+        )
+        return bets.log_evidence
+
+    assert found(0.02) < 3 and found(0.0) > 10
+
+
 def test_an_acceptance_of_two_percent_too_much_is_found() -> None:
     happened, chance = simulated(40, 30_000, 4, bias=0.02)
     level = Stream(2).log_level(1e-6) + math.log(len(EVENTS))
@@ -269,5 +287,7 @@ def test_versions_without_end_keep_few_streams_each_with_a_smaller_share() -> No
     for number in range(MOST_STREAMS + 20):
         found.look([replace(base, draft_version=str(number))])
     assert len(found.streams) == MOST_STREAMS and found.begun == MOST_STREAMS + 21
+    levels = [one.log_level(1e-6) for one in found.streams.values()]
+    assert levels == sorted(levels) and levels[-1] > levels[0] + 2
     numbers = [one.number for one in found.streams.values()]
     assert numbers == sorted(numbers) and numbers[-1] == found.begun

@@ -3,10 +3,21 @@ vLLM's own names."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from draftsmith.distill.buffer.folder import Folder, in_turn, parse
+from draftsmith.fleet.recording.recorder import Recorder
+from draftsmith.fleet.vllm.settings import Settings
+from draftsmith.fleet.vllm.state import WorkerState
+from draftsmith.fleet.wire.requests import Job
+from draftsmith.fleet.wire.ring import Ring
+from draftsmith.fleet.wire.writer import run
+from draftsmith.record import RoundRecord
 
 VOCAB = 48
 
@@ -51,7 +62,9 @@ def new_request(req_id: str, prompt: list[int] | None, **changes: Any) -> Simple
 
 
 def scheduled(
-    new: tuple = (), finished: tuple = (), resumed: dict[str, list[int]] | None = None
+    new: Sequence[Any] = (),
+    finished: Sequence[str] = (),
+    resumed: dict[str, list[int]] | None = None,
 ) -> SimpleNamespace:
     cached = SimpleNamespace(resumed_req_ids=set(resumed or {}), all_token_ids=resumed or {})
     return SimpleNamespace(
@@ -125,9 +138,10 @@ class Worker:
         verify: tuple[Any, ...] = (),
         *,
         later: bool = False,
+        batch: list[str] | None = None,
     ) -> Any:
         """One step, whose tokens are fetched at once or, as under async scheduling, `later`."""
-        self.model_runner.input_batch.req_ids = list(sampled)
+        self.model_runner.input_batch.req_ids = list(sampled) if batch is None else batch
         self.verify = verify
         result = SimpleNamespace(
             req_ids=list(sampled), sampled_token_ids=[list(own) for own in sampled.values()]
@@ -158,3 +172,35 @@ class Writer:
 
     def close(self) -> None:
         self.closed = True
+
+
+class Lab:
+    """A worker with a recorder, and the records that came of it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        sampler: Any = None,
+        capacity: int = 1 << 20,
+        max_length: int = 1000,
+    ):
+        self.folder, self.max_length = folder, max_length
+        self.worker = Worker(sampler or FirstSampler())
+        self.writer = Writer(Ring.create(capacity))
+        self.state = WorkerState(Settings(), "1")
+        self.recorder = Recorder(
+            self.worker, self.state, self.writer, most=1.0, max_length=max_length  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def records(self, *, seeded: bool = False) -> dict[str, list[RoundRecord]]:
+        """By request; those of seeded ones too where asked for."""
+        job = Job(str(self.folder), "e", "t", "r", "greedy", "chain", 1.0, self.max_length)
+        run(self.writer.ring, job, lambda seconds: True)
+        found: dict[str, list[RoundRecord]] = {}
+        folder = Folder(str(self.folder))
+        shards = in_turn(folder.shards_among(folder.names()))
+        for one in [one for shard in shards for one in parse(folder.fetch(shard))]:
+            if one.seeded and not seeded:
+                continue
+            found.setdefault(one.request, []).append(one)
+        return found

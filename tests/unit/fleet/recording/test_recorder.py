@@ -12,23 +12,20 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.distill.buffer.buffer import BufferReader
 from draftsmith.distill.buffer.traffic import stitch
 from draftsmith.fleet.recording import recorder as recorder_module
-from draftsmith.fleet.recording.recorder import Recorder
 from draftsmith.fleet.recording.requests import Chooser, adjusts, is_recordable, meta_of
 from draftsmith.fleet.recording.seam import kind_of
 from draftsmith.fleet.vllm import attach
 from draftsmith.fleet.vllm.expand_kernel import expand
 from draftsmith.fleet.vllm.settings import Settings
 from draftsmith.fleet.vllm.state import WorkerState
-from draftsmith.fleet.wire.requests import Job, record_name
+from draftsmith.fleet.wire.requests import record_name
 from draftsmith.fleet.wire.ring import Ring
-from draftsmith.fleet.wire.writer import run
-from draftsmith.record import RoundRecord
 from tests.unit.fleet.recording.stand_ins import (
     VOCAB,
     FirstSampler,
+    Lab,
     SecondSampler,
     Worker,
     Writer,
@@ -39,27 +36,6 @@ from tests.unit.fleet.recording.stand_ins import (
 )
 
 A, B = "cmpl-a-0-00000001", "cmpl-b-0-00000002"
-
-
-class Lab:
-    """A worker with a recorder, and the records that came of it."""
-
-    def __init__(self, folder: Path, sampler: Any = None, capacity: int = 1 << 20):
-        self.folder = folder
-        self.worker = Worker(sampler or FirstSampler())
-        self.writer = Writer(Ring.create(capacity))
-        self.state = WorkerState(Settings(), "1")
-        self.recorder = Recorder(
-            self.worker, self.state, self.writer, most=1.0, max_length=1000  # type: ignore[arg-type]
-        )  # fmt: skip
-
-    def records(self) -> dict[str, list[RoundRecord]]:
-        job = Job(str(self.folder), "e", "t", "r", "greedy", "chain", 1.0, 1000)
-        run(self.writer.ring, job, lambda seconds: True)
-        found: dict[str, list[RoundRecord]] = {}
-        for one in BufferReader(str(self.folder)).read().records:
-            found.setdefault(one.request, []).append(one)
-        return found
 
 
 @pytest.fixture

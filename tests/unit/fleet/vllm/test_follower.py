@@ -282,6 +282,20 @@ def test_an_engine_falls_back_by_itself(
     assert workers[0].version == "3"
 
 
+def test_downloads_of_many_engines_are_spread(versions: Path, tmp_path: Path) -> None:
+    now_s = [0.0]
+    follower = follower_of(
+        Client([Swaps()], Settings()), tmp_path, spread_s=100.0, clock=lambda: now_s[0]
+    )
+    publish(versions, 1)
+    begins_s = follower.pace.download_delay_s(1)
+    assert 0 < begins_s < 100
+    for at_s, version in ((0.0, None), (begins_s - 0.1, None), (begins_s + 0.1, 1)):
+        now_s[0] = at_s
+        asyncio.run(follower.once())
+        assert follower.version == version
+
+
 def test_one_api_server_of_several_follows(tmp_path: Path) -> None:
     first, second = OneOf(tmp_path / "lock"), OneOf(tmp_path / "lock")
     assert first.taken() and first.taken() and not second.taken()

@@ -128,6 +128,23 @@ def test_records_of_a_request_are_its_text_with_p_and_q(written: Callable[..., A
             assert (q.ids, q.drafted, q.tail) == ([token], 0.0, 0.0)
 
 
+@pytest.mark.parametrize("sampler, top_k, expected", [
+    ("probabilistic", 0, "probabilistic"),
+    ("probabilistic", 20, "unfiltered"),
+    ("greedy", 20, "greedy"),
+])  # fmt: skip
+def test_drawn_drafts_of_a_filtered_request_are_unfiltered(
+    written: Callable[..., Any], sampler: str, top_k: int, expected: str
+) -> None:
+    def act(engine: Engine) -> None:
+        engine.begin(1, [10, 11], META._replace(top_k=top_k))
+        engine.verify(1, [14, 15], [14, 99])
+        engine.end(1)
+
+    (records,) = written(act, sampler=sampler).values()
+    assert [one.sampler for one in records if one.drafted] == [expected]
+
+
 def test_a_temperature_has_its_norm_and_drawn_drafts_their_q(written: Callable[..., Any]) -> None:
     torch.manual_seed(0)
     p = torch.randn(2, VOCAB)

@@ -80,6 +80,20 @@ def test_everything_that_matters_is_on_the_screen() -> None:
     )
 
 
+def test_losslessness_is_shown_by_engine_with_alarms_first() -> None:
+    data = copy.deepcopy(DATA)
+    stream = {"positions": 900, "z_accepted": 0.4, "z_emitted": -1.1, "log10_evidence": -0.5}
+    streams = {"all": stream, "version 2 on b:8001": {**stream, "z_accepted": 9.1, "alarm": 1.0}}
+    streams |= {f"version {version} on a:8000": stream for version in range(3, 9)}
+    data["learner"] |= {"losslessness": streams, "lossless_alarms": 1}
+    shown = texts(data)
+    assert "version 8 on a:8000" in shown and "0.4 - - -1.1" in shown
+    assert "version 3 on a:8000" not in shown, "the latest ones"
+    (red,) = [one.text for one in screen(data, [], width=80) if "NOT LOSSLESS" in one.text]
+    assert red.startswith("version 2 on b:8001") and "9.1" in red
+    assert "2 alarms" in one_line(data) and "1 alarms" in one_line(DATA)
+
+
 def test_little_is_known_at_first() -> None:
     data = copy.deepcopy(DATA)
     nothing = {"rounds": 0, "tau": None, "alpha": []}
