@@ -44,9 +44,8 @@ def settings_of(vllm_config: Any) -> Settings | None:
     return Settings(**given)
 
 
-def wrong(given: Any) -> str:
+def wrong(given: Any, where: str = f"additional_config {SECTION!r}") -> str:
     """Sentence about the first setting that is unknown or has a wrong type; "" for none."""
-    where = f"additional_config {SECTION!r}"
     if not isinstance(given, Mapping):
         return f"{where} is {given!r} and must be an object of settings"
     defaults = {field.name: field.default for field in fields(Settings)}
