@@ -21,6 +21,7 @@ from draftsmith.fleet.log import logger
 from draftsmith.fleet.swaps.checks import DraftRefused
 from draftsmith.fleet.swaps.packed import (
     Handle,
+    NotSwappable,
     Slots,
     combined,
     exchange,
@@ -34,6 +35,8 @@ from draftsmith.fleet.swaps.proposer import Proposer
 from draftsmith.fleet.swaps.staging import Loaded, Staging, first_line
 from draftsmith.fleet.swaps.trial import derived, trial
 
+LASTING = (DraftRefused, NotSwappable)
+
 
 class Swaps:
     """Attributes:
@@ -42,6 +45,7 @@ class Swaps:
     digests: of the served draft by slot, as it should be; empty before the first look
     state: "idle", "working", "loaded", "tried", "compared", "refused" or "looked"
     reason: sentence of a refusal
+    is_lasting: the refusal is about the version, and another try would end the same
     is_asleep: the engine's memory is away, nothing is read or written
     """
 
@@ -53,6 +57,7 @@ class Swaps:
         self.applied: Loaded | None = None
         self.digests: dict[str, str] = {}
         self.state, self.reason, self.staged_version = "idle", "", ""
+        self.is_lasting = False
         self.matches: bool | None = None
         self.is_asleep = False
         self.last_swap: dict[str, Any] = {}
@@ -71,6 +76,7 @@ class Swaps:
             "state": "working" if self._is_working() else self.state,
             "staged": self.staged_version,
             "reason": self.reason,
+            "lasting": self.state == "refused" and self.is_lasting,
             "matches": self.matches,
             "drafting": not self.proposer.is_stopped,
             "asleep": self.is_asleep,
@@ -146,7 +152,7 @@ class Swaps:
             loaded, staging = self._staged(version), self.staging
             assert staging is not None
             if self.is_asleep:
-                raise DraftRefused("the engine sleeps")
+                raise RuntimeError("the engine sleeps")
             if self.state != "compared":
                 raise DraftRefused(f"version {version} was not compared")
             served = staging.served()
@@ -279,9 +285,9 @@ class Swaps:
             with torch.no_grad():
                 work()
         except Exception as error:
-            if not isinstance(error, DraftRefused):
+            if not isinstance(error, LASTING):
                 logger.exception("draftsmith: a step of a swap failed")
-            return self._refuse(first_line(error))
+            return self._refuse(first_line(error), is_lasting=isinstance(error, LASTING))
         self.state, self.reason = state, ""
         if state in ("tried", "compared"):
             self.holds_ms[state] = 1e3 * (time.perf_counter() - begun_s)
@@ -296,8 +302,9 @@ class Swaps:
         self._job.start()
         return self.status()
 
-    def _refuse(self, reason: str) -> dict[str, Any]:
+    def _refuse(self, reason: str, *, is_lasting: bool = False) -> dict[str, Any]:
         self.state, self.reason, self.loaded = "refused", reason, None
+        self.is_lasting = is_lasting
         return self.status()
 
 

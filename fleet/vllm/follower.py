@@ -25,6 +25,8 @@ from draftsmith.fleet.vllm.swap_client import Answers, Outcome, SwapClient
 LAYOUT = "vllm"
 # Between two comparisons of all weights with those that should be loaded.
 LOOK_S = 60.0
+# Of a version whose refusal may pass: a slow disk, a rank that is busy.
+TRIES = 3
 
 # Figures by version, as the writer of records leaves them.
 Figures = Mapping[str, Mapping[str, Any]]
@@ -54,6 +56,7 @@ class Follower:
         self.pace = Pace(engine, poll_s, spread_s=spread_s)
         self.figures, self.clock = figures, clock
         self.floor_drop, self.floor_rounds = floor_drop, floor_rounds
+        self.tries: dict[int, int] = {}
         self.refused: dict[int, str] = {}
         self.version: int | None = None
         self.seen_s: dict[int, float] = {}  # when a version was first seen in the store
@@ -110,7 +113,11 @@ class Follower:
         outcome = await self.client.swap(folder, str(version))
         self.outcome, self.swapped = outcome, version
         if not outcome.ok:
-            self._refuse(version, outcome.reason)
+            self.tries[version] = self.tries.get(version, 0) + 1
+            if outcome.is_lasting or self.tries[version] == TRIES:
+                self._refuse(version, outcome.reason)
+            else:
+                logger.info("draftsmith: version %s is tried again: %s", version, outcome.reason)
             return
         logger.info("draftsmith: serves version %s, paused %.2f ms", version, outcome.pause_ms)
         self._serves(version)

@@ -28,6 +28,11 @@ class Outcome(NamedTuple):
     pause_ms: float | None = None
     answers: Answers = ()
 
+    @property
+    def is_lasting(self) -> bool:
+        """True for a refusal that is about the version, not about the moment."""
+        return any(answer.get("lasting") for answer in self.answers)
+
 
 class SwapClient:
     """Steps of swaps by an engine client's `collective_rpc`."""
@@ -77,19 +82,19 @@ class SwapClient:
                 return Outcome(False, reason, answers=answers)
             answers = await self.call("apply", version=version)
             if reason := refusal(answers):
-                return await self._undone(version, reason)
+                return await self._undone(version, reason, answers)
             pauses = [answer["last_swap"]["pause_ms"] for answer in answers]
             await self.call("look")
             looked = await self._settled()
             if all(answer.get("matches") for answer in looked):
                 await self.call("keep")
                 return Outcome(True, "", max(pauses), looked)
-            return await self._undone(version, "what is loaded is not what was staged")
+            return await self._undone(version, "what is loaded is not what was staged", looked)
 
-    async def _undone(self, version: str, reason: str) -> Outcome:
+    async def _undone(self, version: str, reason: str, answers: Answers) -> Outcome:
         """One worker could not apply it: those that did go back."""
         await self.call("take_back")
-        return Outcome(False, f"version {version}: {reason}", answers=await self.call("status"))
+        return Outcome(False, f"version {version}: {reason}", answers=answers)
 
     async def prepare(self) -> str:
         """Second copies on all workers; a sentence where one cannot have it."""

@@ -28,6 +28,7 @@ class Swaps:
         self.version, self.state, self.reason = version, "idle", ""
         self.fails_at, self.steps = fails_at, []  # type: ignore[var-annotated]
         self.before, self.asleep, self.applied, self.mismatched = version, False, False, "-"
+        self.passes = False
 
     def status(self) -> dict[str, Any]:
         return {
@@ -37,6 +38,7 @@ class Swaps:
             "version": self.version,
             "matches": self.version not in ("", self.mismatched),
             "asleep": self.asleep,
+            "lasting": self.state == "refused" and self.version != "" and not self.passes,
             "last_swap": {"pause_ms": 0.5},
         }
 
@@ -230,6 +232,23 @@ def test_one_worker_that_refuses_keeps_the_others_back(
     assert [one.version for one in workers] == ["1", "1"] and 2 in follower.refused
 
 
+def test_a_refusal_of_the_moment_is_tried_again(versions: Path, tmp_path: Path) -> None:
+    worker = Swaps(fails_at="stage 2")
+    follower = follower_of(Client([worker], Settings()), tmp_path)
+    worker.passes = True
+    for version in (1, 2):
+        publish(versions, version)
+        asyncio.run(follower.once())
+    assert follower.refused == {} and worker.version == "1"
+    worker.fails_at = ""
+    asyncio.run(follower.once())
+    assert worker.version == "2"
+    publish(versions, 13)
+    for _ in range(3):
+        asyncio.run(follower.once())
+    assert 13 in follower.refused
+
+
 def test_a_rank_with_other_weights_takes_all_back(versions: Path, tmp_path: Path) -> None:
     workers = [Swaps(), Swaps()]
     follower = follower_of(Client(workers, Settings()), tmp_path)
@@ -237,8 +256,9 @@ def test_a_rank_with_other_weights_takes_all_back(versions: Path, tmp_path: Path
     asyncio.run(follower.once())
     workers[1].mismatched = "2"
     publish(versions, 2)
-    asyncio.run(follower.once())
-    assert [one.version for one in workers] == ["1", "1"]
+    for _ in range(3):
+        asyncio.run(follower.once())
+        assert [one.version for one in workers] == ["1", "1"]
     assert "not what was staged" in follower.refused[2]
 
 
