@@ -24,6 +24,9 @@ if __name__ == "__main__":
         "fc_norm",
         "norm_output",
         "draft_vocab_size",
+        "aux_hidden_state_layer_ids",
+        "block_size",
+        "sample_from_anchor",
     )
     with open(f"{out}/read.json", "w", encoding="utf-8") as handle:
         json.dump({"class": type(model).__name__, **{key: config.get(key) for key in kept}}, handle)

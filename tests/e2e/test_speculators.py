@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.options import Eagle3Options
+from draftsmith.drafters.options import DflashOptions, DsparkOptions, Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.files import read_json
@@ -31,15 +31,17 @@ PROBE = Path(__file__).with_name("speculators_probe.py")
 SHAPES = {
     "plain": Eagle3Options(taps=(1, 2, 3), draft_vocab_size=100),
     "3.1": Eagle3Options(taps=(1, 3), fc_norm=True, norm_output=True, norm_before_residual=True),
+    "dflash": DflashOptions(taps=(1, 3), causal=False),
+    "dspark": DsparkOptions(taps=(1, 3), causal=False),
 }
 
 
 @pytest.fixture
-def exported(tiny_target: Callable[..., str], tmp_path: Path) -> Callable[[str], Path]:
-    def export(shape: str) -> Path:
+def exported(tiny_target: Callable[..., str], tmp_path: Path) -> Callable[..., Path]:
+    def export(shape: str, family: str = "eagle3") -> Path:
         target = Target.load(tiny_target("llama"), dtype=torch.float32)
         counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))
-        drafter = FAMILIES["eagle3"].create(SHAPES[shape], target, seed=0, token_counts=counts)
+        drafter = FAMILIES[family].create(SHAPES[shape], target, seed=0, token_counts=counts)
         with torch.no_grad():
             for parameter in drafter.parameters():
                 parameter.add_(
@@ -86,7 +88,7 @@ def differing(folder: Path, read: dict[str, torch.Tensor]) -> list[str]:
     )
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["plain", "3.1"])
 def test_the_library_reads_what_was_trained(shape: str, exported: Callable[[str], Path]) -> None:
     folder = exported(shape)
     config, read = read_back(folder)
@@ -95,9 +97,22 @@ def test_the_library_reads_what_was_trained(shape: str, exported: Callable[[str]
     assert all(name.startswith(("verifier_", "embed_tokens", "t2d", "d2t")) for name in read.keys() - load_file(
         folder / "model.safetensors").keys())  # fmt: skip
     options = SHAPES[shape]
+    assert isinstance(options, Eagle3Options)
     assert config["eagle_aux_hidden_state_layer_ids"] == list(options.taps or ())
     for norm in ("fc_norm", "norm_output", "norm_before_residual"):
         assert config[norm] is getattr(options, norm)
+
+
+@pytest.mark.parametrize("family", ["dflash", "dspark"])
+def test_the_library_reads_blocks(family: str, exported: Callable[..., Path]) -> None:
+    folder = exported(family, family)
+    config, read = read_back(folder)
+    kinds = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
+    assert config["class"] == kinds[family] and differing(folder, read) == []
+    own = read.keys() - load_file(folder / "model.safetensors").keys()
+    assert all(name.startswith(("verifier_", "embed_tokens", "lm_head")) for name in own)
+    assert config["aux_hidden_state_layer_ids"] == [1, 3] and config["block_size"] == 8
+    assert config["sample_from_anchor"] is (family == "dspark")
 
 
 def test_a_wrong_name_would_be_noticed(exported: Callable[[str], Path]) -> None:

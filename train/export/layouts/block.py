@@ -1,5 +1,5 @@
 """DFlash and DSpark as vLLM and SGLang read them alike: the checkpoint as it is, once it is what
-they expect."""
+they expect; and in the `speculators` layout."""
 
 from __future__ import annotations
 
@@ -8,14 +8,63 @@ from typing import Any
 
 import torch
 
+from draftsmith.drafters.blocks.shape import block_values, shape_in
 from draftsmith.drafters.weights import read_weights, write_weights
 from draftsmith.errors import UserError
-from draftsmith.train.export.layouts.eagle3 import scales_its_embeddings
+from draftsmith.train.export.layouts.eagle3 import (
+    SPECULATORS_VERSION,
+    scales_its_embeddings,
+    speculators_plan,
+)
 from draftsmith.train.export.layouts.source import Source, text_config
+
+SPECULATORS = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}
+# Keys of DSpark's heads.
+HEAD_KEYS = (
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+)
 
 
 def write_portable(source: Source, out: Path) -> None:
     write_weights(out, source.config, check(source))
+
+
+def write_speculators(source: Source, out: Path) -> None:
+    """Started as `vllm serve OUT`: the target is named inside."""
+    tensors = check(source)
+    write_weights(out, speculators_config(source), tensors)
+
+
+def speculators_config(source: Source) -> dict[str, Any]:
+    settings = block_values(source.config)
+    shape = shape_in(settings)
+    if shape.causal or any(shape.windows):
+        raise UserError(
+            "the speculators layout has blocks whose slots all see each other, and this draft's "
+            f"do not; train it with {source.family}.causal=false, or export it --to vllm"
+        )
+    outer = ("architectures", "dflash_config", "dtype", "target_layer_ids", *HEAD_KEYS)
+    layer = {key: value for key, value in source.config.items() if key not in outer}
+    return {
+        "architectures": [SPECULATORS[source.family]],
+        "speculators_model_type": source.family,
+        "speculators_version": SPECULATORS_VERSION,
+        "dtype": source.config.get("dtype", "float32"),
+        "draft_vocab_size": source.config["vocab_size"],
+        "block_size": shape.block_size,
+        "mask_token_id": shape.mask_token,
+        # Layers are counted by their inputs.
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in settings["target_layer_ids"]],
+        "sample_from_anchor": bool(shape.markov_rank),
+        "sliding_window_non_causal": True,
+        "tie_word_embeddings": False,
+        **{key: source.config[key] for key in HEAD_KEYS if key in source.config},
+        "transformer_layer_config": layer,
+        "speculators_config": speculators_plan(source, source.family),
+    }
 
 
 def check(source: Source) -> dict[str, torch.Tensor]:

@@ -133,16 +133,21 @@ def speculators_config(source: Source) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "eagle_aux_hidden_state_layer_ids": config["eagle_aux_hidden_state_layer_ids"],
         "transformer_layer_config": layer,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {"proposal_type": "greedy", "speculative_tokens": source.num_speculative_tokens}
-            ],
-            "verifier": {
-                "name_or_path": source.target_name,
-                "architectures": source.target_config["architectures"],
-            },
+        "speculators_config": speculators_plan(source, "eagle3"),
+    }
+
+
+def speculators_plan(source: Source, algorithm: str) -> dict[str, Any]:
+    """Draft length and target, which that layout has inside."""
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [
+            {"proposal_type": "greedy", "speculative_tokens": source.num_speculative_tokens}
+        ],
+        "verifier": {
+            "name_or_path": source.target_name,
+            "architectures": source.target_config["architectures"],
         },
     }
 

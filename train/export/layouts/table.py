@@ -24,6 +24,7 @@ HOLD_TARGET = ("gguf",)
 BLOCKS: dict[str, Writer] = {
     "vllm": block.write_portable,
     "sglang": block.write_portable,
+    "speculators": block.write_speculators,
     "gguf": blocks.write_block,
 }
 WRITERS: dict[str, dict[str, Writer]] = {
@@ -68,9 +69,7 @@ REFUSALS: dict[tuple[str, str], str] = {
     ("mlp", "vllm"): "vLLM does not draft with the MLP speculator any more",
     ("mlp", "triton"): "Triton's vLLM backend does not draft with the MLP speculator any more",
     ("mlp", "sglang"): "SGLang does not draft with the MLP speculator",
-    ("dflash", "speculators"): "draftsmith writes DFlash for engines alone",
     ("dflash", "hf"): "transformers cannot draft with DFlash",
-    ("dspark", "speculators"): "draftsmith writes DSpark for engines alone",
     ("dspark", "hf"): "transformers cannot draft with DSpark",
     ("mlp", "speculators"): "the speculators layout has no MLP speculators",
     ("p-eagle", "gguf"): "llama.cpp drafts one token after another with an EAGLE-3 head",

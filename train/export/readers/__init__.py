@@ -7,6 +7,7 @@ Files in reading order:
 - `llamacpp`: llama.cpp
 - `sglang`: SGLang
 - `vllm`: vLLM
+- `vllm_speculators`: the `speculators` layout in vLLM
 - `vllm_eagle3`: vLLM's EAGLE-3
 - `vllm_mtp`: vLLM's MTP
 - `vllm_taps`: layers that vLLM taps

@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.train.export.layouts.triton import draft_folder
-from draftsmith.train.export.readers import llamacpp, plain, sglang, vllm, vllm_eagle3, vllm_mtp
+from draftsmith.train.export.readers import (
+    llamacpp,
+    plain,
+    sglang,
+    vllm,
+    vllm_eagle3,
+    vllm_mtp,
+    vllm_speculators,
+)
 from draftsmith.train.export.readers.understood import Reader, Understood
 
 READERS: dict[tuple[str, str], Reader] = {
@@ -29,9 +37,11 @@ READERS: dict[tuple[str, str], Reader] = {
     ("dflash", "vllm"): vllm.read_dflash,
     ("dflash", "sglang"): sglang.read_dflash,
     ("dflash", "gguf"): llamacpp.read_dflash,
+    ("dflash", "speculators"): vllm_speculators.read_dflash,
     ("dspark", "vllm"): vllm.read_dspark,
     ("dspark", "sglang"): sglang.read_dspark,
     ("dspark", "gguf"): llamacpp.read_dspark,
+    ("dspark", "speculators"): vllm_speculators.read_dspark,
 }
 
 

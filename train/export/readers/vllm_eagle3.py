@@ -19,6 +19,7 @@ from draftsmith.train.export.readers.understood import (
     decoder_layer,
     renamed,
 )
+from draftsmith.train.export.readers.vllm_speculators import layer_of
 from draftsmith.train.export.readers.vllm_taps import NAME, tapped_layers
 
 ARCHITECTURES = (
@@ -62,24 +63,9 @@ def read_speculators_peagle(folder: Path, target_config: dict[str, Any]) -> Unde
 
 
 def flattened(folder: Path, kind: str, *, norm_before_residual: bool) -> dict[str, Any]:
-    """The layer's config is taken for the draft's, and a few keys are put over it from the top
-    level."""
     outer = read_config(folder)
-    plan = outer.get("speculators_config") or {}
-    methods = plan.get("proposal_methods") or [{}]
-    if not methods[0].get("speculative_tokens") or not (plan.get("verifier") or {}).get(
-        "name_or_path"
-    ):
-        raise UserError(
-            "vLLM finds no draft length or no target in speculators_config; the layout is wrong"
-        )
-    if outer.get("speculators_model_type") != kind:
-        raise UserError(
-            f"vLLM reads speculators_model_type {outer.get('speculators_model_type')!r} as "
-            "another family"
-        )
     config = {
-        **outer["transformer_layer_config"],
+        **layer_of(outer, kind),
         "draft_vocab_size": outer.get("draft_vocab_size"),
         "norm_before_residual": outer.get("norm_before_residual", norm_before_residual),
         "norm_before_fc": outer.get("norm_before_fc", False),

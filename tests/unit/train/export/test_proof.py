@@ -14,7 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.options import OPTIONS, DraftLmOptions, Eagle3Options
+from draftsmith.drafters.options import (
+    OPTIONS,
+    DflashOptions,
+    DraftLmOptions,
+    DsparkOptions,
+    Eagle3Options,
+)
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
@@ -28,7 +34,11 @@ from draftsmith.train.export.readers.table import READERS
 SHAPES = {
     "eagle3": Eagle3Options(draft_vocab_size=200, taps=(1, 2, 3)),
     "draft-lm": DraftLmOptions(target_layers=(0, 3)),
+    "block": DflashOptions(causal=False),
+    "transitions": DsparkOptions(causal=False),
 }
+# The layout has blocks whose slots see each other only.
+IN_SPECULATORS = {"dflash": "block", "dspark": "transitions"}
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
 
 
@@ -45,28 +55,30 @@ def exported(
     two alike."""
     made: dict[str, Path] = {}
 
-    def draft(family: str) -> Path:
-        if family not in made:
-            made[family] = tmp_path_factory.mktemp(family) / "draft"
+    def draft(family: str, shape: str) -> Path:
+        if shape not in made:
+            made[shape] = tmp_path_factory.mktemp(shape) / "draft"
             counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(5))
             drafter = FAMILIES[family].create(
-                SHAPES.get(family, OPTIONS[family]()), target, seed=0, token_counts=counts
+                SHAPES.get(shape, OPTIONS[family]()), target, seed=0, token_counts=counts
             )
             generator = torch.Generator().manual_seed(1)
             with torch.no_grad():
                 for parameter in drafter.parameters():
                     scale = 0.3 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
                     parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
-            checkpoint.save(drafter, made[family], target)
-        return made[family]
+            checkpoint.save(drafter, made[shape], target)
+        return made[shape]
 
     def export(family: str, engine: str) -> tuple[Path, Path]:
         if engine == "gguf":
             pytest.importorskip("gguf", reason="the extra [gguf] is not installed")
-        out = draft(family).with_name(engine)
+        shape = IN_SPECULATORS.get(family, family) if engine == "speculators" else family
+        trained = draft(family, shape)
+        out = trained.with_name(engine)
         if not out.exists():
-            run(ExportConfig(draft=str(draft(family)), to=engine, out=str(out), prove=False))
-        return draft(family), out
+            run(ExportConfig(draft=str(trained), to=engine, out=str(out), prove=False))
+        return trained, out
 
     return export
 
@@ -279,3 +291,11 @@ def test_the_command_proves_before_it_says_done(
     with pytest.raises(UserError, match="is not the trained one"):
         run(ExportConfig(draft=str(draft), to="vllm", out=str(tmp_path / "wrong")))
     assert not (tmp_path / "wrong").exists()
+
+
+def test_a_causal_block_is_refused_in_the_speculators_layout(
+    exported: Callable[[str, str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    draft, _ = exported("dflash", "vllm")
+    with pytest.raises(UserError, match=r"train it with dflash\.causal=false"):
+        run(ExportConfig(draft=str(draft), to="speculators", out=str(tmp_path / "out")))
