@@ -96,11 +96,18 @@ def check_made(before: Mapping[str, Any], module: torch.nn.Module) -> None:
             continue
         cells = [one for _, one in _cells(value)] if hasattr(value, "__closure__") else [value]
         for one in cells:
-            if not isinstance(one, (*PLAIN, torch.Tensor)) and not hasattr(one, "handler_tensor"):
+            # A list of modules names those of the same module tree; each is swapped by itself.
+            parts = one if isinstance(one, list | tuple) else [one]
+            if not all(_is_known(part) for part in parts):
                 raise NotSwappable(
                     f"{type(module).__name__}.{key} is loaded as a {type(one).__name__}, which "
                     "cannot be exchanged; this engine keeps the draft that it was started with"
                 )
+
+
+def _is_known(value: Any) -> bool:
+    known = (*PLAIN, torch.Tensor, torch.nn.Module)
+    return isinstance(value, known) or hasattr(value, "handler_tensor")
 
 
 def check_pairs(served: Slots, staged: Slots) -> None:
