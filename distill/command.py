@@ -8,6 +8,7 @@ import threading
 from contextlib import ExitStack
 
 import torch
+from safetensors import SafetensorError
 
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.daemon import Daemon
@@ -15,7 +16,14 @@ from draftsmith.distill.learn import learner as learning
 from draftsmith.distill.limits import check_numbers
 from draftsmith.distill.lock import learner_lock
 from draftsmith.distill.status import Status, StatusServer
-from draftsmith.distill.throttle import Guard, LatencyGuard, NoGuard, Throttle, scraper
+from draftsmith.distill.throttle import (
+    Guard,
+    LatencyGuard,
+    NoGuard,
+    Throttle,
+    nothing,
+    scraper,
+)
 from draftsmith.errors import UserError
 from draftsmith.stopping import stopping
 
@@ -42,15 +50,33 @@ def learn(config: DistillConfig, stop: threading.Event) -> None:
             server = StatusServer(status, config.status_host, config.status_port)
             closing.callback(server.close)
             status.event(f"status at http://{config.status_host}:{server.port}")
-        while True:
-            daemon = begin(config, status, throttle)
+        daemon: Daemon | None = begin(config, status, throttle)
+        while daemon is not None:
             daemon.loop(stop)
             if not daemon.is_outdated:
                 return
-            status.event(
-                f"target {config.target!r} has new weights, which the servers run already; "
-                "reading it again"
-            )
+            left, before = daemon.target.revision, daemon.shared.predict()
+            status.event(f"target {config.target!r} has new weights; reading it again")
+            # Its target and drafts go before the next ones come.
+            throttle.look_up = nothing
+            del daemon
+            daemon = begin_again(config, status, throttle, stop)
+            if daemon is not None and daemon.target.revision != left:
+                daemon.predict(left, before)
+
+
+def begin_again(
+    config: DistillConfig, status: Status, throttle: Throttle, stop: threading.Event
+) -> Daemon | None:
+    """Begins with the weights that lie there now, again and again until they can be read; None once
+    `stop` is set."""
+    while not stop.is_set():
+        try:
+            return begin(config, status, throttle)
+        except (UserError, OSError, ValueError, SafetensorError) as error:
+            status.event(f"{str(error).splitlines()[0]}; trying again")
+            stop.wait(config.poll_s)
+    return None
 
 
 def begin(config: DistillConfig, status: Status, throttle: Throttle) -> Daemon:

@@ -144,6 +144,12 @@ class GateConfig:
     held_out: float = option(
         0.25, "share of the requests that is never trained on, by hash of the prompt"
     )
+    held_out_by: str = option(
+        "prompt",
+        "what is held out whole: prompts, or requests where few prompts are asked again and again, "
+        "as rollouts of a policy are",
+        choices=("prompt", "request"),
+    )
     error: float = option(
         0.05, "chance of publishing any candidate that is no better, between two promotions"
     )
@@ -207,7 +213,10 @@ class RetentionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig:
-    target: str = option(help="folder or Hub id of the target, the one the servers run")
+    target: str = option(
+        help="folder or Hub id of the target, the one the servers run, or a file that names a "
+        "folder; new weights there are read while the learner runs"
+    )
     draft: str = option(help="draft checkpoint to start from; published as the first version")
     buffer: str = option(help="folder or fsspec URL the servers write records to (serve --learn)")
     versions: str = option(help="folder to publish versions in (serve --versions)")

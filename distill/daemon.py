@@ -6,15 +6,19 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from draftsmith.config import to_dict
 from draftsmith.distill.buffer.buffer import BufferReader
 from draftsmith.distill.buffer.folder import retain
+from draftsmith.distill.buffer.record_table import is_of_weights, of_earlier_weights
 from draftsmith.distill.buffer.traffic import SILENCE_S, OpenRequests, ServedText, is_held_out
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.context import LearnerContext
 from draftsmith.distill.draft_track import DraftTrack
+from draftsmith.distill.learn.target_source import TargetSource
 from draftsmith.distill.monitor.monitor import Monitor
 from draftsmith.distill.pool.pool import ClassPool
 from draftsmith.distill.state import LEARNER, Counters, StateFolder
@@ -22,7 +26,8 @@ from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import Throttle
 from draftsmith.drafters.published.pool import pool_root
 from draftsmith.drafters.target.device import load_target
-from draftsmith.files import signature, sweep
+from draftsmith.files import sweep
+from draftsmith.record import RoundRecord
 
 RETENTION_S = 30.0
 
@@ -37,11 +42,12 @@ class Daemon:
         classes = pool_root(self.root)
         for folder in (self.root, self.root / LEARNER, classes, *classes.glob("*/")):
             sweep(folder)
-        self.target_files = signature(config.target, "*.safetensors")
-        # the servers run weights that have come into the target's folder since
+        self.source = TargetSource(config.target)
+        # other weights have come into the target's folder since
         self.is_outdated = False
+        self.revisions: list[str] = []  # that the target had before
         self.target = load_target(
-            config.target,
+            self.source.folder,
             dtype=config.dtype,
             device=config.device,
             max_length=config.learn.max_length,
@@ -82,10 +88,13 @@ class Daemon:
             self.counters.take_over(restored.counters)
             self.open = OpenRequests(restored.open, orphans=restored.counters.orphans)
             self.pool.restore(restored.pool)
+            self.revisions = restored.revisions
             if restored.monitor is not None:
                 self.monitor = Monitor.from_dict(restored.monitor, self.config.monitor.false_alarm)
         for name, one in self.tracks.items():
             one.begin(known.get(name))
+            if restored is not None and restored.is_rebased:
+                one.num_unscored = len(one.window)
         if restored is not None:
             self.status.event(
                 f"goes on after update {self.counters.updates}, version {self.shared.live.version} "
@@ -108,6 +117,28 @@ class Daemon:
             "live"
         )
 
+    def predict(self, left: str, before: float | None) -> None:
+        """Prints and logs what the live draft is accepted with under these weights, by text that is
+        there already. `before`: under the revision `left`."""
+        with self.throttle.work():
+            now = self.shared.predict()
+        known = ", ".join(
+            f"{value:.3f} {when}"
+            for value, when in ((before, "before"), (now, "now"))
+            if value is not None
+        )
+        texts = len(self.shared.window)
+        reason = (
+            f"alpha of version {self.shared.live.version} on {texts} held-out texts: {known}"
+            if known
+            else "no held-out text to predict its alpha with"
+        )
+        numbers: dict[str, Any] = {"target_revision": self.target.revision, "left": left}
+        numbers |= {"alpha_before": before, "alpha_predicted": now}
+        self.shared.log.add({"decision": "target", "reason": reason, **numbers})
+        self.status.event(f"target revision {self.target.revision} replaces {left}: {reason}")
+        self.show()
+
     def finish(self) -> bool:
         """Ends the work after the last traffic. Returns False while a decision waits to be
         logged."""
@@ -119,6 +150,8 @@ class Daemon:
         return not any(one.log.waiting for one in self.tracks.values())
 
     def is_done(self) -> bool:
+        if self.source.is_new:
+            return False
         limit, idle_s = self.config.max_updates, self.config.until_idle_s
         if limit is not None and self.counters.updates >= limit:
             return True
@@ -135,6 +168,9 @@ class Daemon:
     def cycle(self) -> bool:
         """Returns True when there was something to do. While rest is owed for earlier work, nothing
         is trained or decided."""
+        self.is_outdated = self.source.has_settled()
+        if self.is_outdated:
+            return True
         for one in self.tracks.values():
             one.lifecycle.follow()
         arrived = self.take_in()
@@ -171,29 +207,52 @@ class Daemon:
         self.status.event(f"{len(answers)} answers are forgotten")
 
     def take_in(self) -> bool:
+        cursor = dict(self.reader.cursor)
         reading = self.reader.read()
+        if self.source.is_new and not all(self.is_known(one) for one in reading.records):
+            # Perhaps of the weights that are about to be read: they are looked at under those.
+            self.reader.cursor = cursor
+            return False
         self.counters.records += len(reading.records)
         self.counters.damaged_shards += reading.damaged
         self.counters.seeded += reading.seeded
         own = [
-            record
+            replace(record, target_revision=self.target.revision)
             for record in reading.records
-            if record.target_revision in ("", self.target.revision)
+            if self.is_own(record)
         ]
-        self.open.add(own)  # first of all: the reader goes on behind them, whatever happens here
+        earlier = [
+            of_earlier_weights(record, weight_version=self.source.weight_version)
+            for record in reading.records
+            if not self.is_own(record) and self.is_known(record)
+        ]
+        self.counters.earlier += len(earlier)
+        # First of all: the reader goes on behind them, whatever happens here.
+        self.open.add([*own, *earlier])
         for alarm in self.monitor.look(reading.records):
             self.status.event(f"ALARM: {alarm}")
         self.forget(reading.forgotten)
-        if len(own) < len(reading.records):
+        if len(own) + len(earlier) < len(reading.records):
             if not self.counters.foreign:
                 self.status.event(
                     f"records of another target than {self.target.name!r} are left out"
                 )
-            self.counters.foreign += len(reading.records) - len(own)
-            self.is_outdated = signature(self.config.target, "*.safetensors") != self.target_files
+            self.counters.foreign += len(reading.records) - len(own) - len(earlier)
         # What is still to be read may be of any request.
         self.sort_in_finished(idle_s=math.inf if reading.more else SILENCE_S)
         return bool(reading.records)
+
+    def is_own(self, record: RoundRecord) -> bool:
+        """True for records of the weights at hand."""
+        return self.is_known(record) and is_of_weights(
+            record,
+            revision=self.target.revision,
+            weight_version=self.source.weight_version,
+        )
+
+    def is_known(self, record: RoundRecord) -> bool:
+        """True for records of the target under any weights that it had here."""
+        return record.target_revision in ("", self.target.revision, *self.revisions)
 
     def sort_in_finished(self, *, idle_s: float) -> None:
         for text in self.open.take(idle_s=idle_s):
@@ -201,7 +260,8 @@ class Daemon:
         self.counters.orphans = self.open.orphans
 
     def sort_in(self, text: ServedText) -> None:
-        self.counters.held_out += is_held_out(text, self.config.gate.held_out)
+        gate = self.config.gate
+        self.counters.held_out += is_held_out(text, gate.held_out, gate.held_out_by)
         self.shared.take(text)
         self.pool.take(text)
 
@@ -211,6 +271,7 @@ class Daemon:
             cursor=self.reader.cursor,
             counters=self.counters,
             target_revision=self.target.revision,
+            revisions=self.revisions,
             pool=self.pool.to_dict(),
             open_records=self.open.all_records(),
             monitor=self.monitor.to_dict(),

@@ -9,6 +9,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from draftsmith.distill.buffer.traffic import (
     ServedText,
     depth_of,
@@ -54,6 +56,8 @@ class DraftTrack:
         self.is_gate_due = False
         self.num_unscored = 0  # held-out texts since the last look at a version in quarantine
         self.latest_update: UpdateReport | None = None
+        # alpha of the live draft when the target's weights were read
+        self.predicted: float | None = None
 
     @property
     def kept(self) -> Kept:
@@ -79,17 +83,27 @@ class DraftTrack:
             )
         self.lifecycle.begin(state)
 
+    def predict(self) -> float | None:
+        """alpha of the live draft under the target at hand, on the held-out texts; None without
+        any. The learner's own look: no traffic under this target is needed."""
+        scored = self.live.scorer.score(self.window, max_depth=self.depth)
+        values = [one.alpha for one in scored if len(one.alpha)]
+        self.predicted = float(np.concatenate(values).mean()) if values else None
+        return self.predicted
+
     @property
     def depth(self) -> int:
         return depth_of(self.window)
 
     def take(self, text: ServedText) -> None:
-        """Sorts a finished text into training or held-out texts."""
-        served_as = self.live.served_as
-        self.live.look_for_drift(text)
-        self.lifecycle.canary.observe(text, served_as)
-        self.live.watch.take(text, served_as)
-        if not is_held_out(text, self.config.gate.held_out):
+        """Sorts a finished text into training or held-out texts. One of weights that the target had
+        before is a text, and no evidence of how a draft is accepted now."""
+        served_as, gate = self.live.served_as, self.config.gate
+        if text.is_of(self.context.target.revision):
+            self.live.look_for_drift(text)
+            self.lifecycle.canary.observe(text, served_as)
+            self.live.watch.take(text, served_as)
+        if not is_held_out(text, gate.held_out, gate.held_out_by):
             # More than the reservoir holds would only be waited for: the newest traffic matters
             # most.
             self.fresh = [*self.fresh, text.slim()][-self.config.learn.reservoir :]
@@ -208,4 +222,6 @@ class DraftTrack:
             "drift": self.live.drift.to_dict(),
             "resting": self.live.drift.is_resting,
             "quarantined": bool(self.live.made_for),
+            "alpha_predicted": self.predicted,
+            "target_revision": self.context.target.revision,
         }

@@ -36,6 +36,8 @@ from draftsmith.record import RoundRecord
 logger = logging.getLogger("draftsmith.distill")
 
 SCHEMA_VERSION = 4
+# Of the target, whose records are still texts to learn from.
+MOST_REVISIONS = 1024
 FOLDER = re.compile(r"state-(\d{8})")
 LEARNER = "learner"
 TEXTS = ("fresh", "window", "reservoir", "latest")
@@ -49,6 +51,7 @@ class Counters:
     damaged_shards: int = 0
     seeded: int = 0  # records of sampled requests with a seed of their own, which are left out
     foreign: int = 0  # records of another target
+    earlier: int = 0  # records of weights that the target had before, whose tokens alone are kept
     orphans: int = 0
     texts: int = 0  # trained on
     held_out: int = 0
@@ -84,6 +87,11 @@ class TrackState:
     fresh: list[ServedText]
     window: list[ServedText]
 
+    def rebased(self) -> TrackState:
+        """State for other weights of the target: its texts, and no evidence."""
+        window = [text.unlogged() for text in self.window]
+        return TrackState(self.live_version, False, Ledger(), None, {}, self.fresh, window)
+
 
 class Kept(NamedTuple):
     learner: Learner
@@ -98,6 +106,8 @@ class Restored:
     tracks: dict[str, TrackState]
     pool: dict[str, Any]
     monitor: dict[str, Any] | None  # None in a state from before there was one
+    revisions: list[str]  # that the target had, oldest first, before the one at hand
+    is_rebased: bool  # the state is of another one of them: no evidence is left
 
 
 class StateFolder:
@@ -117,6 +127,7 @@ class StateFolder:
         cursor: Cursor,
         counters: Counters,
         target_revision: str,
+        revisions: Sequence[str] = (),
         pool: Mapping[str, Any],
         open_records: Sequence[RoundRecord],
         monitor: Mapping[str, Any] | None = None,
@@ -136,6 +147,7 @@ class StateFolder:
                 "cursor": cursor,
                 "counters": asdict(counters),
                 "target_revision": target_revision,
+                "revisions": list(revisions),
                 "pool": pool,
                 "monitor": monitor,
                 "lineages": {
@@ -167,8 +179,10 @@ class StateFolder:
         values: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         if values["schema"] != SCHEMA_VERSION:
             raise ValueError(f"schema {values['schema']}, this is {SCHEMA_VERSION}")
-        if values["target_revision"] != target_revision:
-            raise ValueError("it learned for other weights of the target")
+        left = values["target_revision"]
+        revisions = [one for one in values.get("revisions", []) if one != target_revision]
+        if is_rebased := left != target_revision:
+            revisions = [*revisions, left][-MOST_REVISIONS:]
         known = {name: one for name, one in values["lineages"].items() if name in learners}
         counters, records = Counters(**values["counters"]), _records(folder / "open.parquet")
         saved = {
@@ -178,13 +192,19 @@ class StateFolder:
         # All or nothing: everything is read before the first learner is touched.
         for name, one in saved.items():
             one.fill(learners[name])
+        tracks = {name: one.state for name, one in saved.items()}
+        if is_rebased:
+            records = [record_table.tokens_only(record) for record in records]
+            tracks = {name: one.rebased() for name, one in tracks.items()}
         return Restored(
             values["cursor"],
             counters,
             records,
-            {name: one.state for name, one in saved.items()},
+            tracks,
             values["pool"],
             values.get("monitor"),
+            revisions,
+            is_rebased,
         )
 
 

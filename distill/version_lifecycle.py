@@ -37,7 +37,8 @@ class VersionLifecycle:
         """Goes on from a saved state, or begins at the live version."""
         if state is not None:
             self.live.ledger, self.canary.trial = state.ledger, state.trial
-            self.live.drift.restore(state.drift)
+            if state.drift:
+                self.live.drift.restore(state.drift)
         if state is not None and state.live_version != self.live.version:
             self._new_live_version()
         else:

@@ -256,6 +256,28 @@ def without_distributions(record: RoundRecord) -> RoundRecord:
     return dataclasses.replace(record, p=[], q=[])
 
 
+def of_earlier_weights(record: RoundRecord, *, weight_version: str) -> RoundRecord:
+    """Copy of a record of weights that the target had before: its tokens stay, its distributions do
+    not. Its revision is never that of the weights at hand, whose name is `weight_version`."""
+    kept = tokens_only(record)
+    if not _is_of_other_version(record, weight_version):
+        return kept
+    name = f"{record.target_revision}@{record.weight_version}"
+    return dataclasses.replace(kept, target_revision=name, weight_version="")
+
+
+def _is_of_other_version(record: RoundRecord, weight_version: str) -> bool:
+    return bool(weight_version and record.weight_version not in ("", weight_version))
+
+
+def is_of_weights(record: RoundRecord, *, revision: str, weight_version: str) -> bool:
+    """True for records of the weights at hand, as far as they name any. An engine whose weights
+    change in place may go on to name the revision that it began with: its version decides."""
+    if weight_version and record.weight_version:
+        return record.weight_version == weight_version
+    return record.target_revision in ("", revision)
+
+
 def tokens_only(record: RoundRecord) -> RoundRecord:
     """Copy without values in its distributions. Its positions may be scored all the same, with this
     target's own distributions."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from draftsmith.distill.buffer.marks import is_forgotten
-from draftsmith.distill.buffer.record_table import without_distributions
+from draftsmith.distill.buffer.record_table import tokens_only, without_distributions
 from draftsmith.record import RoundRecord, sampler_of
 from draftsmith.train.data.roles import Branch, Role, branch_of, roles_of
 
@@ -46,6 +46,15 @@ class ServedText:
         others = [one for one in samplers_of([self]) if one != "probabilistic"]
         return f"{name} ({', '.join(others)})".lstrip() if others else name
 
+    def is_of(self, revision: str) -> bool:
+        """True where the weights at hand wrote all of it."""
+        return all(record.target_revision in ("", revision) for record in self.records)
+
+    def unlogged(self) -> ServedText:
+        """Copy for another revision of the target: its tokens, which may be scored, without the
+        logged distributions."""
+        return replace(self, records=[tokens_only(record) for record in self.records])
+
     def slim(self) -> ServedText:
         """Copy without the logged distributions, which only scoring needs."""
         return replace(self, records=[without_distributions(record) for record in self.records])
@@ -77,9 +86,11 @@ def branches(text: ServedText) -> list[Branch]:
     return [branch for branch in found if branch is not None]
 
 
-def is_held_out(text: ServedText, share: float) -> bool:
-    """Decides by the prompt, so that a repeated prompt is never both trained on and scored."""
-    digest = hashlib.sha256(np.array(text.records[0].context, dtype=np.int32).tobytes()).digest()
+def is_held_out(text: ServedText, share: float, by: str = "prompt") -> bool:
+    """Decides by the prompt, so that a repeated prompt is never both trained on and scored, or by
+    the request."""
+    name = np.array(text.records[0].context, dtype=np.int32).tobytes()
+    digest = hashlib.sha256(text.request.encode() if by == "request" else name).digest()
     return int.from_bytes(digest[:4], "big") < share * 2**32
 
 

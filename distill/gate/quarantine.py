@@ -36,8 +36,9 @@ def notice(root: str | Path, version: int, own: str, report: Callable[[str], Non
 def regate(
     live: Scorer, texts: Sequence[ServedText], config: GateConfig, *, max_depth: int
 ) -> Decision:
-    """Decides on publishing the live draft again. `texts` are held-out ones of the new target. The
-    mean over requests has to reach the floor by two standard errors."""
+    """Decides on publishing the live draft again. `texts` are held-out ones, scored under the new
+    target, of it or of weights that it had before. The mean over requests has to reach the floor by
+    two standard errors."""
     scored = [
         one
         for one in live.score(texts, max_depth=max_depth)
@@ -47,11 +48,11 @@ def regate(
     if len(means) < config.requests:
         return Decision(
             "hold",
-            f"quarantine: {len(means)} scored requests of the new target, {config.requests} are "
+            f"quarantine: {len(means)} requests scored under the new target, {config.requests} are "
             "needed",
         )
     alpha, error = float(means.mean()), float(means.std(ddof=1)) / len(means) ** 0.5
-    measured = f"alpha {alpha:.3f} +- {error:.3f} on {len(means)} requests of the new target"
+    measured = f"alpha {alpha:.3f} +- {error:.3f} on {len(means)} requests under the new target"
     # Written so that NaN does not pass.
     if not alpha - 2 * error >= config.floor:
         return Decision("hold", f"quarantine: {measured} does not show {config.floor}")

@@ -4,6 +4,7 @@ Files in reading order:
 - `learner`: the learner
 - `optimizer`: gradient and step
 - `adapters`: low-rank candidates
+- `target_source`: the target, whose weights may change meanwhile
 
-Other chapters import `learner`.
+Other chapters import `learner` and `target_source`.
 """

@@ -3,6 +3,7 @@ new traffic, and learns."""
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -164,6 +165,64 @@ def test_new_weights_in_the_targets_folder_are_taken_up_while_it_runs(
     daemon.run(site.config)
     assert site.decisions("quarantine") and site.decisions("accept")
     assert site.revision() == site.target.revision != changed[0]
+
+
+@pytest.mark.parametrize(("noise", "is_close"), [(0.01, True), (3.0, False)])
+def test_text_that_is_there_predicts_alpha_under_new_weights_before_any_traffic(
+    site: Site, monkeypatch: pytest.MonkeyPatch, noise: float, is_close: bool
+) -> None:
+    """Not one record comes under the new weights. A draft that still predicts leaves quarantine by
+    the texts of the old ones; the control is one that predicts no more."""
+    site.serve(48)
+    cycle, changed = daemon.Daemon.cycle, []
+
+    def change_then_cycle(self: daemon.Daemon) -> bool:
+        if not changed and self.shared.window:
+            changed.append((self.target.revision, len(self.shared.window), len(self.shared.fresh)))
+            site.change(noise)
+        return cycle(self)
+
+    monkeypatch.setattr(daemon.Daemon, "cycle", change_then_cycle)
+    daemon.run(site.config)
+    (told,) = site.decisions("target")
+    revision, window, fresh = changed[0]
+    assert (told["left"], told["target_revision"]) == (revision, site.target.revision)
+    assert f"{window} held-out texts" in told["reason"]
+    status = json.loads((Path(site.config.versions) / "status.json").read_text())
+    # Trained on at the end, under the new weights.
+    assert (status["window"], status["texts"]) == (window, fresh) and fresh > 0
+    assert status["alpha_predicted"] == told["alpha_predicted"]
+    lost = told["alpha_before"] - told["alpha_predicted"]
+    if is_close:
+        assert abs(lost) < 0.15 and site.decisions("accept")
+    else:
+        assert lost > 0.3 and not site.decisions("accept") and site.decisions("quarantine")
+
+
+def test_rounds_of_earlier_weights_are_texts_and_no_evidence(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that is late goes on under the weights before."""
+    late = Target.load(site.folder)
+    site.serve(8)
+    cycle, changed = daemon.Daemon.cycle, []
+
+    def change_then_cycle(self: daemon.Daemon) -> bool:
+        if not changed and self.shared.fresh:
+            changed.append(True)
+            site.change(0.01)
+        elif len(changed) == 1 and self.target.revision == site.target.revision:
+            changed.append(True)
+            new, site.target = site.target, late
+            site.serve(10)
+            site.target = new
+        return cycle(self)
+
+    monkeypatch.setattr(daemon.Daemon, "cycle", change_then_cycle)
+    daemon.run(site.config)
+    status = json.loads((Path(site.config.versions) / "status.json").read_text())
+    assert status["earlier"] > 0 == status["foreign"]
+    assert status["texts"] + status["window"] == 18 and status["live"] is None
 
 
 def test_records_of_a_target_that_is_not_here_change_nothing(site: Site) -> None:

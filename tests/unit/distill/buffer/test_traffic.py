@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -98,6 +99,14 @@ def test_held_out_is_decided_by_the_prompt() -> None:
     again = stitch([make(0, 3, [7, 2, 3], [8], [9], 0)])
     assert is_held_out(again, 0.25) == is_held_out(texts[7], 0.25)
     assert not any(is_held_out(text, 0.0) for text in texts)
+    rollouts = [
+        replace(
+            text, records=[replace(one, request=str(at), context=[5, 6]) for one in text.records]
+        )
+        for at, text in enumerate(texts)
+    ]
+    assert len({is_held_out(text, 0.25) for text in rollouts}) == 1
+    assert 0.18 < sum(is_held_out(text, 0.25, "request") for text in rollouts) / 400 < 0.32
 
 
 def test_whatever_is_dropped_the_text_is_a_beginning_of_what_was_served(
