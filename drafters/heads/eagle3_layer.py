@@ -43,7 +43,8 @@ class Eagle3Layer(nn.Module):
         self.self_attn = kind.attention(config, 0)
         # The attention reads embedding and state side by side.
         for name in kind.inputs:
-            plain = getattr(self.self_attn, name)
+            # None, or no attribute at all in older transformers, where there is no such projection.
+            plain = getattr(self.self_attn, name, None)
             if plain is not None:
                 wide = nn.Linear(2 * size, plain.out_features, bias=plain.bias is not None)
                 self.self_attn.set_submodule(name, wide)

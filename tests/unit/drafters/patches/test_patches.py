@@ -7,6 +7,8 @@ import copy
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from draftsmith.drafters.patches import table
 from draftsmith.drafters.target.target import Target
@@ -19,12 +21,18 @@ PATCHED = (
     "gpt_neox_japanese", "gptj", "marian", "mbart", "megatron-bert", "mpt", "pegasus", "plbart",
     "rembert",
 )  # fmt: skip
+# Refused by the probe with transformers 5.16, whose code of them is another; versions between that
+# and 5.23 were not run.
+NEWER = ("megatron-bert", "rembert")
+IS_OLD = Version(transformers.__version__) < Version("5.23")
 # Served by the interface, though their decoder layers keep the context to themselves.
 UNPASSED = ("nemotron", "stablelm")
 
 
 @pytest.mark.parametrize("kind", (*PATCHED, *UNPASSED))
 def test_greedy_text_is_that_of_the_model_alone(kind):
+    if IS_OLD and kind in NEWER:
+        pytest.skip(f"transformers {transformers.__version__} has older code of it")
     assert outcome_of(kind).is_served
 
 
