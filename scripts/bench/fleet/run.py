@@ -11,10 +11,10 @@ from pathlib import Path
 from types import ModuleType
 
 from draftsmith.files import write_json
-from scripts.bench.fleet import recording
+from scripts.bench.fleet import loop, recording
 from scripts.paths import ROOT
 
-STAGES: dict[str, ModuleType] = {"recording": recording}
+STAGES: dict[str, ModuleType] = {"recording": recording, "loop": loop}
 
 
 def options() -> argparse.Namespace:

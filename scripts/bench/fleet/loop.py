@@ -1,0 +1,279 @@
+"""The whole loop over unmodified engines: several vLLM, one learner, one publisher and a store,
+while traffic turns from code to prose. Requests that failed, texts against those of the clients,
+versions, swaps, acceptance and losslessness, all from the records and from the store."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+
+from draftsmith.distill.buffer.buffer import BufferReader
+from draftsmith.distill.buffer.traffic import stitch
+from draftsmith.distill.monitor.audit import look
+from draftsmith.drafters.published import versions
+from draftsmith.fleet.store.store import VersionStore
+from draftsmith.record import RoundRecord, hashed_answer
+from scripts.bench.fleet.installed import variables
+from scripts.bench.serving.peers import vllm_server
+from scripts.bench.serving.systems import awake
+from scripts.demo.traffic import Shift, process, traffic
+
+PATIENCE_S = 900.0
+COMMAND = [sys.executable, "-m", "draftsmith.cli"]
+METHODS = {"eagle3": "eagle3", "draft-lm": "draft_model"}
+
+
+class Answer(NamedTuple):
+    id: str
+    prompt: list[int]
+    tokens: list[int]
+    is_code: bool
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--draft", default="eagle3", choices=tuple(METHODS))
+    parser.add_argument("--k", type=int, default=3, help="draft tokens a round")
+    parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--code", type=int, default=60, help="requests before the shift")
+    parser.add_argument("--prose", type=int, default=600, help="requests after it")
+    parser.add_argument("--max-tokens", type=int, default=80)
+    parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--quick", action="store_true", help="12 and 40 requests of 24 tokens")
+
+
+def run(chosen: argparse.Namespace, python: str) -> dict[str, Any]:
+    if chosen.quick:
+        chosen.code, chosen.prose, chosen.max_tokens = 12, 40, 24
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        shift = Shift(
+            chosen.run / "target", draft_of(chosen), folder, chosen.k, code=chosen.code,
+            prose=chosen.prose, max_tokens=chosen.max_tokens, clients=chosen.clients,
+        )  # fmt: skip
+        prompts = traffic(shift)
+        store = VersionStore(str(folder / "store"))
+        stack.enter_context(learner(shift))
+        until(lambda: versions.latest(folder / "versions"), "the learner's first version")
+        stack.enter_context(publisher(shift, store))
+        until(store.current, "the first version in the store")
+        engines = [
+            stack.enter_context(engine(index, chosen, python, folder))
+            for index in range(chosen.engines)
+        ]
+        begun_s = time.monotonic()
+        answers = send(shift, engines, prompts)
+        wall_s = time.monotonic() - begun_s
+        done = [answer for answer in answers if answer is not None]
+        records = recorded(folder / "buffer", len(done))
+        time.sleep(10)  # the engines' last statuses
+        figures = {
+            "seconds": wall_s,
+            "requests": len(prompts),
+            "failed": len(prompts) - len(done),
+            **texts_of(done, records),
+            **acceptance(done, records),
+            **losslessness(folder / "buffer"),
+            "versions": versions.versions(folder / "versions"),
+            "engines": [status_of(one) for one in store.engines()],
+        }
+        keep_logs(folder, chosen)
+    report(figures)
+    return figures
+
+
+def draft_of(chosen: argparse.Namespace) -> Path:
+    """Checkpoint from which the learner begins: the quickstart's."""
+    return chosen.run / chosen.draft
+
+
+@contextmanager
+def learner(shift: Shift) -> Iterator[None]:
+    words = [
+        *COMMAND, "distill", "--target", shift.target, "--draft", shift.draft,
+        "--buffer", shift.folder / "buffer", "--versions", shift.folder / "versions",
+        "--threads", 1, "learn.lr=1e-3", f"learn.unroll.steps={shift.k}",
+    ]  # fmt: skip
+    with process(words, shift.folder / "distill.log"):
+        yield
+
+
+@contextmanager
+def publisher(shift: Shift, store: VersionStore) -> Iterator[None]:
+    words = [
+        *COMMAND, "fleet", "publish", "--versions", shift.folder / "versions", "--to",
+        shift.folder / "store", "--layouts", "vllm", "--target", shift.target,
+    ]  # fmt: skip
+    with process(words, shift.folder / "publish.log"):
+        yield
+
+
+@contextmanager
+def engine(index: int, chosen: argparse.Namespace, python: str, folder: Path) -> Iterator[str]:
+    """A vLLM that serves the first version's layout, follows the store and records; its URL."""
+    speculative = {
+        "method": METHODS[chosen.draft],
+        "model": str(folder / "store" / "v000001" / "vllm"),
+        "num_speculative_tokens": chosen.k,
+        "draft_sample_method": "probabilistic",
+    }
+    settings = {
+        "buffer": str(folder / "buffer"),
+        "versions": str(folder / "store"),
+        "engine": f"engine-{index + 1}",
+        "cache": str(folder / f"cache-{index + 1}"),
+        "poll_s": 1.0,
+        "mend_expand_kernel": True,
+    }
+    options = [
+        *("--speculative-config", json.dumps(speculative)),
+        *("--additional-config", json.dumps({"draftsmith": settings})),
+    ]
+    where = variables(folder / "installed")
+    with (
+        vllm_server(python, chosen.run / "target", options, variables=where) as (url, group),
+        awake(group),
+    ):
+        yield url
+
+
+def until(holds: Callable[[], Any], what: str) -> Any:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        found = holds()
+        if found:
+            return found
+        if time.monotonic() > deadline_s:
+            sys.exit(f"bench_fleet: {what} did not come within {PATIENCE_S:.0f} s")
+        time.sleep(0.5)
+
+
+def send(shift: Shift, urls: Sequence[str], prompts: list[list[int]]) -> list[Answer | None]:
+    """Answers in the order of the prompts, None for each that was not a whole answer; engines take
+    turns by a fixed draw."""
+    draws = random.Random(3)
+    chosen = [draws.choice(urls) for _ in prompts]
+
+    def one(index: int) -> Answer | None:
+        body = {
+            "model": str(shift.target), "prompt": prompts[index], "max_tokens": shift.max_tokens,
+            "temperature": 1.0, "return_token_ids": True,
+            "vllm_xargs": {"draftsmith_class": "code" if index < shift.code else "prose"},
+        }  # fmt: skip
+        try:
+            answer = httpx.post(f"{chosen[index]}/v1/completions", json=body, timeout=300)
+            values = answer.raise_for_status().json()
+        except (httpx.HTTPError, json.JSONDecodeError):
+            return None
+        tokens = values["choices"][0]["token_ids"]
+        return Answer(values["id"], prompts[index], tokens, index < shift.code)
+
+    with ThreadPoolExecutor(shift.clients) as pool:
+        return list(pool.map(one, range(len(prompts))))
+
+
+def recorded(buffer: Path, count: int) -> dict[str, list[RoundRecord]]:
+    """Records by the hash of their answer's id, once `count` answers have their last one or half a
+    minute has brought no more."""
+    deadline_s = time.monotonic() + 30
+    while True:
+        found: dict[str, list[RoundRecord]] = {}
+        for record in BufferReader(str(buffer)).read(max_records=1 << 30).records:
+            found.setdefault(record.request.partition("-")[0], []).append(record)
+        whole = sum(any(one.last for one in own) for own in found.values())
+        if whole >= count or time.monotonic() > deadline_s:
+            return found
+        time.sleep(1)
+
+
+def texts_of(answers: Sequence[Answer], records: dict[str, list[RoundRecord]]) -> dict[str, int]:
+    """Numbers of answers that have records, and of texts that are those of the clients."""
+    stitched = [stitch(records.get(hashed_answer(answer.id), [])) for answer in answers]
+    equal = sum(
+        text is not None and text.tokens == answer.prompt + answer.tokens
+        for answer, text in zip(answers, stitched)
+    )
+    return {"recorded": sum(text is not None for text in stitched), "equal_texts": equal}
+
+
+def acceptance(answers: Sequence[Answer], records: dict[str, list[RoundRecord]]) -> dict[str, Any]:
+    """Alpha and tau on code, on prose by version, and on the last quarter of prose."""
+    own = [(answer, records.get(hashed_answer(answer.id), [])) for answer in answers]
+    prose = [rounds for answer, rounds in own if not answer.is_code]
+    by_version: dict[str, list[RoundRecord]] = {}
+    for record in (one for rounds in prose for one in rounds if one.drafted):
+        by_version.setdefault(record.draft_version, []).append(record)
+    ordered = sorted(by_version, key=lambda name: int(name or 0))
+    return {
+        "code": alpha_of(one for answer, rounds in own if answer.is_code for one in rounds),
+        "prose": {name: alpha_of(by_version[name]) for name in ordered},
+        "last_quarter": alpha_of(one for rounds in prose[-len(prose) // 4 :] for one in rounds),
+    }
+
+
+def alpha_of(records: Iterable[RoundRecord]) -> dict[str, float]:
+    drafted = [one for one in records if one.drafted]
+    accepted = sum(one.accepted for one in drafted)
+    reached = sum(min(one.accepted + 1, len(one.drafted)) for one in drafted)
+    return {
+        "rounds": len(drafted),
+        "alpha": accepted / max(1, reached),
+        "tau": 1 + accepted / max(1, len(drafted)),
+    }
+
+
+def losslessness(buffer: Path) -> dict[str, Any]:
+    """z of each event over all records, as `draftsmith audit --buffer` has it."""
+    everything = look(str(buffer), false_alarm=1e-6).monitor.everything
+    return {
+        "z": {name: counts.z for name, counts in everything.counts.items()},
+        "violations": everything.violations,
+    }
+
+
+def status_of(one: Any) -> dict[str, Any]:
+    return {
+        "engine": one.engine, "version": one.version, "alpha": one.alpha, "tau": one.tau,
+        "z": one.z, "last_swap": dict(one.last_swap), "refused": dict(one.refused),
+    }  # fmt: skip
+
+
+def keep_logs(folder: Path, chosen: argparse.Namespace) -> None:
+    """Logs of learner and publisher beside the JSON file."""
+    if chosen.out is not None:
+        for log in folder.glob("*.log"):
+            shutil.copy(log, chosen.out.parent / f"{chosen.out.stem}-{log.name}")
+
+
+def report(figures: dict[str, Any]) -> None:
+    print(
+        f"\n{figures['requests']} requests in {figures['seconds']:.0f} s, {figures['failed']} "
+        f"failed; {figures['recorded']} recorded, {figures['equal_texts']} texts equal to those "
+        "of the clients"
+    )
+    print(f"code: {sentence(figures['code'])}")
+    for name, one in figures["prose"].items():
+        print(f"prose, version {name or '?'}: {sentence(one)}")
+    print(f"prose, last quarter: {sentence(figures['last_quarter'])}")
+    z = ", ".join(f"{name} {value:.2f}" for name, value in figures["z"].items())
+    print(f"losslessness: z {z}; {figures['violations']} violations")
+    for one in figures["engines"]:
+        print(
+            f"{one['engine']}: version {one['version']}, last swap {one['last_swap']}, refused "
+            f"{one['refused']}"
+        )
+
+
+def sentence(one: dict[str, float]) -> str:
+    return f"alpha {one['alpha']:.3f}, tau {one['tau']:.3f} over {one['rounds']:.0f} rounds"
