@@ -21,6 +21,7 @@ import httpx
 import pytest
 
 from draftsmith.cli import main
+from draftsmith.distill.monitor.monitor import Monitor
 from draftsmith.drafters.published.versions import publish, record_decision
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
@@ -138,6 +139,7 @@ def test_the_page_stands_alone_and_may_load_nothing(server: Any) -> None:
 
 def test_what_the_page_reads_is_in_the_data(server: Any) -> None:
     """A renamed field would leave the page blank without an error anyone sees here."""
+    look(server)
     page = server.http.get("/dashboard").text
     data = server.http.get("/dashboard/data").json()
     for name, told in (
@@ -145,8 +147,9 @@ def test_what_the_page_reads_is_in_the_data(server: Any) -> None:
         ("now", data["now"]),
         ("draft", data["drafts"][-1]),
         ("one", data["points"][-1] | data["versions"][-1]),
+        ("stream", Monitor(1e-6).numbers()["all"]),
     ):
-        read = set(re.findall(rf"(?<![\w.]){name}\.([a-z_]+)", page))
+        read = set(re.findall(rf"(?<![\w.]){name}\.([a-z_0-9]+)", page))
         foreign = {
             "name",
             "points",
