@@ -13,60 +13,43 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import pyarrow.parquet
 import pytest
-import torch
 from transformers import (
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
-from draftsmith.drafters import checkpoint
-from draftsmith.drafters.heads.mtp_layouts import is_appended
-from draftsmith.drafters.target.target import Target
 from draftsmith.files import read_json, write_json
-from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.train.export.layouts.serving import vllm_options
+from tests.e2e.workshop import (
+    MAX_TOKENS,
+    SHAPE,
+    K,
+    answer,
+    exported,
+    predicted_tau,
+    save_llama,
+    save_target,
+    served,
+    texts,
+)
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
-K, MAX_TOKENS = 3, 48
 PROBE = Path(__file__).with_name("vllm_probe.py")
 KEY_NORMS_PROBE = Path(__file__).with_name("vllm_key_norms_probe.py")
-# Heads of 32: vLLM's attention for CPUs has no smaller ones.
-FAMILIES = {
-    "eagle3": ("eagle3.taps=[1,2,3]", "eagle3.draft_vocab_size=250"),
-    "p-eagle": ("p_eagle.taps=[1,2,3]", "p_eagle.num_hidden_layers=2"),
-    "mtp": (),
-    "eagle1": (),
-    "medusa": ("medusa.num_heads=3", "unroll.steps=3"),
-    "dflash": ("dflash.block_size=4", "unroll.steps=3"),
-    "draft-lm": (
-        "draft_lm.num_layers=2",
-        "draft_lm.hidden_size=64",
-        "draft_lm.num_attention_heads=2",
-    ),
-}
 
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory, tiny_target: Callable[..., str]) -> Path:
     """A folder with `target`, and `data`: its greedy answers to 24 prompts."""
     folder = tmp_path_factory.mktemp("workshop")
-    config = LlamaConfig(**SHAPE, head_dim=32)
-    save_target(folder, partial(LlamaForCausalLM, config), tiny_target)
+    save_llama(folder, tiny_target)
     return folder
 
 
@@ -79,30 +62,6 @@ def qwen3_workshop(
     config = Qwen3Config(**SHAPE, head_dim=64)
     save_target(folder, partial(Qwen3ForCausalLM, config), tiny_target)
     return folder
-
-
-SHAPE: dict[str, Any] = {
-    "vocab_size": 288, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-    "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1,
-}  # fmt: skip
-
-
-def save_target(
-    folder: Path, make: Callable[[], PreTrainedModel], tiny_target: Callable[..., str]
-) -> None:
-    """With weights that are far larger than an untrained model's, and data."""
-    torch.manual_seed(0)
-    model = make()
-    with torch.no_grad():
-        # Greedy texts must depend on all that came before.
-        for parameter in model.parameters():
-            parameter.normal_(
-                0.0, 1.5 * parameter.shape[-1] ** -0.5
-            ) if parameter.ndim > 1 else parameter.add_(0.1)
-    model.save_pretrained(folder / "target")
-    AutoTokenizer.from_pretrained(tiny_target("llama")).save_pretrained(folder / "target")
-    answer(folder)
 
 
 @pytest.fixture(scope="module")
@@ -127,14 +86,6 @@ def native_workshop(
     return folder
 
 
-def answer(folder: Path) -> None:
-    draftsmith(
-        folder, "generate", "--target", "target", "--prompts", "stdlib:code", "--count", "24",
-        "--prompt-tokens", "16",
-        "--max-tokens", str(MAX_TOKENS), "--temperature", "0", "--out", "data",
-    )  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def plain(workshop: Path) -> dict[str, Any]:
     return without_speculation(workshop)
@@ -151,31 +102,6 @@ def without_speculation(workshop: Path) -> dict[str, Any]:
     # digits.
     assert same >= 22
     return found
-
-
-def draftsmith(folder: Path, *arguments: str) -> None:
-    finished = subprocess.run(
-        [sys.executable, "-m", "draftsmith.cli", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
-
-
-def texts(folder: Path) -> list[tuple[list[int], list[int]]]:
-    """Prompt and answer of every row of the data."""
-    rows = [
-        row
-        for shard in sorted((folder / "data").glob("*.parquet"))
-        for row in pyarrow.parquet.read_table(shard).to_pylist()
-    ]
-    begins = [row["loss_mask"].index(1) for row in rows]
-    return [
-        (row["input_ids"][:begin], row["input_ids"][begin:])
-        for row, begin in zip(rows, begins, strict=True)
-    ]
 
 
 def vllm(
@@ -212,65 +138,6 @@ def vllm(
     )
     assert finished.returncode == 0 and out.is_file(), (finished.stdout + finished.stderr)[-5000:]
     return json.loads(out.read_text())
-
-
-def trained(folder: Path, family: str) -> Path:
-    """The family's draft, trained until it knows part of the answers by heart, with its offline
-    evaluation recorded."""
-    draft = folder / f"draft-{family}"
-    init = ("--init", "target") if is_appended(read_json(folder / "target" / "config.json")) else ()
-    if not draft.exists():
-        draftsmith(
-            folder, "train", family, "--target", "target", "--data", "data", "--out", draft.name,
-            "--steps", "300",
-            "--held-out", "0.05", "--dtype", "float32", "optim.lr=3e-3", *FAMILIES[family], *init,
-        )  # fmt: skip
-        draftsmith(
-            folder, "eval", "--target", "target", "--draft", draft.name, "--data", "data",
-            "--temperature", "0",
-            "--held-out", "1", "--k", str(K), "--store",
-        )  # fmt: skip
-    return draft
-
-
-def exported(folder: Path, family: str, engine: str) -> str:
-    out = f"{family}-{engine}"
-    draft = trained(folder, family)
-    draftsmith(
-        folder, "export", draft.name, "--to", engine, "--out", out, "--speculative-tokens", str(K)
-    )
-    return out
-
-
-def predicted_tau(folder: Path, family: str) -> dict[str, float]:
-    """value, and its 95 % interval: low, high"""
-    (evaluation,) = read_json(trained(folder, family) / "draftsmith.json")["evaluation"]
-    assert evaluation["temperature"] == 0 and evaluation["k"] == K
-    return evaluation["tau"]
-
-
-class Served(NamedTuple):
-    tau: float
-    # of all requests, those that drafted nothing because one token was left included, as vLLM
-    # counts
-    rounds: int
-
-
-def served(folder: Path, family: str) -> Served:
-    """The same prompts and draft in our own engine."""
-    target = Target.load(folder / "target")
-    engine = build_engine(
-        target, checkpoint.load(trained(folder, family), target), EngineConfig(k=K, max_batch=8)
-    )
-    answers = engine.generate(
-        [prompt for prompt, _ in texts(folder)],
-        SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS),
-    )
-    counts = engine.stats.acceptance
-    assert counts.tau is not None
-    # The first token of an answer comes with its prompt.
-    undrafted = sum(len(answer.tokens) - 1 for answer in answers) - counts.num_committed
-    return Served(counts.tau, counts.rounds + undrafted)
 
 
 def check(folder: Path, family: str, found: dict[str, Any], plain: dict[str, Any]) -> None:

