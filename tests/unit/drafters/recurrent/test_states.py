@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.lm.draft_lm import DraftLm
@@ -19,6 +21,12 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
+
+# The probe refuses it with transformers 5.16; versions between that and 5.23 were not run.
+NEWER = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"),
+    reason=f"transformers {transformers.__version__} has older code of it",
+)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +104,11 @@ def test_what_cannot_be_had_with_a_state_is_refused(
 
 @pytest.mark.parametrize(
     ("arch", "ways"),
-    [("lfm2", Ways()), ("minimax", Ways(padded=False)), ("recurrent_gemma", Ways(False, False))],
+    [
+        ("lfm2", Ways()),
+        ("minimax", Ways(padded=False)),
+        pytest.param("recurrent_gemma", Ways(False, False), marks=NEWER),
+    ],
 )
 def test_answers_are_the_models_own_however_it_generates(
     arch: str, ways: Ways, tiny_target: Callable[..., str]

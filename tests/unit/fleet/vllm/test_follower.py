@@ -321,6 +321,15 @@ def test_one_api_server_of_several_follows(tmp_path: Path) -> None:
     assert first.taken() and first.taken() and not second.taken()
 
 
+def called_from(host: str, app: Any) -> Any:
+    """`app` as clients at `host` reach it."""
+
+    async def reached(scope: Any, receive: Any, send: Any) -> None:
+        await app({**scope, "client": (host, 1)}, receive, send)
+
+    return reached
+
+
 def test_routes_that_change_something_are_for_this_machine_alone(
     versions: Path, tmp_path: Path
 ) -> None:
@@ -336,14 +345,14 @@ def test_routes_that_change_something_are_for_this_machine_alone(
         plugin.attach_router(app)
         assert TestClient(app).get("/draftsmith/status").status_code == 404
         asyncio.run(plugin.init_state(client, app.state, SimpleNamespace(port=8000)))
-        local = TestClient(app, client=("127.0.0.1", 1))
+        local = TestClient(called_from("127.0.0.1", app))
         worker = local.get("/draftsmith/status").json()["workers"][0]
         assert worker["version"] == "" and worker["records"] == {"tokens": 5}
         body = {"folder": folder, "version": 5}
         if not admin:
             assert local.post("/draftsmith/swap", json=body).status_code == 404
             continue
-        far = TestClient(app, client=("10.0.0.7", 1))
+        far = TestClient(called_from("10.0.0.7", app))
         assert far.post("/draftsmith/swap", json=body).status_code == 403
         browser = local.post("/draftsmith/swap", json=body, headers={"origin": "http://evil"})
         assert browser.status_code == 403

@@ -80,7 +80,7 @@ def test_another_process_reads_what_outlives_the_writers_end() -> None:
         "import sys\nfrom draftsmith.fleet.wire.messages import RequestMeta, parse\n"
         "from draftsmith.fleet.wire.ring import Ring\n"
         "ring = Ring(int(sys.argv[1]))\nmessage = parse(ring.next())\n"
-        "print(message.kind, message.number, message.arrays[1].tolist())\n"
+        "print(int(message.kind), message.number, message.arrays[1].tolist())\n"
         "print(message.meta(RequestMeta).stops)\nring.release()\nring.share = 0.25\n"
     )
     done = subprocess.run(
