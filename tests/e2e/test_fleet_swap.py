@@ -27,7 +27,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from scripts.bench.fleet.installed import variables as plugin_variables
 from tests.e2e.test_audit_vllm import vllm_server
-from tests.e2e.test_vllm_cpu import draftsmith, save_target, speculation
+from tests.e2e.test_vllm_cpu import speculation
+from tests.e2e.workshop import draftsmith, save_target
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 
