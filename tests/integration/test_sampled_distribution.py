@@ -42,6 +42,8 @@ HEADS = ["p-eagle", "eagle1", "medusa", "mlp", "dflash", "dspark"]
 DRAFTERS = ["ngram", "suffix", "eagle3", "mtp", "draft-lm", "suffix and draft-lm", *HEADS]
 FALSE_ALARM = 1e-6
 NUM_SAMPLES, MANY_SAMPLES = 1536, 14_336
+LONG = [pytest.mark.long, pytest.mark.timeout(900)]
+SIZES = [NUM_SAMPLES, pytest.param(MANY_SAMPLES, marks=LONG)]
 LENGTH, K = 3, 2  # tokens looked at, and drafted in a round
 ASKED = LENGTH + K  # the last tokens of an answer are drafted less deep
 SAMPLING = {"temperature": 1.2, "top_k": 4}
@@ -185,6 +187,11 @@ def fit(
     return chi_square(counts, torch.tensor([*distribution.values(), 0.0], dtype=torch.float64))
 
 
+def bias_of(num_samples: int) -> float:
+    """Largest bias that so many samples may leave unseen."""
+    return 0.05 if num_samples >= MANY_SAMPLES else 0.2
+
+
 def start(live_server: Callable, target: Target, drafter: ServingDrafter, **config: Any) -> Any:
     return live_server(
         target,
@@ -255,7 +262,9 @@ def test_a_q_too_sharp_from_the_second_drafted_token_on_is_rejected(
     assert found.p_value < FALSE_ALARM, found
 
 
+@pytest.mark.parametrize("num_samples", SIZES)
 def test_rounds_ended_by_the_drafters_own_guesses_keep_the_distribution(
+    num_samples: int,
     target: Target,
     prompt: list[int],
     distribution: dict[tuple[int, ...], float],
@@ -272,11 +281,12 @@ def test_rounds_ended_by_the_drafters_own_guesses_keep_the_distribution(
         )
     server = start(live_server, target, drafter)
     server.engine.scheduler.control = Sure()
-    found = fit(server, prompt, distribution)
+    found = fit(server, prompt, distribution, num_samples=num_samples)
     assert found.p_value > FALSE_ALARM, found
+    assert detectable_bias(num_samples, found.degrees, FALSE_ALARM) < bias_of(num_samples)
     # Some rounds ended after one draft, some did not.
     offered = server.engine.stats.offered
-    assert 0.1 * NUM_SAMPLES < offered[1] < 0.9 * offered[0], offered
+    assert 0.1 * num_samples < offered[1] < 0.9 * offered[0], offered
 
 
 def test_a_guess_made_after_the_draw_is_rejected(
@@ -296,7 +306,9 @@ def quick_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(stopping, name, 1)
 
 
+@pytest.mark.parametrize("num_samples", SIZES)
 def test_drafting_that_a_request_stops_and_resumes_keeps_the_distribution(
+    num_samples: int,
     target: Target,
     prompt: list[int],
     distribution: dict[tuple[int, ...], float],
@@ -304,9 +316,10 @@ def test_drafting_that_a_request_stops_and_resumes_keeps_the_distribution(
     quick_to_stop: None,
 ) -> None:
     server = start(live_server, target, make("draft-lm", target), stop_below=0.5, seed=1)
-    found = fit(server, prompt, distribution, seeded=False)
+    found = fit(server, prompt, distribution, num_samples=num_samples, seeded=False)
     assert found.p_value > FALSE_ALARM, found
-    assert server.engine.stats.num_drafting_stops > NUM_SAMPLES / 4
+    assert detectable_bias(num_samples, found.degrees, FALSE_ALARM) < bias_of(num_samples)
+    assert server.engine.stats.num_drafting_stops > num_samples / 4
 
 
 class Undecided:
@@ -375,6 +388,17 @@ def test_states_that_cannot_be_rolled_back_keep_the_joint_distribution(
     assert detectable_bias(NUM_SAMPLES, found.degrees, FALSE_ALARM) < 0.15
 
 
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("arch", RECURRENT)
+def test_many_tokens_of_states_that_cannot_be_rolled_back(
+    arch: str, tiny_target: Callable[..., str]
+) -> None:
+    found = engine_fit(Target.load(tiny_target(arch)), "ngram", num_samples=MANY_SAMPLES)
+    assert found.p_value > FALSE_ALARM, found
+    assert detectable_bias(MANY_SAMPLES, found.degrees, FALSE_ALARM) < bias_of(MANY_SAMPLES)
+
+
 @pytest.mark.parametrize("arch", RECURRENT[:1])
 def test_a_state_that_rejected_tokens_were_read_into_is_rejected(
     arch: str, tiny_target: Callable[..., str], monkeypatch: pytest.MonkeyPatch
@@ -391,7 +415,9 @@ def engine_fit(target: Target, family: str, *, num_samples: int = NUM_SAMPLES) -
     """The answers of an engine by itself, which reads prompts in pieces."""
     prompt = repetitive_prompt(target)
     distribution = enumerated(target, prompt)
-    config = EngineConfig(k=K, max_batch=128, max_length=64, max_round_tokens=1024, max_queue=2048)
+    config = EngineConfig(
+        k=K, max_batch=128, max_length=64, max_round_tokens=1024, max_queue=MANY_SAMPLES
+    )
     engine = build_engine(target, make(family, target), config)
     params = SamplingParams(**SAMPLING, max_tokens=ASKED, ignore_eos=True)
     counts = torch.zeros(len(distribution) + 1)
@@ -421,9 +447,17 @@ def sharp_draft(target: Target) -> ServingDrafter:
     return drafter
 
 
-@pytest.mark.parametrize("verification", ["chain", pytest.param("block", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("verification", "num_samples"),
+    [
+        ("chain", NUM_SAMPLES // 2),
+        pytest.param("chain", MANY_SAMPLES, marks=LONG),
+        pytest.param("block", MANY_SAMPLES, marks=LONG),
+    ],
+)
 def test_chains_that_end_where_the_draft_is_unsure_keep_the_distribution(
     verification: str,
+    num_samples: int,
     target: Target,
     prompt: list[int],
     distribution: dict[tuple[int, ...], float],
@@ -431,8 +465,9 @@ def test_chains_that_end_where_the_draft_is_unsure_keep_the_distribution(
 ) -> None:
     options = {"least_confidence": 0.05, "verification": verification}
     server = start(live_server, target, sharp_draft(target), **options)
-    found = fit(server, prompt, distribution, num_samples=NUM_SAMPLES // 2)
+    found = fit(server, prompt, distribution, num_samples=num_samples)
     assert found.p_value > FALSE_ALARM, found
+    assert detectable_bias(num_samples, found.degrees, FALSE_ALARM) < bias_of(num_samples)
     offered = server.engine.stats.offered
     assert 0.1 * offered[0] < offered[1] < 0.9 * offered[0], offered
 
