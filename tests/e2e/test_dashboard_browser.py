@@ -151,7 +151,7 @@ def test_what_a_reader_sees(seen: dict[str, Any], kind: str) -> None:
         "accepted less" in reason for reason in view["reasons"]
     )
     assert view["accepted"] > 0 and view["rejected"] > 0
-    assert "7, loss -" in view["learner"]
+    assert "7, loss -" in view["learner"] and "sampled with a seed" in view["learner"]
     live, learning = view["drafts"]
     assert live[:2] == ["live", "0"] and live[3] == "100 %" and float(live[4]) > 1
     assert (

@@ -106,6 +106,24 @@ def test_data_is_what_the_schema_says_and_what_metrics_say(server: Any) -> None:
     assert [one["decision"] for one in body.alarms] == ["rolled back"] and len(body.decisions) == 2
 
 
+def test_how_much_is_sampled_with_a_seed_is_shown(server: Any) -> None:
+    def shown() -> Any:
+        return server.http.get("/dashboard/data").json()["server"]
+
+    sampled, before = {"temperature": 1.0, "max_tokens": 8, "ignore_eos": True}, shown()
+    assert server.complete("abc", **sampled).status_code == 200
+    assert shown()["seeded_requests"] == before["seeded_requests"]
+    assert server.complete("abc", seed=1, **sampled).status_code == 200
+    after = shown()
+    assert after["seeded_requests"] == before["seeded_requests"] + 1
+    assert after["seeded_share"] == pytest.approx(
+        server.metric("draftsmith_seeded_tokens_total")
+        / server.metric("vllm:generation_tokens_total")
+    )
+    page = server.http.get("/dashboard").text
+    assert "server.seeded_share" in page and "server.seeded_requests" in page
+
+
 def test_only_points_that_are_new_are_sent(server: Any) -> None:
     look(server)
     points = server.http.get("/dashboard/data").json()["points"]
