@@ -7,9 +7,11 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tarfile
+import time
 import venv
 import zipfile
 from collections.abc import Callable
@@ -332,3 +334,32 @@ def test_a_learner_learns_from_what_the_server_recorded(
     assert "stopped after 1 updates" in done.stdout + done.stderr
     status = json.loads((training.outside / "versions" / "status.json").read_text())
     assert status["version"] == 1
+    assert "1" in training.run("fleet", "status", "--versions", "versions").stdout
+
+
+def test_a_proxy_records_what_passes_through_it(serving: Installed, server: Any) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = ("observe", "--url", server.url, "--buffer", "seen", "--listen", address)
+    proxy = subprocess.Popen(serving.draftsmith(*command), **serving.places())
+    try:
+        wait_for(f"http://{address}/health", proxy)
+        body = {"model": "tiny", "prompt": TEXT, "max_tokens": 8, "return_token_ids": True}
+        answer = httpx.post(f"http://{address}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8
+    finally:
+        proxy.send_signal(signal.SIGTERM)
+        assert proxy.wait(timeout=RUN_S) == 0
+    assert list((serving.outside / "seen").rglob("*.parquet")) != []
+
+
+def wait_for(url: str, process: subprocess.Popen[Any]) -> None:
+    deadline_s = time.monotonic() + RUN_S
+    while True:
+        assert process.poll() is None and time.monotonic() < deadline_s
+        try:
+            if httpx.get(url, timeout=10).status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.2)
