@@ -247,6 +247,43 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# The files that take longest, the longest first. xdist hands out whole files in this order, so that
+# no worker begins a long one when the others are done.
+LONGEST = (
+    "integration/test_train.py",
+    "unit/test_install.py",
+    "integration/test_faults.py",
+    "integration/test_distill.py",
+    "integration/test_greedy_identity.py",
+    "integration/test_audit.py",
+    "integration/test_target_change.py",
+    "unit/train/test_session.py",
+    "integration/test_sampled_distribution.py",
+    "integration/test_tensor_parallel.py",
+    "integration/test_pool.py",
+    "integration/test_bench_drafters.py",
+    "integration/test_serve_command.py",
+    "unit/train/test_on_policy_runs.py",
+    "integration/test_fresh_noise.py",
+    "integration/test_canary.py",
+    "integration/test_padded_vocabulary.py",
+    "integration/test_learned_seeds.py",
+    "integration/test_bench_online.py",
+    "integration/test_bench_kernels.py",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # xdist's own order is by the number of tests, in which a file of one test of a minute is last.
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
 def make_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

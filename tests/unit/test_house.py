@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from draftsmith.cli import COMMANDS
+from tests.conftest import LONGEST
 
 ROOT = Path(__file__).resolve().parents[2]
 BELOW = {
@@ -392,6 +393,11 @@ def test_every_direct_dependency_is_pinned() -> None:
 def test_scripts_explain_themselves_without_an_environment(script: str) -> None:
     finished = subprocess.run([ROOT / script, "--help"], capture_output=True, text=True, timeout=30)
     assert finished.returncode == 0 and script in finished.stdout
+
+
+def test_the_files_that_are_handed_out_first_are_there() -> None:
+    assert len(set(LONGEST)) == len(LONGEST)
+    assert [name for name in LONGEST if not (ROOT / "tests" / name).is_file()] == []
 
 
 def test_continuous_integration_runs_the_same_command() -> None:
