@@ -1,5 +1,5 @@
 """The requirements resolve as on any machine: from the registry alone, with no local file, no cache
-and an empty home."""
+of this machine's and an empty home."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-# 38 s of CPU, 2 minutes on two busy cores, most of them waiting for the registry.
+# Most of the time they wait for the registry.
 pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).resolve().parents[2]
 # How the registry is reached; everything else of pip's and uv's settings is left out.
@@ -27,6 +29,7 @@ KEPT = (
 PROJECT = (ROOT / "pyproject.toml").read_text()
 PYTHONS = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PROJECT)
 Run = Callable[..., subprocess.CompletedProcess[str]]
+Resolutions = dict[str, "Future[subprocess.CompletedProcess[str]]"]
 
 
 def reaching(environment: dict[str, str]) -> dict[str, str]:
@@ -55,7 +58,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory, install_tools: Callable[.
         "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONPATH": str(tools), "PYTHONDONTWRITEBYTECODE": (
             "1"
         ),
-        "UV_NO_CONFIG": "1", "UV_NO_CACHE": "1",
+        "UV_NO_CONFIG": "1", "UV_CACHE_DIR": str(home / "cache"),
     }  # fmt: skip
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -124,18 +127,36 @@ def resolve_by_uv(
     )
 
 
-@pytest.fixture
-def wrong(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The constraints as they once were: a Triton that the registry's torch does not take."""
-    path = tmp_path / "constraints.txt"
+    path = tmp_path_factory.mktemp("wrong") / "constraints.txt"
     text = (ROOT / "constraints.txt").read_text()
     path.write_text(re.sub(r"(?m)^triton==.*$", "triton==3.9.0", text))
     assert path.read_text() != text
     return path
 
 
-def test_pip_resolves_the_whole_project(stranger: Run) -> None:
-    done = resolve_by_pip(stranger, ROOT / "constraints.txt", "-e", ".[dev]")
+@pytest.fixture(scope="module")
+def resolutions(stranger: Run, wrong: Path) -> Iterator[Resolutions]:
+    """All that the tests ask for. pip's and uv's wait for the registry side by side, and what one
+    of uv's has read is in the cache for the next."""
+    right, running = ROOT / "constraints.txt", "{}.{}".format(*sys.version_info)
+    pip, uv = partial(resolve_by_pip, stranger), partial(resolve_by_uv, stranger)
+    with ThreadPoolExecutor(1) as pips, ThreadPoolExecutor(1) as uvs:
+        yield {
+            "pip": pips.submit(pip, right, "-e", ".[dev]"),
+            "pip, wrong": pips.submit(pip, wrong, "torch"),
+            **{python: uvs.submit(uv, right, python) for python in PYTHONS},
+            "uv, wrong": uvs.submit(uv, wrong, running),
+            "oldest": uvs.submit(uv, Path(os.devnull), PYTHONS[0], "--resolution", "lowest-direct"),
+        }
+        for pool in (pips, uvs):
+            pool.shutdown(cancel_futures=True)
+
+
+def test_pip_resolves_the_whole_project(resolutions: Resolutions) -> None:
+    done = resolutions["pip"].result()
     assert done.returncode == 0, done.stderr[-2000:]
     would = done.stdout.strip().splitlines()[-1]
     assert (
@@ -143,27 +164,27 @@ def test_pip_resolves_the_whole_project(stranger: Run) -> None:
     )
 
 
-def test_pip_refuses_a_triton_that_torch_does_not_take(stranger: Run, wrong: Path) -> None:
-    done = resolve_by_pip(stranger, wrong, "torch")
+def test_pip_refuses_a_triton_that_torch_does_not_take(resolutions: Resolutions) -> None:
+    done = resolutions["pip, wrong"].result()
     assert done.returncode != 0 and "triton==3.9.0" in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-def test_every_python_resolves(stranger: Run, python: str) -> None:
-    done = resolve_by_uv(stranger, ROOT / "constraints.txt", python)
+def test_every_python_resolves(resolutions: Resolutions, python: str) -> None:
+    done = resolutions[python].result()
     assert done.returncode == 0, done.stderr[-2000:]
     assert {"torch==2.13.0", "triton==3.7.1"} <= set(done.stdout.splitlines())
 
 
-def test_uv_refuses_a_triton_that_torch_does_not_take(stranger: Run, wrong: Path) -> None:
-    done = resolve_by_uv(stranger, wrong, "{}.{}".format(*sys.version_info))
+def test_uv_refuses_a_triton_that_torch_does_not_take(resolutions: Resolutions) -> None:
+    done = resolutions["uv, wrong"].result()
     assert done.returncode != 0 and "triton" in done.stderr
 
 
-def test_the_oldest_versions_resolve_to_themselves(stranger: Run) -> None:
+def test_the_oldest_versions_resolve_to_themselves(resolutions: Resolutions) -> None:
     """The lowest version that each bound of pyproject.toml allows is the one that
     constraints-oldest.txt names."""
-    done = resolve_by_uv(stranger, Path(os.devnull), PYTHONS[0], "--resolution", "lowest-direct")
+    done = resolutions["oldest"].result()
     assert done.returncode == 0, done.stderr[-2000:]
     oldest = (ROOT / "constraints-oldest.txt").read_text()
     listed = {line.split(";")[0] for line in oldest.splitlines() if not line.startswith("#")}
