@@ -4,7 +4,6 @@ kills."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from draftsmith.distill.generate.writers import ServerWriter
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
+from tests import forked
 
 
 def config(target: str, out: Path, **changes: object) -> GenerateConfig:
@@ -136,7 +136,7 @@ def test_killed_generation_resumes_to_the_same_answers(
 ) -> None:
     path = tiny_target("llama")
     generate.run(config(path, tmp_path / "whole"))
-    killed = subprocess.run(
+    killed = forked.run(
         [sys.executable, "-c", KILLED, path, str(tmp_path / "cut"), "3"],
         capture_output=True,
         text=True,
