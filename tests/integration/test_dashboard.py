@@ -26,6 +26,7 @@ from draftsmith.drafters.published.versions import publish, record_decision
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.dashboard import page
 from draftsmith.serve.dashboard.learning import Learning
 from draftsmith.serve.dashboard.live_text import TextView
 from draftsmith.serve.dashboard.schema import DashboardBody
@@ -201,7 +202,15 @@ def test_text_is_not_shown_unless_the_server_was_started_so(guarded: Any) -> Non
     assert not guarded.http.get("/dashboard/data", headers=BEARER).json()["server"]["shows_text"]
 
 
-def test_text_streams_while_it_is_written_and_leaves_out_who_keeps_out(server: Any) -> None:
+@pytest.fixture
+def short_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams of text end after 1 s instead of 5."""
+    monkeypatch.setattr(page, "TEXT_STREAM_S", 1.0)
+
+
+def test_text_streams_while_it_is_written_and_leaves_out_who_keeps_out(
+    server: Any, short_streams: None
+) -> None:
     def told() -> list[dict[str, Any]]:
         events = []
         with server.http.stream("GET", "/dashboard/text", params={"after": before}) as response:
@@ -305,7 +314,7 @@ def test_top_says_in_one_sentence_why_it_cannot(
         assert wanted in shown.err and shown.err.count("\n") == 1
 
 
-def test_a_page_left_open_holds_up_nothing(server: Any) -> None:
+def test_a_page_left_open_holds_up_nothing(server: Any, short_streams: None) -> None:
     """Its stream of text ends by itself, so that a shutdown does not wait for it."""
     begun_s = time.monotonic()
     done = threading.Event()
