@@ -227,19 +227,9 @@ def test_push_uploads_the_whole_export(draft: Path, hub: Hub) -> None:
     assert "base_model" not in front, "a local path is not a Hub id"
 
 
-def test_a_refused_push_keeps_the_export_and_says_so(draft: Path, hub: Hub) -> None:
-    finished = export(draft, hub, "hf_bad", "--push", "ann/draft")
-    assert finished.returncode == 2
-    assert "the upload to 'ann/draft' failed" in finished.stderr and "401" in finished.stderr
-    assert "Traceback" not in finished.stderr
-    assert (draft.parent / "out" / "model.safetensors").is_file()
-    assert hub.files == {}
-
-
 @pytest.fixture
-def folder(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An export, as small as can be, and a client in this process that knows the hub: it reads the
-    environment once only."""
+def client(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client in this process that knows the hub: it reads the environment once only."""
     for name, value in {
         "ENDPOINT": hub.url,
         "HF_HUB_DISABLE_XET": True,
@@ -248,6 +238,29 @@ def folder(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setattr(constants, name, value)
     monkeypatch.setenv("HF_TOKEN", "hf_good")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def test_a_refused_push_keeps_the_export_and_says_so(
+    draft: Path,
+    hub: Hub,
+    client: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_bad")
+    out = draft.parent / "out"
+    words = ["--to", "hf", "--no-prove", "--out", str(out), "--push", "ann/draft"]
+    assert main(["export", str(draft), *words]) == 2
+    said = capsys.readouterr().err
+    assert "the upload to 'ann/draft' failed" in said and "401" in said
+    assert "Traceback" not in said
+    assert (out / "model.safetensors").is_file()
+    assert hub.files == {}
+
+
+@pytest.fixture
+def folder(client: None, tmp_path: Path) -> Path:
+    """An export, as small as can be."""
     path = tmp_path / "export"
     path.mkdir()
     (path / "README.md").write_text("---\ntags: [draft-model]\n---\n# A draft\n")
