@@ -146,8 +146,14 @@ class Controller:
             self.pairs.observe(text, rollout)
         due = self.pairs.due(rollout, self.clock())
         if due > trial.upto:
-            trial.upto = due
+            was_blind, trial.upto = trial.is_blind, due
             trial.look(self.pairs.take(due, requests=self.config.requests), drop=self.config.drop)
+            if trial.is_blind and not was_blind:
+                self.event(
+                    f"version {rollout.candidate} waits: in {trial.upto + 1} pairs of periods no "
+                    "engine recorded enough requests of both versions; give engines and --buffer "
+                    "the same buffer, or leave --buffer out"
+                )
             if self._is_on(rollout):
                 self.store.put_rollout(dataclasses.replace(rollout, trial=trial.to_dict()))
         return trial.verdict(self.config)

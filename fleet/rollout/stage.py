@@ -16,6 +16,8 @@ from draftsmith.distill.gate.sequential import TurningEvidence
 from draftsmith.fleet.config import RolloutConfig
 
 WINDOW = 64  # latest differences, from which the sizes of bets are taken
+# Pairs of periods without a single difference, from which on a stage waits for what may never come.
+UNSEEN = 4
 
 
 class Verdict(NamedTuple):
@@ -35,6 +37,11 @@ class StageTrial:
     @property
     def gain(self) -> float:
         return self.total / self.pairs if self.pairs else 0.0
+
+    @property
+    def is_blind(self) -> bool:
+        """True after `UNSEEN` pairs of periods without served requests of both versions."""
+        return self.pairs == 0 and self.upto + 1 >= UNSEEN
 
     def look(self, differences: Mapping[str, float], *, drop: float) -> None:
         """Adds new differences, each once."""
@@ -59,10 +66,10 @@ class StageTrial:
         return Verdict(self.gain > -config.drop, f"{found}, which does not decide it")
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"gain": self.gain}
+        return asdict(self) | {"gain": self.gain, "is_blind": self.is_blind}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StageTrial:
-        read = {name: value for name, value in values.items() if name != "gain"}
+        read = {name: value for name, value in values.items() if name not in ("gain", "is_blind")}
         read |= {name: TurningEvidence(**read[name]) for name in ("worse", "fine") if name in read}
         return cls(**read)

@@ -42,6 +42,8 @@ def rollout_lines(rollout: Any) -> list[str]:
     found = ""
     if trial.get("pairs"):
         found = f"; gain {trial['gain']:+.4f} in {trial['pairs']} pairs of periods"
+    elif trial.get("is_blind"):
+        found = "; waits: too few requests of both versions are in the buffer"
     return [
         f"version {rollout['candidate']} is tried on {len(rollout['engines'])} engines, stage "
         f"{rollout['stage']} of {len(rollout['stages'])} ({share:.0%}), for "

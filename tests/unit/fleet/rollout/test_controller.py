@@ -19,6 +19,8 @@ from draftsmith.fleet.rollout.controller import ALARM, Controller
 from draftsmith.fleet.rollout.operate import decided, end
 from draftsmith.fleet.rollout.pairs import LATE_S, Half, Pairs
 from draftsmith.fleet.rollout.stage import StageTrial
+from draftsmith.fleet.rollout.table import summary
+from draftsmith.fleet.rollout.view import view_of
 from draftsmith.fleet.store.engine_status import EngineStatus
 from draftsmith.fleet.store.rollout import Rollout
 from draftsmith.fleet.store.store import VersionStore
@@ -126,7 +128,7 @@ class Fleet:
         store.clock = lambda: self.now_s
 
     def controller(
-        self, *, records: bool = True, stages: tuple[float, ...] = (0.1, 0.5)
+        self, *, records: bool = True, stages: tuple[float, ...] = (0.1, 0.5), **options: Any
     ) -> Controller:
         return Controller(
             self.store,
@@ -135,6 +137,7 @@ class Fleet:
             texts=self.texts if records else None,
             give_up=lambda version, live, reason: self.withdrawn.append((version, live)),
             clock=lambda: self.now_s,
+            **options,
         )
 
     def report(self, **changes: Any) -> None:
@@ -275,6 +278,17 @@ def test_without_records_a_stage_passes_by_time_once_it_was_served(store: Versio
     fleet.report()
     controller.step()
     assert fleet.decisions == ["begun", "promoted"] and store.current() == 8
+
+
+def test_a_stage_whose_engines_record_nothing_says_so_once(store: VersionStore) -> None:
+    fleet, events = Fleet(store, {}), []
+    controller = fleet.controller(event=events.append)
+    controller.texts = lambda since_s: ()
+    controller.offer(8)
+    fleet.run(controller, fleet.now_s + 20 * SWITCH_S)
+    assert fleet.decisions == ["begun"]
+    assert ["waits: in 4 pairs of periods" in event for event in events] == [False, True]
+    assert "waits: too few requests" in summary(view_of(store, now_s=fleet.now_s))[1]
 
 
 def test_an_operators_choice_ends_the_rollout_also_while_records_are_read(
