@@ -189,7 +189,7 @@ def fit(
 
 def bias_of(num_samples: int) -> float:
     """Largest bias that so many samples may leave unseen."""
-    return 0.05 if num_samples >= MANY_SAMPLES else 0.2
+    return 0.05 if num_samples >= MANY_SAMPLES else 0.25
 
 
 def start(live_server: Callable, target: Target, drafter: ServingDrafter, **config: Any) -> Any:
