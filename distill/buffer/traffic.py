@@ -100,8 +100,9 @@ def is_whole(records: Sequence[RoundRecord]) -> bool:
 
 
 def depth_of(texts: Iterable[ServedText]) -> int:
-    """Largest number of tokens drafted in a round."""
-    return max((len(record.drafted) for text in texts for record in text.records), default=1)
+    """Largest number of tokens drafted in a round; 1 where none is, since texts without drafts are
+    judged by a draft's first token."""
+    return max((len(record.drafted) or 1 for text in texts for record in text.records), default=1)
 
 
 def samplers_of(texts: Iterable[ServedText]) -> dict[str, int]:

@@ -8,7 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from draftsmith.distill.buffer.traffic import OpenRequests, branches, is_held_out, stitch
+from draftsmith.distill.buffer.traffic import (
+    OpenRequests,
+    branches,
+    depth_of,
+    is_held_out,
+    stitch,
+)
 from draftsmith.drafters.target.target import Target
 from draftsmith.record import RoundRecord
 from draftsmith.train.data.roles import Role, RoleWeights
@@ -46,6 +52,13 @@ def test_text_and_roles() -> None:
     assert text.roles.tolist() == [c, c, c, a, a, r, a, a, b, c, c, r, a, a]
     weights = RoleWeights(accepted=0.0, first_rejected=1.0, bonus=0.0, later_rejected=1.0)
     assert np.flatnonzero(weights.of(text.roles)).tolist() == [5, 11]
+
+
+def test_texts_without_drafts_are_judged_by_a_drafts_first_token() -> None:
+    plain = stitch([make(0, 3, [1, 2, 3], [], [4], 0), make(1, 4, [], [], [5], 0)])
+    drafted = stitch(ROUNDS)
+    assert plain is not None and drafted is not None
+    assert (depth_of([plain]), depth_of([plain, drafted]), depth_of([])) == (1, 3, 1)
 
 
 def test_branches_hold_the_drafted_tokens_behind_the_first_rejection() -> None:
