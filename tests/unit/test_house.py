@@ -65,7 +65,7 @@ ORDER = {
         "bench",
     ),
     "distill": ("buffer", "learn", "gate", "monitor", "pool", "generate"),
-    # In this order too: wire, store, swaps, vllm, sglang, observe, publish, rollout.
+    # In this order too: wire, store, swaps, vllm, sglang, observe, publish, rollout, rl.
     "fleet": (
         "wire",
         "recording",
@@ -76,6 +76,7 @@ ORDER = {
         "observe",
         "publish",
         "rollout",
+        "rl",
     ),
 }
 # Known exceptions, to be removed; the test fails when one is mended and still listed.
