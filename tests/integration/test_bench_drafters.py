@@ -5,20 +5,21 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import tokenizer_hash
 from draftsmith.files import write_json
-from scripts.paths import ROOT
+from tests import forked
 
 OTHERS = ("DRAFTSMITH_SPECULATORS_PYTHON", "DRAFTSMITH_VLLM_PYTHON")
 TINY = (
@@ -99,35 +100,33 @@ def run_folder(tiny_target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def bench(run_folder: Path, out: Path) -> tuple[str, dict[str, Any]]:
-    command = [
-        sys.executable,
-        "-m",
-        "scripts.bench.drafters.run",
-        "--run",
-        run_folder,
-        "--work",
-        out.parent / "work",
-        "--out",
-        out,
-        *TINY,
-    ]
-    environment = {key: value for key, value in os.environ.items() if key not in OTHERS}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [str(word) for word in command],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout + done.stderr, json.loads(out.read_text(encoding="utf-8"))
+@pytest.fixture
+def bench(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[Path], tuple[str, dict[str, Any]]]:
+    """`bench(out)` -> output and report of a benchmark whose trainings run in forked processes."""
+    from scripts.bench.drafters import run as drafter_run
+
+    for name in OTHERS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(drafter_run, "subprocess", SimpleNamespace(run=forked.run))
+
+    def started(out: Path) -> tuple[str, dict[str, Any]]:
+        places = ["--run", run_folder, "--work", out.parent / "work", "--out", out]
+        monkeypatch.setattr(sys, "argv", ["bench_drafters", *map(str, places), *TINY])
+        drafter_run.main()
+        written = capsys.readouterr()
+        return written.out + written.err, json.loads(out.read_text(encoding="utf-8"))
+
+    return started
 
 
-def test_cells_are_trained_evaluated_told_and_kept(run_folder: Path, tmp_path: Path) -> None:
-    told, report = bench(run_folder, tmp_path / "drafters.json")
+def test_cells_are_trained_evaluated_told_and_kept(
+    bench: Callable[[Path], tuple[str, dict[str, Any]]], tmp_path: Path
+) -> None:
+    told, report = bench(tmp_path / "drafters.json")
     assert [row["cell"]["name"] for row in report["rows"]] == [
         "eagle3",
         "tvd++",
@@ -161,7 +160,7 @@ def test_cells_are_trained_evaluated_told_and_kept(run_folder: Path, tmp_path: P
     assert "| eagle3 |" in told and told.count("| tvd++ |") == 2 and "without speculators" in told
     assert (tmp_path / "drafters.png").stat().st_size > 1000
     kept = (tmp_path / "work" / "families" / "eagle3" / "seed-0" / "cell.json").stat().st_mtime_ns
-    _, again = bench(run_folder, tmp_path / "drafters.json")
+    _, again = bench(tmp_path / "drafters.json")
     assert again["rows"] == report["rows"]
     assert (
         tmp_path / "work" / "families" / "eagle3" / "seed-0" / "cell.json"
