@@ -12,14 +12,23 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from draftsmith.cli import main
 from draftsmith.distill.buffer.buffer import BufferReader
+from draftsmith.serve.bench import server
+from tests.forked import Forked
 
 TIMEOUT_S = 90
+
+
+@pytest.fixture(autouse=True)
+def servers_of_bench_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {"Popen": Forked, "TimeoutExpired": subprocess.TimeoutExpired}
+    monkeypatch.setattr(server, "subprocess", SimpleNamespace(**kept))
 
 
 def command(*arguments: str) -> list[str]:
@@ -27,13 +36,11 @@ def command(*arguments: str) -> list[str]:
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen, str]]:
+def serving(*arguments: str) -> Iterator[tuple[Forked, str]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    process = subprocess.Popen(
-        command("serve", *arguments, "--port", str(port)), stderr=subprocess.PIPE, text=True
-    )
+    process = Forked(command("serve", *arguments, "--port", str(port)), stderr=subprocess.PIPE)
     try:
         url = f"http://127.0.0.1:{port}"
         deadline_s = time.monotonic() + TIMEOUT_S
