@@ -28,6 +28,7 @@ from draftsmith.drafters.published import versions
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
+from tests.forked import Forked
 
 # Medusa learns too, but on this text, which depends on every drafted token, too little to be told
 # apart live.
@@ -207,11 +208,11 @@ def test_sigterm_ends_the_command_cleanly(loop: Callable[..., Any]) -> None:
         made.config.draft,
     ]
     command += ["--buffer", made.config.buffer, "--versions", str(made.versions), "learn.fresh=8"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with Forked(command, stderr=subprocess.PIPE) as process:
         deadline_s = time.monotonic() + 60
         while time.monotonic() < deadline_s and not (made.versions / "status.json").exists():
             time.sleep(0.05)
-        time.sleep(1.0)
+        time.sleep(0.5)
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 0, errors
