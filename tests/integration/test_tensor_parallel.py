@@ -22,6 +22,8 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.parallel import join
+from tests import forked
+from tests.forked import Forked
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], list(range(20, 60)), [9]]
 REQUEST = {"prompt": PROMPTS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -46,14 +48,14 @@ def drafts(target_folder: str, tmp_path_factory: pytest.TempPathFactory) -> dict
 @pytest.fixture
 def serve(
     target_folder: str,
-) -> Iterator[Callable[[int, Sequence[str]], tuple[str, subprocess.Popen]]]:
+) -> Iterator[Callable[[int, Sequence[str]], tuple[str, Forked]]]:
     """`serve(processes, options)` -> the URL of a server that is up, started by itself or by
     torchrun."""
-    running: list[subprocess.Popen] = []
+    running: list[Forked] = []
 
     def start(
         processes: int, options: Sequence[str], *, torchrun: bool = False
-    ) -> tuple[str, subprocess.Popen]:
+    ) -> tuple[str, Forked]:
         port = free_port()
         launcher = [sys.executable, "-m", "draftsmith.cli"]
         options = [*options, "--tensor-parallel", str(processes)]
@@ -77,9 +79,8 @@ def serve(
             *options,
         ]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        server = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        # The processes that share the target are started in any case.
+        server = Forked(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         running.append(server)
         url = f"http://127.0.0.1:{port}"
         deadline_s = time.monotonic() + 180
@@ -222,7 +223,7 @@ def test_a_rank_that_fails_in_a_pass_ends_all(
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command += [str(script), target_folder, str(failing)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+    ended = forked.run(command, env=environment, capture_output=True, timeout=90)
     assert ended.returncode != 0
     assert ended.stdout.split("\n")[:-1] == ["answered 4"]
     assert (

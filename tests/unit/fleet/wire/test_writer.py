@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from draftsmith.fleet.wire.requests import Job, record_name
 from draftsmith.fleet.wire.ring import Ring
 from draftsmith.fleet.wire.writer import run
 from draftsmith.record import RoundRecord, hashed_answer
+from tests import forked
 
 META = RequestMeta("cmpl-a-0-0123abcd", "code", 1.0, 1.0, 0, 1.0, 0.0, False, False, 100, [2])
 VOCAB = 300
@@ -319,8 +319,7 @@ engine.begin(1, [10, 11])
 engine.verify(1, [5], [5, 6])
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path[1:], os.getcwd()])}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, timeout=120)
+    done = forked.run([sys.executable, "-c", script], timeout=120)
     assert done.returncode == -signal.SIGKILL
     wait_for(lambda: list((tmp_path / "buffer").glob("*.parquet")))
     records = BufferReader(str(tmp_path / "buffer")).read().records
