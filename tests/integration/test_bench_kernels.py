@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
 
 from scripts.paths import ROOT
+from tests import forked
 
 TINY = ("--device", "cpu", "--quick", "--vocab", "64", "--seconds", "0", "--no-compile")
 VERIFICATIONS = [
@@ -36,7 +36,7 @@ CASES = [
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
     out = tmp_path_factory.mktemp("bench") / "kernels.json"
     command = [sys.executable, "-m", "scripts.bench.kernels.run", *TINY, "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
+    done = forked.run(command, capture_output=True, timeout=240, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     for name in CASES:
         assert name in done.stdout
