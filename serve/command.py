@@ -4,11 +4,10 @@ drain and flush."""
 from __future__ import annotations
 
 import logging
-import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import cast
 
 import torch
@@ -45,6 +44,7 @@ from draftsmith.serve.metrics.log_line import StatsLog
 from draftsmith.serve.metrics.server import ServerMetrics
 from draftsmith.serve.parallel import LeadingTarget, follow, join
 from draftsmith.serve.watch import VersionWatcher
+from draftsmith.stopping import sigterm_ignored
 
 MakeSink = Callable[[ServeConfig, Target], Sink]
 
@@ -223,12 +223,3 @@ def run_app(config: ServeConfig, app: FastAPI, listener: socket.socket, *, name:
     )
     with suppress(KeyboardInterrupt):
         uvicorn.Server(options).run(sockets=[listener])
-
-
-@contextmanager
-def sigterm_ignored() -> Iterator[None]:
-    previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

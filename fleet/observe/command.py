@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import httpx
 import uvicorn
@@ -23,6 +23,7 @@ from draftsmith.fleet.observe.probe import Probe, client
 from draftsmith.fleet.observe.proxy import Proxy
 from draftsmith.fleet.observe.recorder import Models, Recorder
 from draftsmith.record import TOP
+from draftsmith.stopping import sigterm_ignored
 
 logger = logging.getLogger("draftsmith.observe")
 
@@ -51,7 +52,8 @@ def run(config: ObserveConfig) -> int:
     check_limits(config, LIMITS)
     url = server_url(config.url)
     counters = Counters()
-    with ExitStack() as closing, bind(config.listen) as listener:
+    # Records are written after the last answer.
+    with sigterm_ignored(), ExitStack() as closing, bind(config.listen) as listener:
         recorder = Recorder(
             config,
             counters,
@@ -66,7 +68,8 @@ def run(config: ObserveConfig) -> int:
         observer = Observer(config, counters, lambda: recorder.sink.share, recorder.put, enrichment)
         host, port = listener.getsockname()[:2]
         logger.info("http://%s:%d stands in front of %s", host, port, url)
-        server(Proxy(url, observer)).run(sockets=[listener])
+        with suppress(KeyboardInterrupt):
+            server(Proxy(url, observer)).run(sockets=[listener])
     return 0
 
 

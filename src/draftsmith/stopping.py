@@ -1,4 +1,4 @@
-"""End of a loop by signals, after the work in hand."""
+"""End of a loop or a server by signals, after the work in hand."""
 
 from __future__ import annotations
 
@@ -24,3 +24,14 @@ def stopping(stop: threading.Event) -> Iterator[None]:
     finally:
         for number, handler in zip(handled, before, strict=True):
             signal.signal(number, handler)
+
+
+@contextmanager
+def sigterm_ignored() -> Iterator[None]:
+    """Lets what follows a server of uvicorn run: it ends by a signal, and raises that again once it
+    has shut down."""
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -1,0 +1,47 @@
+"""The proxy as a process of its own."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from draftsmith.distill.buffer.buffer import BufferReader
+from tests.forked import Forked
+from tests.unit.fleet.observe.conftest import VllmLike
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_with_its_records_written(
+    number: signal.Signals, served: Callable[[Any], str], tmp_path: Path
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    options = ["--url", served(VllmLike()), "--buffer", str(tmp_path), "--listen", address]
+    proxy = Forked([sys.executable, "-m", "draftsmith.cli", "observe", *options])
+    body = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 4, "return_token_ids": True}
+    answer = asked(f"http://{address}/v1/completions", body, proxy)
+    assert answer.status_code == 200
+    proxy.send_signal(number)
+    assert proxy.wait(60) == 0
+    records = BufferReader(str(tmp_path)).read().records
+    assert records and records[0].context[:3] == [5, 6, 7]
+
+
+def asked(url: str, body: dict[str, Any], process: Forked) -> httpx.Response:
+    """The answer, once the process listens."""
+    deadline_s = time.monotonic() + 60
+    while True:
+        try:
+            return httpx.post(url, json=body, timeout=30)
+        except httpx.TransportError:
+            assert process.poll() is None and time.monotonic() < deadline_s
+            time.sleep(0.05)
