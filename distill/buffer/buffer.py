@@ -100,6 +100,7 @@ class BufferWriter:
         self._batch: Batch | None = None
         self._wake = threading.Event()
         self._closing = False
+        self._patience_s = 0.0  # after `close`
         self._failing = False
         if isinstance(self.folder.fs, LocalFileSystem):
             Path(self.folder.root).mkdir(parents=True, exist_ok=True)
@@ -126,12 +127,12 @@ class BufferWriter:
         mark."""
         return forget(self.folder, answer, settle_s=SETTLE_S)
 
-    def close(self) -> None:
-        """Flushes the queue. Tries once if the disk refuses, and does not wait long for one that
-        hangs."""
-        self._closing = True
+    def close(self, *, patience_s: float = 0.0) -> None:
+        """Flushes the queue. Where the disk refuses, tries for `patience_s`, at least once; does
+        not wait long for one that hangs."""
+        self._patience_s, self._closing = patience_s, True
         self._wake.set()
-        self._thread.join(CLOSE_S)
+        self._thread.join(CLOSE_S + patience_s)
         if self._thread.is_alive():
             logger.error("buffer %s hangs; %d records are lost", self.folder.url, len(self._queue))
 
@@ -141,7 +142,11 @@ class BufferWriter:
             self._wake.clear()
             self._look()
             self._flush()
+        deadline_s = time.monotonic() + self._patience_s
         self._flush()
+        while self._queue and time.monotonic() < deadline_s:
+            time.sleep(self.flush_s)
+            self._flush()
         self.dropped += len(self._queue)
 
     def _look(self) -> None:

@@ -57,7 +57,7 @@ class Beside:
     async def _follow(self) -> None:
         settings = self.settings
         lock = OneOf(answers_folder(settings.cache).parent / f"{self.engine}.lock")
-        while not lock.taken():  # another API server of this engine follows
+        while not self.takes(lock):
             await asyncio.sleep(settings.poll_s)
         cache = Path(settings.cache) / self.engine if settings.cache else None
         self.follower = Follower(
@@ -72,6 +72,15 @@ class Beside:
         )
         self.tasks.append(asyncio.get_running_loop().create_task(self._read_figures()))
         await self.follower.run()
+
+    @staticmethod
+    def takes(lock: OneOf) -> bool:
+        """False while another API server of this engine follows, or the cache is out of reach."""
+        try:
+            return lock.taken()
+        except OSError as error:
+            once(f"versions are not followed yet: the cache cannot be written ({error})")
+            return False
 
     async def _read_figures(self) -> None:
         """Figures of the writer of records, which the workers read without waiting."""

@@ -2,8 +2,9 @@
 leads to it.
 
 The engine waits for nothing here: the process is started and watched by a thread. It is started
-again at most `RESTARTS` times; after that recording stops, which is logged once. The writer reads
-an end of file where its engine died, however it died, and flushes.
+again whenever it ends, later each time where it ends soon. Where it ends `RESTARTS` + 1 times in a
+row before it has read anything, recording stops, which is logged once. The writer reads an end of
+file where its engine died, however it died, and flushes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +26,9 @@ RESTARTS = 3
 # Exit status of a writer that would end the same way again.
 REFUSED = 2
 LOOK_S = 1.0
+# Life of a writer after which the next one is started at once.
+STEADY_S = 60.0
+LONGEST_WAIT_S = 60.0
 # Of an engine that ends, for a writer that flushes. A slower one goes on alone.
 CLOSE_S = 5.0
 CAPACITY = 64 << 20
@@ -46,6 +51,9 @@ class Child:
         self.ring = Ring.create(capacity, share)
         self.generation = 0
         self.process: subprocess.Popen[bytes] | None = None
+        self._failures = 0  # starts in a row that left no status
+        self._short = 0  # starts in a row that ended before `STEADY_S`
+        self._begun_s, self._statuses = 0.0, 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="draftsmith-writer", daemon=True)
         self._thread.start()
@@ -71,15 +79,23 @@ class Child:
     def _watch(self) -> None:
         while not self._closing.is_set():
             if self.process is None or self.process.poll() is not None:
-                if self._gives_up():
+                if self.generation and self._gives_up():
                     return
+                # None after the first short one, then one look, three, seven.
+                waits = 2 ** max(0, self._short - 1) - 1
+                if self._closing.wait(min(LONGEST_WAIT_S, LOOK_S * waits)):
+                    break
                 self._start()
             self._closing.wait(LOOK_S)
         self._end()
 
     def _gives_up(self) -> bool:
+        """Counts the end of a writer; True where another one would end the same way."""
         refused = self.process is not None and self.process.returncode == REFUSED
-        if not refused and self.generation <= RESTARTS:
+        self._failures = 0 if self.ring.statuses > self._statuses else self._failures + 1
+        steady = time.monotonic() - self._begun_s > STEADY_S
+        self._short = 0 if steady else min(16, self._short + 1)
+        if not refused and self._failures <= RESTARTS:
             return False
         once(f"the writer of records ended {self.generation} times; recording stops")
         self.process = None
@@ -92,6 +108,7 @@ class Child:
                 self.process.returncode,
             )
         self.ring.discard()
+        self._begun_s, self._statuses = time.monotonic(), self.ring.statuses
         command = [sys.executable, "-m", "draftsmith.fleet.wire.writer"]
         command += [str(self.ring.descriptor), json.dumps(self.job)]
         try:

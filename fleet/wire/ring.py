@@ -129,12 +129,17 @@ class Ring:
     def release(self) -> None:
         self._publish(READ, self._after_read)
 
+    @property
+    def statuses(self) -> int:
+        """Number of statuses that were left so far."""
+        return int(self.numbers[STATUS_TURN]) // 2
+
     def leave_status(self, data: bytes) -> None:
         """Replace the status; a longer one than there is room for is left out."""
         if len(data) > STATUS:
             return
-        turn = int(self.numbers[STATUS_TURN])
-        # Odd while it is being written.
+        # Odd while it is being written, and after a writer that was killed meanwhile.
+        turn = int(self.numbers[STATUS_TURN]) // 2 * 2
         self._publish(STATUS_TURN, turn + 1)
         self.numbers[STATUS_SIZE] = len(data)
         self.bytes[HEADER : HEADER + len(data)] = np.frombuffer(data, np.uint8)

@@ -20,7 +20,7 @@ import torch
 
 from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.errors import UserError
-from draftsmith.fleet.log import logger
+from draftsmith.fleet.log import logger, once
 from draftsmith.fleet.wire.messages import Kind, Message, RequestMeta, parse
 from draftsmith.fleet.wire.positions import Round, rounds_of
 from draftsmith.fleet.wire.requests import Job, Requests
@@ -36,6 +36,10 @@ LOOK_S = 0.02
 STATUS_S = 1.0
 # Steps whose drafted tokens wait for sampled ones.
 STEPS = 64
+# For a buffer that cannot be opened or written when the engine has ended.
+PATIENCE_S = 300.0
+# Between two tries to open it.
+RETRY_S = 1.0
 
 
 class Writer:
@@ -106,15 +110,33 @@ class Writer:
         }
 
     def close(self) -> None:
-        """Write the text that unfinished requests have so far, and flush."""
+        """Write the text that unfinished requests have so far, and flush. The engine has ended, and
+        its last records are only here: a buffer that is away is waited for."""
         for handle in list(self.requests.running):
             self._put(self.requests.end(handle))
-        self.buffer.close()
+        self.buffer.close(patience_s=PATIENCE_S)
+
+
+def opened(job: Job, ended: Callable[[float], bool]) -> Writer:
+    """Writer into a buffer that may be away now; what the engine sends waits in the ring. Raises
+    `OSError` where it stays away for `PATIENCE_S` after the engine's end."""
+    over_s = None
+    while True:
+        try:
+            return Writer(job)
+        except OSError as error:
+            once(f"buffer {job.buffer!r} cannot be opened ({error}); records wait")
+            if over_s is not None and time.monotonic() - over_s > PATIENCE_S:
+                raise
+        if over_s is not None:
+            time.sleep(RETRY_S)
+        elif ended(RETRY_S):
+            over_s = time.monotonic()
 
 
 def run(ring: Ring, job: Job, ended: Callable[[float], bool]) -> None:
     """Read until `ended(seconds)`, which waits at most so long, is True and the ring is empty."""
-    writer, left_s, over = Writer(job), 0.0, False
+    writer, left_s, over = opened(job, ended), 0.0, False
     while True:
         room = ring.next()
         if room is not None:

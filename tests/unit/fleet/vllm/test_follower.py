@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from draftsmith.fleet.store.store import VersionStore
-from draftsmith.fleet.vllm.endpoint import Endpoints
+from draftsmith.fleet.vllm.endpoint import Beside, Endpoints
 from draftsmith.fleet.vllm.follower import Follower, OneOf
 from draftsmith.fleet.vllm.settings import Settings
 from draftsmith.fleet.vllm.state import WorkerState
@@ -328,6 +328,14 @@ def called_from(host: str, app: Any) -> Any:
         await app({**scope, "client": (host, 1)}, receive, send)
 
     return reached
+
+
+def test_a_cache_out_of_reach_at_the_start_is_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "cache").touch()
+    lock = OneOf(tmp_path / "cache" / "engine.lock")
+    assert not Beside.takes(lock)
+    (tmp_path / "cache").unlink()
+    assert Beside.takes(lock)
 
 
 def test_routes_that_change_something_are_for_this_machine_alone(

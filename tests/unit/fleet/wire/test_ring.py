@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.fleet.wire.messages import Kind, RequestMeta, begin, meta_array, parse, send
-from draftsmith.fleet.wire.ring import ALIGN, STATUS, Ring
+from draftsmith.fleet.wire.ring import ALIGN, STATUS, STATUS_TURN, Ring
 
 
 @settings(max_examples=60, deadline=None)
@@ -123,3 +123,12 @@ def test_a_message_larger_than_the_ring_is_refused() -> None:
     ring = Ring.create(256)
     assert not send(ring, Kind.END, 0, [np.zeros(1000, np.int32)])
     assert begin(ring, Kind.END, 0, []) is not None
+
+
+def test_a_status_is_read_after_a_reader_that_was_killed_while_it_left_one() -> None:
+    ring = Ring.create(1 << 12)
+    ring.leave_status(b"one")
+    ring.numbers[STATUS_TURN] += 1
+    assert ring.status() is None
+    ring.leave_status(b"two")
+    assert ring.status() == b"two" and ring.statuses == 2

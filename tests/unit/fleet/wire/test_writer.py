@@ -4,12 +4,15 @@ and q of what verification had."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,10 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.distill.buffer.buffer import BufferReader
+from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.traffic import stitch
 from draftsmith.fleet.wire import child as child_module
+from draftsmith.fleet.wire import writer as writer_module
 from draftsmith.fleet.wire.child import Child
 from draftsmith.fleet.wire.messages import Kind, RequestMeta, StepMeta, meta_array, send
 from draftsmith.fleet.wire.requests import Job, record_name
@@ -336,3 +340,50 @@ def test_a_writer_that_cannot_run_ends_recording_after_a_few_starts(
     wait_for(lambda: broken.generation == child_module.RESTARTS + 1 and broken.process is None)
     assert not broken.alive and broken.status() == {}
     broken.close()
+
+
+def test_a_writer_that_worked_is_started_again_however_often_it_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(child_module, "LOOK_S", 0.005)
+    monkeypatch.setattr(child_module.sys, "executable", "/bin/false")
+    left = itertools.count()
+    monkeypatch.setattr(Ring, "statuses", property(lambda ring: next(left)))
+    killed = Child({})
+    wait_for(lambda: killed.generation > child_module.RESTARTS + 2)
+    killed.close()
+    assert killed.process is not None
+
+
+def away_until(buffer: Path, seconds: float) -> threading.Timer:
+    """A buffer whose folder is taken by a file for some time."""
+    buffer.touch()
+    timer = threading.Timer(seconds, buffer.unlink)
+    timer.start()
+    return timer
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+def test_a_buffer_that_is_away_when_its_engine_ends_gets_the_last_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_start: bool
+) -> None:
+    monkeypatch.setattr(writer_module, "RETRY_S", 0.05)
+    monkeypatch.setattr(writer_module, "BufferWriter", partial(BufferWriter, flush_s=0.1))
+    buffer, ring, timers = tmp_path / "buffer", Ring.create(1 << 20), []
+    engine = Engine(ring)
+    engine.begin(1, [10, 11])
+    engine.verify(1, [5], [5, 6])
+
+    def ended(seconds: float) -> bool:
+        if not at_start:
+            buffer.rmdir()
+            timers.append(away_until(buffer, 0.3))
+        return True
+
+    if at_start:
+        timers.append(away_until(buffer, 0.3))
+    run(ring, job(buffer), ended)
+    for timer in timers:
+        timer.join()
+    text = stitch(BufferReader(str(buffer)).read().records)
+    assert text is not None and text.tokens == [10, 11, 5, 6]
