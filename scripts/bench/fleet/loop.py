@@ -183,10 +183,12 @@ def send(shift: Shift, urls: Sequence[str], prompts: list[list[int]]) -> list[An
         return list(pool.map(one, range(len(prompts))))
 
 
-def recorded(buffer: Path, count: int) -> dict[str, list[RoundRecord]]:
-    """Records by the hash of their answer's id, once `count` answers have their last one or half a
-    minute has brought no more."""
-    deadline_s = time.monotonic() + 30
+def recorded(
+    buffer: Path | str, count: int, *, patience_s: float = 30.0
+) -> dict[str, list[RoundRecord]]:
+    """Records by the hash of their answer's id, once `count` answers have their last one or
+    `patience_s` has brought no more."""
+    deadline_s = time.monotonic() + patience_s
     while True:
         found: dict[str, list[RoundRecord]] = {}
         for record in BufferReader(str(buffer)).read(max_records=1 << 30).records:
