@@ -15,6 +15,7 @@ import time
 import venv
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -260,7 +261,11 @@ def test_top_prints_a_line_a_refresh_until_it_is_interrupted(
     serving: Installed, server: Any
 ) -> None:
     command = serving.draftsmith("top", "--url", server.url, "--every-s", "0.2")
-    top = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **serving.places())
+    # Jobs in the background are often started with the signal ignored.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    top = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, preexec_fn=heed, **serving.places()
+    )
     assert top.stdout is not None and "tiny" in top.stdout.readline()
     top.send_signal(signal.SIGINT)
     top.communicate(timeout=RUN_S)
