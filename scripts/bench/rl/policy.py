@@ -48,8 +48,10 @@ def reward(text: str) -> float:
 
 class Policy:
     def __init__(self, folder: Path, *, lr: float):
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=False
+        )
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, weight_decay=0.0)
 
     def save(self, folder: Path) -> None:
