@@ -14,6 +14,8 @@ from time import perf_counter
 from typing import Any
 
 import torch
+import torch._dynamo
+import torch._inductor.config
 import transformers
 from torch import nn
 
@@ -39,13 +41,21 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=25, help="timed steps a turn")
     parser.add_argument("--k", type=int, default=3, help="draft tokens of a draft round")
+    parser.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16"), help="of target and drafts"
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="torch.compile of the target too: takes minutes"
+    )
     parser.add_argument("--out", type=Path, help="writes the JSON here too")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    own, recorded = (Target.load(options.target, dtype="float32") for _ in range(2))
-    begun_s = perf_counter()
-    record_lm(recorded)
-    record_s = perf_counter() - begun_s
+    own, recorded = (Target.load(options.target, dtype=options.dtype) for _ in range(2))
+    targets = {"own": own, "packed": with_packed_linears(options), "recorded": recorded}
+    ready_s = {"recorded": seconds(lambda: record_lm(recorded))}
+    if options.compile:
+        targets["compiled"] = compiled(Target.load(options.target, dtype=options.dtype))
+        ready_s["compiled"] = seconds(lambda: every_pass(targets["compiled"]))
     load = os.getloadavg()[0]
     report = {
         "machine": platform.processor() or platform.machine(),
@@ -53,10 +63,9 @@ def main() -> None:
         "threads": options.threads,
         "load_average_before": load,
         "target": options.target,
-        "record_s": round(record_s, 2),
-        "passes": {
-            f"{count} tokens": measure(target_variants(own, recorded, count), options.steps) for count in TOKENS
-        },
+        "dtype": options.dtype,
+        "ready_s": ready_s,
+        "passes": {f"{count} tokens": measure(target_variants(targets, count), options.steps) for count in TOKENS},
         "matmuls": {f"{count} tokens": measure(matmul_variants(own.model, count), options.steps) for count in TOKENS},
         "draft_matmuls": {
             f"{family}, {count} tokens": measure(matmul_variants(new_draft(family, own), count), options.steps)
@@ -110,8 +119,43 @@ def timed(run: Callable[[], Any]) -> float:
     return perf_counter() - begun_s
 
 
-def target_variants(own: Target, recorded: Target, count: int) -> Variants:
-    return {"own": target_pass(own, count), "recorded": target_pass(recorded, count)}
+def target_variants(targets: dict[str, Target], count: int) -> Variants:
+    return {name: target_pass(target, count) for name, target in targets.items()}
+
+
+def with_packed_linears(options: argparse.Namespace) -> Target:
+    """The target's own forward with each linear layer's weights laid out by oneDNN: what packing
+    gives without a recording."""
+    target = Target.load(options.target, dtype=options.dtype)
+    for module in target.model.modules():
+        if isinstance(module, nn.Linear):
+            module.forward = first_of(PackedLinear([module.weight.detach()], [module.bias]))
+    return target
+
+
+def first_of(linear: PackedLinear) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda rows: linear(rows)[0]
+
+
+def compiled(target: Target) -> Target:
+    """With torch.compile at its best for a CPU: weights frozen and laid out, a graph for each
+    number of tokens, paged attention left as it is."""
+    torch._inductor.config.freezing = True
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
+    PagedPass.attend = torch.compiler.disable(PagedPass.attend)
+    target.body.compile(dynamic=False)
+    return target
+
+
+@torch.inference_mode()
+def every_pass(target: Target) -> None:
+    """One step of each size, which is when torch.compile compiles."""
+    for count in TOKENS:
+        target_pass(target, count)()
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    return round(timed(run), 2)
 
 
 def target_pass(target: Target, count: int) -> Callable[[], Any]:
@@ -140,7 +184,10 @@ def matmul_variants(model: nn.Module, count: int) -> Variants:
         ((weight / scale).round().to(torch.int8), scale[:, 0].bfloat16())
         for weight, scale in zip(weights, scales)
     ]
-    rows = {weight.shape[1]: torch.randn(count, weight.shape[1]) for weight in weights}
+    rows = {
+        weight.shape[1]: torch.randn(count, weight.shape[1], dtype=weight.dtype)
+        for weight in weights
+    }
     multiply = torch.ops.mkldnn._linear_pointwise.default
     return {
         "plain": lambda: [
@@ -181,13 +228,13 @@ def draft_round(drafter: Any, target: Target, k: int) -> Callable[[], Any]:
         tokens=torch.full((num_new,), 7),
         starts=torch.tensor([CONTEXT]),
         lengths=torch.tensor([num_new]),
-        taps=torch.randn(num_new - 1, len(drafter.taps) * target.hidden_size)
+        taps=torch.randn(num_new - 1, len(drafter.taps) * target.hidden_size, dtype=target.dtype)
         if drafter.taps
         else None,
         num_draft=torch.tensor([k]),
         sampling=SamplingRows.of([0.0], top_k=[0], top_p=[1.0], device="cpu"),
         seeds=torch.tensor([0]),
-        pool=drafter.new_pool(CONTEXT // BLOCK_SIZE + 4, BLOCK_SIZE, target.device, torch.float32),
+        pool=drafter.new_pool(CONTEXT // BLOCK_SIZE + 4, BLOCK_SIZE, target.device, target.dtype),
         block_tables=torch.arange(1, CONTEXT // BLOCK_SIZE + 3)[None],
         histories=[[7] * (CONTEXT + num_new)],
     )
@@ -195,20 +242,22 @@ def draft_round(drafter: Any, target: Target, k: int) -> Callable[[], Any]:
 
 
 def show(report: dict[str, Any]) -> None:
-    print(f"{'':24}" + "".join(f"{column:>14}" for column in ("own least ms", "recorded", "ratio")))
+    kinds = list(next(iter(report["passes"].values())))
+    print(f"{'least ms':24}" + "".join(f"{kind:>14}" for kind in (*kinds, "own/recorded")))
     for part in ("passes", "draft_rounds"):
         for name, row in report[part].items():
-            before, after = row["own"]["least_ms"], row["recorded"]["least_ms"]
-            print(f"{name:24}{before:14.3f}{after:14.3f}{before / after:14.2f}")
+            cells = [row[kind]["least_ms"] if kind in row else None for kind in kinds]
+            ratio = row["own"]["least_ms"] / row["recorded"]["least_ms"]
+            shown = "".join(f"{'-' if one is None else f'{one:.3f}':>14}" for one in cells)
+            print(f"{name:24}{shown}{ratio:14.2f}")
     print(f"\n{'products, least ms':24}" + "".join(f"{name:>14}" for name in PRODUCTS))
     for part in ("matmuls", "draft_matmuls"):
         for name, row in report[part].items():
             cells = "".join(f"{row[kind]['least_ms']:14.3f}" for kind in PRODUCTS)
             print(f"{name if part == 'draft_matmuls' else 'target, ' + name:24}{cells}")
-    print(
-        f"recording took {report['record_s']} s; load average before: "
-        f"{report['load_average_before']:.1f}"
-    )
+    for kind, taken_s in report["ready_s"].items():
+        print(f"{kind}: ready after {taken_s} s")
+    print(f"load average before: {report['load_average_before']:.1f}")
 
 
 if __name__ == "__main__":
