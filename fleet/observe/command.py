@@ -52,8 +52,7 @@ def run(config: ObserveConfig) -> int:
     check_limits(config, LIMITS)
     url = server_url(config.url)
     counters = Counters()
-    # Records are written after the last answer.
-    with sigterm_ignored(), ExitStack() as closing, bind(config.listen) as listener:
+    with ExitStack() as closing, bind(config.listen) as listener:
         recorder = Recorder(
             config,
             counters,
@@ -68,7 +67,8 @@ def run(config: ObserveConfig) -> int:
         observer = Observer(config, counters, lambda: recorder.sink.share, recorder.put, enrichment)
         host, port = listener.getsockname()[:2]
         logger.info("http://%s:%d stands in front of %s", host, port, url)
-        with suppress(KeyboardInterrupt):
+        # Records are written after the last answer.
+        with sigterm_ignored(), closing.pop_all(), suppress(KeyboardInterrupt):
             server(Proxy(url, observer)).run(sockets=[listener])
     return 0
 
