@@ -27,6 +27,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from tests.closing_server import Closing
+
 VOCAB_SIZE = 288
 SPECIAL_TOKENS = ["<|endoftext|>", "<|pad|>", "<|mask|>"]
 TEXT = [
@@ -567,3 +569,17 @@ def save_adapter(target: str, folder: str | Path, **settings: Any) -> str:
     adapted = get_peft_model(model, LoraConfig(**(values | settings)))
     adapted.save_pretrained(str(folder))
     return str(folder)
+
+
+@pytest.fixture
+def closing() -> Iterator[Callable[[int], Closing]]:
+    """`closing(answers)`: a server that answers so many requests a connection."""
+    servers: list[Closing] = []
+
+    def started(answers: int) -> Closing:
+        servers.append(Closing(answers))
+        return servers[-1]
+
+    yield started
+    for server in servers:
+        server.listening.close()

@@ -16,10 +16,13 @@ import httpx
 from starlette.types import Message, Receive, Scope, Send
 
 from draftsmith.fleet.observe.exchange import Exchange, Observer
+from draftsmith.kept_connections import send_async
 
 CONNECT_S = 10.0
 # Servers on uvicorn drop an idle connection after 5 s: a pooled one must go before.
 IDLE_S = 3.0
+# Sent again where the server closed the connection under them; requests that are read are, too.
+REPEATABLE = ("GET", "HEAD", "OPTIONS")
 # A longer request is handed on unread.
 MOST_BYTES = 16 << 20
 Headers = list[tuple[bytes, bytes]]
@@ -208,6 +211,8 @@ class Proxy:
             content=body,
             extensions={"timeout": timeout},
         )
+        if isinstance(body, bytes) or (body is None and scope["method"] in REPEATABLE):
+            return await send_async(self.transport.handle_async_request, request)
         return await self.transport.handle_async_request(request)
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import httpx
 
 from draftsmith.errors import UserError
+from draftsmith.kept_connections import send
 
 ID_PREFIX = "token_id:"
 MAX_LOGPROBS = 20
@@ -122,7 +123,8 @@ class AuditClient:
         }
         fields |= {**self.fields, **body}
         try:
-            response = self.http.post("/v1/completions", json=fields)
+            request = self.http.build_request("POST", "/v1/completions", json=fields)
+            response = send(self.http.send, request)
         except httpx.HTTPError as error:
             raise UserError(
                 f"the server did not answer a completion ({error!r}); is it still running?"

@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 
 from draftsmith.errors import UserError
+from draftsmith.kept_connections import send_async
 from draftsmith.serve.bench.prompts import Prompt
 
 Body = dict[str, Any]
@@ -111,12 +113,16 @@ class Client:
         )
         return {step: float(value) for step, value in found}
 
+    def _send(self, request: httpx.Request) -> Awaitable[httpx.Response]:
+        return self.http.send(request, stream=True)
+
     async def _ask(self, prompt: Prompt, body: Body, answer: Answer) -> None:
         path = "/v1/chat/completions" if "messages" in prompt else "/v1/completions"
         whole = {**body, **prompt, "stream": True, "stream_options": {"include_usage": True}}
         answer.begun_s = perf_counter()
+        request = self.http.build_request("POST", path, json=whole)
         try:
-            async with self.http.stream("POST", path, json=whole) as response:
+            async with aclosing(await send_async(self._send, request)) as response:
                 if response.status_code != 200:
                     raise UserError(
                         f"the server refused a request: {_message(await response.aread())}"

@@ -235,3 +235,15 @@ def test_requests_that_opt_out_are_not_read(both: tuple[httpx.Client, Any]) -> N
     assert proxy.counters.left_out["by share"] == 1
     time.sleep(0.05)
     assert len(proxy.exchanges) == before
+
+
+def test_a_server_that_closes_kept_connections_is_no_bad_gateway(
+    observed: Callable[..., Any], closing: Callable[[int], Any]
+) -> None:
+    """As llama-server does. An upload that is handed on unread cannot be sent twice."""
+    proxy = observed(closing(1).url)
+    for method, path in [("POST", "/v1/completions")] * 3 + [("GET", "/v1/models")] * 2:
+        given = {"json": {"prompt": "x"}} if method == "POST" else {}
+        assert proxy.http.request(method, path, **given).status_code == 200
+    statuses = {proxy.http.post("/v1/files", content=b"x").status_code for _ in range(4)}
+    assert 502 in statuses

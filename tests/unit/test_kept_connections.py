@@ -1,0 +1,78 @@
+"""Requests over connections that a server closes: sent again on another one, unless it was new."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from draftsmith.kept_connections import send, send_async
+from draftsmith.serve.bench.client import Client
+from tests.closing_server import EVENT, Closing
+
+
+def test_a_request_on_a_closed_connection_is_sent_again(closing: Callable[[int], Closing]) -> None:
+    server = closing(1)
+    with httpx.Client(base_url=server.url, timeout=10) as http:
+        for _ in range(3):
+            request = http.build_request("POST", "/v1/completions", json={"prompt": "x"})
+            assert send(http.send, request).content == EVENT
+    assert (server.connections, server.requests) == (3, 5)
+    with httpx.Client(base_url=server.url, timeout=10) as http:
+        http.post("/", json={})
+        with pytest.raises(httpx.RemoteProtocolError):  # without it
+            http.post("/", json={})
+
+
+def test_a_request_on_a_new_connection_is_sent_once(closing: Callable[[int], Closing]) -> None:
+    server = closing(0)
+    with (
+        httpx.Client(base_url=server.url, timeout=10) as http,
+        pytest.raises(httpx.RemoteProtocolError),
+    ):
+        send(http.send, http.build_request("POST", "/", json={}))
+    assert server.requests == 1
+
+
+def test_tries_end(closing: Callable[[int], Closing]) -> None:
+    """Where nothing says whether a connection is new."""
+    sent = []
+
+    def fails(request: httpx.Request) -> httpx.Response:
+        sent.append(request)
+        raise httpx.ReadError("closed", request=request)
+
+    with pytest.raises(httpx.ReadError):
+        send(fails, httpx.Request("POST", "http://server/"))
+    assert len(sent) == 4
+
+
+def test_an_asynchronous_request_is_sent_again_and_on_a_new_connection_once(
+    closing: Callable[[int], Closing],
+) -> None:
+    server, refusing = closing(1), closing(0)
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(timeout=10) as http:
+            for _ in range(3):
+                request = http.build_request("POST", server.url, json={})
+                assert (await send_async(http.send, request)).content == EVENT
+            with pytest.raises(httpx.RemoteProtocolError):
+                await send_async(http.send, http.build_request("POST", refusing.url, json={}))
+
+    asyncio.run(ask())
+    assert (server.connections, server.requests, refusing.requests) == (3, 5, 1)
+
+
+def test_a_benchmark_goes_on_where_a_server_closes_its_connections(
+    closing: Callable[[int], Closing],
+) -> None:
+    async def measure() -> list[int]:
+        client = Client(closing(1).url, api_key=None, timeout_s=10)
+        result = await client.measure([{"prompt": "x"}] * 4, {}, 1)
+        await client.http.aclose()
+        return [answer.num_tokens for answer in result.answers]
+
+    assert asyncio.run(measure()) == [1, 1, 1, 1]
