@@ -4,6 +4,7 @@ Torch-free."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from draftsmith.config import option
 from draftsmith.errors import UserError
@@ -17,6 +18,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
+    HELP_TITLE: ClassVar[str] = "target and draft"
+
     target: str | None = option(None, "the target: a local folder or Hub id")
     draft: str | None = option(None, "the draft: a checkpoint's folder or Hub id")
     draft_revision: str | None = option(None, "branch, tag or commit of a draft from the Hub")

@@ -179,4 +179,6 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit("usage: python scripts/make_reference.py FOLDER")
+    main(sys.argv[1])

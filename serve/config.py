@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
 from draftsmith.config import option
 from draftsmith.drafters.config import DTYPES, SAMPLINGS, Pair
@@ -16,6 +17,8 @@ from draftsmith.serve.tools.reasoning import REASONING_FORMATS
 
 @dataclass(frozen=True, kw_only=True)
 class ServedPair(Pair):
+    HELP_TITLE: ClassVar[str] = "drafts from text"
+
     ngram: bool = option(
         False, "draft by looking up the longest matching n-gram in the request's own text"
     )
@@ -86,14 +89,13 @@ K_ALSO = "num_speculative_tokens"  # the name of k in vLLM
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    k: int = option(DEFAULT_K, "draft tokens per round; a request may ask for fewer or more")
-    adaptive: bool = option(
-        False,
-        "draft as many tokens as pay, by measured round times and survival; k is then the most",
-    )
+class EngineOptions:
+    """Options that an engine has in a server and in Python."""
+
+    HELP_TITLE: ClassVar[str] = "engine"
+
     k_schedule: str | None = option(
-        None, "draft tokens per round by batch size, for example 1:5,8:3,32:0"
+        None, "draft tokens per round by batch size instead, for example 1:5,8:3,32:0"
     )
     stop_below: float = option(0.0, STOP_HELP)
     least_confidence: float = option(0.0, CONFIDENCE_HELP)
@@ -110,23 +112,34 @@ class EngineConfig:
         512, "tokens of one target pass; longer prompts are fed in pieces"
     )
     max_queue: int = option(256, "requests that may wait; one more is answered with 429")
+    max_length: int | None = option(
+        None, "most tokens of prompt and answer together; default: what the target allows"
+    )
     block_size: int = option(16, "positions of a block of keys and values")
     num_blocks: int | None = option(
-        None, "blocks of the paged pool; default: what `memory_gib` or the batch needs"
+        None, "blocks of the paged pool; default: what memory_gib or the batch needs"
     )
     memory_gib: float | None = option(
         None,
         "most memory for keys and values, target's and draft's; default: 80 % of what a GPU has "
         "free, 2 GiB on a CPU",
     )
-    max_length: int | None = option(
-        None, "most tokens of prompt and answer together; default: what the target allows"
-    )
     prefix_cache: bool = option(True, "keep blocks of finished text for requests that begin alike")
     compile: str = option(
         "auto", "replay recorded forwards on a CPU, CUDA graphs on a GPU", choices=("auto", "off")
     )
     seed: int | None = option(None, SEED_HELP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(EngineOptions):
+    """Options of an engine in Python."""
+
+    k: int = option(DEFAULT_K, "draft tokens per round; a request may ask for fewer or more")
+    adaptive: bool = option(
+        False,
+        "draft as many tokens as pay, by measured round times and survival; k is then the most",
+    )
     engine_name: str = option("", "name of the engine in records, for a buffer of several")
     test_misreport: str | None = option(
         None,
@@ -136,11 +149,11 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(ServedPair):
-    target: str = option(help="the target: a local folder or Hub id")
-    lora: tuple[str, ...] | None = option(
-        None, "LoRA adapters of the target, NAME=FOLDER each, which requests name as their model"
-    )
+class LearningOptions:
+    """Records that a server leaves and versions that it follows."""
+
+    HELP_TITLE: ClassVar[str] = "learning from traffic"
+
     versions: str | None = option(
         None, "a folder of draft versions to follow; new ones are swapped in between rounds"
     )
@@ -162,6 +175,14 @@ class ServeConfig(ServedPair):
         "module:function that gives (begin, end) of what to mask in a request's text before it is "
         "recorded",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpOptions:
+    """The server that clients meet."""
+
+    HELP_TITLE: ClassVar[str] = "HTTP"
+
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on")
     api_key: tuple[str, ...] | None = option(
@@ -176,17 +197,7 @@ class ServeConfig(ServedPair):
     request_timeout_s: float | None = option(
         None, "seconds that a request may take; then it is ended and answered with 408"
     )
-    per_request_spec_decode_metrics: str = option(
-        "none",
-        "report on its drafts in every response, as vLLM gives it",
-        choices=("none", "summary", "detailed"),
-    )
-    log_stats_s: float = option(
-        10.0, "seconds between two log lines of throughput and acceptance; 0: none"
-    )
-    dashboard_text: bool = option(
-        False, "show text being written at /dashboard, but of no request that keeps out of learning"
-    )
+    drain_s: float = option(30.0, "seconds that running requests get to finish after SIGTERM")
     name: str | None = option(None, "model name in the API; default: the target's")
     tool_call_parser: str = option(
         "auto",
@@ -198,43 +209,31 @@ class ServeConfig(ServedPair):
         "format of the reasoning before answers; auto: as the chat template shows it",
         choices=("auto", "none", *REASONING_FORMATS),
     )
+    per_request_spec_decode_metrics: str = option(
+        "none",
+        "report on its drafts in every response, as vLLM gives it",
+        choices=("none", "summary", "detailed"),
+    )
+    log_stats_s: float = option(
+        10.0, "seconds between two log lines of throughput and acceptance; 0: none"
+    )
+    dashboard_text: bool = option(
+        False, "show text being written at /dashboard, but of no request that keeps out of learning"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(HttpOptions, LearningOptions, EngineOptions, ServedPair):
+    target: str = option(help="the target: a local folder or Hub id")
+    lora: tuple[str, ...] | None = option(
+        None, "LoRA adapters of the target, NAME=FOLDER each, which requests name as their model"
+    )
     k: str | None = option(
         None,
         "draft tokens per round [default: 4], or auto: as many as pay, as measured; a request may "
         "ask for its own number",
         also=K_ALSO,
     )
-    k_schedule: str | None = option(
-        None, "draft tokens per round by batch size instead, for example 1:5,8:3,32:0"
-    )
-    stop_below: float = option(0.0, STOP_HELP)
-    least_confidence: float = option(0.0, CONFIDENCE_HELP)
-    verification: str = option("chain", VERIFICATION_HELP, choices=VERIFICATIONS)
-    synthetic_acceptance: tuple[float, ...] | None = option(None, SYNTHETIC_HELP)
-    draft_sampling: str = option(
-        "sampled",
-        "drafts are drawn from the draft's distribution, or its likeliest tokens",
-        choices=SAMPLINGS,
-    )
-    tree: str | None = option(None, TREE_HELP)
-    max_batch: int = option(8, "requests that run at the same time")
-    max_queue: int = option(256, "requests that may wait; one more is answered with 429")
-    max_round_tokens: int = option(
-        512, "tokens of one target pass; longer prompts are fed in pieces"
-    )
-    max_length: int | None = option(
-        None, "most tokens of prompt and answer together; default: what the target allows"
-    )
-    block_size: int = option(16, "positions of a block of keys and values")
-    num_blocks: int | None = option(
-        None, "blocks of the paged pool; default: what memory_gib or the batch needs"
-    )
-    memory_gib: float | None = option(
-        None,
-        "most memory for keys and values, target's and draft's; default: 80 % of what a GPU has "
-        "free, 2 GiB on a CPU",
-    )
-    prefix_cache: bool = option(True, "keep blocks of finished text for requests that begin alike")
     dtype: str = option(
         "auto",
         "weights' type; auto: the checkpoint's own, float32 on a CPU",
@@ -242,14 +241,9 @@ class ServeConfig(ServedPair):
     )
     device: str | None = option(None, "torch device; default: the first CUDA device, else the CPU")
     threads: int | None = option(None, "CPU threads of torch; default: all cores but one")
-    compile: str = option(
-        "auto", "replay recorded forwards on a CPU, CUDA graphs on a GPU", choices=("auto", "off")
-    )
     tensor_parallel: int = option(
         1, "processes that share the target's weights, started by this command or by torchrun"
     )
-    seed: int | None = option(None, SEED_HELP)
-    drain_s: float = option(30.0, "seconds that running requests get to finish after SIGTERM")
 
     def most_drafted(self) -> int:
         if self.k_schedule is not None:
@@ -263,28 +257,15 @@ class ServeConfig(ServedPair):
         return int(self.k)
 
     def engine(self) -> EngineConfig:
+        shared = {field.name: getattr(self, field.name) for field in fields(EngineOptions)}
+        if self.tensor_parallel > 1:
+            shared["compile"] = (
+                "off"  # recorded forwards cannot hold a sharded target's collectives
+            )
+        name = f"{socket.gethostname()}:{self.port}"
         return EngineConfig(
+            **shared,
             k=self.most_drafted(),
             adaptive=self.k == "auto",
-            k_schedule=self.k_schedule,
-            stop_below=self.stop_below,
-            least_confidence=self.least_confidence,
-            verification=self.verification,
-            synthetic_acceptance=self.synthetic_acceptance,
-            draft_sampling=self.draft_sampling,
-            tree=self.tree,
-            max_batch=self.max_batch,
-            max_round_tokens=self.max_round_tokens,
-            max_queue=self.max_queue,
-            block_size=self.block_size,
-            num_blocks=self.num_blocks,
-            memory_gib=self.memory_gib,
-            max_length=self.max_length,
-            prefix_cache=self.prefix_cache,
-            # recorded forwards cannot hold the collectives of a sharded target
-            compile=self.compile if self.tensor_parallel == 1 else "off",
-            engine_name=f"{socket.gethostname()}:{self.port}"
-            if self.engine_name is None
-            else self.engine_name,
-            seed=self.seed,
+            engine_name=name if self.engine_name is None else self.engine_name,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import inspect
 import os
 import sys
 import types
@@ -182,22 +183,38 @@ def load(reference: str) -> Any:
 def parser_for(name: str, cls: type) -> Parser:
     """Flags from the top-level fields of the config dataclass; nested ones are reached by recipe or
     `a.b=c`."""
+    fields = dataclasses.fields(cls)
+    positional = [one.name.upper() for one in fields if one.metadata.get("positional")]
+    usage = " ".join([f"draftsmith {name}", *positional, "[options]", f"[{EXTRA} ...]"])
     parser = Parser(
-        prog=f"draftsmith {name}", description=COMMANDS[name].summary, allow_abbrev=False
+        prog=f"draftsmith {name}",
+        usage=usage,
+        description=COMMANDS[name].summary,
+        allow_abbrev=False,
     )
+    titles = {one.name: help_title(cls, one.name) for one in fields}
+    groups = {title: parser.add_argument_group(title) for title in titles.values() if title}
     types_by_name = configuration.field_types(cls)
-    for field in dataclasses.fields(cls):
+    for field in fields:
         wanted = _plain(types_by_name[field.name])
         if field.metadata.get("positional"):
             parser.add_argument(
                 field.name, help=_help(field), choices=field.metadata.get("choices")
             )
         elif not dataclasses.is_dataclass(wanted):
-            _add_flag(parser, field, wanted)
+            _add_flag(groups.get(titles[field.name], parser), field, wanted)
     parser.add_argument(
         "extra", nargs="*", metavar=EXTRA, help="a recipe, then overrides such as optim.lr=1e-4"
     )
     return parser
+
+
+def help_title(cls: type, name: str) -> str:
+    """Heading of an option in `--help`: that of the class that declares it first, or ""."""
+    for base in reversed(cls.__mro__):
+        if name in inspect.get_annotations(base):
+            return base.__dict__.get("HELP_TITLE", "")
+    return ""
 
 
 def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
@@ -213,7 +230,7 @@ def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def _add_flag(parser: Parser, field: dataclasses.Field, wanted: Any) -> None:
+def _add_flag(parser: argparse._ActionsContainer, field: dataclasses.Field, wanted: Any) -> None:
     names = [field.name, *filter(None, [field.metadata.get("also")])]
     flags = ["--" + name.replace("_", "-") for name in names]
     shared: dict[str, Any] = {"dest": field.name, "default": None, "help": _help(field)}

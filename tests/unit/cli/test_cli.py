@@ -109,3 +109,16 @@ def test_bad_usage_is_one_sentence_and_status_2(
 
 if __name__ == "__main__":
     FLAGS.write_text(flag_list())
+
+
+def test_help_puts_options_under_the_heading_of_the_class_that_declares_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["serve", "--help"])
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: draftsmith serve [options] [recipe.yaml | key=value ...]\n")
+    headings = {"target and draft:": "--target", "engine:": "--tree", "HTTP:": "--port"}
+    for heading, flag in headings.items():
+        part = shown.partition(f"\n{heading}\n")[2].partition("\n\n")[0]
+        assert f"  {flag} " in part, heading
