@@ -80,7 +80,24 @@ class ExpectedCounts(NamedTuple):
 
 def expected_counts(keep: torch.Tensor) -> ExpectedCounts:
     """Rounds, and tokens offered and accepted at each position, for the `keep` [n, K] of
-    `expected_rounds`.
+    `expected_rounds`."""
+    walked = walk_rounds(keep)
+    return ExpectedCounts(
+        float(walked.rounds.sum()), walked.offered.sum(dim=0), walked.accepted.sum(dim=0)
+    )
+
+
+class WalkedRounds(NamedTuple):
+    """`ExpectedCounts` by the token that a round begins at; float64."""
+
+    rounds: torch.Tensor  # [n] chance that a round begins there
+    committed: torch.Tensor  # [n] tokens that it then commits; they sum to n
+    offered: torch.Tensor  # [n, K]
+    accepted: torch.Tensor  # [n, K]
+
+
+def walk_rounds(keep: torch.Tensor) -> WalkedRounds:
+    """The rounds that emit a text, for the `keep` [n, K] of `expected_rounds`.
 
     A forward walk: a round that starts at i keeps exactly a tokens and the next one starts at i + a
     + 1. Position s of a round is offered where its prefix was kept and the text goes on so far.
@@ -95,9 +112,11 @@ def expected_counts(keep: torch.Tensor) -> ExpectedCounts:
         for kept, weight in enumerate(weights):
             starts[start + kept + 1] += starts[start] * weight
     visited = torch.tensor(starts[:num_tokens], dtype=torch.float64)[:, None]
+    left = torch.arange(num_tokens, 0, -1)[:, None]
+    committed = visited * exactly * torch.arange(1, depth + 2).minimum(left)
     inside = torch.arange(num_tokens)[:, None] + torch.arange(depth) < num_tokens
     offered = visited * reach[:, :-1] * inside
-    return ExpectedCounts(float(visited.sum()), offered.sum(dim=0), (offered * keep).sum(dim=0))
+    return WalkedRounds(visited[:, 0], committed.sum(dim=1), offered, offered * keep)
 
 
 class Interval(NamedTuple):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from draftsmith.kernels.acceptance import AcceptanceCounts
+from draftsmith.kernels.contexts import bucket_of
 from draftsmith.serve.requests.route import LIVE
 
 # counted apart, with all that draft now; a server that learns for months sees thousands
@@ -54,6 +55,8 @@ class EngineStats:
     routed: Counter[str] = field(default_factory=Counter)
     # `acceptance` of the served and the latest versions, oldest first, and of `TEXT`.
     by_version: dict[str, AcceptanceCounts] = field(default_factory=dict)
+    # `acceptance` by the context of the round, as `kernels/contexts.py` numbers it
+    by_context: dict[int, AcceptanceCounts] = field(default_factory=dict)
     time_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     @property
@@ -79,10 +82,11 @@ class EngineStats:
             self.time_s[name] += perf_counter() - begun_s
 
     def count_round(
-        self, offered: int, accepted: int, committed: int, *, version: str | None
+        self, offered: int, accepted: int, committed: int, *, version: str | None, context: int = 0
     ) -> None:
         """Count one request's share of a round that offered at least one drafted token; `version`
-        is that of the draft, None where text drafted in its place."""
+        is that of the draft, None where text drafted in its place; `context` is the number of
+        tokens before the round."""
         kept = min(accepted, committed)
         self.num_drafts += 1
         self.num_draft_tokens += offered
@@ -95,6 +99,7 @@ class EngineStats:
         self._of_version(TEXT if version is None else version).add(
             [offered], [accepted], [committed]
         )
+        self._of_context(bucket_of(context)).add([offered], [accepted], [committed])
 
     def count_swap(self, draft: str, version: str, pause_s: float) -> None:
         self.draft_versions = {**self.draft_versions, draft: version}
@@ -121,3 +126,10 @@ class EngineStats:
             # Replaced, not changed: a scrape may be walking through it.
             self.by_version = {**kept, version: AcceptanceCounts()}
         return self.by_version[version]
+
+    def _of_context(self, bucket: int) -> AcceptanceCounts:
+        if bucket not in self.by_context:
+            # Replaced, not changed, and in order of length.
+            found = {**self.by_context, bucket: AcceptanceCounts()}
+            self.by_context = dict(sorted(found.items()))
+        return self.by_context[bucket]

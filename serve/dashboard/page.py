@@ -14,6 +14,7 @@ from typing import Any, Literal
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
+from draftsmith.kernels.contexts import label_of
 from draftsmith.serve.dashboard.learning import Learning, drafts
 from draftsmith.serve.dashboard.live_text import TextView, pieces
 from draftsmith.serve.dashboard.samples import NOW_S, Counts, History, by_class, summary
@@ -91,6 +92,10 @@ def data_of(
         "served": {
             version: Counts.of(counts).rates()
             for version, counts in engine.stats.by_version.items()
+        },
+        "contexts": {
+            label_of(bucket): Counts.of(counts).rates()
+            for bucket, counts in engine.stats.by_context.items()
         },
         "drafts": drafts(engine.stats, engine.drafts.router.canary_share, learning["learner"]),
         "points": kept.since(since),

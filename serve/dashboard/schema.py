@@ -94,6 +94,7 @@ class DashboardBody(BaseModel):
     now: Summary
     classes: dict[str, Rates]
     served: dict[str, Rates]
+    contexts: dict[str, Rates]
     drafts: list[DraftRow]
     points: list[Point]
     versions: list[PublishedVersion]

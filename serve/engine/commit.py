@@ -162,7 +162,10 @@ class Committer:
         if request.stopping is not None and request.k > 0:
             self.stats.num_drafting_stops += request.stopping.observe(offered, row.accepted)
         if offered > 0:
-            self.stats.count_round(offered, row.accepted, committed, version=version)
+            context = request.num_tokens - committed
+            self.stats.count_round(
+                offered, row.accepted, committed, version=version, context=context
+            )
 
     def distributions(self, round: Round) -> RoundDistributions | None:
         """p and q of the drafted positions, None when no request of the round is recorded."""

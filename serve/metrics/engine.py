@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from draftsmith.drafters.weights import TellsReads, weight_bytes
+from draftsmith.kernels.contexts import label_of
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.requests.request import Drafting, FinishReason
 from draftsmith.serve.requests.route import shown
@@ -128,6 +129,32 @@ class EngineCollector(Collector):
                 [self.model, version], sum(size * count for size, count in sizes.items())
             )
         yield from (reached, accepted, rounds, committed, self._wasted())
+        yield from self._by_context()
+
+    def _by_context(self) -> Iterator[Metric]:
+        """The same counters by the tokens before the round, over all versions and positions."""
+        texts = {
+            "rounds": "Rounds of a request that drafted",
+            "committed": "Tokens that these rounds committed",
+            "reached": "Draft tokens whose prefix was kept",
+            "accepted": "Of those, tokens kept",
+        }
+        families = {
+            name: CounterMetricFamily(
+                f"draftsmith_context_{name}",
+                f"{text}, by the number of tokens before the round.",
+                labels=["model_name", "context"],
+            )
+            for name, text in texts.items()
+        }
+        for bucket, counts in self.engine.stats.by_context.items():
+            sizes, labels = dict(counts.committed), [self.model, label_of(bucket)]
+            committed = sum(size * count for size, count in sizes.items())
+            families["rounds"].add_metric(labels, sum(sizes.values()))
+            families["committed"].add_metric(labels, committed)
+            families["reached"].add_metric(labels, sum(counts.offered))
+            families["accepted"].add_metric(labels, sum(counts.accepted))
+        yield from families.values()
 
     def _wasted(self) -> Metric:
         """Draft tokens that the target verified but that were not committed."""

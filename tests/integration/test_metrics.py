@@ -15,6 +15,7 @@ from prometheus_client.samples import Sample
 
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.kernels import contexts
 from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.metrics.server import MAX_CLASSES, OTHER_CLASSES
@@ -141,6 +142,34 @@ def test_the_numbers_agree_with_each_other(server: Any) -> None:
     # been more.
     assert total(found, "draftsmith_wasted_draft_tokens_total", cause="trimmed") > 0
     assert committed <= rounds + accepted
+
+
+def test_rounds_are_counted_by_the_tokens_before_them(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The tiny target ends at 256 tokens.
+    monkeypatch.setattr(contexts, "FIRST", 32)
+
+    def rounds() -> dict[str, float]:
+        family = samples(server)["draftsmith_context_rounds_total"]
+        return {sample.labels["context"]: sample.value for sample in family}
+
+    options, before = OPTIONS | {"max_tokens": 6}, rounds()
+    # The last round begins below 32 tokens and ends there.
+    server.complete((PROMPT * 3)[:26], **options).raise_for_status()
+    short = rounds()
+    assert short["0-32"] > before["0-32"] and short.get("32-64") == before.get("32-64")
+    server.complete((PROMPT * 3)[:32], **options).raise_for_status()
+    assert rounds()["0-32"] == short["0-32"] and rounds()["32-64"] > short.get("32-64", 0)
+    found = samples(server)
+    for name, whole in (
+        ("rounds", "drafting_rounds"),
+        ("committed", "committed"),
+        ("reached", "reached"),
+        ("accepted", "accepted"),
+    ):
+        counted = total(found, f"draftsmith_context_{name}_total")
+        assert counted == total(found, f"draftsmith_{whole}_total") > 0
 
 
 def test_classes_have_counts_of_their_own(server: Any) -> None:

@@ -3,6 +3,8 @@
 Files in reading order:
 - `command`: `draftsmith eval`
 - `teacher_forced`: exact, on the target's own text
+- `by_context`: by the length of the context
+- `estimate`: figures with their intervals
 - `measured`: by lossless rounds while training
 - `trees`: tau of draft trees by shape
 - `calibration`: of drafts that predict their own alpha

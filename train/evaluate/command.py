@@ -17,6 +17,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
+from draftsmith.kernels.contexts import bucket_of, label_of
 from draftsmith.progress import Progress
 from draftsmith.train.config import LIMITS, EvalConfig
 from draftsmith.train.data.dataset import Corpus, TokenSequence, check_tokenizer, read_corpus
@@ -77,6 +78,8 @@ def run(config: EvalConfig) -> int:
         for tree in config.tree
     ]
     print(table(evaluations))
+    if any(len(evaluation.by_context) > 1 for evaluation in evaluations):
+        print(context_table(evaluations))
     if trees:
         print(tree_table(trees))
     report(config, target, evaluations, trees)
@@ -234,6 +237,18 @@ def table(evaluations: list[Evaluation]) -> str:
                 f"confidence at T={evaluation.temperature:g}: expected calibration error "
                 f"{evaluation.calibration:.3f}"
             )
+    return "\n".join(lines)
+
+
+def context_table(evaluations: list[Evaluation]) -> str:
+    """tau and alpha_1 of the rounds that begin in each bucket of context lengths."""
+    lines = [f"{'T':>4}  {'context':<12}{'tau':<20}{'alpha_1':<20}{'documents':>9}  {'rounds':>8}"]
+    lines += [
+        f"{evaluation.temperature:>4g}  {label_of(bucket_of(one.begin)):<12}{_cell(one.tau, 2):<20}"
+        f"{_cell(one.alpha[0], 3):<20}{one.documents:>9}  {one.rounds:>8.0f}"
+        for evaluation in evaluations
+        for one in evaluation.by_context
+    ]
     return "\n".join(lines)
 
 

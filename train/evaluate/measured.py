@@ -20,7 +20,8 @@ from draftsmith.drafters.speculate import SpeculatedText, speculate
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.train.data.dataset import TokenSequence
-from draftsmith.train.evaluate.teacher_forced import Estimate, Evaluation, evaluate_draft, ratio
+from draftsmith.train.evaluate.estimate import Estimate, ratio, reached_ratio
+from draftsmith.train.evaluate.teacher_forced import Evaluation, evaluate_draft
 from draftsmith.train.objective.unrolled_loss import Unrollable
 
 TEMPERATURES = (0.0, 1.0)
@@ -175,10 +176,10 @@ def _tau(counts: list[AcceptanceCounts]) -> Estimate:
 
 
 def _alpha(counts: list[AcceptanceCounts], depth: int) -> Estimate | None:
-    reached = [one for one in counts if len(one.offered) > depth and one.offered[depth]]
-    if not reached:
-        return None
-    return ratio([one.accepted[depth] for one in reached], [one.offered[depth] for one in reached])
+    reached = [one for one in counts if len(one.offered) > depth]
+    return reached_ratio(
+        [one.accepted[depth] for one in reached], [one.offered[depth] for one in reached]
+    )
 
 
 def _bounded(name: str, estimate: Estimate) -> dict[str, float]:

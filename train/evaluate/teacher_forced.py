@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,27 +17,29 @@ import torch
 from draftsmith.drafters.interface import TextBatch, UnrollBatch
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import (
-    bootstrap_ratio,
-    expected_counts,
     expected_rounds,
     keep_probability,
     overlap,
+    walk_rounds,
 )
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.vocabulary import scatter_to_target_vocab
 from draftsmith.train.data.batches import collate
 from draftsmith.train.data.dataset import TokenSequence
+from draftsmith.train.evaluate.by_context import (
+    Acceptance,
+    ByContext,
+    ContextFigures,
+    count_by_context,
+    merge_contexts,
+    summarise_contexts,
+)
 from draftsmith.train.evaluate.calibration import Reliability
-from draftsmith.train.objective.rounds_of_text import answers, deepen
+from draftsmith.train.evaluate.estimate import Estimate, ratio, reached_ratio
+from draftsmith.train.objective.rounds_of_text import answers, deepen, stretches
 from draftsmith.train.objective.unrolled_loss import Predicted, Unrollable, scatter, select
 
 CHUNK_ELEMENTS = 1 << 24  # processed logits held at once, per distribution
-
-
-class Estimate(NamedTuple):
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Evaluation:
     # share of tokens to which the target's distribution here gives no mass: 0 but for numerical
     # ties, else foreign text
     unlikely: float
+    by_context: list[ContextFigures]  # the shortest contexts first
     # "sampled": drafts are drawn from the draft's distribution; "greedy": its likeliest token
     draft_sampling: str = "sampled"
 
@@ -77,6 +81,7 @@ class Evaluation:
         return asdict(self) | {
             "tau": self.tau._asdict(),
             "alpha": [None if estimate is None else estimate._asdict() for estimate in self.alpha],
+            "by_context": [figures.to_dict() for figures in self.by_context],
             "method": (
                 "teacher-forced on the target's own text, exact expectation over rounds, "
                 "bootstrap over documents"
@@ -108,6 +113,7 @@ class DocumentCounts(NamedTuple):
     rounds_by_k: list[float]
     offered: list[float]
     accepted: list[float]
+    by_context: ByContext = MappingProxyType({})
     reliability: Reliability | None = None
 
 
@@ -279,7 +285,9 @@ def _document(
     name: str, kept: KeptText, row: int, loss_mask: torch.Tensor, k: int
 ) -> DocumentCounts:
     texts = answers(kept.keep[row], loss_mask)
-    counts = [expected_counts(text) for text in texts]
+    walks = [walk_rounds(text) for text in texts]
+    begins = [begin for begin, _ in stretches(loss_mask)]
+    contexts = [count_by_context(*pair) for pair in zip(walks, begins, strict=True)]
     return DocumentCounts(
         name=name,
         tokens=sum(len(text) for text in texts),
@@ -287,14 +295,16 @@ def _document(
         rounds_by_k=[
             sum(expected_rounds(text[:, :depth]) for text in texts) for depth in range(1, k + 1)
         ],
-        offered=torch.stack([count.offered for count in counts]).sum(dim=0).tolist()
-        if counts
-        else [0.0] * k,
-        accepted=torch.stack([count.accepted for count in counts]).sum(dim=0).tolist()
-        if counts
-        else [0.0] * k,
+        offered=_summed([walk.offered for walk in walks], k),
+        accepted=_summed([walk.accepted for walk in walks], k),
+        by_context=functools.reduce(merge_contexts, contexts, {}),
         reliability=None if kept.guessed is None else _reliability(kept.guessed[row]),
     )
+
+
+def _summed(parts: Sequence[torch.Tensor], k: int) -> list[float]:
+    """Sums [k] over all rows of [n, k] each."""
+    return torch.cat([*parts, torch.zeros(1, k, dtype=torch.float64)]).sum(dim=0).tolist()
 
 
 def _reliability(guessed: torch.Tensor) -> Reliability:
@@ -317,6 +327,7 @@ def merge_documents(counts: Sequence[DocumentCounts]) -> list[DocumentCounts]:
                 rounds_by_k=_added(old.rounds_by_k, count.rounds_by_k),
                 offered=_added(old.offered, count.offered),
                 accepted=_added(old.accepted, count.accepted),
+                by_context=merge_contexts(old.by_context, count.by_context),
                 reliability=None
                 if old.reliability is None or count.reliability is None
                 else old.reliability.plus(count.reliability),
@@ -334,19 +345,24 @@ def summarise(
 ) -> Evaluation:
     tokens = sum(count.tokens for count in counts)
     rounds = [sum(count.rounds_by_k[depth] for count in counts) for depth in range(k)]
+    whole = Acceptance(
+        ratio(
+            [count.tokens for count in counts], [count.rounds_by_k[-1] for count in counts], seed
+        ),
+        [_alpha(counts, depth, seed) for depth in range(k)],
+    )
     return Evaluation(
         temperature=temperature,
         k=k,
         documents=len(counts),
         tokens=tokens,
         rounds=rounds[-1],
-        tau=ratio(
-            [count.tokens for count in counts], [count.rounds_by_k[-1] for count in counts], seed
-        ),
-        alpha=[_alpha(counts, depth, seed) for depth in range(k)],
+        tau=whole.tau,
+        alpha=whole.alpha,
         tau_by_k=[tokens / value for value in rounds],
         calibration=_calibration(counts),
         unlikely=sum(count.unlikely for count in counts) / tokens,
+        by_context=summarise_contexts([count.by_context for count in counts], seed, whole=whole),
     )
 
 
@@ -357,17 +373,8 @@ def _calibration(counts: Sequence[DocumentCounts]) -> float | None:
 
 def _alpha(counts: Sequence[DocumentCounts], depth: int, seed: int) -> Estimate | None:
     # A document whose rounds never reach this depth says nothing about it.
-    reached = [count for count in counts if count.offered[depth] > 0]
-    if not reached:
-        return None
-    return ratio(
-        [count.accepted[depth] for count in reached],
-        [count.offered[depth] for count in reached],
+    return reached_ratio(
+        [count.accepted[depth] for count in counts],
+        [count.offered[depth] for count in counts],
         seed,
     )
-
-
-def ratio(top: Sequence[float], bottom: Sequence[float], seed: int = 0) -> Estimate:
-    """sum(top) / sum(bottom) with a 95 % interval over their pairs."""
-    interval = bootstrap_ratio(top, bottom, seed=seed)
-    return Estimate(sum(top) / sum(bottom), interval.low, interval.high)

@@ -15,8 +15,8 @@ from draftsmith.drafters.speculate_trees import speculate_trees
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.train.data.dataset import TokenSequence
+from draftsmith.train.evaluate.estimate import Estimate, ratio
 from draftsmith.train.evaluate.measured import prompt_of
-from draftsmith.train.evaluate.teacher_forced import Estimate, ratio
 
 METHOD = "real lossless decoding with draft trees, bootstrap over prompts"
 

@@ -98,6 +98,12 @@ def test_both_temperatures_are_measured_shown_and_stored(target, draft, data, tm
             -1
         ] == pytest.approx(found["tau"]["value"])
         assert 0.3 < found["alpha"][0]["value"] < 1.0
+        (context,) = found["by_context"]
+        assert (context["begin"], context["end"]) == (0, 256)
+        assert context["tau"]["value"] == pytest.approx(found["tau"]["value"])
+        assert context["alpha"] == found["alpha"] and context["rounds"] == pytest.approx(
+            found["rounds"]
+        )
         assert f"{found['tau']['value']:.2f} (" in said
     assert checkpoint.read_metadata(draft)["evaluation"] == [greedy, sampled]
 

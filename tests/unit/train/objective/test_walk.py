@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftsmith.kernels.acceptance import expected_counts, expected_rounds
+from draftsmith.kernels.acceptance import expected_counts, expected_rounds, walk_rounds
 from draftsmith.train.objective.rounds_of_text import answers, deepen, predicted_tau, stretches
 
 
@@ -37,6 +37,15 @@ def test_expected_counts_match_a_simulation():
         simulated = torch.tensor([run[at] for run in runs], dtype=torch.float64)
         error = 5 * simulated.std(dim=0) / len(runs) ** 0.5 + 1e-9
         assert bool(((simulated.mean(dim=0) - expected).abs() < error).all())
+
+
+def test_walked_rounds_commit_the_text_and_no_more():
+    keep = torch.rand(9, 3, generator=torch.Generator().manual_seed(1))
+    walked = walk_rounds(keep)
+    assert float(walked.committed.sum()) == pytest.approx(9, abs=1e-12)
+    assert float(walked.rounds.sum()) == pytest.approx(expected_rounds(keep), abs=1e-12)
+    # Rounds begin at 0, 4 and 8; the last has one token left of its four.
+    assert walk_rounds(torch.ones(9, 3)).committed.tolist() == [4, 0, 0, 0, 4, 0, 0, 0, 1]
 
 
 def test_expected_counts_of_certain_drafts():
