@@ -106,7 +106,15 @@ class FamilyShapes:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(FamilyShapes):
-    family: str = option(help="what to train", choices=FAMILIES, positional=True)
+    family: str = option(
+        help="what to train; more families may follow", choices=FAMILIES, positional=True
+    )
+    more_families: tuple[str, ...] = option(
+        (),
+        "families to train too, on the same data; each draft is then in OUT/FAMILY",
+        choices=FAMILIES,
+        positional=True,
+    )
     target: str = option(help="the target: a folder or Hub id of a causal LM")
     data: str = option(help="folder written by `draftsmith generate`")
     teacher: str = option(
@@ -163,6 +171,11 @@ class TrainConfig(FamilyShapes):
         1,
         "processes that hold one copy of the frozen target between them; more than 1 when it is "
         "too large",
+    )
+    shared_target: bool = option(
+        False,
+        "train several families at once, with one pass of the target for all of them; without it "
+        "they are trained one after the other",
     )
     resume: bool = option(
         True, "go on from the newest checkpoint of --out; --no-resume starts over"

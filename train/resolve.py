@@ -4,7 +4,8 @@ whether a run may be continued. Pure and torch-free."""
 from __future__ import annotations
 
 import os
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from draftsmith.config import check_limits, to_dict
@@ -46,6 +47,64 @@ def drafter_options(config: TrainConfig) -> DrafterOptions:
             "would never be trained; make them equal"
         )
     return options
+
+
+def by_family(config: TrainConfig) -> list[TrainConfig]:
+    """One config for each family, as a run of its own would have it; several write to OUT/FAMILY.
+
+    Raises:
+        UserError: several families cannot be trained in one command, or share no pass.
+    """
+    families = (config.family, *config.more_families)
+    check_families(families, config)
+    if not config.more_families:
+        return [config]
+    sections = {name.replace("-", "_"): None for name in families}
+    return [
+        replace(
+            config,
+            family=name,
+            more_families=(),
+            shared_target=False,
+            out=str(Path(config.out) / name),
+            **sections | {section: vars(config)[section]},
+        )
+        for name, section in zip(families, sections, strict=True)
+    ]
+
+
+def check_families(families: tuple[str, ...], config: TrainConfig) -> None:
+    twice = next((name for name in families if families.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"family {twice!r} is given more than once; name each family once")
+    if len(families) > 1 and config.init is not None:
+        raise UserError(
+            f"option 'init' is {config.init!r}, a draft of one family, but {len(families)} "
+            "families are trained; train that one by itself"
+        )
+    if not config.shared_target:
+        return
+    if len(families) == 1:
+        raise UserError(
+            "option 'shared_target' is of several drafts but one family is given; name more, as in "
+            "draftsmith train eagle3 mtp --shared-target"
+        )
+    apart = "train the families apart, without --shared-target"
+    if config.on_policy.share:
+        raise UserError(
+            f"option 'on_policy.share' is {config.on_policy.share} and each draft writes on-policy "
+            f"texts of its own, so no pass of the target is shared; {apart}"
+        )
+    if config.deepspeed is not None or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            f"option 'shared_target' is of one process without DeepSpeed; {apart}, or start no "
+            "launcher"
+        )
+    if config.report_to:
+        raise UserError(
+            f"option 'report_to' is {' '.join(config.report_to)!r} but trackers follow one run of "
+            f"a process; {apart}, or read OUT/FAMILY/metrics.jsonl"
+        )
 
 
 def check(config: TrainConfig) -> None:

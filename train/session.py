@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import checkpoint as recompute
@@ -36,27 +36,30 @@ from draftsmith.train.trainer import DraftTrainer, Trainee
 from draftsmith.version import __version__
 
 
+class Material(NamedTuple):
+    """Place, target and data of a session, the same for every draft that it trains."""
+
+    placement: Placement
+    target: Target
+    corpus: Corpus
+
+
 def train(config: TrainConfig) -> None:
+    material = prepare(config)
+    drafter = new_trainee_drafter(config, material)
+    trainer = new_trainer(config, material, drafter, new_source(config, material, drafter.taps))
+    trainer.train(resume_from_checkpoint=open_folder(config, material.placement, trainer))
+    finish(config, trainer, material)
+
+
+def prepare(config: TrainConfig) -> Material:
     placement = placement_of(config.dtype)
     # Before DeepSpeed's config exists: under ZeRO-3 loading would partition the target's weights.
     target = load_target(config, placement)
     corpus = load_corpus(config, target)
     if placement.rank == 0:
         warn_of_cut_texts(config, corpus)
-    drafter = new_drafter(config, placement, target, corpus)
-    spare = (
-        new_drafter(config, placement, target, corpus)
-        if resolve.zero_stage(config.deepspeed) == 3
-        else None
-    )
-    if config.gradient_checkpointing:
-        recompute_mlps(drafter, config.family)
-    kind = kind_of(config.divergence)
-    source = new_source(config, target, corpus, drafter)
-    trainee = Trainee(drafter, source, config.unroll, kind=kind, mean=config.mean, seed=config.seed)
-    trainer = make_trainer(config, placement, trainee, target, corpus, spare)
-    trainer.train(resume_from_checkpoint=open_folder(config, placement, trainer))
-    finish(config, trainer, corpus, target)
+    return Material(placement, target, corpus)
 
 
 def load_target(config: TrainConfig, placement: Placement) -> Target:
@@ -106,6 +109,13 @@ def warn_of_cut_texts(config: TrainConfig, corpus: Corpus) -> None:
             print(f"{count} sequences of {config.data!r} are {what}", file=sys.stderr)
 
 
+def new_trainee_drafter(config: TrainConfig, material: Material) -> torch.nn.Module:
+    drafter = new_drafter(config, *material)
+    if config.gradient_checkpointing:
+        recompute_mlps(drafter, config.family)
+    return drafter
+
+
 def new_drafter(
     config: TrainConfig, placement: Placement, target: Target, corpus: Corpus
 ) -> torch.nn.Module:
@@ -141,25 +151,29 @@ def recompute_mlps(drafter: torch.nn.Module, family: str) -> None:
         mlp.forward = partial(recompute.checkpoint, mlp.forward, use_reentrant=False)
 
 
-def new_source(
-    config: TrainConfig, target: Target, corpus: Corpus, drafter: TrainedDrafter
-) -> TargetSource:
+def new_source(config: TrainConfig, material: Material, taps: tuple[int, ...]) -> TargetSource:
+    target, corpus = material.target, material.corpus
     if config.teacher == "live":
         return LiveSource(target)
-    source = stored_source(target, config.data, corpus.provenance, drafter.taps)
+    source = stored_source(target, config.data, corpus.provenance, taps)
     if isinstance(source, DistributionSource):
         resolve.check_sparse(config)
     return source
 
 
-def make_trainer(
+def new_trainer(
     config: TrainConfig,
-    placement: Placement,
-    trainee: Trainee,
-    target: Target,
-    corpus: Corpus,
-    spare: torch.nn.Module | None,
+    material: Material,
+    drafter: torch.nn.Module,
+    source: TargetSource,
+    *,
+    shows: bool = True,
 ) -> DraftTrainer:
+    """`shows`: with a progress line."""
+    placement, target, corpus = material
+    spare = new_drafter(config, *material) if resolve.zero_stage(config.deepspeed) == 3 else None
+    kind = kind_of(config.divergence)
+    trainee = Trainee(drafter, source, config.unroll, kind=kind, mean=config.mean, seed=config.seed)
     folder = RunFolder(config.out)
     folder.make()
     row_length = config.max_length if config.packing else None
@@ -193,7 +207,7 @@ def make_trainer(
             folder,
             clock,
             steps_per_epoch=per_epoch / (config.accumulate * placement.world_size),
-            label=f"train {config.family}",
+            label=f"train {config.family}" if shows else None,
         )
     )
     return trainer
@@ -274,9 +288,10 @@ def evaluate_held_out(
     return figures
 
 
-def finish(config: TrainConfig, trainer: DraftTrainer, corpus: Corpus, target: Target) -> None:
+def finish(config: TrainConfig, trainer: DraftTrainer, material: Material) -> None:
     """Saves the best draft of the run, which is the last where none was measured, with the record
     of its making."""
+    target, corpus = material.target, material.corpus
     drafter, steps = trainer.whole_drafter(), trainer.state.global_step
     figures = trainer.evaluate_held_out(drafter, steps)
     if not trainer.is_world_process_zero():

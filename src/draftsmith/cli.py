@@ -184,7 +184,13 @@ def parser_for(name: str, cls: type) -> Parser:
     """Flags from the top-level fields of the config dataclass; nested ones are reached by recipe or
     `a.b=c`."""
     fields = dataclasses.fields(cls)
-    positional = [one.name.upper() for one in fields if one.metadata.get("positional")]
+    types_by_name = configuration.field_types(cls)
+    listed = [one.name for one in fields if is_listed(one, _plain(types_by_name[one.name]))]
+    positional = [
+        f"[{one.name.upper()} ...]" if one.name in listed else one.name.upper()
+        for one in fields
+        if one.metadata.get("positional")
+    ]
     usage = " ".join([f"draftsmith {name}", *positional, "[options]", f"[{EXTRA} ...]"])
     parser = Parser(
         prog=f"draftsmith {name}",
@@ -194,9 +200,10 @@ def parser_for(name: str, cls: type) -> Parser:
     )
     titles = {one.name: help_title(cls, one.name) for one in fields}
     groups = {title: parser.add_argument_group(title) for title in titles.values() if title}
-    types_by_name = configuration.field_types(cls)
     for field in fields:
         wanted = _plain(types_by_name[field.name])
+        if field.name in listed:
+            continue
         if field.metadata.get("positional"):
             parser.add_argument(
                 field.name, help=_help(field), choices=field.metadata.get("choices")
@@ -215,6 +222,11 @@ def help_title(cls: type, name: str) -> str:
         if name in inspect.get_annotations(base):
             return base.__dict__.get("HELP_TITLE", "")
     return ""
+
+
+def is_listed(field: dataclasses.Field, wanted: Any) -> bool:
+    """True of a positional list, whose words stand among recipes and overrides."""
+    return bool(field.metadata.get("positional")) and typing.get_origin(wanted) in (list, tuple)
 
 
 def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
@@ -259,16 +271,24 @@ def _help(field: dataclasses.Field) -> str:
 def collect(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
     """Recipe, then overrides, then flags."""
     values: dict[str, Any] = {}
-    recipes = [
-        text for text in arguments.extra if text.endswith((".yaml", ".yml")) and "=" not in text
-    ]
+    types_by_name, listed = configuration.field_types(cls), {}
+    for field in dataclasses.fields(cls):
+        if is_listed(field, types_by_name[field.name]):
+            listed[field.name] = [
+                text for text in arguments.extra if text in field.metadata["choices"]
+            ]
+    words = [word for found in listed.values() for word in found]
+    extra = [text for text in arguments.extra if text not in words]
+    recipes = [text for text in extra if text.endswith((".yaml", ".yml")) and "=" not in text]
     given = [configuration.read_yaml(recipe) for recipe in recipes]
-    given += [configuration.parse_override(text) for text in arguments.extra if text not in recipes]
+    given += [configuration.parse_override(text) for text in extra if text not in recipes]
     for one in given:
         values = configuration.merge(values, configuration.under_first_names(cls, one))
     flags = {field.name: getattr(arguments, field.name, None) for field in dataclasses.fields(cls)}
     return configuration.merge(
-        values, {name: value for name, value in flags.items() if value is not None}
+        values,
+        {name: value for name, value in flags.items() if value is not None}
+        | {name: found for name, found in listed.items() if found},
     )
 
 

@@ -127,7 +127,8 @@ def build(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
     for key, value in values.items():
         converted[key] = convert(value, types_by_name[key], prefix + key)
         choices = fields[key].metadata.get("choices")
-        if choices and converted[key] is not None and converted[key] not in choices:
+        chosen = converted[key] if isinstance(converted[key], tuple) else (converted[key],)
+        if choices and any(one is not None and one not in choices for one in chosen):
             raise UserError(
                 f"option {prefix + key!r} is {value!r}; it must be one of {', '.join(choices)}"
             )

@@ -1,5 +1,5 @@
-"""A drafter small enough to know everything about: its state depends on the last known token and
-the depth only."""
+"""A drafter small enough to know everything about (its state depends on the last known token and the
+depth only), and a training run of seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ import pytest
 import torch
 
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
+from draftsmith.drafters.target.target import Target
 from draftsmith.files import write_json
+from draftsmith.train.config import OptimConfig, TrainConfig
+
+FAST = OptimConfig(lr=1e-2)
 
 
 class TableDrafter(torch.nn.Module):
@@ -64,3 +68,45 @@ def write_data(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return write
+
+
+@pytest.fixture
+def configure(
+    tiny_target: Callable[..., str], write_data: Callable[..., Path], tmp_path: Path
+) -> Callable[..., TrainConfig]:
+    """A `TrainConfig` for answers of the tiny Llama."""
+    folder = tiny_target("llama")
+    target = Target.load(folder)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 288, (5,), generator=generator).tolist() for _ in range(24)]
+    answers = target.answer(prompts, max_new_tokens=12, temperature=1.0, batch_size=24)
+    rows = [
+        {"name": f"{n}", "input_ids": prompt + answer, "loss_mask": [0] * 5 + [1] * len(answer)}
+        for n, (prompt, answer) in enumerate(zip(prompts, answers))
+    ]
+    data = write_data(
+        rows,
+        provenance={
+            "target_revision": target.revision,
+            "temperature": 1.0,
+            "top_k": 0,
+            "top_p": 1.0,
+        },
+    )
+
+    def config(family: str = "eagle3", **changes: object) -> TrainConfig:
+        values = {
+            "target": folder,
+            "data": str(data),
+            "out": str(tmp_path / "draft"),
+            "dtype": "float32",
+            "held_out": 0.2,
+        }
+        return TrainConfig(
+            family=family,
+            **values
+            | {"steps": 40, "log_every": 5, "batch_size": 8, "optim": FAST, "eval_prompts": 0}
+            | changes,
+        )
+
+    return config

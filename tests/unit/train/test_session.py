@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,48 +27,7 @@ from draftsmith.train.evaluate.measured import Figures, measure
 from draftsmith.train.objective.teacher import LiveSource
 
 RECIPES = Path(__file__).parents[3] / "recipes"
-FAST = OptimConfig(lr=1e-2)
 DECODED = {"eval_prompts": 8, "eval_tokens": 12}
-
-
-@pytest.fixture
-def configure(tiny_target, write_data, tmp_path: Path) -> Callable[..., TrainConfig]:
-    """A `TrainConfig` for answers of the tiny Llama."""
-    folder = tiny_target("llama")
-    target = Target.load(folder)
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(3, 288, (5,), generator=generator).tolist() for _ in range(24)]
-    answers = target.answer(prompts, max_new_tokens=12, temperature=1.0, batch_size=24)
-    rows = [
-        {"name": f"{n}", "input_ids": prompt + answer, "loss_mask": [0] * 5 + [1] * len(answer)}
-        for n, (prompt, answer) in enumerate(zip(prompts, answers))
-    ]
-    data = write_data(
-        rows,
-        provenance={
-            "target_revision": target.revision,
-            "temperature": 1.0,
-            "top_k": 0,
-            "top_p": 1.0,
-        },
-    )
-
-    def config(family: str = "eagle3", **changes: object) -> TrainConfig:
-        values = {
-            "target": folder,
-            "data": str(data),
-            "out": str(tmp_path / "draft"),
-            "dtype": "float32",
-            "held_out": 0.2,
-        }
-        return TrainConfig(
-            family=family,
-            **values
-            | {"steps": 40, "log_every": 5, "batch_size": 8, "optim": FAST, "eval_prompts": 0}
-            | changes,
-        )
-
-    return config
 
 
 def metrics(config: TrainConfig) -> list[dict]:
