@@ -18,6 +18,7 @@ from draftsmith.drafters.config import Pair
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.lm.foreign_lm import ForeignLm
+from draftsmith.drafters.published import versions
 from draftsmith.drafters.registry import FAMILIES, TrainedDrafter, family_of
 from draftsmith.drafters.target.device import DTYPES
 from draftsmith.drafters.target.target import Target
@@ -204,7 +205,7 @@ def locate(
     path: str | Path, what: str = "draft", *, weights: bool = True, revision: str | None = None
 ) -> Path:
     """The local folder of a path or Hub id; an error calls it `what`. Without `weights`, no weights
-    are downloaded."""
+    are downloaded. A folder of versions stands for its live one."""
     folder = Path(path)
     if folder.is_dir():
         if revision is not None:
@@ -212,7 +213,8 @@ def locate(
                 f"revision {revision!r} is asked of {what} {str(path)!r}, a local folder, which "
                 "has but one; leave it out"
             )
-        return folder
+        version = versions.latest(folder)
+        return folder if version is None else versions.folder_of(folder, version)
     try:
         return Path(
             snapshot_download(

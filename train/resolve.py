@@ -108,6 +108,33 @@ def check_families(families: tuple[str, ...], config: TrainConfig) -> None:
 
 
 def check(config: TrainConfig) -> None:
+    """Raises a `UserError` for values that no run could use, or not this one's processes."""
+    check_options(config)
+    check_processes(config)
+
+
+def check_each(config: TrainConfig) -> None:
+    """`check_options` of every family, whatever processes will run."""
+    for one in by_family(config):
+        check_options(one)
+
+
+def check_processes(config: TrainConfig) -> None:
+    if config.deepspeed is not None and "RANK" not in os.environ:
+        raise UserError(
+            f"option 'deepspeed' is {config.deepspeed!r} but no launcher started this process; "
+            "use torchrun --nproc_per_node N -m draftsmith.cli train ..."
+        )
+    if config.target_shares > 1 and int(os.environ.get("WORLD_SIZE", "1")) % config.target_shares:
+        raise UserError(
+            f"option 'target_shares' is {config.target_shares} but "
+            f"{os.environ.get('WORLD_SIZE', '1')} processes run; start a "
+            f"multiple of {config.target_shares} with torchrun --nproc_per_node N -m "
+            "draftsmith.cli train ..."
+        )
+
+
+def check_options(config: TrainConfig) -> None:
     """Raises a `UserError` for values that no run could use."""
     drafter_options(config)
     if config.init is not None:
@@ -120,18 +147,6 @@ def check(config: TrainConfig) -> None:
                 "optimizer is that of "
                 f"{config.deepspeed!r}; leave one of the two out"
             )
-        if "RANK" not in os.environ:
-            raise UserError(
-                f"option 'deepspeed' is {config.deepspeed!r} but no launcher started this process; "
-                "use torchrun --nproc_per_node N -m draftsmith.cli train ..."
-            )
-    if config.target_shares > 1 and int(os.environ.get("WORLD_SIZE", "1")) % config.target_shares:
-        raise UserError(
-            f"option 'target_shares' is {config.target_shares} but "
-            f"{os.environ.get('WORLD_SIZE', '1')} processes run; start a "
-            f"multiple of {config.target_shares} with torchrun --nproc_per_node N -m "
-            "draftsmith.cli train ..."
-        )
     if config.target_shares > 1 and config.on_policy.share:
         raise UserError(
             f"option 'target_shares' is {config.target_shares} and 'on_policy.share' "

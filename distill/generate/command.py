@@ -56,7 +56,7 @@ class Reference(NamedTuple):
 
 
 def run(config: GenerateConfig) -> int:
-    _check(config)
+    check(config)
     reference = open_reference(config)
     found = prompt_source.load(config, reference.tokenizer, eos_token_ids=reference.eos_token_ids)
     room = 0 if config.keep_answers else config.max_tokens
@@ -247,7 +247,7 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _check(config: GenerateConfig) -> None:
+def check(config: GenerateConfig) -> None:
     check_numbers(config)
     if config.url is not None and config.keep_answers:
         raise UserError(

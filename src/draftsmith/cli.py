@@ -24,6 +24,8 @@ class Command(NamedTuple):
     run: str
     summary: str
     extra: str | None = None  # whose packages the command cannot begin without
+    # of its options alone, before anything is read: what a pipeline does with all its stages
+    check: str | None = None
 
 
 COMMANDS = {
@@ -32,18 +34,21 @@ COMMANDS = {
         "draftsmith.distill.generate.command:run",
         "let the target answer prompts; a dataset to train on",
         "train",
+        "draftsmith.distill.generate.command:check",
     ),
     "train": Command(
         "draftsmith.train.config:TrainConfig",
         "draftsmith.train.command:run",
         "train a drafter of any family by distillation",
         "train",
+        "draftsmith.train.resolve:check_each",
     ),
     "eval": Command(
         "draftsmith.train.config:EvalConfig",
         "draftsmith.train.evaluate.command:run",
         "alpha_i and tau of a draft, with confidence intervals",
         "train",
+        "draftsmith.train.evaluate.command:check_options",
     ),
     "serve": Command(
         "draftsmith.serve.config:ServeConfig",
@@ -56,6 +61,7 @@ COMMANDS = {
         "draftsmith.distill.command:run",
         "the online daemon: learn from served traffic, publish gated versions",
         "train",
+        "draftsmith.distill.command:check",
     ),
     "observe": Command(
         "draftsmith.fleet.observe.config:ObserveConfig",
@@ -72,12 +78,14 @@ COMMANDS = {
         "draftsmith.train.export.config:ExportConfig",
         "draftsmith.train.export.command:run",
         "write a draft in the layout vLLM, SGLang or transformers load",
+        check="draftsmith.train.export.command:check_options",
     ),
     "bench": Command(
         "draftsmith.serve.bench.config:BenchConfig",
         "draftsmith.serve.bench.command:run",
         "tok/s, TTFT, TPOT and tau, speculation off against on",
         "serve",
+        "draftsmith.serve.bench.command:check",
     ),
     "audit": Command(
         "draftsmith.serve.audit.config:AuditConfig",
@@ -94,6 +102,12 @@ COMMANDS = {
         "draftsmith.train.plan.config:PlanConfig",
         "draftsmith.train.plan.command:run",
         "which draft for this target, what it gains and what the run takes",
+        check="draftsmith.train.plan.command:check",
+    ),
+    "run": Command(
+        "draftsmith.train.pipeline.config:RunConfig",
+        "draftsmith.run_command:run",
+        "a pipeline of these commands from one recipe, resumed, with a report",
     ),
     "top": Command(
         "draftsmith.serve.dashboard.config:TopConfig",

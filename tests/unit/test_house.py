@@ -47,7 +47,7 @@ ORDER = {
         "published",
         "text",
     ),
-    "train": ("data", "objective", "evaluate", "doctor", "export", "plan"),
+    "train": ("data", "objective", "evaluate", "doctor", "export", "plan", "pipeline"),
     "serve": (
         "sampling",
         "control",
@@ -84,7 +84,7 @@ UPWARD: dict[str, set[tuple[str, str]]] = {}
 # The command line knows everything and is known by nothing: the table, and the commands that plug
 # folders together. So do the names that the package itself gives, which are loaded when they are
 # asked for.
-ABOVE = ("__init__", "cli", "serve_command", "audit_command")
+ABOVE = ("__init__", "cli", "serve_command", "audit_command", "run_command")
 TORCH_FREE = (
     "drafters/options.py",
     "serve/requests/request.py",

@@ -87,12 +87,7 @@ def run(config: EvalConfig) -> int:
 
 
 def check(config: EvalConfig) -> None:
-    check_limits(config, LIMITS)
-    for tree in config.tree:
-        parse_tree(tree)
-    for temperature in config.temperature:
-        if temperature < 0:
-            raise UserError(f"option 'temperature' is {temperature}; it must be 0 (greedy) or more")
+    check_options(config)
     # Before minutes are spent on figures that could not be written.
     if config.store:
         checkpoint.read_metadata(config.draft)
@@ -100,6 +95,15 @@ def check(config: EvalConfig) -> None:
         raise UserError(
             f"option 'out' is {config.out!r}, a folder; give a file such as figures.json"
         )
+
+
+def check_options(config: EvalConfig) -> None:
+    check_limits(config, LIMITS)
+    for tree in config.tree:
+        parse_tree(tree)
+    for temperature in config.temperature:
+        if temperature < 0:
+            raise UserError(f"option 'temperature' is {temperature}; it must be 0 (greedy) or more")
 
 
 def warn_of_trained_text(config: EvalConfig, corpus: Corpus) -> None:

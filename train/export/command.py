@@ -25,18 +25,7 @@ from draftsmith.train.quiet import quiet
 
 def run(config: ExportConfig) -> int:
     out = Path(config.out)
-    if config.push is not None:
-        check_repository(config.push)
-    if config.push is not None and config.to == "triton":
-        raise UserError(
-            "a Triton repository names folders of this machine; push the draft with --to vllm "
-            "instead"
-        )
-    if config.with_target and config.to not in HOLD_TARGET:
-        raise UserError(
-            f"--with-target is for {' and '.join(HOLD_TARGET)}; for {config.to} leave it out, the "
-            "target is read from where it lies"
-        )
+    check_options(config)
     quiet()
     source = open_source(config)
     write = writer(source.family, config.to)
@@ -61,11 +50,26 @@ def run(config: ExportConfig) -> int:
     return 0
 
 
-def open_source(config: ExportConfig) -> Source:
+def check_options(config: ExportConfig) -> None:
+    if config.push is not None:
+        check_repository(config.push)
+    if config.push is not None and config.to == "triton":
+        raise UserError(
+            "a Triton repository names folders of this machine; push the draft with --to vllm "
+            "instead"
+        )
+    if config.with_target and config.to not in HOLD_TARGET:
+        raise UserError(
+            f"--with-target is for {' and '.join(HOLD_TARGET)}; for {config.to} leave it out, the "
+            "target is read from where it lies"
+        )
     if config.speculative_tokens < 1:
         raise UserError(
             f"--speculative-tokens is {config.speculative_tokens}; it must be at least 1"
         )
+
+
+def open_source(config: ExportConfig) -> Source:
     draft = locate(config.draft)
     metadata = record_of(draft)
     target_name = config.target or recorded_target(metadata, draft)

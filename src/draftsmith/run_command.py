@@ -1,0 +1,39 @@
+"""`draftsmith run`: joins the pipeline, which runs stages, to the table of the commands that they
+are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from draftsmith.train.pipeline.config import RunConfig
+from draftsmith.train.pipeline.stage import CommandOptions
+
+
+def run(config: RunConfig) -> int:
+    from draftsmith.train.pipeline.recipe import read_recipe
+    from draftsmith.train.pipeline.runner import run_stages, show
+    from draftsmith.train.pipeline.stage import resolve
+
+    recipe = read_recipe(config.recipe, config.set)
+    out = Path(config.out or Path("runs") / recipe.path.stem)
+    stages = resolve(recipe, out, options_of)
+    if config.dry_run:
+        show(stages, out)
+    else:
+        run_stages(stages, out, recipe.path.stem)
+    return 0
+
+
+def options_of(name: str) -> CommandOptions:
+    """Options of a command, and the check that it makes before it begins."""
+    from draftsmith.cli import COMMANDS, load
+    from draftsmith.extras import check_extra
+
+    command = COMMANDS[name]
+    check_extra(name, command.extra)
+    return CommandOptions(load(command.config), load(command.check) if command.check else accept)
+
+
+def accept(config: Any) -> None:
+    """Check of a command that makes none of its options alone."""

@@ -1,0 +1,79 @@
+"""A pipeline of real commands on a tiny target, killed while it trains and started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+RECIPE = """
+settings: {target: null, prompts: null, steps: 40}
+stages:
+  - name: data
+    command: generate
+    options: {target: "${target}", prompts: "${prompts}", max_tokens: 12, chat: never}
+  - name: draft
+    command: train
+    options:
+      {family: eagle3, target: "${target}", data: "${data}", steps: "${steps}", batch_size: 2, held_out: 0.25,
+       log_every: 1, save_every: 1, eval_prompts: 2, eval_tokens: 8, unroll: {steps: 2}, dtype: float32}
+  - name: figures
+    command: eval
+    options: {target: "${target}", draft: "${draft}", data: "${data}", held_out: 1, prompts: 4, k: 2, max_tokens: 8}
+"""
+
+
+def start(folder: Path, *changes: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "draftsmith.cli", "run", str(folder / "recipe.yaml")]
+    command += ["--out", str(folder / "out"), "--set", *changes]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.long
+def test_a_killed_pipeline_goes_on_where_it_was(
+    tmp_path: Path, tiny_target: Callable[..., str]
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"text {n}"}) + "\n" for n in range(8)))
+    changes = (f"target={tiny_target('llama')}", f"prompts={prompts}")
+    process = start(tmp_path, *changes)
+    deadline_s = time.monotonic() + 600
+    while not list(tmp_path.glob("out/draft/training/checkpoint-*/complete.json")):
+        assert process.poll() is None and time.monotonic() < deadline_s, process.communicate()[0]
+        time.sleep(0.05)
+    left = int((tmp_path / "out" / "run.lock").read_text())
+    os.kill(left, signal.SIGSTOP)
+    metrics = tmp_path / "out" / "draft" / "metrics.jsonl"
+    first = metrics.read_text().splitlines()[0]
+    assert len(metrics.read_text().splitlines()) < 40
+    process.kill()
+    process.wait()
+    # The stage that is left behind would write into the same folder.
+    refused = start(tmp_path, *changes)
+    words = refused.communicate(timeout=600)[0]
+    assert refused.returncode == 2 and f"is in use (process {left})" in words
+    os.kill(left, signal.SIGKILL)
+    again = start(tmp_path, *changes)
+    words = again.communicate(timeout=1200)[0]
+    assert again.returncode == 0, words
+    record = json.loads((tmp_path / "out" / "run.json").read_text())["stages"]
+    assert {name: one["begun"] for name, one in record.items()} == {
+        "data": 1,
+        "draft": 2,
+        "figures": 1,
+    }
+    assert "[1/3] data: kept" in words and "[2/3] draft: resumed" in words
+    # Not from the start: the clock's figures of its first step are those of before the kill.
+    assert metrics.read_text().splitlines()[0] == first
+    assert json.loads(metrics.read_text().splitlines()[-1])["step"] == 40
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "| data | generate | finished |" in report and "## Acceptance" in report
+    assert report.count("| figures | draft | data |") == 2
