@@ -17,6 +17,18 @@ import torch
 Z_95 = 1.959963984540054
 
 
+class DraftCost(NamedTuple):
+    """Bytes of weights read while drafting, in those of a target pass."""
+
+    proposal: float  # by a proposal of any length
+    token: float  # besides, by each token of it
+
+    def memory_bound(self, tau: float, depth: float) -> float:
+        """Memory-bound speed-up (MBSU) of rounds of `depth` drafted tokens: tau over what a round
+        reads."""
+        return tau / (1 + self.proposal + depth * self.token)
+
+
 def overlap(p_logits: torch.Tensor, q_logits: torch.Tensor) -> torch.Tensor:
     """alpha of distributions given as processed logits [..., V] -> [...]. A row that is all -inf or
     holds NaN is no distribution and gives 0."""

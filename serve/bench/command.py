@@ -18,13 +18,13 @@ from draftsmith.drafters.config import check_draft_options
 from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.errors import UserError
 from draftsmith.extras import missing
+from draftsmith.kernels.acceptance import DraftCost
 from draftsmith.progress import Progress
 from draftsmith.serve.bench.client import Client, PassResult
 from draftsmith.serve.bench.config import BenchConfig
 from draftsmith.serve.bench.prompts import Prompt, read_prompts
 from draftsmith.serve.bench.report import (
     Case,
-    DraftCost,
     cost_of,
     draw,
     figures,

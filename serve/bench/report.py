@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from draftsmith.errors import UserError
-from draftsmith.kernels.acceptance import AcceptanceCounts, bootstrap_ratio
+from draftsmith.kernels.acceptance import AcceptanceCounts, DraftCost, bootstrap_ratio
 from draftsmith.serve.bench.client import Answer, PassResult
 
 LATENCIES: dict[str, Callable[[Answer], float]] = {
@@ -50,13 +50,6 @@ class Case:
     temperature: float
     mode: str
     passes: list[PassResult]
-
-
-class DraftCost(NamedTuple):
-    """Bytes of weights read, in those of a target pass."""
-
-    proposal: float  # by a proposal of any length
-    token: float  # besides, by each token of it
 
 
 def cost_of(step_bytes: Mapping[str, float]) -> DraftCost | None:
@@ -135,9 +128,7 @@ def acceptance(
     depth = sum(sum(report["per_step_drafted"]) for report in reports) / num_rounds
     sizing = {
         "block_efficiency": efficiency,
-        "mbsu": None
-        if draft_cost is None
-        else efficiency / (1 + draft_cost.proposal + depth * draft_cost.token),
+        "mbsu": None if draft_cost is None else draft_cost.memory_bound(efficiency, depth),
     }
     committed = [float(sum(report["per_step_committed"])) for report in reports]
     rounds = [float(len(report["per_step_committed"])) for report in reports]

@@ -15,8 +15,10 @@ from draftsmith.drafters.checkpoint import draft_sampling_of
 from draftsmith.drafters.target.device import load_target
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import parse_tree
+from draftsmith.drafters.weights import TellsReads, weight_bytes
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
+from draftsmith.kernels.acceptance import DraftCost
 from draftsmith.kernels.contexts import bucket_of, label_of
 from draftsmith.progress import Progress
 from draftsmith.train.config import LIMITS, EvalConfig
@@ -82,7 +84,11 @@ def run(config: EvalConfig) -> int:
         print(context_table(evaluations))
     if trees:
         print(tree_table(trees))
-    report(config, target, evaluations, trees)
+    cost = draft_cost(target, drafter)
+    if cost is not None:
+        shown = (f"{bound:.2f} at T={at:g}" for at, bound in memory_bound(cost, evaluations))
+        print(f"memory-bound speed-up (MBSU), {config.k} tokens a round: {', '.join(shown)}")
+    report(config, target, evaluations, trees, cost)
     return 0
 
 
@@ -190,10 +196,36 @@ def answer_again(
     return answered
 
 
+def draft_cost(target: Target, drafter: Any) -> DraftCost | None:
+    """Cost in weights read; None of a draft whose proposals do not all read alike."""
+    if not isinstance(drafter, TellsReads):
+        return None
+    whole = weight_bytes([target.model], target.output_weight)
+    return DraftCost(*(count / whole for count in drafter.read_bytes()))
+
+
+def memory_bound(
+    cost: DraftCost | None, evaluations: list[Evaluation]
+) -> list[tuple[float, float | None]]:
+    """(temperature, speed-up where time is the reading of weights) of each evaluation."""
+    return [
+        (one.temperature, None if cost is None else cost.memory_bound(one.tau.value, one.k))
+        for one in evaluations
+    ]
+
+
 def report(
-    config: EvalConfig, target: Target, evaluations: list[Evaluation], trees: list[TreeTau]
+    config: EvalConfig,
+    target: Target,
+    evaluations: list[Evaluation],
+    trees: list[TreeTau],
+    cost: DraftCost | None,
 ) -> None:
-    found = [evaluation.to_dict() | {"data": config.data} for evaluation in evaluations]
+    bounds = [bound for _, bound in memory_bound(cost, evaluations)]
+    found = [
+        evaluation.to_dict() | {"mbsu": bound, "data": config.data}
+        for evaluation, bound in zip(evaluations, bounds, strict=True)
+    ]
     for one in found:
         own = [tree.to_dict() for tree in trees if tree.temperature == one["temperature"]]
         one |= {"trees": own} if own else {}

@@ -94,6 +94,7 @@ def test_both_temperatures_are_measured_shown_and_stored(target, draft, data, tm
     assert greedy["tokens"] <= 80 and sampled["tokens"] == 120 and sampled["documents"] == 10
     for found in (greedy, sampled):
         assert 1.5 < found["tau"]["low"] <= found["tau"]["value"] <= found["tau"]["high"] <= 4.0
+        assert 0 < found["mbsu"] < found["tau"]["value"]
         assert found["tau_by_k"] == sorted(found["tau_by_k"]) and found["tau_by_k"][
             -1
         ] == pytest.approx(found["tau"]["value"])
