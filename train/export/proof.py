@@ -61,22 +61,11 @@ def prove(source: Source, folder: Path, engine: str) -> Proof:
     """Raises a `UserError` for an export that its engine would not load, or load as another draft
     than the checkpoint's."""
     target = load_target(str(source.target), trust_remote_code=source.trust_remote_code)
-    prompts = prompts_for(target)
-    trained = ready(source, source.draft, target)
-    k = source.num_speculative_tokens
-    expected = [
-        play(trained, target, prompts, k=k, temperature=temperature) for temperature in TEMPERATURES
-    ]
+    expected = play_checkpoint(source, target)
     read = READERS[source.family, engine](folder, source.target_config)
     if isinstance(read, Understood) and read.target is not None:
-        # The trained pair is let go first, lest two targets be held.
-        del trained
         target = load_target(str(read.target), trust_remote_code=source.trust_remote_code)
-    exported = as_read(source, read, target)
-    found = [
-        play(exported, target, prompts, k=k, temperature=temperature)
-        for temperature in TEMPERATURES
-    ]
+    found = play_all(as_read(source, read, target), target, k=source.num_speculative_tokens)
     limit = FLOAT32_LIMIT if target.dtype == torch.float32 else HALF_LIMIT
     moved = max(
         compare(ours, theirs, engine, limit) for ours, theirs in zip(expected, found, strict=True)
@@ -85,6 +74,19 @@ def prove(source: Source, folder: Path, engine: str) -> Proof:
     return Proof(
         sum(count.rounds for count in counts), sum(sum(count.accepted) for count in counts), moved
     )
+
+
+def play_checkpoint(source: Source, target: Target) -> list[Play]:
+    """Rounds of the draft that was trained. It is let go, lest two pairs be held."""
+    trained = ready(source, source.draft, target)
+    return play_all(trained, target, k=source.num_speculative_tokens)
+
+
+def play_all(drafter: TrainedDrafter, target: Target, *, k: int) -> list[Play]:
+    prompts = prompts_for(target)
+    return [
+        play(drafter, target, prompts, k=k, temperature=temperature) for temperature in TEMPERATURES
+    ]
 
 
 def as_read(source: Source, read: Understood | Path, target: Target) -> TrainedDrafter:

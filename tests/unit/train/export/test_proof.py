@@ -3,9 +3,10 @@ trained draft is refused."""
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
+from draftsmith.train.export import proof
 from draftsmith.train.export.command import open_source, run
 from draftsmith.train.export.config import ExportConfig
+from draftsmith.train.export.layouts.source import Source
 from draftsmith.train.export.layouts.table import WRITERS
-from draftsmith.train.export.proof import prove
 from draftsmith.train.export.readers.table import READERS
 
 SHAPES = {
@@ -83,8 +85,24 @@ def exported(
     return export
 
 
+@pytest.fixture(autouse=True, scope="module")
+def read_and_played_once() -> Iterator[None]:
+    """No target and no draft changes once it is written: only exports differ from test to test."""
+    play, made = proof.play_checkpoint, dict[Path, list[proof.Play]]()
+
+    def play_once(source: Source, target: Target) -> list[proof.Play]:
+        if source.draft not in made:
+            made[source.draft] = play(source, target)
+        return made[source.draft]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(proof, "play_checkpoint", play_once)
+        patch.setattr(proof, "load_target", functools.cache(proof.load_target))
+        yield
+
+
 def proved(draft: Path, folder: Path, engine: str) -> Any:
-    return prove(
+    return proof.prove(
         open_source(ExportConfig(draft=str(draft), to=engine, out="unused")), folder, engine
     )
 
@@ -108,8 +126,8 @@ PAIRS = [
 def test_engines_read_the_draft_that_was_trained(
     family: str, engine: str, exported: Callable[[str, str], tuple[Path, Path]]
 ) -> None:
-    proof = proved(*exported(family, engine), engine)
-    assert proof.rounds > 20 and proof.moved < 1e-5
+    found = proved(*exported(family, engine), engine)
+    assert found.rounds > 20 and found.moved < 1e-5
 
 
 def weights_of(folder: Path) -> Path:
