@@ -3,6 +3,7 @@ distributions, and what is refused."""
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -41,28 +42,38 @@ from draftsmith.train.objective.unrolled_loss import UnrolledLoss, unrolled_loss
 TAPS = (1, 2, 3)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def target(tiny_target) -> Target:
     return Target.load(tiny_target("llama"))
 
 
+def store(target: Target, out: Path, **options: Any) -> Path:
+    """A folder of 12 answers in shards of 5, with what is asked for stored of them."""
+    values = {
+        "prompts": "stdlib:prose",
+        "count": 12,
+        "prompt_tokens": 9,
+        "max_tokens": 14,
+        "batch": 4,
+        "shard": 5,
+    }
+    generate.run(GenerateConfig(target=target.name, out=str(out), **values | options))
+    return out
+
+
 @pytest.fixture
 def stored(target: Target, tmp_path: Path) -> Callable[..., Path]:
-    """A folder of 12 answers in shards of 5, with what is asked for stored of them."""
+    """A folder of the test's own, which it may change."""
+    return lambda **options: store(target, tmp_path / "data", **options)
 
+
+@pytest.fixture(scope="module")
+def shared(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A folder that is read alone, made once."""
+
+    @functools.cache
     def make(**options: Any) -> Path:
-        values = {
-            "prompts": "stdlib:prose",
-            "count": 12,
-            "prompt_tokens": 9,
-            "max_tokens": 14,
-            "batch": 4,
-            "shard": 5,
-        }
-        generate.run(
-            GenerateConfig(target=target.name, out=str(tmp_path / "data"), **values | options)
-        )
-        return tmp_path / "data"
+        return store(target, tmp_path_factory.mktemp("shared") / "data", **options)
 
     return make
 
@@ -88,10 +99,10 @@ def loss(
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2.0**-8), ("fp8", 2.0**-4)])
-def test_stored_states_are_the_targets_to_their_precision(target, stored, precision, tolerance):
+def test_stored_states_are_the_targets_to_their_precision(target, shared, precision, tolerance):
     """bfloat16 rounds to 8 bits; e4m3 to 4 bits of numbers within 2**-6 of the largest it has,
     which each state is scaled to."""
-    corpus = corpus_of(folder := stored(store_taps=precision, taps=TAPS))
+    corpus = corpus_of(folder := shared(store_taps=precision, taps=TAPS))
     text = text_of(corpus, ROWS)
     teacher = stored_source(target, folder, corpus.provenance, (*TAPS, FINAL))
     assert isinstance(teacher, TapSource)
@@ -111,10 +122,10 @@ def test_stored_states_are_the_targets_to_their_precision(target, stored, precis
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2e-3), ("fp8", 2e-2)])
 @pytest.mark.parametrize("family", ["eagle3", "medusa"])
-def test_losses_under_stored_taps_are_the_live_ones(target, stored, family, precision, tolerance):
+def test_losses_under_stored_taps_are_the_live_ones(target, shared, family, precision, tolerance):
     """States are off by 2**-9 on average, fp8 ones by 2**-5; losses average that over some hundred
     positions."""
-    corpus = corpus_of(folder := stored(store_taps=precision, taps=TAPS))
+    corpus = corpus_of(folder := shared(store_taps=precision, taps=TAPS))
     text = text_of(corpus, ROWS)
     teacher = stored_source(target, folder, corpus.provenance, TAPS)
     expected, found = (
@@ -126,9 +137,9 @@ def test_losses_under_stored_taps_are_the_live_ones(target, stored, family, prec
     assert found.keep is not None
 
 
-def test_states_of_the_next_token_would_be_noticed(target, stored):
+def test_states_of_the_next_token_would_be_noticed(target, shared):
     """Negative control of the index: the same comparison, one token off."""
-    corpus = corpus_of(folder := stored(store_taps="bf16", taps=TAPS))
+    corpus = corpus_of(folder := shared(store_taps="bf16", taps=TAPS))
     whole = vars(text_of(corpus, [[3]]))
     cut = {name: value if value is None else value[:, :-1] for name, value in whole.items()}
     teacher = stored_source(target, folder, corpus.provenance, TAPS)
@@ -140,8 +151,8 @@ def test_states_of_the_next_token_would_be_noticed(target, stored):
     assert abs(shifted - expected) > 1e-2 * expected
 
 
-def test_text_of_the_moment_is_read_by_the_target(target, stored):
-    corpus = corpus_of(folder := stored(store_taps="bf16", taps=TAPS))
+def test_text_of_the_moment_is_read_by_the_target(target, shared):
+    corpus = corpus_of(folder := shared(store_taps="bf16", taps=TAPS))
     text = text_of(corpus, [[0], [3]])
     index = text.token_index.clone()
     index[1] = -1
@@ -152,11 +163,11 @@ def test_text_of_the_moment_is_read_by_the_target(target, stored):
 
 
 def test_sparse_distributions_lose_what_the_draft_and_the_target_differ_by_within_the_tail(
-    target, stored
+    target, shared
 ):
     """Chain rule: forward KL is that of the buckets plus, in each row, the tail's mass times the KL
     of the two distributions within it."""
-    corpus = corpus_of(folder := stored(top_logprobs=64))
+    corpus = corpus_of(folder := shared(top_logprobs=64))
     text = text_of(corpus, ROWS)
     teacher = stored_source(target, folder, corpus.provenance, TAPS)
     assert isinstance(teacher, DistributionSource)
@@ -278,8 +289,8 @@ def test_what_was_stored_of_something_else_is_refused(target, stored, tiny_targe
 
 
 @pytest.mark.parametrize("signal", [{"store_taps": "fp8", "taps": TAPS}, {"top_logprobs": 64}])
-def test_training_from_stored_signals_learns(target, stored, tmp_path, signal):
-    folder = stored(**signal)
+def test_training_from_stored_signals_learns(target, shared, tmp_path, signal):
+    folder = shared(**signal)
     values = {
         "target": target.name,
         "data": str(folder),
