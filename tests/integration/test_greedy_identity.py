@@ -160,18 +160,37 @@ def prompts(count: int, vocab_size: int = 288) -> list[list[int]]:
     return [torch.randint(3, vocab_size, (size,), generator=generator).tolist() for size in sizes]
 
 
-def plain_greedy(
-    target: Target, prompt: list[int], num_tokens: int
-) -> tuple[list[int], list[float]]:
-    """Token by token with the whole text each time: no cache, no engine. Also the top-2 margin of
-    every choice."""
-    tokens, margins = list(prompt), []
-    for _ in range(num_tokens):
-        _, hidden = target.states(torch.tensor([tokens]), torch.ones(1, len(tokens)), ())
-        best = target.head(hidden[0, -1]).float().topk(2)
-        tokens.append(int(best.indices[0]))
-        margins.append(float(best.values[0] - best.values[1]))
-    return tokens[len(prompt) :], margins
+Greedy = tuple[list[int], list[float]]
+
+
+def plain_greedy(target: Target, batch: list[list[int]], num_tokens: int) -> list[Greedy]:
+    """Token by token with the whole texts each time: no cache, no engine. Each text is then read
+    alone. Also the top-2 margin of every choice."""
+    sizes = torch.tensor([len(prompt) for prompt in batch])
+    width = int(sizes.max()) + num_tokens
+    tokens = torch.zeros(len(batch), width, dtype=torch.int64)
+    for row, prompt in enumerate(batch):
+        tokens[row, : len(prompt)] = torch.tensor(prompt)
+    rows = torch.arange(len(batch))
+    for step in range(num_tokens):
+        mask = (torch.arange(width) < (sizes + step)[:, None]).float()
+        longest = int(sizes.max()) + step
+        _, hidden = target.states(tokens[:, :longest], mask[:, :longest], ())
+        tokens[rows, sizes + step] = target.head(hidden[rows, sizes + step - 1]).argmax(-1)
+    return [
+        chosen_alone(target, tokens[row, : size + num_tokens], num_tokens)
+        for row, size in enumerate(sizes.tolist())
+    ]
+
+
+def chosen_alone(target: Target, text: torch.Tensor, num_tokens: int) -> Greedy:
+    """The last tokens of a text, which is read without padding and without other texts, and the
+    top-2 margins of their choices."""
+    _, hidden = target.states(text[None], torch.ones(1, len(text)), ())
+    best = target.head(hidden[0, -num_tokens - 1 : -1]).float().topk(2)
+    tokens, margins = text[-num_tokens:].tolist(), (best.values[:, 0] - best.values[:, 1]).tolist()
+    assert_same(best.indices[:, 0].tolist(), (tokens, margins))
+    return tokens, margins
 
 
 def assert_same(tokens: list[int], expected: tuple[list[int], list[float]]) -> None:
@@ -190,7 +209,7 @@ def test_speculation_does_not_change_greedy_output(
 ) -> None:
     target = load(arch)
     batch = prompts(8)
-    expected = [plain_greedy(target, prompt, 24) for prompt in batch]
+    expected = plain_greedy(target, batch, 24)
     known = [prompt + tokens for prompt, (tokens, _) in zip(batch, expected)]
     plain = build_engine(target, None, EngineConfig()).generate(batch, GREEDY)
     for completion, right in zip(plain, expected):
@@ -219,7 +238,7 @@ def test_incremental_drafts_equal_drafts_from_nothing(
     stays right."""
     target = load("llama")
     batch = prompts(6)
-    expected = [plain_greedy(target, prompt, 24) for prompt in batch]
+    expected = plain_greedy(target, batch, 24)
     known = [prompt + tokens for prompt, (tokens, _) in zip(batch, expected)]
     compared = Compared(make_drafter(family, target, draft_vocab_size=200), target)
     drafter = Oracle(compared, known)
@@ -267,7 +286,7 @@ def test_states_that_cannot_be_rolled_back_do_not_change_greedy_output(
     target = load(arch)
     assert target.state_layers
     batch = prompts(5)
-    expected = [plain_greedy(target, prompt, 16) for prompt in batch]
+    expected = plain_greedy(target, batch, 16)
     known = [prompt + tokens for prompt, (tokens, _) in zip(batch, expected)]
     plain = build_engine(target, None, CROWDED).generate(batch, SHORT)
     for completion, right in zip(plain, expected):
@@ -290,7 +309,7 @@ def test_a_state_that_rejected_tokens_were_read_into_is_noticed(
 ) -> None:
     target = load(arch)
     batch = prompts(3)
-    expected = [plain_greedy(target, prompt, 16)[0] for prompt in batch]
+    expected = [tokens for tokens, _ in plain_greedy(target, batch, 16)]
     known = [prompt + tokens for prompt, tokens in zip(batch, expected)]
 
     def always_ahead(state: KeptState, left: int, drafted: int, accepted: int) -> None:
