@@ -11,7 +11,7 @@ with_clock() {
     "$@" >>"$log" 2>&1 </dev/null &
     local job=$! shown_s=0 taken_s
     while kill -0 "$job" 2>/dev/null; do
-        sleep 0.5
+        sleep 0.1
         taken_s=$((SECONDS - begun_s))
         if [ $((taken_s - shown_s)) -ge "$every_s" ]; then
             shown_s=$taken_s
