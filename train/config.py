@@ -116,7 +116,10 @@ class TrainConfig(FamilyShapes):
         positional=True,
     )
     target: str = option(help="the target: a folder or Hub id of a causal LM")
-    data: str = option(help="folder written by `draftsmith generate`")
+    data: tuple[str, ...] = option(
+        help="folders written by `draftsmith generate`, FOLDER[:WEIGHT]: one of weight 2 is read "
+        "twice per epoch, of 0.5 half of it"
+    )
     teacher: str = option(
         "live",
         "where taps and distributions come from: the running target, or what generate stored of "
@@ -220,8 +223,8 @@ DRAFT_SAMPLING_HELP = (
 class EvalConfig:
     target: str = option(help="the target: a folder or Hub id of a causal LM")
     draft: str = option(help="folder or Hub id of a trained draft")
-    data: str = option(
-        help="folder written by `draftsmith generate`; its held-out prompts are used"
+    data: tuple[str, ...] = option(
+        help="folders written by `draftsmith generate`; their held-out prompts are used"
     )
     temperature: tuple[float, ...] = option((0.0, 1.0), "temperatures to evaluate at")
     prompts: int = option(64, "prompts read at most")

@@ -58,8 +58,11 @@ class OnPolicy:
         seed: int,
         rank: int,
         max_length: int,
+        text_weights: Sequence[float] | None = None,
     ):
+        """`text_weights` of the sequences, where they are not drawn alike."""
         self.config, self.target, self.sequences = config, target, sequences
+        self.text_weights = text_weights
         self.batch_size, self.passes = batch_size, passes
         self.seed, self.rank = seed, rank
         self.max_length = min(max_length, target.max_positions)
@@ -90,7 +93,7 @@ class OnPolicy:
     def _write(self, drafter: torch.nn.Module, chance: random.Random) -> list[SpeculatedText]:
         """Enough for the steps until the next ones are due."""
         count = self._share(self.batch_size) * self.passes * self.config.refresh
-        chosen = [self.sequences[chance.randrange(len(self.sequences))] for _ in range(count)]
+        chosen = self._drawn(count, chance)
         prompts = [prefix(sequence, self.config.tokens, chance) for sequence in chosen]
         seeds = [chance.getrandbits(62) for _ in prompts]
         texts: list[SpeculatedText] = []
@@ -107,6 +110,12 @@ class OnPolicy:
             )
             texts += rounds.texts
         return texts
+
+    def _drawn(self, count: int, chance: random.Random) -> list[TokenSequence]:
+        numbers = range(len(self.sequences))
+        if self.text_weights is None:
+            return [self.sequences[chance.randrange(len(numbers))] for _ in range(count)]
+        return [self.sequences[at] for at in chance.choices(numbers, self.text_weights, k=count)]
 
     def _mixed(self, text: TextBatch, chance: random.Random) -> TextBatch:
         """Batch in which some rows give way to on-policy texts; branches come in addition."""

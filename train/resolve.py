@@ -14,6 +14,7 @@ from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.train.config import LIMITS, TrainConfig
+from draftsmith.train.data.folders import folders_of, named
 
 # Options that may differ between a run and its continuation: they change how long or how loudly it
 # trains, not what.
@@ -137,6 +138,7 @@ def check_processes(config: TrainConfig) -> None:
 def check_options(config: TrainConfig) -> None:
     """Raises a `UserError` for values that no run could use."""
     drafter_options(config)
+    folders_of(config.data)
     if config.init is not None:
         check_init(config.init, config)
     if config.deepspeed is not None:
@@ -205,7 +207,7 @@ def check_sparse(config: TrainConfig) -> None:
     for name, is_wrong in refused.items():
         if is_wrong:
             raise UserError(
-                f"option {name!r} needs whole distributions and {config.data!r} stores the "
+                f"option {name!r} needs whole distributions and {named(config.data)} stores the "
                 "likeliest tokens; store its taps too "
                 "(draftsmith generate --store-taps), or use --teacher live"
             )
@@ -236,12 +238,17 @@ def different_from(config: TrainConfig, recorded: dict[str, Any]) -> str | None:
     when there is none."""
     now, then = flat(to_dict(config)), flat(completed(recorded, config))
     for name in sorted(now.keys() | then.keys()):
-        if name in CONTINUABLE or now.get(name) == then.get(name):
+        if name in CONTINUABLE or listed(now.get(name)) == listed(then.get(name)):
             continue
         if not is_option(config, name):
             return f"{name} was {then[name]!r} and is no option of this version"
         return f"{name}: {then.get(name)!r} -> {now.get(name)!r}"
     return None
+
+
+def listed(value: Any) -> Any:
+    """A single value as a list of it: runs from before an option took several go on."""
+    return value if isinstance(value, list) else [value]
 
 
 def completed(recorded: dict[str, Any], config: Any) -> dict[str, Any]:

@@ -25,9 +25,10 @@ from draftsmith.train.checkpoints import BestDraft, Kept, RunFolder
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.curves import draw_curves
 from draftsmith.train.data.batches import batches_per_epoch
-from draftsmith.train.data.dataset import Corpus, check_tokenizer, read_corpus
+from draftsmith.train.data.mixture import Mixture, describe, read_mixture
 from draftsmith.train.evaluate.measured import Figures, measure
-from draftsmith.train.objective.stored_teacher import DistributionSource, stored_source
+from draftsmith.train.objective.joined_stores import mixture_source
+from draftsmith.train.objective.stored_teacher import DistributionSource
 from draftsmith.train.objective.teacher import LiveSource, TargetSource
 from draftsmith.train.on_policy import KeepTexts, OnPolicy, load_texts
 from draftsmith.train.optim import Clock
@@ -41,7 +42,7 @@ class Material(NamedTuple):
 
     placement: Placement
     target: Target
-    corpus: Corpus
+    corpus: Mixture
 
 
 def train(config: TrainConfig) -> None:
@@ -59,6 +60,7 @@ def prepare(config: TrainConfig) -> Material:
     corpus = load_corpus(config, target)
     if placement.rank == 0:
         warn_of_cut_texts(config, corpus)
+        describe(corpus)
     return Material(placement, target, corpus)
 
 
@@ -82,31 +84,26 @@ def load_target(config: TrainConfig, placement: Placement) -> Target:
     return Target(model, config.target, max_length=config.max_length, trust_remote_code=trust)
 
 
-def load_corpus(config: TrainConfig, target: Target) -> Corpus:
+def load_corpus(config: TrainConfig, target: Target) -> Mixture:
     target.check_length(config.max_length, "option 'max_length'")
-    corpus = read_corpus(
+    return read_mixture(
         config.data,
+        target,
         max_length=config.max_length,
-        vocab_size=target.vocab_size,
         held_out_share=config.held_out,
         split_long=config.long == "split",
     )
-    check_tokenizer(corpus.provenance, target, config.data)
-    return corpus
 
 
-def warn_of_cut_texts(config: TrainConfig, corpus: Corpus) -> None:
-    for count, what in (
-        (
-            corpus.long,
-            f"cut to {config.max_length} tokens"
-            if config.long == "cut"
-            else f"split at {config.max_length} tokens",
-        ),
-        (corpus.empty, "left out, nothing in them is the target's"),
-    ):
-        if count:
-            print(f"{count} sequences of {config.data!r} are {what}", file=sys.stderr)
+def warn_of_cut_texts(config: TrainConfig, mixture: Mixture) -> None:
+    done = "cut to" if config.long == "cut" else "split at"
+    for folder, corpus in zip(mixture.folders, mixture.corpora):
+        for count, what in (
+            (corpus.long, f"{done} {config.max_length} tokens"),
+            (corpus.empty, "left out, nothing in them is the target's"),
+        ):
+            if count:
+                print(f"{count} sequences of {folder.path!r} are {what}", file=sys.stderr)
 
 
 def new_trainee_drafter(config: TrainConfig, material: Material) -> torch.nn.Module:
@@ -117,7 +114,7 @@ def new_trainee_drafter(config: TrainConfig, material: Material) -> torch.nn.Mod
 
 
 def new_drafter(
-    config: TrainConfig, placement: Placement, target: Target, corpus: Corpus
+    config: TrainConfig, placement: Placement, target: Target, corpus: Mixture
 ) -> torch.nn.Module:
     # Adam needs more digits than bfloat16 has, whatever the target is kept in.
     if config.init is not None:
@@ -155,7 +152,7 @@ def new_source(config: TrainConfig, material: Material, taps: tuple[int, ...]) -
     target, corpus = material.target, material.corpus
     if config.teacher == "live":
         return LiveSource(target)
-    source = stored_source(target, config.data, corpus.provenance, taps)
+    source = mixture_source(target, corpus, taps)
     if isinstance(source, DistributionSource):
         resolve.check_sparse(config)
     return source
@@ -178,7 +175,11 @@ def new_trainer(
     folder.make()
     row_length = config.max_length if config.packing else None
     per_epoch = batches_per_epoch(
-        corpus.train.lengths, batch_size=config.batch_size, seed=config.seed, row_length=row_length
+        corpus.train.lengths,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        row_length=row_length,
+        parts=corpus.train.parts,
     )
     steps = resolve.total_steps(config, per_epoch, placement.world_size)
     clock = Clock(total_steps=steps, budget_s=config.minutes and config.minutes * 60)
@@ -214,7 +215,7 @@ def new_trainer(
 
 
 def new_on_policy(
-    config: TrainConfig, placement: Placement, target: Target, corpus: Corpus
+    config: TrainConfig, placement: Placement, target: Target, corpus: Mixture
 ) -> OnPolicy:
     return OnPolicy(
         config.on_policy,
@@ -225,6 +226,7 @@ def new_on_policy(
         seed=config.seed,
         rank=placement.rank,
         max_length=config.max_length,
+        text_weights=corpus.train.weights,
     )
 
 
@@ -258,7 +260,7 @@ def is_moved(config: TrainConfig, placement: Placement) -> bool:
 def evaluate_held_out(
     config: TrainConfig,
     target: Target,
-    corpus: Corpus,
+    corpus: Mixture,
     drafter: torch.nn.Module,
     step: int,
     *,
@@ -301,7 +303,8 @@ def finish(config: TrainConfig, trainer: DraftTrainer, material: Material) -> No
     record: dict[str, Any] = {
         "version": __version__,
         "config": to_dict(config),
-        "data": corpus.provenance,
+        "data": corpus.provenance(),
+        "folders": by_folder(corpus, figures),
         "seed": config.seed,
         "sequences": len(corpus.train),
         "held_out_sequences": len(corpus.held_out),
@@ -320,6 +323,18 @@ def finish(config: TrainConfig, trainer: DraftTrainer, material: Material) -> No
         with atomic_path(folder.curves) as picture:
             draw_curves(folder.metrics, picture)
     print(summary(config, steps, best, figures))
+    for entry in record["folders"]:
+        if "tau" in entry:
+            print(f"  tau of {entry['folder']}: {entry['tau']['value']:.2f}")
+
+
+def by_folder(corpus: Mixture, figures: Figures | None) -> list[dict[str, Any]]:
+    """Texts of each folder, and of several tau of its held-out prompts after the last step."""
+    found = corpus.record()
+    if figures is not None:
+        for folder, tau in figures.tau_by_folder().items():
+            found[folder]["tau"] = tau._asdict()
+    return found
 
 
 def summary(config: TrainConfig, steps: int, best: Kept | None, figures: Figures | None) -> str:

@@ -21,7 +21,8 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.divergence.kind import FORWARD_KL, Kind
 from draftsmith.train.config import OptimConfig, UnrollConfig
 from draftsmith.train.data.batches import BatchPlan, pack
-from draftsmith.train.data.dataset import Sequences, TokenSequence
+from draftsmith.train.data.dataset import TokenSequence
+from draftsmith.train.data.mixture import Mixed
 from draftsmith.train.evaluate.measured import Figures
 from draftsmith.train.objective.depth_weights import step_weighting
 from draftsmith.train.objective.feature_noise import FeatureNoise
@@ -100,7 +101,7 @@ class DraftTrainer(Trainer):
         trainee: Trainee,
         arguments: TrainingArguments,
         *,
-        sequences: Sequences,
+        sequences: Mixed,
         optim: OptimConfig,
         clock: Clock,
         row_length: int | None = None,
@@ -138,6 +139,7 @@ class DraftTrainer(Trainer):
             rank=self.args.process_index,
             world_size=self.args.world_size,
             row_length=self.row_length,
+            parts=self.sequences.parts,
         )
         return DataLoader(
             self.sequences,

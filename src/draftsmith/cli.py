@@ -285,14 +285,15 @@ def _help(field: dataclasses.Field) -> str:
 def collect(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
     """Recipe, then overrides, then flags."""
     values: dict[str, Any] = {}
+    given_extra = [*arguments.extra, *behind_lists(cls, arguments)]
     types_by_name, listed = configuration.field_types(cls), {}
     for field in dataclasses.fields(cls):
         if is_listed(field, types_by_name[field.name]):
             listed[field.name] = [
-                text for text in arguments.extra if text in field.metadata["choices"]
+                text for text in given_extra if text in field.metadata["choices"]
             ]
     words = [word for found in listed.values() for word in found]
-    extra = [text for text in arguments.extra if text not in words]
+    extra = [text for text in given_extra if text not in words]
     recipes = [text for text in extra if text.endswith((".yaml", ".yml")) and "=" not in text]
     given = [configuration.read_yaml(recipe) for recipe in recipes]
     given += [configuration.parse_override(text) for text in extra if text not in recipes]
@@ -304,6 +305,25 @@ def collect(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
         {name: value for name, value in flags.items() if value is not None}
         | {name: found for name, found in listed.items() if found},
     )
+
+
+def behind_lists(cls: type, arguments: argparse.Namespace) -> list[str]:
+    """Recipes and overrides that follow a flag of several values, which argparse counts among
+    these; they are taken out of them. The first value is the flag's own."""
+    names = [field.name for field in dataclasses.fields(cls)]
+    found = []
+    for name in names:
+        if isinstance(given := getattr(arguments, name, None), list):
+            extra = [text for text in given[1:] if _is_extra(text, names)]
+            kept = [text for text in given[1:] if text not in extra]
+            setattr(arguments, name, [given[0], *kept])
+            found += extra
+    return found
+
+
+def _is_extra(text: str, names: Sequence[str]) -> bool:
+    key, separator, _ = text.partition("=")
+    return text.endswith((".yaml", ".yml")) if not separator else key.split(".")[0] in names
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 Files in reading order:
 - `dataset`: the data folder as sequences
 - `pieces`: texts cut to length
+- `folders`: weights of several folders
+- `mixture`: several folders as one
 - `batches`: padding, packing and order
 - `roles`: what rounds did at each position
 - `stored_taps`: stored hidden states

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.drafters.interface import TextBatch
 from draftsmith.train.data.dataset import TokenSequence
+from draftsmith.train.data.folders import Part, epoch_order
 
 Batch = list[list[int]]  # the sequences of each row
 
@@ -90,7 +91,8 @@ class BatchPlan(torch.utils.data.Sampler[Batch]):
     Epochs follow each other in one stream, of which each process takes every `world_size`-th batch,
     so the data position is the number of batches taken and a resume skips exactly those. A batch
     holds `batch_size` rows: sequences of similar length, one per row, or with `row_length` as many
-    whole ones per row as fit in so many tokens.
+    whole ones per row as fit in so many tokens. `parts` are the folders that the sequences are of,
+    where they have weights.
     """
 
     # batches sorted together: enough to limit padding, few enough to keep the order random
@@ -107,6 +109,7 @@ class BatchPlan(torch.utils.data.Sampler[Batch]):
         rank: int,
         world_size: int,
         row_length: int | None = None,
+        parts: Sequence[Part] = (),
     ):
         self.lengths = np.asarray(lengths)
         self.batch_size = batch_size
@@ -115,6 +118,7 @@ class BatchPlan(torch.utils.data.Sampler[Batch]):
         self.rank = rank
         self.world_size = world_size
         self.row_length = row_length
+        self.parts = parts or [Part(len(lengths))]
 
     def __len__(self) -> int:
         return self.num_batches
@@ -130,7 +134,7 @@ class BatchPlan(torch.utils.data.Sampler[Batch]):
     def epoch(self, number: int) -> list[Batch]:
         """Batches of an epoch, of all processes."""
         random = np.random.default_rng([self.seed, number])
-        order = random.permutation(len(self.lengths))
+        order = epoch_order(self.parts, random, seed=self.seed, epoch=number)
         batches = (
             self._sorted(order)
             if self.row_length is None
@@ -180,7 +184,12 @@ def fill(pool: np.ndarray, lengths: np.ndarray, row_length: int) -> Batch:
 
 
 def batches_per_epoch(
-    lengths: Sequence[int], *, batch_size: int, seed: int, row_length: int | None = None
+    lengths: Sequence[int],
+    *,
+    batch_size: int,
+    seed: int,
+    row_length: int | None = None,
+    parts: Sequence[Part] = (),
 ) -> int:
     """Number of batches in the first epoch; packed ones differ a little."""
     plan = BatchPlan(
@@ -191,5 +200,6 @@ def batches_per_epoch(
         rank=0,
         world_size=1,
         row_length=row_length,
+        parts=parts,
     )
     return len(plan.epoch(0))

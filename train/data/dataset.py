@@ -31,6 +31,7 @@ class TokenSequence(NamedTuple):
     loss_mask: torch.Tensor  # [L] bool, True where the target wrote the token and it counts here
     # number of its first token among all of the folder's; -1 for a text that is in none
     token_index: int = -1
+    folder: int = 0  # number of the data folder among several
 
 
 class Sequences(torch.utils.data.Dataset):

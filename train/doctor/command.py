@@ -13,6 +13,7 @@ from typing import Any
 from draftsmith.drafters.config import check_draft_options
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
+from draftsmith.train.data.folders import folders_of
 from draftsmith.train.doctor.config import DoctorConfig
 from draftsmith.train.doctor.finding import FAIL, Finding, table
 from draftsmith.train.quiet import quiet
@@ -37,30 +38,32 @@ def show_data(config: DoctorConfig, findings: list[Finding]) -> None:
     """The first texts, if they could be read and spelt."""
     if (
         config.show == 0
-        or config.data is None
+        or not config.data
         or config.target is None
         or not any(finding.check == "data.ends" for finding in findings)
     ):
         return
     from draftsmith.train.doctor.data import shown
 
-    text = shown(
-        config.data,
-        config.target,
-        count=config.show,
-        max_length=config.max_length,
-        in_colour=sys.stdout.isatty(),
-        trust_remote_code=config.trust_remote_code,
-    )
-    print(f"{text}\n")
+    for folder in folders_of(config.data):
+        text = shown(
+            folder.path,
+            config.target,
+            count=config.show,
+            max_length=config.max_length,
+            in_colour=sys.stdout.isatty(),
+            trust_remote_code=config.trust_remote_code,
+        )
+        print(f"{text}\n")
 
 
 def with_target(config: DoctorConfig) -> DoctorConfig:
     """Adds the target that wrote the data, as its provenance names it, where the data alone is
     given."""
-    if config.data is None or config.target is not None or config.url is not None:
+    if not config.data or config.target is not None or config.url is not None:
         return config
-    written_by = read_json(Path(config.data) / "provenance.json", "data provenance").get("target")
+    first = Path(folders_of(config.data)[0].path)
+    written_by = read_json(first / "provenance.json", "data provenance").get("target")
     return replace(config, target=written_by)
 
 
@@ -79,7 +82,7 @@ def examine(config: DoctorConfig) -> list[Finding]:
 def check_options(config: DoctorConfig) -> None:
     if config.target is None and config.url is None:
         raise UserError("option 'target' is required; give --target, or --url of a running server")
-    if config.url is not None and (config.target, config.draft, config.data) != (None, None, None):
+    if config.url is not None and (config.data or (config.target, config.draft) != (None, None)):
         raise UserError(
             "url is given together with a target, draft or data; ask about them one at a time"
         )

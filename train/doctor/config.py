@@ -13,7 +13,7 @@ class DoctorConfig(Pair):
     target: str | None = option(
         None, "folder or Hub id of the target [default: the one that the data names]"
     )
-    data: str | None = option(None, "generated dataset to check against both")
+    data: tuple[str, ...] = option((), "generated datasets to check against both")
     rows: int = option(256, "rows of the data to read, spread over all of it")
     show: int = option(
         2,

@@ -9,6 +9,7 @@ from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.target.device import device_of
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
+from draftsmith.train.data.folders import folders_of
 from draftsmith.train.doctor.config import DoctorConfig
 from draftsmith.train.doctor.data import check_data, read_sample
 from draftsmith.train.doctor.distributions import check_distribution
@@ -41,9 +42,16 @@ def check_pair(config: DoctorConfig) -> list[Finding]:
     findings.append(check_serving(target, draft, config.sequences))
     if draft is not None and not config.heterogeneous_vocab:
         findings.append(check_training(target, draft, config.max_length))
-    if config.data is not None:
-        findings += check_examples(config, config.data, target, draft)
+    folders = [folder.path for folder in folders_of(config.data)]
+    for folder in folders:
+        found = check_examples(config, folder, target, draft)
+        findings += found if len(folders) == 1 else [of_folder(one, folder) for one in found]
     return findings
+
+
+def of_folder(finding: Finding, folder: str) -> Finding:
+    """A finding about one of several folders, which it names."""
+    return finding._replace(what=f"{folder}: {finding.what}")
 
 
 def check_examples(
@@ -60,8 +68,10 @@ def check_examples(
 
 
 def sampled_at(provenance: dict[str, Any]) -> float | None:
-    """The temperature, where the text was drawn from the whole distribution; a greedy choice no
+    """The temperature, where the text was drawn from one whole distribution; a greedy choice no
     filter changes."""
     temperature = provenance.get("temperature")
+    if isinstance(temperature, list):
+        return None
     filtered = provenance.get("top_k", 0) != 0 or provenance.get("top_p", 1.0) != 1.0
     return None if filtered and temperature != 0 else temperature

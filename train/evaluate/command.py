@@ -4,8 +4,9 @@ intervals."""
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,9 +23,19 @@ from draftsmith.kernels.acceptance import DraftCost
 from draftsmith.kernels.contexts import bucket_of, label_of
 from draftsmith.progress import Progress
 from draftsmith.train.config import LIMITS, EvalConfig
-from draftsmith.train.data.dataset import Corpus, TokenSequence, check_tokenizer, read_corpus
+from draftsmith.train.data.dataset import TokenSequence
+from draftsmith.train.data.folders import folders_of
+from draftsmith.train.data.mixture import Mixture, provenances, read_mixture
 from draftsmith.train.evaluate.measured import prompt_of
-from draftsmith.train.evaluate.teacher_forced import Evaluation, evaluate_draft, temperature_of
+from draftsmith.train.evaluate.teacher_forced import (
+    DocumentCounts,
+    Evaluation,
+    count_documents,
+    evaluate_draft,
+    merge_documents,
+    summarise,
+    temperature_of,
+)
 from draftsmith.train.evaluate.trees import TreeTau, measure_tree
 from draftsmith.train.quiet import quiet
 
@@ -52,19 +63,16 @@ def run(config: EvalConfig) -> int:
     )
     target.check_length(config.max_length, "option 'max_length'")
     drafter = checkpoint.load(config.draft, target)
-    corpus = read_corpus(
-        config.data,
-        max_length=config.max_length,
-        vocab_size=target.vocab_size,
-        held_out_share=config.held_out,
+    mixture = read_mixture(
+        config.data, target, max_length=config.max_length, held_out_share=config.held_out
     )
-    check_tokenizer(corpus.provenance, target, config.data)
-    warn_of_trained_text(config, corpus)
-    sequences = (corpus.held_out if len(corpus.held_out) else corpus.train).first(config.prompts)
-    evaluations = [
-        evaluate_at(config, temperature, target, drafter, corpus, sequences)
+    warn_of_trained_text(config, mixture)
+    sequences = chosen_of(config, mixture)
+    found = [
+        evaluate_at(config, temperature, target, drafter, mixture, sequences)
         for temperature in config.temperature
     ]
+    evaluations = [one.whole for one in found]
     trees = [
         measure_tree(
             drafter,
@@ -82,14 +90,27 @@ def run(config: EvalConfig) -> int:
     print(table(evaluations))
     if any(len(evaluation.by_context) > 1 for evaluation in evaluations):
         print(context_table(evaluations))
+    if len(mixture.folders) > 1:
+        print(folder_table(found))
     if trees:
         print(tree_table(trees))
     cost = draft_cost(target, drafter)
     if cost is not None:
         shown = (f"{bound:.2f} at T={at:g}" for at, bound in memory_bound(cost, evaluations))
         print(f"memory-bound speed-up (MBSU), {config.k} tokens a round: {', '.join(shown)}")
-    report(config, target, evaluations, trees, cost)
+    report(config, target, found, trees, cost)
     return 0
+
+
+class OfFolders(NamedTuple):
+    """Figures at one temperature: over all folders, and of each by its path."""
+
+    whole: Evaluation
+    by_folder: dict[str, Evaluation]
+
+
+def chosen_of(config: EvalConfig, mixture: Mixture) -> list[TokenSequence]:
+    return (mixture.held_out if len(mixture.held_out) else mixture.train).first(config.prompts)
 
 
 def check(config: EvalConfig) -> None:
@@ -105,6 +126,7 @@ def check(config: EvalConfig) -> None:
 
 def check_options(config: EvalConfig) -> None:
     check_limits(config, LIMITS)
+    folders_of(config.data)
     for tree in config.tree:
         parse_tree(tree)
     for temperature in config.temperature:
@@ -112,30 +134,30 @@ def check_options(config: EvalConfig) -> None:
             raise UserError(f"option 'temperature' is {temperature}; it must be 0 (greedy) or more")
 
 
-def warn_of_trained_text(config: EvalConfig, corpus: Corpus) -> None:
+def warn_of_trained_text(config: EvalConfig, mixture: Mixture) -> None:
     """A draft does better on text that it has seen."""
-    if not len(corpus.held_out):
-        print(
-            f"nothing of {config.data!r} is held out: drafts trained on it have seen the text "
-            "evaluated here",
-            file=sys.stderr,
-        )
-        return
-    folder = checkpoint.locate(config.draft)
+    where = checkpoint.locate(config.draft)
     training = (
-        checkpoint.read_metadata(folder).get("training", {})
-        if (folder / checkpoint.RECORD).is_file()
+        checkpoint.read_metadata(where).get("training", {})
+        if (where / checkpoint.RECORD).is_file()
         else {}
     )
     kept_back = training.get("config", {}).get("held_out", 1.0)
-    by_share = "held-out" not in corpus.train.pieces.splits
-    if by_share and kept_back < config.held_out and training["data"] == corpus.provenance:
-        print(
-            f"training kept back {kept_back:g} of {config.data!r} and {config.held_out:g} of it "
-            "is evaluated: the draft has seen "
-            f"the rest; give --held-out {kept_back:g}",
-            file=sys.stderr,
-        )
+    trained_on = provenances(training.get("data", {}))
+    for folder, corpus in zip(mixture.folders, mixture.corpora):
+        by_share = "held-out" not in corpus.train.pieces.splits
+        if not len(corpus.held_out):
+            print(
+                f"nothing of {folder.path!r} is held out: drafts trained on it have seen the text "
+                "evaluated here",
+                file=sys.stderr,
+            )
+        elif by_share and kept_back < config.held_out and corpus.provenance in trained_on:
+            print(
+                f"training kept back {kept_back:g} of {folder.path!r} and {config.held_out:g} of "
+                f"it is evaluated: the draft has seen the rest; give --held-out {kept_back:g}",
+                file=sys.stderr,
+            )
 
 
 def evaluate_at(
@@ -143,28 +165,42 @@ def evaluate_at(
     temperature: float,
     target: Target,
     drafter: Any,
-    corpus: Corpus,
+    mixture: Mixture,
     sequences: list[TokenSequence],
-) -> Evaluation:
-    if temperature_of(corpus.provenance, target) != temperature:
-        sequences = answer_again(config, temperature, target, sequences)
-    evaluation = evaluate_draft(
-        drafter,
-        target,
-        sequences,
-        temperature=temperature,
-        k=config.k,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        draft_sampling=config.draft_sampling,
-    )
-    if evaluation.unlikely > UNLIKELY_LIMIT:
-        raise UserError(
-            f"{evaluation.unlikely:.1%} of the text in {config.data!r} cannot be this target's at "
-            f"temperature {temperature}; "
-            "generate it with this target"
+) -> OfFolders:
+    counts: dict[str, list[DocumentCounts]] = {}
+    for number, (folder, corpus) in enumerate(zip(mixture.folders, mixture.corpora)):
+        own = [sequence for sequence in sequences if sequence.folder == number]
+        if not own:
+            continue
+        if temperature_of(corpus.provenance, target) != temperature:
+            own = answer_again(config, temperature, target, own)
+        counts[folder.path] = count_documents(
+            drafter,
+            target,
+            own,
+            temperature=temperature,
+            k=config.k,
+            batch_size=config.batch_size,
+            draft_sampling=config.draft_sampling,
         )
-    return evaluation
+    by_folder = {path: evaluation_of(config, temperature, own) for path, own in counts.items()}
+    for path, evaluation in by_folder.items():
+        if evaluation.unlikely > UNLIKELY_LIMIT:
+            raise UserError(
+                f"{evaluation.unlikely:.1%} of the text in {path!r} cannot be this target's at "
+                f"temperature {temperature}; "
+                "generate it with this target"
+            )
+    whole = merge_documents([one for own in counts.values() for one in own])
+    return OfFolders(evaluation_of(config, temperature, whole), by_folder)
+
+
+def evaluation_of(
+    config: EvalConfig, temperature: float, counts: list[DocumentCounts]
+) -> Evaluation:
+    found = summarise(counts, temperature=temperature, k=config.k, seed=config.seed)
+    return replace(found, draft_sampling=config.draft_sampling)
 
 
 def answer_again(
@@ -217,16 +253,19 @@ def memory_bound(
 def report(
     config: EvalConfig,
     target: Target,
-    evaluations: list[Evaluation],
+    evaluated: list[OfFolders],
     trees: list[TreeTau],
     cost: DraftCost | None,
 ) -> None:
-    bounds = [bound for _, bound in memory_bound(cost, evaluations)]
+    data = " ".join(folder.path for folder in folders_of(config.data))
+    bounds = [bound for _, bound in memory_bound(cost, [one.whole for one in evaluated])]
     found = [
-        evaluation.to_dict() | {"mbsu": bound, "data": config.data}
-        for evaluation, bound in zip(evaluations, bounds, strict=True)
+        one.whole.to_dict() | {"mbsu": bound, "data": data}
+        for one, bound in zip(evaluated, bounds, strict=True)
     ]
-    for one in found:
+    for one, of in zip(found, evaluated):
+        if len(of.by_folder) > 1:
+            one["folders"] = {path: own.to_dict() for path, own in of.by_folder.items()}
         own = [tree.to_dict() for tree in trees if tree.temperature == one["temperature"]]
         one |= {"trees": own} if own else {}
     if config.out is not None:
@@ -284,6 +323,18 @@ def context_table(evaluations: list[Evaluation]) -> str:
         f"{_cell(one.alpha[0], 3):<20}{one.documents:>9}  {one.rounds:>8.0f}"
         for evaluation in evaluations
         for one in evaluation.by_context
+    ]
+    return "\n".join(lines)
+
+
+def folder_table(found: list[OfFolders]) -> str:
+    rows = [(path, own) for one in found for path, own in one.by_folder.items()]
+    wide = max(len("folder"), *(len(path) for path, _ in rows))
+    lines = [f"{'T':>4}  {'folder':<{wide}}  {'tau':<20}{'alpha_1':<20}tokens"]
+    lines += [
+        f"{own.temperature:>4g}  {path:<{wide}}  {_cell(own.tau, 2):<20}"
+        f"{_cell(own.alpha[0], 3):<20}{own.tokens}"
+        for path, own in rows
     ]
     return "\n".join(lines)
 

@@ -87,16 +87,32 @@ class Figures(NamedTuple):
     """Figures of a draft at all temperatures."""
 
     measurements: list[Measurement]
-    # what happened to each document's prompts, at all temperatures together
-    counts: dict[str, AcceptanceCounts]
+    # what happened to each document's prompts, at all temperatures together, by the number of its
+    # data folder and its name
+    counts: dict[tuple[int, str], AcceptanceCounts]
 
     @property
     def tau(self) -> Estimate:
         """Tokens per round over all temperatures, by which the best draft is chosen."""
-        return _tau(list(self.counts.values()))
+        by_name: dict[str, AcceptanceCounts] = defaultdict(AcceptanceCounts)
+        for (_, name), counts in self.counts.items():
+            by_name[name].merge(counts)
+        return _tau(list(by_name.values()))
+
+    def tau_by_folder(self) -> dict[int, Estimate]:
+        """The same of each of several data folders, by its number."""
+        folders = sorted({folder for folder, _ in self.counts})
+        if len(folders) < 2:
+            return {}
+        return {
+            folder: _tau([counts for key, counts in self.counts.items() if key[0] == folder])
+            for folder in folders
+        }
 
     def for_metrics(self) -> dict[str, float]:
         found = _bounded("tau", self.tau)
+        for folder, tau in self.tau_by_folder().items():
+            found[f"tau_folder_{folder + 1}"] = tau.value
         for measurement in self.measurements:
             found |= measurement.figures()
         return found
@@ -117,7 +133,7 @@ def measure(
 ) -> Figures:
     """Decodes the prompts of `sequences` at every temperature; what the target once answered to
     them is not read."""
-    everything: dict[str, AcceptanceCounts] = defaultdict(AcceptanceCounts)
+    everything: dict[tuple[int, str], AcceptanceCounts] = defaultdict(AcceptanceCounts)
     measurements = []
     for temperature in TEMPERATURES:
         texts: list[SpeculatedText] = []
@@ -135,7 +151,7 @@ def measure(
         counts: dict[str, AcceptanceCounts] = defaultdict(AcceptanceCounts)
         for sequence, text in zip(sequences, texts, strict=True):
             counts[sequence.name].merge(text.counts())
-            everything[sequence.name].merge(text.counts())
+            everything[sequence.folder, sequence.name].merge(text.counts())
         written = [
             sequence_of(sequence.name, text)
             for sequence, text in zip(sequences, texts, strict=True)

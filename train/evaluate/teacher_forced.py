@@ -91,8 +91,10 @@ class Evaluation:
 
 def temperature_of(provenance: dict[str, Any], target: Target) -> float | None:
     """The temperature whose distribution the text of this data follows exactly; None for filtered
-    samples and for another target's."""
+    samples, for several temperatures and for another target's."""
     temperature = provenance.get("temperature")
+    if isinstance(temperature, list):
+        return None
     unfiltered = provenance.get("top_k") == 0 and provenance.get("top_p") == 1
     if provenance.get("target_revision") != target.revision or not (unfiltered or temperature == 0):
         return None

@@ -138,16 +138,29 @@ def summary(record: dict[str, Any]) -> str:
     """Data and method in a sentence, from a record of `draftsmith train`; nothing from
     another's."""
     data = record.get("data") or {}
+    if "folders" in data:
+        return several_folders(record)
     if not {"prompts", "answers", "tokens", "temperature"} <= data.keys() or "steps" not in record:
         return ""
-    config = record.get("config") or {}
+    config, temperature = record.get("config") or {}, data["temperature"]
+    given = temperature if isinstance(temperature, list) else [temperature]
+    shown = ", ".join(f"{one:g}" for one in given)
     return (
         f"{config.get('divergence', 'forward-kl')} from the target's distributions, "
         f"{record['steps']} steps, on {data['answers']} answers "
-        f"({data['tokens']} tokens) that the target wrote at temperature {data['temperature']:g} "
+        f"({data['tokens']} tokens) that the target wrote at temperature {shown} "
         "to prompts from "
         f"`{data['prompts']}`. "
     )
+
+
+def several_folders(record: dict[str, Any]) -> str:
+    named = ", ".join(
+        f"{entry['sequences']} texts of `{entry['folder']}` (weight {entry['weight']:g})"
+        for entry in record.get("folders") or []
+    )
+    divergence = (record.get("config") or {}).get("divergence", "forward-kl")
+    return f"{divergence} from the target's distributions, {record['steps']} steps, on {named}. "
 
 
 def serving(source: Source, *, engine: str, name: str) -> str:

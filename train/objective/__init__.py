@@ -4,6 +4,7 @@ Files in reading order:
 - `unrolled_loss`: divergence over every unrolled position
 - `teacher`: targets of the loss from the running target
 - `stored_teacher`: the same from stored data
+- `joined_stores`: the same from several folders
 - `depth_weights`: weights of the depths
 - `rounds_of_text`: rounds expected on teacher-forced text
 - `feature_noise`: noise on taps

@@ -4,7 +4,7 @@ target runs only for what was not stored."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow.compute as pc
@@ -30,18 +30,46 @@ def stored_source(
 ) -> TargetSource:
     """Source over a data folder. Stored taps give everything; stored distributions leave the taps
     to the target's body."""
+    return source_over(target, open_store(target, folder, provenance), taps)
+
+
+def open_store(
+    target: Target, folder: str | Path, provenance: dict[str, Any]
+) -> StoredTaps | StoredDistributions:
+    """Stored signals of a folder: taps where it has them, else distributions."""
     if any(Path(folder).glob("taps-*.safetensors")):
-        return TapSource(target, StoredTaps(Path(folder), revision=target.revision), taps)
-    return DistributionSource(
-        target, StoredDistributions(Path(folder), provenance=provenance, revision=target.revision)
-    )
+        return StoredTaps(Path(folder), revision=target.revision)
+    return StoredDistributions(Path(folder), provenance=provenance, revision=target.revision)
+
+
+def source_over(
+    target: Target, store: StatesByToken | DistributionsByToken, taps: tuple[int, ...]
+) -> TargetSource:
+    if isinstance(store, StatesByToken):
+        return TapSource(target, store, taps)
+    return DistributionSource(target, store)
+
+
+@runtime_checkable
+class StatesByToken(Protocol):
+    taps: tuple[int, ...]
+
+    def read(self, token_index: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Taps and final states of tokens of one text, as `StoredTaps.read`."""
+        ...
+
+
+class DistributionsByToken(Protocol):
+    def read(self, token_index: torch.Tensor) -> TopProbs:
+        """Distributions of trained tokens, as `StoredDistributions.read`."""
+        ...
 
 
 class TapSource:
     """Distributions by the target's own head over stored states. `taps` are those that will be
     asked for."""
 
-    def __init__(self, target: Target, stored: StoredTaps, taps: tuple[int, ...]):
+    def __init__(self, target: Target, stored: StatesByToken, taps: tuple[int, ...]):
         self.live, self.stored = LiveSource(target), stored
         missing = [tap for tap in taps if tap != FINAL and tap not in stored.taps]
         if missing:
@@ -92,7 +120,7 @@ class TapSource:
 
 
 class DistributionSource:
-    def __init__(self, target: Target, stored: StoredDistributions):
+    def __init__(self, target: Target, stored: DistributionsByToken):
         self.live, self.stored = LiveSource(target), stored
 
     def read(self, text: TextBatch, taps: tuple[int, ...]) -> TargetSignals:

@@ -12,9 +12,10 @@ from draftsmith.train.config import AT_LEAST_1, DRAFT_SAMPLING_HELP, FamilyShape
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(FamilyShapes):
     target: str = option(help="the target: a folder or Hub id of a causal LM")
-    data: str | None = option(
-        None,
-        "folder written by `draftsmith generate`: its tokens size the run and the draft vocabulary",
+    data: tuple[str, ...] = option(
+        (),
+        "folders written by `draftsmith generate`, FOLDER[:WEIGHT]: their tokens size the run and "
+        "the draft vocabulary",
     )
     draft: tuple[str, ...] = option(
         (),

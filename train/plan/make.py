@@ -17,7 +17,7 @@ from draftsmith.drafters.target.device import load_target
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.progress import Progress
-from draftsmith.train.data.dataset import Corpus, check_tokenizer, read_corpus
+from draftsmith.train.data.mixture import Mixture, read_mixture
 from draftsmith.train.plan.candidates import Candidate, Planned, candidates
 from draftsmith.train.plan.config import PlanConfig
 from draftsmith.train.plan.costs import Data, cost_of, data_of
@@ -31,7 +31,7 @@ GENERATE_ROWS = 16  # answers written at once while data is generated
 def make_plan(config: PlanConfig) -> Plan:
     load = os.getloadavg()[0]
     target = load_target(config.target, trust_remote_code=config.trust_remote_code)
-    corpus = None if config.data is None else corpus_of(config, target)
+    corpus = corpus_of(config, target) if config.data else None
     counts = None if corpus is None else corpus.token_counts(target.vocab_size)
     records = {name: read_metadata(locate(name, weights=False)) for name in config.draft}
     trained: dict[str, dict[str, DrafterOptions]] = defaultdict(dict)
@@ -61,20 +61,12 @@ def make_plan(config: PlanConfig) -> Plan:
     return Plan(config, load, target, data, planned, refused)
 
 
-def corpus_of(config: PlanConfig, target: Target) -> Corpus:
-    assert config.data is not None
-    corpus = read_corpus(
-        config.data,
-        max_length=target.max_positions,
-        vocab_size=target.vocab_size,
-        held_out_share=0.0,
-    )
-    check_tokenizer(corpus.provenance, target, config.data)
-    return corpus
+def corpus_of(config: PlanConfig, target: Target) -> Mixture:
+    return read_mixture(config.data, target, max_length=target.max_positions, held_out_share=0.0)
 
 
-def planned_data(config: PlanConfig, corpus: Corpus | None) -> Data:
-    tokens = config.answers * config.tokens if corpus is None else int(corpus.train.lengths.sum())
+def planned_data(config: PlanConfig, corpus: Mixture | None) -> Data:
+    tokens = config.answers * config.tokens if corpus is None else corpus.tokens_per_epoch()
     return data_of(tokens, None)
 
 

@@ -105,7 +105,7 @@ def recommended(planned: list[Planned], streams: int) -> Planned | None:
 
 def table(plan: Plan) -> str:
     config, load, _, data, planned, refused = plan
-    parts = [data_line(data, generated=config.data is None)]
+    parts = [data_line(data, generated=not config.data)]
     for streams in sorted(set(config.streams)):
         one = planned[0].times[streams]
         parts.append(

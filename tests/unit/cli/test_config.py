@@ -101,6 +101,12 @@ def test_later_overrides_win_and_order_on_the_line_does_not_matter(tmp_path: Pat
     assert resolve("a", "steps=2", "steps=3", path, "--target", "t").steps == 3
 
 
+def test_a_recipe_or_override_behind_a_list_is_none_of_it(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "steps: 1")
+    built = resolve("a", "--target", "t", "--taps", "2", "5", path, "optim.lr=0.25")
+    assert (built.taps, built.steps, built.optim.lr) == ([2, 5], 1, 0.25)
+
+
 @pytest.mark.parametrize(
     ("argv", "wanted"),
     [

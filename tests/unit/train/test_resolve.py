@@ -164,3 +164,15 @@ def test_limits_are_of_options_and_their_defaults_keep_them():
     for cls, limits in LIMITS.items():
         assert set(limits) <= {field.name for field in fields(cls)}, cls
     resolve.check(config())
+
+
+def test_a_run_from_before_there_were_several_folders_goes_on():
+    recorded = to_dict(config())
+    assert resolve.different_from(replace(config(), data=("d",)), recorded) is None
+    change = resolve.different_from(replace(config(), data=("d:2",)), recorded)
+    assert change == "data: 'd' -> ['d:2']"
+
+
+def test_a_wrong_weight_of_a_folder_is_refused_before_anything_loads():
+    with pytest.raises(UserError, match="gives 'd' the weight 0"):
+        resolve.check(replace(config(), data=("d:0",)))

@@ -447,6 +447,38 @@ def test_bad_folders_are_one_sentence(configure, capsys, tmp_path):
     )
 
 
+def test_a_run_over_weighted_folders_resumes_exactly_and_says_what_each_gave(
+    configure, write_data, capsys
+):
+    generator = torch.Generator().manual_seed(1)
+    other = torch.randint(3, 288, (8, 12), generator=generator).tolist()
+    rows = [
+        {"name": f"o{n}", "input_ids": ids, "loss_mask": [0] * 4 + [1] * 8}
+        for n, ids in enumerate(other)
+    ]
+    data = (f"{configure().data}:2", f"{write_data(rows, name='other')}:0.5")
+    optim = OptimConfig(lr=1e-2, schedule="constant", warmup=0.0)
+    settings = {"batch_size": 8, "log_every": 1, "save_every": 4, "optim": optim, "data": data}
+    # An epoch has 5 batches.
+    straight = configure(
+        steps=7, out=f"{configure().out}-straight", eval_prompts=4, eval_tokens=2, **settings
+    )
+    run(straight)
+    interrupted = replace(straight, out=f"{configure().out}-interrupted", eval_prompts=0)
+    run(replace(interrupted, steps=4))
+    run(interrupted)
+    losses, again = (
+        [line["loss"] for line in metrics(config) if "loss" in line]
+        for config in (straight, interrupted)
+    )
+    assert len(losses) == 7 and again == losses
+    first, second = checkpoint.read_metadata(straight.out)["training"]["folders"]
+    assert (first["weight"], second["weight"]) == (2.0, 0.5)
+    assert second["sequences"] + second["held_out_sequences"] == 8
+    assert first["tau"]["value"] >= 1.0 and second["tau"]["value"] >= 1.0
+    assert "tau of " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("family", ["eagle3", "draft-lm"])
 def test_a_packed_run_learns_and_resumes_exactly(configure, family):
     # The learning rate must not depend on where a run is to end.

@@ -444,3 +444,12 @@ def test_a_model_that_ignores_the_attention_interface_fails(
     config = GitConfig(vocab_size=288, vision_config=vision, **sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "git")
     assert diagnose(target=str(tmp_path / "git"))["target.loads"]["status"] == "fail"
+
+
+def test_every_folder_is_examined_and_named(target, make_data, capsys):
+    good, bad = make_data(), make_data([Row([5, 9, 14], [False, False, False])])
+    status = run(DoctorConfig(target=target.name, data=(f"{good}:2", bad), json=True))
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    masks = {one["what"].split(": ")[0]: one for one in findings if one["check"] == "data.masks"}
+    assert status == 1
+    assert {path: one["status"] for path, one in masks.items()} == {good: "ok", bad: "fail"}

@@ -109,6 +109,30 @@ def test_both_temperatures_are_measured_shown_and_stored(target, draft, data, tm
     assert checkpoint.read_metadata(draft)["evaluation"] == [greedy, sampled]
 
 
+def test_several_folders_are_measured_together_and_each(
+    target, draft, data, write_data, tmp_path, capsys
+):
+    """One at temperature 1, one greedy: each text counts at its own temperature alone."""
+    answers = target.answer(PROMPTS[:4], max_new_tokens=6, temperature=0.0, ignore_eos=True)
+    rows = [
+        {"name": f"g{n}", "input_ids": prompt + answer, "loss_mask": [0] * 4 + [1] * 6}
+        for n, (prompt, answer) in enumerate(zip(PROMPTS, answers))
+    ]
+    provenance = {"target_revision": target.revision, "temperature": 0.0}
+    greedy = str(write_data(rows, name="greedy", provenance=provenance))
+    out = tmp_path / "figures.json"
+    said = evaluate(
+        capsys, target, draft, data, "--data", greedy, "--out", str(out), "--temperature", "1",
+        "--held-out", "1",
+    )  # fmt: skip
+    found = read_json(out)["evaluation"][0]
+    own = found["folders"]
+    assert set(own) == {data, greedy} and f"{greedy}  " in said
+    assert own[data]["tokens"] == 122 and 0 < own[greedy]["tokens"] <= 32
+    assert found["tokens"] == own[data]["tokens"] + own[greedy]["tokens"]
+    assert found["rounds"] == pytest.approx(own[data]["rounds"] + own[greedy]["rounds"])
+
+
 def test_trees_are_measured_beside_the_chain(target, data, tmp_path, capsys):
     out, folder = tmp_path / "figures.json", tmp_path / "head"
     drafter = FAMILIES["eagle3"].create(Eagle3Options(), target, seed=0)

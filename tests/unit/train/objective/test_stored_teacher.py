@@ -29,8 +29,10 @@ from draftsmith.train.command import run
 from draftsmith.train.config import OptimConfig, TrainConfig
 from draftsmith.train.data.batches import pack
 from draftsmith.train.data.dataset import Corpus, read_corpus
+from draftsmith.train.data.mixture import read_mixture
 from draftsmith.train.data.stored_taps import LARGEST_FP8, tap_file
 from draftsmith.train.objective.depth_weights import Exponential
+from draftsmith.train.objective.joined_stores import mixture_source
 from draftsmith.train.objective.stored_teacher import (
     DistributionSource,
     TapSource,
@@ -314,3 +316,38 @@ def test_training_from_stored_signals_learns(target, shared, tmp_path, signal):
         ):
             with pytest.raises(UserError, match="needs whole distributions"):
                 run(build(TrainConfig, to_dict(config) | wrong | {"out": str(tmp_path / "other")}))
+
+
+@pytest.mark.parametrize("store", [{"store_taps": "bf16", "taps": TAPS}, {"top_logprobs": 8}])
+def test_stores_of_several_folders_are_read_as_one(target, stored, store, tmp_path):
+    """Each text has the signals that its own folder has."""
+    few = {**store, "count": 4, "max_tokens": 6}
+    one = stored(**few).rename(tmp_path / "one")
+    other = stored(**few, seed=1).rename(tmp_path / "other")
+    folders = [str(one), str(other)]
+    mixture = read_mixture(folders, target, max_length=64, held_out_share=0.0)
+    joined_source = mixture_source(target, mixture, TAPS)
+    first = len(mixture.corpora[0].train)
+    together = loss(
+        target, joined_source, pack(mixture.train.__getitems__([[first + 2], [1], [first]]))
+    )
+    parts = []
+    for path, rows in ((one, [[1]]), (other, [[2], [0]])):
+        corpus = corpus_of(path)
+        teacher = stored_source(target, path, corpus.provenance, TAPS)
+        parts.append(loss(target, teacher, text_of(corpus, rows)))
+    expected = sum(part.total.item() for part in parts)
+    assert together.total.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_folders_that_store_different_things_are_refused(target, stored, tmp_path):
+    few = {"count": 2, "max_tokens": 2}
+    one = stored(**few, store_taps="bf16", taps=TAPS).rename(tmp_path / "one")
+    other = stored(**few, top_logprobs=8).rename(tmp_path / "other")
+    third = stored(**few, top_logprobs=4).rename(tmp_path / "third")
+    for folders, said in (((one, other), "some of the folders"), ((other, third), "store 8, 4")):
+        mixture = read_mixture(
+            [str(path) for path in folders], target, max_length=64, held_out_share=0.0
+        )
+        with pytest.raises(UserError, match=said):
+            mixture_source(target, mixture, TAPS)
