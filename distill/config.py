@@ -41,7 +41,15 @@ class GenerateConfig:
     )
     prompt_tokens: int = option(64, "length of the prompts cut from documents (stdlib)")
     max_tokens: int = option(128, "longest answer")
-    temperature: float = option(1.0, "0 is greedy")
+    temperature: tuple[float, ...] = option(
+        (1.0,), "0 is greedy; over several the answers are spread evenly"
+    )
+    thinking: str | None = option(
+        None,
+        "enable_thinking of the chat template: on, off, or both, over which the answers are spread "
+        "[default: left to the template]",
+        choices=("on", "off", "both"),
+    )
     top_k: int = option(0, "0 is off")
     top_p: float = option(1.0, "1 is off")
     seed: int = option(0, "of the prompts and of the answers")

@@ -8,7 +8,7 @@ rename.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +48,12 @@ class AnswerFolder:
         size: int,
         has_distributions: bool,
         provenance: dict[str, Any],
+        columns: Sequence[tuple[str, pa.DataType]] = (),
     ):
+        """`columns` beside those of every folder."""
         self.path, self.total, self.size = Path(path), total, size
         self.schema = pa.schema(
-            COLUMNS + (DISTRIBUTION_COLUMNS if has_distributions else []),
+            [*COLUMNS, *columns, *(DISTRIBUTION_COLUMNS if has_distributions else [])],
             metadata={"draftsmith.answers": str(SCHEMA_VERSION)},
         )
         self.provenance = {"schema": SCHEMA_VERSION, **provenance, "complete": False}

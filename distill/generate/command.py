@@ -7,6 +7,7 @@ import hashlib
 import json
 import sys
 import time
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from draftsmith.distill.generate import prompts as prompt_source
 from draftsmith.distill.generate.answers import AnswerFolder
 from draftsmith.distill.generate.prompts import Prompt
 from draftsmith.distill.generate.stored_states import check_cost, layout_of, store_taps
+from draftsmith.distill.generate.ways import columns_of, recorded, temperatures
 from draftsmith.distill.generate.writers import (
     GivenWriter,
     ServerWriter,
@@ -77,6 +79,7 @@ def run(config: GenerateConfig) -> int:
         total=len(prompts),
         size=config.shard,
         has_distributions=config.top_logprobs > 0,
+        columns=columns_of(config),
         provenance={
             **describe(config, reference, prompts),
             **origin,
@@ -168,12 +171,17 @@ def answer_all(
 def batches_left(
     folder: AnswerFolder, shard: int, prompts: list[Prompt], size: int
 ) -> list[list[int]]:
-    """Prompt indices of the batches that are not on disk, prompts of like length together."""
-    order = sorted(folder.prompts_of(shard), key=lambda index: len(prompts[index].ids))
+    """Prompt indices of the batches that are not on disk, prompts of one temperature and of like
+    length together."""
+    order = sorted(folder.prompts_of(shard), key=lambda index: likeness(prompts[index]))
     batches = [order[begin : begin + size] for begin in range(0, len(order), size)]
     done = folder.done(shard)
     left = [[index for index in batch if index not in done] for batch in batches]
     return [batch for batch in left if batch]
+
+
+def likeness(prompt: Prompt) -> tuple[float, int]:
+    return (0.0 if prompt.way is None else prompt.way.temperature, len(prompt.ids))
 
 
 def answer_batch(
@@ -195,6 +203,7 @@ def answer_batch(
             "split": "held-out" if prompt.held_out else "train",
             "input_ids": ids,
             "loss_mask": mask,
+            **recorded(config, prompt.way),
         }
         rows.append(
             row if target is None else row | distributions(target, ids, mask, config.top_logprobs)
@@ -231,7 +240,8 @@ def describe(config: GenerateConfig, reference: Reference, prompts: list[Prompt]
         "prompts": config.prompts,
         "prompts_hash": _digest([prompt.ids for prompt in prompts]),
         "count": len(prompts),
-        "temperature": config.temperature,
+        "temperature": single(temperatures(config)),
+        "thinking": config.thinking,
         "top_k": config.top_k,
         "top_p": config.top_p,
         "max_tokens": config.max_tokens,
@@ -243,6 +253,11 @@ def describe(config: GenerateConfig, reference: Reference, prompts: list[Prompt]
     }
 
 
+def single(values: Sequence[float]) -> float | list[float]:
+    """The one of them, or all as JSON gives them back."""
+    return values[0] if len(values) == 1 else list(values)
+
+
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -252,6 +267,11 @@ def check(config: GenerateConfig) -> None:
     if config.url is not None and config.keep_answers:
         raise UserError(
             "--url and --keep-answers both say where answers come from; give one of them"
+        )
+    if config.keep_answers and (config.thinking is not None or len(temperatures(config)) > 1):
+        raise UserError(
+            "--thinking and several --temperature are of answers to be written, and --keep-answers "
+            "writes none; leave them out"
         )
     if config.url is None and (config.model, config.api_key) != (None, None):
         raise UserError("--model and --api-key are about a server; give --url too")

@@ -11,13 +11,15 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from draftsmith.corpus import CORPORA, Document, held_out
 from draftsmith.distill.config import GenerateConfig
 from draftsmith.distill.generate.chat_mask import ChatTokenizer, Masked, masked_chat
+from draftsmith.distill.generate.ways import Way, way_of
+from draftsmith.drafters.vocabulary import template_takes
 from draftsmith.errors import UserError
 
 # Enough text for any tokenizer to fill a window: a token is seldom longer.
@@ -36,18 +38,23 @@ class Prompt:
     held_out: bool
     ids: list[int]
     mask: list[int] | None = None  # of a text that holds its answers: 1 = a token of theirs
+    way: Way | None = None  # None of a text that holds its answers
 
 
 def load(
     config: GenerateConfig, tokenizer: Tokenizer, *, eos_token_ids: Sequence[int] = ()
 ) -> list[Prompt]:
     """Prompts in a fixed order that depends on the options alone."""
+    _check_thinking(config, tokenizer)
     found = (
         _from_corpus(config, tokenizer)
         if config.prompts in CORPORA
         else _from_rows(config, tokenizer, eos_token_ids)
     )
-    prompts = list(itertools.islice(found, config.count))
+    prompts = [
+        replace(prompt, way=way_of(config, number)) if prompt.mask is None else prompt
+        for number, prompt in enumerate(itertools.islice(found, config.count))
+    ]
     if not prompts:
         raise UserError(
             f"prompts {config.prompts!r} give no prompt for split {config.split!r}; give a source "
@@ -89,6 +96,7 @@ def _windows(
 def _from_rows(
     config: GenerateConfig, tokenizer: Tokenizer, eos_token_ids: Sequence[int]
 ) -> Iterator[Prompt]:
+    ways = (way_of(config, number) for number in itertools.count())
     for number, row in enumerate(_rows(config), start=1):
         text = row["messages"] if "messages" in row else row.get("prompt", row.get("text", ""))
         key = text if isinstance(text, str) else json.dumps(text, sort_keys=True)
@@ -104,9 +112,9 @@ def _from_rows(
                 document.name, held_out(document, config.held_out), masked.ids, masked.mask
             )
         elif "messages" in row or "prompt" in row:
-            yield Prompt(
-                document.name, held_out(document, config.held_out), _encode(text, config, tokenizer)
-            )
+            thinking = next(ways).thinking
+            ids = _encode(text, config, tokenizer, thinking)
+            yield Prompt(document.name, held_out(document, config.held_out), ids)
         else:
             raise UserError(
                 f"row {number} of {config.prompts!r} holds a text and no prompt; give "
@@ -126,7 +134,7 @@ def _with_answer(
         _check_template(config, tokenizer)
         return masked_chat(row["messages"], tokenizer, eos_token_ids, where=where)
     if "completion" in row:
-        prompt = _encode(row["prompt"], config, tokenizer)
+        prompt = _encode(row["prompt"], config, tokenizer, None)
         answer = tokenizer.encode(row["completion"], add_special_tokens=False)
         mask = [0] * len(prompt) + [1] * len(answer)
         mask[:1] = [0]  # without a prompt the first token has nothing to be predicted from
@@ -151,7 +159,10 @@ def _wanted(document: Document, config: GenerateConfig) -> bool:
 
 
 def _encode(
-    text: str | list[dict[str, Any]], config: GenerateConfig, tokenizer: Tokenizer
+    text: str | list[dict[str, Any]],
+    config: GenerateConfig,
+    tokenizer: Tokenizer,
+    thinking: bool | None,
 ) -> list[int]:
     """Prompt as the target reads it before it answers. Answers at the end of a chat are left
     out."""
@@ -160,6 +171,8 @@ def _encode(
             config.chat == "auto" and tokenizer.chat_template is not None
         )
         if not is_chat:
+            if thinking is not None:
+                raise _without_chats(config)
             return list(tokenizer.encode(text))
         text = [{"role": "user", "content": text}]
     _check_template(config, tokenizer)
@@ -171,11 +184,33 @@ def _encode(
             f"a chat of {config.prompts!r} holds nothing but answers; remove it, or give it a "
             "user turn"
         )
+    variables = {} if thinking is None else {"enable_thinking": thinking}
     return list(
         tokenizer.apply_chat_template(
-            turns, add_generation_prompt=True, tokenize=True, return_dict=False
+            turns, add_generation_prompt=True, tokenize=True, return_dict=False, **variables
         )
     )
+
+
+def _without_chats(config: GenerateConfig) -> UserError:
+    return UserError(
+        f"--thinking {config.thinking} is a variable of the chat template and prompts "
+        f"{config.prompts!r} are given without one; leave it out, or give chats"
+    )
+
+
+def _check_thinking(config: GenerateConfig, tokenizer: Tokenizer) -> None:
+    if config.thinking is None:
+        return
+    if config.prompts in CORPORA:
+        raise _without_chats(config)
+    if tokenizer.chat_template is not None and not template_takes(
+        tokenizer.get_chat_template(), "enable_thinking"
+    ):
+        raise UserError(
+            f"--thinking {config.thinking}: the chat template of target {config.target!r} has no "
+            "enable_thinking; leave it out"
+        )
 
 
 def _check_template(config: GenerateConfig, tokenizer: Tokenizer) -> None:

@@ -13,6 +13,7 @@ import httpx
 
 from draftsmith.distill.config import GenerateConfig
 from draftsmith.distill.generate.prompts import Prompt
+from draftsmith.distill.generate.ways import way_of
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 
@@ -33,16 +34,24 @@ class TargetWriter:
         self.target, self.config = target, config
 
     def write(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Written]:
-        answers = self.target.answer(
-            [prompt.ids for prompt in prompts],
-            max_new_tokens=self.config.max_tokens,
-            temperature=self.config.temperature,
-            top_k=self.config.top_k,
-            top_p=self.config.top_p,
-            seeds=seeds,
-            batch_size=len(prompts),
-        )
-        return [continued(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        written: dict[int, Written] = {}
+        temperatures = [temperature_of(prompt, self.config) for prompt in prompts]
+        for temperature in sorted(set(temperatures)):
+            chosen = [at for at, one in enumerate(temperatures) if one == temperature]
+            answers = self.target.answer(
+                [prompts[at].ids for at in chosen],
+                max_new_tokens=self.config.max_tokens,
+                temperature=temperature,
+                top_k=self.config.top_k,
+                top_p=self.config.top_p,
+                seeds=[seeds[at] for at in chosen],
+                batch_size=len(chosen),
+            )
+            written |= {
+                at: continued(prompts[at], answer)
+                for at, answer in zip(chosen, answers, strict=True)
+            }
+        return [written[at] for at in range(len(prompts))]
 
 
 class GivenWriter:
@@ -50,6 +59,11 @@ class GivenWriter:
 
     def write(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Written]:
         return [Written(prompt.ids, prompt.mask or []) for prompt in prompts]
+
+
+def temperature_of(prompt: Prompt, config: GenerateConfig) -> float:
+    """The temperature of its answer."""
+    return way_of(config, 0).temperature if prompt.way is None else prompt.way.temperature
 
 
 def continued(prompt: Prompt, answer: Sequence[int]) -> Written:
@@ -121,7 +135,7 @@ class ServerWriter:
             "model": self.model,
             "prompt": prompt.ids,
             "max_tokens": self.config.max_tokens,
-            "temperature": self.config.temperature,
+            "temperature": temperature_of(prompt, self.config),
             "top_p": self.config.top_p,
             "seed": seed % (1 << SEED_BITS),
             "return_token_ids": True,

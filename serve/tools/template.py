@@ -3,12 +3,12 @@ takes."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from draftsmith.drafters.vocabulary import template_takes
 from draftsmith.errors import UserError
 from draftsmith.serve.tools.call_format import CallFormat
 from draftsmith.serve.tools.grammars import Marks
@@ -54,10 +54,7 @@ class ChatTemplate:
 
     def takes(self, variable: str) -> bool:
         """True when the template's text depends on the variable."""
-        # "%}" and "}}" end a statement; a lone "}" is of a dictionary in it.
-        statements = re.findall(r"\{[{%].*?[}%]\}", self.source, re.DOTALL)
-        word = re.compile(rf"\b{variable}\b")
-        return any(word.search(statement) for statement in statements)
+        return template_takes(self.source, variable)
 
     def shown(self, *markers: str) -> frozenset[int]:
         """Special tokens that a parser needs to see in the text."""

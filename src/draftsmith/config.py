@@ -231,8 +231,10 @@ def out_of_limits(
         name, value = prefix + field.name, getattr(config, field.name)
         if any(one in table for one in type(value).__mro__):
             yield from out_of_limits(value, table, f"{name}.")
-        elif value is not None and field.name in limits and not limits[field.name].hold(value):
-            yield name, value, limits[field.name]
+        elif value is not None and field.name in limits:
+            held = limits[field.name]
+            each = value if isinstance(value, tuple) else (value,)
+            yield from ((name, one, held) for one in each if not held.hold(one))
 
 
 def check_limits(config: Any, table: LimitsTable) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from draftsmith.distill.config import GenerateConfig
 from draftsmith.distill.generate import command as generate
-from draftsmith.distill.generate.writers import ServerWriter
+from draftsmith.distill.generate.writers import ServerWriter, TargetWriter
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
@@ -206,6 +206,39 @@ def test_damaged_part_is_answered_again(tiny_target: Callable[..., str], tmp_pat
         for row in pq.read_table(file).to_pylist()
     ]
     assert after == before
+
+
+def test_answers_are_spread_over_temperatures_and_resume_to_the_same(
+    tiny_target: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_target("llama")
+    changes: dict = {"temperature": (0.0, 0.7, 1.0), "count": 9, "max_tokens": 6, "top_logprobs": 2}
+    generate.run(config(path, tmp_path / "whole", **changes))
+    answered, write = [], TargetWriter.write
+
+    def fail_later(self: TargetWriter, batch: list, seeds: list) -> list:
+        answered.append(len(batch))
+        if len(answered) > 1:
+            raise KeyboardInterrupt
+        return write(self, batch, seeds)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(TargetWriter, "write", fail_later)
+        generate.run(config(path, tmp_path / "cut", **changes))
+    generate.run(config(path, tmp_path / "cut", **changes))
+    found = rows(tmp_path / "whole")
+    assert rows(tmp_path / "cut") == found
+    assert (
+        sorted(round(row["temperature"], 3) for row in found) == [0.0] * 3 + [0.7] * 3 + [1.0] * 3
+    )
+    target = Target.load(path)
+    for row in found:
+        prompt = len(row["loss_mask"]) - sum(row["loss_mask"])
+        greedy = target.answer([row["input_ids"][:prompt]], max_new_tokens=6)[0]
+        assert row["input_ids"][prompt:] == greedy or row["temperature"] > 0
+    assert json.loads((tmp_path / "cut" / "provenance.json").read_text())["temperature"] == [
+        0.0, 0.7, 1.0,
+    ]  # fmt: skip
 
 
 def test_started_folder_with_other_options_and_foreign_folder_are_refused(

@@ -27,7 +27,7 @@ FREE = {"seed", "dropout"}
 
 def numbers(cls: type) -> Iterator[str]:
     for name, kind in field_types(cls).items():
-        if kind in (int, float, int | None, float | None):
+        if kind in (int, float, int | None, float | None, tuple[float, ...]):
             yield name
 
 

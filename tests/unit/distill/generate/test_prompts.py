@@ -106,3 +106,43 @@ def test_bad_sources_are_named(tmp_path: Path, name: str, content: str, says: st
 def test_missing_file_is_named() -> None:
     with pytest.raises(UserError, match=r"nowhere\.jsonl"):
         load("nowhere.jsonl")
+
+
+class ThinkingLetters(Letters):
+    def get_chat_template(self) -> str:
+        return self.chat_template or ""
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> list[int]:
+        shown = {True: "<on>", False: "<off>", None: ""}[options.pop("enable_thinking", None)]
+        return super().apply_chat_template(conversation, **options) + self.encode(shown)
+
+
+KNOWS = "{% if enable_thinking %}x{% endif %}"
+
+
+def test_thinking_is_a_variable_of_the_chat_template(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\n".join("abcdefgh"))
+
+    def ends(thinking: str | None, template: str = KNOWS) -> list[str]:
+        config = GenerateConfig(
+            target="t", prompts=str(tmp_path / "a.txt"), out="o", thinking=thinking
+        )
+        found = prompts.load(config, ThinkingLetters(template))
+        for prompt in found:
+            shown = {True: "<on>", False: "<off>", None: "<assistant>"}[prompt.way.thinking]
+            assert text(prompt).endswith(shown)
+        return [text(prompt).rpartition("<")[2] for prompt in found]
+
+    assert ends(None) == ["assistant>"] * 8
+    assert ends("on") == ["on>"] * 8 and ends("off") == ["off>"] * 8
+    assert sorted(ends("both")) == ["off>"] * 4 + ["on>"] * 4
+    with pytest.raises(UserError, match="target 't' has no enable_thinking; leave it out"):
+        ends("on", "{{ enable }} enable_thinking")
+
+
+@pytest.mark.parametrize("source", ["stdlib:prose", "a.txt"])
+def test_thinking_without_a_chat_is_refused(source: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a\nb")
+    given = source if source.startswith("stdlib") else str(tmp_path / source)
+    with pytest.raises(UserError, match="given without one; leave it out, or give chats"):
+        load(given, thinking="on", count=2)

@@ -1,0 +1,50 @@
+"""Temperature and thinking of each answer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from draftsmith.distill.config import GenerateConfig
+from draftsmith.distill.generate.command import check
+from draftsmith.distill.generate.ways import Way, columns_of, recorded, way_of
+from draftsmith.errors import UserError
+
+
+def config(**changes: Any) -> GenerateConfig:
+    return GenerateConfig(target="t", prompts="p", out="o", **changes)
+
+
+def test_ways_are_spread_evenly_and_follow_no_pattern_of_the_prompts():
+    several = config(temperature=(0.0, 0.7, 1.0), thinking="both")
+    ways = [way_of(several, number) for number in range(600)]
+    assert ways == [way_of(several, number) for number in range(600)]
+    assert set(Counter(ways).values()) == {100}
+    assert set(Counter(ways[:6]).values()) == {1}
+    # Of every sixth prompt, each way has 17 in the mean; 40 once in 10 million.
+    assert max(Counter(ways[::6]).values()) < 40
+    assert ways != [way_of(replace(several, seed=1), number) for number in range(600)]
+
+
+def test_a_row_records_what_differs_alone():
+    assert columns_of(config()) == [] and recorded(config(), Way(1.0, None)) == {}
+    several = config(temperature=(0.0, 1.0), thinking="both")
+    assert [name for name, _ in columns_of(several)] == ["temperature", "thinking"]
+    assert recorded(several, Way(0.0, True)) == {"temperature": 0.0, "thinking": True}
+    assert columns_of(config(thinking="on")) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"temperature": (0.0, -1.0)}, "temperature is -1.0"),
+        ({"temperature": (0.0, 1.0), "keep_answers": True}, "--keep-answers writes none"),
+        ({"thinking": "on", "keep_answers": True}, "--keep-answers writes none"),
+    ],
+)
+def test_ways_that_cannot_be_are_refused(changes, said):
+    with pytest.raises(UserError, match=said):
+        check(config(**changes))
