@@ -158,6 +158,11 @@ class TrainConfig(FamilyShapes):
     held_out: float = option(
         0.05, "share of the data kept for evaluation, decided by a hash of the prompt"
     )
+    share: float = option(
+        1.0,
+        "share of each folder's training prompts that is used, decided by a hash too; the prompts "
+        "of a smaller share are among those of a larger one",
+    )
     seed: int = option(0, "seed of the new draft and of the order of the data")
     dtype: str = option(
         "auto",
@@ -283,6 +288,7 @@ LIMITS: LimitsTable = {
         "max_length": POSITIVE,
         # With 1 nothing would be left to train on.
         "held_out": BELOW_1,
+        "share": Limits(0, 1, "(]", words="be more than 0 and at most 1"),
         "seed": NOT_NEGATIVE,
         "target_shares": POSITIVE,
         "log_every": POSITIVE,

@@ -86,13 +86,14 @@ def load_target(config: TrainConfig, placement: Placement) -> Target:
 
 def load_corpus(config: TrainConfig, target: Target) -> Mixture:
     target.check_length(config.max_length, "option 'max_length'")
-    return read_mixture(
+    mixture = read_mixture(
         config.data,
         target,
         max_length=config.max_length,
         held_out_share=config.held_out,
         split_long=config.long == "split",
     )
+    return mixture if config.share == 1 else mixture.part(config.share)
 
 
 def warn_of_cut_texts(config: TrainConfig, mixture: Mixture) -> None:

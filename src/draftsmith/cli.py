@@ -289,9 +289,7 @@ def collect(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
     types_by_name, listed = configuration.field_types(cls), {}
     for field in dataclasses.fields(cls):
         if is_listed(field, types_by_name[field.name]):
-            listed[field.name] = [
-                text for text in given_extra if text in field.metadata["choices"]
-            ]
+            listed[field.name] = [text for text in given_extra if text in field.metadata["choices"]]
     words = [word for found in listed.values() for word in found]
     extra = [text for text in given_extra if text not in words]
     recipes = [text for text in extra if text.endswith((".yaml", ".yml")) and "=" not in text]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -207,9 +207,18 @@ def _check_ids(pieces: Pieces, vocab_size: int, folder: Path) -> None:
         )
 
 
-def _hash(name: str) -> float:
+def share_of(corpus: Corpus, share: float) -> Corpus:
+    """The corpus with this share of the prompts that it trains on, at least one: those of the
+    lowest hashes."""
+    train = corpus.train
+    names = [train.pieces.names[at] for at in train.indices]
+    ordered = sorted(set(names), key=lambda name: _hash(name, "share of the data"))
+    kept = set(ordered[: max(1, round(share * len(ordered)))])
+    indices = train.indices[np.array([name in kept for name in names], dtype=bool)]
+    return replace(corpus, train=Sequences(train.rows, indices, train.pieces))
+
+
+def _hash(name: str, salt: str = "held out of training") -> float:
     """Hash of a name in [0, 1), the same on every machine. Salted: `generate --split` has chosen by
     the bare name's hash already."""
-    return (
-        int(hashlib.sha256(f"held out of training: {name}".encode()).hexdigest()[:12], 16) / 16**12
-    )
+    return int(hashlib.sha256(f"{salt}: {name}".encode()).hexdigest()[:12], 16) / 16**12

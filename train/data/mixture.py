@@ -21,6 +21,7 @@ from draftsmith.train.data.dataset import (
     TokenSequence,
     check_tokenizer,
     read_corpus,
+    share_of,
 )
 from draftsmith.train.data.folders import Folder, Part, folders_of
 
@@ -94,6 +95,10 @@ class Mixture:
     @property
     def long(self) -> int:
         return sum(corpus.long for corpus in self.corpora)
+
+    def part(self, share: float) -> Mixture:
+        """Mixture of this share of each folder's training prompts; what is held out stays."""
+        return Mixture(self.folders, [share_of(corpus, share) for corpus in self.corpora])
 
     def token_counts(self, vocab_size: int) -> torch.Tensor:
         """[V] how often the target wrote each token in an epoch of the training part."""

@@ -168,22 +168,10 @@ def evaluate_at(
     mixture: Mixture,
     sequences: list[TokenSequence],
 ) -> OfFolders:
-    counts: dict[str, list[DocumentCounts]] = {}
-    for number, (folder, corpus) in enumerate(zip(mixture.folders, mixture.corpora)):
-        own = [sequence for sequence in sequences if sequence.folder == number]
-        if not own:
-            continue
-        if temperature_of(corpus.provenance, target) != temperature:
-            own = answer_again(config, temperature, target, own)
-        counts[folder.path] = count_documents(
-            drafter,
-            target,
-            own,
-            temperature=temperature,
-            k=config.k,
-            batch_size=config.batch_size,
-            draft_sampling=config.draft_sampling,
-        )
+    counts = {
+        path: counts_of(config, temperature, target, drafter, own)
+        for path, own in texts_at(config, temperature, target, mixture, sequences).items()
+    }
     by_folder = {path: evaluation_of(config, temperature, own) for path, own in counts.items()}
     for path, evaluation in by_folder.items():
         if evaluation.unlikely > UNLIKELY_LIMIT:
@@ -194,6 +182,43 @@ def evaluate_at(
             )
     whole = merge_documents([one for own in counts.values() for one in own])
     return OfFolders(evaluation_of(config, temperature, whole), by_folder)
+
+
+def texts_at(
+    config: EvalConfig,
+    temperature: float,
+    target: Target,
+    mixture: Mixture,
+    sequences: list[TokenSequence],
+) -> dict[str, list[TokenSequence]]:
+    """The target's own texts at this temperature, by the path of the folder of their prompts:
+    what a folder holds where it was written so, else new answers."""
+    texts = {}
+    for number, (folder, corpus) in enumerate(zip(mixture.folders, mixture.corpora)):
+        own = [sequence for sequence in sequences if sequence.folder == number]
+        if own and temperature_of(corpus.provenance, target) != temperature:
+            own = answer_again(config, temperature, target, own)
+        if own:
+            texts[folder.path] = own
+    return texts
+
+
+def counts_of(
+    config: EvalConfig,
+    temperature: float,
+    target: Target,
+    drafter: Any,
+    texts: list[TokenSequence],
+) -> list[DocumentCounts]:
+    return count_documents(
+        drafter,
+        target,
+        texts,
+        temperature=temperature,
+        k=config.k,
+        batch_size=config.batch_size,
+        draft_sampling=config.draft_sampling,
+    )
 
 
 def evaluation_of(

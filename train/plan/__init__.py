@@ -10,6 +10,8 @@ Files in reading order:
 - `forecast`: expected speed
 - `make`: the plan
 - `report`: JSON and text
+- `curve_fit`: a saturating power curve through figures over amounts of data
+- `data_curve`: drafts trained on parts of the data, and what more would give
 
 Other chapters import `command`.
 """

@@ -15,6 +15,12 @@ def run(config: PlanConfig) -> int:
     check(config)
     quiet()
     # Import late: these libraries log at import.
+    if config.data_curve:
+        from draftsmith.train.plan.data_curve import curve_table, data_curve
+
+        found = data_curve(config)
+        print(json.dumps(found, indent=2) if config.json else curve_table(found))
+        return 0
     from draftsmith.train.plan.make import make_plan
     from draftsmith.train.plan.report import report, table
 
@@ -27,3 +33,10 @@ def check(config: PlanConfig) -> None:
     check_limits(config, LIMITS)
     if not config.streams or min(config.streams) < 1 or config.epochs <= 0:
         raise UserError("streams must be 1 or more and epochs above 0; raise them")
+    if config.data_curve and (not config.data or config.out is None or len(config.families) > 1):
+        raise UserError(
+            "--data-curve trains one family on --data into --out; give both, and one of --families "
+            "at most"
+        )
+    if not config.data_curve and (config.out, config.recipe) != (None, None):
+        raise UserError("--out and --recipe are of --data-curve; give it too")

@@ -37,6 +37,18 @@ class PlanConfig(FamilyShapes):
     answers: int = option(50000, "answers to train on, where no data is given")
     tokens: int = option(512, "tokens of an answer, where no data is given")
     epochs: float = option(1.0, "passes over the data")
+    data_curve: bool = option(
+        False,
+        "train one family on 1/8, 1/4, 1/2 and all of the data, as many epochs each, and "
+        "extrapolate: does more data pay",
+    )
+    out: str | None = option(
+        None, "folder of the drafts of --data-curve; a killed run goes on from it"
+    )
+    recipe: str | None = option(
+        None, "recipe of `train` for these drafts; its steps, minutes and epochs are left out"
+    )
+    prompts: int = option(256, "held-out prompts that these drafts are evaluated on at most")
     trust_remote_code: bool = option(False, TRUST_HELP)
     json: bool = option(False, "print JSON instead of a table")
 
@@ -47,5 +59,6 @@ LIMITS: LimitsTable = {
         "context": AT_LEAST_1,
         "answers": AT_LEAST_1,
         "tokens": AT_LEAST_1,
+        "prompts": AT_LEAST_1,
     },
 }
