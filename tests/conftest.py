@@ -335,6 +335,15 @@ def server_seed() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_waits_for_the_disk() -> Iterator[None]:
+    """Syncing a file only protects it from a loss of power; what a killed process has written is in
+    the kernel's hands already."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)  # which refuses what is not open, too
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """`tiny_target("llama")` is the folder of a tiny random model with its tokenizer (vocabulary

@@ -194,6 +194,7 @@ def become(
     os.dup2(out.fileno(), 1)
     os.dup2(err.fileno(), 2)
     random.seed()
+    os.fsync = os.fstat  # see tests/conftest.py
     option, what, *rest = arguments
     if option == "-m":
         sys.argv = [what, *rest]
