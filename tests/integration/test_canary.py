@@ -61,7 +61,11 @@ class Site:
         writer = BufferWriter(self.config.buffer, flush_s=60.0, flush_records=10**6)
         drafter = checkpoint.load(folder, self.target)
         engine = build_engine(
-            self.target, drafter, EngineConfig(k=3, seed=seed), sink=writer, draft_version=str(live)
+            self.target,
+            drafter,
+            EngineConfig(k=3, seed=seed, compile="off"),
+            sink=writer,
+            draft_version=str(live),
         )
         if (canary := read_canary(self.root)) is not None:
             tried = versions.open_version(self.root, canary.version)

@@ -188,7 +188,11 @@ class World:
         self.sink = Rounds(self.config.buffer)
         drafter = checkpoint.load(pair.draft, self.target)
         self.engine = build_engine(
-            self.target, drafter, EngineConfig(k=3), sink=self.sink, draft_version="1"
+            self.target,
+            drafter,
+            EngineConfig(k=3, compile="off"),
+            sink=self.sink,
+            draft_version="1",
         )
         self.watcher = VersionWatcher(Direct(self.engine), self.config.versions, serving=1)
         self.generator = torch.Generator().manual_seed(0)

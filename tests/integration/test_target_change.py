@@ -70,7 +70,11 @@ class Site:
         writer = BufferWriter(self.config.buffer, flush_s=60.0, flush_records=10**6)
         drafter = checkpoint.load(self.root / "draft", self.target)
         engine = build_engine(
-            self.target, drafter, EngineConfig(k=3, seed=0), sink=writer, draft_version="1"
+            self.target,
+            drafter,
+            EngineConfig(k=3, seed=0, compile="off"),
+            sink=writer,
+            draft_version="1",
         )
         prompts = torch.randint(
             3, 288, (count, 6), generator=torch.Generator().manual_seed(count)
