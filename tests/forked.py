@@ -7,6 +7,7 @@ which that matters starts one of them by `subprocess`.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import random
@@ -195,6 +196,7 @@ def become(
     os.dup2(err.fileno(), 2)
     random.seed()
     os.fsync = os.fstat  # see tests/conftest.py
+    gc.freeze()  # all that was imported, which collections would look through and so copy
     option, what, *rest = arguments
     if option == "-m":
         sys.argv = [what, *rest]
