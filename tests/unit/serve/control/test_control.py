@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 
@@ -56,6 +57,11 @@ class Machine:
         return verify_s + draft_s
 
 
+@cache
+def accepted_on_average(alpha: float, k: int) -> float:
+    return sum(alpha ** (depth + 1) for depth in range(k))
+
+
 def play(
     control: Control,
     machine: Machine,
@@ -77,7 +83,7 @@ def play(
             alpha, accepted = machine.alpha(name, number), 0
             while accepted < k and chance.random() < alpha:
                 accepted += 1
-            expected += sum(alpha ** (depth + 1) for depth in range(k))
+            expected += accepted_on_average(alpha, k)
             if k:
                 offers.append(RowResult(name, k, accepted))
         noisy_s = (
