@@ -7,6 +7,8 @@ take their softmax in float32.
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -83,11 +85,16 @@ def batch(rows: list[tuple[int, ...]], *, segments: bool) -> TextBatch:
     )
 
 
+@cache
+def loaded(folder: str) -> Target:
+    return Target.load(folder, dtype=torch.float64)
+
+
 def trained(
     family: str, folder: str, text: TextBatch
 ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
     """(loss, gradients, trained weight of each step)"""
-    target = Target.load(folder, dtype=torch.float64)
+    target = loaded(folder)
     drafter = FAMILIES[family].create(OPTIONS[family], target, seed=0).to(torch.float64)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
