@@ -104,6 +104,13 @@ class LearnConfig:
         "warmup": "warmup_steps",
     }
 
+    teacher: str = option(
+        "live",
+        "where the target's distributions are read: live, from a pass of the target; recorded, "
+        "from the records alone, for drafts that read no states of the target, which is then "
+        "neither loaded nor run",
+        choices=("live", "recorded"),
+    )
     lr: float = option(5e-4, "learning rate, constant after the first warm-up steps")
     warmup_steps: int = option(10, "steps over which the learning rate rises")
     weight_decay: float = option(0.0, "AdamW's")

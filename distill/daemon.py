@@ -19,13 +19,13 @@ from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.context import LearnerContext
 from draftsmith.distill.draft_track import DraftTrack
 from draftsmith.distill.learn.target_source import TargetSource
+from draftsmith.distill.learn.teachers import open_target
 from draftsmith.distill.monitor.monitor import Monitor
 from draftsmith.distill.pool.pool import ClassPool
 from draftsmith.distill.state import LEARNER, Counters, StateFolder
 from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import Throttle
 from draftsmith.drafters.published.pool import pool_root
-from draftsmith.drafters.target.device import load_target
 from draftsmith.files import sweep
 from draftsmith.record import RoundRecord
 
@@ -46,13 +46,7 @@ class Daemon:
         # other weights have come into the target's folder since
         self.is_outdated = False
         self.revisions: list[str] = []  # that the target had before
-        self.target = load_target(
-            self.source.folder,
-            dtype=config.dtype,
-            device=config.device,
-            max_length=config.learn.max_length,
-            trust_remote_code=config.trust_remote_code,
-        )
+        self.target = open_target(config, self.source.folder)
         self.counters, self.open = Counters(), OpenRequests()
         self.monitor = Monitor(config.monitor.false_alarm)
         context = LearnerContext(

@@ -106,7 +106,8 @@ class DraftTrack:
         if not is_held_out(text, gate.held_out, gate.held_out_by):
             # More than the reservoir holds would only be waited for: the newest traffic matters
             # most.
-            self.fresh = [*self.fresh, text.slim()][-self.config.learn.reservoir :]
+            slim = self.learner.reservoir.slim(text)
+            self.fresh = [*self.fresh, slim][-self.config.learn.reservoir :]
         elif text.is_scorable:
             self.window = [*self.window, text][-self.config.gate.window :]
             self.num_unscored += 1
@@ -148,14 +149,26 @@ class DraftTrack:
             self.gate()
 
     def update(self) -> None:
+        was_masked = self.is_masked
         self.latest_update = self.learner.update(self.fresh, self.context.throttle.rest)
         self.context.counters.texts += len(self.fresh)
         self.context.counters.updates += 1
         self.fresh = []
+        if self.is_masked and not was_masked:
+            self.log.report(
+                "nothing was learned from the latest texts, whose records hold no distributions; "
+                "serve without --no-learn-distributions, or give learn.teacher=live"
+            )
         if self.latest_update.broken >= learning.MAX_BROKEN_STEPS:
             reason = "training gave gradients that are not finite"
             self.lifecycle.record(Decision("refuse", reason))
             self.lifecycle.start_over()
+
+    @property
+    def is_masked(self) -> bool:
+        """True where the latest update trained nothing, since no distribution is recorded."""
+        update = self.latest_update
+        return update is not None and update.tokens == 0 and update.masked > 0
 
     def gate(self) -> None:
         """Publishes the candidate, keeps it in training, or drops it."""
@@ -217,6 +230,9 @@ class DraftTrack:
             "reservoir": len(self.learner.reservoir.texts),
             "loss": update.loss if update else None,
             "alpha_training": update.alpha if update else [],
+            "teacher": self.config.learn.teacher,
+            "positions_trained": update.tokens if update else 0,
+            "positions_masked": update.masked if update else 0,
             "canary": {"version": trial.version, **trial.numbers()} if trial else None,
             "live": watched.to_dict() if watched else None,
             "drift": self.live.drift.to_dict(),

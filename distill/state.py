@@ -90,7 +90,8 @@ class TrackState:
     def rebased(self) -> TrackState:
         """State for other weights of the target: its texts, and no evidence."""
         window = [text.unlogged() for text in self.window]
-        return TrackState(self.live_version, False, Ledger(), None, {}, self.fresh, window)
+        fresh = [text.unlogged() for text in self.fresh]
+        return TrackState(self.live_version, False, Ledger(), None, {}, fresh, window)
 
 
 class Kept(NamedTuple):
@@ -189,13 +190,14 @@ class StateFolder:
             name: _read_track(one, learners[name].parameters, folder / name)
             for name, one in known.items()
         }
+        if is_rebased:
+            saved = {name: one.rebased() for name, one in saved.items()}
         # All or nothing: everything is read before the first learner is touched.
         for name, one in saved.items():
             one.fill(learners[name])
         tracks = {name: one.state for name, one in saved.items()}
         if is_rebased:
             records = [record_table.tokens_only(record) for record in records]
-            tracks = {name: one.rebased() for name, one in tracks.items()}
         return Restored(
             values["cursor"],
             counters,
@@ -238,6 +240,14 @@ class Saved(NamedTuple):
     steps: int
     updates: int
     reservoir_seen: int
+
+    def rebased(self) -> Saved:
+        """Values for other weights of the target; see `TrackState.rebased`."""
+        return self._replace(
+            state=self.state.rebased(),
+            reservoir=[text.unlogged() for text in self.reservoir],
+            latest=[text.unlogged() for text in self.latest],
+        )
 
     def fill(self, learner: Learner) -> None:
         learner.updates = self.updates

@@ -21,6 +21,7 @@ from draftsmith.drafters.options import (
 from draftsmith.kernels.divergence.kind import DIVERGENCE_HELP
 
 WEIGHTS = ("uniform", "exponential", "d-pace", "expected-prefix")
+BY_DRAFT = WEIGHTS[2:]  # from the draft's acceptance of the text, with whole distributions
 FAMILIES = ("eagle3", "p-eagle", "mtp", "draft-lm", "eagle1", "medusa", "mlp", "dflash", "dspark")
 
 

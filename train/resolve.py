@@ -13,7 +13,7 @@ from draftsmith.drafters.options import OPTIONS, DrafterOptions, MedusaOptions
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.kernels.divergence.kind import kind_of
-from draftsmith.train.config import LIMITS, TrainConfig
+from draftsmith.train.config import BY_DRAFT, LIMITS, TrainConfig
 from draftsmith.train.data.folders import folders_of, named
 
 # Options that may differ between a run and its continuation: they change how long or how loudly it
@@ -201,7 +201,7 @@ def check_sparse(config: TrainConfig) -> None:
     their tail."""
     refused = {
         "divergence": config.divergence.startswith("ce"),
-        "unroll.weights": config.unroll.weights in ("d-pace", "expected-prefix"),
+        "unroll.weights": config.unroll.weights in BY_DRAFT,
         "on_policy.share": config.on_policy.share > 0,
     }
     for name, is_wrong in refused.items():

@@ -256,6 +256,11 @@ def without_distributions(record: RoundRecord) -> RoundRecord:
     return dataclasses.replace(record, p=[], q=[])
 
 
+def without_q(record: RoundRecord) -> RoundRecord:
+    """Copy for the reservoir where training reads the logged distributions of the target."""
+    return dataclasses.replace(record, p=Distributions.of(record.p).copied(), q=[])
+
+
 def of_earlier_weights(record: RoundRecord, *, weight_version: str) -> RoundRecord:
     """Copy of a record of weights that the target had before: its tokens stay, its distributions do
     not. Its revision is never that of the weights at hand, whose name is `weight_version`."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from draftsmith.distill.buffer.marks import is_forgotten
-from draftsmith.distill.buffer.record_table import tokens_only, without_distributions
+from draftsmith.distill.buffer.record_table import tokens_only, without_distributions, without_q
 from draftsmith.record import RoundRecord, sampler_of
 from draftsmith.train.data.roles import Branch, Role, branch_of, roles_of
 
@@ -55,9 +55,10 @@ class ServedText:
         logged distributions."""
         return replace(self, records=[tokens_only(record) for record in self.records])
 
-    def slim(self) -> ServedText:
-        """Copy without the logged distributions, which only scoring needs."""
-        return replace(self, records=[without_distributions(record) for record in self.records])
+    def slim(self, *, keeps_p: bool = False) -> ServedText:
+        """Copy without the logged distributions that training does not read."""
+        stripped = without_q if keeps_p else without_distributions
+        return replace(self, records=[stripped(record) for record in self.records])
 
 
 def stitch(records: Iterable[RoundRecord]) -> ServedText | None:
@@ -79,11 +80,16 @@ def stitch(records: Iterable[RoundRecord]) -> ServedText | None:
 
 def branches(text: ServedText) -> list[Branch]:
     """Later-rejected positions, one branch per round that has any."""
+    return [branch for _, branch in branched(text)]
+
+
+def branched(text: ServedText) -> list[tuple[RoundRecord, Branch]]:
+    """Rounds with later-rejected positions, each with its branch."""
     found = [
-        branch_of(text.tokens[: record.position], record.drafted, record.accepted)
+        (record, branch_of(text.tokens[: record.position], record.drafted, record.accepted))
         for record in text.records
     ]
-    return [branch for branch in found if branch is not None]
+    return [(record, branch) for record, branch in found if branch is not None]
 
 
 def is_held_out(text: ServedText, share: float, by: str = "prompt") -> bool:

@@ -30,6 +30,11 @@ class Logged(NamedTuple):
         is_tree = self.record.sampler == "target-only" and len(self.record.q) > self.depth
         return max(1, len(self.record.q[self.depth].ids)) if is_tree else 1
 
+    @property
+    def is_known(self) -> bool:
+        """True where the logged p bounds alpha."""
+        return self.siblings == 1 and bool(self.record.p[self.depth].ids)
+
 
 def sampling_rows(logged: Sequence[Logged], device: torch.device | str = "cpu") -> SamplingRows:
     records = [one.record for one in logged]
@@ -67,26 +72,17 @@ def disagreement(logged: Sequence[Logged], target_logits: torch.Tensor) -> torch
     width = max(distribution.ids.shape[1] for distribution in logged_p)
     if width == 0:
         return torch.zeros(len(logged))
-    ids = (
-        torch.from_numpy(
-            np.concatenate([_widened(distribution.ids, width, 0) for distribution in logged_p])
-        )
-        .to(target_logits.device)
-        .long()
+    wide = [distribution.widened(width) for distribution in logged_p]
+    ids, logprobs = (
+        torch.from_numpy(np.concatenate(values)).to(target_logits.device)
+        for values in ([one.ids for one in wide], [one.logprobs for one in wide])
     )
-    padded = np.concatenate(
-        [_widened(distribution.logprobs, width, -np.inf) for distribution in logged_p]
-    )
-    logprobs = torch.from_numpy(padded).to(target_logits.device)
+    ids = ids.long()
     if int(ids.max()) >= target_logits.shape[-1]:
         return torch.ones(len(logged))
     ours = target_logits.float().log_softmax(-1).gather(-1, ids).exp()
     difference = torch.where(logprobs == -torch.inf, 0.0, (ours - logprobs.exp()).abs())
     return difference.sum(-1).cpu() / 2
-
-
-def _widened(values: np.ndarray, width: int, filler: float) -> np.ndarray:
-    return np.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=filler)
 
 
 def logged_alpha(logged: Sequence[Logged], q_logits: torch.Tensor) -> torch.Tensor:

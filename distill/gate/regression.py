@@ -155,7 +155,7 @@ def watch(
         for text, one in zip(texts, scored, strict=True)
     ]
     kept = [one.kept[chosen] for one, chosen in zip(scored, mine, strict=True)]
-    should = [one.alpha[chosen] for one, chosen in zip(scored, mine, strict=True)]
+    should = [one.least[chosen] for one, chosen in zip(scored, mine, strict=True)]
     served = compare(kept, should)
     evidence.served.look(differences_of(texts, kept, should))
     # The questions share the error.

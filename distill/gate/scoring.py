@@ -8,6 +8,9 @@ the draft's likeliest token, of which alpha is p of that token. The 64 tokens of
 holds would prove only a lower bound, far too low for a target whose distributions are flat; they
 show whether this target served the text. Where they suffice, the alpha that they give is returned
 beside it: it does not depend on the learner's own target.
+
+With an outline of the target alone (learn.teacher=recorded) alpha is the middle of these bounds, at
+positions where p is logged, and nothing shows whether this target served the text but its revision.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from draftsmith.distill.gate.logged import (
     logged_alpha,
     sampling_rows,
 )
+from draftsmith.distill.learn.target_outline import TargetOutline
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep, head_of
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import likeliest_mass, overlap
@@ -56,6 +60,12 @@ class Scored(NamedTuple):
     is_consistent: bool  # the logged p agrees with this target
     logged: np.ndarray  # [n, 2] bounds of alpha from the logged p alone; NaN where none is logged
     is_finite: bool = True  # all distributions of the draft
+    is_bounded: bool = False  # alpha is the middle of `logged`
+
+    @property
+    def least(self) -> np.ndarray:
+        """[n] alpha that is certain."""
+        return np.nan_to_num(self.logged[:, 0]) if self.is_bounded else self.alpha
 
 
 class Position(NamedTuple):
@@ -129,7 +139,8 @@ def _score_batch(
 ) -> list[Scored]:
     rows = [torch.tensor(text.tokens[:max_length], device=target.device) for text in texts]
     ids, mask = padded(rows), mask_of(rows)
-    taps, target_hidden = target.states(ids, mask, drafter.taps)
+    is_outline = isinstance(target, TargetOutline)
+    taps, target_hidden = (None, None) if is_outline else target.states(ids, mask, drafter.taps)
     steps = list(
         drafter.unroll(
             UnrollBatch(input_ids=ids, attention_mask=mask, taps=taps, num_steps=max_depth)
@@ -139,13 +150,14 @@ def _score_batch(
         position
         for row, text in enumerate(texts)
         for position in positions_of(text, row, max_depth=max_depth, max_length=max_length)
-        if is_drafted(steps, position)
+        if is_drafted(steps, position) and (not is_outline or position.logged.is_known)
     ]
     chunks = [positions[at : at + CHUNK] for at in range(0, len(positions), CHUNK)]
     parts = [_alphas(drafter, target, target_hidden, steps, chunk) for chunk in chunks]
     nothing = Rows(torch.zeros(0), torch.zeros(0), torch.zeros(0, 2))
     alphas = Rows(*(torch.cat(values) for values in zip(nothing, *parts, strict=True)))
-    return [_gather(row, positions, alphas) for row in range(len(texts))]
+    scored = [_gather(row, positions, alphas) for row in range(len(texts))]
+    return [one._replace(is_bounded=is_outline) for one in scored]
 
 
 def positions_of(text: ServedText, row: int, *, max_depth: int, max_length: int) -> list[Position]:
@@ -172,7 +184,7 @@ def is_drafted(steps: Sequence[UnrolledStep], position: Position) -> bool:
 def _alphas(
     drafter: Unrollable,
     target: Target,
-    target_hidden: torch.Tensor,
+    target_hidden: torch.Tensor | None,
     steps: Sequence[UnrolledStep],
     positions: Sequence[Position],
 ) -> Rows:
@@ -186,15 +198,17 @@ def _alphas(
     logits = scatter_to_target_vocab(
         draft_logits(hidden, chosen, drafter), drafter.vocab_map, target.vocab_size
     )
-    rows = [position.row for position in positions]
-    before = [position.absolute - 1 for position in positions]
     logged = [position.logged for position in positions]
     q_logits = process(logits, draft_rows(logged, logits.device))
+    is_finite = torch.isfinite(logits).any(-1) & ~torch.isnan(logits).any(-1)
+    logged_bounds = torch.where(is_finite.cpu()[:, None], logged_alpha(logged, q_logits), math.nan)
+    if target_hidden is None:
+        return Rows(logged_bounds.mean(-1), torch.zeros(len(logged)), logged_bounds)
+    rows = [position.row for position in positions]
+    before = [position.absolute - 1 for position in positions]
     target_logits = target.head(target_hidden[rows, before])
     p_logits = process(target_logits, sampling_rows(logged, logits.device))
     alpha = overlap(p_logits, q_logits)
-    is_finite = torch.isfinite(logits).any(-1) & ~torch.isnan(logits).any(-1)
-    logged_bounds = torch.where(is_finite.cpu()[:, None], logged_alpha(logged, q_logits), math.nan)
     siblings = torch.tensor([one.siblings for one in logged])
     trees = (siblings > 1).nonzero()[:, 0]
     if len(trees):

@@ -16,15 +16,23 @@ from dataclasses import dataclass, field
 
 import torch
 
-from draftsmith.distill.buffer.traffic import ServedText, branches, without
+from draftsmith.distill.buffer.traffic import ServedText, branched, without
 from draftsmith.distill.config import POSITIONS, LearnConfig
 from draftsmith.distill.learn.adapters import adapt, rebase
 from draftsmith.distill.learn.optimizer import CandidateOptimizer, trained
+from draftsmith.distill.learn.teachers import (
+    TEACHERS,
+    Batch,
+    LearningRow,
+    Span,
+    check_reads_no_states,
+    check_teacher,
+)
 from draftsmith.distill.limits import check_numbers
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.divergence.kind import kind_of
-from draftsmith.train.data.roles import RoleWeights, Row, branch_row, text_row
+from draftsmith.train.data.roles import RoleWeights, branch_row, text_row
 from draftsmith.train.objective.unrolled_loss import StepSums
 
 # So many steps in a row without a finite gradient mean that the candidate is lost.
@@ -47,20 +55,25 @@ class UpdateReport:
     loss: float  # token mean of the divergence over the depths, before the last step
     alpha: list[float]  # of each depth, on the same batch
     tokens: int  # trained positions in the update
+    masked: int  # positions that were not, without a recorded distribution
 
 
 @dataclass
 class Reservoir:
     """Uniform sample of all texts ever seen, in bounded memory (Vitter's algorithm R), and the
-    latest ones; without distributions."""
+    latest ones; without distributions that training does not read."""
 
     capacity: int
+    keeps_p: bool = False
     texts: list[ServedText] = field(default_factory=list)
     latest: list[ServedText] = field(default_factory=list)
     seen: int = 0
 
     def arrived(self, fresh: Sequence[ServedText]) -> None:
-        self.latest = [*self.latest, *(text.slim() for text in fresh)][-LATEST:]
+        self.latest = [*self.latest, *map(self.slim, fresh)][-LATEST:]
+
+    def slim(self, text: ServedText) -> ServedText:
+        return text.slim(keeps_p=self.keeps_p)
 
     def sample(self, count: int, rng: random.Random) -> list[ServedText]:
         """Half of the latest texts, half of all; fewer where there are not so many."""
@@ -74,9 +87,9 @@ class Reservoir:
     def add(self, text: ServedText, rng: random.Random) -> None:
         self.seen += 1
         if len(self.texts) < self.capacity:
-            self.texts.append(text.slim())
+            self.texts.append(self.slim(text))
         elif (place := rng.randrange(self.seen)) < self.capacity:
-            self.texts[place] = text.slim()
+            self.texts[place] = self.slim(text)
 
 
 class Learner:
@@ -93,12 +106,15 @@ class Learner:
     ):
         check(config)
         self.drafter, self.target, self.config, self.seed = drafter, target, config, seed
-        self.reservoir = Reservoir(config.reservoir)
+        self.teacher = TEACHERS[config.teacher](target)
+        if config.teacher == "recorded":
+            check_reads_no_states(drafter.taps, drafter.family)
+        self.reservoir = Reservoir(config.reservoir, self.teacher.keeps_p)
         self.weights = role_weights(config.positions)
         if config.lora is not None:
             adapt(drafter, config.lora, seed=seed)
         self.parameters = trained(drafter)
-        self.optimizer = CandidateOptimizer(drafter, target, config)
+        self.optimizer = CandidateOptimizer(drafter, config)
         self.updates = 0
         self._begin()
 
@@ -159,29 +175,30 @@ class Learner:
         queue = list(fresh)
         rng.shuffle(queue)
         self.reservoir.arrived(queue)
-        broken = in_a_row = tokens = 0
+        broken = in_a_row = tokens = masked = 0
         loss, alpha = math.nan, [math.nan]
         for step in range(self.config.steps):
             begun_s = time.perf_counter()
-            rows = self._rows(self._batch(queue, step, rng), rng)
-            if not any(row.weights.any() for row in rows):
+            batch = self.teacher.batch(self._rows(self._texts(queue, step, rng), rng))
+            masked += batch.masked
+            if batch.tokens == 0:
                 continue
-            sums = self._step(rows)
+            sums = self._step(batch)
             if sums is not None:
                 loss, alpha = summary(sums)
                 in_a_row = 0
             else:
                 broken, in_a_row = broken + 1, in_a_row + 1
-            tokens += int(sum((row.weights > 0).sum() for row in rows))
+            tokens += batch.tokens
             rest(time.perf_counter() - begun_s)
             if in_a_row == MAX_BROKEN_STEPS:
                 break
         for text in fresh:
             self.reservoir.add(text, rng)
         self.updates += 1
-        return UpdateReport(self.config.steps, broken, loss, alpha, tokens)
+        return UpdateReport(self.config.steps, broken, loss, alpha, tokens, masked)
 
-    def _batch(self, queue: list[ServedText], step: int, rng: random.Random) -> list[ServedText]:
+    def _texts(self, queue: list[ServedText], step: int, rng: random.Random) -> list[ServedText]:
         older = self.reservoir.sample(round(self.config.replay * self.config.batch), rng)
         num_fresh = self.config.batch - len(older)
         # Few fresh texts are not repeated within a batch; over the steps all get their turn.
@@ -191,20 +208,31 @@ class Learner:
         ]
         return picked + older
 
-    def _rows(self, texts: Sequence[ServedText], rng: random.Random) -> list[Row]:
-        rows = [text_row(text.tokens, text.roles, self.weights) for text in texts]
+    def _rows(self, texts: Sequence[ServedText], rng: random.Random) -> list[LearningRow]:
+        rows = [
+            LearningRow(
+                text_row(text.tokens, text.roles, self.weights),
+                # What was trimmed off is no text.
+                [Span(one, 0, len(one.committed)) for one in text.records],
+            )
+            for text in texts
+        ]
         if self.weights.later_rejected:
-            found = [branch for text in texts for branch in branches(text)]
+            found = [one for text in texts for one in branched(text)]
             rows += [
-                branch_row(branch, self.weights)
-                for branch in rng.sample(found, min(self.config.branches, len(found)))
+                LearningRow(
+                    branch_row(branch, self.weights),
+                    [Span(record, record.accepted + 1, len(record.drafted))],
+                )
+                for record, branch in rng.sample(found, min(self.config.branches, len(found)))
             ]
-        return [row.cut(min(self.config.max_length, self.target.max_positions)) for row in rows]
+        length = min(self.config.max_length, self.target.max_positions)
+        return [one._replace(row=one.row.cut(length)) for one in rows]
 
-    def _step(self, rows: Sequence[Row]) -> StepSums | None:
+    def _step(self, batch: Batch) -> StepSums | None:
         """Takes one step. None, and nothing changed, when the gradient is not finite."""
         lr = self.config.lr * min(1.0, (self.steps + 1) / max(1, self.config.warmup_steps))
-        sums = self.optimizer.step(rows, lr=lr)
+        sums = self.optimizer.step(batch, lr=lr)
         if sums is not None:
             self.steps += 1
             self._pull(lr)
@@ -263,6 +291,7 @@ def role_weights(positions: Sequence[str]) -> RoleWeights:
 def check(config: LearnConfig) -> None:
     check_numbers(config, "learn.")
     kind_of(config.divergence)
+    check_teacher(config)
     for name in config.positions:
         if name not in POSITIONS:
             raise UserError(f"learn.positions holds {name!r}; choose from {', '.join(POSITIONS)}")

@@ -1,35 +1,33 @@
-"""Optimizer steps of a candidate: gradient of the trainer's objective on a batch of rows, clipping,
+"""Optimizer steps of a candidate: gradient of the trainer's objective on a batch, clipping,
 AdamW."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
 from draftsmith.distill.config import LearnConfig
-from draftsmith.drafters.target.target import Target
+from draftsmith.distill.learn.teachers import Batch
 from draftsmith.kernels.divergence.kind import kind_of
-from draftsmith.train.data.roles import Row, padded_rows
 from draftsmith.train.objective.depth_weights import step_weighting
-from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.objective.unrolled_loss import StepSums, unrolled_loss
 
 
 class CandidateOptimizer:
     """AdamW over the trained parameters of `drafter`, whose weights may change between steps."""
 
-    def __init__(self, drafter: torch.nn.Module, target: Target, config: LearnConfig):
-        self.drafter, self.target, self.config = drafter, target, config
+    def __init__(self, drafter: torch.nn.Module, config: LearnConfig):
+        self.drafter, self.config = drafter, config
         self.weighting = step_weighting(config.unroll.weights, config.unroll.decay)
         self.forget()
 
-    def step(self, rows: Sequence[Row], *, lr: float) -> StepSums | None:
-        """One step on the rows' token mean. None, and nothing changed, when the gradient is not
+    def step(self, batch: Batch, *, lr: float) -> StepSums | None:
+        """One step on the batch's token mean. None, and nothing changed, when the gradient is not
         finite."""
         self.adam.zero_grad(set_to_none=True)
-        sums = self._backward(rows)
+        sums = self._backward(batch)
         limit = self.config.max_grad_norm or math.inf
         norm = torch.nn.utils.clip_grad_norm_(trained(self.drafter).values(), limit)
         if not bool(torch.isfinite(norm)):
@@ -39,16 +37,16 @@ class CandidateOptimizer:
         self.adam.step()
         return sums
 
-    def _backward(self, rows: Sequence[Row]) -> StepSums:
+    def _backward(self, batch: Batch) -> StepSums:
         unrolled = unrolled_loss(
             self.drafter,
-            LiveSource(self.target),
-            padded_rows(rows, self.target.device),
+            batch.source,
+            batch.text,
             num_steps=self.config.unroll.steps,
             weighting=self.weighting,
             kind=kind_of(self.config.divergence),
         )
-        (unrolled.total / (unrolled.scale * total_weight(rows))).backward()
+        (unrolled.total / (unrolled.scale * batch.weight)).backward()
         return unrolled.sums
 
     def moments(self) -> dict[str, torch.Tensor]:
@@ -81,7 +79,3 @@ def trained(drafter: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {
         name: parameter for name, parameter in drafter.named_parameters() if parameter.requires_grad
     }
-
-
-def total_weight(rows: Sequence[Row]) -> float:
-    return float(sum(row.weights.sum(dtype="float64") for row in rows))

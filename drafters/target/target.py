@@ -4,11 +4,11 @@ unchanged."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -30,6 +30,8 @@ __all__ = ["FINAL", "Target", "TargetOutput"]
 
 # Entry of config.json: revision of another model with the same distribution (scripts/pad_target).
 SAME_AS = "same_distribution_as"
+# Values of a parameter that a revision is made of.
+FIRST = 64
 
 
 @dataclass(frozen=True)
@@ -184,14 +186,26 @@ class Target(CausalLM):
         return [tokens for chunk in chunks for tokens in chunk]
 
 
+class Parameter(NamedTuple):
+    name: str
+    shape: torch.Size
+    first: torch.Tensor  # [at most FIRST]
+
+
 def revision_of(model: PreTrainedModel) -> str:
     """A digest of a few weights of every parameter: it changes whenever the weights do, for a
-    folder as for a Hub id.
+    folder as for a Hub id."""
+    return digest_of(
+        Parameter(name, parameter.shape, first_values(whole(parameter.detach()), FIRST))
+        for name, parameter in model.named_parameters()
+    )
 
-    Rounded to bfloat16 first, so that loading in another dtype is the same revision.
-    """
+
+def digest_of(parameters: Iterable[Parameter]) -> str:
+    """Revision of a model with these parameters, in its order. Rounded to bfloat16 first, so that
+    loading in another dtype is the same revision."""
     digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        values = first_values(whole(parameter.detach())).to(torch.bfloat16).float().cpu().numpy()
-        digest.update(f"{name} {tuple(parameter.shape)}".encode() + values.tobytes())
+    for name, shape, first in parameters:
+        values = first.to(torch.bfloat16).float().cpu().numpy()
+        digest.update(f"{name} {tuple(shape)}".encode() + values.tobytes())
     return digest.hexdigest()[:16]

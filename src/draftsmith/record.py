@@ -43,6 +43,14 @@ class ProbArrays(NamedTuple):
     def slice(self, begin: int, end: int) -> ProbArrays:
         return ProbArrays(*(None if values is None else values[begin:end] for values in self))
 
+    def widened(self, width: int) -> ProbArrays:
+        """Room for `width` tokens each; those that a distribution lacks are 0, without mass."""
+        more = ((0, 0), (0, width - self.ids.shape[1]))
+        return self._replace(
+            ids=np.pad(self.ids, more),
+            logprobs=np.pad(self.logprobs, more, constant_values=-np.inf),
+        )
+
     @property
     def drafted_or_nan(self) -> np.ndarray:
         """[n] float32."""
@@ -102,6 +110,11 @@ class Distributions(Sequence[Distribution]):
     @property
     def arrays(self) -> ProbArrays:
         return self._source().slice(self._begin, self._end)
+
+    def copied(self) -> Distributions:
+        """These alone: a part keeps the arrays of all positions that it was read with."""
+        arrays = ProbArrays(*(None if one is None else one.copy() for one in self.arrays))
+        return Distributions(lambda: arrays, 0, len(self))
 
     def __len__(self) -> int:
         return self._end - self._begin

@@ -25,6 +25,7 @@ from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import OPTIONS as DEFAULTS
 from draftsmith.drafters.options import LoraOptions
 from draftsmith.drafters.published import versions
+from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
@@ -61,6 +62,34 @@ def test_learning_from_traffic_raises_live_acceptance(
     assert abs(after - accepted["alpha_candidate"]) < 0.06
     assert daemon.run(made.config) == 0
     assert made.status()["rolled_back"] == 0
+
+
+@pytest.mark.parametrize("requests", [16, pytest.param(120, marks=pytest.mark.long)])
+def test_a_draft_lm_learns_from_records_alone(
+    loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, requests: int
+) -> None:
+    """The target is neither loaded nor run."""
+    made = loop("draft-lm")
+    before = made.serve(requests)
+    learn = replace(made.config.learn, teacher="recorded", steps=4 if requests == 16 else 40)
+    with monkeypatch.context() as patched:
+        patched.setattr(Target, "load", None)
+        patched.setattr(Target, "states", None)
+        gate = replace(made.config.gate, requests=3)
+        assert daemon.run(replace(made.config, learn=learn, gate=gate)) == 0
+    status = made.status()
+    assert status["teacher"] == "recorded" and status["updates"] >= 1
+    assert status["positions_trained"] > 0 and status["positions_masked"] > 0
+    (first, *_) = made.decisions()
+    assert first["requests"] >= 3
+    assert first["alpha_live"] == pytest.approx(first["alpha_logged_live"])
+    if requests == 16:
+        return
+    (accepted,) = [one for one in made.decisions() if one["decision"] == "accept"]
+    newest = versions.latest(made.versions)
+    folder = versions.open_version(made.versions, newest)
+    after = made.serve(60, seed=1, version=newest, folder=folder)
+    assert after > before + 0.01 and abs(after - accepted["alpha_candidate"]) < 0.06
 
 
 def test_running_engine_takes_a_published_version(loop: Callable[..., Any]) -> None:

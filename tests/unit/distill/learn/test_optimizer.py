@@ -8,14 +8,15 @@ import numpy as np
 import torch
 
 from draftsmith.distill.config import LearnConfig, LearnUnroll
-from draftsmith.distill.learn.optimizer import CandidateOptimizer, total_weight
+from draftsmith.distill.learn.optimizer import CandidateOptimizer
+from draftsmith.distill.learn.teachers import Batch, LearningRow, LiveTeacher
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.data.roles import Row
 
 
-def gradient(optimizer: CandidateOptimizer, rows: list[Row]) -> list[torch.Tensor]:
+def gradient(optimizer: CandidateOptimizer, batch: Batch) -> list[torch.Tensor]:
     optimizer.drafter.zero_grad()
-    optimizer._backward(rows)
+    optimizer._backward(batch)
     return [parameter.grad.clone() for parameter in optimizer.drafter.parameters()]
 
 
@@ -27,12 +28,14 @@ def test_the_gradient_is_the_mean_over_the_weight_of_the_rows(
         Row(chance.integers(3, 288, size).tolist(), chance.random(size, dtype=np.float32))
         for size in (5, 17, 9, 12, 30)
     ]
-    optimizer = CandidateOptimizer(
-        bigram(288).double(), target, LearnConfig(unroll=LearnUnroll(steps=1))
-    )
-    whole = gradient(optimizer, rows)
-    parts = [rows[:2], rows[2:3], rows[3:]]
-    shares = [total_weight(part) / total_weight(rows) for part in parts]
+    optimizer = CandidateOptimizer(bigram(288).double(), LearnConfig(unroll=LearnUnroll(steps=1)))
+
+    def batch(some: list[Row]) -> Batch:
+        return LiveTeacher(target).batch([LearningRow(row, []) for row in some])
+
+    whole = gradient(optimizer, batch(rows))
+    parts = [batch(some) for some in (rows[:2], rows[2:3], rows[3:])]
+    shares = [part.weight / batch(rows).weight for part in parts]
     alone = [gradient(optimizer, part) for part in parts]
     for index, expected in enumerate(whole):
         mean = sum(share * one[index] for share, one in zip(shares, alone, strict=True))

@@ -1,0 +1,213 @@
+"""Distributions that a candidate is trained to match: of the target's own pass, or of the records
+alone.
+
+A record holds the target's likeliest tokens at every drafted position, at temperature 1 and without
+filters whatever its request asked for: what the target's pass gives there. Nothing is recorded of
+prompts, of the token behind a fully accepted draft, and of requests under a penalty, a ban or a
+grammar. With records alone such positions are not trained.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from draftsmith.distill.config import DistillConfig, LearnConfig
+from draftsmith.distill.learn.target_outline import load_outline
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.interface import TextBatch, TrainedDrafter
+from draftsmith.drafters.published import versions
+from draftsmith.drafters.target.device import load_target
+from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
+from draftsmith.kernels.sampling.top_tokens import TopProbs
+from draftsmith.record import Distributions, RoundRecord
+from draftsmith.train.config import BY_DRAFT
+from draftsmith.train.data.batches import padded
+from draftsmith.train.data.roles import Row, padded_rows
+from draftsmith.train.objective.stored_teacher import DistributionSource
+from draftsmith.train.objective.teacher import LiveSource, TargetSource
+
+NO_TOKEN = -1
+
+
+class Span(NamedTuple):
+    """Drafted positions of a round, whose text a row holds."""
+
+    record: RoundRecord
+    begin: int  # depths
+    end: int
+
+
+class LearningRow(NamedTuple):
+    row: Row
+    spans: Sequence[Span]
+
+
+class Batch(NamedTuple):
+    text: TextBatch
+    source: TargetSource
+    masked: int  # positions with a weight that are not trained: their distribution is not known
+
+    @property
+    def weight(self) -> float:
+        return float(self.text.weights.sum(dtype=torch.float64))
+
+    @property
+    def tokens(self) -> int:
+        return int((self.text.weights > 0).sum())
+
+
+class Teacher(Protocol):
+    keeps_p: bool  # trained texts need their recorded distributions
+
+    def batch(self, rows: Sequence[LearningRow]) -> Batch: ...
+
+
+class LiveTeacher:
+    """The target's own pass over every batch: distributions at all positions, and taps."""
+
+    keeps_p = False
+
+    def __init__(self, target: Target):
+        self.target, self.source = target, LiveSource(target)
+
+    def batch(self, rows: Sequence[LearningRow]) -> Batch:
+        text = padded_rows([one.row for one in rows], self.target.device)
+        return Batch(text, self.source, 0)
+
+
+class RecordedTeacher:
+    """Recorded distributions alone. `target` is never run."""
+
+    keeps_p = True
+
+    def __init__(self, target: Target):
+        self.target = target
+
+    def batch(self, rows: Sequence[LearningRow]) -> Batch:
+        spans = [span for one in rows for span in one.spans]
+        recorded = recorded_of(spans, self.target.vocab_size)
+        ends = itertools.accumulate((len(one.spans) for one in rows), initial=0)
+        index = padded(
+            [
+                torch.from_numpy(recorded.index_of(len(one.row.tokens), range(*part)))
+                for one, part in zip(rows, itertools.pairwise(ends), strict=True)
+            ],
+            NO_TOKEN,
+        )
+        text = padded_rows([one.row for one in rows], torch.device("cpu"))
+        known = torch.where(index >= 0, text.weights, 0.0)
+        masked = int(((text.weights > 0) & (index < 0)).sum())
+        text = replace(text, weights=known, token_index=index).to(self.target.device)
+        return Batch(text, DistributionSource(self.target, recorded), masked)
+
+
+class RecordedDistributions:
+    """Distributions of the spans of a batch, one after another."""
+
+    def __init__(self, spans: Sequence[Span], sizes: Sequence[int], top: TopProbs):
+        self.spans, self.top = spans, top
+        self.bounds = list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
+        self.known = (top.ids[:, 0] != NO_TOKEN).numpy()
+
+    def read(self, token_index: torch.Tensor) -> TopProbs:
+        chosen = token_index.cpu()
+        return TopProbs(*(values[chosen].to(token_index.device) for values in self.top))
+
+    def index_of(self, length: int, numbers: Sequence[int]) -> np.ndarray:
+        """[length] number of each token's distribution in a row that holds the spans `numbers`;
+        `NO_TOKEN` where none is known."""
+        index = np.full(length, NO_TOKEN, dtype=np.int64)
+        for number in numbers:
+            span, (begin, end) = self.spans[number], self.bounds[number]
+            entries = np.arange(begin, end)
+            places = span.record.position + span.begin + entries - begin
+            chosen = self.known[begin:end] & (places < length)
+            index[places[chosen]] = entries[chosen]
+        return index
+
+
+def recorded_of(spans: Sequence[Span], vocab_size: int) -> RecordedDistributions:
+    """Distributions with a token that is none of the vocabulary count as not known."""
+    parts = [Distributions.of(one.record.p)[one.begin : one.end].arrays for one in spans]
+    width = max([1, *(part.ids.shape[1] for part in parts)])
+    wide = [part.widened(width) for part in (Distributions.of([]).arrays, *parts)]
+    logprobs = np.concatenate([one.logprobs for one in wide])
+    # A token that is not there must not be taken for token 0.
+    ids = np.where(np.isfinite(logprobs), np.concatenate([one.ids for one in wide]), NO_TOKEN)
+    ids[(ids >= vocab_size).any(axis=1)] = NO_TOKEN
+    tail = np.concatenate([one.tail for one in wide])
+    top = TopProbs(*map(torch.from_numpy, (ids.astype(np.int64), logprobs, tail)))
+    return RecordedDistributions(spans, [len(part.tail) for part in parts], top)
+
+
+TEACHERS: dict[str, type[LiveTeacher] | type[RecordedTeacher]] = {
+    "live": LiveTeacher,
+    "recorded": RecordedTeacher,
+}
+
+
+def check_teacher(config: LearnConfig) -> None:
+    """Refuses options that need more than the recorded likeliest tokens and their tail."""
+    if config.teacher not in TEACHERS:
+        raise UserError(
+            f"learn.teacher is {config.teacher!r}; it must be one of {', '.join(TEACHERS)}"
+        )
+    if config.teacher == "live":
+        return
+    whole = {
+        "divergence": config.divergence.startswith("ce"),
+        "unroll.weights": config.unroll.weights in BY_DRAFT,
+    }
+    for name, is_wrong in whole.items():
+        if is_wrong:
+            raise UserError(
+                f"option 'learn.{name}' needs whole distributions and records hold the likeliest "
+                "tokens; change it, or give learn.teacher=live"
+            )
+    if set(config.positions) == {"bonus"}:
+        raise UserError(
+            "learn.positions is 'bonus' alone, of which records hold no distribution; add "
+            "accepted or first-rejected, or give learn.teacher=live"
+        )
+
+
+def check_reads_no_states(taps: tuple[int, ...] | None, family: str) -> None:
+    """Refuses a draft that reads states of the target beside learn.teacher=recorded."""
+    if taps != ():
+        raise UserError(
+            f"learn.teacher is 'recorded' with a draft of family {family!r}, which reads states of "
+            "the target, and records hold none; give learn.teacher=live, or learn with a draft-lm"
+        )
+
+
+def open_target(config: DistillConfig, folder: str) -> Target:
+    """The target in `folder`, whole or in outline, as the teacher needs it; refuses a draft that
+    the teacher cannot train before anything of the target is read into memory."""
+    device, trust = config.device, config.trust_remote_code
+    length = config.learn.max_length
+    if config.learn.teacher == "live":
+        return load_target(
+            folder, dtype=config.dtype, device=device, max_length=length, trust_remote_code=trust
+        )
+    outline = load_outline(folder, device=device, max_length=length, trust_remote_code=trust)
+    family = family_of(config, outline)
+    if family is not None:
+        check_reads_no_states(getattr(family, "taps", None), family.family)
+    return outline
+
+
+def family_of(config: DistillConfig, target: Target) -> type[TrainedDrafter] | None:
+    """Family of the live draft; None where that cannot be read, which the publisher deals with."""
+    try:
+        version = versions.latest(config.versions)
+        live = None if version is None else versions.folder_of(config.versions, version)
+        return checkpoint.family_class(live or checkpoint.locate(config.draft), target)
+    except UserError:
+        return None

@@ -1,0 +1,86 @@
+"""alpha without the target's weights: from what records hold, where they hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from draftsmith.distill.buffer.record_table import tokens_only
+from draftsmith.distill.buffer.traffic import ServedText, stitch
+from draftsmith.distill.config import GateConfig
+from draftsmith.distill.gate.gate import decide
+from draftsmith.distill.gate.regression import watch
+from draftsmith.distill.gate.scoring import Scorer, score
+from draftsmith.distill.gate.sequential import Evidence, Ledger
+from draftsmith.distill.learn.target_outline import TargetOutline, load_outline
+from draftsmith.drafters.target.target import Target
+from draftsmith.record import RoundRecord
+
+SIZES = {"max_depth": 3, "max_length": 512}
+
+
+@pytest.fixture(scope="module")
+def outline(tiny_target: Callable[..., str]) -> TargetOutline:
+    return load_outline(tiny_target("llama"), trust_remote_code=False)
+
+
+def texts_of(records: list[RoundRecord]) -> list[ServedText]:
+    requests = dict.fromkeys(one.request for one in records)
+    return [stitch([one for one in records if one.request == name]) for name in requests]
+
+
+def test_alpha_is_the_targets_where_the_logged_tokens_suffice_and_the_middle_of_bounds_elsewhere(
+    target: Target, outline: Target, bigram: Callable, serving: Callable, prompts: Callable,
+    traffic: Callable,
+) -> None:  # fmt: skip
+    drafter = bigram(288)
+    exact = texts_of(serving(target, drafter, prompts(3), traffic(top_k=20)))
+    for own, logged in zip(
+        score(drafter, target, exact, **SIZES), score(drafter, outline, exact, **SIZES), strict=True
+    ):
+        np.testing.assert_allclose(logged.alpha, own.alpha, atol=1e-3)
+        np.testing.assert_allclose(logged.least, own.alpha, atol=1e-3)
+        assert logged.kept.tolist() == own.kept.tolist() and logged.is_consistent
+    flat = texts_of(serving(target, drafter, prompts(3), traffic()))
+    (own, *_), (logged, *_) = (score(drafter, one, flat, **SIZES) for one in (target, outline))
+    low, high = logged.logged.T
+    assert (low <= own.alpha + 1e-4).all() and (own.alpha <= high + 1e-4).all()
+    np.testing.assert_allclose(logged.alpha, (low + high) / 2)
+    # A version is rolled back as served wrongly for what is certain alone.
+    np.testing.assert_array_equal(logged.least, low)
+    np.testing.assert_array_equal(own.least, own.alpha)
+
+
+def test_positions_without_a_logged_p_are_left_out(
+    target: Target, outline: Target, bigram: Callable, serving: Callable, prompts: Callable,
+    traffic: Callable,
+) -> None:  # fmt: skip
+    records = serving(target, bigram(288), prompts(1), traffic(top_k=20))
+    partly = [tokens_only(one) if one.round % 2 else one for one in records]
+    (some,) = score(bigram(288), outline, texts_of(partly), **SIZES)
+    (every,) = score(bigram(288), outline, texts_of(records), **SIZES)
+    is_logged = [one.round % 2 == 0 for one in records for _ in range(min(one.accepted + 1, 3))]
+    np.testing.assert_array_equal(some.alpha, every.alpha[np.array(is_logged)[: len(every.alpha)]])
+    trees = [
+        replace(one, sampler="target-only", q=[replace(p, ids=[1, 2]) for p in one.q])
+        for one in records
+    ]
+    (tree,) = score(bigram(288), outline, texts_of(trees), **SIZES)
+    assert len(tree.alpha) == 0
+
+
+def test_a_better_candidate_is_accepted_and_a_sound_version_stays(
+    target: Target, outline: Target, bigram: Callable, serving: Callable, prompts: Callable,
+    traffic: Callable,
+) -> None:  # fmt: skip
+    live = bigram(288)
+    texts = texts_of(serving(target, live, prompts(16), traffic()))
+    scorer = Scorer(live, outline, max_length=512)
+    config = GateConfig(requests=8)
+    same = decide(scorer, bigram(288), texts, config, max_depth=3, evidence=Evidence())
+    assert same.decision == "hold" and same.comparison.gain == 0 and same.comparison.requests == 16
+    watched = watch(scorer, [], texts, config, version="1", max_depth=3, evidence=Ledger())
+    assert watched.reason == "" and watched.served.requests == 16

@@ -1,0 +1,52 @@
+"""The outline of a target is the target, but for its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftsmith.distill.learn import target_outline
+from draftsmith.distill.learn.target_outline import load_outline
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.target.target import Target
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_an_outline_is_named_as_its_target_and_holds_no_weights(
+    tiny_target: Callable[..., str], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = Target.load(tiny_target(kind))
+    monkeypatch.setattr(target_outline, "load_model", None)
+    outline = load_outline(tiny_target(kind), trust_remote_code=False)
+    assert checkpoint.identity(outline) == checkpoint.identity(target)
+    assert (outline.hidden_size, outline.max_positions) == (
+        target.hidden_size,
+        target.max_positions,
+    )
+    assert {one.device.type for one in outline.model.parameters()} == {"meta"}
+    assert outline.device == torch.device("cpu")
+    for run in (outline.head, outline.embed):
+        with pytest.raises(RuntimeError, match="has no weights to run"):
+            run(torch.zeros(1, 1, dtype=torch.int64))
+
+
+def test_new_weights_and_other_names_are_seen(
+    tiny_target: Callable[..., str], tmp_path: Path
+) -> None:
+    for path in Path(tiny_target("llama")).iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in weights if "mlp" in name)
+    weights[name] = weights[name] + 1
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    changed = load_outline(str(tmp_path), trust_remote_code=False).revision
+    assert changed == Target.load(tmp_path).revision
+    assert changed != Target.load(tiny_target("llama")).revision
+    # A base model's names, which transformers makes a causal LM's while it loads them.
+    bare = {one.removeprefix("model."): values for one, values in weights.items()}
+    save_file(bare, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert load_outline(str(tmp_path), trust_remote_code=False).revision == changed

@@ -1,0 +1,235 @@
+"""Recorded distributions in the place of the target's pass: the same gradient where they are whole,
+nothing where there are none."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from draftsmith.distill.buffer.record_table import from_table, to_table, tokens_only
+from draftsmith.distill.buffer.traffic import ServedText, stitch
+from draftsmith.distill.config import DistillConfig, LearnConfig, LearnUnroll
+from draftsmith.distill.gate.sequential import Ledger
+from draftsmith.distill.learn.learner import Learner
+from draftsmith.distill.learn.target_outline import TargetOutline, load_outline
+from draftsmith.distill.learn.teachers import (
+    Batch,
+    LearningRow,
+    RecordedTeacher,
+    Span,
+    open_target,
+)
+from draftsmith.distill.state import Counters, Kept, StateFolder, TrackState
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.options import Eagle3Options
+from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
+from draftsmith.kernels.sampling.top_tokens import top_probs
+from draftsmith.record import Distribution, RoundRecord
+from draftsmith.train.data.roles import Role, Row
+
+EVERYWHERE = ("accepted", "first-rejected", "bonus", "later-rejected")
+ONE_STEP = LearnUnroll(steps=1)
+
+
+@pytest.fixture(scope="module")
+def exact(tiny_target: Callable[..., str]) -> Target:
+    return Target.load(tiny_target("llama"), dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def outline(tiny_target: Callable[..., str]) -> TargetOutline:
+    return load_outline(tiny_target("llama"), trust_remote_code=False)
+
+
+@pytest.fixture
+def served(
+    exact: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
+):
+    records = serving(exact, bigram(288).double(), prompts(4), traffic(max_tokens=12))
+    grouped: dict[str, list[RoundRecord]] = {}
+    for record in records:
+        grouped.setdefault(record.request, []).append(with_whole(record, grouped, exact))
+    return [stitch(mine) for mine in grouped.values()]
+
+
+def with_whole(
+    record: RoundRecord, before: dict[str, list[RoundRecord]], target: Target
+) -> RoundRecord:
+    """The record with all of its distributions' tokens."""
+    known = [
+        token for one in before.get(record.request, []) for token in (*one.context, *one.committed)
+    ]
+    tokens = torch.tensor([[*known, *record.context, *record.drafted]])
+    logits = target.model(tokens).logits[0, record.position - 1 : -1]
+    top = top_probs(logits, 288)
+    rows = zip(top.ids.tolist(), top.logprobs.tolist(), top.tail.tolist(), strict=True)
+    return replace(record, p=[Distribution(*one) for one in rows])
+
+
+def gradient(learner: Learner, batch: Batch) -> tuple[float, torch.Tensor]:
+    learner.drafter.zero_grad()
+    sums = learner.optimizer._backward(batch)
+    return float(sums.divergence.sum()), learner.drafter.head.grad.clone()
+
+
+@pytest.mark.parametrize("divergence", ["forward-kl", "reverse-kl", "tv", "lk-alpha"])
+def test_whole_recorded_distributions_give_the_gradient_of_the_target(
+    exact: Target, outline: Target, bigram: Callable, served: list[ServedText], divergence: str
+) -> None:
+    config = LearnConfig(divergence=divergence, positions=EVERYWHERE, unroll=ONE_STEP, replay=0.0)
+    recorded = Learner(bigram(288).double(), outline, replace(config, teacher="recorded"), seed=0)
+    live = Learner(bigram(288).double(), exact, config, seed=0)
+    rows = recorded._rows(served, random.Random(0))
+    batch = recorded.teacher.batch(rows)
+    # Everything but the token behind a fully accepted draft.
+    assert batch.masked == sum(int((text.roles == Role.BONUS).sum()) for text in served) > 0
+    assert any(len(one.spans) == 1 and one.row.weights.any() for one in rows)  # branches too
+    known = [
+        one._replace(row=one.row._replace(weights=weights[: len(one.row.tokens)]))
+        for one, weights in zip(rows, batch.text.weights.numpy(), strict=True)
+    ]
+    assert batch.tokens == live.teacher.batch(known).tokens > 20
+    loss, found = gradient(recorded, batch)
+    expected_loss, expected = gradient(live, live.teacher.batch(known))
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-8)
+    # Negative control: one position on, the distributions are others.
+    later = [
+        one._replace(spans=[span._replace(record=moved(span.record)) for span in one.spans])
+        for one in known
+    ]
+    wrong = gradient(recorded, recorded.teacher.batch(later))
+    assert wrong[0] != pytest.approx(expected_loss, rel=1e-3)
+
+
+def moved(record: RoundRecord) -> RoundRecord:
+    return replace(record, p=[*record.p[1:], record.p[0]])
+
+
+def distribution(width: int) -> Distribution:
+    top = top_probs(torch.linspace(3, 0, 288)[None], width)
+    return Distribution(top.ids[0].tolist(), top.logprobs[0].tolist(), float(top.tail[0]))
+
+
+def round_of(p: list[Distribution], *, accepted: int, committed: int, drafted: int) -> RoundRecord:
+    return RoundRecord(
+        request="r", round=0, request_class="", target="t", target_revision="", draft_version="1",
+        time_s=0.0, temperature=0.7, top_k=5, top_p=0.9, min_p=0.0, position=2, context=[5, 6],
+        drafted=[7] * drafted, accepted=accepted, committed=[7] * committed, emitted=7, p=p,
+    )  # fmt: skip
+
+
+def test_positions_without_a_recorded_distribution_are_masked(outline: Target) -> None:
+    teacher, whole = RecordedTeacher(outline), distribution(64)
+
+    def weights(record: RoundRecord, end: int) -> list[float]:
+        row = Row([5, 6, 7, 7, 7, 7, 7], np.array([0, 0, 1, 1, 1, 1, 1], dtype=np.float32))
+        return teacher.batch([LearningRow(row, [Span(record, 0, end)])]).text.weights[0].tolist()
+
+    rejected = round_of([whole] * 4, accepted=2, committed=3, drafted=4)
+    # Behind the first rejected token the text is another; the sampling of the request is no matter.
+    assert weights(rejected, 3) == [0, 0, 1, 1, 1, 0, 0]
+    # A penalty, a ban or a grammar: no distributions.
+    assert weights(replace(rejected, p=[]), 3) == [0] * 7
+    assert weights(tokens_only(rejected), 3) == [0] * 7
+    # Some engines log nothing of single positions, or what is not this target's.
+    empty, foreign = Distribution([], [], 1.0), Distribution([9, 288], [-0.7, -0.7], 0.0)
+    assert weights(replace(rejected, p=[whole, empty, whole]), 3) == [0, 0, 1, 0, 1, 0, 0]
+    assert weights(replace(rejected, p=[foreign, whole]), 3) == [0, 0, 0, 1, 0, 0, 0]
+    nothing = teacher.batch([LearningRow(Row([5, 6], np.zeros(2, np.float32)), [])])
+    assert nothing.tokens == 0 and nothing.masked == 0
+
+
+def test_a_narrow_distribution_among_wide_ones_keeps_its_tail(
+    outline: Target, bigram: Callable
+) -> None:
+    """What fills it up must not be taken for token 0."""
+    teacher, config = RecordedTeacher(outline), LearnConfig(teacher="recorded", unroll=ONE_STEP)
+    record = round_of([distribution(4), distribution(64)], accepted=2, committed=2, drafted=2)
+    row = Row([5, 6, 7, 7], np.array([0, 0, 1, 0], dtype=np.float32))
+    losses = []
+    for end in (1, 2):
+        batch = teacher.batch([LearningRow(row, [Span(record, 0, end)])])
+        changed = replace(config, divergence="reverse-kl")
+        losses.append(gradient(Learner(bigram(288), outline, changed, seed=0), batch))
+    assert losses[0][0] == losses[1][0] and torch.equal(losses[0][1], losses[1][1])
+
+
+def test_a_learner_trains_on_the_outline_of_a_target_and_goes_on_after_a_restart(
+    outline: Target, bigram: Callable, served: list[ServedText], tmp_path: Path
+) -> None:
+    """No pass of the target: its outline has no weights."""
+    config = LearnConfig(teacher="recorded", lr=2e-2, steps=6, replay=0.5, batch=4, unroll=ONE_STEP)
+    first = Learner(bigram(288), outline, config, seed=0)
+    stored = [stitch(from_table(to_table(text.records))) for text in served]
+    report = first.update(stored)
+    assert report.tokens > 0 and report.masked > 0 and report.broken == 0
+    later = first.update(stored[:1])
+    assert np.isfinite(later.loss) and later.loss < report.loss * 1.5
+    assert all(one.p and not one.q for text in first.reservoir.texts for one in text.records)
+    with pytest.raises(RuntimeError, match="has no weights to run"):
+        outline.states(torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2), ())
+
+    def restored(revision: str) -> Learner:
+        other = Learner(bigram(288), outline, config, seed=0)
+        assert StateFolder(tmp_path).restore({"": other}, target_revision=revision) is not None
+        return other
+
+    state = TrackState(1, False, Ledger(), None, {}, [], [])
+    StateFolder(tmp_path).save(
+        {"": Kept(first, state)}, cursor={}, counters=Counters(), target_revision="now", pool={},
+        open_records=[],
+    )  # fmt: skip
+    again = restored("now")
+    assert again.update(stored[1:2]).loss == first.update(stored[1:2]).loss
+    assert torch.equal(again.drafter.head, first.drafter.head)
+    # Of other weights the texts stay, and their distributions do not.
+    changed = restored("new")
+    assert len(changed.reservoir.texts) == len(stored) + 1
+    assert changed.update([text.unlogged() for text in stored]).tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"teacher": "both"}, "learn.teacher is 'both'; it must be one of live, recorded"),
+        ({"divergence": "ce"}, "option 'learn.divergence' needs whole distributions"),
+        (
+            {"unroll": LearnUnroll(weights="d-pace")},
+            "option 'learn.unroll.weights' needs whole distributions",
+        ),
+        ({"positions": ("bonus",)}, "learn.positions is 'bonus' alone"),
+    ],
+)
+def test_what_records_cannot_give_is_refused(
+    outline: Target, bigram: Callable, changes: dict, sentence: str
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        Learner(bigram(288), outline, LearnConfig(**{"teacher": "recorded"} | changes), seed=0)
+    if "teacher" not in changes:
+        Learner(bigram(288), outline, LearnConfig(**changes), seed=0)
+
+
+def test_a_draft_that_reads_states_is_refused_before_weights_are_read(
+    exact: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = FAMILIES["eagle3"].create(Eagle3Options(), exact, seed=0)
+    checkpoint.save(head, tmp_path / "draft", exact)
+    config = DistillConfig(
+        target=exact.name, draft=str(tmp_path / "draft"), buffer="b", versions="v",
+        learn=LearnConfig(teacher="recorded"),
+    )  # fmt: skip
+    monkeypatch.setattr(FAMILIES["eagle3"], "load", None)
+    with pytest.raises(UserError, match="of family 'eagle3', which reads states of the target"):
+        open_target(config, exact.name)
+    assert not isinstance(
+        open_target(replace(config, learn=LearnConfig()), exact.name), TargetOutline
+    )
