@@ -8,8 +8,9 @@ process of its own, and its time the meter's, so that other work on the machine 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import multiprocessing
-import os
 import statistics
 import sys
 import tempfile
@@ -22,13 +23,16 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.files import write_json
 from draftsmith.train import session, shared
 from draftsmith.train.command import run
 from draftsmith.train.config import FAMILIES, TrainConfig
 from draftsmith.train.optim import Clock
+from draftsmith.train.quiet import quiet
 from scripts.bench.drafters.meter import Meter
 
 NUMBERS = {
@@ -53,6 +57,7 @@ def main() -> int:
     for name, (default, text) in NUMBERS.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} [{default}]")
     options = parser.parse_args()
+    quiet()
     pairs = []
     print(
         f"{'':>10}{'seconds':>19}{'MiB at most':>20}\n{'':>10}"
@@ -118,8 +123,7 @@ def measure(config: TrainConfig, send: Connection) -> None:
     session.Clock = MeteredClock
     memory = Meter()
     memory.start()
-    with open(os.devnull, "w", encoding="utf-8") as nothing:
-        sys.stdout = sys.stderr = nothing
+    with contextlib.redirect_stdout(io.StringIO()):
         run(config)
     send.send((seconds, memory.report()["training_bytes"] / 2**20))
 
@@ -155,6 +159,8 @@ def write_target(options: argparse.Namespace, folder: Path) -> None:
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
+    words = WordLevel({f"w{number}": number for number in range(options.vocab)}, unk_token="w0")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(folder)
 
 
 def write_data(options: argparse.Namespace, folder: Path) -> None:
