@@ -134,7 +134,7 @@ def configured(options: argparse.Namespace, folder: Path) -> TrainConfig:
     return TrainConfig(
         family="eagle3",
         target=str(folder / "target"),
-        data=str(folder / "data"),
+        data=(str(folder / "data"),),
         out=str(folder / "out"),
         steps=options.steps,
         batch_size=options.rows,
