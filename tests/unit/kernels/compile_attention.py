@@ -1,5 +1,5 @@
 """Compiles the variants of paged attention for a Hopper GPU and prints how many; run by
-test_compile_attention.py."""
+test_compile.py."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Compiles the divergence kernel's variants for a Hopper GPU and prints how many; run by
-test_compile_divergence.py."""
+test_compile.py."""
 
 from __future__ import annotations
 
