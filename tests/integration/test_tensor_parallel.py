@@ -162,7 +162,7 @@ def test_two_processes_answer_as_one(
     assert (drafted(url) > 0) == (family is not None)
     # A signal reaches all processes at once; the answer under way is finished all the same.
     with ThreadPoolExecutor() as pool:
-        late = pool.submit(answers, url, 180)  # so many that it is seen running
+        late = pool.submit(answers, url, 64)  # so many that it is seen running
         wait_until_running(url)
         server.send_signal(signal.SIGTERM)
         assert len(late.result()) == len(PROMPTS)
