@@ -3,6 +3,7 @@ controls that must be caught."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import NamedTuple
 
@@ -151,6 +152,12 @@ class Sample(NamedTuple):
         )
 
 
+@functools.lru_cache(maxsize=32)
+def world_of(distribution: Distribution, device: torch.device, offset: float) -> World:
+    """Tables of a case, which all ways to draft and verify share."""
+    return distribution.world(vocab_size=VOCAB_SIZE, seed=WORLD, device=device, offset=offset)
+
+
 def joint_sample(
     distribution: Distribution,
     procedure: Procedure,
@@ -164,7 +171,7 @@ def joint_sample(
 
     Samples of unlike `stream` have no seed in common, so that they are independent.
     """
-    world = distribution.world(vocab_size=VOCAB_SIZE, seed=WORLD, device=device, offset=offset)
+    world = world_of(distribution, device, offset)
     counts = torch.zeros(VOCAB_SIZE**LENGTH, dtype=torch.int64, device=device)
     first_seed = config.seed * 2**40 + stream * 2**32
     impl = sampled_impl(config, device)
