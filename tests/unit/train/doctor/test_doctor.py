@@ -45,7 +45,7 @@ from draftsmith.train.doctor.data_tokens import (
 from draftsmith.train.doctor.memory import compare
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def target(tiny_target: Callable[..., str]) -> Target:
     return Target.load(tiny_target("llama"))
 

@@ -14,7 +14,7 @@ from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def target(tiny_target) -> Target:
     return Target.load(tiny_target("llama"), dtype=torch.float64)
 

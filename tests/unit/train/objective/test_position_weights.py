@@ -139,7 +139,7 @@ def text(seed: int, rows: int = 2) -> TextBatch:
     return TextBatch(input_ids=ids, attention_mask=torch.ones_like(ids), weights=weights)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def target(tiny_target) -> Target:
     return Target.load(tiny_target("llama"), dtype=torch.float64)
 

@@ -151,7 +151,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "TURN_S", 0.0)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def target(tiny_target: Callable[..., str]) -> Target:
     return Target.load(tiny_target("llama"), dtype=torch.float32)
 
