@@ -186,7 +186,7 @@ class Loop:
         engine = build_engine(
             self.target,
             drafter,
-            EngineConfig(k=3, seed=seed),
+            EngineConfig(k=3, seed=seed, compile="off"),  # to record takes longer than to serve
             sink=writer,
             draft_version=str(version),
         )
