@@ -1,8 +1,8 @@
 """Requests over kept connections, which a server may close just as the next request leaves.
 
-Such a request is sent again, as long as the connection was an old one: llama-server drops about one
-kept connection in ten after a stream. A request on a new connection is sent once. Send only
-requests that may be carried out twice, as completions may."""
+llama-server does so now and then after a stream. Such a request is sent again, as long as the
+connection was an old one; a request on a new connection is sent once. Send only requests that may
+be carried out twice, as completions may."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ class Connection:
 def send(
     send_once: Callable[[httpx.Request], httpx.Response], request: httpx.Request
 ) -> httpx.Response:
-    """Response to a request whose body is in memory."""
+    """Response to a request whose body is in memory.
+
+    Raises:
+        httpx.HTTPError: as `send_once` does, of the last try.
+    """
     for _ in range(MOST_TRIES - 1):
         connection = Connection()
         request.extensions["trace"] = connection.saw
