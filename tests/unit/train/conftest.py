@@ -71,33 +71,41 @@ def write_data(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
+def answered(
+    tiny_target: Callable[..., str], write_data: Callable[..., Path]
+) -> Callable[[int], tuple[str, str]]:
+    """`answered(count)`: folders of the tiny Llama, and of its sampled answers to so many random
+    prompts of 5 tokens."""
+
+    def make(count: int) -> tuple[str, str]:
+        folder = tiny_target("llama")
+        target = Target.load(folder)
+        generator = torch.Generator().manual_seed(0)
+        prompts = [torch.randint(3, 288, (5,), generator=generator).tolist() for _ in range(count)]
+        answers = target.answer(prompts, max_new_tokens=12, temperature=1.0, batch_size=count)
+        rows = [
+            {"name": f"{n}", "input_ids": prompt + answer, "loss_mask": [0] * 5 + [1] * len(answer)}
+            for n, (prompt, answer) in enumerate(zip(prompts, answers))
+        ]
+        provenance = {
+            "target_revision": target.revision, "temperature": 1.0, "top_k": 0, "top_p": 1.0,
+        }  # fmt: skip
+        return folder, str(write_data(rows, provenance=provenance))
+
+    return make
+
+
+@pytest.fixture
 def configure(
-    tiny_target: Callable[..., str], write_data: Callable[..., Path], tmp_path: Path
+    answered: Callable[[int], tuple[str, str]], tmp_path: Path
 ) -> Callable[..., TrainConfig]:
     """A `TrainConfig` for answers of the tiny Llama."""
-    folder = tiny_target("llama")
-    target = Target.load(folder)
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(3, 288, (5,), generator=generator).tolist() for _ in range(24)]
-    answers = target.answer(prompts, max_new_tokens=12, temperature=1.0, batch_size=24)
-    rows = [
-        {"name": f"{n}", "input_ids": prompt + answer, "loss_mask": [0] * 5 + [1] * len(answer)}
-        for n, (prompt, answer) in enumerate(zip(prompts, answers))
-    ]
-    data = write_data(
-        rows,
-        provenance={
-            "target_revision": target.revision,
-            "temperature": 1.0,
-            "top_k": 0,
-            "top_p": 1.0,
-        },
-    )
+    folder, data = answered(24)
 
     def config(family: str = "eagle3", **changes: object) -> TrainConfig:
         values = {
             "target": folder,
-            "data": str(data),
+            "data": data,
             "out": str(tmp_path / "draft"),
             "dtype": "float32",
             "held_out": 0.2,

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.train import resolve
 from draftsmith.train.command import run
@@ -23,30 +22,13 @@ OWN = OnPolicyConfig(share=0.5, refresh=3, k=3, tokens=8)
 
 
 @pytest.fixture
-def configure(tiny_target, write_data, tmp_path: Path) -> Callable[..., TrainConfig]:
-    folder = tiny_target("llama")
-    target = Target.load(folder)
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(3, 288, (5,), generator=generator).tolist() for _ in range(12)]
-    answers = target.answer(prompts, max_new_tokens=12, temperature=1.0)
-    rows = [
-        {"name": f"{n}", "input_ids": prompt + answer, "loss_mask": [0] * 5 + [1] * len(answer)}
-        for n, (prompt, answer) in enumerate(zip(prompts, answers))
-    ]
-    data = write_data(
-        rows,
-        provenance={
-            "target_revision": target.revision,
-            "temperature": 1.0,
-            "top_k": 0,
-            "top_p": 1.0,
-        },
-    )
+def configure(answered, tmp_path: Path) -> Callable[..., TrainConfig]:
+    folder, data = answered(12)
 
     def config(out: str, family: str = "eagle3", **changes: object) -> TrainConfig:
         values = {
             "target": folder,
-            "data": str(data),
+            "data": data,
             "out": str(tmp_path / out),
             "dtype": "float32",
             "held_out": 0.2,
