@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from draftsmith.drafters.compiled.half_linear import MOST_ROWS, half_linear
+
 _linear = torch.ops.mkldnn._linear_pointwise.default
 # The number of rows oneDNN lays weights out for. What is good for 8 was as good for 2 and for 64.
 _TYPICAL_ROWS = 8
@@ -22,7 +24,7 @@ _EXACT_ROWS, _STEP, _WIDE_ROWS, _WIDE_STEP = 16, 8, 64, 64
 
 
 # A single float32 row with weights at least so wide is multiplied as fast as memory is read by
-# torch's own product and a seventh to a third slower by oneDNN's; bfloat16 is not.
+# torch's own product and a seventh to a third slower by oneDNN's. For bfloat16 see `half_linear`.
 _WIDE_INPUT = 1024
 
 
@@ -36,10 +38,18 @@ def padded_rows(count: int) -> int:
 
 class PackedLinear:
     """`weights` are `[out_i, in]` of one dtype, `biases` their `[out_i]` or None. The tensors stay
-    the caller's and may be written in place; `refresh` then lays them out again."""
+    the caller's and may be written in place; `refresh` then lays them out again. `half` spends
+    memory on a further copy of bfloat16 weights, for single rows."""
 
-    def __init__(self, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]):
+    def __init__(
+        self,
+        weights: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+        *,
+        half: bool = False,
+    ):
         self.weights, self.biases = list(weights), list(biases)
+        self._with_half = half
         self.sizes = [len(weight) for weight in weights]
         first = self.weights[0]
         self._single_plain = first.dtype == torch.float32 and first.shape[1] >= _WIDE_INPUT
@@ -52,10 +62,10 @@ class PackedLinear:
         ]
         if versions == self._versions:
             return
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(
-            torch.cat(self.weights).detach(), _TYPICAL_ROWS
-        )
+        joined = torch.cat(self.weights).detach()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(joined, _TYPICAL_ROWS)
         self._bias = self._joined_bias()
+        self._half = half_linear(joined, self._bias) if self._with_half else None
         self._versions = versions
 
     def _joined_bias(self) -> torch.Tensor | None:
@@ -74,7 +84,9 @@ class PackedLinear:
                 torch._C._nn.linear(rows, weight, bias)
                 for weight, bias in zip(self.weights, self.biases)
             ]
-        if count <= _EXACT_ROWS:
+        if count <= MOST_ROWS and self._half is not None:
+            joined = self._half(rows)
+        elif count <= _EXACT_ROWS:
             joined = self._multiply(rows)
         else:
             flat = torch.nn.functional.pad(

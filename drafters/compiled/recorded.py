@@ -27,7 +27,7 @@ T = TypeVar("T")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
 # Pieces of one text as serving feeds them: a prompt, single tokens, a verification.
 PIECES = (9, 1, 5, 1, 2)
-# Weights are laid out a second time only where this share of the machine's memory holds them.
+# Weights are copied only as often as this share of the machine's memory holds them.
 SHARE_OF_MEMORY = 0.125
 
 
@@ -45,12 +45,12 @@ def record_forwards(target: CausalLM, drafter: object) -> None:
         log.info("forwards recorded in %.1f s", perf_counter() - begun_s)
 
 
-def record_lm(lm: CausalLM) -> None:
-    """Lets `lm` run from a recording of its forward, with less overhead. Does nothing on an
-    accelerator, where CUDA graphs serve that purpose, and where the model cannot be recorded or has
-    layers with a state."""
+def record_lm(lm: CausalLM, *, most_copies: int = 2) -> None:
+    """Lets `lm` run from a recording of its forward, with less overhead, and with `most_copies` of
+    its weights (`rewrite`) where memory allows. Does nothing on an accelerator, where CUDA graphs
+    serve that purpose, and where the model cannot be recorded or has layers with a state."""
     if not lm.recorded and lm.device.type == "cpu" and not lm.state_layers:
-        lm.replay(attempt(lm.name, lambda: _record(lm)))
+        lm.replay(attempt(lm.name, lambda: _record(lm, most_copies)))
 
 
 def attempt(name: str, record: Callable[[], T]) -> T | None:
@@ -72,12 +72,12 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0][:200]
 
 
-def _record(lm: CausalLM) -> RecordedLm:
+def _record(lm: CausalLM, most_copies: int) -> RecordedLm:
     ids = torch.arange(NUM_TOKENS, device=lm.device)[None]
     states = torch.zeros(1, NUM_TOKENS, lm.hidden_size, dtype=lm.dtype, device=lm.device)
-    pack = affords(lm.model)
-    body = Replay(lambda *inputs: _every_state(lm, *inputs), [ids, ids], pack=pack)
-    head = Replay(lambda rows, context: lm.own_head(rows), [states], pack=pack)
+    copies = min(most_copies, affordable_copies(lm.model))
+    body = Replay(lambda *inputs: _every_state(lm, *inputs), [ids, ids], copies=copies)
+    head = Replay(lambda rows, context: lm.own_head(rows), [states], copies=copies)
     recorded = RecordedLm(body, head)
     _check(lm, recorded)
     return recorded
@@ -91,9 +91,10 @@ def _every_state(
     return [states[tap] for tap in (FINAL, *raw_ids)]
 
 
-def affords(model: torch.nn.Module) -> bool:
+def affordable_copies(model: torch.nn.Module) -> int:
     num_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-    return num_bytes <= SHARE_OF_MEMORY * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(SHARE_OF_MEMORY * memory / max(1, num_bytes))
 
 
 @torch.no_grad()

@@ -18,14 +18,14 @@ class Replay:
     Python.
 
     Weights are the model's own tensors, so that new values copied into them count; `refresh` says
-    that this happened.
+    that this happened. `copies`: see `rewrite`.
     """
 
     def __init__(
-        self, function: Callable[..., Any], examples: Sequence[torch.Tensor], *, pack: bool = True
+        self, function: Callable[..., Any], examples: Sequence[torch.Tensor], *, copies: int = 1
     ):
         module = capture(function, examples)
-        self._packed = rewrite(module, pack=pack)
+        self._packed = rewrite(module, copies=copies)
         self._constants = _lift_constants(module)
         module.recompile()
         self.graph = module.graph

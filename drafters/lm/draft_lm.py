@@ -175,7 +175,8 @@ class DraftLm(nn.Module, Recordable, Capturable):
         return self.lm.new_pool(num_blocks, block_size, device, dtype)
 
     def record(self) -> None:
-        record_lm(self.lm)
+        # A copy of float16 weights takes 10 ns a weight to make: too long for a swap.
+        record_lm(self.lm, most_copies=1)
 
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:

@@ -196,7 +196,7 @@ def test_without_memory_for_a_second_copy_weights_stay_as_they_are(tiny_target):
     replay = Replay(
         lambda rows, context: layer(rows),
         [torch.zeros(1, NUM_TOKENS, target.hidden_size)],
-        pack=False,
+        copies=0,
     )
     rows = torch.randn(1, 3, target.hidden_size)
     torch.testing.assert_close(replay(rows), layer(rows))
