@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from draftsmith.api_key import API_KEY_HELP
 from draftsmith.config import option
 from draftsmith.drafters.config import DTYPES, TRUST_HELP
 from draftsmith.drafters.options import LoraOptions
@@ -35,7 +36,7 @@ class GenerateConfig:
         "an OpenAI-compatible server that answers in the target's place; it is asked for token ids",
     )
     model: str | None = option(None, "its name on that server; by default the first one listed")
-    api_key: str | None = option(None, "bearer token for that server")
+    api_key: str | None = option(None, API_KEY_HELP)
     count: int | None = option(
         None, "how many prompts; without it all of them (one a document for stdlib)"
     )

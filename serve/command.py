@@ -15,6 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 from transformers.utils import logging as transformers_logging
 
+from draftsmith.api_key import accepted_keys
 from draftsmith.drafters.target.device import default_threads, device_of, weight_dtype
 from draftsmith.drafters.target.ranks import LEADER, Channel
 from draftsmith.drafters.target.target import Target
@@ -175,7 +176,7 @@ def serve(
 def make_server(config: ServeConfig, loop: EngineLoop) -> Server:
     name = config.name or loop.engine.target.name
     limits = ServerLimits(
-        api_keys=config.api_key or (),
+        api_keys=accepted_keys(config.api_key),
         max_body_bytes=config.max_body_bytes,
         max_concurrency=config.max_concurrency,
         timeout_s=config.request_timeout_s,

@@ -6,6 +6,7 @@ import socket
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
+from draftsmith.api_key import VARIABLE
 from draftsmith.config import option
 from draftsmith.drafters.config import DTYPES, SAMPLINGS, Pair
 from draftsmith.drafters.options import SuffixOptions
@@ -186,7 +187,9 @@ class HttpOptions:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on")
     api_key: tuple[str, ...] | None = option(
-        None, "if given, requests must carry one of these as a bearer token"
+        None,
+        "if given, requests must carry one of these as a bearer token "
+        f"[default: {VARIABLE} of the environment]",
     )
     max_body_bytes: int = option(
         16 * 2**20, "largest request body; a larger one is answered with 413"

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import httpx
 
+from draftsmith.api_key import bearer
 from draftsmith.distill.config import GenerateConfig
 from draftsmith.distill.generate.prompts import Prompt
 from draftsmith.distill.generate.ways import way_of
@@ -106,12 +107,11 @@ class ServerWriter:
         pause_s: float = FIRST_PAUSE_S,
     ):
         self.config, self.tokenizer, self.pause_s = config, tokenizer, pause_s
-        headers = {} if config.api_key is None else {"authorization": f"Bearer {config.api_key}"}
         self.base = (config.url or "").rstrip("/").removesuffix("/v1")
         limits = httpx.Limits(max_connections=config.batch)
         self.http = httpx.Client(
             base_url=self.base,
-            headers=headers,
+            headers=bearer(config.api_key),
             timeout=TIMEOUT_S,
             limits=limits,
             transport=transport,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from draftsmith.api_key import API_KEY_HELP
 from draftsmith.config import option
 from draftsmith.drafters.config import TRUST_HELP
 
@@ -51,7 +52,7 @@ class ObserveConfig:
         choices=("none", "tokens", "logprobs"),
     )
     top_logprobs: int = option(20, "how many with --enrich logprobs; vLLM --max-logprobs bounds it")
-    api_key: str | None = option(None, "bearer token of the proxy's own requests to that server")
+    api_key: str | None = option(None, f"of the proxy's own requests: {API_KEY_HELP}")
     defaults: DefaultSampling = option(
         help="sampling of requests that name none", factory=DefaultSampling
     )

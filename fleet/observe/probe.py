@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 
+from draftsmith.api_key import bearer
 from draftsmith.fleet.observe.answers import events
 from draftsmith.fleet.observe.endpoints import ENDPOINTS, Endpoint
 from draftsmith.fleet.observe.enrich import BROUGHT, Editing, Enrichment, Form, Restoring
@@ -135,7 +136,5 @@ def masked(data: bytes, is_stream: bool) -> bytes:
 
 
 def client(url: str, api_key: str | None) -> httpx.Client:
-    headers = {"accept-encoding": "identity"}
-    if api_key is not None:
-        headers["authorization"] = f"Bearer {api_key}"
+    headers = {"accept-encoding": "identity"} | bearer(api_key)
     return httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S)

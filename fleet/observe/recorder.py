@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from draftsmith.api_key import bearer
 from draftsmith.fleet.observe.answers import Answer, read_answer
 from draftsmith.fleet.observe.config import ObserveConfig
 from draftsmith.fleet.observe.counters import Counters
@@ -122,7 +123,7 @@ class Models:
 
     def __init__(self, url: str, name: str | None, *, api_key: str | None = None):
         self.url, self.name = url, name
-        self.headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        self.headers = bearer(api_key)
         self._listed: dict[str, bool] = {}  # True: the target
         self._read_s = -AGAIN_S
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import httpx
 
+from draftsmith.api_key import bearer
 from draftsmith.errors import UserError
 from draftsmith.kept_connections import send
 
@@ -75,13 +76,16 @@ class AuditClient:
         concurrency: int,
         transport: httpx.BaseTransport | None = None,
     ) -> AuditClient:
-        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         base = url.rstrip("/").removesuffix("/v1")
         # For requests that must be in flight at once.
         connections = max(concurrency, LEAST_CONNECTIONS)
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
         http = httpx.Client(
-            base_url=base, headers=headers, timeout=timeout_s, limits=limits, transport=transport
+            base_url=base,
+            headers=bearer(api_key),
+            timeout=timeout_s,
+            limits=limits,
+            transport=transport,
         )
         try:
             listed = http.get("/v1/models").raise_for_status().json()["data"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from draftsmith.api_key import API_KEY_HELP
 from draftsmith.config import option
 from draftsmith.drafters.config import TRUST_HELP
 from draftsmith.serve.config import K_ALSO
@@ -29,7 +30,7 @@ class AuditConfig:
     compare_model: str | None = option(
         None, "model name there; default: the first one that it lists"
     )
-    api_key: str | None = option(None, "bearer token")
+    api_key: str | None = option(None, API_KEY_HELP)
     target: str | None = option(
         None,
         "take the distribution from this model, run here; default: from the server's own logprobs "

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from draftsmith.api_key import bearer
 from draftsmith.errors import UserError
 from draftsmith.kept_connections import send_async
 from draftsmith.serve.bench.prompts import Prompt
@@ -61,9 +62,8 @@ class PassResult:
 
 class Client:
     def __init__(self, url: str, *, api_key: str | None, timeout_s: float):
-        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self.http = httpx.AsyncClient(
-            base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=timeout_s
+            base_url=url.rstrip("/").removesuffix("/v1"), headers=bearer(api_key), timeout=timeout_s
         )
 
     async def model(self) -> str:

@@ -59,7 +59,11 @@ def run(config: BenchConfig) -> int:
             server = (
                 nullcontext(config.url)
                 if config.url is not None
-                else started(server_arguments(config, tree), timeout_s=config.timeout_s)
+                else started(
+                    server_arguments(config, tree),
+                    timeout_s=config.timeout_s,
+                    api_key=config.api_key,
+                )
             )
             urls[tree] = servers.enter_context(server)
         cases, cost = asyncio.run(measure(config, urls, prompts))
@@ -208,8 +212,6 @@ def server_arguments(config: BenchConfig, tree: str = CHAIN) -> list[str]:
         ]
     if config.max_length is not None:
         arguments += ["--max-length", str(config.max_length)]
-    if config.api_key is not None:
-        arguments += ["--api-key", config.api_key]
     return arguments
 
 

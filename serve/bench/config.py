@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from draftsmith.api_key import API_KEY_HELP
 from draftsmith.config import option
 from draftsmith.serve.config import K_ALSO, ServedPair
 
@@ -61,7 +62,7 @@ class BenchConfig(ServedPair):
     )
     repeats: int = option(3, "passes over the prompts, modes taking turns")
     model: str | None = option(None, "model name; default: the first one that the server lists")
-    api_key: str | None = option(None, "bearer token")
+    api_key: str | None = option(None, API_KEY_HELP)
     seed: int = option(
         0, "of the built-in prompts and of the times between requests; sent with no request"
     )

@@ -13,18 +13,19 @@ from pathlib import Path
 
 import httpx
 
+from draftsmith.api_key import with_key
 from draftsmith.errors import UserError
 
 
 @contextmanager
-def started(arguments: list[str], *, timeout_s: float) -> Iterator[str]:
+def started(arguments: list[str], *, timeout_s: float, api_key: str | None = None) -> Iterator[str]:
     """`draftsmith serve ARGUMENTS` on a free port; yields its URL and stops it afterwards."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "log", "wb+") as log:
         command = [sys.executable, "-m", "draftsmith.cli", "serve", *arguments, "--port", str(port)]
-        process = subprocess.Popen(command, stdout=log, stderr=log)
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=with_key(api_key))
         try:
             url = f"http://127.0.0.1:{port}"
             _wait(process, url, Path(folder) / "log", timeout_s)

@@ -14,6 +14,7 @@ from typing import TextIO
 
 import httpx
 
+from draftsmith.api_key import bearer
 from draftsmith.errors import UserError
 from draftsmith.serve.dashboard.config import TopConfig
 from draftsmith.serve.dashboard.top_screen import (
@@ -35,9 +36,10 @@ OWN_SCREEN, BACK = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 def run(config: TopConfig) -> int:
     if config.every_s <= 0:
         raise UserError(f"every_s is {config.every_s}; it must be above 0")
-    headers = {} if config.api_key is None else {"authorization": f"Bearer {config.api_key}"}
     with httpx.Client(
-        base_url=config.url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=10
+        base_url=config.url.rstrip("/").removesuffix("/v1"),
+        headers=bearer(config.api_key),
+        timeout=10,
     ) as http:
         feed = Feed(http, config.url)
         feed.refresh()  # an error is printed before the screen is taken

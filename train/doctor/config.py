@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from draftsmith.api_key import API_KEY_HELP
 from draftsmith.config import option
 from draftsmith.drafters.config import Pair
 
@@ -28,5 +29,5 @@ class DoctorConfig(Pair):
     seconds: float = option(
         0.0, "watch the server for so long; 0: all it has done since it started"
     )
-    api_key: str | None = option(None, "bearer token for that server")
+    api_key: str | None = option(None, API_KEY_HELP)
     json: bool = option(False, "print the findings as JSON")

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from draftsmith.api_key import bearer
 from draftsmith.errors import UserError
 from draftsmith.metrics_text import Scrape, parse
 from draftsmith.train.doctor.drafting import check_drafting
@@ -21,9 +22,8 @@ MUCH_SEEDED = 0.1  # of the tokens
 def check_server(url: str, *, seconds: float = 0.0, api_key: str | None = None) -> list[Finding]:
     """All findings of the server at `url`, about the next `seconds` or, when that is 0, about all
     it has done."""
-    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
     with httpx.Client(
-        base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=30
+        base_url=url.rstrip("/").removesuffix("/v1"), headers=bearer(api_key), timeout=30
     ) as http:
         try:
             findings = [check_health(http), check_model(http)]

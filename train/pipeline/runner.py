@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -114,7 +114,7 @@ def run_stage(stage: Stage, record: Record, out: Path, lock: int) -> None:
     one, begun_s = record.stages[stage.name], time.monotonic()
     log = out / "logs" / f"{stage.name}.log"
     log.parent.mkdir(exist_ok=True)
-    status, last = run_process(stage.process(), log, lock)
+    status, last = run_process(stage.process(), stage.environment(), log, lock)
     one.seconds += time.monotonic() - begun_s
     one.status = status
     one.finished = time.time() if status == 0 else None
@@ -129,17 +129,18 @@ def run_stage(stage: Stage, record: Record, out: Path, lock: int) -> None:
     )
 
 
-def run_process(command: list[str], log: Path, lock: int) -> tuple[int, str]:
+def run_process(
+    command: list[str], environment: Mapping[str, str], log: Path, lock: int
+) -> tuple[int, str]:
     """Status and last line of a process whose output is shown and kept in `log`. A pipe, so that a
     process whose run was killed ends when it prints next."""
-    # As a user would see it: Python holds back what it prints into a pipe.
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         pass_fds=(lock,),
-        env=environment,
+        # As a user would see it: Python holds back what it prints into a pipe.
+        env={**environment, "PYTHONUNBUFFERED": "1"},
     )
     note_holder(lock, process.pid)
     last = b""

@@ -9,19 +9,21 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
+from draftsmith.api_key import with_key
 from draftsmith.config import build
 from draftsmith.errors import UserError
 from draftsmith.train.pipeline.kinds import Kind, check_ends, kind_of
 from draftsmith.train.pipeline.names import names_in, substitute
 from draftsmith.train.pipeline.recipe import Recipe, RecipeStage
 
-# Options whose values are neither printed nor recorded.
+# Options whose values are neither printed nor recorded, nor words of a command line, which every
+# user of a machine may list.
 SECRETS = ("api_key",)
 
 
@@ -51,25 +53,30 @@ class Stage:
     def kind(self) -> Kind:
         return kind_of(self.command)
 
-    def words(self, *, secrets: bool = True) -> list[str]:
-        """Arguments of `draftsmith`; without `secrets` those are masked."""
+    def words(self) -> list[str]:
+        """Arguments of `draftsmith`; secrets are masked."""
         given = [self.options[name] for name in self.positional if name in self.options]
         first = [
             str(one) for value in given for one in (value if isinstance(value, list) else [value])
         ]
         named = {name: value for name, value in self.options.items() if name not in self.positional}
-        if not secrets:
-            named = {name: "***" if name in SECRETS else value for name, value in named.items()}
+        named = {name: "***" if name in SECRETS else value for name, value in named.items()}
         return [self.command, *first, *assignments(named)]
 
     def process(self) -> list[str]:
-        """The program and its arguments."""
+        """The program and its arguments, which are without secrets."""
         first = [program(self.launch[0]), *self.launch[1:]] if self.launch else [sys.executable]
-        return [*first, "-m", "draftsmith.cli", *self.words()]
+        options = {name: value for name, value in self.options.items() if name not in SECRETS}
+        return [*first, "-m", "draftsmith.cli", *replace(self, options=options).words()]
+
+    def environment(self) -> dict[str, str]:
+        """Environment of the process, which has the secrets."""
+        key = self.options.get("api_key")
+        return with_key(None if key is None else str(key))
 
     def shown(self) -> str:
         launch = [*self.launch, "-m", "draftsmith.cli"] if self.launch else ["draftsmith"]
-        return shlex.join([*launch, *self.words(secrets=False)])
+        return shlex.join([*launch, *self.words()])
 
 
 def assignments(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

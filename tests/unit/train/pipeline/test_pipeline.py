@@ -27,6 +27,7 @@ SHIPPED = sorted((Path(__file__).parents[4] / "recipes" / "pipelines").glob("*.y
 STAND_IN = """#!/bin/sh
 for word; do case "$word" in out=*) out="${word#out=}";; esac; done
 echo "$3 $(basename "$out")" >>calls
+echo "$DRAFTSMITH_API_KEY: $*" >>words
 if [ -e broken ]; then echo "draftsmith: error: no room; make some" >&2; exit 2; fi
 case "$out" in
 *.json) echo '{"evaluation": [{"temperature": 1.0, "k": 2, "mbsu": 1.25, "alpha": [{"value": 0.5}, null],
@@ -234,12 +235,16 @@ def test_a_run_beside_another_is_refused(start: Start, capsys: pytest.CaptureFix
     assert start() == 0
 
 
-def test_a_key_is_neither_printed_nor_recorded(
+def test_a_key_is_neither_printed_nor_recorded_nor_listed(
     start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert start("data.url=http://h", "data.api_key=sesame") == 0
     assert "sesame" not in capsys.readouterr().out
     assert "sesame" not in Path("o/run.json").read_text()
+    # Nor is it a word of a process, which every user of the machine may list.
+    data, *others = Path("words").read_text().splitlines()
+    assert data.startswith("sesame: ") and "sesame" not in data.removeprefix("sesame: ")
+    assert "url=http://h" in data and not any("sesame" in line for line in others)
 
 
 def test_a_folder_of_versions_stands_for_its_live_draft(tmp_path: Path) -> None:
