@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,14 @@ import yaml
 from draftsmith.errors import UserError
 
 T = TypeVar("T")
-KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+KINDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    dict: "a mapping",
+}
+DAY, TRUTH = "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:bool"
 
 
 def option(
@@ -43,12 +51,31 @@ def field_types(cls: type) -> dict[str, Any]:
     return {name: hint for name, hint in hints.items() if name in names}
 
 
+class YamlLoader(yaml.SafeLoader):
+    """YAML where days, and on, off, yes and no, are text: a folder may be named by a day, and some
+    options are on or off."""
+
+
+YamlLoader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in known if tag not in (DAY, TRUTH)]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+YamlLoader.add_implicit_resolver(
+    TRUTH, re.compile("^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+
+
+def parse_yaml(text: str) -> Any:
+    """Raises `yaml.YAMLError`."""
+    return yaml.load(text, Loader=YamlLoader)
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not path.is_file():
         raise UserError(f"recipe {str(path)!r} does not exist; give the path of a YAML file")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        values = parse_yaml(path.read_text(encoding="utf-8")) or {}
     except yaml.YAMLError as error:
         raise UserError(
             f"recipe {str(path)!r} is not valid YAML ({str(error).splitlines()[0]}); mend that line"
@@ -68,7 +95,7 @@ def parse_override(text: str) -> dict[str, Any]:
             f"override {text!r} is not of the form key=value; write for example train.steps=200"
         )
     try:
-        nested: Any = yaml.safe_load(value) if value else ""
+        nested: Any = parse_yaml(value) if value else ""
     except yaml.YAMLError as error:
         raise UserError(
             f"override {text!r} has a value that is not valid YAML; quote it, for example "
@@ -174,9 +201,9 @@ def _scalar(value: Any, wanted: Any, name: str) -> Any:
         if (
             wanted is bool
             and isinstance(value, str)
-            and value.lower() in ("true", "false", "yes", "no", "1", "0")
+            and value.lower() in ("true", "false", "yes", "no", "on", "off", "1", "0")
         ):
-            return value.lower() in ("true", "yes", "1")
+            return value.lower() in ("true", "yes", "on", "1")
         if wanted is float and not isinstance(value, bool):
             return float(value)
         if wanted is int and not isinstance(value, bool) and float(value) == int(float(value)):

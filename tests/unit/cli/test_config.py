@@ -149,6 +149,15 @@ def test_a_broken_recipe_is_one_sentence(tmp_path: Path, text: str, wanted: str)
     assert wanted in refusal("a", "--target", "t", recipe(tmp_path, text))
 
 
+def test_days_and_switches_are_text_but_for_options_that_are_true_or_false(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("target: 2026-11-23\noptim: {schedule: constant}\nlearn: on\n")
+    found = resolve("a", str(recipe))
+    assert (found.target, found.learn) == ("2026-11-23", True)
+    assert configuration.parse_override("thinking=off") == {"thinking": "off"}
+    assert resolve("a", str(recipe), "learn=off", "target=yes").target == "yes"
+
+
 def test_merge_changes_neither_input() -> None:
     base, over = {"optim": {"lr": 1, "schedule": "cosine"}}, {"optim": {"lr": 2}}
     assert configuration.merge(base, over) == {"optim": {"lr": 2, "schedule": "cosine"}}
