@@ -64,7 +64,7 @@ class Daemon:
         self.saves = StateFolder(self.root)
         throttle.look_up = lambda: self.guarded(self.look_up)
         self.forgotten: frozenset[str] = frozenset()
-        self.saved_s = self.retained_s = self.active_s = time.monotonic()
+        self.saved_s = self.retained_s = time.monotonic()
         self._restore()
         self.saved_cursor = dict(self.reader.cursor)
 
@@ -96,10 +96,12 @@ class Daemon:
             )
 
     def loop(self, stop: threading.Event) -> None:
-        self.active_s = time.monotonic()
-        while not stop.is_set() and not self.is_done() and not self.is_outdated:
+        active_s = looked_s = time.monotonic()
+        while not stop.is_set() and not self.is_done(looked_s - active_s) and not self.is_outdated:
+            # What comes while a cycle runs is for the next one to find.
+            looked_s = time.monotonic()
             if self.guarded(self.cycle):
-                self.active_s = time.monotonic()
+                active_s = time.monotonic()
             else:
                 stop.wait(self.config.poll_s)
         is_over = self.config.until_idle_s is not None and not self.is_outdated
@@ -143,13 +145,14 @@ class Daemon:
         self.show()
         return not any(one.log.waiting for one in self.tracks.values())
 
-    def is_done(self) -> bool:
+    def is_done(self, idle_s: float) -> bool:
+        """`idle_s`: from the last work to the last look."""
         if self.source.is_new:
             return False
-        limit, idle_s = self.config.max_updates, self.config.until_idle_s
+        limit, until_s = self.config.max_updates, self.config.until_idle_s
         if limit is not None and self.counters.updates >= limit:
             return True
-        return idle_s is not None and time.monotonic() - self.active_s > idle_s
+        return until_s is not None and idle_s > until_s
 
     def guarded(self, work: Callable[[], object]) -> bool:
         """Runs `work`; a full disk or an unreachable buffer is reported and waited out."""
