@@ -32,6 +32,7 @@ class TokenSequence(NamedTuple):
     # number of its first token among all of the folder's; -1 for a text that is in none
     token_index: int = -1
     folder: int = 0  # number of the data folder among several
+    temperature: float | None = None  # that it was written at, in a folder of several
 
 
 class Sequences(torch.utils.data.Dataset):
@@ -56,7 +57,11 @@ class Sequences(torch.utils.data.Dataset):
         loss_mask[: pieces.fresh[piece]] = False
         input_ids = torch.from_numpy(row["input_ids"][part].astype(np.int64))
         return TokenSequence(
-            pieces.names[piece], input_ids, loss_mask, int(pieces.token_index[piece])
+            pieces.names[piece],
+            input_ids,
+            loss_mask,
+            int(pieces.token_index[piece]),
+            temperature=pieces.temperatures[piece],
         )
 
     def __getitems__(self, batch: list[list[int]]) -> list[list[TokenSequence]]:
@@ -164,7 +169,7 @@ def open_rows(folder: Path) -> Any:
     """The folder's rows as a `datasets.Dataset` of the columns that training reads."""
     rows = load_rows(folder)
     return rows.select_columns(
-        [name for name in (*REQUIRED, "name", "split") if name in rows.column_names]
+        [name for name in (*REQUIRED, "name", "split", "temperature") if name in rows.column_names]
     )
 
 

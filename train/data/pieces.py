@@ -37,6 +37,7 @@ class Pieces:
         self.max_length, self.split = max_length, split
         self.names: list[str] = []
         self.splits: list[str | None] = []
+        self.temperatures: list[float | None] = []
         self.lowest, self.highest, self.num_long, self.num_tokens = 0, -1, 0, 0
         found: list[np.ndarray] = [np.zeros((0, 6), dtype=np.int64)]
         first_row = 0
@@ -57,9 +58,9 @@ class Pieces:
             self.highest = max(self.highest, int(ids.values.max()))
         self.num_long += int((ids.lengths > self.max_length).sum())
         before = np.concatenate([[0], mask.values.astype(bool).cumsum()])
-        known = table["name"].to_pylist() if "name" in table.column_names else [None] * len(table)
-        splits = (
-            table["split"].to_pylist() if "split" in table.column_names else [None] * len(table)
+        known, splits, temperatures = (
+            table[name].to_pylist() if name in table.column_names else [None] * len(table)
+            for name in ("name", "split", "temperature")
         )
         found = []
         for at, size in enumerate(ids.lengths.tolist()):
@@ -79,6 +80,7 @@ class Pieces:
                 )
                 self.names.append(known[at] or _prompt_name(ids.row(at), mask.row(at)))
                 self.splits.append(splits[at])
+                self.temperatures.append(temperatures[at])
         self.num_tokens += len(ids.values)
         return np.array(found, dtype=np.int64).reshape(-1, 6)
 

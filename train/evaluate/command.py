@@ -192,12 +192,15 @@ def texts_at(
     sequences: list[TokenSequence],
 ) -> dict[str, list[TokenSequence]]:
     """The target's own texts at this temperature, by the path of the folder of their prompts:
-    what a folder holds where it was written so, else new answers."""
+    those that were written so, else new answers."""
     texts = {}
     for number, (folder, corpus) in enumerate(zip(mixture.folders, mixture.corpora)):
-        own = [sequence for sequence in sequences if sequence.folder == number]
-        if own and temperature_of(corpus.provenance, target) != temperature:
-            own = answer_again(config, temperature, target, own)
+        asked = [one for one in sequences if one.folder == number]
+        known = [temperature_of(one, corpus.provenance, target) == temperature for one in asked]
+        own = [one for one, is_own in zip(asked, known) if is_own]
+        others = [one for one, is_own in zip(asked, known) if not is_own]
+        if others:
+            own += answer_again(config, temperature, target, others)
         if own:
             texts[folder.path] = own
     return texts

@@ -7,6 +7,7 @@ emitted the text are counted in expectation. B rows, L tokens per row, S depths,
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
@@ -89,12 +90,17 @@ class Evaluation:
         }
 
 
-def temperature_of(provenance: dict[str, Any], target: Target) -> float | None:
-    """The temperature whose distribution the text of this data follows exactly; None for filtered
-    samples, for several temperatures and for another target's."""
+def temperature_of(text: TokenSequence, provenance: dict[str, Any], target: Target) -> float | None:
+    """The temperature whose distribution a text of this data follows exactly; None for filtered
+    samples and for another target's."""
     temperature = provenance.get("temperature")
     if isinstance(temperature, list):
-        return None
+        # Stored in fewer digits.
+        own = text.temperature
+        alike = [
+            one for one in temperature if own is not None and math.isclose(one, own, rel_tol=1e-6)
+        ]
+        temperature = alike[0] if alike else None
     unfiltered = provenance.get("top_k") == 0 and provenance.get("top_p") == 1
     if provenance.get("target_revision") != target.revision or not (unfiltered or temperature == 0):
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -131,6 +132,35 @@ def test_several_folders_are_measured_together_and_each(
     assert own[data]["tokens"] == 122 and 0 < own[greedy]["tokens"] <= 32
     assert found["tokens"] == own[data]["tokens"] + own[greedy]["tokens"]
     assert found["rounds"] == pytest.approx(own[data]["rounds"] + own[greedy]["rounds"])
+
+
+def test_texts_of_a_folder_of_several_temperatures_are_kept_at_their_own(
+    target, draft, write_data, tmp_path, capsys
+):
+    rows = []
+    for n, temperature in enumerate([0.7, 1.0, 0.7, 1.0]):
+        (answer,) = target.answer(
+            [PROMPTS[n]], max_new_tokens=12, temperature=temperature, ignore_eos=True
+        )
+        rows.append(
+            {
+                "name": f"{n}",
+                "input_ids": PROMPTS[n] + answer,
+                "loss_mask": [0] * 4 + [1] * 12,
+                "temperature": float(np.float32(temperature)),
+            }
+        )
+    provenance = {
+        "target_revision": target.revision, "temperature": [0.7, 1.0], "top_k": 0, "top_p": 1.0,
+    }  # fmt: skip
+    folder = str(write_data(rows, name="several", provenance=provenance))
+    out = tmp_path / "figures.json"
+    evaluate(
+        capsys, target, draft, folder, "--temperature", "0.7", "1", "--held-out", "1",
+        "--max-tokens", "1", "--out", str(out),
+    )  # fmt: skip
+    # Two of 12 tokens are the folder's own, and two of one token are new answers.
+    assert [one["tokens"] for one in read_json(out)["evaluation"]] == [26, 26]
 
 
 def test_trees_are_measured_beside_the_chain(target, data, tmp_path, capsys):
