@@ -98,7 +98,9 @@ class Mixture:
 
     def part(self, share: float) -> Mixture:
         """Mixture of this share of each folder's training prompts; what is held out stays."""
-        return Mixture(self.folders, [share_of(corpus, share) for corpus in self.corpora])
+        corpora = [share_of(corpus, share) for corpus in self.corpora]
+        _check_weights(self.folders, corpora)
+        return Mixture(self.folders, corpora)
 
     def token_counts(self, vocab_size: int) -> torch.Tensor:
         """[V] how often the target wrote each token in an epoch of the training part."""
@@ -173,13 +175,17 @@ def read_mixture(
         corpora.append(corpus)
     if len(corpora) > 1:
         corpora = _without_held_out(folders, corpora)
+    _check_weights(folders, corpora)
+    return Mixture(folders, corpora)
+
+
+def _check_weights(folders: Sequence[Folder], corpora: Sequence[Corpus]) -> None:
     for folder, corpus in zip(folders, corpora):
         if 0 < len(corpus.train) * folder.weight < 1:
             raise UserError(
                 f"option 'data' gives {folder.path!r} the weight {folder.weight:g}, less than one "
                 f"of its {len(corpus.train)} texts per epoch; raise it"
             )
-    return Mixture(folders, corpora)
 
 
 def _without_held_out(folders: Sequence[Folder], corpora: Sequence[Corpus]) -> list[Corpus]:

@@ -94,6 +94,11 @@ def test_folders_that_give_nothing_are_refused(read, target):
         read_mixture((), target, max_length=100, held_out_share=0.0)
 
 
+def test_a_share_without_a_text_per_epoch_is_refused(read):
+    with pytest.raises(UserError, match="less than one of its 4 texts per epoch; raise it"):
+        read(rows("a", 16, 7), weights="0.1").part(0.25)
+
+
 def test_a_folder_whose_prompts_are_all_held_out_elsewhere_is_refused(read):
     held_out = rows("p", 4, 7, split="held-out")
     with pytest.raises(UserError, match=r"every prompt of .*data1' is held out in another folder"):
