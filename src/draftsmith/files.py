@@ -10,7 +10,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,11 @@ def read_json(path: str | Path, what: str = "file") -> Any:
 
 def signature(folder: str | Path, pattern: str) -> Signature:
     """Names, sizes and change times of the files that match, so that changed content is noticed
-    without reading it; empty where there is no such folder."""
-    states = [(path, path.stat()) for path in sorted(Path(folder).glob(pattern))]
+    without reading it; empty where there is no such folder. Links to nothing, and files that go
+    meanwhile, are none."""
+    states = []
+    for path in sorted(Path(folder).glob(pattern)):
+        with suppress(FileNotFoundError):
+            states.append((path, path.stat()))
     # Not the time of modification, which a copy may bring along.
     return [(str(path), state.st_size, state.st_ctime_ns) for path, state in states]

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import glob
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from draftsmith.files import Signature, plain, signature
+from draftsmith.train.data.folders import folders_of
 from draftsmith.train.pipeline.kinds import INPUTS
 from draftsmith.train.pipeline.stage import SECRETS, Stage, assignments
 
-WEIGHT = re.compile(r":[0-9.]+$")  # of a data folder in a mixture
 Made = dict[str, dict[str, Any]]
 
 
@@ -25,7 +24,10 @@ def made_of(stage: Stage, results: Mapping[str, float]) -> Made:
         "options": dict(one.split("=", 1) for one in assignments(options))
         | {"command": " ".join([*stage.launch, stage.command])},
         "stages": {name: results.get(name) for name in stage.needs},
-        "files": {name: plain(_state(Path(name))) for name in _paths(stage.recorded)},
+        "files": {
+            path: plain(_state(Path(path), INPUTS[option]))
+            for option, path in _paths(stage.recorded)
+        },
     }
 
 
@@ -42,8 +44,8 @@ def difference(now: Made, then: Made) -> str | None:
     return None
 
 
-def _paths(value: Any, name: str = "") -> Iterator[str]:
-    """Files and folders outside the pipeline that options of `INPUTS` name."""
+def _paths(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """(option, path) of files and folders outside the pipeline that options of `INPUTS` name."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _paths(item, key)
@@ -51,12 +53,12 @@ def _paths(value: Any, name: str = "") -> Iterator[str]:
         for item in value:
             yield from _paths(item, name)
     elif isinstance(value, str) and name in INPUTS and "${" not in value:
-        folder = WEIGHT.sub("", value)
-        if Path(folder).exists():
-            yield folder
+        path = folders_of(value)[0].path if name == "data" else value
+        if Path(path).exists():
+            yield name, path
 
 
-def _state(path: Path) -> Signature:
+def _state(path: Path, pattern: str) -> Signature:
     if path.is_dir():
-        return signature(path, "**/*")
+        return signature(path, pattern)
     return signature(path.parent, glob.escape(path.name))

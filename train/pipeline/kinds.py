@@ -28,8 +28,12 @@ KINDS: Mapping[str, Kind] = {
     "distill": Kind("versions", goes_on=True, ends_by=("until_idle_s", "max_updates")),
     "export": Kind("out"),
 }
-# Options, or last parts of nested ones, whose files and folders a stage is made from.
-INPUTS = ("target", "prompts", "data", "draft", "init", "buffer", "deepspeed")
+# Options, or last parts of nested ones, whose files and folders a stage is made from, and which
+# files of a folder those are.
+INPUTS: Mapping[str, str] = {
+    **dict.fromkeys(("target", "prompts", "data", "draft", "init", "deepspeed", "recipe"), "**/*"),
+    "buffer": "**/*",
+}
 
 
 def kind_of(command: str) -> Kind:

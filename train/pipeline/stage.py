@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from draftsmith.api_key import with_key
-from draftsmith.config import build
+from draftsmith.config import build, parse_yaml
 from draftsmith.errors import UserError
 from draftsmith.train.pipeline.kinds import Kind, check_ends, kind_of
 from draftsmith.train.pipeline.names import names_in, substitute
@@ -92,7 +92,7 @@ def _written(value: Any) -> str:
     """YAML of one line that is read as `value` again."""
     if isinstance(value, str) and value.strip() == value:
         try:
-            if value and yaml.safe_load(value) == value:
+            if value and parse_yaml(value) == value:
                 return value
         except yaml.YAMLError:
             pass
@@ -130,7 +130,7 @@ def _resolved(
     result = None if kind.result is None else out / f"{one.name}{kind.suffix}"
     if kind.result is not None:
         options |= {kind.result: str(result)}
-    launch = tuple(shlex.split(substitute(one.launch or "", recipe.settings)))
+    launch = _words_of(str(substitute(one.launch or "", recipe.settings)))
     check_options(one.command, options, options_of(one.command), launch)
     positional = (
         field.name
@@ -139,6 +139,13 @@ def _resolved(
     )
     needs = tuple(dict.fromkeys(name for name in names_in(one.options) if name in results))
     return Stage(one.name, one.command, launch, options, recorded, needs, tuple(positional), result)
+
+
+def _words_of(launch: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(launch))
+    except ValueError as error:
+        raise UserError(f"launch is {launch!r} ({error}); mend its quotes") from error
 
 
 def _check_order(one: RecipeStage, recipe: Recipe, results: Mapping[str, str]) -> None:

@@ -19,8 +19,9 @@ from draftsmith.drafters.checkpoint import locate
 from draftsmith.drafters.published.versions import CURRENT
 from draftsmith.errors import UserError
 from draftsmith.run_command import options_of
+from draftsmith.train.pipeline.changes import difference, made_of
 from draftsmith.train.pipeline.recipe import read_recipe
-from draftsmith.train.pipeline.stage import resolve
+from draftsmith.train.pipeline.stage import Stage, resolve
 
 SHIPPED = sorted((Path(__file__).parents[4] / "recipes" / "pipelines").glob("*.yaml"))
 # Appends its stage to `calls`, makes the result, and fails where a file `broken` lies.
@@ -118,6 +119,9 @@ def test_there_are_the_published_pipelines() -> None:
         ("count: 8", "count: 8, out: x", "option 'out' is given, and a pipeline decides it"),
         ("launch: ./stand-in", "lunch: ./stand-in", "unknown option 'lunch'; did you mean 'launch'?"),
         ("launch: ./stand-in", "launch: ./nothing", "launcher './nothing' is not installed"),
+        ("launch: ./stand-in", "launch: ./stand-in 'x", "launch is \"./stand-in 'x\" (No closing quotation); mend"),
+        ("launch: ./stand-in", "launch: ${steps}", "launcher '2' is not installed"),
+        ('prompts: "${prompts}", count: 8}', 'prompts: "${prompts}", count: 8}\n    options:', "stage 'data': option 'options' is None; it must be a mapping"),
         ("stages:", "stage:", "unknown option 'stage'; did you mean 'stages'?"),
         ("command: train", "command: train\n    recipe: r.yaml", "stage 'draft': recipe 'r.yaml' does not exist"),
     ],
@@ -196,6 +200,18 @@ def test_finished_stages_are_kept_until_what_they_are_made_of_changes(
     os.rename("o", "p")
     again = ["run", "recipe.yaml", "--out", "p", "--set", "target=T", "steps=3", "figures.k=4"]
     assert main(again) == 0 and calls() == []
+
+
+@pytest.mark.parametrize("weight", ["", ":2", ":5e-1"])
+def test_changes_of_files_are_noticed(weight: str, tmp_path: Path) -> None:
+    (tmp_path / "D").mkdir()
+    (tmp_path / "D" / "gone").symlink_to("nowhere")
+    options = {"data": [f"{tmp_path}/D{weight}"], "target": "t"}
+    stage = Stage("x", "train", (), options, options, (), (), None)
+    before = made_of(stage, {})
+    assert list(before["files"]) == [f"{tmp_path}/D"]
+    (tmp_path / "D" / "part-00000.parquet").touch()
+    assert difference(made_of(stage, {}), before) == f"{tmp_path}/D changed"
 
 
 def test_a_failed_stage_is_resumed_where_it_stopped(
