@@ -32,7 +32,7 @@ KINDS: Mapping[str, Kind] = {
 # files of a folder those are.
 INPUTS: Mapping[str, str] = {
     **dict.fromkeys(("target", "prompts", "data", "draft", "init", "deepspeed", "recipe"), "**/*"),
-    "buffer": "**/*",
+    "buffer": "*.parquet",  # not the marks that a reader leaves there
 }
 
 

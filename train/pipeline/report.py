@@ -5,12 +5,12 @@ tau of `eval` is the paper's block efficiency: committed tokens per target pass.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from draftsmith.drafters.published import versions
 from draftsmith.files import read_json, write_text
 from draftsmith.progress import duration
 from draftsmith.train.pipeline.record import Record
@@ -113,9 +113,7 @@ def decisions(stages: Sequence[Stage]) -> list[str]:
     rows = []
     for stage in stages:
         assert stage.result is not None
-        log = stage.result / "decisions.jsonl"
-        lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
-        counts = Counter(json.loads(line)["decision"] for line in lines)
+        counts = Counter(one["decision"] for one in versions.read_decisions(stage.result))
         rows.append((stage.name, ", ".join(f"{name} {n}" for name, n in counts.items()) or "none"))
     shown = table(("stage", "decisions"), rows)
     return ["## Learning", "", *shown] if shown else []

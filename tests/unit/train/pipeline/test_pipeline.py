@@ -26,7 +26,7 @@ from draftsmith.train.pipeline.stage import Stage, resolve
 SHIPPED = sorted((Path(__file__).parents[4] / "recipes" / "pipelines").glob("*.yaml"))
 # Appends its stage to `calls`, makes the result, and fails where a file `broken` lies.
 STAND_IN = """#!/bin/sh
-for word; do case "$word" in out=*) out="${word#out=}";; esac; done
+for word; do case "$word" in out=*) out="${word#out=}";; versions=*) out="${word#versions=}";; esac; done
 echo "$3 $(basename "$out")" >>calls
 echo "$DRAFTSMITH_API_KEY: $*" >>words
 if [ -e broken ]; then echo "draftsmith: error: no room; make some" >&2; exit 2; fi
@@ -34,6 +34,10 @@ case "$out" in
 *.json) echo '{"evaluation": [{"temperature": 1.0, "k": 2, "mbsu": 1.25, "alpha": [{"value": 0.5}, null],
   "tau": {"value": 1.75, "low": 1.5, "high": 2.0}}]}' >"$out";;
 *) mkdir -p "$out"; echo made >>"$out/made";;
+esac
+case "$*" in *buffer=*)
+  date +%N >b/reader-1.json
+  printf '{"decision": "accept"}\n{"decision": "hold"}\n{"deci' >"$out/decisions.jsonl";;
 esac
 """
 RECIPE = """
@@ -200,6 +204,21 @@ def test_finished_stages_are_kept_until_what_they_are_made_of_changes(
     os.rename("o", "p")
     again = ["run", "recipe.yaml", "--out", "p", "--set", "target=T", "steps=3", "figures.k=4"]
     assert main(again) == 0 and calls() == []
+
+
+def test_a_learner_goes_on_when_traffic_came_and_is_kept_otherwise(start: Start) -> None:
+    Path("b").mkdir()
+    learner = """
+  - {name: learn, command: distill, launch: ./stand-in,
+     options: {target: T, draft: d, buffer: b, until_idle_s: 1}}
+"""
+    Path("recipe.yaml").write_text(f"settings: {{target: null}}\nstages:{learner}")
+    assert start() == 0 and calls() == ["learn"]
+    # Neither its own marks nor a line that a kill cut short are anything.
+    assert "| learn | accept 1, hold 1 |" in Path("o/report.md").read_text()
+    assert start() == 0 and calls() == []
+    Path("b/1-w-1.parquet").touch()
+    assert start() == 0 and calls() == ["learn"] and not Path("o/replaced").exists()
 
 
 @pytest.mark.parametrize("weight", ["", ":2", ":5e-1"])
