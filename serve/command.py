@@ -23,7 +23,7 @@ from draftsmith.errors import UserError
 from draftsmith.record import Sink
 from draftsmith.serve.app import create_app
 from draftsmith.serve.config import ServeConfig
-from draftsmith.serve.config_checks import check_engine, check_serve
+from draftsmith.serve.config_checks import check
 from draftsmith.serve.dashboard.learning import Learning
 from draftsmith.serve.dashboard.live_text import TextView
 from draftsmith.serve.dashboard.page import Dashboard
@@ -31,7 +31,6 @@ from draftsmith.serve.dashboard.samples import History
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.loop import EngineLoop
-from draftsmith.serve.engine.trees import configured_tree
 from draftsmith.serve.http.limits import ServerLimits
 from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.speculation_report import Level
@@ -116,14 +115,6 @@ def serve_target(
         adapters=adapters,
     )
     serve(config, engine, listener, serving=draft.number, sink=sink)
-
-
-def check(config: ServeConfig) -> None:
-    """Refuse what cannot be served, before anything is loaded."""
-    check_serve(config)
-    engine = config.engine()
-    check_engine(engine)
-    configured_tree(engine)
 
 
 def bind(host: str, port: int) -> socket.socket:

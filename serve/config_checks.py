@@ -17,6 +17,7 @@ from draftsmith.config import (
 )
 from draftsmith.drafters.adapters.names import named_folders
 from draftsmith.drafters.config import check_draft_options
+from draftsmith.drafters.tree_shape import SampledShape, SampledTree, TreeShape, parse_tree
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig, ServeConfig
 from draftsmith.serve.control.control import MAX_K
@@ -69,6 +70,42 @@ def check_engine(config: EngineConfig) -> None:
             f"verification is {config.verification!r} together with synthetic_acceptance, which "
             "verifies no draft; leave one of them out"
         )
+
+
+def configured_tree(config: EngineConfig) -> TreeShape | None:
+    if config.tree is None:
+        return None
+    if config.verification != "chain":
+        raise UserError(
+            f"verification is {config.verification!r}, which judges chains, together with a tree; "
+            "leave one of them out"
+        )
+    if config.synthetic_acceptance is not None:
+        raise UserError(
+            "synthetic_acceptance is given, which keeps drafts of a chain, together with a tree; "
+            "leave one of them out"
+        )
+    shape = parse_tree(config.tree)
+    if config.test_misreport is not None and not draws_nodes(shape):
+        raise UserError(
+            f"test_misreport is {config.test_misreport!r} with the tree {config.tree!r}, whose "
+            "drafts are not drawn and have no "
+            "q to make wrong; give a tree 'sampled' or 'auto', or leave the tree out"
+        )
+    return shape
+
+
+def draws_nodes(shape: TreeShape) -> bool:
+    """True for shapes whose nodes are drawn where a request is sampled."""
+    return isinstance(shape, (SampledTree, SampledShape))
+
+
+def check(config: ServeConfig) -> None:
+    """Refuses what cannot be served, before anything is loaded."""
+    check_serve(config)
+    engine = config.engine()
+    check_engine(engine)
+    configured_tree(engine)
 
 
 def check_serve(config: ServeConfig) -> None:

@@ -16,6 +16,7 @@ from draftsmith.serve.cache.memory import BlockPlan, most_tapped, most_unread, p
 from draftsmith.serve.cache.prefix import PrefixCache
 from draftsmith.serve.cache.states import caches, check_states
 from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.config_checks import configured_tree
 from draftsmith.serve.control.auto import AutoControl
 from draftsmith.serve.control.control import Control, FixedControl, ScheduledControl, parse_schedule
 from draftsmith.serve.control.stopping import LONGEST, SHORTEST, Stopping
@@ -29,7 +30,6 @@ from draftsmith.serve.engine.propose import Proposer
 from draftsmith.serve.engine.recorder import Recorder
 from draftsmith.serve.engine.runner import BlockTables, make_runner
 from draftsmith.serve.engine.scheduler import Scheduler
-from draftsmith.serve.engine.trees import configured_tree
 from draftsmith.serve.engine.verify import chain_rule, rule_name
 from draftsmith.serve.requests.input_processor import InputProcessor
 from draftsmith.serve.requests.route import LIVE

@@ -14,42 +14,11 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.drafters.interface import Proposal
-from draftsmith.drafters.tree_shape import SampledShape, SampledTree, TreeShape, parse_tree
 from draftsmith.drafters.trees.layout import TreePass, TreeSpan, tree_pass, tried
-from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.verify.draft_tree import MAX_NODES, DraftTree
-from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.round import PassOutput, RoundProposal, RoundTree
 from draftsmith.serve.engine.scheduler import Row
-
-
-def configured_tree(config: EngineConfig) -> TreeShape | None:
-    if config.tree is None:
-        return None
-    if config.verification != "chain":
-        raise UserError(
-            f"verification is {config.verification!r}, which judges chains, together with a tree; "
-            "leave one of them out"
-        )
-    if config.synthetic_acceptance is not None:
-        raise UserError(
-            "synthetic_acceptance is given, which keeps drafts of a chain, together with a tree; "
-            "leave one of them out"
-        )
-    shape = parse_tree(config.tree)
-    if config.test_misreport is not None and not draws_nodes(shape):
-        raise UserError(
-            f"test_misreport is {config.test_misreport!r} with the tree {config.tree!r}, whose "
-            "drafts are not drawn and have no "
-            "q to make wrong; give a tree 'sampled' or 'auto', or leave the tree out"
-        )
-    return shape
-
-
-def draws_nodes(shape: TreeShape) -> bool:
-    """True for shapes whose nodes are drawn where a request is sampled."""
-    return isinstance(shape, (SampledTree, SampledShape))
 
 
 def lay_out(rows: Sequence[Row], tree: RoundTree, device: torch.device) -> TreePass:

@@ -7,18 +7,21 @@ from draftsmith.serve.config import ServeConfig
 
 
 def run(config: ServeConfig) -> int:
+    from draftsmith.serve.config_checks import check
+    from draftsmith.serve.launch import launch, must_launch
+
+    if must_launch(config):
+        # Its processes load the server, this one does not.
+        check(config)
+        return launch(config)
+
     from draftsmith.distill.buffer.buffer import BufferWriter, Screen
     from draftsmith.distill.buffer.record_table import tokens_only
     from draftsmith.distill.buffer.redaction import Redactor, load_hook, mask_of
     from draftsmith.drafters.target.target import Target
     from draftsmith.record import Sink
-    from draftsmith.serve.command import check
     from draftsmith.serve.command import run as serve
-    from draftsmith.serve.launch import launch, must_launch
 
-    if must_launch(config):
-        check(config)
-        return launch(config)
     hook = None if config.redact is None else load_hook(config.redact)
 
     def make_sink(config: ServeConfig, target: Target) -> Sink:

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from draftsmith import serve_command
 from draftsmith.cli import COMMANDS, load, main
 from draftsmith.drafters.checkpoint import save
 from draftsmith.drafters.config import TRUST_HELP
@@ -145,8 +146,12 @@ def test_processes_that_share_a_target_are_started_with_it(monkeypatch):
         return lambda *arguments: started.append(yaml.safe_load(Path(arguments[-1]).read_text()))
 
     monkeypatch.setattr(launch, "elastic_launch", elastic_launch)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    # The process that starts them loads no server.
+    monkeypatch.setitem(sys.modules, "draftsmith.serve.command", None)
     for trust in (False, True):
-        launch.launch(ServeConfig(target="x", tensor_parallel=2, trust_remote_code=trust))
+        config = ServeConfig(target="x", tensor_parallel=2, trust_remote_code=trust)
+        assert serve_command.run(config) == 0
     assert [recipe["trust_remote_code"] for recipe in started] == [False, True]
 
 
