@@ -6,8 +6,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from draftsmith.config import to_dict
 from draftsmith.errors import UserError
@@ -87,6 +90,21 @@ class RunFolder:
             keep_until(self.metrics, newest.step)
             self._drop_unfinished()
         write_json(self.training / "run.json", to_dict(config))
+
+    def keep_data(self, lengths: np.ndarray) -> None:
+        """Records the texts of the run, by their lengths [N]: the batches are a function of these.
+        A `UserError` for a run that would go on with others."""
+        path = self.training / "data.json"
+        texts = {"sequences": len(lengths), "tokens": int(lengths.sum())}
+        data = texts | {"lengths_crc": zlib.crc32(lengths.astype(np.int64).tobytes())}
+        before = read_json(path, "record of the data") if path.is_file() else data
+        if self.newest() is not None and before != data:
+            raise UserError(
+                f"out {str(self.out)!r} holds a run on other texts ({before['sequences']} of "
+                f"{before['tokens']} tokens, now {len(lengths)} of {texts['tokens']}); give the "
+                "same data, another --out, or --no-resume"
+            )
+        write_json(path, data)
 
     def _drop_unfinished(self) -> None:
         """Removes what a kill cut short. The Trainer would count it among its newest checkpoints

@@ -236,6 +236,7 @@ def open_folder(config: TrainConfig, placement: Placement, trainer: DraftTrainer
     folder = RunFolder(config.out)
     if placement.rank == 0:
         folder.open(config)
+        folder.keep_data(trainer.sequences.lengths)
     trainer.accelerator.wait_for_everyone()
     newest = folder.newest()
     if newest is None:
