@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,21 @@ class Publisher:
         self.root, self.target = Path(root), target
         if versions.latest(self.root) is None:
             self._publish_first(draft)
-        self.reload()
+        try:
+            self.reload()
+        except UserError as error:
+            if self._has_whole_version():
+                raise
+            logger.warning("%s; none is whole, so the starting draft is published again", error)
+            self._publish_first(draft)
+            self.reload()
+
+    def _has_whole_version(self) -> bool:
+        for version in versions.versions(self.root):
+            with suppress(UserError):
+                versions.open_version(self.root, version)
+                return True
+        return False
 
     def reload(self) -> None:
         """Loads the version that `current` names now."""

@@ -92,6 +92,20 @@ def test_the_floor_is_the_first_version_that_is_whole_and_made_for_this_target(
     )
 
 
+def test_a_store_without_a_whole_version_begins_again_with_the_draft(
+    made: Callable[..., Publisher], target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root, draft = made(target.revision, target.revision).root, str(tmp_path / "draft")
+    shutil.copytree(versions.folder_of(root, 1), draft)
+    for version in (1, 2):
+        (versions.folder_of(root, version) / "model.safetensors").write_bytes(b"torn")
+    publisher = Publisher(root, draft, target)
+    assert publisher.version == versions.latest(root) == 3 and publisher.parent is None
+    assert (
+        "version 2 is corrupt" in caplog.text and "the starting draft is published" in caplog.text
+    )
+
+
 def test_versions_that_are_needed_are_not_pruned(
     made: Callable[..., Publisher], target: Target
 ) -> None:
