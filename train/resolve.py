@@ -27,9 +27,6 @@ CONTINUABLE = {
 }  # fmt: skip
 
 
-# Their drafts' own attention is what training unrolls.
-
-
 def drafter_options(config: TrainConfig) -> DrafterOptions:
     """The options of the chosen family; options given for another one are an error, not ignored."""
     given = config.by_family()

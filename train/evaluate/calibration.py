@@ -6,12 +6,9 @@ drawn token: the same mean with less noise.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
-
-if TYPE_CHECKING:
-    pass
 
 BINS = 10  # of equal width
 
