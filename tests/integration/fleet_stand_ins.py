@@ -188,9 +188,10 @@ class Engine:
         await beside.start()
 
         async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            found = await self.answer(json.loads(await reader.readline()))
-            writer.write(json.dumps(found).encode() + b"\n")
-            await writer.drain()
+            if line := await reader.readline():
+                found = await self.answer(json.loads(line))
+                writer.write(json.dumps(found).encode() + b"\n")
+                await writer.drain()
             writer.close()
 
         with suppress(FileNotFoundError):
@@ -293,6 +294,12 @@ def end_with(parent: int) -> None:
     os._exit(1)
 
 
+def listens(address: str) -> bool:
+    """True for an engine that answers; a killed one leaves its socket."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        return connection.connect_ex(address) == 0
+
+
 def ask(address: str, body: dict[str, Any]) -> dict[str, Any] | None:
     """Answer of an engine, None where it was not whole."""
     with socket.socket(socket.AF_UNIX) as connection:
@@ -318,6 +325,9 @@ def main() -> None:
     import draftsmith.fleet.wire.writer  # noqa: F401
     import tests.unit.fleet.publish.test_mirror
     import tests.unit.fleet.recording.stand_ins  # noqa: F401
+
+    with suppress(ImportError):  # for a bucket, where there is one
+        import s3fs  # noqa: F401
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -7,18 +7,20 @@ from __future__ import annotations
 import random
 import time
 import uuid
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from draftsmith.drafters.published import versions
+from draftsmith.fleet.store.errors import StoreError
 from draftsmith.fleet.store.store import VersionStore
 from scripts.bench.fleet import survived
 from scripts.bench.fleet.kills import PLANTED, Answer, Fleet, Kill, Storm, converged
 from scripts.bench.fleet.loop import recorded
-from scripts.bench.fleet.places import FolderPlace
+from scripts.bench.fleet.places import FolderPlace, Place
 from scripts.bench.fleet.supervisor import Part, wait_for_end
-from tests.integration.fleet_stand_ins import NAMES, Nursery, answer_to, ask
+from tests.integration.fleet_stand_ins import NAMES, Nursery, answer_to, ask, listens
 
 ENGINES = ("engine-1", "engine-2")
 TOKENS = 24
@@ -51,8 +53,8 @@ class Asked:
         )
 
 
-def fleet_of(folder: Path, nursery: Nursery) -> Fleet:
-    place, learned = FolderPlace(folder), folder / "learned"
+def fleet_of(folder: Path, nursery: Nursery, place: Place) -> Fleet:
+    learned = folder / "learned"
     learned.mkdir()
     store, buffer = place.url("store"), place.url("buffer")
     starts: dict[str, tuple[Any, ...]] = {
@@ -67,7 +69,7 @@ def fleet_of(folder: Path, nursery: Nursery) -> Fleet:
         name: Part(
             name,
             partial(nursery.start, *words),
-            (lambda name=name: name not in ENGINES or (folder / name).is_socket()),
+            (lambda name=name: name not in ENGINES or listens(str(folder / name))),
         )
         for name, words in starts.items()
     }
@@ -80,9 +82,14 @@ def fleet_of(folder: Path, nursery: Nursery) -> Fleet:
 def test_a_storm_of_kills_loses_nothing_finished_and_all_come_to_one_version(
     tmp_path: Path,
 ) -> None:
+    check_storm(tmp_path, FolderPlace(tmp_path))
+
+
+def check_storm(tmp_path: Path, place: Place) -> None:
     nursery = Nursery(tmp_path / "log.txt")
-    fleet = fleet_of(tmp_path, nursery)
+    fleet = fleet_of(tmp_path, nursery, place)
     try:
+        until(lambda: all(fleet.parts[name].up for name in ENGINES))
         storm = Storm(
             fleet, questions=len(QUESTIONS), clients=3, seed=1, pause_s=0.4, away_s=0.6,
             patience_s=PATIENCE_S,
@@ -90,6 +97,7 @@ def test_a_storm_of_kills_loses_nothing_finished_and_all_come_to_one_version(
         until(lambda: all(storm.log.reported.get(name) for name in ENGINES))
         until(lambda: len(storm.log.answers) > 30)
         storm.strike(KILLS, plant_after=4)
+        until(lambda: storm.answered() == set(ENGINES))
         until(storm.planted_is_refused)
         until(lambda: fleet.store.current_or_none() != PLANTED)
         storm.end_traffic()
@@ -97,11 +105,7 @@ def test_a_storm_of_kills_loses_nothing_finished_and_all_come_to_one_version(
         seconds = converged(fleet, PATIENCE_S)
         storm.end()
         verified = versions.versions(fleet.learned)
-        digests = {
-            (str(one), fleet.store.manifest(one)["files"]["vllm/model.safetensors"]["sha256"])
-            for one in verified
-            if one in fleet.store.versions()
-        }
+        digests = digests_of(fleet.store, verified)
     finally:
         for part in fleet.parts.values():
             part.stop()
@@ -111,8 +115,13 @@ def test_a_storm_of_kills_loses_nothing_finished_and_all_come_to_one_version(
     records = recorded(fleet.place.url("buffer"), len(storm.log.answers), patience_s=0.0)
     unflushed_s = UNFLUSHED_S + 2 * max(0.0, survived.behind(storm.log, records))
     found = survived.texts(storm.log, records, unflushed_s)
-    print(found, storm.log.failed, seconds, unflushed_s, log[-3000:])
+    failed = survived.failures(storm.log)
+    print(found, failed, seconds, unflushed_s, log[-3000:])
     assert seconds is not None
+    assert [one.kill for one in storm.log.struck] == KILLS
+    assert all(one.has_hit and one.back_s is not None for one in storm.log.struck)
+    # Two servers were killed under three clients.
+    assert failed["failed"] > 0 and failed["failed_elsewhere"] == []
     assert found["changed"] == found["lost_elsewhere"] == []
     assert found["recorded"] > 50 and found["oldest_lost_s"] <= unflushed_s
     expected = {number: answer_to(prompt, TOKENS) for number, prompt in enumerate(QUESTIONS)}
@@ -121,10 +130,22 @@ def test_a_storm_of_kills_loses_nothing_finished_and_all_come_to_one_version(
     seen = survived.versions_of(storm.log, records, verified)
     assert seen["unverified"] == [] and len(seen["reported"]) > 1
     nothing = [one for one in fleet.ask.served if not one[0]]  # type: ignore[attr-defined]
-    assert fleet.ask.served - set(nothing) <= digests  # type: ignore[attr-defined]
+    served = fleet.ask.served - set(nothing)  # type: ignore[attr-defined]
+    assert served and served <= digests
     assert {part.name for part in fleet.parts.values() if part.starts > 1} >= {
         "learner", "publisher", *ENGINES,
     }  # fmt: skip
+
+
+def digests_of(store: VersionStore, verified: list[int]) -> set[tuple[str, str]]:
+    """Digests by version, of those that are whole in the store: a publisher was killed, and what it
+    had half uploaded may not be live any more."""
+    found = set()
+    for version in set(verified) & set(store.versions()):
+        with suppress(StoreError):
+            mark = store.manifest(version)["files"]["vllm/model.safetensors"]
+            found.add((str(version), mark["sha256"]))
+    return found
 
 
 def until(holds: Any) -> None:

@@ -126,6 +126,15 @@ def running() -> dict[int, tuple[int, str]]:
     return found
 
 
+def is_running(pid: int) -> bool:
+    """True for a process that has not ended."""
+    try:
+        _, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+    except OSError:
+        return False
+    return rest.split()[0] not in ("Z", "X")
+
+
 def descendants(pid: int) -> dict[int, str]:
     """Command lines of all processes below `pid`."""
     everything, found, below = running(), {}, {pid}

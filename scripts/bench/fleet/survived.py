@@ -7,7 +7,17 @@ from typing import Any, NamedTuple
 
 from draftsmith.distill.buffer.traffic import is_whole, stitch
 from draftsmith.record import RoundRecord, hashed_answer
-from scripts.bench.fleet.kills import STORE, WRITER, Answer, Log, Struck
+from scripts.bench.fleet.kills import (
+    CORE,
+    SERVER,
+    STORE,
+    WRITER,
+    Answer,
+    Failure,
+    Log,
+    Struck,
+    last_return_s,
+)
 
 Records = Mapping[str, Sequence[RoundRecord]]
 
@@ -87,6 +97,31 @@ def texts(log: Log, records: Records, unflushed_s: float) -> dict[str, Any]:
         "oldest_lost_s": max(ages, default=0.0),
         "lost_elsewhere": [one.id for one in elsewhere],
     }
+
+
+def failures(log: Log) -> dict[str, Any]:
+    """Requests without a whole answer, and those among them whose engine was up all the time."""
+    down = [
+        (one.kill.engine, one.at_s, one.back_s or float("inf"))
+        for one in log.struck
+        if one.kill.what in (SERVER, CORE)
+    ]
+
+    def is_explained(failure: Failure) -> bool:
+        return any(
+            failure.engine == engine and failure.begun_s <= back_s and failure.ended_s >= at_s
+            for engine, at_s, back_s in down
+        )
+
+    elsewhere = [list(one) for one in log.failed if not is_explained(one)]
+    return {"failed": len(log.failed), "failed_elsewhere": elsewhere}
+
+
+def served_after(log: Log, engines: Sequence[str]) -> dict[str, int]:
+    """Answers by engine that were begun after everything was back."""
+    last_s = last_return_s(log.struck)
+    late = [one.engine for one in log.answers if one.begun_s > last_s]
+    return {engine: late.count(engine) for engine in engines}
 
 
 def greedy(log: Log, expected: Mapping[int, Sequence[int]]) -> dict[str, int]:

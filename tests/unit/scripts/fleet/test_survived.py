@@ -5,8 +5,16 @@ from __future__ import annotations
 import dataclasses
 
 from draftsmith.record import RoundRecord, hashed
-from scripts.bench.fleet.kills import TURNS, Answer, Kill, Log, Struck, planned
-from scripts.bench.fleet.survived import behind, greedy, texts, versions_of, windows
+from scripts.bench.fleet.kills import TURNS, Answer, Failure, Kill, Log, Struck, planned
+from scripts.bench.fleet.survived import (
+    behind,
+    failures,
+    greedy,
+    served_after,
+    texts,
+    versions_of,
+    windows,
+)
 
 ROUND = RoundRecord(
     "", 0, "", "t", "rev", "1", 103.0, 1.0, 0, 1.0, 0.0, 2, [5, 6], [7, 8, 9], 1, [7, 3], 3, last=True
@@ -52,6 +60,25 @@ def test_versions_that_do_not_verify_are_named() -> None:
     log = Log(reported={"a": {1, 2}, "b": {900}}, refused={"a": {900}})
     found = versions_of(log, records_of("kept"), [1, 2])
     assert found == {"reported": [1, 2, 900], "unverified": [900], "refused": {"a": [900]}}
+
+
+def test_only_a_killed_engine_explains_a_failed_request() -> None:
+    struck = [Struck(Kill("server", "a"), 10.0, 20.0), Struck(Kill("writer", "b"), 10.0, 11.0)]
+    failed = [
+        Failure("a", 9.0, 10.1), Failure("a", 19.0, 25.0), Failure("a", 20.5, 21.0),
+        Failure("a", 8.0, 9.0), Failure("b", 10.0, 10.5),
+    ]  # fmt: skip
+    found = failures(Log(struck=struck, failed=failed))
+    assert found["failed"] == 5
+    assert found["failed_elsewhere"] == [list(one) for one in failed[2:]]
+
+
+def test_answers_after_the_storm_are_those_begun_when_all_was_back() -> None:
+    log = Log(struck=[Struck(Kill("core", "a"), 10.0, 20.0), Struck(Kill("store"), 12.0, 15.0)])
+    log.answers = [answer("x", "a", 21.5), answer("y", "b", 20.5)]
+    assert served_after(log, ["a", "b"]) == {"a": 1, "b": 0}
+    log.struck.append(Struck(Kill("core", "b"), 16.0))
+    assert served_after(log, ["a", "b"]) == {"a": 0, "b": 0}
 
 
 def test_kills_are_of_every_kind_and_spread_over_engines() -> None:
