@@ -17,6 +17,7 @@ import torch
 from draftsmith.distill import command as daemon
 from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig
+from draftsmith.distill.live_version import LiveVersion
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.options import DraftLmOptions
@@ -209,7 +210,7 @@ def test_rounds_of_earlier_weights_are_texts_and_no_evidence(
     """A server that is late goes on under the weights before."""
     late = Target.load(site.folder)
     site.serve(8)
-    cycle, changed = daemon.Daemon.cycle, []
+    cycle, changed, evidence = daemon.Daemon.cycle, [], []
 
     def change_then_cycle(self: daemon.Daemon) -> bool:
         if not changed and self.shared.fresh:
@@ -223,9 +224,10 @@ def test_rounds_of_earlier_weights_are_texts_and_no_evidence(
         return cycle(self)
 
     monkeypatch.setattr(daemon.Daemon, "cycle", change_then_cycle)
+    monkeypatch.setattr(LiveVersion, "look_for_drift", lambda self, text: evidence.append(text))
     daemon.run(site.config)
     status = json.loads((Path(site.config.versions) / "status.json").read_text())
-    assert status["earlier"] > 0 == status["foreign"]
+    assert status["earlier"] > 0 == status["foreign"] and len(evidence) == 8
     assert status["texts"] + status["window"] == 18 and status["live"] is None
 
 

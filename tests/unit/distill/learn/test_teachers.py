@@ -114,8 +114,8 @@ def moved(record: RoundRecord) -> RoundRecord:
     return replace(record, p=[*record.p[1:], record.p[0]])
 
 
-def distribution(width: int) -> Distribution:
-    top = top_probs(torch.linspace(3, 0, 288)[None], width)
+def distribution(width: int, *, likeliest: int = 0) -> Distribution:
+    top = top_probs(torch.linspace(3, 0, 288)[None].roll(likeliest, dims=1), width)
     return Distribution(top.ids[0].tolist(), top.logprobs[0].tolist(), float(top.tail[0]))
 
 
@@ -153,11 +153,11 @@ def test_a_narrow_distribution_among_wide_ones_keeps_its_tail(
 ) -> None:
     """What fills it up must not be taken for token 0."""
     teacher, config = RecordedTeacher(outline), LearnConfig(teacher="recorded", unroll=ONE_STEP)
-    record = round_of([distribution(4), distribution(64)], accepted=2, committed=2, drafted=2)
     row = Row([5, 6, 7, 7], np.array([0, 0, 1, 0], dtype=np.float32))
-    losses = []
-    for end in (1, 2):
-        batch = teacher.batch([LearningRow(row, [Span(record, 0, end)])])
+    narrow, losses = distribution(4, likeliest=9), []
+    for p in ([narrow], [narrow, distribution(64)]):
+        record = round_of(p, accepted=len(p), committed=len(p), drafted=len(p))
+        batch = teacher.batch([LearningRow(row, [Span(record, 0, len(p))])])
         changed = replace(config, divergence="reverse-kl")
         losses.append(gradient(Learner(bigram(288), outline, changed, seed=0), batch))
     assert losses[0][0] == losses[1][0] and torch.equal(losses[0][1], losses[1][1])

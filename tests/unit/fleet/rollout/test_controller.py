@@ -306,6 +306,12 @@ def test_an_operators_choice_ends_the_rollout_also_while_records_are_read(
     controller = fleet.controller()
     controller.offer(8)
     controller.texts = texts
+    # Its records alone would withdraw it.
+    begun, trial = store.rollout(), StageTrial()
+    trial.look({f"{number}": -0.3 for number in range(60)}, drop=CONFIG.drop)
+    verdict = trial.verdict(CONFIG)
+    assert begun is not None and verdict is not None and not verdict.is_good
+    store.put_rollout(dataclasses.replace(begun, trial=trial.to_dict()))
     fleet.now_s += 10 * SWITCH_S
     controller.step()
     one = store.rollout()
