@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -217,7 +218,7 @@ def engine(name: str, address: str, versions: str, buffer: str, cache: str) -> N
     asyncio.run(made.serve(address))
 
 
-def learner(root: str, every_s: float) -> None:
+def learner(root: str, every_s: str) -> None:
     from draftsmith.distill.lock import learner_lock
     from draftsmith.drafters.published import versions
 
@@ -231,7 +232,7 @@ def learner(root: str, every_s: float) -> None:
             versions.publish(
                 root, save, family="fake", target={}, parent=parent, data_range={}, gate={}
             )
-            time.sleep(every_s)
+            time.sleep(float(every_s))
 
 
 def publisher(root: str, url: str) -> None:
@@ -342,6 +343,8 @@ def main() -> None:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             try:
                 ROLES[role](*arguments)  # type: ignore[operator]
+            except Exception:
+                traceback.print_exc()
             finally:
                 os._exit(1)
         print(pid, flush=True)
