@@ -8,12 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from draftsmith.config import build
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.serve.config import EngineConfig, ServeConfig
+from draftsmith.serve.config import EngineConfig, ServeConfig, ServedSpeculation
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.sampling.params import SamplingParams
@@ -116,19 +117,20 @@ def test_a_requests_own_k_is_a_cap_of_the_controls_choice(
     "given, k, adaptive", [({}, 4, False), ({"k": "7"}, 7, False), ({"k": "auto"}, 8, True)]
 )
 def test_k_on_the_command_line(given: dict[str, str], k: int, adaptive: bool) -> None:
-    config = ServeConfig(target="t", **given).engine()
+    config = build(ServeConfig, {"target": "t"} | given).engine_config()
     assert (config.k, config.adaptive) == (k, adaptive)
 
 
 def test_a_schedule_on_the_command_line_says_the_most_too() -> None:
-    config = ServeConfig(target="t", k_schedule="1:5,8:3,32:0").engine()
+    speculation = ServedSpeculation(k_schedule="1:5,8:3,32:0")
+    config = ServeConfig(target="t", speculation=speculation).engine_config()
     assert config.k == 5 and config.k_schedule == "1:5,8:3,32:0"
 
 
 @pytest.mark.parametrize("k", ["many", "-1", "1.5", ""])
 def test_a_k_that_is_no_number_is_refused(k: str) -> None:
     with pytest.raises(UserError, match="auto"):
-        ServeConfig(target="t", k=k).engine()
+        ServeConfig(target="t", speculation=ServedSpeculation(k=k)).engine_config()
 
 
 def test_k_auto_grows_whole_trees_or_none(target: Target) -> None:
