@@ -76,7 +76,14 @@ class GenerateConfig:
     taps: tuple[int, ...] | None = option(
         None, "raw layer ids to store [default: those an eagle3 draft reads]"
     )
-    batch: int = option(16, "answers written (or asked for) at once; the most that a kill can cost")
+    batch: int = option(
+        16, "answers written (or asked for) at once; a kill costs at most twice as many"
+    )
+    memory_gib: float | None = option(
+        None,
+        "most memory for keys and values; default: what the batch needs, at most 80 % of what a "
+        "GPU has free, 2 GiB on a CPU",
+    )
     shard: int = option(512, "answers a file")
     dtype: str = option("auto", "of the target's weights", choices=DTYPES)
     device: str = option("auto", "auto, cpu, cuda or cuda:N")

@@ -40,6 +40,7 @@ LIMITS: LimitsTable = {
         "held_out": Limits(0, 1, "[]"),
         "top_logprobs": NOT_NEGATIVE,
         "batch": AT_LEAST_1,
+        "memory_gib": POSITIVE,
         "shard": AT_LEAST_1,
     },
     LearnConfig: {

@@ -1,8 +1,8 @@
 """Dataset folder that `generate` fills: Parquet shards and a provenance record. A kill loses
 nothing that was finished.
 
-Shard n holds the prompts `n * size .. (n + 1) * size - 1`. Until it is complete, each batch of
-answers is a file of its own (`.batch-...`); the last one turns them into `part-....parquet` by one
+Shard n holds the prompts `n * size .. (n + 1) * size - 1`. Until it is complete, some answers at a
+time are a file of their own (`.batch-...`); the last one turns them into `part-....parquet` by one
 rename.
 """
 
@@ -127,6 +127,42 @@ class AnswerFolder:
         self.provenance |= {"complete": True, "answers": self.total, "tokens": tokens}
         files.write_json(self.path / PROVENANCE, self.provenance)
         return self.provenance
+
+
+class Arrivals:
+    """Rows of a folder in the order in which they are finished, written at least `size` at a time,
+    and where they complete a shard."""
+
+    def __init__(self, folder: AnswerFolder, size: int):
+        self.folder, self.size = folder, size
+        self.rows: dict[int, list[dict[str, Any]]] = {}  # by shard
+        self.left: dict[int, int] = {}
+
+    def unanswered(self) -> list[int]:
+        """Indices of the prompts that have no row yet; joins the shards that have all."""
+        found = []
+        for shard in range(self.folder.num_shards):
+            done = self.folder.done(shard)
+            left = [index for index in self.folder.prompts_of(shard) if index not in done]
+            self.left[shard] = len(left)
+            found += left
+            if not left:
+                self.folder.finish(shard)
+        return found
+
+    def add(self, row: dict[str, Any]) -> None:
+        shard = row["index"] // self.folder.size
+        self.rows.setdefault(shard, []).append(row)
+        self.left[shard] -= 1
+        if self.left[shard] == 0:
+            self.folder.add(shard, self.rows.pop(shard))
+            self.folder.finish(shard)
+        elif sum(map(len, self.rows.values())) >= self.size:
+            self.write()
+
+    def write(self) -> None:
+        while self.rows:
+            self.folder.add(*self.rows.popitem())
 
 
 def _num_rows(path: Path) -> int:

@@ -7,7 +7,8 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -16,15 +17,17 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.distill.config import GenerateConfig
 from draftsmith.distill.generate import prompts as prompt_source
-from draftsmith.distill.generate.answers import AnswerFolder
+from draftsmith.distill.generate.answers import AnswerFolder, Arrivals
 from draftsmith.distill.generate.prompts import Prompt
 from draftsmith.distill.generate.stored_states import check_cost, layout_of, store_taps
 from draftsmith.distill.generate.ways import columns_of, recorded, temperatures
 from draftsmith.distill.generate.writers import (
+    Answers,
     GivenWriter,
     ServerWriter,
     TargetWriter,
     Writer,
+    Written,
     seed_of,
 )
 from draftsmith.distill.limits import check_numbers
@@ -57,7 +60,11 @@ class Reference(NamedTuple):
         return self.target
 
 
-def run(config: GenerateConfig) -> int:
+# (target, options, tokens of the longest prompt and its answer) -> its answers
+NewAnswers = Callable[[Target, GenerateConfig, int], Answers]
+
+
+def run(config: GenerateConfig, new_answers: NewAnswers) -> int:
     check(config)
     reference = open_reference(config)
     found = prompt_source.load(config, reference.tokenizer, eos_token_ids=reference.eos_token_ids)
@@ -73,7 +80,8 @@ def run(config: GenerateConfig) -> int:
     if config.store_taps is not None:
         layout = layout_of(config, reference.loaded())
         check_cost(config.out, reference.loaded(), layout, most_tokens(config, prompts))
-    writer, origin = new_writer(config, reference)
+    longest = max(len(prompt.ids) for prompt in prompts) + room
+    writer, origin = new_writer(config, reference, new_answers, longest)
     folder = AnswerFolder(
         config.out,
         total=len(prompts),
@@ -122,7 +130,9 @@ def open_reference(config: GenerateConfig) -> Reference:
     return Reference(load_tokenizer(config.target, trust_remote_code=trust), limit, (), None, None)
 
 
-def new_writer(config: GenerateConfig, reference: Reference) -> tuple[Writer, dict[str, Any]]:
+def new_writer(
+    config: GenerateConfig, reference: Reference, new_answers: NewAnswers, longest: int
+) -> tuple[Writer, dict[str, Any]]:
     """Writer of the answers, and its entries in the provenance beyond those of the target's own
     answers."""
     if config.keep_answers:
@@ -137,7 +147,7 @@ def new_writer(config: GenerateConfig, reference: Reference) -> tuple[Writer, di
     if config.url is not None:
         writer = ServerWriter(config, reference.tokenizer)
         return writer, {"answered_by": f"server of {writer.model}"}
-    return TargetWriter(reference.loaded(), config), {}
+    return TargetWriter(new_answers(reference.loaded(), config, longest), config), {}
 
 
 def most_tokens(config: GenerateConfig, prompts: list[Prompt]) -> int:
@@ -154,61 +164,39 @@ def answer_all(
     prompts: list[Prompt],
     folder: AnswerFolder,
 ) -> None:
-    done = sum(len(folder.done(shard)) for shard in range(folder.num_shards))
+    arrivals = Arrivals(folder, config.batch)
+    left = arrivals.unanswered()
+    done = len(prompts) - len(left)
     progress = Progress("generate", len(prompts), unit="answers", start=done)
     begun_s, tokens = time.monotonic(), 0
-    for shard in range(folder.num_shards):
-        for batch in batches_left(folder, shard, prompts, config.batch):
-            rows = answer_batch(config, writer, target, prompts, batch)
-            folder.add(shard, rows)
-            done += len(rows)
-            tokens += sum(sum(row["loss_mask"]) for row in rows)
-            progress.update(done, f"{tokens / (time.monotonic() - begun_s):.0f} tok/s")
-        folder.finish(shard)
+    seeds = [seed_of(config.seed, index) for index in left]
+    with closing(writer.write([prompts[index] for index in left], seeds)) as texts:
+        try:
+            for number, written in texts:
+                index = left[number]
+                arrivals.add(row_of(config, target, index, prompts[index], written))
+                done += 1
+                tokens += sum(written.mask)
+                progress.update(done, f"{tokens / (time.monotonic() - begun_s):.0f} tok/s")
+        finally:
+            arrivals.write()  # after an interrupt too
     progress.close()
 
 
-def batches_left(
-    folder: AnswerFolder, shard: int, prompts: list[Prompt], size: int
-) -> list[list[int]]:
-    """Prompt indices of the batches that are not on disk, prompts of one temperature and of like
-    length together."""
-    order = sorted(folder.prompts_of(shard), key=lambda index: likeness(prompts[index]))
-    batches = [order[begin : begin + size] for begin in range(0, len(order), size)]
-    done = folder.done(shard)
-    left = [[index for index in batch if index not in done] for batch in batches]
-    return [batch for batch in left if batch]
-
-
-def likeness(prompt: Prompt) -> tuple[float, int]:
-    return (0.0 if prompt.way is None else prompt.way.temperature, len(prompt.ids))
-
-
-def answer_batch(
-    config: GenerateConfig,
-    writer: Writer,
-    target: Target | None,
-    prompts: list[Prompt],
-    batch: list[int],
-) -> list[dict[str, Any]]:
-    written = writer.write(
-        [prompts[index] for index in batch], [seed_of(config.seed, index) for index in batch]
-    )
-    rows = []
-    for index, (ids, mask) in zip(batch, written, strict=True):
-        prompt = prompts[index]
-        row = {
-            "index": index,
-            "name": prompt.name,
-            "split": "held-out" if prompt.held_out else "train",
-            "input_ids": ids,
-            "loss_mask": mask,
-            **recorded(config, prompt.way),
-        }
-        rows.append(
-            row if target is None else row | distributions(target, ids, mask, config.top_logprobs)
-        )
-    return rows
+def row_of(
+    config: GenerateConfig, target: Target | None, index: int, prompt: Prompt, written: Written
+) -> dict[str, Any]:
+    row = {
+        "index": index,
+        "name": prompt.name,
+        "split": "held-out" if prompt.held_out else "train",
+        "input_ids": written.ids,
+        "loss_mask": written.mask,
+        **recorded(config, prompt.way),
+    }
+    if target is None:
+        return row
+    return row | distributions(target, written.ids, written.mask, config.top_logprobs)
 
 
 def distributions(

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple, Protocol
 
 import httpx
@@ -15,7 +15,6 @@ from draftsmith.api_key import bearer
 from draftsmith.distill.config import GenerateConfig
 from draftsmith.distill.generate.prompts import Prompt
 from draftsmith.distill.generate.ways import way_of
-from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 
 
@@ -24,42 +23,47 @@ class Written(NamedTuple):
     mask: list[int]  # 1 = a token of the answer
 
 
+# Texts, each with the number of its prompt, in the order in which answers end.
+Texts = Generator[tuple[int, Written], None, None]
+
+
 class Writer(Protocol):
-    def write(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Written]:
-        """Writes the answers of a batch; `seeds` are of the prompts."""
+    def write(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Texts:
+        """Writes the answer to each prompt, with its seed."""
         ...
 
 
-class TargetWriter:
-    def __init__(self, target: Target, config: GenerateConfig):
-        self.target, self.config = target, config
+class Asked(NamedTuple):
+    """A prompt, and what its answer is drawn with."""
 
-    def write(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Written]:
-        written: dict[int, Written] = {}
-        temperatures = [temperature_of(prompt, self.config) for prompt in prompts]
-        for temperature in sorted(set(temperatures)):
-            chosen = [at for at, one in enumerate(temperatures) if one == temperature]
-            answers = self.target.answer(
-                [prompts[at].ids for at in chosen],
-                max_new_tokens=self.config.max_tokens,
-                temperature=temperature,
-                top_k=self.config.top_k,
-                top_p=self.config.top_p,
-                seeds=[seeds[at] for at in chosen],
-                batch_size=len(chosen),
-            )
-            written |= {
-                at: continued(prompts[at], answer)
-                for at, answer in zip(chosen, answers, strict=True)
-            }
-        return [written[at] for at in range(len(prompts))]
+    ids: list[int]
+    temperature: float
+    seed: int
+
+
+# Answers of the target, each with the number of its prompt, in the order in which they end.
+Answers = Callable[[Iterable[Asked]], Iterator[tuple[int, list[int]]]]
+
+
+class TargetWriter:
+    def __init__(self, answers: Answers, config: GenerateConfig):
+        self.answers, self.config = answers, config
+
+    def write(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Texts:
+        asked = [
+            Asked(prompt.ids, temperature_of(prompt, self.config), seed)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        for number, answer in self.answers(asked):
+            yield number, continued(prompts[number], answer)
 
 
 class GivenWriter:
     """Writer for prompts that are whole texts with masks."""
 
-    def write(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Written]:
-        return [Written(prompt.ids, prompt.mask or []) for prompt in prompts]
+    def write(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Texts:
+        for number, prompt in enumerate(prompts):
+            yield number, Written(prompt.ids, prompt.mask or [])
 
 
 def temperature_of(prompt: Prompt, config: GenerateConfig) -> float:
@@ -96,7 +100,7 @@ class Decoder(Protocol):
 
 
 class ServerWriter:
-    """Writer that requests all answers of a batch at once."""
+    """Writer that keeps `batch` requests under way: the next one leaves when an answer arrives."""
 
     def __init__(
         self,
@@ -125,10 +129,19 @@ class ServerWriter:
         except (KeyError, IndexError, TypeError) as error:
             raise UserError(f"{self.base} lists no model; give --model") from error
 
-    def write(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Written]:
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            answers = list(pool.map(self._answer, prompts, seeds))
-        return [continued(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    def write(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Texts:
+        pool = ThreadPoolExecutor(self.config.batch)
+        try:
+            numbers = {
+                pool.submit(self._answer, prompt, seed): number
+                for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+            }
+            for answer in as_completed(numbers):
+                number = numbers.pop(answer)
+                yield number, continued(prompts[number], answer.result())
+        finally:
+            # Those that have not left would all be sent before the process could end.
+            pool.shutdown(cancel_futures=True)
 
     def _answer(self, prompt: Prompt, seed: int) -> list[int]:
         body = {

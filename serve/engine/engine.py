@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +35,7 @@ from draftsmith.serve.requests.request import (
     OnUpdate,
     Request,
     RequestOptions,
+    Update,
 )
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.stats import EngineStats
@@ -163,12 +166,30 @@ class Engine:
             self.inputs.request(prompt, params, options=RequestOptions(text=text))
             for prompt in prompts
         ]
-        arrivals = list(reversed(requests))
-        while arrivals or self.scheduler.busy:
-            while arrivals and len(self.scheduler.waiting) < self.config.max_queue:
-                self._enqueue(arrivals.pop())
-            self.step()
+        for _ in self.complete(requests):
+            pass
         return [completion(request) for request in requests]
+
+    def complete(self, requests: Iterable[Request]) -> Iterator[Request]:
+        """Answer all requests and give each when it ends. A request is taken from the iterable when
+        the queue has room for it; its `on_update` is replaced."""
+        arrivals = iter(requests)
+        ended: deque[Request] = deque()
+
+        def note(request: Request, update: Update) -> None:
+            if update.finish_reason is not None:
+                ended.append(request)
+
+        while True:
+            room = self.config.max_queue - len(self.scheduler.waiting)
+            for request in itertools.islice(arrivals, room):
+                request.on_update = note
+                self._enqueue(request)
+            if not self.scheduler.busy:
+                return
+            self.step()
+            while ended:
+                yield ended.popleft()
 
     @torch.inference_mode()
     def step(self) -> bool:

@@ -3,6 +3,7 @@ kills."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -13,12 +14,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from draftsmith.commands import generate
 from draftsmith.distill.config import GenerateConfig
-from draftsmith.distill.generate import command as generate
-from draftsmith.distill.generate.writers import ServerWriter, TargetWriter
+from draftsmith.distill.generate.answers import AnswerFolder
+from draftsmith.distill.generate.writers import TargetWriter, Texts, seed_of
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine import build
 from tests import forked
 
 
@@ -33,6 +36,13 @@ def config(target: str, out: Path, **changes: object) -> GenerateConfig:
         "seed": 5,
     }
     return GenerateConfig(target=target, out=str(out), **{**values, **changes})
+
+
+@pytest.fixture
+def unrecorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards run as the model has them, for tests of the folder: recording takes longer than these
+    answers."""
+    monkeypatch.setattr(build, "record_forwards", lambda *given: None)
 
 
 def rows(folder: Path) -> list[dict]:
@@ -114,9 +124,11 @@ def chi_square(counts: torch.Tensor, probs: torch.Tensor, cells: int = 8) -> flo
 KILLED = """
 import os, sys
 from pathlib import Path
+from draftsmith.commands import generate
 from draftsmith.distill.generate import answers
-from draftsmith.distill.generate import command as generate
 from draftsmith.distill.config import GenerateConfig
+from draftsmith.serve.engine import build
+build.record_forwards = lambda *given: None
 add, batches = answers.AnswerFolder.add, 0
 def add_then_die(self, shard, rows):
     global batches
@@ -131,6 +143,7 @@ generate.run(GenerateConfig(target=sys.argv[1], out=sys.argv[2], **values))
 """
 
 
+@pytest.mark.usefixtures("unrecorded")
 def test_killed_generation_resumes_to_the_same_answers(
     tiny_target: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,22 +156,26 @@ def test_killed_generation_resumes_to_the_same_answers(
     )
     assert killed.returncode == -9 and "dying" in killed.stdout, killed.stderr
     assert not json.loads((tmp_path / "cut" / "provenance.json").read_text())["complete"]
+    on_disk = sum(pq.read_metadata(one).num_rows for one in (tmp_path / "cut").glob("*.parquet"))
+    assert 3 <= on_disk < 22
     answered: list[int] = []
-    answer = Target.answer
-    monkeypatch.setattr(
-        Target,
-        "answer",
-        lambda self, prompts, **kw: answered.append(len(prompts)) or answer(self, prompts, **kw),
-    )
+    write = TargetWriter.write
+
+    def counted(self: TargetWriter, prompts: list, seeds: list) -> Texts:
+        answered.append(len(prompts))
+        return write(self, prompts, seeds)
+
+    monkeypatch.setattr(TargetWriter, "write", counted)
     generate.run(config(path, tmp_path / "cut"))
-    # Three batches of four were on disk: they are neither repeated nor lost.
-    assert sum(answered) == 22 - 12
+    # What was on disk is neither repeated nor lost.
+    assert sum(answered) == 22 - on_disk
     assert rows(tmp_path / "cut") == rows(tmp_path / "whole")
     generate.run(config(path, tmp_path / "cut"))
-    assert sum(answered) == 22 - 12
+    assert sum(answered) == 22 - on_disk
     assert not list((tmp_path / "cut").glob(".batch-*"))
 
 
+@pytest.mark.usefixtures("unrecorded")
 @pytest.mark.parametrize("point", ["before the rename", "between the deletions"])
 def test_kill_while_a_shard_is_joined(
     tiny_target: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
@@ -193,6 +210,7 @@ def test_kill_while_a_shard_is_joined(
     assert rows(tmp_path / "cut") == rows(tmp_path / "whole")
 
 
+@pytest.mark.usefixtures("unrecorded")
 def test_damaged_part_is_answered_again(tiny_target: Callable[..., str], tmp_path: Path) -> None:
     path = tiny_target("llama")
     generate.run(config(path, tmp_path / "d"))
@@ -208,23 +226,25 @@ def test_damaged_part_is_answered_again(tiny_target: Callable[..., str], tmp_pat
     assert after == before
 
 
+@pytest.mark.usefixtures("unrecorded")
 def test_answers_are_spread_over_temperatures_and_resume_to_the_same(
     tiny_target: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tiny_target("llama")
     changes: dict = {"temperature": (0.0, 0.7, 1.0), "count": 9, "max_tokens": 6, "top_logprobs": 2}
     generate.run(config(path, tmp_path / "whole", **changes))
-    answered, write = [], TargetWriter.write
+    write = TargetWriter.write
 
-    def fail_later(self: TargetWriter, batch: list, seeds: list) -> list:
-        answered.append(len(batch))
-        if len(answered) > 1:
-            raise KeyboardInterrupt
-        return write(self, batch, seeds)
+    def fail_later(self: TargetWriter, prompts: list, seeds: list) -> Texts:
+        yield from itertools.islice(write(self, prompts, seeds), 5)
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(TargetWriter, "write", fail_later)
         generate.run(config(path, tmp_path / "cut", **changes))
+    # An interrupt, unlike a kill, costs no finished answer.
+    kept = [pq.read_metadata(one).num_rows for one in (tmp_path / "cut").glob("*.parquet")]
+    assert sum(kept) == 5
     generate.run(config(path, tmp_path / "cut", **changes))
     found = rows(tmp_path / "whole")
     assert rows(tmp_path / "cut") == found
@@ -241,6 +261,35 @@ def test_answers_are_spread_over_temperatures_and_resume_to_the_same(
     ]  # fmt: skip
 
 
+def test_an_answer_follows_from_its_prompt_and_seed_whatever_shares_its_batch(
+    tiny_target: Callable[..., str], tmp_path: Path
+) -> None:
+    """Long and short prompts, three at a time: each answer is the target's own to that prompt alone,
+    with its seed."""
+    path = tiny_target("llama")
+    text = "The draft proposes and the target verifies every token of it"
+    prompts = [text[: 4 + 6 * n] * (9 if n == 4 else 1) for n in range(8)]
+    (tmp_path / "p.txt").write_text("\n".join(prompts))
+    changes: dict = {"prompts": str(tmp_path / "p.txt"), "count": None, "chat": "never", "top_k": 9}
+    generate.run(config(path, tmp_path / "d", batch=3, temperature=0.8, **changes))
+    found = rows(tmp_path / "d")
+    target = Target.load(path)
+    lengths = [len(row["loss_mask"]) - sum(row["loss_mask"]) for row in found]
+    assert lengths == [len(target.tokenizer().encode(prompt)) for prompt in prompts]
+    for row, length in zip(found, lengths, strict=True):
+        (alone,) = target.answer(
+            [row["input_ids"][:length]],
+            max_new_tokens=16,
+            temperature=0.8,
+            top_k=9,
+            seeds=[seed_of(5, row["index"])],
+        )
+        assert row["input_ids"][length:] == alone
+    with pytest.raises(UserError, match="give more --memory-gib"):
+        generate.run(config(path, tmp_path / "little", memory_gib=2e-5, **changes))
+
+
+@pytest.mark.usefixtures("unrecorded")
 def test_started_folder_with_other_options_and_foreign_folder_are_refused(
     tiny_target: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -271,6 +320,7 @@ def test_bad_options_are_one_sentence(
         generate.run(config(tiny_target("llama"), tmp_path / "d", **changes))
 
 
+@pytest.mark.usefixtures("unrecorded")
 def test_answers_of_a_server_are_the_targets(
     tiny_target: Callable[..., str],
     live_server: Callable,
@@ -284,16 +334,16 @@ def test_answers_of_a_server_are_the_targets(
     generate.run(config(path, tmp_path / "own", temperature=0.0, max_tokens=40))
     asked = config(path, tmp_path / "served", temperature=0.0, max_tokens=40, url=server.url)
     with monkeypatch.context() as cut:
-        written = []
+        added = []
 
-        def write_twice(self: ServerWriter, prompts: list, seeds: list) -> list:
-            if len(written) == 2:
+        def add_twice(self: AnswerFolder, shard: int, found: list[dict]) -> None:
+            if len(added) == 2:
                 raise KeyboardInterrupt
-            written.append(1)
-            return honest(self, prompts, seeds)
+            added.append(shard)
+            honest(self, shard, found)
 
-        honest = ServerWriter.write
-        cut.setattr(ServerWriter, "write", write_twice)
+        honest = AnswerFolder.add
+        cut.setattr(AnswerFolder, "add", add_twice)
         with pytest.raises(KeyboardInterrupt):
             generate.run(asked)
     generate.run(asked)

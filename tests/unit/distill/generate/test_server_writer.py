@@ -13,7 +13,7 @@ import pytest
 
 from draftsmith.distill.config import GenerateConfig
 from draftsmith.distill.generate.prompts import Prompt
-from draftsmith.distill.generate.writers import MAX_TRIES, ServerWriter
+from draftsmith.distill.generate.writers import MAX_TRIES, ServerWriter, Written
 from draftsmith.errors import UserError
 
 PROMPTS = [Prompt("a", False, [5, 6]), Prompt("b", False, [7])]
@@ -57,13 +57,16 @@ def writer(server: Server, **options: Any) -> ServerWriter:
     return ServerWriter(config, Letters(), transport=httpx.MockTransport(server), pause_s=0.0)
 
 
+def written(writing: ServerWriter, prompts: list[Prompt], seeds: list[int]) -> list[Written]:
+    return [text for _, text in sorted(writing.write(prompts, seeds))]
+
+
 def test_token_ids_go_and_come(tmp_path):
     server = Server(lambda body: {"token_ids": [*body["prompt"], 9], "text": "whatever"})
-    written = writer(server, temperature=0.5, top_k=7, max_tokens=3, api_key="k", batch=1).write(
-        PROMPTS, [1 << 40, 3]
-    )
-    assert [one.ids for one in written] == [[5, 6, 5, 6, 9], [7, 7, 9]]
-    assert [one.mask for one in written] == [[0, 0, 1, 1, 1], [0, 1, 1]]
+    options = {"temperature": 0.5, "top_k": 7, "max_tokens": 3, "api_key": "k", "batch": 1}
+    found = written(writer(server, **options), PROMPTS, [1 << 40, 3])
+    assert [one.ids for one in found] == [[5, 6, 5, 6, 9], [7, 7, 9]]
+    assert [one.mask for one in found] == [[0, 0, 1, 1, 1], [0, 1, 1]]
     by_prompt = {tuple(body["prompt"]): body for body in server.asked}
     asked = by_prompt[7,]
     assert (asked["model"], asked["temperature"], asked["top_k"], asked["max_tokens"]) == (
@@ -79,7 +82,7 @@ def test_token_ids_go_and_come(tmp_path):
 def test_text_alone_is_tokenised_and_checked():
     def with_text(text: str, reason: str) -> list[int]:
         server = Server(lambda body: {"text": text, "finish_reason": reason})
-        return writer(server, model="second").write(PROMPTS[:1], [0])[0].ids[2:]
+        return written(writer(server, model="second"), PROMPTS[:1], [0])[0].ids[2:]
 
     assert with_text("ab", "length") == [97, 98]
     assert with_text("ab", "stop") == [97, 98, 0]
@@ -90,7 +93,7 @@ def test_text_alone_is_tokenised_and_checked():
 @pytest.mark.parametrize("status", [503, 429, 0])
 def test_a_busy_server_is_asked_again(status):
     server = Server(lambda body: {"token_ids": [1]}, failures=2, status=status)
-    assert [one.ids for one in writer(server).write(PROMPTS[1:], [0])] == [[7, 1]]
+    assert [one.ids for one in written(writer(server), PROMPTS[1:], [0])] == [[7, 1]]
     assert len(server.asked) == 3
 
 
@@ -99,11 +102,30 @@ def test_a_server_that_stays_away_or_refuses_is_named():
     with pytest.raises(
         UserError, match=r"http://host:1 does not answer .* 503: busy.*run the same command"
     ):
-        writer(away).write(PROMPTS[:1], [0])
+        written(writer(away), PROMPTS[:1], [0])
     assert len(away.asked) == MAX_TRIES
     refusing = Server(lambda body: {}, failures=10**6, status=400)
     with pytest.raises(UserError, match="status 400"):
-        writer(refusing).write(PROMPTS[:1], [0])
+        written(writer(refusing), PROMPTS[:1], [0])
     assert len(refusing.asked) == 1
     with pytest.raises(UserError, match="OpenAI-compatible"):
-        writer(Server(lambda body: {"content": "x"})).write(PROMPTS[:1], [0])
+        written(writer(Server(lambda body: {"content": "x"})), PROMPTS[:1], [0])
+
+
+def test_a_slow_answer_holds_up_no_other_and_an_error_sends_no_more():
+    """Two at a time: beside one answer that takes until the others are there, all others pass."""
+    prompts = [Prompt(str(n), False, [n]) for n in range(6)]
+    others = threading.Semaphore(0)
+
+    def answer(body: dict) -> dict:
+        if body["prompt"] == [0]:
+            assert all(others.acquire(timeout=30) for _ in range(5))
+        others.release()
+        return {"token_ids": [9]}
+
+    found = [number for number, _ in writer(Server(answer), batch=2).write(prompts, range(6))]
+    assert sorted(found) == list(range(6)) and found[-1] == 0
+    refusing = Server(lambda body: {"content": "x"})
+    with pytest.raises(UserError):
+        written(writer(refusing, batch=1), prompts * 50, [0] * 300)
+    assert len(refusing.asked) < 300

