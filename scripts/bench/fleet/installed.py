@@ -24,9 +24,8 @@ def entry_points(folder: Path) -> Path:
     return folder
 
 
-def variables(folder: Path) -> dict[str, str]:
-    """Environment of a vLLM that has the plugin; `folder` is written."""
-    return {
-        "VLLM_PLUGINS": "draftsmith",
-        "PYTHONPATH": f"{ROOT / 'src'}:{entry_points(folder)}",
-    }
+def variables(folder: Path, path: str = "") -> dict[str, str]:
+    """Environment of a vLLM that has the plugin; `folder` is written, and `path` is imported from
+    too."""
+    entries = [str(ROOT / "src"), str(entry_points(folder)), path]
+    return {"VLLM_PLUGINS": "draftsmith", "PYTHONPATH": ":".join(filter(None, entries))}

@@ -23,14 +23,20 @@ from draftsmith.distill.buffer.buffer import BufferReader
 from draftsmith.distill.buffer.traffic import stitch
 from draftsmith.distill.monitor.audit import look
 from draftsmith.drafters.published import versions
+from draftsmith.fleet.store.engine_status import EngineStatus
 from draftsmith.fleet.store.store import VersionStore
 from draftsmith.record import RoundRecord, hashed_answer
+from scripts.bench.fleet import verdict
 from scripts.bench.fleet.installed import variables
+from scripts.bench.fleet.places import Place, place_of
+from scripts.bench.fleet.statuses import Statuses
 from scripts.bench.serving.peers import vllm_server
 from scripts.bench.serving.systems import awake
 from scripts.demo.traffic import Shift, process, traffic
 
 PATIENCE_S = 900.0
+# For all engines to serve the live version.
+SETTLE_S = 120.0
 COMMAND = [sys.executable, "-m", "draftsmith.cli"]
 METHODS = {"eagle3": "eagle3", "draft-lm": "draft_model"}
 
@@ -46,6 +52,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", default="eagle3", choices=tuple(METHODS))
     parser.add_argument("--k", type=int, default=3, help="draft tokens a round")
     parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument(
+        "--store", default="folder", choices=("folder", "s3"), help="of versions and records"
+    )
     parser.add_argument("--code", type=int, default=60, help="requests before the shift")
     parser.add_argument("--prose", type=int, default=600, help="requests after it")
     parser.add_argument("--max-tokens", type=int, default=80)
@@ -63,32 +72,39 @@ def run(chosen: argparse.Namespace, python: str) -> dict[str, Any]:
             prose=chosen.prose, max_tokens=chosen.max_tokens, clients=chosen.clients,
         )  # fmt: skip
         prompts = traffic(shift)
-        store = VersionStore(str(folder / "store"))
-        stack.enter_context(learner(shift))
+        place = stack.enter_context(place_of(chosen.store, folder))
+        store = VersionStore(place.url("store"), cache=folder / "first")
+        stack.enter_context(process(learner(shift, place), folder / "distill.log"))
         until(lambda: versions.latest(folder / "versions"), "the learner's first version")
-        stack.enter_context(publisher(shift, store))
-        until(store.current, "the first version in the store")
+        stack.enter_context(process(publisher(shift, place), folder / "publish.log"))
+        first = store.fetch(until(store.current, "the first version in the store"), "vllm")
         engines = [
-            stack.enter_context(engine(index, chosen, python, folder))
+            stack.enter_context(engine(index, chosen, python, folder, place, first))
             for index in range(chosen.engines)
         ]
+        statuses = Statuses(store)
         begun_s = time.monotonic()
         answers = send(shift, engines, prompts)
         wall_s = time.monotonic() - begun_s
         done = [answer for answer in answers if answer is not None]
-        records = recorded(folder / "buffer", len(done))
-        time.sleep(10)  # the engines' last statuses
+        records = recorded(place.url("buffer"), len(done))
+        live, served = settled(store)
+        statuses.close()
         figures = {
             "seconds": wall_s,
             "requests": len(prompts),
             "failed": len(prompts) - len(done),
             **texts_of(done, records),
             **acceptance(done, records),
-            **losslessness(folder / "buffer"),
+            **losslessness(place.url("buffer")),
             "versions": versions.versions(folder / "versions"),
-            "engines": [status_of(one) for one in store.engines()],
+            "live": live,
+            "engines": [status_of(one) for one in served],
+            "swaps": statuses.swaps(),
+            "recording": [recording_of(url) for url in engines],
         }
         keep_logs(folder, chosen)
+    figures["broken"] = list(verdict.of_loop(figures))
     report(figures)
     return figures
 
@@ -98,49 +114,54 @@ def draft_of(chosen: argparse.Namespace) -> Path:
     return chosen.run / chosen.draft
 
 
-@contextmanager
-def learner(shift: Shift) -> Iterator[None]:
-    words = [
+def learner(shift: Shift, place: Place) -> list[Any]:
+    """Command of the learner."""
+    return [
         *COMMAND, "distill", "--target", shift.target, "--draft", shift.draft,
-        "--buffer", shift.folder / "buffer", "--versions", shift.folder / "versions",
+        "--buffer", place.url("buffer"), "--versions", shift.folder / "versions",
         "--threads", 1, "learn.lr=1e-3", f"learn.unroll.steps={shift.k}",
     ]  # fmt: skip
-    with process(words, shift.folder / "distill.log"):
-        yield
 
 
-@contextmanager
-def publisher(shift: Shift, store: VersionStore) -> Iterator[None]:
-    words = [
+def publisher(shift: Shift, place: Place) -> list[Any]:
+    """Command of the publisher."""
+    return [
         *COMMAND, "fleet", "publish", "--versions", shift.folder / "versions", "--to",
-        shift.folder / "store", "--layouts", "vllm", "--target", shift.target,
+        place.url("store"), "--layouts", "vllm", "--target", shift.target,
     ]  # fmt: skip
-    with process(words, shift.folder / "publish.log"):
-        yield
 
 
-@contextmanager
-def engine(index: int, chosen: argparse.Namespace, python: str, folder: Path) -> Iterator[str]:
-    """A vLLM that serves the first version's layout, follows the store and records; its URL."""
+def engine_options(
+    index: int, chosen: argparse.Namespace, folder: Path, place: Place, first: Path
+) -> list[str]:
+    """Options of a vLLM that begins with the draft in `first`, follows the store and records."""
     speculative = {
         "method": METHODS[chosen.draft],
-        "model": str(folder / "store" / "v000001" / "vllm"),
+        "model": str(first),
         "num_speculative_tokens": chosen.k,
         "draft_sample_method": "probabilistic",
     }
     settings = {
-        "buffer": str(folder / "buffer"),
-        "versions": str(folder / "store"),
+        "buffer": place.url("buffer"),
+        "versions": place.url("store"),
         "engine": f"engine-{index + 1}",
         "cache": str(folder / f"cache-{index + 1}"),
         "poll_s": 1.0,
         "mend_expand_kernel": True,
     }
-    options = [
+    return [
         *("--speculative-config", json.dumps(speculative)),
         *("--additional-config", json.dumps({"draftsmith": settings})),
     ]
-    where = variables(folder / "installed")
+
+
+@contextmanager
+def engine(
+    index: int, chosen: argparse.Namespace, python: str, folder: Path, place: Place, first: Path
+) -> Iterator[str]:
+    """A running vLLM of the fleet; its URL."""
+    options = engine_options(index, chosen, folder, place, first)
+    where = variables(folder / "installed", place.path)
     with (
         vllm_server(python, chosen.run / "target", options, variables=where) as (url, group),
         awake(group),
@@ -183,15 +204,13 @@ def send(shift: Shift, urls: Sequence[str], prompts: list[list[int]]) -> list[An
         return list(pool.map(one, range(len(prompts))))
 
 
-def recorded(
-    buffer: Path | str, count: int, *, patience_s: float = 30.0
-) -> dict[str, list[RoundRecord]]:
+def recorded(buffer: str, count: int, *, patience_s: float = 30.0) -> dict[str, list[RoundRecord]]:
     """Records by the hash of their answer's id, once `count` answers have their last one or
     `patience_s` has brought no more."""
     deadline_s = time.monotonic() + patience_s
     while True:
         found: dict[str, list[RoundRecord]] = {}
-        for record in BufferReader(str(buffer)).read(max_records=1 << 30).records:
+        for record in BufferReader(buffer).read(max_records=1 << 30).records:
             found.setdefault(record.request.partition("-")[0], []).append(record)
         whole = sum(any(one.last for one in own) for own in found.values())
         if whole >= count or time.monotonic() > deadline_s:
@@ -235,24 +254,43 @@ def alpha_of(records: Iterable[RoundRecord]) -> dict[str, float]:
     }
 
 
-def losslessness(buffer: Path) -> dict[str, Any]:
+def losslessness(buffer: str) -> dict[str, Any]:
     """z of each event over all records, as `draftsmith audit --buffer` has it."""
-    everything = look(str(buffer), false_alarm=1e-6).monitor.everything
+    everything = look(buffer, false_alarm=1e-6).monitor.everything
     return {
         "z": {name: counts.z for name, counts in everything.counts.items()},
         "violations": everything.violations,
     }
 
 
-def status_of(one: Any) -> dict[str, Any]:
+def settled(store: VersionStore) -> tuple[int | None, list[EngineStatus]]:
+    """Live version and statuses, once all engines serve it or `SETTLE_S` have passed. The learner
+    goes on, so that the live version may change once more."""
+    deadline_s = time.monotonic() + SETTLE_S
+    while True:
+        time.sleep(2)  # for statuses of after the last answer
+        served, live = store.engines(), store.current()
+        if {one.version for one in served} == {live} or time.monotonic() > deadline_s:
+            return live, served
+
+
+def status_of(one: EngineStatus) -> dict[str, Any]:
     return {
         "engine": one.engine, "version": one.version, "alpha": one.alpha, "tau": one.tau,
         "z": one.z, "last_swap": dict(one.last_swap), "refused": dict(one.refused),
     }  # fmt: skip
 
 
+def recording_of(url: str) -> dict[str, Any]:
+    """Share of an engine's steps that recording takes, and counts of what it left out."""
+    status = httpx.get(f"{url}/draftsmith/status", timeout=60).raise_for_status().json()
+    own = status["workers"][0]["records"]
+    names = ("engine_thread_share", "requests", "dropped_requests", "text_only_steps", "errors")
+    return {"engine": status["engine"], **{name: own[name] for name in names}}
+
+
 def keep_logs(folder: Path, chosen: argparse.Namespace) -> None:
-    """Logs of learner and publisher beside the JSON file."""
+    """Logs of all parts beside the JSON file."""
     if chosen.out is not None:
         for log in folder.glob("*.log"):
             shutil.copy(log, chosen.out.parent / f"{chosen.out.stem}-{log.name}")
@@ -274,6 +312,22 @@ def report(figures: dict[str, Any]) -> None:
         print(
             f"{one['engine']}: version {one['version']}, last swap {one['last_swap']}, refused "
             f"{one['refused']}"
+        )
+
+    report_swaps(figures["swaps"])
+    for one in figures["recording"]:
+        print(
+            f"{one['engine']}: recording took {one['engine_thread_share']:.2%} of its steps' time; "
+            f"{one['requests']} requests, {one['dropped_requests']} of them dropped, "
+            f"{one['errors']} errors"
+        )
+
+
+def report_swaps(swaps: dict[str, dict[str, Any]]) -> None:
+    for engine, one in swaps.items():
+        print(
+            f"{engine}: {one['swaps']} swaps seen, pause {one['median_ms']:.2f} ms in the median, "
+            f"{one['longest_ms']:.2f} ms at most"
         )
 
 

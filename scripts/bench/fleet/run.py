@@ -11,10 +11,10 @@ from pathlib import Path
 from types import ModuleType
 
 from draftsmith.files import write_json
-from scripts.bench.fleet import loop, recording
+from scripts.bench.fleet import loop, recording, storm
 from scripts.paths import ROOT
 
-STAGES: dict[str, ModuleType] = {"recording": recording, "loop": loop}
+STAGES: dict[str, ModuleType] = {"recording": recording, "loop": loop, "storm": storm}
 
 
 def options() -> argparse.Namespace:
@@ -52,6 +52,8 @@ def main() -> None:
             chosen.out,
             {"schema": 1, "setting": setting, "cores": os.cpu_count(), "figures": figures},
         )
+    if broken := figures.get("broken"):
+        sys.exit("bench_fleet: " + "; ".join(broken))
 
 
 if __name__ == "__main__":
