@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 from draftsmith import config as configuration  # noqa: E402
-from draftsmith.cli import COMMANDS, load  # noqa: E402
+from draftsmith.commands.table import COMMANDS, load  # noqa: E402
 
 
 def cell(text: str) -> str:
@@ -67,6 +67,11 @@ def help_text(field: dataclasses.Field) -> str:
     return f"{text} ({', '.join(choices)})" if choices else text
 
 
+def row(key: str, field: dataclasses.Field, wanted: Any) -> tuple[str, str, str, str]:
+    """(key, type, default, help) of an option."""
+    return key, type_name(wanted), default_text(field), help_text(field)
+
+
 def sections(cls: type, prefix: str = "") -> list[tuple[str, list[tuple[str, str, str, str]]]]:
     """Tables of (key, type, default, help) of a dataclass and of the dataclasses nested in it."""
     types = configuration.field_types(cls)
@@ -77,7 +82,7 @@ def sections(cls: type, prefix: str = "") -> list[tuple[str, list[tuple[str, str
         if dataclasses.is_dataclass(wanted):
             nested += sections(wanted, key + ".")
         else:
-            rows.append((key, type_name(wanted), default_text(field), help_text(field)))
+            rows.append(row(key, field, wanted))
     return [(prefix.rstrip("."), rows), *nested]
 
 
@@ -92,7 +97,12 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
 
 def command_page() -> str:
     """Every command with its flags, as `--help` lists them."""
-    lines = ["# Commands", ""]
+    lines = [
+        "# Commands",
+        "",
+        "Each takes recipes too, by name or by `--config`, and `key=value`.",
+        "",
+    ]
     lines += table(
         ("command", "", "extra"),
         [
@@ -102,20 +112,30 @@ def command_page() -> str:
     )
     for name, command in COMMANDS.items():
         cls = load(command.config)
-        (_, rows), *nested = sections(cls)
-        positional = {f.name for f in dataclasses.fields(cls) if f.metadata.get("positional")}
-        shown = [
-            (f"`{key.upper()}`" if key in positional else f"`--{key.replace('_', '-')}`", *rest)
-            for key, *rest in rows
-        ]
         lines += [f"## {name}", "", command.summary[0].upper() + command.summary[1:] + ".", ""]
-        lines += table(("flag", "type", "default", ""), shown)
-        if nested:
+        lines += flag_tables(cls)
+        if nested := [prefix for prefix, _ in sections(cls) if prefix]:
             names = ", ".join(
-                f"[`{prefix}`](configuration.md#{name}-{anchor(prefix)})" for prefix, _ in nested
+                f"[`{prefix}`](configuration.md#{name}-{anchor(prefix)})" for prefix in nested
             )
             lines += [f"Sections, set by a recipe or `key=value`: {names}.", ""]
     return "\n".join(lines)
+
+
+def flag_tables(cls: type) -> list[str]:
+    """Table of the flags of the configuration itself, and one for each section with flags."""
+    shown: dict[str, list[tuple[str, ...]]] = {"": []}
+    for path, field, wanted in configuration.flag_options(cls):
+        is_positional = field.metadata.get("positional")
+        flag = field.name.upper() if is_positional else "--" + field.name.replace("_", "-")
+        section = ".".join(path[:-1])
+        shown.setdefault(section, []).append((f"`{flag}`", *row(flag, field, wanted)[1:]))
+    about = {field.name: field.metadata.get("help") for field in dataclasses.fields(cls)}
+    lines = []
+    for section, rows in shown.items():
+        lines += [f"**{section}**: {about[section]}", ""] if section else []
+        lines += table(("flag", "type", "default", ""), rows)
+    return lines
 
 
 def anchor(prefix: str) -> str:
@@ -128,7 +148,8 @@ def configuration_page() -> str:
         "# Configuration",
         "",
         "Keys of recipes (YAML) and of `key=value` overrides. Top-level keys are the flags of [commands](cli.md),",
-        "with `_` for `-`; the sections below have no flags.",
+        "with `_` for `-`. Options of sections have no flags, but for those of `serve`: `--port` is `http.port`, and",
+        "`port` in a recipe or an override too.",
         "",
     ]
     for name, command in COMMANDS.items():

@@ -22,7 +22,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.record import Sink
 from draftsmith.serve.app import create_app
-from draftsmith.serve.config import ServeConfig
+from draftsmith.serve.config import HttpOptions, LearningOptions, ServeConfig
 from draftsmith.serve.config_checks import check
 from draftsmith.serve.dashboard.learning import Learning
 from draftsmith.serve.dashboard.live_text import TextView
@@ -35,6 +35,7 @@ from draftsmith.serve.http.limits import ServerLimits
 from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.speculation_report import Level
 from draftsmith.serve.load import (
+    LoadedDraft,
     load_adapters,
     load_drafter,
     load_fallback,
@@ -53,14 +54,14 @@ def run(config: ServeConfig, make_sink: MakeSink | None = None) -> int:
     """`make_sink` is called when the config asks to learn; this package cannot store records."""
     set_up_logging()
     check(config)
-    if config.learn is not None and make_sink is None:
+    if config.learning.learn is not None and make_sink is None:
         raise UserError(
             "learn is given but nothing stores records here; start the server as `draftsmith serve`"
         )
     torch.set_num_threads(config.threads or default_threads())
     if config.tensor_parallel > 1:
         return run_sharded(config, make_sink)
-    listener = bind(config.host, config.port)
+    listener = bind(config.http.host, config.http.port)
     serve_target(config, load_target(config), listener, make_sink)
     return 0
 
@@ -71,13 +72,13 @@ def run_sharded(config: ServeConfig, make_sink: MakeSink | None) -> int:
     device = device_of(config.device)
     place = join(config.tensor_parallel, str(device))
     kind = LeadingTarget if place.rank == LEADER else Target
-    listener = bind(config.host, config.port) if place.rank == LEADER else None
+    listener = bind(config.http.host, config.http.port) if place.rank == LEADER else None
     target = kind.load(
         config.target,
         dtype=weight_dtype(config.dtype, device),
         device=place.device,
         shards=place.size,
-        max_length=config.max_length,
+        max_length=config.engine.max_length,
         trust_remote_code=config.trust_remote_code,
     )
     channel = Channel()
@@ -104,17 +105,18 @@ def serve_target(
     """Load the draft, build the engine, and serve both until the process is stopped."""
     adapters = load_adapters(config, target)
     draft = load_drafter(config, target)
-    sink = make_sink(config, target) if config.learn is not None and make_sink is not None else None
+    learns = config.learning.learn is not None
+    sink = make_sink(config, target) if learns and make_sink is not None else None
     engine = build_engine(
         target,
         draft.drafter,
-        config.engine(),
+        config.engine_config(),
         sink=sink,
         draft_version=draft.version,
-        fallback=load_fallback(config),
+        fallback=load_fallback(config.lookup),
         adapters=adapters,
     )
-    serve(config, engine, listener, serving=draft.number, sink=sink)
+    serve(config, engine, listener, draft=draft, sink=sink)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -142,7 +144,7 @@ def serve(
     engine: Engine,
     listener: socket.socket,
     *,
-    serving: int | None,
+    draft: LoadedDraft,
     sink: Sink | None,
 ) -> None:
     """Blocks until SIGTERM or SIGINT, then lets running requests finish and flushes the sink."""
@@ -150,13 +152,13 @@ def serve(
         if sink is not None:
             services.callback(sink.close)
         loop = EngineLoop(engine).start()
-        services.callback(loop.close, drain_s=config.drain_s)
-        server = make_server(config, loop)
+        services.callback(loop.close, drain_s=config.http.drain_s)
+        server = make_server(config.http, loop)
         dashboard = make_dashboard(config, server)
         services.callback(dashboard.history.start().stop)
-        services.callback(StatsLog(engine, config.log_stats_s).start().stop)
-        if config.versions is not None:
-            services.callback(watch_versions(config, loop, serving).stop)
+        services.callback(StatsLog(engine, config.http.log_stats_s).start().stop)
+        if config.learning.versions is not None:
+            services.callback(watch_versions(config.learning, loop, draft).stop)
         app = create_app(server, dashboard)
         # uvicorn raises the signal again once it has shut down: it stays ignored until the sink is
         # flushed.
@@ -164,40 +166,48 @@ def serve(
             run_app(config, app, listener, name=server.model)
 
 
-def make_server(config: ServeConfig, loop: EngineLoop) -> Server:
-    name = config.name or loop.engine.target.name
+def make_server(http: HttpOptions, loop: EngineLoop) -> Server:
+    name = http.name or loop.engine.target.name
     limits = ServerLimits(
-        api_keys=accepted_keys(config.api_key),
-        max_body_bytes=config.max_body_bytes,
-        max_concurrency=config.max_concurrency,
-        timeout_s=config.request_timeout_s,
+        api_keys=accepted_keys(http.api_key),
+        max_body_bytes=http.max_body_bytes,
+        max_concurrency=http.max_concurrency,
+        timeout_s=http.request_timeout_s,
     )
-    level = cast(Level, config.per_request_spec_decode_metrics)
+    level = cast(Level, http.per_request_spec_decode_metrics)
     return Server(
         loop,
         name,
         ServerMetrics(loop.engine, name),
         limits,
         level,
-        tool_parser=config.tool_call_parser,
-        reasoning_parser=config.reasoning_parser,
+        tool_parser=http.tool_call_parser,
+        reasoning_parser=http.reasoning_parser,
     )
 
 
 def make_dashboard(config: ServeConfig, server: Server) -> Dashboard:
     engine = server.loop.engine
-    view = TextView() if config.dashboard_text else None
+    view = TextView() if config.http.dashboard_text else None
     if view is not None:
         engine.observe_rounds(view.add_round)
     history = History(engine, server.metrics.by_class)
-    return Dashboard(history, Learning(config.versions, config.learn), view)
+    return Dashboard(history, Learning(config.learning.versions, config.learning.learn), view)
 
 
-def watch_versions(config: ServeConfig, loop: EngineLoop, serving: int | None) -> VersionWatcher:
+def watch_versions(
+    learning: LearningOptions, loop: EngineLoop, draft: LoadedDraft
+) -> VersionWatcher:
     # A swap is one line of the log: no bar for every version that is read.
     transformers_logging.disable_progress_bar()
-    assert config.versions is not None
-    return VersionWatcher(loop, config.versions, poll_s=config.poll_s, serving=serving).start()
+    assert learning.versions is not None
+    return VersionWatcher(
+        loop,
+        learning.versions,
+        poll_s=learning.poll_s,
+        serving=draft.number,
+        refused=draft.refused,
+    ).start()
 
 
 def run_app(config: ServeConfig, app: FastAPI, listener: socket.socket, *, name: str) -> None:
@@ -211,7 +221,7 @@ def run_app(config: ServeConfig, app: FastAPI, listener: socket.socket, *, name:
 
     app.router.lifespan_context = lifespan
     options = uvicorn.Config(
-        app, log_level="warning", timeout_graceful_shutdown=max(1, round(config.drain_s))
+        app, log_level="warning", timeout_graceful_shutdown=max(1, round(config.http.drain_s))
     )
     with suppress(KeyboardInterrupt):
         uvicorn.Server(options).run(sockets=[listener])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
 from draftsmith.api_key import VARIABLE
@@ -15,10 +15,14 @@ from draftsmith.serve.control.control import MAX_AUTO_K, parse_schedule
 from draftsmith.serve.tools.call_format import CALL_FORMATS
 from draftsmith.serve.tools.reasoning import REASONING_FORMATS
 
+LOOKUP_HELP = "drafts from text"
+
 
 @dataclass(frozen=True, kw_only=True)
-class ServedPair(Pair):
-    HELP_TITLE: ClassVar[str] = "drafts from text"
+class LookupOptions:
+    """Drafts looked up in text."""
+
+    HELP_TITLE: ClassVar[str] = LOOKUP_HELP
 
     ngram: bool = option(
         False, "draft by looking up the longest matching n-gram in the request's own text"
@@ -35,11 +39,7 @@ class ServedPair(Pair):
     suffix_max_cached_requests: int = option(
         10000, "finished requests searched, the oldest forgotten first; 0 shares nothing"
     )
-    suffix_max_cached_tokens: int = option(
-        2**21, "tokens of finished requests held at most, about 70 bytes each"
-    )
     suffix_max_spec_factor: float = option(1.0, "drafted tokens per token of matching context")
-    suffix_max_spec_offset: float = option(0.0, "drafted tokens added to that")
     suffix_min_token_prob: float = option(
         0.1, "a draft ends before the chance of having come so far falls below this"
     )
@@ -53,9 +53,7 @@ class ServedPair(Pair):
         return SuffixOptions(
             max_tree_depth=self.suffix_max_tree_depth,
             max_cached_requests=self.suffix_max_cached_requests,
-            max_cached_tokens=self.suffix_max_cached_tokens,
             max_spec_factor=self.suffix_max_spec_factor,
-            max_spec_offset=self.suffix_max_spec_offset,
             min_token_prob=self.suffix_min_token_prob,
         )
 
@@ -90,10 +88,8 @@ K_ALSO = "num_speculative_tokens"  # the name of k in vLLM
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """Options that an engine has in a server and in Python."""
-
-    HELP_TITLE: ClassVar[str] = "engine"
+class SpeculationOptions:
+    """Drafting and verification in a server and in Python."""
 
     k_schedule: str | None = option(
         None, "draft tokens per round by batch size instead, for example 1:5,8:3,32:0"
@@ -108,6 +104,12 @@ class EngineOptions:
         choices=SAMPLINGS,
     )
     tree: str | None = option(None, TREE_HELP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Batch, memory and compilation of an engine, in a server and in Python."""
+
     max_batch: int = option(8, "requests that run at the same time")
     max_round_tokens: int = option(
         512, "tokens of one target pass; longer prompts are fed in pieces"
@@ -133,7 +135,7 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig(EngineOptions):
+class EngineConfig(EngineOptions, SpeculationOptions):
     """Options of an engine in Python."""
 
     k: int = option(DEFAULT_K, "draft tokens per round; a request may ask for fewer or more")
@@ -152,8 +154,6 @@ class EngineConfig(EngineOptions):
 @dataclass(frozen=True, kw_only=True)
 class LearningOptions:
     """Records that a server leaves and versions that it follows."""
-
-    HELP_TITLE: ClassVar[str] = "learning from traffic"
 
     versions: str | None = option(
         None, "a folder of draft versions to follow; new ones are swapped in between rounds"
@@ -177,12 +177,16 @@ class LearningOptions:
         "recorded",
     )
 
+    def given(self) -> str:
+        """Option by which the draft learns from this server's answers; "" where it does not."""
+        if self.learn is not None:
+            return "learn"
+        return "" if self.versions is None else "versions"
+
 
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions:
     """The server that clients meet."""
-
-    HELP_TITLE: ClassVar[str] = "HTTP"
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on")
@@ -226,26 +230,12 @@ class HttpOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(HttpOptions, LearningOptions, EngineOptions, ServedPair):
-    target: str = option(help="the target: a local folder or Hub id")
-    lora: tuple[str, ...] | None = option(
-        None, "LoRA adapters of the target, NAME=FOLDER each, which requests name as their model"
-    )
+class ServedSpeculation(SpeculationOptions):
     k: str | None = option(
         None,
         "draft tokens per round [default: 4], or auto: as many as pay, as measured; a request may "
         "ask for its own number",
         also=K_ALSO,
-    )
-    dtype: str = option(
-        "auto",
-        "weights' type; auto: the checkpoint's own, float32 on a CPU",
-        choices=DTYPES,
-    )
-    device: str | None = option(None, "torch device; default: the first CUDA device, else the CPU")
-    threads: int | None = option(None, "CPU threads of torch; default: all cores but one")
-    tensor_parallel: int = option(
-        1, "processes that share the target's weights, started by this command or by torchrun"
     )
 
     def most_drafted(self) -> int:
@@ -259,16 +249,48 @@ class ServeConfig(HttpOptions, LearningOptions, EngineOptions, ServedPair):
             raise UserError(f"k is {self.k!r}; give a whole number or auto")
         return int(self.k)
 
-    def engine(self) -> EngineConfig:
-        shared = {field.name: getattr(self, field.name) for field in fields(EngineOptions)}
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(Pair):
+    """The pair and its device; all else is in sections, each option of which is a flag too."""
+
+    target: str = option(help="the target: a local folder or Hub id")
+    lora: tuple[str, ...] | None = option(
+        None, "LoRA adapters of the target, NAME=FOLDER each, which requests name as their model"
+    )
+    dtype: str = option(
+        "auto",
+        "weights' type; auto: the checkpoint's own, float32 on a CPU",
+        choices=DTYPES,
+    )
+    device: str | None = option(None, "torch device; default: the first CUDA device, else the CPU")
+    threads: int | None = option(None, "CPU threads of torch; default: all cores but one")
+    tensor_parallel: int = option(
+        1, "processes that share the target's weights, started by this command or by torchrun"
+    )
+    speculation: ServedSpeculation = option(
+        help="drafting and verification", factory=ServedSpeculation, flags=True
+    )
+    lookup: LookupOptions = option(help=LOOKUP_HELP, factory=LookupOptions, flags=True)
+    engine: EngineOptions = option(
+        help="batch, memory and compilation", factory=EngineOptions, flags=True
+    )
+    learning: LearningOptions = option(
+        help="versions that are followed and records that are left",
+        factory=LearningOptions,
+        flags=True,
+    )
+    http: HttpOptions = option(help="the server that clients meet", factory=HttpOptions, flags=True)
+
+    def engine_config(self) -> EngineConfig:
+        """Options of the engine, from the sections that describe it."""
+        name = f"{socket.gethostname()}:{self.http.port}"
+        own = {
+            "k": self.speculation.most_drafted(),
+            "adaptive": self.speculation.k == "auto",
+            "engine_name": name if self.learning.engine_name is None else self.learning.engine_name,
+        }
         if self.tensor_parallel > 1:
-            shared["compile"] = (
-                "off"  # recorded forwards cannot hold a sharded target's collectives
-            )
-        name = f"{socket.gethostname()}:{self.port}"
-        return EngineConfig(
-            **shared,
-            k=self.most_drafted(),
-            adaptive=self.k == "auto",
-            engine_name=name if self.engine_name is None else self.engine_name,
-        )
+            # Recorded forwards cannot hold a sharded target's collectives.
+            own["compile"] = "off"
+        return EngineConfig(**(vars(self.engine) | vars(self.speculation) | own))

@@ -4,7 +4,6 @@ that another one makes void. Torch-free."""
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 
 from draftsmith.config import (
     AT_LEAST_1,
@@ -19,7 +18,13 @@ from draftsmith.drafters.adapters.names import named_folders
 from draftsmith.drafters.config import check_draft_options
 from draftsmith.drafters.tree_shape import SampledShape, SampledTree, TreeShape, parse_tree
 from draftsmith.errors import UserError
-from draftsmith.serve.config import EngineConfig, ServeConfig
+from draftsmith.serve.config import (
+    EngineConfig,
+    HttpOptions,
+    LearningOptions,
+    LookupOptions,
+    ServeConfig,
+)
 from draftsmith.serve.control.control import MAX_K
 
 LIMITS: LimitsTable = {
@@ -27,17 +32,15 @@ LIMITS: LimitsTable = {
         ("max_batch", "max_round_tokens", "max_queue", "block_size"), AT_LEAST_1
     )
     | {"stop_below": NOT_NEGATIVE, "least_confidence": BELOW_1},
-    ServeConfig: {
-        "threads": AT_LEAST_1,
-        "tensor_parallel": AT_LEAST_1,
+    ServeConfig: {"threads": AT_LEAST_1, "tensor_parallel": AT_LEAST_1},
+    HttpOptions: {
         "max_body_bytes": POSITIVE,
         "max_concurrency": POSITIVE,
         "request_timeout_s": POSITIVE,
-        "poll_s": POSITIVE,
         "drain_s": NOT_NEGATIVE,
         "log_stats_s": NOT_NEGATIVE,
-        "learn_share": Limits(0, 1, "(]"),
     },
+    LearningOptions: {"poll_s": POSITIVE, "learn_share": Limits(0, 1, "(]")},
 }
 
 
@@ -103,14 +106,14 @@ def draws_nodes(shape: TreeShape) -> bool:
 def check(config: ServeConfig) -> None:
     """Refuses what cannot be served, before anything is loaded."""
     check_serve(config)
-    engine = config.engine()
+    engine = config.engine_config()
     check_engine(engine)
     configured_tree(engine)
 
 
 def check_serve(config: ServeConfig) -> None:
     check_numbers(config, LIMITS)
-    _check_address(config)
+    _check_address(config.http)
     _check_adapters(config)
     _check_drafts(config)
     _check_seed(config)
@@ -118,10 +121,10 @@ def check_serve(config: ServeConfig) -> None:
     _check_void(config)
 
 
-def _check_address(config: ServeConfig) -> None:
-    if not 0 <= config.port < 2**16:
-        raise UserError(f"port is {config.port}; give one from 0 to {2**16 - 1}")
-    if config.api_key is not None and not all(key.strip() for key in config.api_key):
+def _check_address(http: HttpOptions) -> None:
+    if not 0 <= http.port < 2**16:
+        raise UserError(f"port is {http.port}; give one from 0 to {2**16 - 1}")
+    if http.api_key is not None and not all(key.strip() for key in http.api_key):
         # An unset variable in a command line would open the server to requests without a key.
         raise UserError(
             "api_key is empty; give a key, or leave it out for a server that asks for none"
@@ -129,11 +132,10 @@ def _check_address(config: ServeConfig) -> None:
 
 
 def _check_adapters(config: ServeConfig) -> None:
-    names = named_folders(config.lora or ())
-    if (config.name or config.target) in names:
+    names, own = named_folders(config.lora or ()), config.http.name or config.target
+    if own in names:
         raise UserError(
-            f"lora names {config.name or config.target!r}, which is the target's own name in the "
-            "API; choose another"
+            f"lora names {own!r}, which is the target's own name in the API; choose another"
         )
     if names and config.tensor_parallel > 1:
         raise UserError(
@@ -143,32 +145,33 @@ def _check_adapters(config: ServeConfig) -> None:
 
 
 def _check_drafts(config: ServeConfig) -> None:
-    trained = config.draft is not None or config.versions is not None
-    if config.ngram and (config.suffix or trained):
+    lookup, learning = config.lookup, config.learning
+    trained = config.draft is not None or learning.versions is not None
+    if lookup.ngram and (lookup.suffix or trained):
         raise UserError(
-            f"ngram is given together with {'suffix' if config.suffix else 'a trained draft'}; "
+            f"ngram is given together with {'suffix' if lookup.suffix else 'a trained draft'}; "
             "choose one of them"
         )
-    check_draft_options(config, other_draft=config.versions is not None)
-    if config.tree is not None and (config.suffix or not trained):
+    check_draft_options(config, other_draft=learning.versions is not None)
+    if config.speculation.tree is not None and (lookup.suffix or not trained):
         beside = (
             "suffix, which copies chains"
-            if config.suffix
+            if lookup.suffix
             else "no trained draft, which alone grows one"
         )
         raise UserError(
             f"tree is given with {beside}; leave it out or draft with eagle3, eagle1, mtp or medusa"
         )
-    if not trained and config.fallback != "none":
+    if not trained and lookup.fallback != "none":
         raise UserError(
             "fallback is given without a trained draft; name the draft too or leave it out"
         )
-    if config.heterogeneous_vocab and (config.versions is not None or config.learn is not None):
+    if config.heterogeneous_vocab and learning.given():
         raise UserError(
             "heterogeneous_vocab is given with versions or learn, which train a draft over the "
             "target's ids; choose one"
         )
-    if config.suffix and config.learn is not None and trained:
+    if lookup.suffix and learning.learn is not None and trained:
         # The watch over a version compares its acceptance with what that draft predicts.
         raise UserError(
             "learn is given with suffix beside a draft, whose rounds it could not distinguish; "
@@ -179,12 +182,10 @@ def _check_drafts(config: ServeConfig) -> None:
 def _check_seed(config: ServeConfig) -> None:
     """Refuse a seed beside learning: a draft must not learn from answers whose draws a restart
     makes again."""
-    learning = (
-        "learn" if config.learn is not None else "versions" if config.versions is not None else ""
-    )
-    if config.seed is not None and learning:
+    learning = config.learning.given()
+    if config.engine.seed is not None and learning:
         raise UserError(
-            f"seed is {config.seed} together with {learning}, and a draft that learned from "
+            f"seed is {config.engine.seed} together with {learning}, and a draft that learned from "
             "answers which a restart repeats would bias them; leave seed out"
         )
 
@@ -193,12 +194,11 @@ def _check_stopping(config: ServeConfig) -> None:
     """Refuse stops beside learning: rounds that are not drafted are not recorded, so the draft
     would learn least of the requests that it is worst at, and a version on trial would be scored
     without them."""
-    learning = (
-        "learn" if config.learn is not None else "versions" if config.versions is not None else ""
-    )
-    if config.stop_below > 0 and learning:
+    learning = config.learning.given()
+    stop_below = config.speculation.stop_below
+    if stop_below > 0 and learning:
         raise UserError(
-            f"stop_below is {config.stop_below:g} together with {learning}, which would see little "
+            f"stop_below is {stop_below:g} together with {learning}, which would see little "
             "of the requests that drafting was stopped for; leave one of them out"
         )
 
@@ -206,29 +206,30 @@ def _check_stopping(config: ServeConfig) -> None:
 def _check_void(config: ServeConfig) -> None:
     """Refuse settings of a drafter that is not used, and a k where another option sets how much is
     drafted."""
-    values, defaults = vars(config), {field.name: field.default for field in fields(config)}
+    lookup, defaults = vars(config.lookup), vars(LookupOptions())
     for drafter, prefix in (("suffix", "suffix_"), ("ngram", "prompt_lookup_")):
-        for name in values:
+        for name, value in lookup.items():
             if (
                 name.startswith(prefix)
-                and values[name] != defaults[name]
-                and not values[drafter]
-                and config.fallback != drafter
+                and value != defaults[name]
+                and not lookup[drafter]
+                and lookup["fallback"] != drafter
             ):
                 raise UserError(
-                    f"{name} is {values[name]} but nothing drafts by {drafter}; give {drafter} "
+                    f"{name} is {value} but nothing drafts by {drafter}; give {drafter} "
                     "too or leave it out"
                 )
-    if config.suffix_share != defaults["suffix_share"] and not (
-        config.suffix and (config.draft or config.versions)
+    if config.lookup.suffix_share != defaults["suffix_share"] and not (
+        config.lookup.suffix and (config.draft or config.learning.versions)
     ):
         raise UserError(
-            f"suffix_share is {config.suffix_share}, which is for suffix beside a draft; give "
-            "both or leave it out"
+            f"suffix_share is {config.lookup.suffix_share}, which is for suffix beside a draft; "
+            "give both or leave it out"
         )
-    for name in ("k_schedule", "tree"):
-        if config.k not in (None, "auto") and values[name] is not None:
+    speculation = config.speculation
+    for name, value in (("k_schedule", speculation.k_schedule), ("tree", speculation.tree)):
+        if speculation.k not in (None, "auto") and value is not None:
             raise UserError(
-                f"k is {config.k} together with {name} {values[name]!r}, which sets how much is "
+                f"k is {speculation.k} together with {name} {value!r}, which sets how much is "
                 "drafted; leave k out"
             )

@@ -21,7 +21,7 @@ from draftsmith.extras import missing
 from draftsmith.kernels.acceptance import DraftCost
 from draftsmith.progress import Progress
 from draftsmith.serve.bench.client import Client, PassResult
-from draftsmith.serve.bench.config import BenchConfig
+from draftsmith.serve.bench.config import BenchConfig, ServedPair
 from draftsmith.serve.bench.prompts import Prompt, read_prompts
 from draftsmith.serve.bench.report import (
     Case,
@@ -33,7 +33,6 @@ from draftsmith.serve.bench.report import (
     table,
 )
 from draftsmith.serve.bench.server import started
-from draftsmith.serve.config import ServedPair
 
 MODES = ("off", "on", "plain")
 CHAIN = ""  # the server without trees

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 
 from draftsmith.api_key import API_KEY_HELP
 from draftsmith.config import option
-from draftsmith.serve.config import K_ALSO, ServedPair
+from draftsmith.drafters.config import Pair
+from draftsmith.serve.config import K_ALSO, LookupOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedPair(LookupOptions, Pair):
+    """Options that a started server has too."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,10 +36,18 @@ def option(
     factory: Any = None,
     positional: bool = False,
     also: str | None = None,
+    flags: bool = False,
 ) -> Any:
     """A dataclass field with the text `--help` shows. Give `factory` instead of `default` for
-    mutable values; `also` is a second name of a top-level option."""
-    metadata = {"help": help, "choices": choices, "positional": positional, "also": also}
+    mutable values; `also` is a second name of an option that has a flag. A section with `flags`
+    has one for each of its options, which may be given without the section's name too."""
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "positional": positional,
+        "also": also,
+        "flags": flags,
+    }
     if factory is not None:
         return dataclasses.field(default_factory=factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -70,6 +78,53 @@ def parse_yaml(text: str) -> Any:
     return yaml.load(text, Loader=YamlLoader)
 
 
+def plain(wanted: Any) -> Any:
+    """An annotated type without `| None`."""
+    if typing.get_origin(wanted) in (typing.Union, types.UnionType):
+        return next(option for option in typing.get_args(wanted) if option is not type(None))
+    return wanted
+
+
+class FlagOption(NamedTuple):
+    """An option that is a flag: of the configuration itself, or of a section with flags."""
+
+    path: tuple[str, ...]  # ("target",), or ("http", "port")
+    field: dataclasses.Field
+    wanted: Any  # type, without `| None`
+
+
+def flag_options(cls: type) -> list[FlagOption]:
+    """Options of `cls` that are flags, positional ones included."""
+    types_by_name, found = field_types(cls), []
+    for field in dataclasses.fields(cls):
+        wanted = plain(types_by_name[field.name])
+        if field.metadata.get("flags"):
+            inner = flag_options(wanted)
+            found += [one._replace(path=(field.name, *one.path)) for one in inner]
+        elif not dataclasses.is_dataclass(wanted):
+            found.append(FlagOption((field.name,), field, wanted))
+    return found
+
+
+def short_names(cls: type) -> dict[str, tuple[str, ...]]:
+    """Path of each option by its other spellings: without its section, and by a second name."""
+    names: dict[str, tuple[str, ...]] = {}
+    for path, field, _ in flag_options(cls):
+        spellings = (field.name if len(path) > 1 else None, field.metadata.get("also"))
+        names |= {spelling: path for spelling in spellings if spelling is not None}
+    return names
+
+
+def dotted_names(cls: type, prefix: str = "") -> list[str]:
+    """Keys of all options, those in sections included."""
+    names = []
+    for name, wanted in field_types(cls).items():
+        inner = plain(wanted)
+        is_section = dataclasses.is_dataclass(inner)
+        names += dotted_names(inner, f"{prefix}{name}.") if is_section else [prefix + name]
+    return names
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not path.is_file():
@@ -95,32 +150,50 @@ def parse_override(text: str) -> dict[str, Any]:
             f"override {text!r} is not of the form key=value; write for example train.steps=200"
         )
     try:
-        nested: Any = parse_yaml(value) if value else ""
+        parsed: Any = parse_yaml(value) if value else ""
     except yaml.YAMLError as error:
         raise UserError(
             f"override {text!r} has a value that is not valid YAML; quote it, for example "
             f"{key}='text'"
         ) from error
-    for part in reversed(key.split(".")):
-        nested = {part: nested}
-    return nested
+    return at_path(key.split("."), parsed)
+
+
+def at_path(path: Sequence[str], value: Any) -> dict[str, Any]:
+    """`(("a", "b"), c)` -> `{"a": {"b": c}}`."""
+    for part in reversed(path):
+        value = {part: value}
+    return value
 
 
 def under_first_names(cls: type, values: dict[str, Any]) -> dict[str, Any]:
-    """`values` with second names of options replaced by the first ones.
+    """`values` with every option in its section and under its first name.
 
     Raises:
-        UserError: an option is given by both of its names.
+        UserError: an option is given by two of its names.
     """
-    names = {
-        also: field.name
-        for field in dataclasses.fields(cls)
-        if (also := field.metadata.get("also")) is not None
-    }
-    for also, name in names.items():
-        if also in values and name in values:
-            raise UserError(f"{name} and {also} are the same option; give one of them")
-    return {names.get(name, name): value for name, value in values.items()}
+    paths, types_by_name = short_names(cls), field_types(cls)
+    placed: dict[str, Any] = {}
+    spelled: dict[tuple[str, ...], str] = {}
+    items: list[tuple[tuple[str, ...], str, Any]]
+    for key, value in values.items():
+        inner = plain(types_by_name.get(key))
+        if dataclasses.is_dataclass(inner) and isinstance(value, dict):
+            placed.setdefault(key, {})
+            under = under_first_names(inner, value)  # type: ignore[arg-type]
+            items = [((key, name), f"{key}.{name}", one) for name, one in under.items()]
+        else:
+            items = [(paths.get(key, (key,)), key, value)]
+        for path, spelling, one in items:
+            if path in spelled:
+                raise UserError(
+                    f"{spelled[path]} and {spelling} are the same option; give one of them"
+                )
+            spelled[path] = spelling
+            into = placed if len(path) == 1 else placed.setdefault(path[0], {})
+            if isinstance(into, dict):  # else `build` refuses what stands in place of the section
+                into[path[-1]] = one
+    return placed
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -132,9 +205,11 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def build(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
+def build(cls: type[T], values: dict[str, Any], prefix: str = "", *, root: type | None = None) -> T:
     """An instance of the dataclass `cls`; an unknown key or an ill-typed value raises a `UserError`
-    that names the mend. `cls.RENAMED`, if any, maps old names of options to new ones."""
+    that names the mend. `cls.RENAMED`, if any, maps old names of options to new ones. `root` is
+    the configuration that a section belongs to."""
+    root = root or cls
     values = under_first_names(cls, values)
     types_by_name = field_types(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -144,7 +219,8 @@ def build(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
             new = prefix + renamed[key]
             raise UserError(f"option {prefix + key!r} is now {new!r}; write {new}={value}")
         if key not in fields:
-            raise UserError(unknown_key(f"{prefix}{key}", [prefix + name for name in fields]))
+            known = [prefix + name for name in (*fields, *short_names(cls))]
+            raise UserError(unknown_key(f"{prefix}{key}", known, dotted_names(root)))
     missing = [name for name, field in fields.items() if _required(field) and name not in values]
     if missing:
         raise UserError(
@@ -152,8 +228,8 @@ def build(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
         )
     converted = {}
     for key, value in values.items():
-        converted[key] = convert(value, types_by_name[key], prefix + key)
         choices = fields[key].metadata.get("choices")
+        converted[key] = convert(value, types_by_name[key], prefix + key, root=root)
         chosen = converted[key] if isinstance(converted[key], tuple) else (converted[key],)
         if choices and any(one is not None and one not in choices for one in chosen):
             raise UserError(
@@ -162,13 +238,18 @@ def build(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
     return cls(**converted)
 
 
-def unknown_key(key: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+def unknown_key(key: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -> str:
+    """Sentence on an unknown option. The mend is the one option of `elsewhere`, dotted keys, that
+    has this name in another section; else the nearest of `known`."""
+    name = key.rpartition(".")[2]
+    near = [one for one in elsewhere if one.rpartition(".")[2] == name]
+    if len(near) != 1:
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
     mend = f"did you mean {near[0]!r}?" if near else f"known options are {', '.join(sorted(known))}"
     return f"unknown option {key!r}; {mend}"
 
 
-def convert(value: Any, wanted: Any, name: str) -> Any:
+def convert(value: Any, wanted: Any, name: str, *, root: type | None = None) -> Any:
     """`value` as the annotated type: bool, int, float, str, lists, optional values and nested
     dataclasses."""
     origin = typing.get_origin(wanted)
@@ -176,7 +257,7 @@ def convert(value: Any, wanted: Any, name: str) -> Any:
         options = typing.get_args(wanted)
         if value is None and type(None) in options:
             return None
-        return convert(value, next(o for o in options if o is not type(None)), name)
+        return convert(value, plain(wanted), name, root=root)
     if dataclasses.is_dataclass(wanted):
         if dataclasses.is_dataclass(value):
             return value
@@ -184,7 +265,7 @@ def convert(value: Any, wanted: Any, name: str) -> Any:
             raise UserError(
                 f"option {name!r} is {value!r}; it must be a mapping, for example {name}.KEY=VALUE"
             )
-        return build(wanted, value, prefix=name + ".")  # type: ignore[arg-type]
+        return build(wanted, value, prefix=name + ".", root=root)  # type: ignore[arg-type]
     if origin in (list, tuple):
         items = value if isinstance(value, (list, tuple)) else [value]
         inner = typing.get_args(wanted)[0]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from draftsmith import cli
+from draftsmith.commands import table
 from draftsmith.errors import UserError
 from draftsmith.extras import NEEDED, OPTIONAL, check_extra, extra_of
 from draftsmith.serve.bench.command import check
@@ -57,10 +58,10 @@ def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
 def test_a_command_without_its_extra_ends_in_one_sentence_before_anything_loads(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    extra = cli.COMMANDS[name].extra
+    extra = table.COMMANDS[name].extra
     assert extra is not None
     monkeypatch.setitem(
-        cli.COMMANDS, name, cli.COMMANDS[name]._replace(run="draftsmith.no_such_module:run")
+        table.COMMANDS, name, table.COMMANDS[name]._replace(run="draftsmith.no_such_module:run")
     )
     for package in NEEDED[extra]:
         with monkeypatch.context() as patch:
@@ -131,7 +132,9 @@ def test_a_package_missed_on_the_way_is_one_sentence_too(
 
 def test_a_module_of_ours_that_is_missing_is_no_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
-        cli.COMMANDS, "doctor", cli.COMMANDS["doctor"]._replace(run="draftsmith.no_such_module:run")
+        table.COMMANDS,
+        "doctor",
+        table.COMMANDS["doctor"]._replace(run="draftsmith.no_such_module:run"),
     )
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         cli.main(["doctor", "--target", "t"])
@@ -181,7 +184,7 @@ def test_serving_imports_neither_trainers_nor_plots() -> None:
     script = (
         "import sys\nfor name in ('accelerate', 'datasets', 'peft', 'deepspeed', 'matplotlib'): "
         "sys.modules[name] = None\n"
-        "import draftsmith.serve_command, draftsmith.serve.command, "
+        "import draftsmith.commands.serve, draftsmith.serve.command, "
         "draftsmith.distill.buffer.buffer\n"
         "import draftsmith.distill.buffer.record_table\n"
         "from draftsmith import Engine\n"

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from draftsmith import config as configuration
-from draftsmith.cli import COMMANDS, load, main, overview, parser_for
+from draftsmith.cli import main, overview
+from draftsmith.commands.arguments import parser_for
+from draftsmith.commands.table import COMMANDS, load
 from draftsmith.version import __version__
 
 FLAGS = Path(__file__).with_name("flags.txt")
@@ -60,11 +62,8 @@ def test_the_flag_list_is_frozen() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_explains_itself(name: str) -> None:
-    for field in dataclasses.fields(load(COMMANDS[name].config)):
-        if not dataclasses.is_dataclass(
-            configuration.field_types(load(COMMANDS[name].config))[field.name]
-        ):
-            assert field.metadata.get("help"), f"{name} {field.name} has no help text"
+    for path, field, _ in configuration.flag_options(load(COMMANDS[name].config)):
+        assert field.metadata.get("help"), f"{name} {'.'.join(path)} has no help text"
 
 
 def test_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,10 +106,6 @@ def test_bad_usage_is_one_sentence_and_status_2(
     )
 
 
-if __name__ == "__main__":
-    FLAGS.write_text(flag_list())
-
-
 def test_help_puts_options_under_the_heading_of_the_class_that_declares_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -118,7 +113,15 @@ def test_help_puts_options_under_the_heading_of_the_class_that_declares_them(
         main(["serve", "--help"])
     shown = capsys.readouterr().out
     assert shown.startswith("usage: draftsmith serve [options] [recipe.yaml | key=value ...]\n")
-    headings = {"target and draft:": "--target", "engine:": "--tree", "HTTP:": "--port"}
+    headings = {
+        "target and draft:\n": "--target",
+        "speculation:\n  drafting and verification\n\n": "--tree",
+        "http:\n  the server that clients meet\n\n": "--port",
+    }
     for heading, flag in headings.items():
-        part = shown.partition(f"\n{heading}\n")[2].partition("\n\n")[0]
+        part = shown.partition(f"\n{heading}")[2].partition("\n\n")[0]
         assert f"  {flag} " in part, heading
+
+
+if __name__ == "__main__":
+    FLAGS.write_text(flag_list())

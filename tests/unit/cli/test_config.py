@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from draftsmith import config as configuration
-from draftsmith.cli import COMMANDS, collect, load, parse, parser_for
+from draftsmith.commands.arguments import collect, parse, parser_for
+from draftsmith.commands.table import COMMANDS, load
 from draftsmith.config import option
 from draftsmith.errors import UserError
 
@@ -17,6 +18,13 @@ from draftsmith.errors import UserError
 class Optim:
     lr: float = option(1e-3)
     schedule: str = option("cosine", choices=("cosine", "constant"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Http:
+    port: int = option(80)
+    keys: tuple[str, ...] | None = option(None)
+    k: int | None = option(None, also="num_speculative_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +37,7 @@ class Sample:
     learn: bool = option(False)
     taps: list[int] = option(factory=list)
     optim: Optim = option(factory=Optim)
-    k: int | None = option(None, also="num_speculative_tokens")
+    http: Http = option(help="the server", factory=Http, flags=True)
 
 
 def resolve(*argv: str) -> Sample:
@@ -129,6 +137,16 @@ def test_a_recipe_or_override_behind_a_list_is_none_of_it(tmp_path: Path) -> Non
         (("a", "--target", "t", "learn=maybe"), "'learn' is 'maybe'; it must be true or false"),
         (("a", "--target", "t", "--taps", "1", "x"), "'taps' is 'x'; it must be a whole number"),
         (("a", "--target", "t", "optim=3"), "'optim' is 3; it must be a mapping"),
+        (("a", "--target", "t", "lr=3"), "'lr'; did you mean 'optim.lr'"),
+        (
+            ("a", "--target", "t", "http.schedule=x"),
+            "'http.schedule'; did you mean 'optim.schedule'",
+        ),
+        (("a", "--target", "t", "optmi.lr=3"), "'optmi'; did you mean 'optim'"),
+        (("a", "--target", "t", "prot=3"), "'prot'; did you mean 'port'"),
+        (("a", "--target", "t", "--prot", "3"), "'--prot'; did you mean '--port'"),
+        (("a", "--target", "t", "http.prot=3"), "'http.prot'; did you mean 'http.port'"),
+        (("a", "--target", "t", "port=x"), "'http.port' is 'x'; it must be a whole number"),
         (("a", "--target", "t", "optim.schedule=linear"), "one of cosine, constant"),
         (("a", "--target", "t", "loose"), "override 'loose' is not of the form key=value"),
         (("a", "--target", "t", "steps=[1"), "'steps=[1' has a value that is not valid YAML"),
@@ -168,14 +186,14 @@ def test_merge_changes_neither_input() -> None:
     "argv", [("--num-speculative-tokens", "3"), ("--k", "3"), ("num_speculative_tokens=3",)]
 )
 def test_an_option_has_a_second_name(argv: tuple[str, ...]) -> None:
-    assert resolve("a", "--target", "t", *argv).k == 3
+    assert resolve("a", "--target", "t", *argv).http.k == 3
 
 
 def test_the_later_source_wins_by_either_name(tmp_path: Path) -> None:
     given = recipe(tmp_path, "target: t\nnum_speculative_tokens: 1\n")
-    assert resolve("a", given).k == 1
-    assert resolve("a", given, "k=2").k == 2
-    assert resolve("a", given, "num_speculative_tokens=2", "--k", "3").k == 3
+    assert resolve("a", given).http.k == 1
+    assert resolve("a", given, "k=2").http.k == 2
+    assert resolve("a", given, "num_speculative_tokens=2", "--k", "3").http.k == 3
 
 
 def test_both_names_in_one_recipe_are_one_sentence(tmp_path: Path) -> None:
@@ -185,8 +203,40 @@ def test_both_names_in_one_recipe_are_one_sentence(tmp_path: Path) -> None:
     )
 
 
+def test_an_option_of_a_section_with_flags_has_every_spelling(tmp_path: Path) -> None:
+    spellings = (("--port", "3"), ("port=3",), ("http.port=3",), ("http: {port: 3}",), ("port: 3",))
+    for spelling in spellings:
+        text = f"target: t\n{spelling[0] if ':' in spelling[0] else ''}\n"
+        words = () if ":" in spelling[0] else spelling
+        path = recipe(tmp_path, text)
+        assert resolve("a", path, *words).http == Http(port=3), spelling
+        assert resolve("a", "--config", path, *words).http == Http(port=3), spelling
+
+
+def test_the_later_source_wins_by_either_spelling_of_a_section(tmp_path: Path) -> None:
+    given = recipe(tmp_path, "target: t\nhttp: {port: 1, keys: [x]}\n")
+    assert resolve("a", given, "port=2").http == Http(port=2, keys=("x",))
+    assert resolve("a", given, "port=2", "http.port=3").http.port == 3
+    assert resolve("a", given, "http.port=2", "--port", "3", "--keys", "y", "k=4").http == Http(
+        port=3, keys=("y",), k=4
+    )
+    flat = recipe(tmp_path, "target: t\nport: 1\n")
+    assert resolve("a", flat, "http.port=2").http.port == 2
+
+
+def test_both_spellings_in_one_recipe_are_one_sentence(tmp_path: Path) -> None:
+    assert refusal("a", recipe(tmp_path, "port: 1\nhttp: {port: 2}\n")) == (
+        "port and http.port are the same option; give one of them"
+    )
+    for text in ("http: 3\nport: 2\n", "port: 2\nhttp: 3\n"):
+        assert "'http' is 3; it must be a mapping" in refusal(
+            "a", "--target", "t", recipe(tmp_path, text)
+        )
+
+
 @pytest.mark.parametrize("name", ["serve", "bench", "audit"])
 def test_k_has_the_name_that_vllm_gives_it(name: str) -> None:
     cls = load(COMMANDS[name].config)
     arguments = parse(parser_for(name, cls), ["--num-speculative-tokens", "5"])
-    assert collect(cls, arguments) == {"k": "5"}
+    given = {"k": "5"}
+    assert collect(cls, arguments) == ({"speculation": given} if name == "serve" else given)

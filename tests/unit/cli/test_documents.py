@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from draftsmith import config as configuration
-from draftsmith.cli import COMMANDS, collect, load, parse, parser_for
+from draftsmith.commands.arguments import collect, parse, parser_for
+from draftsmith.commands.table import COMMANDS, load
 from draftsmith.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]

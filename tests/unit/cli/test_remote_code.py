@@ -15,8 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from draftsmith import serve_command
-from draftsmith.cli import COMMANDS, load, main
+from draftsmith.cli import main
+from draftsmith.commands import serve as serve_command
+from draftsmith.commands.table import COMMANDS, load
 from draftsmith.drafters.checkpoint import save
 from draftsmith.drafters.config import TRUST_HELP
 from draftsmith.drafters.options import Eagle3Options

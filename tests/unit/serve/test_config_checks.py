@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from draftsmith.config import build
 from draftsmith.drafters.target.device import device_of
 from draftsmith.errors import UserError
 from draftsmith.serve.command import check
-from draftsmith.serve.config import EngineConfig, ServeConfig
+from draftsmith.serve.config import EngineConfig, LookupOptions, ServeConfig
 from draftsmith.serve.config_checks import check_engine
 
 NAN = float("nan")
@@ -85,14 +86,13 @@ def test_a_server_is_not_started_with(options, words):
         ServeConfig(
             target="t",
             draft="d",
-            suffix=True,
-            suffix_share=0.5,
-            fallback="ngram",
-            prompt_lookup_min=1,
+            lookup=LookupOptions(
+                suffix=True, suffix_share=0.5, fallback="ngram", prompt_lookup_min=1
+            ),
         )
     )
     with pytest.raises(UserError, match=words):
-        check(ServeConfig(target="t", **options))
+        check(build(ServeConfig, {"target": "t"} | options))
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from draftsmith.cli import collect, parse, parser_for
+from draftsmith.commands.arguments import collect, parse, parser_for
 from draftsmith.config import build
 from draftsmith.errors import UserError
 from draftsmith.serve.bench import command
 from draftsmith.serve.bench.client import Answer, Client, PassResult
 from draftsmith.serve.bench.command import check, gaps, server_arguments
-from draftsmith.serve.bench.config import BenchConfig
+from draftsmith.serve.bench.config import BenchConfig, ServedPair
 from draftsmith.serve.bench.prompts import read_prompts
 from draftsmith.serve.bench.report import (
     Case,
@@ -28,7 +28,7 @@ from draftsmith.serve.bench.report import (
     ratios,
     table,
 )
-from draftsmith.serve.config import ServeConfig, ServedPair
+from draftsmith.serve.config import ServeConfig
 
 
 def test_percentiles_are_nearest_ranks() -> None:
@@ -249,11 +249,9 @@ def test_the_started_server_is_told_of_the_pair_as_bench_was() -> None:
         "suffix_share": 0.5,
         "suffix_max_tree_depth": 12,
         "suffix_max_cached_requests": 0,
-        "suffix_max_cached_tokens": 100,
     }
     told |= {
         "suffix_max_spec_factor": 2.0,
-        "suffix_max_spec_offset": -1.0,
         "suffix_min_token_prob": 0.3,
     }
     defaults = {field.name: field.default for field in dataclasses.fields(ServedPair)}
@@ -264,7 +262,8 @@ def test_the_started_server_is_told_of_the_pair_as_bench_was() -> None:
     served = build(
         ServeConfig, collect(ServeConfig, parse(parser_for("serve", ServeConfig), arguments))
     )
-    assert {name: vars(served)[name] for name in told} == told
+    given = vars(served) | vars(served.lookup)
+    assert {name: given[name] for name in told} == told
     for name in told.keys() - {"target", "draft_revision", "draft_dtype", "heterogeneous_vocab"}:
         with pytest.raises(UserError, match=f"{name} is for a server started here"):
             check(BenchConfig(url="x", **{name: told[name]}))

@@ -6,6 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from draftsmith.commands.table import COMMANDS, load
+from draftsmith.extras import check_extra
 from draftsmith.train.pipeline.config import RunConfig
 from draftsmith.train.pipeline.stage import CommandOptions
 
@@ -27,9 +29,6 @@ def run(config: RunConfig) -> int:
 
 def options_of(name: str) -> CommandOptions:
     """Options of a command, and the check that it makes before it begins."""
-    from draftsmith.cli import COMMANDS, load
-    from draftsmith.extras import check_extra
-
     command = COMMANDS[name]
     check_extra(name, command.extra)
     return CommandOptions(load(command.config), load(command.check) if command.check else accept)

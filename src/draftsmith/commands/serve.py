@@ -22,16 +22,18 @@ def run(config: ServeConfig) -> int:
     from draftsmith.record import Sink
     from draftsmith.serve.command import run as serve
 
-    hook = None if config.redact is None else load_hook(config.redact)
+    redact = config.learning.redact
+    hook = None if redact is None else load_hook(redact)
 
     def make_sink(config: ServeConfig, target: Target) -> Sink:
-        assert config.learn is not None
+        learning = config.learning
+        assert learning.learn is not None
         screens: list[Screen] = []
         if hook is not None:
             tokenizer = target.tokenizer()
             screens.append(Redactor(hook, tokenizer, mask_id=mask_of(tokenizer)))
-        if not config.learn_distributions:
+        if not learning.learn_distributions:
             screens.append(lambda record: [tokens_only(record)])
-        return BufferWriter(config.learn, screens=screens, share=config.learn_share)
+        return BufferWriter(learning.learn, screens=screens, share=learning.learn_share)
 
     return serve(config, make_sink)

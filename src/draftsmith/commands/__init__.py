@@ -1,0 +1,12 @@
+"""Commands of `draftsmith`: the table of them, their flags, and those that join two code folders.
+
+Files in reading order:
+- `table`: every command with its options, its function and its extra
+- `arguments`: flags from a configuration dataclass; values from recipes, overrides and flags
+- `generate`: the dataset of answers, joined to the engine that writes them
+- `serve`: the server, joined to the buffer that stores its rounds
+- `audit`: the audit, joined to the monitor that reads buffers
+- `run`: the pipeline, joined to the table of the commands that it runs
+
+`draftsmith.cli` alone imports this chapter.
+"""

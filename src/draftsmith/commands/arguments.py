@@ -1,0 +1,161 @@
+"""Flags of a command from its configuration dataclass, and the values that a command line gives.
+Torch-free."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import typing
+from collections.abc import Collection, Sequence
+from typing import Any, NoReturn
+
+from draftsmith import config as configuration
+from draftsmith.commands.table import COMMANDS
+from draftsmith.errors import UserError
+
+EXTRA = "recipe.yaml | key=value"
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        # argparse lists the optional extra among what is missing.
+        raise UserError(f"{message.replace(f', {EXTRA}', '')}; see {self.prog} --help")
+
+
+def parser_for(name: str, cls: type) -> Parser:
+    """Flags from the top-level fields of the config dataclass and from its sections with flags;
+    other sections are reached by recipe or `a.b=c`."""
+    fields = dataclasses.fields(cls)
+    types_by_name = configuration.field_types(cls)
+    listed = [one.name for one in fields if is_listed(one, types_by_name[one.name])]
+    positional = [
+        f"[{one.name.upper()} ...]" if one.name in listed else one.name.upper()
+        for one in fields
+        if one.metadata.get("positional")
+    ]
+    usage = " ".join([f"draftsmith {name}", *positional, "[options]", f"[{EXTRA} ...]"])
+    parser = Parser(
+        prog=f"draftsmith {name}",
+        usage=usage,
+        description=COMMANDS[name].summary,
+        allow_abbrev=False,
+    )
+    groups = flag_groups(parser, cls)
+    for option in configuration.flag_options(cls):
+        field = option.field
+        if field.metadata.get("positional"):
+            if field.name not in listed:
+                choices = field.metadata.get("choices")
+                parser.add_argument(field.name, help=_help(field), choices=choices)
+        else:
+            _add_flag(groups.get(option.path[0], parser), option)
+    parser.add_argument(
+        "--config", action="append", metavar="FILE", help="a recipe, whatever its name ends in"
+    )
+    parser.add_argument(
+        "extra", nargs="*", metavar=EXTRA, help="a recipe, then overrides such as optim.lr=1e-4"
+    )
+    return parser
+
+
+def flag_groups(parser: Parser, cls: type) -> dict[str, argparse._ArgumentGroup]:
+    """Group of `--help` for each option that has a heading and for each section with flags, by
+    their names."""
+    fields = dataclasses.fields(cls)
+    titles = {one.name: title for one in fields if (title := help_title(cls, one.name))}
+    of_titles = {title: parser.add_argument_group(title) for title in titles.values()}
+    of_sections = {
+        one.name: parser.add_argument_group(one.name, one.metadata["help"])
+        for one in fields
+        if one.metadata.get("flags")
+    }
+    return {name: of_titles[title] for name, title in titles.items()} | of_sections
+
+
+def help_title(cls: type, name: str) -> str:
+    """Heading of an option in `--help`: that of the class that declares it first, or ""."""
+    for base in reversed(cls.__mro__):
+        if name in inspect.get_annotations(base):
+            return base.__dict__.get("HELP_TITLE", "")
+    return ""
+
+
+def is_listed(field: dataclasses.Field, wanted: Any) -> bool:
+    """True of a positional list, whose words stand among recipes and overrides."""
+    return bool(field.metadata.get("positional")) and typing.get_origin(wanted) in (list, tuple)
+
+
+def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
+    arguments, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        flags = [
+            flag
+            for action in parser._actions
+            for flag in action.option_strings
+            if flag.startswith("--")
+        ]
+        raise UserError(configuration.unknown_key(unknown[0].split("=")[0], flags))
+    return arguments
+
+
+def _add_flag(parser: argparse._ActionsContainer, option: configuration.FlagOption) -> None:
+    field, wanted = option.field, option.wanted
+    names = [field.name, *filter(None, [field.metadata.get("also")])]
+    flags = ["--" + name.replace("_", "-") for name in names]
+    shared: dict[str, Any] = {"dest": ".".join(option.path), "default": None, "help": _help(field)}
+    if wanted is bool:
+        parser.add_argument(*flags, **shared, action=argparse.BooleanOptionalAction)
+    elif typing.get_origin(wanted) in (list, tuple):
+        parser.add_argument(*flags, **shared, nargs="+", action="extend", metavar="X")
+    else:
+        parser.add_argument(*flags, **shared, metavar=field.name.upper())
+
+
+def _help(field: dataclasses.Field) -> str:
+    text = field.metadata.get("help", "")
+    if choices := field.metadata.get("choices"):
+        text += f" ({', '.join(choices)})"
+    shown = field.default not in (dataclasses.MISSING, None, "", False, ())
+    return (text + (f" [default: {field.default}]" if shown else "")).replace("%", "%%")
+
+
+def collect(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Recipe, then overrides, then flags."""
+    values: dict[str, Any] = {}
+    given_extra = [*arguments.extra, *behind_lists(cls, arguments)]
+    types_by_name, listed = configuration.field_types(cls), {}
+    for field in dataclasses.fields(cls):
+        if is_listed(field, types_by_name[field.name]):
+            listed[field.name] = [text for text in given_extra if text in field.metadata["choices"]]
+    words = [word for found in listed.values() for word in found]
+    extra = [text for text in given_extra if text not in words]
+    recipes = [text for text in extra if text.endswith((".yaml", ".yml")) and "=" not in text]
+    files = [*(arguments.config or ()), *recipes]
+    given = [configuration.read_yaml(recipe) for recipe in files]
+    given += [configuration.parse_override(text) for text in extra if text not in recipes]
+    for one in given:
+        values = configuration.merge(values, configuration.under_first_names(cls, one))
+    for path, _, _ in configuration.flag_options(cls):
+        if (value := getattr(arguments, ".".join(path), None)) is not None:
+            values = configuration.merge(values, configuration.at_path(path, value))
+    return values | {name: found for name, found in listed.items() if found}
+
+
+def behind_lists(cls: type, arguments: argparse.Namespace) -> list[str]:
+    """Recipes and overrides that follow a flag of several values, which argparse counts among
+    these; they are taken out of them. The first value is the flag's own."""
+    keys = {*(field.name for field in dataclasses.fields(cls)), *configuration.short_names(cls)}
+    found = []
+    for name in (".".join(option.path) for option in configuration.flag_options(cls)):
+        if isinstance(given := getattr(arguments, name, None), list):
+            extra = [text for text in given[1:] if _is_extra(text, keys)]
+            kept = [text for text in given[1:] if text not in extra]
+            setattr(arguments, name, [given[0], *kept])
+            found += extra
+    return found
+
+
+def _is_extra(text: str, keys: Collection[str]) -> bool:
+    key, separator, _ = text.partition("=")
+    return text.endswith((".yaml", ".yml")) if not separator else key.split(".")[0] in keys

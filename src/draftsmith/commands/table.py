@@ -1,0 +1,116 @@
+"""Table of the commands. Torch-free: modules are named here and imported when a command runs."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, NamedTuple
+
+
+class Command(NamedTuple):
+    config: str
+    run: str
+    summary: str
+    extra: str | None = None  # whose packages the command cannot begin without
+    # of its options alone, before anything is read: what a pipeline does with all its stages
+    check: str | None = None
+
+
+COMMANDS = {
+    "generate": Command(
+        "draftsmith.distill.config:GenerateConfig",
+        "draftsmith.commands.generate:run",
+        "let the target answer prompts; a dataset to train on",
+        "train",
+        "draftsmith.distill.generate.command:check",
+    ),
+    "train": Command(
+        "draftsmith.train.config:TrainConfig",
+        "draftsmith.train.command:run",
+        "train a drafter of any family by distillation",
+        "train",
+        "draftsmith.train.resolve:check_each",
+    ),
+    "eval": Command(
+        "draftsmith.train.config:EvalConfig",
+        "draftsmith.train.evaluate.command:run",
+        "alpha_i and tau of a draft, with confidence intervals",
+        "train",
+        "draftsmith.train.evaluate.command:check_options",
+    ),
+    "serve": Command(
+        "draftsmith.serve.config:ServeConfig",
+        "draftsmith.commands.serve:run",
+        "an OpenAI-compatible server with lossless speculation",
+        "serve",
+    ),
+    "distill": Command(
+        "draftsmith.distill.config:DistillConfig",
+        "draftsmith.distill.command:run",
+        "the online daemon: learn from served traffic, publish gated versions",
+        "train",
+        "draftsmith.distill.command:check",
+    ),
+    "observe": Command(
+        "draftsmith.fleet.observe.config:ObserveConfig",
+        "draftsmith.fleet.observe.command:run",
+        "a proxy that records the traffic of another server, to learn from",
+        "serve",
+    ),
+    "forget": Command(
+        "draftsmith.distill.config:ForgetConfig",
+        "draftsmith.distill.buffer.forget:run",
+        "take an answer's records out of a buffer, and out of what learners keep",
+    ),
+    "export": Command(
+        "draftsmith.train.export.config:ExportConfig",
+        "draftsmith.train.export.command:run",
+        "write a draft in the layout vLLM, SGLang or transformers load",
+        check="draftsmith.train.export.command:check_options",
+    ),
+    "bench": Command(
+        "draftsmith.serve.bench.config:BenchConfig",
+        "draftsmith.serve.bench.command:run",
+        "tok/s, TTFT, TPOT and tau, speculation off against on",
+        "serve",
+        "draftsmith.serve.bench.command:check",
+    ),
+    "audit": Command(
+        "draftsmith.serve.audit.config:AuditConfig",
+        "draftsmith.commands.audit:run",
+        "is it lossless? statistics with negative controls",
+        "serve",
+    ),
+    "doctor": Command(
+        "draftsmith.train.doctor.config:DoctorConfig",
+        "draftsmith.train.doctor.command:run",
+        "what would go wrong with this target, draft and data",
+    ),
+    "plan": Command(
+        "draftsmith.train.plan.config:PlanConfig",
+        "draftsmith.train.plan.command:run",
+        "which draft for this target, what it gains and what the run takes",
+        check="draftsmith.train.plan.command:check",
+    ),
+    "run": Command(
+        "draftsmith.train.pipeline.config:RunConfig",
+        "draftsmith.commands.run:run",
+        "a pipeline of these commands from one recipe, resumed, with a report",
+    ),
+    "top": Command(
+        "draftsmith.serve.dashboard.config:TopConfig",
+        "draftsmith.serve.dashboard.top:run",
+        "a running server in the terminal: tau, alpha, speed, versions, the learner",
+        "serve",
+    ),
+    "fleet": Command(
+        "draftsmith.fleet.config:FleetConfig",
+        "draftsmith.fleet.command:run",
+        "many engines with one draft: status, promote, rollback, page, publish",
+        "fleet",
+    ),
+}
+
+
+def load(reference: str) -> Any:
+    module, _, attribute = reference.partition(":")
+    return getattr(importlib.import_module(module), attribute)
