@@ -104,26 +104,24 @@ class Publisher:
 
     def _open_live(self) -> tuple[int, TrainedDrafter]:
         """Opens the current version, or the newest intact one below it if that one is damaged."""
-        current = versions.latest(self.root)
-        if current is None:
+        opened = versions.open_live(self.root, self.load)
+        if opened is None:
             raise UserError(
                 f"{str(self.root / versions.CURRENT)!r} is gone; write the number of a good "
                 "version into it"
             )
+        if opened.damage is not None:
+            versions.rollback(self.root, opened.version, str(opened.damage))
+            logger.warning("%s; rolled back to version %d", opened.damage, opened.version)
+        return opened.version, opened.draft
+
+    def is_live_whole(self) -> bool:
+        """False where servers could not start with what `current` names."""
         try:
-            return current, self.load(versions.open_version(self.root, current))
-        except UserError as error:
-            damage = error
-        for version in reversed([one for one in versions.versions(self.root) if one < current]):
-            try:
-                drafter = self.load(versions.open_version(self.root, version))
-            except UserError as error:
-                logger.warning("%s", error)
-                continue
-            versions.rollback(self.root, version, str(damage))
-            logger.warning("%s; rolled back to version %d", damage, version)
-            return version, drafter
-        raise damage
+            live = versions.latest(self.root)
+            return live is not None and versions.open_version(self.root, live).is_dir()
+        except UserError:
+            return False
 
     def _open_parent(self) -> tuple[int | None, TrainedDrafter | None]:
         return self._open_first(self._ancestors())

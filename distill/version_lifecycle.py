@@ -111,9 +111,9 @@ class VersionLifecycle:
     ) -> None:
         self.context.save()
         live = self.live.version
-        # Servers have one version on trial at a time; a live version in quarantine leaves nothing
-        # to compare with.
-        is_tried = not self.log.name and not self.live.made_for
+        # Servers have one version on trial at a time; a live version in quarantine, or one
+        # whose files are damaged since, leaves nothing to compare with.
+        is_tried = not self.log.name and not self.live.made_for and self.publisher.is_live_whole()
         share = self.context.config.gate.canary if is_tried else 0.0
         try:
             version = self._write(decision, candidate, is_live=share == 0)

@@ -148,7 +148,7 @@ def read_metadata(folder: str | Path) -> dict[str, Any]:
     """`draftsmith.json`, checked to be one."""
     path = Path(folder) / RECORD
     record = files.read_json(path, "draft record")
-    if not isinstance(record, dict) or record.get("schema") != SCHEMA_VERSION:
+    if record.get("schema") != SCHEMA_VERSION:
         raise UserError(
             f"draft record {str(path)!r} is not of schema {SCHEMA_VERSION}; train the draft again "
             "or update draftsmith"

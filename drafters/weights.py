@@ -29,13 +29,7 @@ SINGLE = (WEIGHTS, PICKLED, *MEDUSA)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    config = files.read_json(folder / CONFIG, "draft config")
-    if not isinstance(config, dict):
-        raise UserError(
-            f"draft config {str(folder / CONFIG)!r} holds no mapping; restore or train the draft "
-            "again"
-        )
-    return config
+    return files.read_json(folder / CONFIG, "draft config")
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
@@ -111,7 +105,7 @@ def weight_files(folder: Path) -> list[Path]:
     for name in INDEXES:
         if (folder / name).is_file():
             index = files.read_json(folder / name, "weight index")
-            weight_map = index.get("weight_map") if isinstance(index, dict) else None
+            weight_map = index.get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
                 raise UserError(
                     f"weight index {str(folder / name)!r} names no files; restore the file"

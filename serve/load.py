@@ -3,20 +3,26 @@ name, and the fallback of a failed draft."""
 
 from __future__ import annotations
 
+import logging
+from functools import partial
 from typing import NamedTuple
+
+import torch
 
 from draftsmith.drafters.adapters.adapters import Adapters
 from draftsmith.drafters.adapters.names import named_folders
 from draftsmith.drafters.checkpoint import load, load_draft
 from draftsmith.drafters.interface import ServingDrafter
-from draftsmith.drafters.published.versions import latest, open_version
+from draftsmith.drafters.published.versions import open_live
 from draftsmith.drafters.target.device import DTYPES, device_of, weight_dtype
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.errors import UserError
-from draftsmith.serve.config import ServeConfig
+from draftsmith.serve.config import LookupOptions, ServeConfig
+
+log = logging.getLogger(__name__)
 
 
 def load_target(config: ServeConfig) -> Target:
@@ -25,7 +31,7 @@ def load_target(config: ServeConfig) -> Target:
         config.target,
         dtype=weight_dtype(config.dtype, device),
         device=device,
-        max_length=config.max_length,
+        max_length=config.engine.max_length,
         trust_remote_code=config.trust_remote_code,
     )
 
@@ -38,40 +44,63 @@ class LoadedDraft(NamedTuple):
     drafter: ServingDrafter | None
     version: str  # "" without a drafter, "0" for one that no version names
     number: int | None  # in the versions folder; None for a draft from elsewhere
+    refused: str = ""  # why the live version of that folder is not the one
 
 
 def load_drafter(config: ServeConfig, target: Target) -> LoadedDraft:
     """Load n-grams where `ngram` is given, else the trained draft, suffix decoding beside it or
     alone, or nothing."""
-    if config.ngram:
-        return LoadedDraft(
-            Ngram(min_n=config.prompt_lookup_min, max_n=config.prompt_lookup_max), "0", None
-        )
+    lookup = config.lookup
+    if lookup.ngram:
+        return LoadedDraft(ngrams(lookup), "0", None)
     loaded = load_trained(config, target)
-    if not config.suffix:
+    if not lookup.suffix:
         return loaded
-    text = Suffix(config.suffix_options())
+    text = Suffix(lookup.suffix_options())
     if loaded.drafter is None:
         return LoadedDraft(text, "0", None)
-    return loaded._replace(drafter=TextFirst(loaded.drafter, text, share=config.suffix_share))
+    return loaded._replace(drafter=TextFirst(loaded.drafter, text, share=lookup.suffix_share))
 
 
-def load_fallback(config: ServeConfig) -> ServingDrafter | None:
-    if config.fallback == "ngram":
-        return Ngram(min_n=config.prompt_lookup_min, max_n=config.prompt_lookup_max)
-    return Suffix(config.suffix_options()) if config.fallback == "suffix" else None
+def ngrams(lookup: LookupOptions) -> Ngram:
+    return Ngram(min_n=lookup.prompt_lookup_min, max_n=lookup.prompt_lookup_max)
+
+
+def load_fallback(lookup: LookupOptions) -> ServingDrafter | None:
+    if lookup.fallback == "ngram":
+        return ngrams(lookup)
+    return Suffix(lookup.suffix_options()) if lookup.fallback == "suffix" else None
 
 
 def load_trained(config: ServeConfig, target: Target) -> LoadedDraft:
-    """Load the live version of the versions folder, else the draft."""
-    if config.versions is not None and (number := latest(config.versions)) is not None:
-        folder, dtype = open_version(config.versions, number), DTYPES.get(config.draft_dtype)
-        return LoadedDraft(load(folder, target, dtype=dtype), str(number), number)
+    """Load the live version of the versions folder, or an earlier one where that is damaged, else
+    the draft."""
+    versions, refused = config.learning.versions, ""
+    if versions is not None:
+        try:
+            found = load_version(versions, target, dtype=DTYPES.get(config.draft_dtype))
+        except UserError as error:
+            if config.draft is None:
+                raise
+            found, refused = None, str(error)
+            log.warning("%s; starting with draft %r", error, config.draft)
+        if found is not None:
+            return found
     draft = load_draft(config, target)
     if draft is not None:
-        return LoadedDraft(draft, "0", None)
-    if config.versions is not None:
+        return LoadedDraft(draft, "0", None, refused)
+    if versions is not None:
         raise UserError(
-            f"versions folder {config.versions!r} has no version yet; give the draft to start with"
+            f"versions folder {versions!r} has no version yet; give the draft to start with"
         )
     return LoadedDraft(None, "", None)
+
+
+def load_version(root: str, target: Target, *, dtype: torch.dtype | None) -> LoadedDraft | None:
+    opened = open_live(root, partial(load, target=target, dtype=dtype))
+    if opened is None:
+        return None
+    refused = "" if opened.damage is None else str(opened.damage)
+    if refused:
+        log.warning("%s; starting with version %d", refused, opened.version)
+    return LoadedDraft(opened.draft, str(opened.version), opened.version, refused)

@@ -36,6 +36,7 @@ class Follower:
         *,
         label: str = "",
         serving: int | None = None,
+        refused: str = "",
     ):
         self.loop, self.root, self.draft, self.label, self.serving = (
             loop,
@@ -45,7 +46,7 @@ class Follower:
             serving,
         )
         self._refused: tuple[int, Signature] | None = None  # with the files that it had then
-        self._last_error = ""
+        self._last_error = refused
 
     def misfit(self, version: int) -> str:
         own = self.loop.engine.target.revision
@@ -108,17 +109,24 @@ class Follower:
 
 
 class VersionWatcher:
-    """`serving` is the version the engine starts with, None when its draft is not from the folder.
+    """`serving` is the version the engine starts with, None when its draft is not from the folder;
+    `refused` the error of the live one that it could not start with, which is logged already.
 
     A version made for other weights of the target is in quarantine: a server started with one
     drafts with it seldom until a version for its own target is live, and never swaps one in.
     """
 
     def __init__(
-        self, loop: EngineLoop, root: str | Path, *, poll_s: float = 1.0, serving: int | None = None
+        self,
+        loop: EngineLoop,
+        root: str | Path,
+        *,
+        poll_s: float = 1.0,
+        serving: int | None = None,
+        refused: str = "",
     ):
         self.loop, self.root, self.poll_s = loop, Path(root), poll_s
-        self._live = Follower(loop, self.root, LIVE, serving=serving)
+        self._live = Follower(loop, self.root, LIVE, serving=serving, refused=refused)
         self._canary = Follower(loop, self.root, CANARY)
         self._classes: dict[tuple[str, str], Follower] = {}  # by class and folder
         self._wrong: set[str] = set()  # errors of the latest look,

@@ -24,7 +24,7 @@ def read_canary(root: str | Path) -> Canary | None:
     if not path.is_file():
         return None
     value = files.read_json(path, "the canary file")
-    if isinstance(value, dict) and set(value) == set(Canary._fields):
+    if set(value) == set(Canary._fields):
         version, share = value["version"], value["share"]
         if type(version) is int and version > 0 and type(share) in (int, float) and 0 < share <= 1:
             return Canary(version, float(share))

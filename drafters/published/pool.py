@@ -59,10 +59,7 @@ def read_pool(root: str | Path) -> DraftPool | None:
         return None
     value = files.read_json(path, "the pool file")
     if not (
-        isinstance(value, dict)
-        and set(value) == KEYS
-        and _are_folders(value["classes"])
-        and _are_folders(value["learning"])
+        set(value) == KEYS and _are_folders(value["classes"]) and _are_folders(value["learning"])
     ):
         raise UserError(
             f"{str(path)!r} holds {str(value)[:60]!r} instead of "

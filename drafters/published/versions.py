@@ -16,8 +16,10 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from draftsmith import files
 from draftsmith.errors import UserError
@@ -27,6 +29,8 @@ MANIFEST = "manifest.json"
 CURRENT = "current"
 DECISIONS = "decisions.jsonl"
 FOLDER = re.compile(r"v(\d{6,})")
+
+Draft = TypeVar("Draft")
 
 
 def folder_of(root: str | Path, version: int) -> Path:
@@ -116,8 +120,7 @@ def read_manifest(root: str | Path, version: int) -> dict[str, Any]:
         folder_of(root, version) / MANIFEST, f"manifest of version {version}"
     )
     is_whole = (
-        isinstance(manifest, dict)
-        and manifest.get("schema") == SCHEMA_VERSION
+        manifest.get("schema") == SCHEMA_VERSION
         and {"version", "parent"} <= manifest.keys()
         and all(isinstance(manifest.get(name), dict) for name in ("target", "data_range", "hashes"))
     )
@@ -153,6 +156,36 @@ def open_version(root: str | Path, version: int) -> Path:
                 "back to another version"
             )
     return folder
+
+
+@dataclass(frozen=True)
+class Opened(Generic[Draft]):
+    """A version and its draft. `damage` is the error of the live version, where that could not be
+    loaded and this is an earlier one."""
+
+    version: int
+    draft: Draft
+    damage: UserError | None = None
+
+
+def open_live(root: str | Path, load: Callable[[Path], Draft]) -> Opened[Draft] | None:
+    """Loads the live version, or the newest one before it that can be loaded; None before the
+    first. Raises the live one's error where none can."""
+    try:
+        live = latest(root)
+    except UserError as error:
+        damage, earlier = error, versions(root)
+    else:
+        if live is None:
+            return None
+        try:
+            return Opened(live, load(open_version(root, live)))
+        except UserError as error:
+            damage, earlier = error, [one for one in versions(root) if one < live]
+    for version in reversed(earlier):
+        with suppress(UserError):
+            return Opened(version, load(open_version(root, version)), damage)
+    raise damage
 
 
 def rollback(root: str | Path, version: int, reason: str) -> None:
@@ -217,7 +250,9 @@ def _next_version(root: Path) -> int:
     """One more than any folder, whole or broken, and than `current`: a number never means two
     things."""
     taken = [int(match[1]) for entry in root.iterdir() if (match := FOLDER.fullmatch(entry.name))]
-    return max([*taken, latest(root) or 0], default=0) + 1
+    with suppress(UserError):  # a file that holds no number takes none
+        taken.append(latest(root) or 0)
+    return max(taken, default=0) + 1
 
 
 def _hashes(folder: Path) -> dict[str, str]:

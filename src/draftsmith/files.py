@@ -97,17 +97,24 @@ def write_json(path: str | Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, sort_keys=False, ensure_ascii=False) + "\n")
 
 
-def read_json(path: str | Path, what: str = "file") -> Any:
-    """The parsed file; a missing or broken one is a `UserError` that calls it `what`."""
+def read_json(path: str | Path, what: str = "file") -> dict[str, Any]:
+    """The parsed file, an object; a missing or broken one, or another value, is a `UserError` that
+    calls it `what`."""
     path = Path(path)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{what} {str(path)!r} does not exist; check the path") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(
             f"{what} {str(path)!r} is not valid JSON ({error}); restore or regenerate it"
         ) from error
+    if not isinstance(value, dict):
+        raise UserError(
+            f"{what} {str(path)!r} holds {str(value)[:40]!r} instead of a JSON object; restore or "
+            "regenerate it"
+        )
+    return value
 
 
 def signature(folder: str | Path, pattern: str) -> Signature:

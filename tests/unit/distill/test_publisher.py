@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from draftsmith.distill.config import DistillConfig, GateConfig
+from draftsmith.distill.gate.gate import Decision
 from draftsmith.distill.publisher import Publisher
+from draftsmith.distill.version_lifecycle import VersionLifecycle
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.published import versions
+from draftsmith.drafters.published.canary import Canary, read_canary
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 
@@ -112,3 +118,28 @@ def test_versions_that_are_needed_are_not_pruned(
     publisher = made(*[target.revision] * 8)
     assert versions.prune(publisher.root, keep=1, needed=(4, None)) == [2, 3, 5, 6]
     assert versions.versions(publisher.root) == [1, 4, 7, 8]
+
+
+@pytest.mark.parametrize("spoilt", ["nothing", "weights", "current"])
+def test_a_candidate_is_not_tried_beside_a_spoilt_live_version_but_replaces_it(
+    made: Callable[..., Publisher], target: Target, spoilt: str
+) -> None:
+    publisher = made(target.revision, target.revision)
+    root = publisher.root
+    if spoilt == "weights":
+        (versions.folder_of(root, 2) / "model.safetensors").write_bytes(b"torn")
+    elif spoilt == "current":
+        (root / versions.CURRENT).write_text("\0")
+    config = DistillConfig(
+        target="", draft="", buffer="", versions=str(root), gate=GateConfig(canary=0.5)
+    )
+    context = Mock(config=config, counters=Mock(records=1, texts=1), cursor=dict)
+    live = Mock(publisher=publisher, version=2, made_for="")
+    live.log.name = ""
+    lifecycle = VersionLifecycle(live, Mock(updates=1), context)
+    lifecycle.publish(Decision("accept", "better"), nullcontext(publisher.live))
+    on_trial = read_canary(root)
+    if spoilt == "nothing":
+        assert versions.latest(root) == 2 and on_trial == Canary(3, 0.5)
+    else:
+        assert versions.latest(root) == 3 and on_trial is None and publisher.is_live_whole()
