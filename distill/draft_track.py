@@ -153,6 +153,8 @@ class DraftTrack:
         self.latest_update = self.learner.update(self.fresh, self.context.throttle.rest)
         self.context.counters.texts += len(self.fresh)
         self.context.counters.updates += 1
+        self.context.counters.positions_trained += self.latest_update.tokens
+        self.context.counters.positions_masked += self.latest_update.masked
         self.fresh = []
         if self.is_masked and not was_masked:
             self.log.report(
@@ -231,8 +233,6 @@ class DraftTrack:
             "loss": update.loss if update else None,
             "alpha_training": update.alpha if update else [],
             "teacher": self.config.learn.teacher,
-            "positions_trained": update.tokens if update else 0,
-            "positions_masked": update.masked if update else 0,
             "canary": {"version": trial.version, **trial.numbers()} if trial else None,
             "live": watched.to_dict() if watched else None,
             "drift": self.live.drift.to_dict(),

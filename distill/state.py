@@ -56,6 +56,9 @@ class Counters:
     texts: int = 0  # trained on
     held_out: int = 0
     updates: int = 0
+    # of rows in batches: a text that is trained on again counts again
+    positions_trained: int = 0
+    positions_masked: int = 0  # not trained, as no distribution is recorded
     published: int = 0
     held: int = 0
     refused: int = 0

@@ -291,7 +291,7 @@ def deepspeed_config(path: str | None) -> dict | None:
     if path is None:
         return None
     config = read_json(path, "DeepSpeed config")
-    if not isinstance(config, dict) or "zero_optimization" not in config:
+    if "zero_optimization" not in config:
         raise UserError(
             f"DeepSpeed config {path!r} has no 'zero_optimization' section; start from "
             "recipes/zero1.json"

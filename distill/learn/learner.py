@@ -169,12 +169,11 @@ class Learner:
         )
 
     def update(self, fresh: Sequence[ServedText], rest: Rest = no_rest) -> UpdateReport:
-        """Takes a bounded number of steps, however much came in. Every fresh text may then enter
-        the reservoir. `rest` gets the seconds of each step."""
+        """Takes a bounded number of steps, however much came in. Every fresh text is then among the
+        latest ones and may enter the reservoir. `rest` gets the seconds of each step."""
         rng = random.Random(f"{self.seed} {self.updates}")
         queue = list(fresh)
         rng.shuffle(queue)
-        self.reservoir.arrived(queue)
         broken = in_a_row = tokens = masked = 0
         loss, alpha = math.nan, [math.nan]
         for step in range(self.config.steps):
@@ -193,6 +192,7 @@ class Learner:
             rest(time.perf_counter() - begun_s)
             if in_a_row == MAX_BROKEN_STEPS:
                 break
+        self.reservoir.arrived(queue)
         for text in fresh:
             self.reservoir.add(text, rng)
         self.updates += 1

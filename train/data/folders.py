@@ -12,6 +12,10 @@ import numpy as np
 
 from draftsmith.errors import UserError
 
+# Purpose of the streams that order a folder's texts, at the end of their seeds. numpy fills seeds
+# up with zeros: without it pass 0 of folder 3 would be the stream that orders epoch 3.
+FOLDER_PASS = 1
+
 
 class Folder(NamedTuple):
     path: str
@@ -97,7 +101,7 @@ def _passes(part: Part, seed: Sequence[int], epoch: int) -> np.ndarray:
         return np.zeros(0, dtype=np.int64)
     first, end = part.drawn(epoch)
     whole = [
-        np.random.default_rng([*seed, number]).permutation(part.size)
+        np.random.default_rng([*seed, number, FOLDER_PASS]).permutation(part.size)
         for number in range(first // part.size, -(-end // part.size))
     ]
     begin = first // part.size * part.size

@@ -309,12 +309,13 @@ def report(
 
 
 def other_figures(config: EvalConfig) -> list[dict[str, Any]]:
-    """Stored figures of drafts that are drawn another way, which stay; at temperature 0 the way
-    makes no difference."""
+    """Stored figures at other temperatures, and of drafts that are drawn another way, which stay;
+    at temperature 0 the way makes no difference."""
     return [
         one
         for one in checkpoint.read_metadata(config.draft).get("evaluation") or []
-        if one["temperature"] > 0 and draft_sampling_of(one) != config.draft_sampling
+        if one["temperature"] not in config.temperature
+        or (one["temperature"] > 0 and draft_sampling_of(one) != config.draft_sampling)
     ]
 
 

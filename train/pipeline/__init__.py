@@ -11,5 +11,5 @@ Files in reading order:
 - `report`: the page of figures
 - `runner`: stages in order, each a process of its own
 
-`draftsmith/run_command.py` joins this chapter and the table of commands.
+`draftsmith/commands/run.py` joins this chapter and the table of commands.
 """

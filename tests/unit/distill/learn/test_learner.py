@@ -155,6 +155,28 @@ def test_reservoir_is_a_fair_sample_without_distributions(served: list[ServedTex
     assert all(not record.p and not record.q for text in reservoir.texts for record in text.records)
 
 
+def test_no_fresh_text_is_replayed(
+    target: Target,
+    bigram: Callable,
+    served: list[ServedText],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = LearnConfig(unroll=LearnUnroll(steps=1), steps=4, replay=0.5, batch=8)
+    learner, batches = Learner(bigram(288), target, config, seed=0), []
+    rows = learner._rows
+
+    def recorded(texts: list[ServedText], rng: random.Random) -> list:
+        batches.append([one.request for one in texts])
+        return rows(texts, rng)
+
+    monkeypatch.setattr(learner, "_rows", recorded)
+    learner.update(served[:4])
+    learner.update(served[4:8])
+    assert all(sorted(one) == sorted(text.request for text in served[:4]) for one in batches[:4])
+    before = {text.request for text in served[:4]}
+    assert len(batches) == 8 and all(set(one[4:]) <= before for one in batches[4:])
+
+
 @pytest.mark.parametrize(
     "changes",
     [

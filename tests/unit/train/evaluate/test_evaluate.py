@@ -185,12 +185,17 @@ def test_trees_are_measured_beside_the_chain(target, data, tmp_path, capsys):
 
 
 def test_prompts_and_temperatures_are_chosen(target, draft, data, tmp_path, capsys):
+    """Stored figures at other temperatures, and of drafts drawn another way, stay."""
     out = tmp_path / "figures.json"
+    others = [{"temperature": 0.0}, {"temperature": 0.5, "draft_sampling": "greedy"}]
+    checkpoint.store_evaluation(draft, [*others, {"temperature": 0.5}])
     evaluate(
-        capsys, target, draft, data, "--temperature", "0.5", "--prompts", "3", "--out", str(out)
-    )
+        capsys, target, draft, data, "--temperature", "0.5", "--prompts", "3", "--out", str(out),
+        "--store",
+    )  # fmt: skip
     (found,) = read_json(out)["evaluation"]
     assert found["temperature"] == 0.5 and found["documents"] == 3
+    assert checkpoint.read_metadata(draft)["evaluation"] == [found, *others]
 
 
 def test_filtered_samples_are_not_taken_for_the_distribution(target, draft, data, tmp_path, capsys):

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from draftsmith.commands import generate as generate_command
 from draftsmith.config import build, to_dict
 from draftsmith.distill.config import GenerateConfig
-from draftsmith.distill.generate import command as generate
 from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.options import Eagle3Options, MedusaOptions
 from draftsmith.drafters.registry import FAMILIES
@@ -59,7 +59,7 @@ def store(target: Target, out: Path, **options: Any) -> Path:
         "batch": 4,
         "shard": 5,
     }
-    generate.run(GenerateConfig(target=target.name, out=str(out), **values | options))
+    generate_command.run(GenerateConfig(target=target.name, out=str(out), **values | options))
     return out
 
 

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.cli import COMMANDS, collect, load, main, parse, parser_for
+from draftsmith.cli import main
+from draftsmith.commands.arguments import collect, parse, parser_for
+from draftsmith.commands.run import options_of
+from draftsmith.commands.table import COMMANDS, load
 from draftsmith.config import build
 from draftsmith.drafters.checkpoint import locate
 from draftsmith.drafters.published.versions import CURRENT
 from draftsmith.errors import UserError
-from draftsmith.run_command import options_of
 from draftsmith.train.pipeline.changes import difference, made_of
 from draftsmith.train.pipeline.recipe import read_recipe
 from draftsmith.train.pipeline.stage import Stage, resolve
