@@ -18,7 +18,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.errors import UserError
 from draftsmith.record import RoundRecord
-from draftsmith.serve.config import EngineConfig, ServeConfig
+from draftsmith.serve.config import EngineConfig, HttpOptions, ServeConfig
 from draftsmith.serve.config_checks import check_serve
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
@@ -194,7 +194,7 @@ def test_other_folders_and_options_are_refused_in_one_sentence(tiny_target, tmp_
         with pytest.raises(UserError, match=reason):
             named_folders(entries)
     with pytest.raises(UserError, match="the target's own name"):
-        check_serve(ServeConfig(target="t", name="a", lora=("a=b",)))
+        check_serve(ServeConfig(target="t", http=HttpOptions(name="a"), lora=("a=b",)))
     with pytest.raises(UserError, match="lora is given with tensor_parallel 2"):
         check_serve(ServeConfig(target="t", lora=("a=b",), tensor_parallel=2))
     target, adapters = adapted

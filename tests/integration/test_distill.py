@@ -79,11 +79,16 @@ def test_a_draft_lm_learns_from_records_alone(
         assert daemon.run(replace(made.config, learn=learn, gate=gate)) == 0
     status = made.status()
     assert status["teacher"] == "recorded" and status["updates"] >= 1
-    assert status["positions_trained"] > 0 and status["positions_masked"] > 0
+    positions = status["positions_trained"], status["positions_masked"]
+    assert min(positions) > 0
     (first, *_) = made.decisions()
     assert first["requests"] >= 3
     assert first["alpha_live"] == pytest.approx(first["alpha_logged_live"])
     if requests == 16:
+        # Totals since the first start.
+        assert daemon.run(replace(made.config, learn=learn, gate=gate)) == 0
+        status = made.status()
+        assert (status["positions_trained"], status["positions_masked"]) == positions
         return
     (accepted,) = [one for one in made.decisions() if one["decision"] == "accept"]
     newest = versions.latest(made.versions)

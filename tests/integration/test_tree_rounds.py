@@ -27,7 +27,7 @@ from draftsmith.drafters.tree_shape import GrownShape, TreeShape
 from draftsmith.errors import UserError
 from draftsmith.record import RoundRecord
 from draftsmith.serve.command import check
-from draftsmith.serve.config import EngineConfig, ServeConfig
+from draftsmith.serve.config import EngineConfig, ServeConfig, ServedSpeculation
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.sampling.params import SamplingParams
@@ -285,7 +285,8 @@ def test_who_grows_no_trees_is_refused(load: Callable[[str], Target]) -> None:
             EngineConfig(tree="dynamic", verification="block"),
         )
     with pytest.raises(UserError, match="drafts of a chain"):
-        check(ServeConfig(target="t", draft="d", tree="auto", synthetic_acceptance=(0.5,)))
+        speculation = ServedSpeculation(tree="auto", synthetic_acceptance=(0.5,))
+        check(ServeConfig(target="t", draft="d", speculation=speculation))
     with pytest.raises(UserError, match="tree is 'round'"):
         build_engine(load("llama"), make("mtp", load("llama")), EngineConfig(tree="round"))
 

@@ -40,8 +40,8 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--adapt", type=int, default=10, help="updates after which the adapted draft stays"
     )
-    parser.add_argument("--prompts", type=int, default=4, help="per update")
-    parser.add_argument("--group", type=int, default=4, help="answers per prompt")
+    parser.add_argument("--prompts", type=int, default=6, help="per update")
+    parser.add_argument("--group", type=int, default=6, help="answers per prompt")
     parser.add_argument("--tokens", type=int, default=24, help="per answer")
     parser.add_argument("--lr", type=float, default=3e-4, help="of the policy")
     parser.add_argument("--seed", type=int, default=0)

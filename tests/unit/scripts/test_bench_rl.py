@@ -59,3 +59,10 @@ def test_no_answer_is_longer_than_the_learner_reads() -> None:
     assert policy.PROMPT_TOKENS + chosen.tokens <= followed.MAX_LENGTH
     with pytest.raises(SystemExit):
         run.options(["--updates", "many"])
+
+
+def test_an_update_holds_out_as_many_answers_as_the_gate_takes() -> None:
+    from scripts.bench.rl import followed, run
+
+    chosen = run.options([])
+    assert chosen.prompts * chosen.group * followed.GATE.held_out >= followed.GATE.requests
