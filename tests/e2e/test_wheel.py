@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from draftsmith.cli import COMMANDS
+from draftsmith.commands.table import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = ("distill", "drafters", "fleet", "kernels", "serve", "train")

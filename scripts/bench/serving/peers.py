@@ -27,6 +27,11 @@ from scripts.bench.serving.systems import TIMEOUT_S, Generate, Served, System, a
 from scripts.paths import ROOT
 
 MENDED = "draftsmith.fleet.vllm.expand_kernel"
+VLLM_VARIABLES = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 # Samplers that llama-server has on by default.
 PLAIN_SAMPLING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
@@ -157,17 +162,17 @@ def vllm_server(
 ) -> Iterator[tuple[str, int]]:
     """vLLM's server as its users start it, compiled; its URL and process group, which is stopped
     once it is up: idle vLLM workers were seen to take a quarter of a core each."""
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
-    command += ["--dtype", dtype, "--no-enable-log-requests", *options]
-    environment = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        **(variables or {}),
-    }
-    with server("vLLM", command, environment) as (url, group):
+    command = vllm_command(python, target, options, dtype=dtype)
+    with server("vLLM", command, {**VLLM_VARIABLES, **(variables or {})}) as (url, group):
         os.killpg(group, signal.SIGSTOP)
         yield url, group
+
+
+def vllm_command(
+    python: str, target: Path, options: Sequence[str], *, dtype: str = "float32"
+) -> list[str]:
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
+    return [*command, "--dtype", dtype, "--no-enable-log-requests", *options]
 
 
 def llama_systems(stack: ExitStack, bench: Bench, program: str) -> Iterator[System]:

@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from draftsmith import config as configuration
-from draftsmith.cli import COMMANDS, collect, load, parse, parser_for
+from draftsmith.commands.arguments import collect, parse, parser_for
+from draftsmith.commands.table import COMMANDS, load
 from draftsmith.errors import UserError
 from draftsmith.fleet.vllm.settings import SECTION, wrong
 from draftsmith.train.export.layouts.serving import VLLM_METHODS

@@ -8,6 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from draftsmith.config import build
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, UnrollBatch
@@ -182,7 +183,7 @@ def test_what_training_would_see_of_it_is_its_distribution_too(drafter, target):
 )
 def test_draft_options_that_mean_nothing_are_refused(options, words):
     with pytest.raises(UserError, match=words):
-        check(ServeConfig(target="t", **options))
+        check(build(ServeConfig, {"target": "t"} | options))
 
 
 def test_a_head_is_no_lm_with_another_tokenizer(target, tmp_path):

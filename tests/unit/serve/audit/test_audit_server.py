@@ -8,7 +8,6 @@ import math
 import random
 import re
 import threading
-import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -320,22 +319,26 @@ def test_a_slip_within_the_margin_is_noise() -> None:
 
 @dataclass
 class CrowdedServer(ChainServer):
-    """Requests overlap. Beside one whose prompt is longer than `limit`, shorter ones get another
-    token at place 3."""
+    """Six requests sent from other threads than the audit's own overlap. Beside one whose prompt is
+    longer than `limit`, shorter ones get another token at place 3."""
 
     limit: int | None = None
     of: str = "all"  # "penalised": those with penalties alone
     lengths: list[int] = field(default_factory=list)
     most: int = 0
     lock: Any = field(default_factory=threading.Lock)
+    own: threading.Thread = field(default_factory=threading.current_thread)
+    crowd: threading.Barrier = field(default_factory=lambda: threading.Barrier(6, timeout=60.0))
 
     def handle(self, request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content or "{}")
         if not isinstance(body.get("prompt"), list) or body.get("max_tokens", 1) == 1:
             return super().handle(request)
+        is_alone = threading.current_thread() is self.own
         with self.lock:
             self.lengths.append(len(body["prompt"]))
-        time.sleep(0.02)  # the others of a crowd arrive
+        if not is_alone:
+            self.crowd.wait()  # until all have arrived
         with self.lock:
             self.most = max(self.most, len(self.lengths))
             long = self.limit is not None and max(self.lengths) > self.limit
@@ -344,7 +347,8 @@ class CrowdedServer(ChainServer):
             self.greedy_slip = 3 if wrong else None
             answer = super().handle(request)
             self.greedy_slip = None
-        time.sleep(0.02)
+        if not is_alone:
+            self.crowd.wait()  # until all are answered
         with self.lock:
             self.lengths.remove(len(body["prompt"]))
         return answer
