@@ -24,6 +24,9 @@ from draftsmith.drafters.target.load import load_tokenizer
 from draftsmith.files import read_json, write_json, write_text
 from draftsmith.progress import Progress
 
+# Of the model, as clients ask for it.
+NAME = "quickstart"
+
 
 @dataclass(frozen=True)
 class Shift:
@@ -39,6 +42,7 @@ class Shift:
     prompt_tokens: int = 48
     max_tokens: int = 80
     clients: int = 4
+    seed: int = 7  # of the prompts
     learning_port: int = 8711
     static_port: int = 8712
 
@@ -72,7 +76,7 @@ def traffic(shift: Shift) -> list[list[int]]:
     """Prompts as token ids. Code comes from held-out files; all of the prose is new to
     the draft."""
     tokenizer = load_tokenizer(shift.target, trust_remote_code=False)
-    generator = random.Random(7)
+    generator = random.Random(shift.seed)
     code = [document.text for document in CORPORA["stdlib:code"]() if held_out(document)]
     prose = [document.text for document in CORPORA["stdlib:prose"]()]
     drawn = [generator.choice(code) for _ in range(shift.code)] + [
@@ -124,7 +128,7 @@ def send(
 
 def ask(shift: Shift, port: int, index: int, prompt: list[int]) -> dict[str, Any]:
     body = {
-        "model": "quickstart", "prompt": prompt, "max_tokens": shift.max_tokens, "temperature": 1.0,
+        "model": NAME, "prompt": prompt, "max_tokens": shift.max_tokens, "temperature": 1.0,
         "speculation": {"report": True}, "request_class": "code" if index < shift.code else "prose",
     }  # fmt: skip
     begun_s = time.time()
@@ -163,7 +167,7 @@ def server(shift: Shift, command: list[str], port: int, *options: str | Path) ->
     words = [
         *command, "serve", "--target", shift.target, "--draft", shift.draft, "--port", port, "--k",
         shift.k,
-        "--name", "quickstart", "--max-batch", shift.clients, "--threads", 1, *options,
+        "--name", NAME, "--max-batch", shift.clients, "--threads", 1, *options,
     ]  # fmt: skip
     with process(words, shift.folder / f"server-{port}.log") as child:
         wait_until_healthy(child, port)

@@ -1,32 +1,29 @@
 """The whole loop over unmodified engines: several vLLM, one learner, one publisher and a store,
 while traffic turns from code to prose. Requests that failed, texts against those of the clients,
-versions, swaps, acceptance and losslessness, all from the records and from the store."""
+versions, swaps, acceptance and losslessness, all from the records and from the store. Then the same
+prompts go to draftsmith's own engine with a learner of its own, for acceptance side by side."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 
-from draftsmith.distill.buffer.buffer import BufferReader
-from draftsmith.distill.buffer.traffic import stitch
 from draftsmith.distill.monitor.audit import look
 from draftsmith.drafters.published import versions
 from draftsmith.fleet.store.engine_status import EngineStatus
 from draftsmith.fleet.store.store import VersionStore
-from draftsmith.record import RoundRecord, hashed_answer
-from scripts.bench.fleet import verdict
+from scripts.bench.fleet import own, verdict
+from scripts.bench.fleet.answers import acceptance, recorded, send, texts_of
 from scripts.bench.fleet.installed import variables
 from scripts.bench.fleet.places import Place, place_of
 from scripts.bench.fleet.statuses import Statuses
@@ -41,13 +38,6 @@ COMMAND = [sys.executable, "-m", "draftsmith.cli"]
 METHODS = {"eagle3": "eagle3", "draft-lm": "draft_model"}
 
 
-class Answer(NamedTuple):
-    id: str
-    prompt: list[int]
-    tokens: list[int]
-    is_code: bool
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", default="eagle3", choices=tuple(METHODS))
     parser.add_argument("--k", type=int, default=3, help="draft tokens a round")
@@ -59,54 +49,82 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prose", type=int, default=600, help="requests after it")
     parser.add_argument("--max-tokens", type=int, default=80)
     parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=7, help="of the prompts")
+    parser.add_argument(
+        "--no-own", dest="own", action="store_false",
+        help="leave out draftsmith's own engine over the same prompts",
+    )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="12 and 40 requests of 24 tokens")
 
 
 def run(chosen: argparse.Namespace, python: str) -> dict[str, Any]:
     if chosen.quick:
         chosen.code, chosen.prose, chosen.max_tokens = 12, 40, 24
-    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shift = Shift(
             chosen.run / "target", draft_of(chosen), folder, chosen.k, code=chosen.code,
             prose=chosen.prose, max_tokens=chosen.max_tokens, clients=chosen.clients,
+            seed=chosen.seed,
         )  # fmt: skip
         prompts = traffic(shift)
-        place = stack.enter_context(place_of(chosen.store, folder))
-        store = VersionStore(place.url("store"), cache=folder / "first")
-        stack.enter_context(process(learner(shift, place), folder / "distill.log"))
-        until(lambda: versions.latest(folder / "versions"), "the learner's first version")
-        stack.enter_context(process(publisher(shift, place), folder / "publish.log"))
-        first = store.fetch(until(store.current, "the first version in the store"), "vllm")
-        engines = [
-            stack.enter_context(engine(index, chosen, python, folder, place, first))
-            for index in range(chosen.engines)
-        ]
-        statuses = Statuses(store)
-        begun_s = time.monotonic()
-        answers = send(shift, engines, prompts)
-        wall_s = time.monotonic() - begun_s
-        done = [answer for answer in answers if answer is not None]
-        records = recorded(place.url("buffer"), len(done))
-        live, served = settled(store)
-        statuses.close()
-        figures = {
-            "seconds": wall_s,
-            "requests": len(prompts),
-            "failed": len(prompts) - len(done),
-            **texts_of(done, records),
-            **acceptance(done, records),
-            **losslessness(place.url("buffer")),
-            "versions": versions.versions(folder / "versions"),
-            "live": live,
-            "engines": [status_of(one) for one in served],
-            "swaps": statuses.swaps(),
-            "recording": [recording_of(url) for url in engines],
-        }
-        keep_logs(folder, chosen)
+        try:
+            with ExitStack() as stack:
+                figures = over_engines(stack, shift, prompts, chosen, python)
+            if chosen.own:
+                figures["own"] = own.measured(shift, prompts, COMMAND)
+        finally:
+            keep_logs(folder, chosen)
     figures["broken"] = list(verdict.of_loop(figures))
     report(figures)
     return figures
+
+
+def over_engines(
+    stack: ExitStack,
+    shift: Shift,
+    prompts: list[list[int]],
+    chosen: argparse.Namespace,
+    python: str,
+) -> dict[str, Any]:
+    """Figures of the whole fleet over the prompts; `stack` ends its parts."""
+    folder = shift.folder
+    place = stack.enter_context(place_of(chosen.store, folder))
+    store = VersionStore(place.url("store"), cache=folder / "first")
+    stack.enter_context(process(learner(shift, place), folder / "distill.log"))
+    until(lambda: versions.latest(folder / "versions"), "the learner's first version")
+    stack.enter_context(process(publisher(shift, place), folder / "publish.log"))
+    first = store.fetch(until(store.current, "the first version in the store"), "vllm")
+    engines = [
+        stack.enter_context(engine(index, chosen, python, folder, place, first))
+        for index in range(chosen.engines)
+    ]
+    statuses = Statuses(store)
+    begun_s = time.monotonic()
+    answers = send(shift, engines, prompts, lambda name: named(shift, name))
+    wall_s = time.monotonic() - begun_s
+    done = [answer for answer in answers if answer is not None]
+    records = recorded(place.url("buffer"), len(done))
+    live, served = settled(store)
+    statuses.close()
+    return {
+        "seconds": wall_s,
+        "requests": len(prompts),
+        "failed": len(prompts) - len(done),
+        **texts_of(done, records),
+        **acceptance(done, records),
+        **losslessness(place.url("buffer")),
+        "versions": versions.versions(folder / "versions"),
+        "live": live,
+        "engines": [status_of(one) for one in served],
+        "swaps": statuses.swaps(),
+        "recording": [recording_of(url) for url in engines],
+    }
+
+
+def named(shift: Shift, class_name: str) -> dict[str, Any]:
+    """Fields of the model for vLLM, and of a request's class for its plugin."""
+    return {"model": str(shift.target), "vllm_xargs": {"draftsmith_class": class_name}}
 
 
 def draft_of(chosen: argparse.Namespace) -> Path:
@@ -180,80 +198,6 @@ def until(holds: Callable[[], Any], what: str) -> Any:
         time.sleep(0.5)
 
 
-def send(shift: Shift, urls: Sequence[str], prompts: list[list[int]]) -> list[Answer | None]:
-    """Answers in the order of the prompts, None for each that was not a whole answer; engines take
-    turns by a fixed draw."""
-    draws = random.Random(3)
-    chosen = [draws.choice(urls) for _ in prompts]
-
-    def one(index: int) -> Answer | None:
-        body = {
-            "model": str(shift.target), "prompt": prompts[index], "max_tokens": shift.max_tokens,
-            "temperature": 1.0, "return_token_ids": True,
-            "vllm_xargs": {"draftsmith_class": "code" if index < shift.code else "prose"},
-        }  # fmt: skip
-        try:
-            answer = httpx.post(f"{chosen[index]}/v1/completions", json=body, timeout=300)
-            values = answer.raise_for_status().json()
-        except (httpx.HTTPError, json.JSONDecodeError):
-            return None
-        tokens = values["choices"][0]["token_ids"]
-        return Answer(values["id"], prompts[index], tokens, index < shift.code)
-
-    with ThreadPoolExecutor(shift.clients) as pool:
-        return list(pool.map(one, range(len(prompts))))
-
-
-def recorded(buffer: str, count: int, *, patience_s: float = 30.0) -> dict[str, list[RoundRecord]]:
-    """Records by the hash of their answer's id, once `count` answers have their last one or
-    `patience_s` has brought no more."""
-    deadline_s = time.monotonic() + patience_s
-    while True:
-        found: dict[str, list[RoundRecord]] = {}
-        for record in BufferReader(buffer).read(max_records=1 << 30).records:
-            found.setdefault(record.request.partition("-")[0], []).append(record)
-        whole = sum(any(one.last for one in own) for own in found.values())
-        if whole >= count or time.monotonic() > deadline_s:
-            return found
-        time.sleep(1)
-
-
-def texts_of(answers: Sequence[Answer], records: dict[str, list[RoundRecord]]) -> dict[str, int]:
-    """Numbers of answers that have records, and of texts that are those of the clients."""
-    stitched = [stitch(records.get(hashed_answer(answer.id), [])) for answer in answers]
-    equal = sum(
-        text is not None and text.tokens == answer.prompt + answer.tokens
-        for answer, text in zip(answers, stitched)
-    )
-    return {"recorded": sum(text is not None for text in stitched), "equal_texts": equal}
-
-
-def acceptance(answers: Sequence[Answer], records: dict[str, list[RoundRecord]]) -> dict[str, Any]:
-    """Alpha and tau on code, on prose by version, and on the last quarter of prose."""
-    own = [(answer, records.get(hashed_answer(answer.id), [])) for answer in answers]
-    prose = [rounds for answer, rounds in own if not answer.is_code]
-    by_version: dict[str, list[RoundRecord]] = {}
-    for record in (one for rounds in prose for one in rounds if one.drafted):
-        by_version.setdefault(record.draft_version, []).append(record)
-    ordered = sorted(by_version, key=lambda name: int(name or 0))
-    return {
-        "code": alpha_of(one for answer, rounds in own if answer.is_code for one in rounds),
-        "prose": {name: alpha_of(by_version[name]) for name in ordered},
-        "last_quarter": alpha_of(one for rounds in prose[-len(prose) // 4 :] for one in rounds),
-    }
-
-
-def alpha_of(records: Iterable[RoundRecord]) -> dict[str, float]:
-    drafted = [one for one in records if one.drafted]
-    accepted = sum(one.accepted for one in drafted)
-    reached = sum(min(one.accepted + 1, len(one.drafted)) for one in drafted)
-    return {
-        "rounds": len(drafted),
-        "alpha": accepted / max(1, reached),
-        "tau": 1 + accepted / max(1, len(drafted)),
-    }
-
-
 def losslessness(buffer: str) -> dict[str, Any]:
     """z of each event over all records, as `draftsmith audit --buffer` has it."""
     everything = look(buffer, false_alarm=1e-6).monitor.everything
@@ -292,8 +236,9 @@ def recording_of(url: str) -> dict[str, Any]:
 def keep_logs(folder: Path, chosen: argparse.Namespace) -> None:
     """Logs of all parts beside the JSON file."""
     if chosen.out is not None:
-        for log in folder.glob("*.log"):
-            shutil.copy(log, chosen.out.parent / f"{chosen.out.stem}-{log.name}")
+        for log in [*folder.glob("*.log"), *folder.glob("own/*.log")]:
+            name = "-".join(log.relative_to(folder).parts)
+            shutil.copy(log, chosen.out.parent / f"{chosen.out.stem}-{name}")
 
 
 def report(figures: dict[str, Any]) -> None:
@@ -321,6 +266,8 @@ def report(figures: dict[str, Any]) -> None:
             f"{one['requests']} requests, {one['dropped_requests']} of them dropped, "
             f"{one['errors']} errors"
         )
+    if beside := figures.get("own"):
+        print("\n".join(["", *own.table(figures, beside)]))
 
 
 def report_swaps(swaps: dict[str, dict[str, Any]]) -> None:

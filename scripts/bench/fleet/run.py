@@ -12,6 +12,7 @@ from types import ModuleType
 
 from draftsmith.files import write_json
 from scripts.bench.fleet import loop, recording, storm
+from scripts.bench.fleet.shipped import shipped_run
 from scripts.paths import ROOT
 
 STAGES: dict[str, ModuleType] = {"recording": recording, "loop": loop, "storm": storm}
@@ -28,6 +29,9 @@ def options() -> argparse.Namespace:
             default=ROOT / "runs" / "quickstart",
             help="a finished quickstart folder",
         )
+        one.add_argument(
+            "--shipped", action="store_true", help="take the target and EAGLE-3 draft that ship"
+        )
         one.add_argument("--out", type=Path, help="write the figures here as JSON")
         stage.add_options(one)
     return parser.parse_args()
@@ -40,7 +44,11 @@ def main() -> None:
         sys.exit(
             "bench_fleet: DRAFTSMITH_VLLM_PYTHON is not set; give the Python of vLLM's environment"
         )
-    if not (chosen.run / "export" / "draft-lm").exists():
+    if chosen.shipped:
+        if chosen.draft != "eagle3":
+            sys.exit(f"bench_fleet: --draft {chosen.draft} does not ship; leave out --shipped")
+        chosen.run = shipped_run(ROOT / "runs" / "shipped")
+    elif not (chosen.run / "export" / "draft-lm").exists():
         print("bench_fleet: no drafts yet, running scripts/quickstart", flush=True)
         subprocess.run([ROOT / "scripts" / "quickstart"], check=True)
     figures = STAGES[chosen.stage].run(chosen, python)

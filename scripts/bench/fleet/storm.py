@@ -25,6 +25,7 @@ from draftsmith.drafters.published import versions
 from draftsmith.errors import UserError
 from draftsmith.fleet.store.store import VersionStore
 from scripts.bench.fleet import loop, survived, verdict
+from scripts.bench.fleet.answers import recorded
 from scripts.bench.fleet.door import free_port
 from scripts.bench.fleet.installed import variables
 from scripts.bench.fleet.kills import PLANTED, Answer, Fleet, Storm, converged, learned, planned
@@ -205,7 +206,7 @@ def outlived(
         fleet.parts[name].stop()
     # The command line of a writer names its buffer.
     writers_ended = wait_for_end(fleet.place.url("buffer"), loop.PATIENCE_S)
-    records = loop.recorded(fleet.place.url("buffer"), len(storm.log.answers), patience_s=5.0)
+    records = recorded(fleet.place.url("buffer"), len(storm.log.answers), patience_s=5.0)
     unflushed_s = UNFLUSHED_S + max(0.0, survived.behind(storm.log, records))
     return {
         "planned": chosen.kills,

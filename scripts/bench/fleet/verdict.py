@@ -11,6 +11,9 @@ from scripts.bench.fleet.kills import PLANTED
 MOST_Z = 3.0
 # Versions after which alpha on the new traffic is compared.
 LEARNED = 3
+# Least share of the own engine's gain in alpha. Engines learn from one another's traffic at their
+# own speed, so that gains differ by more than noise.
+LEAST_SHARE = 0.5
 
 
 def of_losslessness(figures: Mapping[str, Any]) -> Iterator[str]:
@@ -32,9 +35,24 @@ def of_loop(figures: Mapping[str, Any]) -> Iterator[str]:
     served = {one["version"] for one in figures["engines"]}
     if served != {figures["live"]}:
         yield f"engines serve versions {sorted(map(str, served))}, not the live {figures['live']}"
-    first = next(iter(figures["prose"].values()), {"alpha": 0.0})
-    if len(figures["versions"]) > LEARNED and figures["last_quarter"]["alpha"] <= first["alpha"]:
+    if len(figures["versions"]) > LEARNED and gain_of(figures) <= 0:
         yield "alpha did not recover after the traffic changed"
+    if own := figures.get("own"):
+        yield from _of_own(figures, own)
+
+
+def _of_own(figures: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
+    if own["failed"]:
+        yield f"{own['failed']} requests to draftsmith's own engine failed"
+    gains = [gain_of(one) for one in (figures, own)]
+    if len(figures["versions"]) > LEARNED and gains[0] < LEAST_SHARE * gains[1]:
+        yield f"alpha rose by {gains[0]:.3f}, in draftsmith's own engine by {gains[1]:.3f}"
+
+
+def gain_of(figures: Mapping[str, Any]) -> float:
+    """Alpha in the last quarter of the new traffic minus that of the first draft on it."""
+    first = next(iter(figures["prose"].values()), {"alpha": 0.0})
+    return float(figures["last_quarter"]["alpha"] - first["alpha"])
 
 
 def of_storm(figures: Mapping[str, Any]) -> Iterator[str]:

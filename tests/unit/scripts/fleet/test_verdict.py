@@ -22,6 +22,7 @@ LOOP: dict[str, Any] = {
     "requests": 9, "failed": 0, "equal_texts": 9, "z": {"accepted": -2.9}, "violations": 0,
     "engines": [{"version": 4}, {"version": 4}], "live": 4, "versions": [1, 2, 3, 4],
     "prose": {"1": {"alpha": 0.3}, "4": {"alpha": 0.2}}, "last_quarter": {"alpha": 0.4},
+    "own": {"failed": 0, "prose": {"1": {"alpha": 0.3}}, "last_quarter": {"alpha": 0.49}},
 }  # fmt: skip
 
 
@@ -52,7 +53,8 @@ def test_a_storm_with_one_thing_wrong_has_one_sentence(changed: dict[str, Any]) 
     [
         {"failed": 1}, {"equal_texts": 8}, {"z": {"accepted": 3.1}}, {"violations": 2},
         {"engines": [{"version": 4}, {"version": 3}]}, {"engines": []},
-        {"last_quarter": {"alpha": 0.3}}, {"requests": 0, "equal_texts": 0},
+        {"last_quarter": {"alpha": 0.3}, "own": None}, {"requests": 0, "equal_texts": 0},
+        {"own": LOOP["own"] | {"failed": 1}}, {"last_quarter": {"alpha": 0.39}},
     ],
 )  # fmt: skip
 def test_a_loop_with_one_thing_wrong_has_one_sentence(changed: dict[str, Any]) -> None:
