@@ -30,7 +30,7 @@ class Publisher:
 
     def __init__(self, root: str | Path, draft: str, target: Target):
         self.root, self.target = Path(root), target
-        if versions.latest(self.root) is None:
+        if not self._is_begun():
             self._publish_first(draft)
         try:
             self.reload()
@@ -40,6 +40,13 @@ class Publisher:
             logger.warning("%s; none is whole, so the starting draft is published again", error)
             self._publish_first(draft)
             self.reload()
+
+    def _is_begun(self) -> bool:
+        """True also where `current` cannot be read: there were versions before."""
+        try:
+            return versions.latest(self.root) is not None
+        except UserError:
+            return True
 
     def _has_whole_version(self) -> bool:
         for version in versions.versions(self.root):

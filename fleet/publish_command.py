@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from draftsmith.distill.lock import learner_lock
@@ -12,7 +13,7 @@ from draftsmith.drafters.published import versions
 from draftsmith.errors import UserError
 from draftsmith.fleet.config import FleetConfig
 from draftsmith.fleet.publish.layouts import LayoutWriter
-from draftsmith.fleet.publish.mirror import Mirror
+from draftsmith.fleet.publish.mirror import Damaged, Mirror
 from draftsmith.fleet.rollout.controller import Controller
 from draftsmith.fleet.rollout.records import ServedTexts
 from draftsmith.fleet.store.errors import StoreError
@@ -52,6 +53,8 @@ def run(config: FleetConfig, stop: threading.Event | None = None) -> int:
     steps = [mirror.step, *([controller.step] if controller else [])]
     with learner_lock(root, "publisher"), stopping(stop):
         loop(steps, config, stop)
+    if config.once and mirror.damage:
+        raise UserError(mirror.damage)
     return 0
 
 
@@ -72,8 +75,9 @@ def controller_of(store: VersionStore, root: Path, config: FleetConfig) -> Contr
 
     def give_up(version: int, live: int, reason: str) -> None:
         """The learner goes on from the version that engines serve."""
-        if versions.latest(root) == version:
-            versions.rollback(root, live, f"withdrawn from the engines: {reason}")
+        with suppress(UserError):  # damaged: the learner goes back by itself
+            if versions.latest(root) == version:
+                versions.rollback(root, live, f"withdrawn from the engines: {reason}")
 
     return Controller(
         store,
@@ -93,7 +97,7 @@ def loop(steps: Sequence[Callable[[], object]], config: FleetConfig, stop: threa
             for step in steps:
                 step()
             failure = ""
-        except (StoreError, OSError) as error:
+        except (StoreError, OSError, Damaged) as error:
             if config.once:
                 raise
             if str(error) != failure:

@@ -53,7 +53,7 @@ def latest(root: str | Path) -> int | None:
     first."""
     path = Path(root) / CURRENT
     try:
-        text = path.read_text(encoding="utf-8").strip()
+        text = path.read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return None
     if not (text.isascii() and text.isdigit()):
@@ -189,8 +189,11 @@ def open_live(root: str | Path, load: Callable[[Path], Draft]) -> Opened[Draft] 
 
 
 def rollback(root: str | Path, version: int, reason: str) -> None:
-    """Makes an older, intact version the live one again and logs why."""
-    left = latest(root)
+    """Makes an older, intact version the live one again and logs why. The log has null as the
+    version that was left where `current` could not be read."""
+    left = None
+    with suppress(UserError):
+        left = latest(root)
     promote(root, version)
     record_decision(
         root, {"decision": "rolled back", "version": version, "left": left, "reason": reason}

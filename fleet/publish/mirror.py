@@ -3,6 +3,8 @@ layouts, and becomes the store's `current`, or the candidate of a rollout.
 
 Only changes of the learner's `current` are followed: an operator's promotion or rollback of the
 fleet holds until the learner's next one. `publisher.json` of the store remembers how far it went.
+A live version whose files are damaged is reported once: engines keep what they serve, and a store
+without a live version gets the newest whole one before it.
 """
 
 from __future__ import annotations
@@ -25,6 +27,10 @@ from draftsmith.fleet.store.store import VersionStore
 logger = logging.getLogger("draftsmith.fleet")
 
 MIRRORED = "publisher.json"
+
+
+class Damaged(UserError):
+    """A versions folder none of whose versions is whole, until the learner's next one."""
 
 
 class Promotion(Protocol):
@@ -66,16 +72,18 @@ class Mirror:
     ):
         self.root, self.store, self.writer = Path(root), store, writer
         self.promote, self.keep, self.event = promote or self.make_current, keep, event
+        self.damage = ""  # of the live version, until it is mended or another one is live
 
     def step(self) -> bool:
         """Publishes what became live since the last step; False where nothing did.
 
-        Raises `StoreError` or `OSError` for what another step may get over, and `UserError` for
-        what it cannot."""
-        live = versions.latest(self.root)
-        if live is None or live == self.mirrored():
+        Raises `StoreError`, `OSError` or `Damaged` for what another step may get over, and another
+        `UserError` for what it cannot."""
+        found = self._to_publish()
+        if found is None:
             return False
-        self.upload(live)
+        live, folder = found
+        self._put(live, folder)
         self._upload_parent(live)
         # Until it is done, so that a kill after the promotion is never taken for the state before.
         self.remember(None)
@@ -91,8 +99,38 @@ class Mirror:
         self.event(f"version {version} is live for all engines")
         return True
 
+    def _to_publish(self) -> tuple[int, Path] | None:
+        """The learner's live version and its folder, where it is another one than the last."""
+        try:
+            live = versions.latest(self.root)
+            if live is None or live == self.mirrored():
+                self.damage = ""
+                return None
+            folder = versions.open_version(self.root, live)
+        except UserError as error:
+            return self._in_place_of(error)
+        self.damage = ""
+        return live, folder
+
+    def _in_place_of(self, damage: UserError) -> tuple[int, Path] | None:
+        is_new, self.damage = str(damage) != self.damage, str(damage)
+        if self.store.current_or_none() is not None:
+            if is_new:
+                self.event(f"{damage}; engines keep what they serve until the learner's next one")
+            return None
+        try:
+            opened = versions.open_live(self.root, lambda folder: folder)
+        except UserError as error:
+            raise Damaged(f"{error}; no version before it is whole") from error
+        assert opened is not None  # there is a `current`, whatever it names
+        if is_new:
+            self.event(f"{damage}; version {opened.version} is published in its place")
+        return opened.version, opened.draft
+
     def upload(self, version: int) -> None:
-        folder = versions.open_version(self.root, version)
+        self._put(version, versions.open_version(self.root, version))
+
+    def _put(self, version: int, folder: Path) -> None:
         own = versions.read_manifest(self.root, version)
         begun_s = time.monotonic()
         writer = self.writer

@@ -112,6 +112,29 @@ def test_a_store_without_a_whole_version_begins_again_with_the_draft(
     )
 
 
+@pytest.mark.parametrize("spoilt", [b"", b"two\n", b"\xff\xfe2"])
+def test_a_learner_starts_beside_a_spoilt_current_file(
+    made: Callable[..., Publisher], target: Target, spoilt: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = made(target.revision, target.revision, target.revision).root
+    (versions.folder_of(root, 3) / "model.safetensors").write_bytes(b"torn")
+    (root / versions.CURRENT).write_bytes(spoilt)
+    publisher = Publisher(root, "", target)
+    assert publisher.version == versions.latest(root) == 2 and publisher.parent_version == 1
+    assert "instead of a version number" in caplog.text
+    last = versions.read_decisions(root)[-1]
+    assert (last["decision"], last["version"], last["left"]) == ("rolled back", 2, None)
+
+
+def test_a_spoilt_current_file_without_versions_is_a_beginning(
+    made: Callable[..., Publisher], target: Target, tmp_path: Path
+) -> None:
+    root, draft = made(target.revision).root, str(tmp_path / "draft")
+    shutil.move(versions.folder_of(root, 1), draft)
+    (root / versions.CURRENT).write_bytes(b"")
+    assert Publisher(root, draft, target).version == versions.latest(root) == 1
+
+
 def test_versions_that_are_needed_are_not_pruned(
     made: Callable[..., Publisher], target: Target
 ) -> None:

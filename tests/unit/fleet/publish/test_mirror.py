@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,9 @@ from hypothesis import strategies as st
 
 from draftsmith.drafters.published import versions
 from draftsmith.errors import UserError
-from draftsmith.fleet.publish.mirror import Mirror
+from draftsmith.fleet import publish_command
+from draftsmith.fleet.config import FleetConfig
+from draftsmith.fleet.publish.mirror import Damaged, Mirror
 from draftsmith.fleet.store.engine_status import EngineStatus
 from draftsmith.fleet.store.errors import StoreError, StoreUnreachable
 from draftsmith.fleet.store.store import VersionStore
@@ -131,13 +135,72 @@ def test_damaged_weights_are_not_published_and_a_damaged_parent_is_left_behind(
     learn(root, "one"), learn(root, "two"), learn(root, "three")
     events: list[str] = []
     mirror = Mirror(root, store, Copies(root), event=events.append)
-    for version in (2, 3):
+    for version in (1, 2, 3):
         (versions.folder_of(root, version) / "model.safetensors").write_text("torn")
-    with pytest.raises(UserError, match="version 3 is corrupt"):
+    with pytest.raises(Damaged, match=r"version 3 is corrupt.* no version before it is whole"):
         mirror.step()
     (versions.folder_of(root, 3) / "model.safetensors").write_text("three")
     assert mirror.step() and served(store) == "vllm three" and store.versions() == [3]
     assert any("is published without its parent" in event for event in events)
+
+
+def test_a_damaged_live_version_waits_for_the_learners_next_one(
+    root: Path, store: VersionStore
+) -> None:
+    events: list[str] = []
+    mirror = Mirror(root, store, Copies(root), event=events.append)
+    learn(root, "one")
+    assert mirror.step()
+    learn(root, "two"), learn(root, "three")
+    weights, events[:] = versions.folder_of(root, 3) / "model.safetensors", []
+    weights.write_text("torn")
+    assert not mirror.step() and not mirror.step() and served(store) == "vllm one"
+    (event,) = events
+    assert "version 3 is corrupt" in event and event.endswith("until the learner's next one")
+    (root / versions.CURRENT).write_bytes(b"")
+    assert not mirror.step() and len(events) == 2 and "instead of a version" in events[1]
+    weights.write_text("three")
+    (root / versions.CURRENT).write_text("3")
+    assert mirror.step() and served(store) == "vllm three" and not mirror.damage
+
+
+def test_an_empty_store_gets_the_newest_whole_version(root: Path, store: VersionStore) -> None:
+    events: list[str] = []
+    mirror = Mirror(root, store, Copies(root), event=events.append)
+    for text in ("one", "two", "three"):
+        learn(root, text)
+    (versions.folder_of(root, 3) / "model.safetensors").write_text("torn")
+    assert mirror.step() and served(store) == "vllm two" and not mirror.step()
+    said = [event for event in events if "corrupt" in event]
+    assert len(said) == 1 and said[0].endswith("version 2 is published in its place")
+    learn(root, "four")
+    assert mirror.step() and served(store) == "vllm four"
+
+
+def test_publish_outlives_a_folder_without_a_whole_version(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = FleetConfig(
+        action="publish", versions=str(root), to=str(tmp_path / "store"), poll_s=0.01
+    )
+    learn(root, "one")
+    (versions.folder_of(root, 1) / "model.safetensors").write_text("torn")
+    with pytest.raises(UserError, match="version 1 is corrupt"):
+        publish_command.run(replace(config, once=True))
+    stop = threading.Event()
+    thread = threading.Thread(target=publish_command.run, args=(config, stop))
+    thread.start()
+    try:
+        time.sleep(0.2)
+        learn(root, "two")
+        deadline_s = time.monotonic() + 30
+        while (live := VersionStore(config.to or "").current()) != 2:
+            assert time.monotonic() < deadline_s, live
+            time.sleep(0.02)
+    finally:
+        stop.set()
+        thread.join()
+    assert capsys.readouterr().out.count("no version before it is whole; trying again") == 1
 
 
 def test_a_cut_upload_is_noticed_by_the_publisher(
@@ -289,7 +352,9 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
 from test_mirror import Copies
-from draftsmith.fleet.publish.mirror import Mirror
+from draftsmith.fleet import publish_command
+from draftsmith.fleet.config import FleetConfig
+from draftsmith.fleet.publish.mirror import Damaged, Mirror
 from draftsmith.fleet.store.store import VersionStore
 root = Path(sys.argv[1])
 mirror = Mirror(root, VersionStore(sys.argv[2]), Copies(root))
