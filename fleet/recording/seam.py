@@ -1,7 +1,7 @@
 """The one private seam: `model_runner.rejection_sampler`, called once per step of speculation by
 both of vLLM's model runners. Both calls are read into the same `Verified`.
 
-The first runner's call was run; the second one's is written from the source of vLLM 0.32 and 0.33
+The first runner's call was run; the second one's is written from the source of vLLM 0.26 to 0.33
 and tested with stand-ins of it alone, since it needs a GPU.
 
 Legend: r requests of a step, n drafted positions, V vocabulary.
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.fleet.log import logger
+from draftsmith.fleet.log import logger, once
 
 # Parameters of the two calls; what a later vLLM adds behind them is not needed.
 FIRST = ["metadata", "draft_probs", "logits", "sampling_metadata"]
@@ -48,6 +48,19 @@ def kind_of(sampler: Any) -> str:
     return "second" if names[: len(SECOND)] == SECOND else ""
 
 
+def drafts_have_temperature() -> bool | None:
+    """True where the second runner keeps a draft's logits divided by the temperature (vLLM 0.26 to
+    0.27), False where it divides later, None where it is not known."""
+    try:
+        from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+    except ImportError:
+        return None
+    names = inspect.signature(gumbel_sample).parameters
+    if "logits_cache" in names:
+        return False
+    return True if "output_processed_logits" in names else None
+
+
 class Seam:
     """In place of a rejection sampler: shows each call to `look` and passes it on unchanged."""
 
@@ -59,6 +72,7 @@ class Seam:
             "second": self._second,
         }
         self._read = readers[self.kind]
+        self.has_temperature = drafts_have_temperature() if self.kind == "second" else None
         runner.rejection_sampler = self
 
     def remove(self) -> None:
@@ -95,9 +109,13 @@ class Seam:
         if getattr(self.runner, "adaptive_verification", None) is not None:
             # Rows are dropped on the device; the host has the counts from before.
             return None
+        has_temperature = self.has_temperature
+        if draft_logits is not None and has_temperature is None:
+            once("no distributions are recorded: this vLLM keeps its draft's logits in another way")
+            return None
         firsts = batch.cu_num_logits_np.tolist()
         # Of a request in its prefill drafted tokens are placeholders.
-        skipped = batch.is_prefilling_np.tolist()
+        skipped = self._prefilling(batch)
         counts: list[int] = []
         rows: list[int] = []
         for index, first in enumerate(firsts[:-1]):
@@ -111,9 +129,12 @@ class Seam:
         def q(chosen: torch.Tensor) -> torch.Tensor:
             assert draft_logits is not None
             own = states[chosen]
+            kept = draft_logits[own, depths[chosen].long()].float()
+            if has_temperature:
+                return kept
             temperature = self.runner.sampler.sampling_states.temperature.gpu[own]
             scale = torch.where(temperature == 0, 1.0, temperature)[:, None]
-            return draft_logits[own, depths[chosen].long()].float() / scale
+            return kept / scale
 
         return Verified(
             req_ids=list(batch.req_ids[: batch.num_reqs]),
@@ -123,3 +144,11 @@ class Seam:
             rows=at,
             q=None if draft_logits is None else q,
         )
+
+    def _prefilling(self, batch: Any) -> list[bool]:
+        """Flags of the requests of this batch. A rank that verifies a part of all requests (sharded
+        sampling) is given the flags of all, in an order that it has not."""
+        if len(batch.is_prefilling_np) == batch.num_reqs:
+            return [bool(flag) for flag in batch.is_prefilling_np]
+        states, own = self.runner.req_states, batch.idx_mapping_np
+        return (states.num_computed_prefill_tokens[own] < states.prefill_len.np[own]).tolist()

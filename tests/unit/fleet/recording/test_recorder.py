@@ -4,8 +4,9 @@ clients get, and nothing that fails in it reaches the engine."""
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -106,39 +107,97 @@ def test_what_an_accelerator_reduces_is_what_the_writer_reduces(
             assert left.tail == pytest.approx(right.tail, abs=1e-4)
 
 
-def test_the_second_runners_call_gives_the_same_positions(tmp_path: Path) -> None:
-    lab = Lab(tmp_path / "buffer", SecondSampler())
-    assert lab.recorder.seam.kind == "second" and lab.recorder.seam.num_speculative_steps == 3
+def gumbel(monkeypatch: pytest.MonkeyPatch, *parameters: str) -> None:
+    """vLLM's second runner, whose sampling of drafts has these parameters."""
+    names = ["vllm", "v1", "worker", "gpu", "sample", "gumbel"]
+    for end in range(1, len(names) + 1):
+        name = ".".join(names[:end])
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    module, space = sys.modules[".".join(names)], {}  # type: ignore[var-annotated]
+    exec(f"def gumbel_sample({', '.join(('logits', *parameters))}): ...", space)
+    module.gumbel_sample = space["gumbel_sample"]  # type: ignore[attr-defined]
+
+
+def second_lab(folder: Path) -> Lab:
+    lab = Lab(folder, SecondSampler())
     lab.worker.model_runner.sampler = SimpleNamespace(
         sampling_states=SimpleNamespace(
             temperature=SimpleNamespace(gpu=torch.tensor([0.5, 0.0, 1.0]))
         )
     )
-    step = lab.worker.step
-    step(scheduled([new_request(A, [5], temperature=0.5), new_request(B, [6])]), {A: [7], B: [8]})
-    # Requests in states 0 and 2; rows of A: last token, two drafted; B drafts nothing.
-    logits = torch.randn(4, VOCAB)
-    draft_logits = torch.randn(3, 3, VOCAB)
+    return lab
+
+
+def second_call() -> tuple[torch.Tensor, Any, torch.Tensor, None]:
+    """Requests in states 0 and 2; rows of A: last token, two drafted; B drafts nothing."""
     batch = SimpleNamespace(
         num_reqs=2, req_ids=[A, B], cu_num_logits_np=np.array([0, 3, 4]),
-        is_prefilling_np=np.array([False, False]),
+        is_prefilling_np=np.array([False, False]), idx_mapping_np=np.array([0, 2]),
         expanded_idx_mapping=torch.tensor([0, 0, 0, 2]),
         expanded_local_pos=torch.tensor([0, 1, 2, 0]),
         input_ids=torch.tensor([7, 20, 21, 8, 0, 0]), logits_indices=torch.tensor([0, 1, 2, 3]),
     )  # fmt: skip
-    step(scheduled(), {A: [20, 30], B: [9]}, (logits, batch, draft_logits, None))
+    return torch.randn(4, VOCAB), batch, torch.randn(3, 3, VOCAB), None
+
+
+@pytest.mark.parametrize(
+    ("parameter", "divisor"), [("logits_cache", 0.5), ("output_processed_logits", 1.0)]
+)
+def test_the_second_runners_call_gives_the_same_positions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameter: str, divisor: float
+) -> None:
+    gumbel(monkeypatch, parameter)
+    lab = second_lab(tmp_path / "buffer")
+    assert lab.recorder.seam.kind == "second" and lab.recorder.seam.num_speculative_steps == 3
+    step, call = lab.worker.step, second_call()
+    step(scheduled([new_request(A, [5], temperature=0.5), new_request(B, [6])]), {A: [7], B: [8]})
+    step(scheduled(), {A: [20, 30], B: [9]}, call)
     step(scheduled(finished=(A, B)), {})
     records = lab.records()[record_name(A)]
     assert (records[0].drafted, records[0].accepted) == ([20, 21], 1)
     for depth, token in enumerate([20, 21]):
-        p = torch.log_softmax(logits[depth], -1)[token]
-        q = torch.log_softmax(draft_logits[0, depth] / 0.5, -1)[token]
+        p = torch.log_softmax(call[0][depth], -1)[token]
+        q = torch.log_softmax(call[2][0, depth] / divisor, -1)[token]
         assert records[0].p[depth].drafted == pytest.approx(float(p), abs=1e-5)
         assert records[0].q[depth].drafted == pytest.approx(float(q), abs=1e-5)
-    lab.worker.model_runner.adaptive_verification = object()
-    step(scheduled([new_request(A, [5])]), {A: [7]})
-    step(scheduled(), {A: [20, 30]}, (logits, batch, draft_logits, None))
-    assert lab.recorder.errors == 0 and not (tmp_path / "buffer" / "x").exists()
+
+
+@pytest.mark.parametrize("reason", ["adaptive", "unknown"])
+def test_of_the_second_runner_nothing_is_guessed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    gumbel(monkeypatch, *(["logits_cache"] if reason == "adaptive" else []))
+    lab = second_lab(tmp_path / "buffer")
+    if reason == "adaptive":
+        lab.worker.model_runner.adaptive_verification = object()
+    step = lab.worker.step
+    step(scheduled([new_request(A, [5], temperature=0.5), new_request(B, [6])]), {A: [7], B: [8]})
+    step(scheduled(), {A: [20, 30], B: [9]}, second_call())
+    step(scheduled(finished=(A, B)), {})
+    (record,) = lab.records()[record_name(A)]
+    assert record.drafted == [] and record.context == [5, 7, 20, 30]
+    assert lab.recorder.errors == 0
+
+
+@pytest.mark.parametrize("prefills", [False, True])
+def test_a_rank_that_verifies_a_part_takes_no_other_requests_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefills: bool
+) -> None:
+    """Sharded sampling: three requests, of which this rank has the second and the third. The flags
+    stay those of all three."""
+    gumbel(monkeypatch, "logits_cache")
+    lab = second_lab(tmp_path / "buffer")
+    call = second_call()
+    call[1].is_prefilling_np = np.array([not prefills, prefills, False])
+    lab.worker.model_runner.req_states = SimpleNamespace(
+        num_computed_prefill_tokens=np.array([1, 0, 1]),
+        prefill_len=SimpleNamespace(np=np.array([9 if prefills else 1, 9, 1])),
+    )
+    step = lab.worker.step
+    step(scheduled([new_request(A, [5], temperature=0.5), new_request(B, [6])]), {A: [7], B: [8]})
+    step(scheduled(), {A: [20, 30], B: [9]}, call)
+    step(scheduled(finished=(A, B)), {})
+    assert lab.records()[record_name(A)][0].drafted == ([] if prefills else [20, 21])
 
 
 def test_a_preempted_request_goes_on_and_one_with_other_tokens_ends(lab: Lab) -> None:

@@ -1,26 +1,32 @@
-"""The names of the stand-ins in SGLang's own source: where it is installed, or where
-DRAFTSMITH_SGLANG_SOURCE names its folder. Nothing of it is imported."""
+"""The names of the stand-ins in SGLang's own source: of the environment that `scripts/test --all`
+makes, or of the folder that `DRAFTSMITH_SGLANG_SOURCE` names. Nothing of it is imported; its reader
+of pushed weights is run by itself."""
 
 from __future__ import annotations
 
 import ast
-import importlib.util
+import base64
+import io
 import os
+import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from draftsmith.fleet.sglang import plugin
+from draftsmith.fleet.sglang.push import push
 from tests.unit.fleet.sglang.stand_ins import REQ, SAMPLING_PARAMS, VERIFY_INPUT
 
 
 def source() -> Path | None:
-    named = os.environ.get("DRAFTSMITH_SGLANG_SOURCE")
-    if named:
+    if named := os.environ.get("DRAFTSMITH_SGLANG_SOURCE"):
         return Path(named)
-    found = importlib.util.find_spec("sglang")
-    return Path(found.origin).parent if found is not None and found.origin else None
+    clients = Path(os.environ.get("DRAFTSMITH_CLIENTS") or ".venv-clients")
+    return next(clients.glob("sglang/lib/python*/site-packages/sglang"), None)
 
 
 SOURCE = source()
@@ -72,3 +78,24 @@ def test_the_updates_have_the_fields_that_are_sent() -> None:
     assert "'sglang.srt.plugins'" in ast.unparse(read("plugins/__init__.py"))
     register = named(read("plugins/hook_registry.py"), "register")
     assert [one.arg for one in register.args.args] == ["cls", "target", "hook", "hook_type"]
+
+
+def test_what_is_pushed_is_read_by_sglangs_own_reader(tmp_path: Path) -> None:
+    tensors = {"b": torch.randn(2, 3).bfloat16(), "a": torch.arange(4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    sent: list[dict[str, Any]] = []
+
+    def post(url: str, *, json: dict[str, Any]) -> Any:
+        sent.append(json)
+        return SimpleNamespace(status_code=200, json=lambda: {"success": True})
+
+    push(SimpleNamespace(post=post), tmp_path, "7")
+    tree = read("utils/common.py")
+    names = ("SafeUnpickler", "_safe_load_torch_storage")
+    parts = [ast.unparse(named(tree, name)) for name in names]
+    space: dict[str, Any] = {"pickle": pickle, "io": io, "torch": torch}
+    exec("from __future__ import annotations\n" + "\n".join(parts), space)
+    (payload,) = sent[1]["serialized_named_tensors"]
+    found = space["SafeUnpickler"](io.BytesIO(base64.b64decode(payload))).load()
+    assert [name for name, _ in found] == ["a", "b"]
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in found)
