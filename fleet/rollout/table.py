@@ -68,6 +68,8 @@ def cells(row: View) -> tuple[str, ...]:
 
 def note(row: View) -> str:
     parts = ["silent"] if row["is_silent"] else []
+    if row["alarm"]:
+        parts.append("samples another distribution than the target's")
     if row["wanted"] is not None and row["wanted"] != row["version"]:
         parts.append(f"should serve {row['wanted']}")
     refused: Sequence[tuple[str, str]] = sorted(

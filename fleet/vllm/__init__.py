@@ -9,6 +9,7 @@ Files in reading order:
 - `worker`: methods for `collective_rpc`
 - `swap_methods`: the method that moves a swap one step on
 - `swap_client`: a swap of all workers of an engine
+- `replicas`: figures of all recorders as one engine's
 - `follower`: keeps the engine on the version that the store gives it
 - `gauges`: gauges of the draft in vLLM's own registry
 - `endpoint`: routes below `/draftsmith`, and what is started beside an engine

@@ -15,10 +15,11 @@ from typing import Any
 from draftsmith.fleet.log import once
 from draftsmith.fleet.names import engine_name
 from draftsmith.fleet.store.store import VersionStore
-from draftsmith.fleet.vllm.follower import Figures, Follower, OneOf
+from draftsmith.fleet.vllm.follower import Follower, OneOf
 from draftsmith.fleet.vllm.gauges import Gauges
+from draftsmith.fleet.vllm.replicas import Figures, figures_of, tokens_of
 from draftsmith.fleet.vllm.settings import Settings, settings_of
-from draftsmith.fleet.vllm.swap_client import SwapClient
+from draftsmith.fleet.vllm.swap_client import Answers, SwapClient
 from draftsmith.fleet.vllm.swap_methods import answers_folder
 
 LOCAL = frozenset({"127.0.0.1", "::1"})
@@ -87,17 +88,15 @@ class Beside:
         while True:
             await asyncio.sleep(self.settings.poll_s)
             try:
-                workers = await self.engine_client.collective_rpc(STATUS)
+                workers = await self.client.ask(STATUS)
             except Exception as error:
                 once(f"figures of versions are not read: {error}")
                 continue
-            self._take([one.get("records") or {} for one in workers])
+            self._take(workers)
 
-    def _take(self, records: list[dict[str, Any]]) -> None:
-        """Figures of the recorders of all workers, of which one has the writer."""
-        writers = [one["writer"] for one in records if one.get("writer")]
-        self.figures = writers[0].get("versions", {}) if writers else {}
-        tokens, now_s = max((one.get("tokens", 0) for one in records), default=0), time.time()
+    def _take(self, workers: Answers) -> None:
+        self.figures = figures_of(workers)
+        tokens, now_s = tokens_of(workers), time.time()
         if self.follower is not None:
             before, before_s = self.tokens
             self.follower.tokens_per_s = (tokens - before) / max(1e-3, now_s - before_s)
@@ -106,8 +105,8 @@ class Beside:
 
     async def status(self) -> dict[str, Any]:
         workers = [dict(one) for one in await self.client.call("status")]
-        for worker, own in zip(workers, await self.engine_client.collective_rpc(STATUS)):
-            worker["records"] = own.get("records")
+        for worker, own in zip(workers, await self.client.ask(STATUS)):
+            worker |= {name: own.get(name) for name in ("replica", "records")}
         follower = self.follower
         return {
             "engine": self.engine,

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from draftsmith.fleet.log import logger, once
 from draftsmith.fleet.store.engine_status import EngineStatus
@@ -20,6 +20,7 @@ from draftsmith.fleet.store.errors import StoreError, StoreUnreachable
 from draftsmith.fleet.store.floor import Served, below_floor
 from draftsmith.fleet.store.pace import Pace
 from draftsmith.fleet.store.store import VersionStore
+from draftsmith.fleet.vllm.replicas import Figures
 from draftsmith.fleet.vllm.swap_client import Answers, Outcome, SwapClient
 
 LAYOUT = "vllm"
@@ -27,9 +28,6 @@ LAYOUT = "vllm"
 LOOK_S = 60.0
 # Of a version whose refusal may pass: a slow disk, a rank that is busy.
 TRIES = 3
-
-# Figures by version, as the writer of records leaves them.
-Figures = Mapping[str, Mapping[str, Any]]
 
 
 class Follower:
@@ -59,6 +57,7 @@ class Follower:
         self.tries: dict[int, int] = {}
         self.refused: dict[int, str] = {}
         self.version: int | None = None
+        self.digests: tuple[str, ...] = ()  # of what the workers have loaded
         self.seen_s: dict[int, float] = {}  # when a version was first seen in the store
         self.history: list[int] = []  # versions that were served here, the latest last
         self.since_s = self.looked_s = clock()
@@ -120,6 +119,7 @@ class Follower:
                 logger.info("draftsmith: version %s is tried again: %s", version, outcome.reason)
             return
         logger.info("draftsmith: serves version %s, paused %.2f ms", version, outcome.pause_ms)
+        self.digests = tuple(str(answer.get("digest") or "") for answer in outcome.answers)
         self._serves(version)
 
     async def _see(self) -> bool:
@@ -131,6 +131,7 @@ class Follower:
         else:
             answers = await self.client.call("status")
         self._serves(version_of(answers))
+        self.digests = tuple(str(answer.get("digest") or "") for answer in answers)
         return not any(answer.get("asleep") for answer in answers)
 
     def _serves(self, version: int | None) -> None:
@@ -178,6 +179,8 @@ class Follower:
             tokens_per_s=self.tokens_per_s,
             z=figures.get("z"),
             evidence=figures.get("log10_evidence"),
+            alarm=bool(figures.get("alarm")),
+            digests=self.digests,
             refused=dict(self.refused),
             last_swap={}
             if last is None

@@ -10,7 +10,9 @@ from draftsmith.fleet.store.engine_status import EngineStatus
 GAUGES = {
     "version": "version of the draft that is served",
     "alpha": "accepted of the drafted tokens reached, of the served version",
+    "tau": "tokens per round, of the served version",
     "z": "z of the losslessness monitor, of the served version",
+    "alarm": "1 where the losslessness monitor has enough evidence against the served version",
     "swap_pause_ms": "pause of the engine by the last swap",
     "refused_versions": "versions that this engine does not serve",
 }
@@ -41,7 +43,9 @@ class Gauges:
         values = {
             "version": status.version,
             "alpha": status.alpha,
+            "tau": status.tau,
             "z": status.z,
+            "alarm": float(status.alarm),
             "swap_pause_ms": status.last_swap.get("pause_ms"),
             "refused_versions": len(status.refused),
         }

@@ -46,10 +46,15 @@ class SwapClient:
         self._lock = asyncio.Lock()
 
     async def call(self, step: str, **arguments: str) -> Answers:
-        """Answers of all workers. A worker that does not answer is one that refuses."""
+        """Answers of all workers to a step of a swap. A worker that does not answer is one that
+        refuses."""
+        return await self.ask("draftsmith_swap", step, **arguments)
+
+    async def ask(self, method: str, *given: str, **arguments: str) -> Answers:
+        """Answers of all workers to one of the plugin's methods."""
         name = uuid.uuid4().hex if self.engines > 1 else ""
         found = await self.engine_client.collective_rpc(
-            "draftsmith_swap", args=(step, name), kwargs=arguments
+            method, args=(*given, name), kwargs=arguments
         )
         return await self._answers(name) if name else list(found)
 

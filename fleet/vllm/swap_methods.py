@@ -73,16 +73,22 @@ def swaps_of(worker: Any, state: WorkerState) -> Any:
 def leave_answer(worker: Any, state: WorkerState, call: str, answer: dict[str, Any]) -> None:
     """Leave a file where several engines stand behind one API server: `collective_rpc` reaches all
     and returns the first one's answers."""
-    parallel = worker.vllm_config.parallel_config
-    if not call or getattr(parallel, "data_parallel_size", 1) == 1:
+    if not call or getattr(worker.vllm_config.parallel_config, "data_parallel_size", 1) == 1:
         return
-    index = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))
+    index = replica_of(worker)
     folder = answers_folder(state.settings.cache)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / f"{call}-{index}-{worker.rank}.json", answer)
     except OSError:
         logger.exception("draftsmith: an answer was not left in %s", folder)
+
+
+def replica_of(worker: Any) -> int:
+    """Number of the data-parallel replica that a worker is of."""
+    parallel = getattr(worker.vllm_config, "parallel_config", None)
+    rank = getattr(parallel, "data_parallel_rank", 0)
+    return int(getattr(parallel, "data_parallel_index", rank) or 0)
 
 
 def answers_folder(cache: str) -> Path:

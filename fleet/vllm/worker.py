@@ -10,18 +10,28 @@ from collections.abc import Callable
 from typing import Any
 
 from draftsmith.fleet.vllm.state import WorkerState
-from draftsmith.fleet.vllm.swap_methods import draftsmith_swap
+from draftsmith.fleet.vllm.swap_methods import draftsmith_swap, leave_answer, replica_of
 
 
-def draftsmith_status(worker: Any) -> dict[str, Any]:
-    """Rank and version of one worker, under `records` the figures of its recorder where there is
-    one (`Recorder.status`); `{}` where the plugin is not configured."""
+def draftsmith_status(worker: Any, call: str = "") -> dict[str, Any]:
+    """Rank, replica and version of one worker, under `records` the figures of its recorder where
+    there is one (`Recorder.status`); `{}` where the plugin is not configured.
+
+    Args:
+        call: as of `draftsmith_swap`
+    """
     state: WorkerState | None = getattr(worker, "draftsmith", None)
     if state is None:
         return {}
-    status = {"rank": worker.rank, "version": state.version, "refused": dict(state.refused)}
+    status = {
+        "rank": worker.rank,
+        "replica": replica_of(worker),
+        "version": state.version,
+        "refused": dict(state.refused),
+    }
     if state.recorder is not None:
         status["records"] = state.recorder.status()
+    leave_answer(worker, state, call, status)
     return status
 
 

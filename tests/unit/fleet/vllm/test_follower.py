@@ -19,6 +19,7 @@ from draftsmith.fleet.vllm.settings import Settings
 from draftsmith.fleet.vllm.state import WorkerState
 from draftsmith.fleet.vllm.swap_client import SwapClient
 from draftsmith.fleet.vllm.swap_methods import draftsmith_swap
+from draftsmith.fleet.vllm.worker import draftsmith_status
 
 
 class Swaps:
@@ -36,6 +37,7 @@ class Swaps:
             "reason": self.reason,
             "staged": next((one for name, one in reversed(self.steps) if name == "stage"), ""),
             "version": self.version,
+            "digest": f"digest of {self.version}",
             "matches": self.version not in ("", self.mismatched),
             "asleep": self.asleep,
             "lasting": self.state == "refused" and self.version != "" and not self.passes,
@@ -112,9 +114,8 @@ class Client:
     async def collective_rpc(
         self, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None
     ) -> list[Any]:
-        if method != "draftsmith_swap":
-            return [{"records": {"tokens": 5}} for _ in self.workers]
-        found = [draftsmith_swap(worker, *args, **(kwargs or {})) for worker in self.workers]
+        act = {"draftsmith_swap": draftsmith_swap, "draftsmith_status": draftsmith_status}[method]
+        found = [act(worker, *args, **(kwargs or {})) for worker in self.workers]
         return found[: self.parallel.world_size]
 
     async def reset_prefix_cache(self) -> bool:
@@ -163,6 +164,7 @@ def test_the_wanted_version_is_served_by_all_workers(versions: Path, tmp_path: P
     (status,) = follower.store.engines()
     assert (status.engine, status.version, status.refused) == ("engine-1", 2, {})
     assert status.last_swap == {"version": 2, "pause_ms": 0.5, "ok": True}
+    assert status.digests == ("digest of 2",) * 2
     steps = len(workers[0].steps)
     asyncio.run(follower.once())
     assert len(workers[0].steps) == steps
@@ -276,6 +278,24 @@ def test_engines_behind_one_server_answer_by_files(versions: Path, tmp_path: Pat
     assert not list((tmp_path / "shared" / "answers").iterdir())
 
 
+def test_figures_of_all_engines_behind_one_server_count(versions: Path, tmp_path: Path) -> None:
+    settings = Settings(cache=str(tmp_path / "shared"))
+    client = Client([Swaps("4"), Swaps("4")], settings, engines=2)
+    for worker, accepted in zip(client.workers, (10, 30)):
+        one = {"rounds": 20, "positions": 50, "accepted": accepted, "alarm": accepted == 30}
+        status = {"tokens": 100, "writer": {"versions": {"4": one}}}
+        worker.draftsmith.recorder = SimpleNamespace(status=lambda status=status: status)
+    beside = Beside(client, settings, 8000)
+    beside.follower = follower_of(client, tmp_path, figures=lambda: beside.figures)
+    asyncio.run(beside.follower.once())
+    beside._take(asyncio.run(beside.client.ask("draftsmith_status")))
+    found = beside.follower.status()
+    assert (found.alpha, found.tau, found.alarm) == (0.4, 2.0, True)
+    assert beside.figures["4"]["rounds"] == 40 and beside.tokens[0] == 200
+    shown = asyncio.run(beside.status())["workers"]
+    assert [one["replica"] for one in shown] == [0, 1] and shown[1]["records"]["tokens"] == 100
+
+
 @pytest.mark.parametrize(("alpha", "alarm"), [(0.2, 0.0), (0.6, 1.0)])
 def test_an_engine_falls_back_by_itself(
     versions: Path, tmp_path: Path, alpha: float, alarm: float
@@ -349,6 +369,7 @@ def test_routes_that_change_something_are_for_this_machine_alone(
     for admin in (False, True):
         workers = [Swaps()]
         client = Client(workers, Settings(admin=admin, cache=str(tmp_path / "shared")))
+        client.workers[0].draftsmith.recorder = SimpleNamespace(status=lambda: {"tokens": 5})
         app, plugin = FastAPI(), Endpoints()
         plugin.attach_router(app)
         assert TestClient(app).get("/draftsmith/status").status_code == 404

@@ -41,7 +41,9 @@ def test_a_worker_has_a_state_only_where_settings_are(worker_class: type) -> Non
     assert vars(plain).keys() == {"vllm_config", "rank"} and plain.draftsmith_status() == {}
     set_up = worker_class(SimpleNamespace(additional_config={"draftsmith": {"version": "3"}}), 1)
     assert isinstance(set_up.draftsmith, WorkerState)
-    assert set_up.draftsmith_status() == {"rank": 1, "version": "3", "refused": {}}
+    assert set_up.draftsmith_status() == {
+        "rank": 1, "replica": 0, "version": "3", "refused": {}
+    }  # fmt: skip
 
 
 def test_no_error_of_the_plugin_reaches_the_engine(
