@@ -8,6 +8,7 @@ Files in reading order:
 - `timing`: time of a round on this machine
 - `expected`: expected acceptance
 - `forecast`: expected speed
+- `trees`: expected speed of draft trees
 - `make`: the plan
 - `report`: JSON and text
 - `curve_fit`: a saturating power curve through figures over amounts of data

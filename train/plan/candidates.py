@@ -16,6 +16,7 @@ from draftsmith.train.plan.costs import Cost
 from draftsmith.train.plan.expected import Expectation
 from draftsmith.train.plan.forecast import Forecast, best, forecast
 from draftsmith.train.plan.timing import RoundTimes
+from draftsmith.train.plan.trees import TreeForecast
 
 COVERAGE = 0.99  # of the target's tokens, that a reduced draft vocabulary must hold
 VOCABULARY_STEP = 256
@@ -114,6 +115,7 @@ class Planned(NamedTuple):
     times: dict[int, RoundTimes]  # by the number of streams
     expectation: Expectation | None  # None where nothing is known of its acceptance
     taps: tuple[int, ...]
+    trees: dict[int, list[TreeForecast]]  # by the number of streams; of measured shapes
 
     def forecasts(self, streams: int) -> list[Forecast]:
         """One per draft length; none without an expectation."""

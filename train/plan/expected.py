@@ -21,6 +21,7 @@ class Expectation(NamedTuple):
     middle: tuple[float, ...]
     high: tuple[float, ...]  # alpha at each depth; the last one goes on
     source: str
+    trees: tuple[tuple[str, Spread], ...] = ()  # shape and tau of each tree that was measured
 
     def tau(self, k: int, coverage: float = 1.0) -> Spread:
         """Expected tau at draft length `k`. `coverage` is the share of the target's tokens in the
@@ -96,10 +97,19 @@ def recorded(
                 middle,
                 high,
                 f"measured on {evaluation['tokens']} tokens{drafts} ({name})",
+                measured_trees(evaluation),
             )
     raise UserError(
         f"draft {name!r} has no acceptance recorded at temperature {temperature:g}{drafts}; run "
         f"draftsmith eval --store --draft-sampling {draft_sampling}"
+    )
+
+
+def measured_trees(evaluation: Mapping[str, Any]) -> tuple[tuple[str, Spread], ...]:
+    """Shapes and figures that `draftsmith eval --tree --store` recorded."""
+    return tuple(
+        (one["tree"], Spread(*(one["tau"][key] for key in ("value", "low", "high"))))
+        for one in evaluation.get("trees") or []
     )
 
 

@@ -24,6 +24,7 @@ from draftsmith.train.plan.costs import Data, cost_of, data_of
 from draftsmith.train.plan.expected import Expectation, published, recorded, stated, trained_shape
 from draftsmith.train.plan.report import Plan
 from draftsmith.train.plan.timing import decode_tokens_per_s, time_rounds
+from draftsmith.train.plan.trees import TreeForecast, forecast_tree
 
 GENERATE_ROWS = 16  # answers written at once while data is generated
 
@@ -121,7 +122,26 @@ def plan_for(
         rows: time_rounds(target, drafter, rows=rows, k=config.k, context=config.context)
         for rows in sorted(set(config.streams))
     }
-    return Planned(candidate, cost, times, expectation, tuple(drafter.taps))
+    trees = tree_forecasts(config, target, drafter, expectation)
+    return Planned(candidate, cost, times, expectation, tuple(drafter.taps), trees)
+
+
+def tree_forecasts(
+    config: PlanConfig, target: Target, drafter: Any, expectation: Expectation | None
+) -> dict[int, list[TreeForecast]]:
+    """Forecasts by the number of streams, of all shapes that were measured with the draft."""
+    measured = () if expectation is None else expectation.trees
+    return {
+        rows: [
+            forecast_tree(
+                target, drafter, tree, tau, rows=rows, context=config.context,
+                temperature=config.temperature,
+            )
+            for tree, tau in measured
+        ]
+        for rows in sorted(set(config.streams))
+        if measured
+    }  # fmt: skip
 
 
 def generation_speed(config: PlanConfig, target: Target, planned: Planned) -> float:

@@ -84,6 +84,14 @@ def of_candidate(planned: Planned) -> dict[str, Any]:
                 "draft_ms": times.draft_ms,
                 "round_cost": {k: cost._asdict() for k, cost in times.cost.items()},
                 "forecasts": [of_forecast(one) for one in planned.forecasts(streams)],
+                "trees": [
+                    {
+                        "tree": one.tree,
+                        "tokens_per_s": one.tokens_per_s,
+                        **of_forecast(one.gain),
+                    }
+                    for one in planned.trees.get(streams, [])
+                ],
             }
             for streams, times in planned.times.items()
         },
@@ -113,6 +121,7 @@ def table(plan: Plan) -> str:
             f"ms:\n\n{rows_of(planned, streams)}"
         )
         parts += by_length(planned, streams)
+        parts += by_tree(planned, streams)
         parts.append(advice(config, planned, streams))
     notes = sorted(
         {
@@ -172,6 +181,30 @@ def by_length(planned: list[Planned], streams: int) -> list[str]:
             cells = "  ".join(f"{each.k}: {each.speedup.value:.2f}" for each in forecasts)
             lines.append(f"  {one.candidate.name}  {cells}")
     return ["speed-up by k:\n" + "\n".join(lines)] if len(lines) > 1 else []
+
+
+def by_tree(planned: list[Planned], streams: int) -> list[str]:
+    """Figures of draft trees by shape, beside those of the draft's best chain."""
+    lines = []
+    for one in planned:
+        if trees := one.trees.get(streams):
+            best = one.best(streams)
+            assert best is not None
+            plain_ms = one.times[streams].pass_ms
+            rate = 1e3 * streams * best.speedup.value / plain_ms
+            lines.append(tree_line(one.candidate.name, f"chain, k = {best.k}", best, rate))
+            lines += [
+                tree_line(one.candidate.name, each.tree, each.gain, each.tokens_per_s)
+                for each in trees
+            ]
+    return ["draft trees by shape:\n" + "\n".join(lines)] if lines else []
+
+
+def tree_line(name: str, shape: str, gain: Forecast, tokens_per_s: float) -> str:
+    return (
+        f"  {name}  {shape}: tau {interval(gain.tau)}, needs {gain.break_even:.2f}, speed-up "
+        f"{interval(gain.speedup)}, {tokens_per_s:.0f} tok/s"
+    )
 
 
 def row_of(planned: Planned, streams: int) -> tuple[str, ...]:

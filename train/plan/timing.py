@@ -161,6 +161,10 @@ class Tables:
 
     def draft(self, k: int) -> Callable[[], Any]:
         """A proposal after a round that committed a few tokens."""
+        inputs = self.inputs(k)
+        return lambda: self.drafter.propose(inputs)
+
+    def inputs(self, k: int, temperature: float = 1.0) -> DraftInputs:
         num_taps = len(self.drafter.taps)
         width = num_taps * self.target.hidden_size
         states = (
@@ -168,19 +172,18 @@ class Tables:
             if num_taps
             else None
         )
-        inputs = DraftInputs(
+        return DraftInputs(
             tokens=torch.full((self.rows * (NEW_TOKENS + 1),), 7, device=self.device),
             starts=torch.full((self.rows,), self.context - 1),
             lengths=torch.full((self.rows,), NEW_TOKENS + 1),
             taps=states,
             num_draft=torch.full((self.rows,), k),
-            sampling=SamplingRows.of([1.0] * self.rows, device=self.device),
+            sampling=SamplingRows.of([temperature] * self.rows, device=self.device),
             seeds=torch.arange(self.rows, device=self.device),
             pool=self.draft_pool,
             block_tables=self.tables,
             histories=[[7] * (self.context + NEW_TOKENS)] * self.rows,
         )
-        return lambda: self.drafter.propose(inputs)
 
 
 def decode_tokens_per_s(

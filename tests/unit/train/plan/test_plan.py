@@ -267,6 +267,31 @@ def test_several_drafts_of_a_family_are_planned_each_at_every_k(
     assert all(folder in line and "3: " in line for folder, line in zip(folders, lines))
 
 
+def test_trees_of_measured_shapes_are_planned(
+    target: Target, trained_mtp: Path, fast: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = read_json(trained_mtp / "draftsmith.json")
+    tau = {"value": 2.5, "low": 2.0, "high": 3.0}
+    shapes = ("dynamic:nodes=8,depth=3,width=3", "sampled:3x2")
+    record["evaluation"][0]["trees"] = [{"tree": tree, "tau": tau} for tree in shapes]
+    write_json(trained_mtp / "draftsmith.json", record)
+    flags = [*command(target, trained_mtp), "--families", "mtp"]
+    assert main([*flags, "--json"]) == 0
+    (draft,) = json.loads(capsys.readouterr().out)["drafts"]
+    for streams in ("1", "2"):
+        found = draft["streams"][streams]["trees"]
+        assert [(one["tree"], one["k"]) for one in found] == list(zip(shapes, (8, 9)))
+        for one in found:
+            assert one["tau"] == tau and one["break_even"] > 1
+            assert one["speedup"]["value"] == pytest.approx(2.5 / one["break_even"])
+            assert one["tokens_per_s"] > 0
+    assert main(flags) == 0
+    lines = capsys.readouterr().out.split("draft trees by shape:")[1].splitlines()[1:4]
+    assert "chain, k = " in lines[0]
+    for shape, line in zip(shapes, lines[1:]):
+        assert f"{shape}: tau 2.50 (2.00-3.00), needs" in line and line.endswith(" tok/s")
+
+
 def test_the_plan_as_text(
     target: Target, trained_mtp: Path, fast: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
