@@ -1,0 +1,70 @@
+"""Families and what each of them can do, read from the code. `python -m tests.families` writes
+docs/families.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.tree_shape import DynamicTree, FixedTree, GrownShape
+from draftsmith.train.config import FAMILIES as TRAINED
+from draftsmith.train.export.config import LAYOUTS
+from draftsmith.train.export.layouts.table import REFUSALS, WRITERS
+
+PAGE = Path(__file__).parents[1] / "docs" / "families.md"
+ABOVE = """# Families
+
+What each family of trained drafts can do. All are trained, served, evaluated and learned online, and served losslessly, greedily and sampled.
+
+"""
+BETWEEN = """
+`grown` trees are `dynamic` and `sampled`, `choices` those of given ranks. `ends unsure chains` is `--least-confidence`. A layout of `export --to` is refused where it has no place for
+the family:
+
+"""
+BELOW = """
+Text drafts (`--ngram`, `--suffix`) have no weights: they are served and measured by `bench`. This page is written by `python -m tests.families`.
+"""
+
+
+def trees_of(family: str) -> str:
+    drafter = FAMILIES[family]
+    if getattr(drafter, "propose_tree", None) is None:
+        return "-"
+    shapes = getattr(drafter, "shapes", get_args(GrownShape))
+    named = {"grown": DynamicTree in shapes, "choices": FixedTree in shapes}
+    return ", ".join(name for name, is_grown in named.items() if is_grown)
+
+
+def ends_chains(family: str) -> str:
+    drafter = FAMILIES[family]
+    return "yes" if getattr(drafter, "ends_chains", False) else "-"
+
+
+def page() -> str:
+    assert set(TRAINED) == set(FAMILIES)
+    lines = [
+        "| family | trees | ends unsure chains | exported to |",
+        "|---|---|---|---|",
+        *(
+            f"| `{family}` | {trees_of(family)} | {ends_chains(family)} | "
+            f"{', '.join(layout for layout in LAYOUTS if layout in WRITERS[family])} |"
+            for family in TRAINED
+        ),
+    ]
+    reasons = [
+        "| family | layout | reason |",
+        "|---|---|---|",
+        *(
+            f"| `{family}` | {layout} | {REFUSALS[family, layout]} |"
+            for family in TRAINED
+            for layout in LAYOUTS
+            if (family, layout) in REFUSALS
+        ),
+    ]
+    return ABOVE + "\n".join(lines) + "\n" + BETWEEN + "\n".join(reasons) + "\n" + BELOW
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
