@@ -45,10 +45,14 @@ class PeagleOptions(Eagle3Options):
 
 @dataclass(frozen=True, kw_only=True)
 class MtpOptions:
-    """One decoder layer of the target's shape over its final state. Another width of the MLP cannot
-    be stitched for engines."""
+    """Decoder layers of the target's shape over its final state: one, applied again and again, or
+    one for each drafted token. Another width of the MLP cannot be stitched for engines."""
 
     intermediate_size: int | None = option(None, "width of the MLP [default: the target's]")
+    modules: int = option(
+        1,
+        "one for each drafted token, where targets may have several (DeepSeek-V3, GLM-4.5)",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

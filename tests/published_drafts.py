@@ -689,7 +689,7 @@ plain torch, its greedy text to the target's, and run the evaluator, the trainer
 
 """
 BELOW = """
-Not read, and refused by a sentence: more than one MTP module; EAGLE-1 with `layernorms`; DFlash with attention sinks or scaled values; LSTM speculators whose weights are not
+Not read, and refused by a sentence: more than one MTP module, but for DeepSeek-V3 and GLM-4.5; EAGLE-1 with `layernorms`; DFlash with attention sinks or scaled values; LSTM speculators whose weights are not
 tied. A GPTQ or AWQ draft LM needs its library, which the refusal names.
 
 This page is written by `python -m tests.published_drafts`.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.config import check_limits, to_dict
-from draftsmith.drafters.options import OPTIONS, DrafterOptions, MedusaOptions
+from draftsmith.drafters.options import OPTIONS, DrafterOptions, MedusaOptions, MtpOptions
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.kernels.divergence.kind import kind_of
@@ -43,6 +43,12 @@ def drafter_options(config: TrainConfig) -> DrafterOptions:
             f"option 'medusa.num_heads' is {options.num_heads} but 'unroll.steps' is "
             f"{config.unroll.steps}, so the last heads "
             "would never be trained; make them equal"
+        )
+    if isinstance(options, MtpOptions) and options.modules > config.unroll.steps:
+        raise UserError(
+            f"option 'mtp.modules' is {options.modules} but 'unroll.steps' is "
+            f"{config.unroll.steps}, so the last modules would never be trained; make "
+            "'unroll.steps' at least as many"
         )
     return options
 

@@ -14,6 +14,7 @@ Files in reading order:
 - `mtp_mimo`: MiMo's layout
 - `mtp_layouts`: modules that targets bring along
 - `mtp_deepseek`: one whose block is a layer of the target's kind
+- `mtp_deep`: several of these, one for each drafted token
 
 Other chapters import families through `drafters/registry.py`.
 """

@@ -1,5 +1,5 @@
-"""MTP modules whose block is a plain Llama layer: new ones, trained for any target, and those that
-came in MiMo's layout.
+"""MTP modules whose block is a plain Llama layer: new ones for every target whose own kind has no
+module (`mtp_deepseek.py` has the others), and those that came in MiMo's layout.
 
 The recursion feeds back the module's own state after its norm, as vLLM's MiMo model does. A module
 that is stitched into its target reads the target's last state before the final norm, as there; one
@@ -22,9 +22,10 @@ from transformers.models.llama.modeling_llama import (
 
 from draftsmith.drafters.draft_shape import check_fits, config_dict, llama_config, shape_of
 from draftsmith.drafters.heads.mtp_alone import READS_FINAL, block_heads, is_stitched
+from draftsmith.drafters.heads.mtp_deep import DeepMtp
 from draftsmith.drafters.heads.mtp_deepseek import AppendedMtp
 from draftsmith.drafters.heads.mtp_head import MtpHead
-from draftsmith.drafters.heads.mtp_layouts import layout_of, text_values
+from draftsmith.drafters.heads.mtp_layouts import LAYOUTS, layout_of, num_modules, text_values
 from draftsmith.drafters.heads.mtp_mimo import ARCHITECTURE as NATIVE
 from draftsmith.drafters.heads.mtp_mimo import is_native, read_native
 from draftsmith.drafters.init_from_target import fitted_norm
@@ -37,6 +38,7 @@ from draftsmith.drafters.weights import (
     read_weights,
     write_weights,
 )
+from draftsmith.errors import UserError
 
 ARCHITECTURE = "DraftsmithMtp"
 
@@ -76,8 +78,13 @@ class Mtp(MtpHead):
         *,
         seed: int,
         token_counts: torch.Tensor | None = None,
-    ) -> Mtp:
+    ) -> MtpHead | DeepMtp:
         """`token_counts` is not needed: the head is the target's own."""
+        check_modules(options, target)
+        if options.modules > 1:
+            return DeepMtp.create(options, target, seed=seed)
+        if target.config.model_type in LAYOUTS:
+            return AppendedMtp.create(options, target, seed=seed)
         shape = shape_of(target)
         tap = None
         if not is_stitched(target):
@@ -107,11 +114,19 @@ class Mtp(MtpHead):
         write_weights(Path(folder), values, self.state_dict())
 
     @classmethod
-    def load(cls, folder: Path, target: Target) -> MtpHead:
+    def load(cls, folder: Path, target: Target) -> MtpHead | DeepMtp:
         folder = Path(folder)
         values = read_config(folder)
         check_shape(text_values(values), target, folder)
-        if layout_of(values) is not None:
+        layout, count = layout_of(values), num_modules(text_values(values))
+        if count > 1:
+            if layout is None or not layout.may_be_deep:
+                raise UserError(
+                    f"{str(folder)!r} counts {count} MTP modules, of which one is read in this "
+                    "layout, applied again and again; use another draft"
+                )
+            return DeepMtp.load(folder, target, count)
+        if layout is not None:
             return AppendedMtp.load(folder, target)
         native = is_native(values)
         tensors = read_native(folder, values) if native else read_weights(folder)
@@ -124,6 +139,17 @@ class Mtp(MtpHead):
         )
         load_into(drafter, tensors, str(folder))
         return drafter
+
+
+def check_modules(options: MtpOptions, target: Target) -> None:
+    """Raises `UserError` for several modules that no engine would read."""
+    layout = LAYOUTS.get(target.config.model_type)
+    if options.modules < 1 or (options.modules > 1 and (layout is None or not layout.may_be_deep)):
+        deep = ", ".join(kind for kind, one in LAYOUTS.items() if one.may_be_deep)
+        raise UserError(
+            f"option 'mtp.modules' is {options.modules} and {target.name!r} is a "
+            f"{target.config.model_type!r}; several modules are for {deep}, one for every target"
+        )
 
 
 def check_shape(values: dict[str, Any], target: Target, folder: Path) -> None:

@@ -1,6 +1,7 @@
-"""An MTP module that its target brought along, whose block is a layer of the target's own class,
-with experts and latent attention where those have them: DeepSeek-V3, GLM-4.5 to 4.7, Qwen3-Next,
-Qwen3.5, Ernie-4.5.
+"""An MTP module whose block is a layer of the target's own class, with experts and latent attention
+where those have them: the one that a target brought along, or a new one for a target of the kinds
+that can (DeepSeek-V3, GLM-4.5 to 4.7, Qwen3-Next, Qwen3.5, Ernie-4.5), whose fine-tunes often lack
+theirs.
 
 The state it reads is the one that the target's head multiplies, after the final norm. It is saved
 under the names it was published with.
@@ -20,6 +21,7 @@ import torch
 
 from draftsmith.drafters.heads.mtp_head import MtpHead
 from draftsmith.drafters.heads.mtp_layouts import (
+    LAYOUTS,
     SPECULATORS,
     ShippedLayout,
     layout_of,
@@ -27,6 +29,8 @@ from draftsmith.drafters.heads.mtp_layouts import (
     text_values,
 )
 from draftsmith.drafters.heads.mtp_mimo import module_tensors
+from draftsmith.drafters.init_from_target import fitted_norm, gains
+from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.target.attention import register
 from draftsmith.drafters.target.probe import AttentionShapes, LayerShape
 from draftsmith.drafters.target.target import FINAL, Target
@@ -105,6 +109,26 @@ class AppendedMtp(MtpHead):
         self.layout = layout
         self.layer.self_attn.layer_idx = 0  # of a pool of its own
 
+    @classmethod
+    def create(cls, options: MtpOptions, target: Target, *, seed: int) -> AppendedMtp:
+        """A new module, for a target of one of the `LAYOUTS`."""
+        kind = target.config.model_type
+        if options.intermediate_size is not None:
+            raise UserError(
+                f"option 'mtp.intermediate_size' is {options.intermediate_size}, but the module of "
+                f"a {kind!r} target has a block of the target's own shape; leave it out"
+            )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            drafter = cls(target, LAYOUTS[kind]).to(target.device)
+            draw_stacked(drafter.layer)
+        # As in `Mtp.create`; some classes store the gains less 1.
+        if drafter.layout.last_norm:
+            norm = drafter.norm
+            less = gains(norm, target.hidden_size).to(norm.weight) - norm.weight
+            norm.weight.data.copy_(fitted_norm(target).to(norm.weight) - less)
+        return drafter
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """The router's biases stay float32 wherever the module goes, as in the target: rounded,
         they choose other experts."""
@@ -140,23 +164,33 @@ class AppendedMtp(MtpHead):
         self.step(
             state, state, torch.zeros(1, 1, dtype=torch.int64, device=weight.device), attention
         )
-        return attention.shapes[0]
+        (shape,) = attention.shapes.values()
+        return shape
 
     def save(self, folder: Path) -> None:
+        config = self.config_values(1)
+        write_weights(Path(folder), config, self.published(config, 0))
+
+    def config_values(self, num_modules: int) -> dict[str, Any]:
+        """The config of a folder with so many modules."""
         values: dict[str, Any] = json.loads(self.config.to_json_string(use_diff=False))
         values |= {
-            "num_nextn_predict_layers": 1,
+            self.layout.counted_by: num_modules,
             "dtype": str(self.eh_proj.weight.dtype).removeprefix("torch."),
         }
         if self.layout is SPECULATORS:
             values["speculators_model_type"] = "mtp"
-        prefix = self.layout.prefix_for(values)
+        return values
+
+    def published(self, config: Mapping[str, Any], index: int) -> dict[str, torch.Tensor]:
+        """The tensors of module `index` by their published names."""
+        prefix = self.layout.prefix_for(config, index)
         tensors = single_experts(self.state_dict())
-        named = {prefix + self.layout.published_name(name): one for name, one in tensors.items()}
-        write_weights(Path(folder), values, named)
+        return {prefix + self.layout.published_name(name): one for name, one in tensors.items()}
 
     @classmethod
-    def load(cls, folder: Path, target: Target) -> AppendedMtp:
+    def load(cls, folder: Path, target: Target, index: int = 0) -> AppendedMtp:
+        """Module `index` of the folder."""
         config = read_config(folder)
         values, layout = text_values(config), layout_of(config)
         assert layout is not None
@@ -170,13 +204,26 @@ class AppendedMtp(MtpHead):
                     f"{key}={values.get(key)!r} and {target.name!r} has "
                     f"{own!r}; use another draft"
                 )
-        published = module_tensors(folder, values, layout.prefix_for(values), needed=layout.needed)
+        prefix = layout.prefix_for(values, index)
+        published = module_tensors(folder, values, prefix, needed=layout.needed)
         tensors = stacked_experts(own_names(published, layout), str(folder))
         with torch.device("meta"):  # its experts may be many: the weights are made once
             drafter = cls(target, layout)
         drafter.to(tensors["eh_proj.weight"].dtype).to_empty(device="cpu")
         load_into(drafter, tensors, str(folder))
         return drafter
+
+
+@torch.no_grad()
+def draw_stacked(layer: torch.nn.Module) -> None:
+    """Draws the weights that modules of transformers leave as memory had them, experts and routers,
+    as `nn.Linear` draws its own."""
+    for module in layer.modules():
+        if not hasattr(module, "reset_parameters"):
+            for parameter in module.parameters(recurse=False):
+                if parameter.ndim > 1:
+                    bound = parameter.shape[-1] ** -0.5
+                    parameter.uniform_(-bound, bound)
 
 
 def last_attention(target: Target) -> int:

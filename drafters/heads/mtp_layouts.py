@@ -12,7 +12,7 @@ from draftsmith.drafters.layouts.speculators import NESTED
 
 
 class ShippedLayout(NamedTuple):
-    prefix: str  # of the module's tensors; `{layers}`: the number of the target's layers
+    prefix: str  # of the module's tensors; `{layer}`: its number behind the target's layers
     names: dict[str, str]  # theirs, or how theirs begin, -> ours
     needed: str  # a tensor that only the module has
     feeds_normed: bool = True  # drafting on, it reads its state after its norm
@@ -20,9 +20,16 @@ class ShippedLayout(NamedTuple):
     last_norm: bool = True  # the head reads a normed state
     left_out: tuple[str, ...] = ()  # copies of the target's tables
     always: bool = False  # whether no key of the config counts the modules
+    counted_by: str = "num_nextn_predict_layers"  # the key that does, where one does
 
-    def prefix_for(self, config: Mapping[str, Any]) -> str:
-        return self.prefix.format(layers=config.get("num_hidden_layers"))
+    def prefix_for(self, config: Mapping[str, Any], index: int = 0) -> str:
+        """Prefix of module `index`."""
+        return self.prefix.format(layer=(config.get("num_hidden_layers") or 0) + index)
+
+    @property
+    def may_be_deep(self) -> bool:
+        """True where there may be several modules, each whole, one for each drafted token."""
+        return "{layer}" in self.prefix
 
     def is_in(self, names: Collection[str], config: Mapping[str, Any]) -> bool:
         return self.prefix_for(config) + self.needed in names
@@ -47,7 +54,7 @@ class ShippedLayout(NamedTuple):
 # One layer more (DeepSeek-V3, GLM-4.5). Engines differ in what GLM's module reads of itself (SGLang
 # and transformers the normed state); these are vLLM's ways, which reads our exports.
 APPENDED = ShippedLayout(
-    prefix="model.layers.{layers}.",
+    prefix="model.layers.{layer}.",
     names={
         "shared_head.norm.weight": "norm.weight",
         "enorm.weight": "enorm.weight",
@@ -94,13 +101,14 @@ SPECULATORS = ShippedLayout(
     masks_first=False,
     always=True,
 )
+QWEN3_5 = QWEN._replace(counted_by="mtp_num_hidden_layers")
 LAYOUTS = {
     "deepseek_v3": APPENDED,
     "glm4_moe": APPENDED._replace(feeds_normed=False),
     "glm4_moe_lite": APPENDED._replace(feeds_normed=False),
     "qwen3_next": QWEN,
-    "qwen3_5_text": QWEN,
-    "qwen3_5_moe_text": QWEN,
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe_text": QWEN3_5,
     "ernie4_5_moe": ERNIE,
 }
 
@@ -119,6 +127,12 @@ def layout_of(config: Mapping[str, Any]) -> ShippedLayout | None:
     found = LAYOUTS.get(values.get("model_type", ""))
     counted = values.get("num_nextn_predict_layers") or values.get("mtp_num_hidden_layers")
     return found if found is not None and (found.always or counted) else None
+
+
+def num_modules(config: Mapping[str, Any]) -> int:
+    """As the config counts them; 1 where it does not."""
+    counts = (config.get(key) for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
+    return next((int(count) for count in counts if count), 1)
 
 
 def is_appended(config: Mapping[str, Any]) -> bool:

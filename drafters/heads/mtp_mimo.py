@@ -46,20 +46,10 @@ def read_native(folder: Path, config: Mapping[str, Any]) -> dict[str, torch.Tens
     return {"eh_proj.weight": torch.cat([embedding, state], dim=1), **renamed}
 
 
-def check_one_module(folder: Path, config: Mapping[str, Any]) -> None:
-    for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
-        if (modules := config.get(key, 1)) != 1:
-            raise UserError(
-                f"{str(folder)!r} has {key}={modules!r}; one module, applied again and again, is "
-                "read, so use another draft"
-            )
-
-
 def module_tensors(
     folder: Path, config: Mapping[str, Any], prefix: str, *, needed: str
 ) -> dict[str, torch.Tensor]:
-    """Those of the one module under `prefix`, which their names here lack; FP8 as numbers."""
-    check_one_module(folder, config)
+    """Those of the module under `prefix`, which their names here lack; FP8 as numbers."""
     tensors: dict[str, torch.Tensor] = {}
     for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:

@@ -206,7 +206,8 @@ def prefix_cache(
         return PrefixCache(blocks, root=target.revision)
     # A drafter that cannot hold the newest position before the next token is decided keeps values
     # there that depend on that token.
-    ahead = max(0, 2 - drafter.cached_after(1, 0, 0))
+    far = 1 << 20
+    ahead = max(0, far + 1 - drafter.cached_after(far, 0, 0))
     most = most_tapped(target, drafter, plan, blocks.block_size)
     return PrefixCache(
         blocks, root=target.revision, ahead=ahead, needs_taps=bool(drafter.taps), max_tapped=most

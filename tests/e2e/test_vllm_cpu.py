@@ -19,10 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import (
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from draftsmith.files import read_json, write_json
 from draftsmith.train.export.layouts.serving import vllm_options
@@ -84,6 +81,35 @@ def native_workshop(
     )
     answer(folder)
     return folder
+
+
+# Kinds whose own block a new MTP module has, with heads of 32 and more.
+OWN_BLOCKS: dict[str, dict[str, Any]] = {
+    "glm4_moe": {
+        "head_dim": 32, "moe_intermediate_size": 64, "n_routed_experts": 4, "n_shared_experts": 1,
+        "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+    },
+    "ernie4_5_moe": {
+        "head_dim": 32, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 64,
+        "moe_num_shared_experts": 1, "moe_layer_start_index": 1, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def own_block_workshop(
+    tmp_path_factory: pytest.TempPathFactory, tiny_target: Callable[..., str]
+) -> Callable[[str], Path]:
+    """The same of a target that has lost its module."""
+
+    def make(kind: str) -> Path:
+        folder = tmp_path_factory.mktemp(f"{kind}-workshop")
+        config = AutoConfig.for_model(kind, **SHAPE, **OWN_BLOCKS[kind])
+        save_target(folder, partial(AutoModelForCausalLM.from_config, config), tiny_target)
+        return folder
+
+    return make
 
 
 @pytest.fixture(scope="module")
@@ -271,6 +297,15 @@ def test_a_targets_own_module_accepts_what_was_predicted(native_workshop: Path) 
         speculation(native_workshop, "mtp"),
     )
     check(native_workshop, "mtp", found, without_speculation(native_workshop))
+
+
+@pytest.mark.parametrize("kind", OWN_BLOCKS)
+def test_a_new_module_of_the_targets_block_accepts_what_was_predicted(
+    kind: str, own_block_workshop: Callable[[str], Path]
+) -> None:
+    folder = own_block_workshop(kind)
+    found = vllm(folder, exported(folder, "mtp", "vllm"), speculation(folder, "mtp"))
+    check(folder, "mtp", found, without_speculation(folder))
 
 
 def test_a_tap_off_by_one_would_be_noticed(workshop: Path, plain: dict[str, Any]) -> None:

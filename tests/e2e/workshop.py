@@ -14,8 +14,9 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.heads.mtp_layouts import is_appended
+from draftsmith.drafters.heads.mtp_layouts import layout_of, text_values
 from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.weights import tensor_names
 from draftsmith.files import read_json
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
@@ -106,7 +107,7 @@ def trained(folder: Path, family: str) -> Path:
     """The family's draft, trained until it knows part of the answers by heart, with its offline
     evaluation recorded."""
     draft = folder / f"draft-{family}"
-    init = ("--init", "target") if is_appended(read_json(folder / "target" / "config.json")) else ()
+    init = ("--init", "target") if brings_module(folder / "target") else ()
     if not draft.exists():
         draftsmith(
             folder, "train", family, "--target", "target", "--data", "data", "--out", draft.name,
@@ -119,6 +120,12 @@ def trained(folder: Path, family: str) -> Path:
             "--held-out", "1", "--k", str(K), "--store",
         )  # fmt: skip
     return draft
+
+
+def brings_module(target: Path) -> bool:
+    config = read_json(target / "config.json")
+    layout = layout_of(config)
+    return layout is not None and layout.is_in(tensor_names(target), text_values(config))
 
 
 def exported(folder: Path, family: str, engine: str, *more: str) -> str:

@@ -191,7 +191,7 @@ def commands(
     if engine == "hf" and family != "draft-lm":
         return [("draftsmith", f"draftsmith serve --target {target} --draft {draft} --k {k}")]
     shown = []
-    # The two take different EAGLE-1 files.
+    # The two take different EAGLE-1 files, and SGLang some MTP modules alone.
     if family in VLLM_METHODS and (family, engine) != ("eagle1", "sglang"):
         shown.append(
             (
@@ -199,8 +199,11 @@ def commands(
                 vllm_command(family, target, draft, k, stitched=stitched),
             )
         )
-    if family in SGLANG_ALGORITHMS and (family, engine) != ("eagle1", "vllm"):
-        shown.append(("SGLang", sglang_command(family, target, draft, k)))
+    if family in SGLANG_ALGORITHMS and (family, engine) not in (
+        ("eagle1", "vllm"),
+        ("mtp", "vllm"),
+    ):
+        shown.append(("SGLang", sglang_command(family, target, draft, k, stitched=stitched)))
     if family == "draft-lm":
         shown.append(
             (

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 import pytest
 
 from draftsmith.config import to_dict
-from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
+from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions
 from draftsmith.errors import UserError
 from draftsmith.train import resolve
 from draftsmith.train.config import LIMITS, OnPolicyConfig, OptimConfig, TrainConfig, UnrollConfig
@@ -29,6 +29,15 @@ def config(family: str = "eagle3", **changes: object) -> TrainConfig:
 )
 def test_the_first_bound_that_runs_out_counts(changes, steps):
     assert resolve.total_steps(config(accumulate=2, **changes), 100, 2) == steps
+
+
+def test_modules_deeper_than_the_unroll_are_refused():
+    def steps(count: int) -> TrainConfig:
+        return config("mtp", mtp=MtpOptions(modules=3), unroll=UnrollConfig(steps=count))
+
+    resolve.check(steps(3))
+    with pytest.raises(UserError, match=r"mtp\.modules' is 3 but 'unroll\.steps' is 2"):
+        resolve.check(steps(2))
 
 
 def test_several_families_have_a_config_each_as_if_alone():

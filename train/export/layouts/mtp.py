@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.drafters.draft_shape import rope_of
 from draftsmith.drafters.heads.mtp_alone import READS_FINAL, STITCHED, uses_window
-from draftsmith.drafters.heads.mtp_layouts import is_appended
+from draftsmith.drafters.heads.mtp_layouts import QWEN, is_appended, layout_of
 from draftsmith.drafters.weights import read_weights, write_weights
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
@@ -33,6 +33,7 @@ from draftsmith.train.export.layouts.source import (
 MODULE = "model.mtp_layers.0."
 
 PROJECTIONS = ("q", "k", "v")
+PAIRS = "model.mtp_block."  # Ernie's
 
 
 MODULE_FILE = "model-mtp.safetensors"
@@ -40,11 +41,23 @@ MODULE_FILE = "model-mtp.safetensors"
 
 def write_mtp(source: Source, out: Path) -> None:
     if is_appended(source.config):
-        write_back(source, out)
+        write_back(source, out, for_vllm(source, read_weights(source.draft)))
     elif source.config.get(READS_FINAL):
         write_alone(source, out)
     else:
         write_stitched(source, out)
+
+
+def write_sglang(source: Source, out: Path) -> None:
+    """Qwen's modules alone: for the others SGLang reads the token at position 0, which vLLM and
+    training here leave out, or hands on another state."""
+    if (layout := layout_of(source.config)) is None or layout.needed != QWEN.needed:
+        raise UserError(
+            f"SGLang runs the MTP module of a {text_config(source.target_config)['model_type']!r} "
+            "target otherwise than it is trained (the first position, or the state that is handed "
+            "on); for SGLang train an eagle3 draft, for vLLM export --to vllm"
+        )
+    write_back(source, out, read_weights(source.draft))
 
 
 def write_alone(source: Source, out: Path) -> None:
@@ -116,11 +129,15 @@ def alone_config(config: dict[str, Any], target_config: dict[str, Any]) -> dict[
     }
 
 
-def write_back(source: Source, out: Path) -> None:
-    """A module of one layer more in the place of the one that the target brought along. What is
-    shared with the target stays."""
-    module = read_weights(source.draft)
+def write_back(source: Source, out: Path, module: dict[str, torch.Tensor]) -> None:
+    """A module of a layer of the target's own class in the place of the one that the target brought
+    along, or beside the target's layers where it lacks one. What is shared with the target stays.
+    """
     shapes = tensor_shapes(source.target)
+    config = source.target_config
+    if module.keys().isdisjoint(shapes):
+        config = counted_config(source)
+        shapes = shapes | {name: tuple(tensor.shape) for name, tensor in module.items()}
     for name, tensor in module.items():
         if shapes.get(name) != tuple(tensor.shape):
             raise UserError(
@@ -130,8 +147,42 @@ def write_back(source: Source, out: Path) -> None:
                 "folder that it was trained from"
             )
     stitch(source.target, out, module, replaces=module.__contains__)
-    write_config(out, source.target_config)
+    write_config(out, config)
     copy_tokenizer(source.target, out)
+
+
+def for_vllm(source: Source, module: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """It rotates halves of the heads of Ernie's module, whose target rotates pairs: with the first
+    and the second of all pairs in the two halves, that is the same."""
+    if not any(name.startswith(PAIRS) for name in module):
+        return module
+    config = source.config
+    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    changed = dict(module)
+    for name, tensor in module.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            pairs = tensor.unflatten(0, (-1, width // 2, 2))
+            changed[name] = pairs.transpose(1, 2).flatten(0, 2).contiguous()
+    return changed
+
+
+def counted_config(source: Source) -> dict[str, Any]:
+    """The target's config, which counts a module now, where engines look for it. Raises `UserError`
+    for a target of another kind than the module's."""
+    layout, config = layout_of(source.config), source.target_config
+    values = text_config(config)
+    for key in ("model_type", "num_hidden_layers", "hidden_size"):
+        if source.config.get(key) != values.get(key):
+            raise UserError(
+                f"the MTP draft is for a target with {key}={source.config.get(key)!r} and "
+                f"{source.target_name!r} has {values.get(key)!r}; give --target the folder that it "
+                "was trained for"
+            )
+    assert layout is not None
+    counted = {layout.counted_by: source.config.get(layout.counted_by, 1)}
+    if values is config:
+        return config | counted
+    return config | {"text_config": config["text_config"] | counted}
 
 
 def write_stitched(source: Source, out: Path) -> None:

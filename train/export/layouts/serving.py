@@ -22,6 +22,7 @@ SGLANG_ALGORITHMS = {
     "eagle3": "EAGLE3",
     "eagle1": "EAGLE",
     "draft-lm": "STANDALONE",
+    "mtp": "NEXTN",
     "dflash": "DFLASH",
     "dspark": "DSPARK",
 }
@@ -58,15 +59,16 @@ def vllm_command(family: str, target: str, draft: str, k: int, *, stitched: bool
     return " ".join([f"vllm serve {options['model']}", *flags])
 
 
-def sglang_command(family: str, target: str, draft: str, k: int) -> str:
+def sglang_command(family: str, target: str, draft: str, k: int, *, stitched: bool = False) -> str:
     chain = (
         f"--speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens "
         f"{k + 1}"
     )
+    model = draft if stitched else target
+    beside = "" if stitched else f"--speculative-draft-model-path {draft} "
     return (
-        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm "
-        f"{SGLANG_ALGORITHMS[family]} "
-        f"--speculative-draft-model-path {draft} {chain}"
+        f"python -m sglang.launch_server --model-path {model} --speculative-algorithm "
+        f"{SGLANG_ALGORITHMS[family]} {beside}{chain}"
     )
 
 

@@ -10,6 +10,8 @@ Files in reading order:
 - `vllm_speculators`: the `speculators` layout in vLLM
 - `vllm_eagle3`: vLLM's EAGLE-3
 - `vllm_mtp`: vLLM's MTP
+- `vllm_mtp_beside`: of Qwen and Ernie, under names of their own
+- `sglang_mtp`: SGLang's MTP
 - `vllm_taps`: layers that vLLM taps
 
 Other chapters import `table`.

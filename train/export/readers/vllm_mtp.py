@@ -1,5 +1,5 @@
 """vLLM's reading of MTP modules: MiMo's, and those that stand after the target's layers as one more
-(DeepSeek-V3, GLM-4.5)."""
+(DeepSeek-V3, GLM-4.5) or beside them (`vllm_mtp_beside.py`)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from draftsmith.train.export.readers.understood import (
     decoder_layer,
     renamed,
 )
+from draftsmith.train.export.readers.vllm_mtp_beside import BESIDE
 from draftsmith.train.export.readers.vllm_taps import NAME
 
 FROM_TARGET = (
@@ -37,16 +38,19 @@ def read_mtp(folder: Path, target_config: dict[str, Any]) -> Understood:
     config = read_config(folder)
     (architecture,) = config["architectures"]
     target = text_config(target_config)
-    if config.get("num_nextn_predict_layers") != 1 or architecture not in (
-        "MiMoForCausalLM",
-        *LATENT,
-        *GROUPED,
-    ):
+    if (read_beside := BESIDE.get(config.get("model_type", ""))) is not None:
+        return read_beside(folder, config)
+    count = config.get("num_nextn_predict_layers") or 0
+    # MiMo's class has one alone.
+    if count < 1 or (architecture not in (*LATENT, *GROUPED) and count > 1):
         raise UserError(
-            f"vLLM finds no MTP module of one layer in {architecture!r}; the layout is wrong"
+            f"vLLM finds {count} MTP modules in {architecture!r}, which it cannot run; the layout "
+            "is wrong"
         )
-    if architecture != "MiMoForCausalLM":
+    if architecture in (*LATENT, *GROUPED):
         return read_appended(folder, config, architecture)
+    if architecture != "MiMoForCausalLM":
+        raise UserError(f"vLLM has no MTP module for {architecture!r}; the layout is wrong")
     if has_layers(folder):
         return read_mimo(folder, config)
     # A folder beside the target, of whose config the block is built, and whose final state it is
@@ -73,7 +77,7 @@ def read_appended(folder: Path, config: dict[str, Any], architecture: str) -> Un
             "('noaux_tc', 'sigmoid'); "
             "put these into the target's config.json"
         )
-    prefix, hidden = f"model.layers.{config['num_hidden_layers']}.", config["hidden_size"]
+    hidden = config["hidden_size"]
     shapes = latent_attention(config) if architecture in LATENT else grouped_attention(config)
     shapes |= experts(config) | {
         f"{norm}.weight": (hidden,) for norm in (*LAYER_NORMS, "enorm", "hnorm", "shared_head.norm")
@@ -83,11 +87,18 @@ def read_appended(folder: Path, config: dict[str, Any], architecture: str) -> Un
     shared = dict.fromkeys(
         ("embed_tokens.weight", "shared_head.head.weight"), (config["vocab_size"], hidden)
     )
-    parameters = Parameters(NAME, {prefix + name: shape for name, shape in shapes.items()},
-                            optional={prefix + name: shape for name, shape in shared.items()},
-                            strict=True)  # fmt: skip
+    first = config["num_hidden_layers"]
+    prefixes = tuple(
+        f"model.layers.{first + index}." for index in range(config["num_nextn_predict_layers"])
+    )
+    parameters = Parameters(
+        NAME,
+        {prefix + name: shape for prefix in prefixes for name, shape in shapes.items()},
+        optional={prefix + name: shape for prefix in prefixes for name, shape in shared.items()},
+        strict=True,
+    )
     for name, tensor in read_weights(folder).items():
-        if name.startswith(prefix):
+        if name.startswith(prefixes):
             parameters.fill(name, tensor)
     return Understood(config, parameters.loaded(), target=folder)
 

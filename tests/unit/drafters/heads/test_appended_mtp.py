@@ -205,7 +205,7 @@ def in_fp8(tensors: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda folder: with_config(folder, num_nextn_predict_layers=2), "one module, applied again and again, is read"),
+        (lambda folder: with_config(folder, num_nextn_predict_layers=2), "holds no model.layers.3.eh_proj"),
         (lambda folder: with_tensors(folder, lambda one: one.pop(f"{MODULE}eh_proj.weight")), "holds no model.layers.2.eh_proj"),
         (lambda folder: with_tensors(folder, lambda one: one.pop(EXPERT)), "1.up_proj.weight' of the MTP module is missing"),
         (lambda folder: with_tensors(folder, in_fp8), "is stored as FP8 without its"),

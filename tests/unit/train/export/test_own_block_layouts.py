@@ -1,0 +1,174 @@
+"""New MTP modules for targets whose own kind has one: a block of the target's class, exported into
+the target's folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.heads.mtp import Mtp
+from draftsmith.drafters.heads.mtp_deepseek import AppendedMtp
+from draftsmith.drafters.interface import UnrollBatch
+from draftsmith.drafters.options import MtpOptions
+from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
+from draftsmith.train.export.command import run
+from draftsmith.train.export.config import ExportConfig
+from draftsmith.train.export.readers.sglang_mtp import read_mtp as read_sglang
+from draftsmith.train.export.readers.vllm_mtp import read_mtp
+
+APPENDED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+BESIDE = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "ernie4_5_moe")
+IDS = torch.randint(2, 288, (2, 24), generator=torch.Generator().manual_seed(1))
+Find = Callable[..., str]
+FindNative = Callable[[str], Path]
+
+
+@pytest.fixture
+def without_module(tiny_target: Find, native_target: FindNative) -> Callable[[str], Path]:
+    """Folder of a target of the kind that has lost its module, as fine-tunes do."""
+    return lambda kind: (
+        native_target(kind) / "whole" if kind in APPENDED else Path(tiny_target(kind))
+    )
+
+
+def trained(drafter: torch.nn.Module) -> None:
+    """Weights that no default gives, so that nothing which is lost on the way stays unseen."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in drafter.parameters():
+        parameter.data.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+@pytest.mark.parametrize("kind", [*APPENDED, *BESIDE])
+def test_a_new_module_has_the_targets_block_and_is_exported_into_its_folder(
+    kind: str, without_module: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = without_module(kind)
+    target = Target.load(folder, dtype=torch.float32)
+    drafter = Mtp.create(MtpOptions(), target, seed=3)
+    assert isinstance(drafter, AppendedMtp)
+    trained(drafter)
+    checkpoint.save(drafter, tmp_path / "draft", target)
+    out = tmp_path / "out"
+    run(ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(out)))  # and proves it
+
+    weight_map = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    old = load_file(folder / "model.safetensors")
+    new = {name for name, file in weight_map.items() if file == "model-mtp.safetensors"}
+    assert weight_map.keys() == old.keys() | new and new.isdisjoint(old)
+    _, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"]
+    again = Target.load(out, dtype=torch.float32)
+    mask = torch.ones_like(IDS)
+    assert torch.equal(again.states(IDS, mask, ())[1], target.states(IDS, mask, ())[1])
+    if kind != "ernie4_5_moe":  # whose heads vLLM rotates otherwise
+        read = checkpoint.load(out, again)
+        assert read.state_dict().keys() == drafter.state_dict().keys()
+        assert all(
+            torch.equal(one, read.state_dict()[name]) for name, one in drafter.state_dict().items()
+        )
+
+
+@pytest.mark.parametrize("kind", [*APPENDED, *BESIDE])
+def test_a_new_module_begins_at_numbers_that_learn(
+    kind: str, without_module: Callable[[str], Path]
+) -> None:
+    target = Target.load(without_module(kind), dtype=torch.float32)
+    first, second, other = (Mtp.create(MtpOptions(), target, seed=seed) for seed in (3, 3, 4))
+    for name, parameter in first.named_parameters():
+        assert torch.equal(parameter, second.state_dict()[name])  # nothing is left undrawn
+        if parameter.ndim > 1:
+            assert not torch.equal(parameter, other.state_dict()[name])
+            assert 0.1 < float(parameter.detach().std() * parameter.shape[-1] ** 0.5) < 1
+    mask = torch.ones_like(IDS)
+    taps = target.states(IDS, mask, first.taps)[0]
+    batch = UnrollBatch(input_ids=IDS, attention_mask=mask, taps=taps, num_steps=2)
+    head, losses = first.head_weight(), []
+    optimizer = torch.optim.Adam(first.parameters(), lr=1e-2)
+    for _ in range(12):
+        logits = [step.hidden[:, 1:-2] @ head.T for step in first.unroll(batch)]
+        loss = sum(
+            torch.nn.functional.cross_entropy(one.flatten(0, 1), IDS[:, 3:].flatten())
+            for one in logits
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(one.grad is not None for one in first.layer.self_attn.parameters())
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+def test_sglang_reads_qwens_modules(
+    kind: str, without_module: Callable[[str], Path], tmp_path: Path
+) -> None:
+    target = Target.load(without_module(kind), dtype=torch.float32)
+    drafter = Mtp.create(MtpOptions(), target, seed=3)
+    trained(drafter)
+    checkpoint.save(drafter, tmp_path / "draft", target)
+    out = tmp_path / "out"
+    run(ExportConfig(draft=str(tmp_path / "draft"), to="sglang", out=str(out)))  # and proves it
+    card = (out / "README.md").read_text()
+    assert "--model-path out --speculative-algorithm NEXTN --speculative-num-steps" in card
+    tensors = load_file(out / "model-mtp.safetensors")
+    del tensors["mtp.norm.weight"]
+    save_file(tensors, out / "model-mtp.safetensors")
+    with pytest.raises(UserError, match=r"SGLang finds no weight for its parameter 'mtp\.norm"):
+        read_sglang(out, {})
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3", "ernie4_5_moe", "qwen3"])
+def test_modules_that_sglang_runs_otherwise_are_refused(
+    kind: str, tiny_target: Find, without_module: Callable[[str], Path], tmp_path: Path
+) -> None:
+    target = Target.load(tiny_target(kind) if kind == "qwen3" else without_module(kind))
+    checkpoint.save(Mtp.create(MtpOptions(), target, seed=0), tmp_path / "draft", target)
+    with pytest.raises(UserError, match=f"SGLang runs the MTP module of a '{kind}' target"):
+        run(ExportConfig(draft=str(tmp_path / "draft"), to="sglang", out=str(tmp_path / "out")))
+
+
+def test_another_width_is_refused(without_module: Callable[[str], Path]) -> None:
+    target = Target.load(without_module("glm4_moe"))
+    with pytest.raises(UserError, match="has a block of the target's own shape; leave it out"):
+        Mtp.create(MtpOptions(intermediate_size=8), target, seed=0)
+
+
+def test_another_targets_module_is_refused(
+    without_module: Callable[[str], Path], tmp_path: Path
+) -> None:
+    target = Target.load(without_module("qwen3_next"))
+    checkpoint.save(Mtp.create(MtpOptions(), target, seed=0), tmp_path / "draft", target)
+    job = ExportConfig(
+        draft=str(tmp_path / "draft"), target=str(without_module("glm4_moe")), to="vllm",
+        out=str(tmp_path / "out"),
+    )  # fmt: skip
+    with pytest.raises(UserError, match="is for a target with model_type='qwen3_next'"):
+        run(job)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("qwen3_next", "mtp.layers.0.mlp.experts.1.up_proj.weight"), ("qwen3_5", "mtp.fc.weight"),
+     ("ernie4_5_moe", "model.mtp_emb_norm.0.weight")],
+)  # fmt: skip
+def test_vllm_would_refuse_a_weight_that_is_missing(
+    kind: str, name: str, without_module: Callable[[str], Path], tmp_path: Path
+) -> None:
+    target = Target.load(without_module(kind))
+    checkpoint.save(Mtp.create(MtpOptions(), target, seed=0), tmp_path / "draft", target)
+    out = tmp_path / "out"
+    run(ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(out), prove=False))
+    tensors = load_file(out / "model-mtp.safetensors")
+    del tensors[name]
+    save_file(tensors, out / "model-mtp.safetensors")
+    config = json.loads((out / "config.json").read_text())
+    with pytest.raises(UserError, match=f"finds no weight for its parameter {name!r}"):
+        read_mtp(out, config)
