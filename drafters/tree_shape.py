@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 
 from draftsmith.errors import UserError
+from draftsmith.kernels.constants import MAX_NODES
 
-MAX_NODES = 62  # as kernels/verify/draft_tree.py, which needs torch
 FORMS = (
     "'auto', 'dynamic', 'dynamic:nodes=24,depth=5,width=4', 'sampled:3x2x1x1', two of these joined "
     "by '+', 'medusa' or 'choices:0,0.0,1'"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from draftsmith.config import Limits, LimitsTable, option
 from draftsmith.drafters.config import SAMPLINGS, TRUST_HELP
 from draftsmith.drafters.options import (
+    OPTIONS,
     DflashOptions,
     DrafterOptions,
     DraftLmOptions,
@@ -22,7 +23,7 @@ from draftsmith.kernels.divergence.kind import DIVERGENCE_HELP
 
 WEIGHTS = ("uniform", "exponential", "d-pace", "expected-prefix")
 BY_DRAFT = WEIGHTS[2:]  # from the draft's acceptance of the text, with whole distributions
-FAMILIES = ("eagle3", "p-eagle", "mtp", "draft-lm", "eagle1", "medusa", "mlp", "dflash", "dspark")
+FAMILIES = tuple(OPTIONS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,8 @@ from draftsmith.drafters.autoregressive.draft_sampler import (
 )
 from draftsmith.drafters.interface import DraftInputs
 from draftsmith.kernels.attention.paged import PagedPass
-from draftsmith.kernels.attention.pool import NULL_BLOCK, PagedPool
+from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.kernels.constants import NULL_BLOCK
 from draftsmith.kernels.cuda_graphs import Graph, Recorder, row_buckets
 from draftsmith.kernels.sampling.filters import Passes, SamplingRows
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.drafters.autoregressive.state import ReadsOwnDrafts
-from draftsmith.drafters.tree_shape import MAX_NODES
 from draftsmith.kernels.attention.paged import PagedPass
-from draftsmith.kernels.attention.pool import NULL_BLOCK, PagedPool, TreeLayout
+from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
+from draftsmith.kernels.constants import MAX_NODES, NULL_BLOCK
 from draftsmith.kernels.cuda_graphs import Graph, Recorder, row_buckets
 
 log = logging.getLogger(__name__)

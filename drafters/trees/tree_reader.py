@@ -10,14 +10,14 @@ from transformers import LlamaConfig
 
 from draftsmith.drafters.autoregressive.state import DraftPrefill, ReadsOwnDrafts
 from draftsmith.drafters.interface import DraftInputs
-from draftsmith.drafters.tree_shape import MAX_NODES
 from draftsmith.drafters.trees.level_graphs import (
     LevelGraphs,
     LevelInputs,
     read_level,
     spare_blocks,
 )
-from draftsmith.kernels.attention.pool import NULL_BLOCK, PagedPool, TreeLayout
+from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
+from draftsmith.kernels.constants import MAX_NODES, NULL_BLOCK
 
 
 class TreeDrafter(ReadsOwnDrafts, Protocol):

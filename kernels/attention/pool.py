@@ -7,9 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-# padding block: what is written there is never read; serve/cache/blocks.py, torch-free, has it too
-NULL_BLOCK = 0
-
 
 @dataclass(frozen=True)
 class PagedPool:

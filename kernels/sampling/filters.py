@@ -15,11 +15,9 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.errors import UserError
+from draftsmith.kernels.constants import MIN_TEMPERATURE
 from draftsmith.kernels.dispatch import reads_freely
 
-# Below this, logits / temperature of ordinary models nears the float32 range and the distribution
-# is greedy anyway.
-MIN_TEMPERATURE = 1e-6
 # Nearly always enough tokens to reach top-p, and far cheaper to find than an order of the whole
 # vocabulary.
 HEAD = 512

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from draftsmith.kernels.sampling.top_tokens import TOP, top_probs
-from draftsmith.record import ProbArrays
+from draftsmith.kernels.sampling.top_tokens import top_probs
+from draftsmith.record import TOP, ProbArrays
 
 
 def prob_arrays(logits: torch.Tensor, log_norms: np.ndarray, tokens: Sequence[int]) -> ProbArrays:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-TOP = 64
+from draftsmith.record import TOP
+
 # Neighbouring tokens that are looked at as one while the likeliest are searched.
 GROUP = 32
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-MAX_NODES = 62  # a node and its ancestors are the bits of one non-negative int64, the root included
+from draftsmith.kernels.constants import MAX_NODES
 
 
 class DraftTree(NamedTuple):

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-NULL_BLOCK = 0  # padding of block tables; never handed out, so a padded read meets finite zeros
 _PROBES = 64
 _GOLDEN = 0.6180339887498949
 

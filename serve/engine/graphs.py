@@ -24,8 +24,8 @@ from draftsmith.drafters.interface import Capturable, ServingDrafter
 from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
+from draftsmith.kernels.constants import NULL_BLOCK
 from draftsmith.kernels.cuda_graphs import CudaRecorder, Graph, Recorder, row_buckets, sizes_up_to
-from draftsmith.serve.cache.blocks import NULL_BLOCK
 from draftsmith.serve.parallel import LeadingTarget
 
 log = logging.getLogger(__name__)

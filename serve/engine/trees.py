@@ -16,7 +16,8 @@ import torch
 from draftsmith.drafters.interface import Proposal
 from draftsmith.drafters.trees.layout import TreePass, TreeSpan, tree_pass, tried
 from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.kernels.verify.draft_tree import MAX_NODES, DraftTree
+from draftsmith.kernels.constants import MAX_NODES
+from draftsmith.kernels.verify.draft_tree import DraftTree
 from draftsmith.serve.engine.round import PassOutput, RoundProposal, RoundTree
 from draftsmith.serve.engine.scheduler import Row
 

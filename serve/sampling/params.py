@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from draftsmith.errors import UserError
+from draftsmith.kernels.constants import MIN_TEMPERATURE
 from draftsmith.serve.sampling.grammar import Grammar
 
 if TYPE_CHECKING:
@@ -103,7 +104,6 @@ def _repeated(values: Iterable[int]) -> int | None:
 
 
 MAX_LOGPROBS = 20
-MIN_TEMPERATURE = 1e-6  # as kernels/sampling/filters.py, which this torch-free module cannot import
 # A transformers `LogitsProcessor`: (input_ids [1, n], scores [1, V]) -> scores [1, V], a pure
 # function of both.
 LogitsProcessor = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]

@@ -9,6 +9,7 @@ import torch
 
 from draftsmith.drafters.interface import TextBatch, TrainedDrafter
 from draftsmith.drafters.target.target import Target
+from draftsmith.record import TOP
 from draftsmith.train.config import UnrollConfig
 from draftsmith.train.doctor.memory import bytes_per_token, num_bytes
 from draftsmith.train.objective.teacher import LiveSource
@@ -16,7 +17,6 @@ from draftsmith.train.plan.timing import take_turns
 from draftsmith.train.trainer import Trainee
 
 TEXT_BYTES = 4 + 1  # a token: its id and its entry of the loss mask, before Parquet packs them
-TOP = 64  # entries of a stored distribution
 DISTRIBUTION_BYTES = TOP * (4 + 4) + 4  # ids, log-probabilities, the tail
 STEP_ROWS, STEP_LENGTH = 4, 256  # of the training step that is timed
 # A checkpoint of a running training: float32 weights and two moments. The trainer keeps two.

@@ -13,8 +13,9 @@ from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.options import Eagle3Options, MedusaOptions
 from draftsmith.drafters.states.medusa import Medusa
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.tree_shape import MAX_NODES, FixedTree, parse_tree
+from draftsmith.drafters.tree_shape import FixedTree, parse_tree
 from draftsmith.errors import UserError
+from draftsmith.kernels.constants import MAX_NODES
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine

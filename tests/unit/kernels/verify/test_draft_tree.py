@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draftsmith.kernels.constants import MAX_NODES
 from draftsmith.kernels.verify.draft_tree import (
-    MAX_NODES,
     DraftTree,
     ancestor_bits,
     chain_tree,

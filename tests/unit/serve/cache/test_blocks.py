@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.serve.cache.blocks import NULL_BLOCK, BlockManager
+from draftsmith.kernels.constants import NULL_BLOCK
+from draftsmith.serve.cache.blocks import BlockManager
 
 
 def check(manager: BlockManager, owners: list[list[int]]) -> None:

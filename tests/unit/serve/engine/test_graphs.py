@@ -12,8 +12,8 @@ import torch
 from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
+from draftsmith.kernels.constants import NULL_BLOCK
 from draftsmith.kernels.cuda_graphs import CudaRecorder, row_buckets
-from draftsmith.serve.cache.blocks import NULL_BLOCK
 from draftsmith.serve.engine.graphs import (
     PassGraphs,
     PassInputs,
