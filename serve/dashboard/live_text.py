@@ -38,7 +38,7 @@ class TextView:
     ) -> None:
         """Add one request's share of a round, after it was committed. A request that keeps out of
         learning is never shown."""
-        if not request.learn or not committed:
+        if not request.options.learn or not committed:
             return
         begin = len(request.tokens) - len(committed)
         self._count += 1

@@ -145,14 +145,14 @@ class DraftSet:
             # By the name in its records, so that the learner finds the chosen ones.
             name = hashed(request.id)
             request.route = self.router.choose(
-                name, request.request_class, request.tokens, self.ready
+                name, request.options.request_class, request.tokens, self.ready
             )
             self.stats.routed[request.route.draft] += 1
 
     def finished(self, request: Request) -> None:
         """Count the draft's acceptance for the request's class, unless its draws can be repeated
         or it has an adapter, and drop retired drafts."""
-        measured = request.route.pool_class and not request.adapter
+        measured = request.route.pool_class and not request.options.adapter
         if measured and not request.repeatable:
             self.router.observe(
                 request.route, request.speculation.own_reached, request.speculation.own_kept

@@ -138,9 +138,9 @@ class Committer:
             request.draft.taps.clear()
 
     def _extend(self, request: Request, committed: list[int], now_s: float) -> None:
-        if request.first_token_s is None:
-            request.first_token_s = now_s
-        request.last_token_s = now_s
+        if request.times.first_token_s is None:
+            request.times.first_token_s = now_s
+        request.times.last_token_s = now_s
         request.tokens += committed
         self.stats.num_generation_tokens += len(committed)
         self.stats.num_seeded_tokens += len(committed) * request.repeatable
@@ -220,7 +220,7 @@ class Committer:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
-        request.finished_s = time.monotonic()
+        request.times.finished_s = time.monotonic()
         request.draft.taps.clear()
         self.scheduler.remove(request)
         self.proposer.finished(request)

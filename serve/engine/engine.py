@@ -121,7 +121,7 @@ class Engine:
             (
                 request
                 for request in self.scheduler.requests()
-                if request.id.rpartition("-")[0] == answer and request.tenant == tenant
+                if request.id.rpartition("-")[0] == answer and request.options.tenant == tenant
             ),
             key=lambda request: int(request.id.rpartition("-")[2]),
         )
@@ -231,8 +231,8 @@ class Engine:
     def _note_admissions(self, rows: list[Row]) -> None:
         now_s = time.monotonic()
         for row in rows:
-            if row.request.admitted_s is None:
-                row.request.admitted_s = now_s
+            if row.request.times.admitted_s is None:
+                row.request.times.admitted_s = now_s
                 row.request.num_cached = row.begin
                 self.stats.num_prompt_tokens += row.request.num_prompt
                 if self.scheduler.prefix is not None:

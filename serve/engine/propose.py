@@ -171,13 +171,12 @@ class Proposer:
         """Hand a finished text to the drafters that remember texts. A request that asked to be kept
         out of learning, or whose draws can be repeated, is kept out of what requests share."""
         own = self.drafts.served.get(request.route.draft)
+        shared = request.options.learn and not request.repeatable
         for drafter in (None if own is None else own.drafter, self.fallback):
             if not isinstance(drafter, Remembering):
                 continue
             try:
-                drafter.finished(
-                    request.id, request.tokens if request.learn and not request.repeatable else []
-                )
+                drafter.finished(request.id, request.tokens if shared else [])
             except Exception as error:
                 self.stats.fallbacks["raised"] += 1
                 log.warning("a drafter could not take in a finished text (%s)", error)

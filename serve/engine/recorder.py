@@ -128,15 +128,16 @@ class Recorder:
     def records(self, request: Request) -> bool:
         """True when the request's rounds are recorded: decided once, so that records hold whole
         requests."""
-        if self.sink is None or not request.learn or request.repeatable:
+        if self.sink is None or not request.options.learn or request.repeatable:
             return False
-        if request.adapter:
+        if request.options.adapter:
             # Learning has the base for its target, whose distribution is another.
             return False
-        if request.record_share is None:
+        state = request.recording
+        if state.share is None:
             share = self.sink.share
-            request.record_share = share if uniform(request.id) < share else 0.0
-        return request.record_share > 0
+            state.share = share if uniform(request.id) < share else 0.0
+        return state.share > 0
 
     def round(
         self,
@@ -149,7 +150,7 @@ class Recorder:
         request = row.row.request
         position = request.num_tokens - len(committed)
         record = self._record(
-            request, position, request.tokens[request.recorded : position], version
+            request, position, request.tokens[request.recording.num_tokens : position], version
         )
         record.drafted, record.accepted = row.drafted, row.accepted
         record.committed, record.emitted = committed, row.emitted[-1]
@@ -164,7 +165,8 @@ class Recorder:
     def finish(self, request: Request) -> None:
         """Record the tokens committed since the last record, which completes the text, and the
         end."""
-        record = self._record(request, request.num_tokens, request.tokens[request.recorded :], "")
+        rest = request.tokens[request.recording.num_tokens :]
+        record = self._record(request, request.num_tokens, rest, "")
         record.last = True
         self._put(request, record)
 
@@ -183,12 +185,12 @@ class Recorder:
     def _record(
         self, request: Request, position: int, context: list[int], version: str
     ) -> RoundRecord:
-        params = request.params
-        assert request.record_share is not None
+        params, state = request.params, request.recording
+        assert state.share is not None
         return RoundRecord(
             request=hashed(request.id),
-            round=request.num_records,
-            request_class=request.request_class,
+            round=state.num_records,
+            request_class=request.options.request_class,
             target=self.target,
             target_revision=self.target_revision,
             draft_version=version,
@@ -203,15 +205,15 @@ class Recorder:
             accepted=0,
             committed=[],
             emitted=-1,
-            share=request.record_share,
+            share=state.share,
             rule=self.rule,
             engine=self.engine,
         )
 
     def _put(self, request: Request, record: RoundRecord) -> None:
         assert self.sink is not None
-        request.num_records += 1
-        request.recorded = request.num_tokens
+        request.recording.num_records += 1
+        request.recording.num_tokens = request.num_tokens
         self.num_records += 1
         try:
             self.sink.put(record)

@@ -156,8 +156,8 @@ def adapted_tokens(
     """[n] int64 indices of the pass's tokens by adapter; of rows without one there are none."""
     found: dict[str, list[int]] = {}
     for row, begin, length in zip(rows, begins, lengths, strict=True):
-        if row.request.adapter:
-            found.setdefault(row.request.adapter, []).extend(range(begin, begin + length))
+        if adapter := row.request.options.adapter:
+            found.setdefault(adapter, []).extend(range(begin, begin + length))
     return {name: torch.tensor(indices, device=device) for name, indices in found.items()}
 
 

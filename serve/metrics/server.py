@@ -78,18 +78,15 @@ class ServerMetrics:
         """Observe latencies and sizes of a request that gave at least one token; `num_choices` were
         asked for its prompt."""
         self._count_class(request)
-        if (
-            request.first_token_s is None
-            or request.finished_s is None
-            or request.admitted_s is None
-        ):
+        times = request.times
+        if times.first_token_s is None or times.finished_s is None or times.admitted_s is None:
             return
-        first_s, last_s = request.first_token_s, request.last_token_s or request.first_token_s
-        self._observe("vllm:time_to_first_token_seconds", first_s - request.arrival_s)
-        self._observe("vllm:e2e_request_latency_seconds", last_s - request.arrival_s)
-        self._observe("vllm:request_queue_time_seconds", request.admitted_s - request.arrival_s)
-        self._observe("vllm:request_inference_time_seconds", last_s - request.admitted_s)
-        self._observe("vllm:request_prefill_time_seconds", first_s - request.admitted_s)
+        first_s, last_s = times.first_token_s, times.last_token_s or times.first_token_s
+        self._observe("vllm:time_to_first_token_seconds", first_s - times.arrival_s)
+        self._observe("vllm:e2e_request_latency_seconds", last_s - times.arrival_s)
+        self._observe("vllm:request_queue_time_seconds", times.admitted_s - times.arrival_s)
+        self._observe("vllm:request_inference_time_seconds", last_s - times.admitted_s)
+        self._observe("vllm:request_prefill_time_seconds", first_s - times.admitted_s)
         self._observe("vllm:request_decode_time_seconds", last_s - first_s)
         if request.num_output > 1:
             self._observe(

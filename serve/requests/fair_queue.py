@@ -21,7 +21,8 @@ class _Line:
         """Place the last request before those with a higher `priority`. The turns of the line
         begin where they did: other classes lose nothing."""
         last = self.requests[-1][2]
-        later = [waiting.priority > last.priority for _, _, waiting in self.requests]
+        priority = last.options.priority
+        later = [waiting.options.priority > priority for _, _, waiting in self.requests]
         if True not in later:
             return
         count = len(later) - later.index(True)
@@ -117,7 +118,7 @@ class FairQueue:
 
 def class_of(request: Request) -> str:
     """Tenant of the request if the server has one, else the class that the client gave."""
-    return request.tenant or request.request_class
+    return request.options.tenant or request.options.request_class
 
 
 def cost_of(request: Request) -> int:

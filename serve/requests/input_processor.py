@@ -79,6 +79,7 @@ class InputProcessor:
                 min_tokens=params.min_tokens,
                 keep_stop=params.include_stop_str_in_output,
             )
+        self._check_adapter(options.adapter)
         request = Request(
             id=f"{options.answer or uuid.uuid4().hex}-{next(self._numbers)}",
             tokens=prompt,
@@ -90,12 +91,7 @@ class InputProcessor:
             k=self.draft_length(params),
             max_tokens=max_tokens,
             on_update=on_update,
-            request_class=options.request_class,
-            tenant=options.tenant,
-            learn=options.learn,
-            adapter=self._checked_adapter(options.adapter),
-            priority=options.priority,
-            cache_salt=options.cache_salt,
+            options=options,
             text_stream=stream,
             sampling_state=sampling_state(params, prompt, self.target, lambda: self._grammars),
         )
@@ -104,10 +100,9 @@ class InputProcessor:
             request.stopping = replace(self.stopping)
         return request
 
-    def _checked_adapter(self, name: str) -> str:
+    def _check_adapter(self, name: str) -> None:
         if name and name not in self.adapters:
             raise UserError(f"adapter {name!r} is not served here; give it with --lora NAME=FOLDER")
-        return name
 
     def _text_of(self, params: SamplingParams, shown: frozenset[int]) -> Tokenizer:
         if params.skip_special_tokens and not shown:

@@ -134,6 +134,27 @@ class DraftState:
     lost_taps: bool = False
 
 
+@dataclass(slots=True)
+class RecordingState:
+    """Share of the request that is in round records."""
+
+    num_records: int = 0
+    num_tokens: int = 0  # tokens[:num_tokens] are in records already
+    # the chance it had of being recorded; 0 where it is not, None until that is decided
+    share: float | None = None
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """Times of `time.monotonic`, in seconds; None: not reached."""
+
+    arrival_s: float = field(default_factory=time.monotonic)
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    finished_s: float | None = None
+
+
 OnUpdate = Callable[["Request", Update], None]
 
 
@@ -149,13 +170,7 @@ class Request:
     k: int
     max_tokens: int
     on_update: OnUpdate | None = None
-    request_class: str = ""
-    # see `RequestOptions`
-    tenant: str = ""
-    learn: bool = True  # may its rounds be recorded
-    adapter: str = ""
-    priority: int = 0
-    cache_salt: str = ""
+    options: RequestOptions = DEFAULT_OPTIONS
     route: Route = UNROUTED  # its draft, given when it comes in
     text_stream: TextStream | None = None
     # None: its distribution is the target's under temperature and filters
@@ -179,24 +194,18 @@ class Request:
     # None: its own acceptance does not stop its drafting
     stopping: Stopping | None = None
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
-    num_records: int = 0
-    recorded: int = 0  # tokens[:recorded] are in records already
-    # the chance it had of being recorded; 0 where it is not, None until that is decided
-    record_share: float | None = None
+    recording: RecordingState = field(default_factory=RecordingState)
     num_preemptions: int = 0
-    arrival_s: float = field(default_factory=time.monotonic)
-    admitted_s: float | None = None
-    first_token_s: float | None = None
-    last_token_s: float | None = None
-    finished_s: float | None = None
+    times: RequestTimes = field(default_factory=RequestTimes)
 
     @property
     def acceptance_class(self) -> str:
         """Class that its acceptance is counted by. An adapter has another distribution than the
         base, so it has classes of its own."""
-        if not self.adapter:
-            return self.request_class
-        return "/".join(filter(None, (f"lora:{self.adapter}", self.request_class)))
+        options = self.options
+        if not options.adapter:
+            return options.request_class
+        return "/".join(filter(None, (f"lora:{options.adapter}", options.request_class)))
 
     @property
     def repeatable(self) -> bool:

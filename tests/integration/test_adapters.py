@@ -130,7 +130,7 @@ def test_learning_has_the_base_alone_and_acceptance_is_counted_by_adapter(adapte
     requests = answers(engine, ["", "sql", "prose"])
     engine.outputs.flush()
     assert [request.acceptance_class for request in requests] == ["", "lora:sql", "lora:prose"]
-    assert [request.num_records > 0 for request in requests] == [True, False, False]
+    assert [request.recording.num_records > 0 for request in requests] == [True, False, False]
 
 
 def test_the_api_lists_and_chooses_adapters(adapted, live_server, alone):

@@ -246,7 +246,9 @@ class ByTree(FixedControl):
         self.engine, self.drafter = engine, drafter
 
     def choose(self, wishes: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
-        names = {request.request_class: request.id for request in self.engine.scheduler.running}
+        names = {
+            request.options.request_class: request.id for request in self.engine.scheduler.running
+        }
         seen = [self.drafter.below.pop(names[wish.request_class], None) for wish in wishes]
         return RoundPlan(
             [0 if token == A else wish.most for wish, token in zip(wishes, seen, strict=True)]

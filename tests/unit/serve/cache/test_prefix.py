@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from draftsmith.serve.cache.blocks import BlockManager
 from draftsmith.serve.cache.prefix import PrefixCache
 from draftsmith.serve.engine.scheduler import Row, Scheduler
-from draftsmith.serve.requests.request import FinishReason, Request
+from draftsmith.serve.requests.request import FinishReason, Request, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
 
 
@@ -329,6 +329,6 @@ def test_a_block_is_shared_within_a_salt_alone() -> None:
     text, found = [1, 2, 0, 1, 1, 0, 2, 2], []
     for number, salt in enumerate(["", "x", "x", "y", ""]):
         request = make_request(str(number), text, 1, 0)
-        request.cache_salt = salt
+        request.options = RequestOptions(cache_salt=salt)
         found.append(serve(engine, request))
     assert found == [0, 0, 4, 0, 4]

@@ -13,7 +13,7 @@ from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.engine.propose import Proposer
 from draftsmith.serve.engine.round import RoundProposal
-from draftsmith.serve.requests.request import DraftState, Request
+from draftsmith.serve.requests.request import DraftState, Request, RequestOptions
 from draftsmith.serve.requests.route import UNROUTED
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.stats import EngineStats
@@ -141,6 +141,8 @@ def test_text_that_may_not_be_shared_is_not_kept(
     params: SamplingParams, learn: bool, kept: list[int]
 ) -> None:
     drafter = Remembers()
-    request = Request("a", [1, 2, 3], 1, params, seed=3, k=2, max_tokens=9, learn=learn)
+    request = Request(
+        "a", [1, 2, 3], 1, params, seed=3, k=2, max_tokens=9, options=RequestOptions(learn=learn)
+    )
     proposer_of(drafter).finished(request)
     assert drafter.texts == [kept]

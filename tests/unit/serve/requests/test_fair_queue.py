@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from draftsmith.serve.cache.blocks import BlockManager
 from draftsmith.serve.engine.scheduler import QueueFull, Scheduler
 from draftsmith.serve.requests.fair_queue import FairQueue, cost_of
-from draftsmith.serve.requests.request import Request
+from draftsmith.serve.requests.request import Request, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
 
 
-def make_request(kind: str, prompt: int = 10, max_tokens: int = 10, *, tenant: str = "") -> Request:
+def make_request(
+    kind: str, prompt: int = 10, max_tokens: int = 10, *, tenant: str = "", priority: int = 0
+) -> Request:
     return Request(
         id=f"{kind}{tenant}",
         tokens=[7] * prompt,
@@ -23,8 +25,7 @@ def make_request(kind: str, prompt: int = 10, max_tokens: int = 10, *, tenant: s
         seed=0,
         k=0,
         max_tokens=max_tokens,
-        request_class=kind,
-        tenant=tenant,
+        options=RequestOptions(request_class=kind, tenant=tenant, priority=priority),
     )
 
 
@@ -36,7 +37,7 @@ def fill(queue: FairQueue, *kinds: str) -> list[Request]:
 
 
 def drain(queue: FairQueue) -> str:
-    return "".join(queue.pop().request_class for _ in range(len(queue)))
+    return "".join(queue.pop().options.request_class for _ in range(len(queue)))
 
 
 def test_one_class_is_first_come_first_served() -> None:
@@ -48,7 +49,7 @@ def test_one_class_is_first_come_first_served() -> None:
 def test_a_class_that_comes_late_does_not_wait_for_all_of_a_flood() -> None:
     queue = FairQueue()
     fill(queue, *"aaaaaaaa")
-    assert queue.pop().request_class == "a"
+    assert queue.pop().options.request_class == "a"
     fill(queue, "b", "b")
     assert drain(queue).startswith(("bab", "abab"))
 
@@ -61,7 +62,7 @@ def test_classes_share_by_tokens_and_not_by_requests() -> None:
     tokens: Counter[str] = Counter()
     for _ in range(40):
         request = queue.pop()
-        tokens[request.request_class] += cost_of(request)
+        tokens[request.options.request_class] += cost_of(request)
     assert abs(tokens["small"] - tokens["large"]) <= 40
 
 
@@ -70,7 +71,7 @@ def test_a_tenant_is_one_class_whatever_it_calls_its_requests() -> None:
     for kind in "abcd":
         queue.append(make_request(kind, tenant="greedy"))
     queue.append(make_request("e", tenant="other"))
-    assert "e" in [queue.pop().request_class for _ in range(2)]
+    assert "e" in [queue.pop().options.request_class for _ in range(2)]
 
 
 def test_who_was_put_back_goes_first_and_the_earlier_one_before_the_later() -> None:
@@ -105,7 +106,11 @@ def test_nobody_is_lost_doubled_or_overtaken_within_its_class(
             head = queue.head()
             request = queue.pop()
             assert request is head
-            same = [other for other in waiting if other.request_class == request.request_class]
+            same = [
+                other
+                for other in waiting
+                if other.options.request_class == request.options.request_class
+            ]
             assert request in popped or request is next(
                 other for other in same if other not in popped
             )
@@ -183,12 +188,11 @@ def test_a_full_queue_refuses_whatever_the_class() -> None:
 def test_priority_orders_a_class_and_takes_nothing_from_others() -> None:
     queue = FairQueue()
     plain = fill(queue, *"aabab")
-    low, first, second = (make_request("a") for _ in range(3))
-    low.priority, first.priority, second.priority = 1, -2, -1
+    low, first, second = (make_request("a", priority=priority) for priority in (1, -2, -1))
     for request in (low, second, first):
         queue.append(request)
     order = [queue.pop() for _ in range(len(queue))]
-    own = [request for request in order if request.request_class == "a"]
+    own = [request for request in order if request.options.request_class == "a"]
     assert own == [first, second, plain[0], plain[1], plain[3], low]
     # By turns, as without priorities.
-    assert [request.request_class for request in order[:4]] == ["a", "b", "a", "b"]
+    assert [request.options.request_class for request in order[:4]] == ["a", "b", "a", "b"]
