@@ -9,7 +9,7 @@ not last), and the static draft, which is the floor however many versions came s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import numpy as np
 from draftsmith.distill.buffer.traffic import ServedText, depth_of, without
 from draftsmith.distill.config import GateConfig
 from draftsmith.distill.gate.gate import Comparison, compare, differences_of
-from draftsmith.distill.gate.scoring import Scorer
+from draftsmith.distill.gate.scoring import Scored, Scorer
 from draftsmith.distill.gate.sequential import Ledger
 from draftsmith.distill.publisher import Publisher
 from draftsmith.drafters.interface import TrainedDrafter
@@ -150,14 +150,36 @@ def watch(
         before = [old.alpha for old in one.scorer.score(texts, max_depth=max_depth)]
         found[one.version] = compare(now, before)
         evidence.against(one.version).look(differences_of(texts, now, before))
+    kept, should = _served_and_predicted(texts, scored, version)
+    served = compare(kept, should)
+    evidence.served.look(differences_of(texts, kept, should))
+    reason, back = _loss(served, found, earlier, config, evidence)
+    return Watched(reason, back, served.first, served, found, evidence)
+
+
+def _served_and_predicted(
+    texts: Sequence[ServedText], scored: Sequence[Scored], version: str
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Per text, at the positions that `version` drafted: drafted tokens kept, and the least alpha
+    that its distributions predict."""
     mine = [
         np.full(len(one.version), is_predicted(text, version), dtype=bool)
         for text, one in zip(texts, scored, strict=True)
     ]
     kept = [one.kept[chosen] for one, chosen in zip(scored, mine, strict=True)]
     should = [one.least[chosen] for one, chosen in zip(scored, mine, strict=True)]
-    served = compare(kept, should)
-    evidence.served.look(differences_of(texts, kept, should))
+    return kept, should
+
+
+def _loss(
+    served: Comparison,
+    found: Mapping[int, Comparison],
+    earlier: Sequence[Earlier],
+    config: GateConfig,
+    evidence: Ledger,
+) -> tuple[str, int | None]:
+    """Reason to leave the live version and the version to return to; "" and None without
+    evidence of a loss."""
     # The questions share the error.
     error = config.error / (1 + len(earlier))
     better = [
@@ -166,19 +188,19 @@ def watch(
         if is_loss(found[one.version], one.least, config)
         and evidence.against(one.version).value * error >= 1
     ]
-    reason, back = "", None
     if is_loss(served, config.drop, config) and evidence.served.value * error >= 1:
         reason = (
             f"served alpha is {served.gain:.3f} below what the same draft scores on the same "
             "records"
         )
-        back = earlier[0].version if earlier else None
-    elif better:
+        return reason, earlier[0].version if earlier else None
+    if better:
         back = max(better, key=lambda one: found[one].gain)
-        reason = (
-            f"the alpha of version {back} is {found[back].gain:.3f} higher on the newest records"
+        return (
+            f"the alpha of version {back} is {found[back].gain:.3f} higher on the newest records",
+            back,
         )
-    return Watched(reason, back, served.first, served, found, evidence)
+    return "", None
 
 
 def is_predicted(text: ServedText, version: str) -> bool:

@@ -49,22 +49,16 @@ def load_model(
     if (base := adapter_base(path)) is not None:
         options: dict[str, Any] = {"dtype": dtype, "device": device, "shards": shards}
         return _merged(load_model(base, trust_remote_code=trust_remote_code, **options), path)
-    plan: dict[str, Any] = {}
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         check_quantisation(path, config)
-        if shards > 1:
-            plan["distributed_config"] = DistributedConfig(tp_size=shards)
-        elif quantisation(config) and torch.device(device).type != "cpu":
-            # Libraries choose their kernels by where the weights are loaded.
-            plan["device_map"] = {"": device}
         model, report = _class_for(config).from_pretrained(
             path,
             trust_remote_code=trust_remote_code,
             dtype=dtype,
             attn_implementation=implementation(config, register()),
             output_loading_info=True,
-            **plan,
+            **_placement(config, device, shards),
         )
     except KeyError as error:
         # Families with attention classes of their own, by name (Falcon), have no entry for ours.
@@ -87,6 +81,16 @@ def load_model(
             "restore its files"
         )
     return model.to(device).eval()
+
+
+def _placement(config: PreTrainedConfig, device: torch.device | str, shards: int) -> dict[str, Any]:
+    """Options by which transformers places the weights."""
+    if shards > 1:
+        return {"distributed_config": DistributedConfig(tp_size=shards)}
+    if quantisation(config) and torch.device(device).type != "cpu":
+        # Libraries choose their kernels by where the weights are loaded.
+        return {"device_map": {"": device}}
+    return {}
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:

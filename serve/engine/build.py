@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 
 from draftsmith.drafters.adapters.adapters import Adapters
 from draftsmith.drafters.compiled.recorded import record_forwards
 from draftsmith.drafters.interface import Recordable, ServingDrafter, draft_positions
 from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.record import Sink
 from draftsmith.serve.audit.misreport import Misreport
@@ -63,18 +66,9 @@ def build_engine(
     if config.compile == "auto":
         record_forwards(target, drafter)
     stats = EngineStats(draft_versions={} if drafter is None else {LIVE: draft_version})
-    blocks = BlockManager(plan.num_blocks, config.block_size)
-    max_blocks = blocks.blocks_for(plan.max_length) + 1
     tree = configured_tree(config)
-    scheduler = Scheduler(
-        blocks,
-        max_batch=config.max_batch,
-        max_round_tokens=config.max_round_tokens,
-        max_queue=config.max_queue,
-        prefix=prefix_cache(target, drafter, blocks, plan) if caches(target, config) else None,
-        control=control_of(config),
-        draft_positions=draft_positions(drafter),
-    )
+    scheduler = _scheduler(target, drafter, config, plan)
+    max_blocks = scheduler.blocks.blocks_for(plan.max_length) + 1
     warn_of_positions(drafter, plan.max_length)
     runner = make_runner(
         target,
@@ -88,32 +82,17 @@ def build_engine(
     pool = None
     if drafter is not None:
         pool = drafter.new_pool(plan.num_blocks, config.block_size, target.device, target.dtype)
-
-    def make_ready(further: ServingDrafter) -> None:
-        if config.compile == "auto" and isinstance(further, Recordable):
-            further.record()
-        _capture(further, target, pool, config, max_blocks)
-
-    drafts = DraftSet(drafter, target, stats, make_ready=make_ready, requests=scheduler.requests)
-    proposer = Proposer(
-        drafts,
-        pool,
+    capture = partial(_capture, target=target, pool=pool, config=config, max_blocks=max_blocks)
+    drafts = DraftSet(
+        drafter,
+        target,
         stats,
-        vocab_size=target.vocab_size,
-        tree=tree,
-        least_confidence=config.least_confidence,
-        fallback=fallback,
-        misreport=None if config.test_misreport is None else Misreport.parse(config.test_misreport),
+        make_ready=partial(_make_ready, capture=capture, config=config),
+        requests=scheduler.requests,
     )
-    _capture(drafter, target, pool, config, max_blocks)
-    recorder = Recorder(
-        sink,
-        target=target.name,
-        target_revision=target.revision,
-        rule=rule_name(config, trees=tree is not None),
-        greedy=config.draft_sampling == "greedy",
-        engine=config.engine_name,
-    )
+    proposer = _proposer(drafts, pool, config, tree, fallback)
+    capture(drafter)
+    recorder = _recorder(sink, target, config, trees=tree is not None)
     outputs = OutputQueue(recorder)
     unread = 0 if drafter is None else most_unread(target, drafter, plan, config)
     return Engine(
@@ -155,8 +134,63 @@ def build_engine(
     )
 
 
+def _scheduler(
+    target: Target, drafter: ServingDrafter | None, config: EngineConfig, plan: BlockPlan
+) -> Scheduler:
+    blocks = BlockManager(plan.num_blocks, config.block_size)
+    return Scheduler(
+        blocks,
+        max_batch=config.max_batch,
+        max_round_tokens=config.max_round_tokens,
+        max_queue=config.max_queue,
+        prefix=prefix_cache(target, drafter, blocks, plan) if caches(target, config) else None,
+        control=control_of(config),
+        draft_positions=draft_positions(drafter),
+    )
+
+
+def _proposer(
+    drafts: DraftSet,
+    pool: PagedPool | None,
+    config: EngineConfig,
+    tree: TreeShape | None,
+    fallback: ServingDrafter | None,
+) -> Proposer:
+    return Proposer(
+        drafts,
+        pool,
+        drafts.stats,
+        vocab_size=drafts.target.vocab_size,
+        tree=tree,
+        least_confidence=config.least_confidence,
+        fallback=fallback,
+        misreport=None if config.test_misreport is None else Misreport.parse(config.test_misreport),
+    )
+
+
+def _recorder(sink: Sink | None, target: Target, config: EngineConfig, *, trees: bool) -> Recorder:
+    return Recorder(
+        sink,
+        target=target.name,
+        target_revision=target.revision,
+        rule=rule_name(config, trees=trees),
+        greedy=config.draft_sampling == "greedy",
+        engine=config.engine_name,
+    )
+
+
+def _make_ready(
+    further: ServingDrafter, *, capture: Callable[[ServingDrafter], None], config: EngineConfig
+) -> None:
+    """Prepare a further draft for serving as the first one was."""
+    if config.compile == "auto" and isinstance(further, Recordable):
+        further.record()
+    capture(further)
+
+
 def _capture(
     drafter: ServingDrafter | None,
+    *,
     target: Target,
     pool: PagedPool | None,
     config: EngineConfig,

@@ -40,29 +40,38 @@ def checked(proposal: Proposal, allowed: Sequence[int], vocab_size: int) -> Roun
     chains = [row[1 : 1 + length] for row, length in zip(host_rows, lengths)]
     if any(not 0 <= token < vocab_size for chain in chains for token in chain):
         raise BadProposal(f"drafted {chains}, with a token outside the vocabulary of {vocab_size}")
+    masses = [row[1 + width :] for row in host_rows]
     if proposal.parents is not None:
-        grown = check_tree(proposal, lengths)
-        if isinstance(grown, str):
-            raise BadProposal(f"drafted {grown}")
-        tree, has_mass = grown
-        has_mass = [fine and all(row[1 + width :]) for fine, row in zip(has_mass, host_rows)]
-        return RoundProposal(
-            chains,
-            [Source.DRAFT] * len(chains),
-            [proposal.q_rows is not None] * len(chains),
-            has_mass,
-            proposal.tokens,
-            proposal.lengths,
-            proposal.logits,
-            tree,
-        )
+        return _checked_trees(proposal, chains, lengths, masses)
+    return _checked_chains(proposal, chains, lengths, masses)
+
+
+def _checked_trees(
+    proposal: Proposal, chains: list[list[int]], lengths: list[int], masses: list[list[int]]
+) -> RoundProposal:
+    grown = check_tree(proposal, lengths)
+    if isinstance(grown, str):
+        raise BadProposal(f"drafted {grown}")
+    tree, has_mass = grown
+    return RoundProposal(
+        chains,
+        [Source.DRAFT] * len(chains),
+        [proposal.q_rows is not None] * len(chains),
+        [fine and all(mass) for fine, mass in zip(has_mass, masses)],
+        proposal.tokens,
+        proposal.lengths,
+        proposal.logits,
+        tree,
+    )
+
+
+def _checked_chains(
+    proposal: Proposal, chains: list[list[int]], lengths: list[int], masses: list[list[int]]
+) -> RoundProposal:
     # NaN weights end here. Tokens drafted before them are verified all the same: dropping a token
     # for what followed it would be choosing among the draws (invariant 4). Entries beyond a row's
     # length may be anything.
-    usable = [
-        leading(row[1 + width : 1 + width + length], length)
-        for row, length in zip(host_rows, lengths)
-    ]
+    usable = [leading(mass[:length], length) for mass, length in zip(masses, lengths)]
     has_mass = [kept == length for kept, length in zip(usable, lengths)]
     chains = [chain[:kept] for chain, kept in zip(chains, usable)]
     used = (

@@ -7,6 +7,7 @@ Legend: T tokens of the pass, B rows, R rows of logits, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -54,6 +55,34 @@ class BlockTables:
         return self.host[[request.slot for request in requests], :width].to(self.device)
 
 
+class PackedRows(NamedTuple):
+    """Rows of a pass one after another; T tokens."""
+
+    ids: list[int]  # [T]
+    positions: list[int]  # [T]
+    lengths: list[int]  # of each row
+    begins: list[int]  # first index of each row in T
+    logit_rows: list[int]  # indices into T whose logits decide a token
+    prompt_rows: list[int]  # and whose logits give a prompt token's logprob
+
+
+def pack(rows: Sequence[Row], drafts: Sequence[Sequence[int]]) -> PackedRows:
+    packed = PackedRows([], [], [], [], [], [])
+    for row, drafted in zip(rows, drafts, strict=True):
+        begin, ids = len(packed.ids), packed.ids
+        packed.begins.append(begin)
+        ids += row.request.tokens[row.begin : row.begin + row.count]
+        ids += drafted
+        packed.prompt_rows.extend(
+            begin + position - row.begin for position in prompt_positions(row)
+        )
+        packed.positions.extend(range(row.begin, row.begin + row.count + len(drafted)))
+        packed.lengths.append(row.count + len(drafted))
+        if row.samples:
+            packed.logit_rows.extend(range(len(ids) - len(drafted) - 1, len(ids)))
+    return packed
+
+
 class TargetRunner:
     """`graphs` None: every pass is run as it is, as is one in which a row has an adapter. `states`
     None: the target has no layers with a state."""
@@ -84,37 +113,23 @@ class TargetRunner:
                 come last.
             tables: [rows, blocks] block ids.
         """
-        ids: list[int] = []
-        positions: list[int] = []
-        lengths: list[int] = []
-        begins: list[int] = []
-        logit_rows: list[int] = []
-        prompt_rows: list[int] = []
-        for row, drafted in zip(rows, drafts, strict=True):
-            begins.append(len(ids))
-            ids += row.request.tokens[row.begin : row.begin + row.count]
-            ids += drafted
-            prompt_rows += (begins[-1] + position - row.begin for position in prompt_positions(row))
-            positions += range(row.begin, row.begin + row.count + len(drafted))
-            lengths.append(row.count + len(drafted))
-            if row.samples:
-                logit_rows += range(len(ids) - len(drafted) - 1, len(ids))
-        layout = None
+        packed = pack(rows, drafts)
+        positions, layout = packed.positions, None
         if tree is not None:
             positions, layout = lay_out(rows, tree, self.device)
         # A pass of prompt pieces alone decides nothing; a head cannot run on no rows, so it runs on
         # one that is not read.
-        logit_rows = (logit_rows + prompt_rows) or [0]
-        inputs = PassInputs(ids, positions, lengths, logit_rows, tables, layout)
+        logit_rows = (packed.logit_rows + packed.prompt_rows) or [0]
+        inputs = PassInputs(packed.ids, positions, packed.lengths, logit_rows, tables, layout)
         split = None if self.states is None else self._split(rows, drafts)
-        adapted = adapted_tokens(rows, begins, lengths, self.device)
+        adapted = adapted_tokens(rows, packed.begins, packed.lengths, self.device)
         if self.adapters is None or not adapted:
             output = self._replayed(inputs, taps) or self._forward(inputs, taps, split)
         else:
-            with self.adapters.of(adapted, len(ids)):
+            with self.adapters.of(adapted, len(packed.ids)):
                 output = self._forward(inputs, taps, split)
-        count = len(logit_rows) - len(prompt_rows)
-        return PassOutput(output.logits[:count], output.taps, begins, output.logits[count:])
+        count = len(logit_rows) - len(packed.prompt_rows)
+        return PassOutput(output.logits[:count], output.taps, packed.begins, output.logits[count:])
 
     def _replayed(self, inputs: PassInputs, taps: Sequence[int]) -> TargetOutput | None:
         return None if self.graphs is None else self.graphs.run(inputs, taps)

@@ -72,7 +72,6 @@ def run(config: EvalConfig) -> int:
         evaluate_at(config, temperature, target, drafter, mixture, sequences)
         for temperature in config.temperature
     ]
-    evaluations = [one.whole for one in found]
     trees = [
         measure_tree(
             drafter,
@@ -87,17 +86,8 @@ def run(config: EvalConfig) -> int:
         for temperature in config.temperature
         for tree in config.tree
     ]
-    print(table(evaluations))
-    if any(len(evaluation.by_context) > 1 for evaluation in evaluations):
-        print(context_table(evaluations))
-    if len(mixture.folders) > 1:
-        print(folder_table(found))
-    if trees:
-        print(tree_table(trees))
     cost = draft_cost(target, drafter)
-    if cost is not None:
-        shown = (f"{bound:.2f} at T={at:g}" for at, bound in memory_bound(cost, evaluations))
-        print(f"memory-bound speed-up (MBSU), {config.k} tokens a round: {', '.join(shown)}")
+    show(config, found, trees, cost)
     report(config, target, found, trees, cost)
     return 0
 
@@ -276,6 +266,23 @@ def memory_bound(
         (one.temperature, None if cost is None else cost.memory_bound(one.tau.value, one.k))
         for one in evaluations
     ]
+
+
+def show(
+    config: EvalConfig, found: list[OfFolders], trees: list[TreeTau], cost: DraftCost | None
+) -> None:
+    """Print the tables."""
+    evaluations = [one.whole for one in found]
+    print(table(evaluations))
+    if any(len(evaluation.by_context) > 1 for evaluation in evaluations):
+        print(context_table(evaluations))
+    if len(folders_of(config.data)) > 1:
+        print(folder_table(found))
+    if trees:
+        print(tree_table(trees))
+    if cost is not None:
+        shown = (f"{bound:.2f} at T={at:g}" for at, bound in memory_bound(cost, evaluations))
+        print(f"memory-bound speed-up (MBSU), {config.k} tokens per round: {', '.join(shown)}")
 
 
 def report(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -55,10 +56,7 @@ def audit_kernels(config: AuditConfig) -> Report:
             fit_check(f"{case.way}, {case.distribution.name}", "check", sample.fit(), alarm)
         )
         progress.update(done, note=checks[-1].name)
-    for way, length in itertools.product(ways, SUMMED_LENGTHS):
-        fit = summed([sample.first_tokens(length) for sample in samples[way]])
-        name = f"{way}, {len(samples[way])} cases together, first {length} tokens"
-        checks.append(fit_check(name, "check", fit, sum_alarm))
+    checks += summed_checks(samples, sum_alarm)
     for done, (name, control) in enumerate(mistakes.items(), start=len(distributions) + 1):
         sample = joint_sample(
             control.distribution,
@@ -71,22 +69,45 @@ def audit_kernels(config: AuditConfig) -> Report:
         checks.append(fit_check(f"control: {name}", "control", sample.fit(), alarm))
         progress.update(done, note=name)
     progress.close()
-    notes = [
-        f"{config.rounds} rounds per distribution, {LENGTH} tokens of vocabulary {VOCAB_SIZE}, "
-        f"{Chains().most} drafted tokens at most in a "
-        f"chain or block, {Trees().most} nodes in a tree, 0 among them; two drafts that take "
-        "turns between rounds",
-        f"of the false alarm one half is spent on {len(distributions)} cases ({alarm:.2g} each), "
-        f"one half on {len(ways)} ways to verify, "
-        f"the cases of each together over their first {', '.join(map(str, SUMMED_LENGTHS))} "
-        f"tokens ({sum_alarm:.2g} each)",
-    ]
     return Report(
         f"kernels ({config.impl}, {device})",
         config.false_alarm,
         checks,
-        [*notes, triton_note(config, device), OUTSIDE],
+        notes(config, device, len(distributions), ways, (alarm, sum_alarm)),
     )
+
+
+def summed_checks(samples: Mapping[str, Sequence[Sample]], alarm: float) -> list[Check]:
+    """A check of all cases of each way to verify together, per number of first tokens."""
+    checks = []
+    for (way, found), length in itertools.product(samples.items(), SUMMED_LENGTHS):
+        fit = summed([sample.first_tokens(length) for sample in found])
+        name = f"{way}, {len(found)} cases together, first {length} tokens"
+        checks.append(fit_check(name, "check", fit, alarm))
+    return checks
+
+
+def notes(
+    config: AuditConfig,
+    device: torch.device,
+    num_cases: int,
+    ways: Sequence[str],
+    alarms: tuple[float, float],
+) -> list[str]:
+    """`alarms`: the part of the false alarm of a case, and of a check of all cases of a way."""
+    alarm, sum_alarm = alarms
+    return [
+        f"{config.rounds} rounds per distribution, {LENGTH} tokens of vocabulary {VOCAB_SIZE}, "
+        f"{Chains().most} drafted tokens at most in a "
+        f"chain or block, {Trees().most} nodes in a tree, 0 among them; two drafts that take "
+        "turns between rounds",
+        f"of the false alarm one half is spent on {num_cases} cases ({alarm:.2g} each), "
+        f"one half on {len(ways)} ways to verify, "
+        f"the cases of each together over their first {', '.join(map(str, SUMMED_LENGTHS))} "
+        f"tokens ({sum_alarm:.2g} each)",
+        triton_note(config, device),
+        OUTSIDE,
+    ]
 
 
 def triton_rows(config: AuditConfig, device: torch.device) -> list[Check]:

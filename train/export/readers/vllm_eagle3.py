@@ -98,11 +98,24 @@ def eagle3_from(
         raise UserError(
             f"vLLM would run fc over {num_taps} states and taps layers {raw}; the layout is wrong"
         )
+    shapes, optional = _shapes(config, num_taps, parallel=parallel)
+    parameters = Parameters(NAME, shapes, optional=optional, strict=True)
+    for name, tensor in tensors.items():
+        if "t2d" in name:
+            continue
+        renamed_once = name.replace("d2t", "draft_id_to_target_id")
+        if renamed_once == name and "lm_head" not in name and "mask_hidden" not in name:
+            renamed_once = "model." + name
+        parameters.fill(renamed_once.replace("midlayer.", "layers.0."), tensor)
+    draft_vocab = config.get("draft_vocab_size") or config["vocab_size"]
+    return own_eagle3(config | {"draft_vocab_size": draft_vocab}, raw, parameters.loaded())
+
+
+def _shapes(config: dict[str, Any], num_taps: int, *, parallel: bool) -> tuple[Shapes, Shapes]:
+    """Shapes of the tensors that must be there, and of those that may be."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
-    draft_vocab, width = (
-        config.get("draft_vocab_size") or vocab,
-        config.get("target_hidden_size") or hidden,
-    )
+    draft_vocab = config.get("draft_vocab_size") or vocab
+    width = config.get("target_hidden_size") or hidden
     shapes = decoder_layer(
         "model.layers.0.", config, norms=(*LAYER_NORMS, "hidden_norm"), wide=True
     )
@@ -128,15 +141,7 @@ def eagle3_from(
         f"model.layers.{layer}.hidden_norm.weight": (hidden,)
         for layer in range(1, config["num_hidden_layers"])
     }
-    parameters = Parameters(NAME, shapes, optional=optional, strict=True)
-    for name, tensor in tensors.items():
-        if "t2d" in name:
-            continue
-        renamed_once = name.replace("d2t", "draft_id_to_target_id")
-        if renamed_once == name and "lm_head" not in name and "mask_hidden" not in name:
-            renamed_once = "model." + name
-        parameters.fill(renamed_once.replace("midlayer.", "layers.0."), tensor)
-    return own_eagle3(config | {"draft_vocab_size": draft_vocab}, raw, parameters.loaded())
+    return shapes, optional
 
 
 def own_eagle3(
