@@ -9,14 +9,15 @@ intervals is a fault.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from draftsmith.drafters.interface import ServingDrafter
-from draftsmith.drafters.speculate import SpeculatedText, speculate
+from draftsmith.drafters.speculate import SpeculatedBatch, SpeculatedText, speculate
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.train.data.dataset import TokenSequence
@@ -136,18 +137,10 @@ def measure(
     everything: dict[tuple[int, str], AcceptanceCounts] = defaultdict(AcceptanceCounts)
     measurements = []
     for temperature in TEMPERATURES:
-        texts: list[SpeculatedText] = []
-        for begin in range(0, len(sequences), batch_size):
-            part = sequences[begin : begin + batch_size]
-            texts += speculate(
-                drafter,
-                target,
-                [prompt_of(sequence).tolist() for sequence in part],
-                k=k,
-                temperature=temperature,
-                seeds=[seed * 1_000_003 + number for number in range(begin, begin + len(part))],
-                max_new_tokens=max_new_tokens,
-            ).texts
+        decode = partial(
+            speculate, drafter, target, k=k, temperature=temperature, max_new_tokens=max_new_tokens
+        )
+        texts = decoded(decode, sequences, batch_size=batch_size, seed=seed)
         counts: dict[str, AcceptanceCounts] = defaultdict(AcceptanceCounts)
         for sequence, text in zip(sequences, texts, strict=True):
             counts[sequence.name].merge(text.counts())
@@ -161,6 +154,23 @@ def measure(
         )
         measurements.append(Measurement(_measured(list(counts.values())), predicted))
     return Figures(measurements, dict(everything))
+
+
+def decoded(
+    decode: Callable[..., SpeculatedBatch],
+    sequences: Sequence[TokenSequence],
+    *,
+    batch_size: int,
+    seed: int,
+) -> list[SpeculatedText]:
+    """Texts that `decode(prompts, seeds=...)` writes to the prompts of `sequences`, a batch at a
+    time."""
+    texts: list[SpeculatedText] = []
+    for begin in range(0, len(sequences), batch_size):
+        part = sequences[begin : begin + batch_size]
+        seeds = [seed * 1_000_003 + number for number in range(begin, begin + len(part))]
+        texts += decode([prompt_of(sequence).tolist() for sequence in part], seeds=seeds).texts
+    return texts
 
 
 def prompt_of(sequence: TokenSequence) -> torch.Tensor:

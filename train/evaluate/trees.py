@@ -7,16 +7,16 @@ is worked out by teacher forcing here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from draftsmith.drafters.interface import ServingDrafter, check_grows
-from draftsmith.drafters.speculate import SpeculatedText
 from draftsmith.drafters.speculate_trees import speculate_trees
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.evaluate.estimate import Estimate, ratio
-from draftsmith.train.evaluate.measured import prompt_of
+from draftsmith.train.evaluate.measured import decoded
 
 METHOD = "real lossless decoding with draft trees, bootstrap over prompts"
 
@@ -49,18 +49,15 @@ def measure_tree(
     """Decode the prompts of `sequences` with trees of the shape `tree`."""
     shape = parse_tree(tree)
     check_grows(drafter, shape)
-    texts: list[SpeculatedText] = []
-    for begin in range(0, len(sequences), batch_size):
-        part = sequences[begin : begin + batch_size]
-        texts += speculate_trees(
-            drafter,
-            target,
-            [prompt_of(sequence).tolist() for sequence in part],
-            shape=shape,
-            temperature=temperature,
-            seeds=[seed * 1_000_003 + number for number in range(begin, begin + len(part))],
-            max_new_tokens=max_new_tokens,
-        ).texts
+    decode = partial(
+        speculate_trees,
+        drafter,
+        target,
+        shape=shape,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+    )
+    texts = decoded(decode, sequences, batch_size=batch_size, seed=seed)
     counts = [text.counts() for text in texts]
     rounds = [one.rounds for one in counts]
     tau = ratio([one.num_committed for one in counts], rounds)

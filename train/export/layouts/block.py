@@ -16,7 +16,7 @@ from draftsmith.train.export.layouts.eagle3 import (
     scales_its_embeddings,
     speculators_plan,
 )
-from draftsmith.train.export.layouts.source import Source, text_config
+from draftsmith.train.export.layouts.source import Source, check_fits, check_shapes, text_config
 
 SPECULATORS = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}
 # Keys of DSpark's heads.
@@ -70,12 +70,7 @@ def speculators_config(source: Source) -> dict[str, Any]:
 def check(source: Source) -> dict[str, torch.Tensor]:
     """Refuses a draft that an engine would load wrongly or not at all; returns its weights."""
     config, target = source.config, text_config(source.target_config)
-    for key in ("vocab_size", "hidden_size"):
-        if config.get(key) != target[key]:
-            raise UserError(
-                f"the draft was made for a target with {key} {config.get(key)}, "
-                f"{source.target_name!r} has {target[key]}"
-            )
+    check_fits(source, vocab_size=config.get("vocab_size"), hidden_size=config.get("hidden_size"))
     if scales_its_embeddings(source):
         raise UserError(
             f"{source.target_name!r} scales its token embeddings, which engines do not do for a "
@@ -84,17 +79,7 @@ def check(source: Source) -> dict[str, torch.Tensor]:
     check_layers({**config, **(config.get("dflash_config") or {})}, target["num_hidden_layers"])
     tensors = read_weights(source.draft)
     expected = expected_shapes(config)
-    for name, shape in expected.items():
-        if name not in tensors:
-            raise UserError(
-                f"weight {name!r} is missing from the draft; engines would serve random numbers "
-                "in its place"
-            )
-        if tuple(tensors[name].shape) != shape:
-            raise UserError(
-                f"weight {name!r} has shape {list(tensors[name].shape)}, its config.json implies "
-                f"{list(shape)}"
-            )
+    check_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()}, expected)
     if unknown := sorted(tensors.keys() - expected.keys()):
         raise UserError(
             f"weight {unknown[0]!r} has no place in the {source.family} layout; remove it"

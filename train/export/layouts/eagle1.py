@@ -12,7 +12,7 @@ from draftsmith.drafters.heads.eagle1 import ARCHITECTURES
 from draftsmith.drafters.weights import read_weights, write_weights
 from draftsmith.errors import UserError
 from draftsmith.train.export.layouts.eagle3 import scales_its_embeddings
-from draftsmith.train.export.layouts.source import Source, text_config
+from draftsmith.train.export.layouts.source import Source, check_fits, check_shapes
 
 VLLM, SGLANG = ARCHITECTURES
 
@@ -36,17 +36,8 @@ def write_sglang(source: Source, out: Path) -> None:
 def checked(source: Source) -> dict[str, torch.Tensor]:
     """The draft's tensors, once names and shapes are what engines expect: SGLang would serve random
     numbers for others."""
-    config, target, tensors = (
-        source.config,
-        text_config(source.target_config),
-        read_weights(source.draft),
-    )
-    for key in ("vocab_size", "hidden_size"):
-        if config.get(key) != target[key]:
-            raise UserError(
-                f"the draft was made for a target with {key} {config.get(key)}, "
-                f"{source.target_name!r} has {target[key]}"
-            )
+    config, tensors = source.config, read_weights(source.draft)
+    check_fits(source, vocab_size=config.get("vocab_size"), hidden_size=config.get("hidden_size"))
     if "embed_tokens.weight" not in tensors and scales_its_embeddings(source):
         raise UserError(
             f"{source.target_name!r} scales its token embeddings, which engines do not do for a "
@@ -55,17 +46,7 @@ def checked(source: Source) -> dict[str, torch.Tensor]:
         )
     expected, hidden = expected_shapes(config), config["hidden_size"]
     optional = {"fc.bias": (hidden,), "embed_tokens.weight": (config["vocab_size"], hidden)}
-    for name, shape in expected.items():
-        if name not in tensors:
-            raise UserError(
-                f"weight {name!r} is missing from the draft; engines would serve random numbers "
-                "in its place"
-            )
-        if tuple(tensors[name].shape) != shape:
-            raise UserError(
-                f"weight {name!r} has shape {list(tensors[name].shape)}, its config.json implies "
-                f"{list(shape)}"
-            )
+    check_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()}, expected)
     for name, tensor in tensors.items():
         if name not in expected and optional.get(name) != tuple(tensor.shape):
             raise UserError(

@@ -16,7 +16,13 @@ import torch
 from draftsmith.drafters.target.load import build_model, load_config
 from draftsmith.drafters.weights import read_weights, write_weights
 from draftsmith.errors import UserError
-from draftsmith.train.export.layouts.source import Source, tensor_shapes, text_config
+from draftsmith.train.export.layouts.source import (
+    Source,
+    check_fits,
+    check_shapes,
+    tensor_shapes,
+    text_config,
+)
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 SPECULATORS_VERSION = "0.5.0"
@@ -233,16 +239,8 @@ def check_taps(config: dict[str, Any], target_config: dict[str, Any]) -> None:
 
 
 def check_target(source: Source) -> None:
-    config, target = source.config, text_config(source.target_config)
-    for key, own in (
-        ("vocab_size", config["vocab_size"]),
-        ("hidden_size", config["target_hidden_size"]),
-    ):
-        if own != target[key]:
-            raise UserError(
-                f"the draft was made for a target with {key} {own}, {source.target_name!r} has "
-                f"{target[key]}"
-            )
+    config = source.config
+    check_fits(source, vocab_size=config["vocab_size"], hidden_size=config["target_hidden_size"])
     if "embed_tokens.weight" not in tensor_shapes(source.draft) and scales_its_embeddings(source):
         raise UserError(
             f"{source.target_name!r} scales its token embeddings, which engines do not do for a "
@@ -266,17 +264,7 @@ def check_names(
 ) -> None:
     named = {portable_name(name): shape for name, shape in shapes.items()}
     expected, allowed = expected_shapes(config) | more, optional_shapes(config)
-    for name, shape in expected.items():
-        if name not in named:
-            raise UserError(
-                f"weight {name!r} is missing from the draft; engines would serve random numbers "
-                "in its place"
-            )
-        if named[name] != shape:
-            raise UserError(
-                f"weight {name!r} has shape {list(named[name])}, its config.json implies "
-                f"{list(shape)}"
-            )
+    check_shapes(named, expected)
     for name, shape in named.items():
         if allowed.get(name, expected.get(name)) != shape:
             raise UserError(

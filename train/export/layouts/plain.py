@@ -15,6 +15,7 @@ from draftsmith.drafters.weights import read_weights, write_weights
 from draftsmith.errors import UserError
 from draftsmith.train.export.layouts.source import (
     Source,
+    check_fits,
     copy_tokenizer,
     text_config,
     weight_files,
@@ -59,13 +60,8 @@ def write_ibm(source: Source, out: Path) -> None:
         raise UserError(
             "the draft is an LSTM speculator, which is served from the folder it came in; use that"
         )
-    target = text_config(source.target_config)
-    for key, own in (("vocab_size", "vocab_size"), ("hidden_size", "emb_dim")):
-        if source.config.get(own) != target[key]:
-            raise UserError(
-                f"the draft was made for a target with {key} {source.config.get(own)}, "
-                f"{source.target_name!r} has {target[key]}"
-            )
+    config = source.config
+    check_fits(source, vocab_size=config.get("vocab_size"), hidden_size=config.get("emb_dim"))
     tensors = read_weights(source.draft)
     write_weights(
         out,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,35 @@ def file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
             f"{str(file)!r} is not a readable safetensors file ({error}); restore it from its "
             "source"
         ) from error
+
+
+def check_fits(source: Source, **own: Any) -> None:
+    """Refuse a draft of another target. `own`: the draft's values of keys of the target's
+    config.json."""
+    target = text_config(source.target_config)
+    for key, value in own.items():
+        if value != target[key]:
+            raise UserError(
+                f"the draft was made for a target with {key} {value}, {source.target_name!r} has "
+                f"{target[key]}"
+            )
+
+
+def check_shapes(
+    shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Refuse weights that lack an expected one or have it in another shape."""
+    for name, shape in expected.items():
+        if name not in shapes:
+            raise UserError(
+                f"weight {name!r} is missing from the draft; engines would serve random numbers "
+                "in its place"
+            )
+        if shapes[name] != shape:
+            raise UserError(
+                f"weight {name!r} has shape {list(shapes[name])}, its config.json implies "
+                f"{list(shape)}"
+            )
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> None:
