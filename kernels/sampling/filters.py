@@ -161,8 +161,17 @@ def process(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     if passes.min_p:
         processed = _filter(keep_min_p, processed, rows.min_p, (rows.min_p > 0) & ~greedy)
     if passes.greedy:
-        # Of what no filter has changed.
-        processed = _filter(lambda part, best: greedy_logits(best), processed, source, greedy)
+        return _with_greedy_rows(processed, source, greedy)
+    return processed
+
+
+def _with_greedy_rows(
+    processed: torch.Tensor, source: torch.Tensor, greedy: torch.Tensor
+) -> torch.Tensor:
+    """`processed`, whose `greedy` [N] rows are made of `source`, which no filter has changed."""
+    if not reads_freely(processed.device):
+        return torch.where(greedy[:, None], greedy_logits(source), processed)
+    processed[greedy] = greedy_logits(source[greedy])
     return processed
 
 
