@@ -84,7 +84,7 @@ class GenerateConfig:
         "most memory for keys and values; default: what the batch needs, at most 80 % of what a "
         "GPU has free, 2 GiB on a CPU",
     )
-    shard: int = option(512, "answers a file")
+    shard: int = option(512, "answers per file")
     dtype: str = option("auto", "of the target's weights", choices=DTYPES)
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
     trust_remote_code: bool = option(False, TRUST_HELP)
@@ -125,8 +125,8 @@ class LearnConfig:
     max_grad_norm: float = option(
         1.0, "gradients are clipped to this norm; 0 switches clipping off"
     )
-    batch: int = option(8, "sequences a step")
-    steps: int = option(8, "optimizer steps an update")
+    batch: int = option(8, "sequences per step")
+    steps: int = option(8, "optimizer steps per update")
     fresh: int = option(8, "new sequences that start an update")
     replay: float = option(
         0.8,
@@ -137,7 +137,7 @@ class LearnConfig:
     positions: tuple[str, ...] = option(
         ("accepted", "first-rejected", "bonus"), "positions trained on: " + ", ".join(POSITIONS)
     )
-    branches: int = option(16, "rejected continuations a step, when later-rejected is on")
+    branches: int = option(16, "rejected continuations per step, when later-rejected is on")
     divergence: str = option("forward-kl", DIVERGENCE_HELP)
     unroll: LearnUnroll = option(help="training-time unrolling", factory=LearnUnroll)
     proximal: float = option(
@@ -146,7 +146,7 @@ class LearnConfig:
     )
     average: float = option(
         0.96,
-        "decay a step of the mean of the candidate's weights, which is what is scored and "
+        "decay per step of the mean of the candidate's weights, which is what is scored and "
         "published; 0: the last ones",
     )
     lora: LoraOptions | None = option(
@@ -197,7 +197,7 @@ class GateConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DriftConfig:
-    false_alarms: float = option(0.02, "alarms an hour, over all classes, while nothing changes")
+    false_alarms: float = option(0.02, "alarms per hour, over all classes, while nothing changes")
     drop: float = option(0.05, "loss of a class's acceptance that is no alarm")
     patience: int = option(
         32,

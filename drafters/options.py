@@ -174,7 +174,7 @@ class SuffixOptions:
     max_cached_tokens: int = option(
         2**21, "tokens of finished requests held at most, about 70 bytes each"
     )
-    max_spec_factor: float = option(1.0, "drafted tokens a token of matching context")
+    max_spec_factor: float = option(1.0, "drafted tokens per token of matching context")
     max_spec_offset: float = option(0.0, "drafted tokens added to that")
     min_token_prob: float = option(
         0.1, "a draft ends before the chance of having come so far falls below this"

@@ -18,7 +18,7 @@ from draftsmith.fleet.store.rollout import Rollout
 from draftsmith.record import RoundRecord
 
 STATUS_BYTES, CURRENT_BYTES, ROLLOUT_BYTES, MANIFEST_BYTES = 500, 2, 4000, 2000
-K = 4  # drafted tokens a round
+K = 4  # drafted tokens per round
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ class Fleet:
 
     engines: int
     tokens_per_s: float = 2000.0  # of one engine
-    tau: float = 2.0  # tokens a round
-    k: int = 3  # drafted tokens a round
+    tau: float = 2.0  # tokens per round
+    k: int = 3  # drafted tokens per round
     record_bytes: float = 455.0  # of one drafted position on disk: docs/guides/learn.md
     record_share: float = 1.0  # of the requests that are recorded
     retention_s: float = 7 * 86400.0

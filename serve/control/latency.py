@@ -130,7 +130,7 @@ class MarginalCost:
     """Seconds of one more drafted token: the slope of least squares, older rounds fading."""
 
     MEMORY = 200.0  # rounds
-    LEAST_VARIANCE = 0.05  # of drafted tokens a round; below it no slope can be measured
+    LEAST_VARIANCE = 0.05  # of drafted tokens per round; below it no slope can be measured
     FORGETTING = 0.995  # factor on the last slope then: rounds must differ again
 
     def __init__(self) -> None:

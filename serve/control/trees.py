@@ -1,5 +1,5 @@
 """k auto beside draft trees: a round's rows grow their trees or none, whichever brings more tokens
-a second. Torch-free."""
+per second. Torch-free."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class SamplingParams:
     # how many alternatives to report besides the emitted token; None reports nothing
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same of the prompt's tokens, its first one excepted
-    k: int | None = None  # draft tokens a round; None: the server's
+    k: int | None = None  # draft tokens per round; None: the server's
     # of the draft's own distribution, 0 for greedy drafts; None: as the server does
     draft_temperature: float | None = None
 

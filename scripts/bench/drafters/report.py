@@ -273,7 +273,7 @@ def draw(path: Path, report: Report) -> None:
             )
         axis.set_xticks(range(len(bars)), list(bars), rotation=35, ha="right")
         axis.set_title(titles[part])
-    axes[0][0].set_ylabel(f"tau, {report['k']} draft tokens a round")
+    axes[0][0].set_ylabel(f"tau, {report['k']} draft tokens per round")
     axes[0][0].set_ylim(bottom=1.0)
     axes[0][0].legend()
     figure.tight_layout()

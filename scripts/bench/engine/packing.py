@@ -57,7 +57,7 @@ def batches(texts: list[TokenSequence], rows: int, row_length: int | None) -> It
 def rate(
     drafter: torch.nn.Module, target: Target, source: Iterator[TextBatch], tokens: int
 ) -> tuple[float, float]:
-    """(real tokens a second, share of the places that hold one) over at least so many tokens."""
+    """(real tokens per second, share of the places that hold one) over at least so many tokens."""
     real = places = 0
     begun_s = time.perf_counter()
     for text in source:

@@ -192,7 +192,7 @@ def drain(writer: BufferWriter) -> None:
 
 
 def taps(target: Target, layers: tuple[int, ...], texts: list[list[int]]) -> dict[str, float]:
-    """Microseconds and bytes a position: taps and last state written and read again, against one
+    """Microseconds and bytes per position: taps and last state written and read again, against one
     pass of the target."""
     ids = torch.tensor(texts)
     mask = torch.ones_like(ids)

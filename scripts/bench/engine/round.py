@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 
 def inside(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> Row:
-    """All prompts at once in this process: ms a round by phase, medians of the rounds in which all
+    """All prompts at once in this process: ms per round by phase, medians of the rounds in which all
     of them decode."""
     requests = [engine.submit(prompt, params) for prompt in prompts]
     phases: dict[str, list[float]] = {name: [] for name in (*PHASES, "round")}

@@ -26,7 +26,7 @@ OFF, AGAIN, ON = "off", "off, again", "recording"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", default="eagle3", choices=("eagle3", "draft-lm"))
-    parser.add_argument("--k", type=int, default=3, help="draft tokens a round")
+    parser.add_argument("--k", type=int, default=3, help="draft tokens per round")
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=96)

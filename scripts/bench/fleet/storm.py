@@ -45,7 +45,7 @@ PLAIN = ("--enforce-eager",)
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", default="eagle3", choices=tuple(loop.METHODS))
-    parser.add_argument("--k", type=int, default=3, help="draft tokens a round")
+    parser.add_argument("--k", type=int, default=3, help="draft tokens per round")
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument(
         "--store", default="folder", choices=("folder", "s3"), help="of versions and records"

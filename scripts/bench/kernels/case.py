@@ -14,7 +14,7 @@ class Sizes:
     vocabularies: tuple[int, ...]
     divergence_vocabularies: tuple[int, ...]
     requests: int
-    depth: int  # drafted tokens a request
+    depth: int  # drafted tokens per request
     tokens: int  # rows of a divergence
     width: int  # of its hidden states
     context: int  # of attention

@@ -52,7 +52,7 @@ def learning(name: str, requests: int) -> Learning:
         max_length=MAX_LENGTH,
         fresh=fresh,
         steps=fresh * LEARN.steps // LEARN.fresh,
-    )  # as many steps a text
+    )  # as many steps per text
     return {
         LEARNED: Learning(LEARN, GATE),
         NO_REPLAY: Learning(replace(LEARN, replay=0.0), GATE),

@@ -138,7 +138,7 @@ def options() -> argparse.Namespace:
         help="of all systems; each dtype is measured apart, one after the other",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
-    parser.add_argument("--k", type=int, default=3, help="draft tokens a round, for all systems")
+    parser.add_argument("--k", type=int, default=3, help="draft tokens per round, for all systems")
     parser.add_argument(
         "--prompts", type=int, default=32, help="with one stream; with more, four a stream at least"
     )
