@@ -82,25 +82,9 @@ def expected_rounds(keep: torch.Tensor) -> float:
     return rounds[0]
 
 
-class ExpectedCounts(NamedTuple):
-    """Expected `AcceptanceCounts` of the rounds that emit a text."""
-
-    rounds: float
-    offered: torch.Tensor  # [K] float64
-    accepted: torch.Tensor  # [K] float64; accepted / offered is alpha_i
-
-
-def expected_counts(keep: torch.Tensor) -> ExpectedCounts:
-    """Rounds, and tokens offered and accepted at each position, for the `keep` [n, K] of
-    `expected_rounds`."""
-    walked = walk_rounds(keep)
-    return ExpectedCounts(
-        float(walked.rounds.sum()), walked.offered.sum(dim=0), walked.accepted.sum(dim=0)
-    )
-
-
 class WalkedRounds(NamedTuple):
-    """`ExpectedCounts` by the token that a round begins at; float64."""
+    """Expected `AcceptanceCounts` of the rounds that emit a text, by the token that a round begins
+    at; float64."""
 
     rounds: torch.Tensor  # [n] chance that a round begins there
     committed: torch.Tensor  # [n] tokens that it then commits; they sum to n

@@ -132,13 +132,6 @@ def detectable_bias(
     return min(1.0, math.sqrt(noncentral / (4 * num_samples)))
 
 
-def uniformity(values: torch.Tensor, *, bins: int = 64) -> Fit:
-    """Chi-square of values in [0, 1] against the uniform distribution: the test of
-    probability-integral transforms."""
-    counts = torch.bincount((values * bins).long().clamp(0, bins - 1), minlength=bins)
-    return chi_square(counts, torch.full((bins,), 1 / bins, dtype=torch.float64))
-
-
 def _pool(
     counts: torch.Tensor, probs: torch.Tensor, min_expected: float
 ) -> tuple[torch.Tensor | None, torch.Tensor]:

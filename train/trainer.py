@@ -289,21 +289,9 @@ def is_of_data(text: TextBatch) -> torch.Tensor:
     return is_trained if text.token_index is None else is_trained & (text.token_index >= 0)
 
 
-def token_mean(weights: torch.Tensor) -> torch.Tensor:
-    """[B, L] -> weights that sum to 1 in all: every token counts alike, long texts more."""
-    return weights / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)
-
-
-def sample_mean(weights: torch.Tensor) -> torch.Tensor:
-    """[B, L] -> weights that sum to 1/n in each of the n texts with any weight: every text counts
-    alike."""
-    shares = per_sample(weights)
-    return shares / (shares.sum(dim=-1) > 0).sum().clamp(min=1)
-
-
 def per_sample(weights: torch.Tensor, segments: torch.Tensor | None = None) -> torch.Tensor:
-    """[B, L] -> weights that sum to 1 in each text that has any: `sample_mean` where the texts are
-    counted elsewhere."""
+    """[B, L] -> weights that sum to 1 in each text that has any: every text counts
+    alike."""
     sums = text_sums(weights, segments)
     totals = sums if segments is None else sums.gather(-1, segments.clamp(min=0))
     return weights / totals.clamp(min=torch.finfo(weights.dtype).tiny)

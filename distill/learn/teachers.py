@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -63,16 +63,10 @@ class Batch(NamedTuple):
         return int((self.text.weights > 0).sum())
 
 
-class Teacher(Protocol):
-    keeps_p: bool  # trained texts need their recorded distributions
-
-    def batch(self, rows: Sequence[LearningRow]) -> Batch: ...
-
-
 class LiveTeacher:
     """The target's own pass over every batch: distributions at all positions, and taps."""
 
-    keeps_p = False
+    keeps_p = False  # trained texts need no recorded distributions
 
     def __init__(self, target: Target):
         self.target, self.source = target, LiveSource(target)
@@ -85,7 +79,7 @@ class LiveTeacher:
 class RecordedTeacher:
     """Recorded distributions alone. `target` is never run."""
 
-    keeps_p = True
+    keeps_p = True  # trained texts need their recorded distributions
 
     def __init__(self, target: Target):
         self.target = target

@@ -149,9 +149,6 @@ class VersionStore:
                 continue
         return sorted(found, key=lambda status: status.engine)
 
-    def forget_engine(self, engine: str) -> None:
-        self.objects.delete(object_of(engine))
-
     # Writing: by the publisher, the rollout and an operator's commands.
 
     def put_file(self, version: int, name: str, path: Path) -> None:

@@ -48,43 +48,6 @@ def depths(tree: DraftTree) -> torch.Tensor:
     return torch.where(_real(tree), steps[:, 1:] - 1, -1)
 
 
-def ancestor_bits(tree: DraftTree) -> torch.Tensor:
-    """Nodes that each node may see, [B, N] int64. Bit 0 is the last committed token, bit i + 1 node
-    i; a node has its own bit.
-
-    0 beyond a row's nodes.
-    """
-    ups = _up(tree)
-    bits = (1 << torch.arange(ups.shape[1], device=ups.device)).expand(ups.shape)
-    for _ in range(MAX_NODES.bit_length()):
-        bits, ups = bits | bits.gather(1, ups), ups.gather(1, ups)
-    return torch.where(_real(tree), bits[:, 1:], 0)
-
-
-def slot_prefixes(tree: DraftTree) -> list[list[list[int]]]:
-    """Drafted tokens from the root to each of a row's `lengths[b] + 1` slots, the slot's own
-    included."""
-    prefixes = []
-    for tokens, parents, length in zip(
-        tree.tokens.tolist(), tree.parents.tolist(), tree.lengths.tolist()
-    ):
-        row: list[list[int]] = [[]]
-        for token, parent in zip(tokens[:length], parents[:length]):
-            row.append([*row[parent + 1], token])
-        prefixes.append(row)
-    return prefixes
-
-
-def well_formed(tree: DraftTree) -> torch.Tensor:
-    """Mask [B] of rows whose lengths and parents keep the promises of `DraftTree`; nothing else
-    here checks them."""
-    num_nodes = tree.tokens.shape[1]
-    places = torch.arange(num_nodes, device=tree.parents.device)
-    bad = _real(tree) & ((tree.parents < -1) | (tree.parents >= places))
-    sized = (tree.lengths >= 0) & (tree.lengths <= min(num_nodes, MAX_NODES))
-    return sized & ~bad.any(dim=1)
-
-
 def _real(tree: DraftTree) -> torch.Tensor:
     return torch.arange(tree.parents.shape[1], device=tree.parents.device) < tree.lengths[:, None]
 

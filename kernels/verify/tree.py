@@ -98,32 +98,6 @@ def reject(left: Siblings, tokens: torch.Tensor, is_drawn: torch.Tensor) -> Sibl
     )
 
 
-class SiblingDistribution(NamedTuple):
-    """Exact outcome of testing a node's ordered children."""
-
-    keep: torch.Tensor  # [M], the chance that child j is kept, once those before it were rejected
-    left: torch.Tensor  # [V] logprobs of the token that follows when all are rejected
-
-
-def sibling_distribution(
-    log_p: torch.Tensor, log_q: torch.Tensor | None, tokens: torch.Tensor
-) -> SiblingDistribution:
-    """The test of children `tokens` [M] under the target's distribution log_p [V], for enumeration;
-    log_q [V] None: deterministic."""
-    is_drawn = torch.tensor([log_q is not None], device=log_p.device)
-    left = Siblings(log_p[None], None if log_q is None else log_q[None])
-    keep = torch.zeros(len(tokens), dtype=log_p.dtype, device=log_p.device)
-    for place, token in enumerate(tokens[:, None]):
-        drawn = 0.0 if left.log_q is None else float(left.log_q[0, token])
-        if int(token) < 0 or drawn == -math.inf:
-            continue
-        keep[place] = (left.log_p[0, token] - drawn).exp().clamp(max=1)[0]
-        left = reject(left, token, is_drawn)
-        if not bool((left.log_p > -math.inf).any()):
-            left = Siblings(log_p[None], left.log_q)
-    return SiblingDistribution(keep, left.log_p[0])
-
-
 def verify_tree_torch(
     p_logits: torch.Tensor,
     tree: DraftTree,

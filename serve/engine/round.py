@@ -115,11 +115,6 @@ class RoundProposal:
             return 0
         return len(self.chains[index]) if self.tree is None else self.tree.height(index)
 
-    def was_drawn(self, index: int) -> bool:
-        """True when the row was drawn from the draft's distribution, at the temperature chosen
-        for it."""
-        return index < len(self.chains) and self.drawn[index] and self.offered(index) > 0
-
     def by_its_draft(self, index: int) -> bool:
         """True when the draft of the row's request drafted it, not text in its place."""
         return index < len(self.chains) and self.sources[index] is Source.DRAFT

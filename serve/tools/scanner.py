@@ -27,7 +27,6 @@ class CallScanner:
         self._held = ""  # space that may stand before a call
         self._behind_call = False
         self._leading = format.leading
-        self._passed = 0  # characters at the beginning that are known to begin no call
         self._given: tuple[str, int] | None = None  # name and given arguments of an open call
         self._content: list[str] = []
         self._calls: list[CallPiece] = []

@@ -32,7 +32,6 @@ from draftsmith.errors import UserError
 from draftsmith.files import atomic_path
 
 SCHEMA = "1"
-PRECISIONS = ("bf16", "fp8")
 LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 NAMES = {
     torch.bfloat16: "BF16",
@@ -46,7 +45,7 @@ NAMES = {
 class TapLayout:
     taps: tuple[int, ...]  # raw layer ids, see drafters/target/taps.py
     hidden_size: int
-    precision: str  # of the taps, one of PRECISIONS
+    precision: str  # of the taps, "bf16" or "fp8"
 
     @property
     def bytes_a_token(self) -> int:

@@ -25,14 +25,6 @@ from draftsmith.train.objective.teacher import LiveSource, TargetSignals, Target
 COLUMNS = ("loss_mask", "top_ids", "top_logprobs", "tail")
 
 
-def stored_source(
-    target: Target, folder: str | Path, provenance: dict[str, Any], taps: tuple[int, ...]
-) -> TargetSource:
-    """Source over a data folder. Stored taps give everything; stored distributions leave the taps
-    to the target's body."""
-    return source_over(target, open_store(target, folder, provenance), taps)
-
-
 def open_store(
     target: Target, folder: str | Path, provenance: dict[str, Any]
 ) -> StoredTaps | StoredDistributions:

@@ -13,7 +13,6 @@ from draftsmith.kernels.statistics import (
     detectable_bias,
     g_test,
     homogeneity,
-    uniformity,
 )
 
 
@@ -96,13 +95,6 @@ def test_detectable_bias_is_detected_that_often() -> None:
 
     assert caught(bias) > 0.8
     assert caught(bias / 10) < 0.05
-
-
-def test_uniformity() -> None:
-    generator = torch.Generator().manual_seed(2)
-    values = torch.rand(20000, generator=generator, dtype=torch.float64)
-    assert uniformity(values).p_value > 1e-3
-    assert uniformity(values**1.1).p_value < 1e-9
 
 
 def test_homogeneity_is_scipys_and_pools_rare_cells() -> None:

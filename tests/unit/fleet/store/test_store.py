@@ -208,9 +208,6 @@ def test_statuses_of_engines_are_read_back_and_broken_ones_left_out(store: Versi
     b, d, host = store.engines()
     assert (b.engine, d.engine, d.version) == ("b", "d", 3)
     assert host == dataclasses.replace(one, z=None)
-    store.forget_engine("host/a:8000")
-    store.forget_engine("host/a:8000")
-    assert [status.engine for status in store.engines()] == ["b", "d"]
 
 
 def rollout(**changes: object) -> Rollout:

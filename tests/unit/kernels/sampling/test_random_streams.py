@@ -16,10 +16,23 @@ from draftsmith.kernels.sampling.random_streams import (
     token_noise,
     uniform,
 )
-from draftsmith.kernels.statistics import g_test, uniformity
+from draftsmith.kernels.statistics import Fit, chi_square, g_test
 
 COUNT = 20_000
 FALSE_ALARM = 1e-6  # of each test below; their seeds are fixed, so that they pass or fail for good
+
+
+def uniformity(values: torch.Tensor, *, bins: int = 64) -> Fit:
+    """Chi-square of values in [0, 1] against the uniform distribution."""
+    counts = torch.bincount((values * bins).long().clamp(0, bins - 1), minlength=bins)
+    return chi_square(counts, torch.full((bins,), 1 / bins, dtype=torch.float64))
+
+
+def test_uniformity() -> None:
+    generator = torch.Generator().manual_seed(2)
+    values = torch.rand(20000, generator=generator, dtype=torch.float64)
+    assert uniformity(values).p_value > 1e-3
+    assert uniformity(values**1.1).p_value < 1e-9
 
 
 def grid(seed_step: int, position_step: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,14 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.kernels.constants import MAX_NODES
-from draftsmith.kernels.verify.draft_tree import (
-    DraftTree,
-    ancestor_bits,
-    chain_tree,
-    depths,
-    slot_prefixes,
-    well_formed,
-)
+from draftsmith.kernels.verify.draft_tree import DraftTree, chain_tree, depths
+from tests.draft_trees import ancestor_bits, slot_prefixes, well_formed
 
 
 def rows(*values: list[int]) -> torch.Tensor:

@@ -17,7 +17,8 @@ from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.draft_tree import DraftTree
 from draftsmith.kernels.verify.residual import log_distribution
-from draftsmith.kernels.verify.tree import sibling_distribution, verify_tree
+from draftsmith.kernels.verify.tree import verify_tree
+from tests.draft_trees import sibling_distribution
 
 SIZE, FIRST, SECOND = 33, 3, 20
 NEAREST, FARTHEST = 5e-6, 5e-5  # of u / threshold - 1

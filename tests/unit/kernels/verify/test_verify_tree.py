@@ -17,8 +17,9 @@ from draftsmith.kernels.statistics import g_test
 from draftsmith.kernels.verify.chain import verify_chain_torch
 from draftsmith.kernels.verify.draft_tree import DraftTree, chain_tree
 from draftsmith.kernels.verify.residual import one_hot_logits
-from draftsmith.kernels.verify.tree import sibling_distribution, verify_tree, verify_tree_torch
+from draftsmith.kernels.verify.tree import verify_tree, verify_tree_torch
 from draftsmith.kernels.verify.verdict import TreeVerdict
+from tests.draft_trees import sibling_distribution
 
 Verify = Callable[..., TreeVerdict]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # hypothesis takes no fixture

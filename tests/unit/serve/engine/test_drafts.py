@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from draftsmith.drafters.interface import Proposal
-from draftsmith.kernels.verify.draft_tree import slot_prefixes
 from draftsmith.serve.engine.proposal import Part, checked, joined
 from draftsmith.serve.engine.round import RoundProposal, Source
+from tests.draft_trees import slot_prefixes
 
 VOCAB = 8
 NONE: frozenset[int] = frozenset()
@@ -50,7 +50,7 @@ def test_every_row_gets_its_own_drafts_and_distributions() -> None:
     assert bool((found.logits[1] == -torch.inf).all()) and bool(
         (found.logits[2, 2] == -torch.inf).all()
     )
-    assert [found.was_drawn(row) for row in range(5)] == [True, False, True, True, False]
+    assert found.drawn == [True, False, True, True, False]
 
 
 def test_rows_that_were_not_drawn_have_one_hot_distributions_beside_those_that_were() -> None:
@@ -65,7 +65,7 @@ def test_rows_that_were_not_drawn_have_one_hot_distributions_beside_those_that_w
     expected = torch.full((2, VOCAB), -torch.inf)
     expected[0, 5] = expected[1, 6] = 0.0
     assert torch.equal(found.logits[0], expected)
-    assert [found.was_drawn(row) for row in range(3)] == [False, True, False]
+    assert found.drawn == [False, True, False]
     assert [found.by_its_draft(row) for row in range(4)] == [True, True, False, False]
     silent = joined([Part([1], chains([5], drawn=False)), Part([0], chains([1], drawn=False))], 2)
     assert silent.logits is None and not any(silent.drawn) and silent.chains == [[1], [5]]

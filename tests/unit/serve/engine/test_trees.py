@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from draftsmith.drafters.interface import Proposal
 from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.kernels.verify.draft_tree import DraftTree, ancestor_bits, depths
+from draftsmith.kernels.verify.draft_tree import DraftTree, depths
 from draftsmith.serve.engine.round import PassOutput, RoundProposal, RoundTree, RowSampling, Source
 from draftsmith.serve.engine.scheduler import Row
 from draftsmith.serve.engine.trees import (
@@ -24,6 +24,7 @@ from draftsmith.serve.engine.trees import (
 from draftsmith.serve.engine.verify import verify_round
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.sampling.params import SamplingParams
+from tests.draft_trees import ancestor_bits
 
 CPU = torch.device("cpu")
 

@@ -36,12 +36,21 @@ from draftsmith.train.objective.joined_stores import mixture_source
 from draftsmith.train.objective.stored_teacher import (
     DistributionSource,
     TapSource,
-    stored_source,
+    open_store,
+    source_over,
 )
 from draftsmith.train.objective.teacher import LiveSource, TargetSource
 from draftsmith.train.objective.unrolled_loss import UnrolledLoss, unrolled_loss
 
 TAPS = (1, 2, 3)
+
+
+def stored_source(
+    target: Target, folder: str | Path, provenance: dict[str, Any], taps: tuple[int, ...]
+) -> TargetSource:
+    """Source over a data folder. Stored taps give everything; stored distributions leave the taps
+    to the target's body."""
+    return source_over(target, open_store(target, folder, provenance), taps)
 
 
 @pytest.fixture(scope="module")

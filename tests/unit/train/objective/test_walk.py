@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftsmith.kernels.acceptance import expected_counts, expected_rounds, walk_rounds
+from draftsmith.kernels.acceptance import expected_rounds, walk_rounds
 from draftsmith.train.objective.rounds_of_text import answers, deepen, predicted_tau, stretches
 
 
@@ -24,16 +24,17 @@ def simulate(keep: torch.Tensor, generator: torch.Generator) -> tuple[int, list[
     return rounds, offered, accepted
 
 
-def test_expected_counts_match_a_simulation():
+def test_walked_rounds_match_a_simulation():
     generator = torch.Generator().manual_seed(0)
     keep = torch.rand(9, 3, generator=generator)
-    counts = expected_counts(keep)
-    assert counts.rounds == pytest.approx(expected_rounds(keep), abs=1e-12)
+    walked = walk_rounds(keep)
+    expected_num = float(walked.rounds.sum())
+    assert expected_num == pytest.approx(expected_rounds(keep), abs=1e-12)
     runs = [simulate(keep, generator) for _ in range(4000)]
     rounds = torch.tensor([run[0] for run in runs], dtype=torch.float64)
     # Five standard errors of each simulated mean.
-    assert abs(rounds.mean() - counts.rounds) < 5 * rounds.std() / len(runs) ** 0.5
-    for at, expected in ((1, counts.offered), (2, counts.accepted)):
+    assert abs(rounds.mean() - expected_num) < 5 * rounds.std() / len(runs) ** 0.5
+    for at, expected in ((1, walked.offered.sum(dim=0)), (2, walked.accepted.sum(dim=0))):
         simulated = torch.tensor([run[at] for run in runs], dtype=torch.float64)
         error = 5 * simulated.std(dim=0) / len(runs) ** 0.5 + 1e-9
         assert bool(((simulated.mean(dim=0) - expected).abs() < error).all())
@@ -48,13 +49,13 @@ def test_walked_rounds_commit_the_text_and_no_more():
     assert walk_rounds(torch.ones(9, 3)).committed.tolist() == [4, 0, 0, 0, 4, 0, 0, 0, 1]
 
 
-def test_expected_counts_of_certain_drafts():
-    counts = expected_counts(torch.ones(7, 3))
+def test_walked_rounds_of_certain_drafts():
+    walked = walk_rounds(torch.ones(7, 3))
     # Rounds begin at 0 and 4; the second is offered its three tokens 4, 5, 6 and ends the text.
-    assert counts.rounds == 2.0
-    assert counts.offered.tolist() == [2.0, 2.0, 2.0]
-    never = expected_counts(torch.zeros(7, 3))
-    assert never.rounds == 7.0 and never.accepted.sum() == 0.0
+    assert walked.rounds.tolist() == [1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0]
+    assert walked.offered.sum(dim=0).tolist() == [2.0, 2.0, 2.0]
+    never = walk_rounds(torch.zeros(7, 3))
+    assert never.rounds.sum() == 7.0 and never.accepted.sum() == 0.0
 
 
 def test_answers_are_cut_at_the_mask_and_anchored():

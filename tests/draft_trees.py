@@ -1,0 +1,76 @@
+"""Draft trees seen whole, for tests: ancestors, prefixes, form, and the exact test of siblings."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from draftsmith.kernels.constants import MAX_NODES
+from draftsmith.kernels.verify.draft_tree import DraftTree
+from draftsmith.kernels.verify.tree import Siblings, reject
+
+
+def ancestor_bits(tree: DraftTree) -> torch.Tensor:
+    """Nodes that each node may see, [B, N] int64. Bit 0 is the last committed token, bit i + 1 node
+    i; a node has its own bit.
+
+    0 beyond a row's nodes.
+    """
+    bits = torch.zeros_like(tree.parents)
+    for row, length in enumerate(tree.lengths.tolist()):
+        for node, parent in enumerate(tree.parents[row, :length].tolist()):
+            above = 1 if parent < 0 else int(bits[row, parent])
+            bits[row, node] = above | 1 << node + 1
+    return bits
+
+
+def slot_prefixes(tree: DraftTree) -> list[list[list[int]]]:
+    """Drafted tokens from the root to each of a row's `lengths[b] + 1` slots, the slot's own
+    included."""
+    prefixes = []
+    for tokens, parents, length in zip(
+        tree.tokens.tolist(), tree.parents.tolist(), tree.lengths.tolist()
+    ):
+        row: list[list[int]] = [[]]
+        for token, parent in zip(tokens[:length], parents[:length]):
+            row.append([*row[parent + 1], token])
+        prefixes.append(row)
+    return prefixes
+
+
+def well_formed(tree: DraftTree) -> torch.Tensor:
+    """Mask [B] of rows whose lengths and parents keep the promises of `DraftTree`."""
+    num_nodes = tree.tokens.shape[1]
+    places = torch.arange(num_nodes, device=tree.parents.device)
+    real = places < tree.lengths[:, None]
+    bad = real & ((tree.parents < -1) | (tree.parents >= places))
+    sized = (tree.lengths >= 0) & (tree.lengths <= min(num_nodes, MAX_NODES))
+    return sized & ~bad.any(dim=1)
+
+
+class SiblingDistribution(NamedTuple):
+    """Exact outcome of testing a node's ordered children."""
+
+    keep: torch.Tensor  # [M], the chance that child j is kept, once those before it were rejected
+    left: torch.Tensor  # [V] logprobs of the token that follows when all are rejected
+
+
+def sibling_distribution(
+    log_p: torch.Tensor, log_q: torch.Tensor | None, tokens: torch.Tensor
+) -> SiblingDistribution:
+    """The test of children `tokens` [M] under the target's distribution log_p [V], for enumeration;
+    log_q [V] None: deterministic."""
+    is_drawn = torch.tensor([log_q is not None], device=log_p.device)
+    left = Siblings(log_p[None], None if log_q is None else log_q[None])
+    keep = torch.zeros(len(tokens), dtype=log_p.dtype, device=log_p.device)
+    for place, token in enumerate(tokens[:, None]):
+        drawn = 0.0 if left.log_q is None else float(left.log_q[0, token])
+        if int(token) < 0 or drawn == -math.inf:
+            continue
+        keep[place] = (left.log_p[0, token] - drawn).exp().clamp(max=1)[0]
+        left = reject(left, token, is_drawn)
+        if not bool((left.log_p > -math.inf).any()):
+            left = Siblings(log_p[None], left.log_q)
+    return SiblingDistribution(keep, left.log_p[0])
