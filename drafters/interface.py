@@ -15,7 +15,7 @@ from draftsmith.drafters.target.segments import positions_of
 from draftsmith.drafters.tree_shape import GrownShape, TreeShape
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.kernels.cuda_graphs import Recorder
+from draftsmith.kernels.cuda_graphs import Capturer
 from draftsmith.kernels.sampling.filters import SamplingRows
 
 if TYPE_CHECKING:
@@ -316,7 +316,7 @@ class Capturable(ABC):
 
     @abstractmethod
     def capture(
-        self, pool: PagedPool, *, max_batch: int, max_blocks: int, recorder: Recorder
+        self, pool: PagedPool, *, max_batch: int, max_blocks: int, capturer: Capturer
     ) -> None:
         """Called once before serving from `pool` on an accelerator. Weights may be written in place
         afterwards."""

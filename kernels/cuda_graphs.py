@@ -17,21 +17,21 @@ class Graph(Protocol):
     def replay(self) -> None: ...
 
 
-class Recorder(Protocol):
-    def record(self, run: Callable[[], Output]) -> tuple[Graph, Output]:
+class Capturer(Protocol):
+    def capture(self, run: Callable[[], Output]) -> tuple[Graph, Output]:
         """A graph of `run`, and the tensors its replays write. It is run, too: what it reads must
         allow that."""
         ...
 
 
-class CudaRecorder:
+class CudaCapturer:
     """All graphs share one memory pool: they never run at the same time, and their outputs are used
     up before the next runs."""
 
     def __init__(self) -> None:
         self._memory = torch.cuda.graph_pool_handle()
 
-    def record(self, run: Callable[[], Output]) -> tuple[Graph, Output]:
+    def capture(self, run: Callable[[], Output]) -> tuple[Graph, Output]:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

@@ -29,7 +29,7 @@ from draftsmith.drafters.interface import DraftInputs
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.constants import NULL_BLOCK
-from draftsmith.kernels.cuda_graphs import Graph, Recorder, row_buckets
+from draftsmith.kernels.cuda_graphs import Capturer, Graph, row_buckets
 from draftsmith.kernels.sampling.filters import Passes, SamplingRows
 
 if TYPE_CHECKING:
@@ -84,13 +84,13 @@ class ChainGraphs:
         *,
         max_batch: int,
         max_blocks: int,
-        recorder: Recorder,
+        capturer: Capturer,
     ):
-        self.drafter, self.pool, self.max_blocks, self.recorder = (
+        self.drafter, self.pool, self.max_blocks, self.capturer = (
             drafter,
             pool,
             max_blocks,
-            recorder,
+            capturer,
         )
         self.rows = row_buckets(max_batch)
         self._buffers: ChainBuffers | None = None
@@ -139,7 +139,7 @@ class ChainGraphs:
         # recording runs the step: without a row that may draft it writes the null block alone
         buffers.left.zero_()
         try:
-            self._graphs[num_rows, passes] = self.recorder.record(
+            self._graphs[num_rows, passes] = self.capturer.capture(
                 lambda: self._step(buffers, num_rows, passes)
             )
         except RuntimeError as error:

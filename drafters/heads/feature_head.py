@@ -36,7 +36,7 @@ from draftsmith.drafters.trees.level_graphs import LevelGraphs
 from draftsmith.drafters.weights import ReadBytes, weight_bytes
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.kernels.cuda_graphs import Recorder
+from draftsmith.kernels.cuda_graphs import Capturer
 
 
 class FeatureHead(nn.Module, Recordable, Capturable):
@@ -191,13 +191,13 @@ class FeatureHead(nn.Module, Recordable, Capturable):
         return DraftPrefill(rows, positions[ends], tables, step.select(ends))
 
     def capture(
-        self, pool: PagedPool, *, max_batch: int, max_blocks: int, recorder: Recorder
+        self, pool: PagedPool, *, max_batch: int, max_blocks: int, capturer: Capturer
     ) -> None:
         self._graphs = ChainGraphs(
-            self, pool, max_batch=max_batch, max_blocks=max_blocks, recorder=recorder
+            self, pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer
         )
         self.level_graphs = LevelGraphs(
-            self, pool, max_batch=max_batch, max_blocks=max_blocks, recorder=recorder
+            self, pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer
         )
 
     def read_drafts(

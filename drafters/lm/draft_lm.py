@@ -47,7 +47,7 @@ from draftsmith.drafters.weights import (
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.kernels.cuda_graphs import Recorder
+from draftsmith.kernels.cuda_graphs import Capturer
 
 
 class DraftLm(nn.Module, Recordable, Capturable):
@@ -206,10 +206,10 @@ class DraftLm(nn.Module, Recordable, Capturable):
         )
 
     def capture(
-        self, pool: PagedPool, *, max_batch: int, max_blocks: int, recorder: Recorder
+        self, pool: PagedPool, *, max_batch: int, max_blocks: int, capturer: Capturer
     ) -> None:
         self._graphs = ChainGraphs(
-            self, pool, max_batch=max_batch, max_blocks=max_blocks, recorder=recorder
+            self, pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer
         )
 
     def read_drafts(

@@ -23,7 +23,7 @@ from draftsmith.drafters.interface import (
 from draftsmith.drafters.text.suffix import Draft, Suffix
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.kernels.cuda_graphs import Recorder
+from draftsmith.kernels.cuda_graphs import Capturer
 
 
 class TextFirst(Recordable, Capturable):
@@ -53,10 +53,10 @@ class TextFirst(Recordable, Capturable):
             self.model.record()
 
     def capture(
-        self, pool: PagedPool, *, max_batch: int, max_blocks: int, recorder: Recorder
+        self, pool: PagedPool, *, max_batch: int, max_blocks: int, capturer: Capturer
     ) -> None:
         if isinstance(self.model, Capturable):
-            self.model.capture(pool, max_batch=max_batch, max_blocks=max_blocks, recorder=recorder)
+            self.model.capture(pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer)
 
     def new_pool(
         self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype

@@ -17,7 +17,7 @@ from draftsmith.drafters.autoregressive.state import ReadsOwnDrafts
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.constants import MAX_NODES, NULL_BLOCK
-from draftsmith.kernels.cuda_graphs import Graph, Recorder, row_buckets
+from draftsmith.kernels.cuda_graphs import Capturer, Graph, row_buckets
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +58,9 @@ class LevelGraphs:
         *,
         max_batch: int,
         max_blocks: int,
-        recorder: Recorder,
+        capturer: Capturer,
     ):
-        self.drafter, self.pool, self.recorder = drafter, pool, recorder
+        self.drafter, self.pool, self.capturer = drafter, pool, capturer
         self.max_blocks = max_blocks + spare_blocks(pool)
         self.rows = row_buckets(max_batch)
         self._graphs: dict[tuple[int, int], tuple[LevelInputs, Graph, LevelOutput]] = {}
@@ -85,7 +85,7 @@ class LevelGraphs:
     def _capture(self, num_rows: int, width: int, like: LevelInputs) -> bool:
         static = empty_level(num_rows, width, self.max_blocks, like.hidden)
         try:
-            graph, output = self.recorder.record(
+            graph, output = self.capturer.capture(
                 lambda: read_level(self.drafter, self.pool, static)
             )
         except RuntimeError as error:

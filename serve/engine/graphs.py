@@ -7,7 +7,7 @@ results are not read. It stays valid for the life of the engine, because everyth
 at its address: weights, pools and its own inputs. Passes that hold pieces of prompts run as they
 are; they are long enough to keep a device busy.
 
-Never run on a device so far: the tests drive it with a recorder of their own on the CPU, and those
+Never run on a device so far: the tests drive it with a capturer of their own on the CPU, and those
 marked `gpu` wait for one.
 """
 
@@ -25,7 +25,7 @@ from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.constants import NULL_BLOCK
-from draftsmith.kernels.cuda_graphs import CudaRecorder, Graph, Recorder, row_buckets, sizes_up_to
+from draftsmith.kernels.cuda_graphs import Capturer, CudaCapturer, Graph, row_buckets, sizes_up_to
 from draftsmith.serve.parallel import LeadingTarget
 
 log = logging.getLogger(__name__)
@@ -129,9 +129,9 @@ class PassGraphs:
         *,
         max_batch: int,
         max_blocks: int,
-        recorder: Recorder,
+        capturer: Capturer,
     ):
-        self.target, self.pool, self.max_blocks, self.recorder = target, pool, max_blocks, recorder
+        self.target, self.pool, self.max_blocks, self.capturer = target, pool, max_blocks, capturer
         self.rows = row_buckets(max_batch)
         self.tokens = token_buckets(min(MOST_TOKENS, MOST_LOGITS // target.vocab_size))
         self._graphs: dict[Shape, tuple[StaticInputs, Graph, TargetOutput]] = {}
@@ -174,7 +174,7 @@ class PassGraphs:
         static = StaticInputs(shape, self.max_blocks, self.target.device)
         static.fill(inputs)
         try:
-            graph, output = self.recorder.record(lambda: self._forward(static))
+            graph, output = self.capturer.capture(lambda: self._forward(static))
         except RuntimeError as error:
             # A model that looks at values on the host cannot be captured; it is served without
             # graphs.
@@ -206,7 +206,7 @@ def capture_drafts(
 ) -> None:
     """Lets a drafter draft by graphs from `pool`, if it can."""
     if isinstance(drafter, Capturable) and pool is not None:
-        drafter.capture(pool, max_batch=max_batch, max_blocks=max_blocks, recorder=CudaRecorder())
+        drafter.capture(pool, max_batch=max_batch, max_blocks=max_blocks, capturer=CudaCapturer())
 
 
 def token_buckets(most: int) -> list[int]:

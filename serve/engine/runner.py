@@ -21,7 +21,7 @@ from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.constants import NULL_BLOCK
-from draftsmith.kernels.cuda_graphs import CudaRecorder
+from draftsmith.kernels.cuda_graphs import CudaCapturer
 from draftsmith.serve.engine.graphs import PassGraphs, PassInputs, can_capture
 from draftsmith.serve.engine.round import PassOutput, RoundTree, prompt_positions
 from draftsmith.serve.engine.scheduler import Row
@@ -189,6 +189,6 @@ def make_runner(
     states = target.new_states(NUM_SIDES * max_batch)
     if compile == "auto" and can_capture(target) and states is None:
         graphs = PassGraphs(
-            target, pool, max_batch=max_batch, max_blocks=max_blocks, recorder=CudaRecorder()
+            target, pool, max_batch=max_batch, max_blocks=max_blocks, capturer=CudaCapturer()
         )
     return TargetRunner(target, pool, graphs, states, adapters)

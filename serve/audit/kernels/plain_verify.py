@@ -68,12 +68,14 @@ def verify_tree_by(
     for node in range(tree.tokens.shape[1]):
         here = (node < tree.lengths) & (tree.parents[:, node] + 1 == slots)
         tokens = tree.tokens[:, node].clamp(min=0)
-        told_p, told_q = (distribution.gather(-1, tokens[:, None])[:, 0] for distribution in left)
+        reported_p, reported_q = (
+            distribution.gather(-1, tokens[:, None])[:, 0] for distribution in left
+        )
         real = here & (tree.tokens[:, node] >= 0)
         if rules.passes_over_repeats:
-            real &= told_q > -math.inf
+            real &= reported_q > -math.inf
         log_u = rules.uniform(seeds, positions + accepted, tested).log()
-        keep = real & rules.accept(log_u, told_p, told_q)
+        keep = real & rules.accept(log_u, reported_p, reported_q)
         tested += here.long()
         lost = (real & ~keep)[:, None]
         after = rules.reject(left, tokens)

@@ -36,7 +36,7 @@ from draftsmith.drafters.tree_shape import DynamicTree, SampledShape, SampledTre
 from draftsmith.kernels.attention import paged as paged_attention
 from draftsmith.kernels.attention.paged_torch import reference_attention
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
-from draftsmith.kernels.cuda_graphs import CudaRecorder
+from draftsmith.kernels.cuda_graphs import CudaCapturer
 from draftsmith.kernels.sampling.filters import SamplingRows
 
 BLOCK, MAX_BLOCKS, MAX_BATCH = 4, 12, 5
@@ -126,11 +126,11 @@ class ReplayingGraph:
                 kept.copy_(again)
 
 
-class FakeRecorder:
+class FakeCapturer:
     def __init__(self) -> None:
         self.captures = 0
 
-    def record(self, run: Callable[[], DraftStep]) -> tuple[ReplayingGraph, DraftStep]:
+    def capture(self, run: Callable[[], DraftStep]) -> tuple[ReplayingGraph, DraftStep]:
         self.captures += 1
         output = run()
         return ReplayingGraph(run, output), output
@@ -228,10 +228,10 @@ def test_a_chain_is_drafted_without_a_look(
                 and proposal.tokens.device.type == "meta"
             )
         if kind in CHAINS:
-            recorder = FakeRecorder()
-            drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, recorder=recorder)
+            capturer = FakeCapturer()
+            drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=capturer)
             drafter.propose(inputs_for(drafter, target, (3, 0, 5), (4, 2, 3), distribution, pool))
-            assert recorder.captures == 1
+            assert capturer.captures == 1
 
 
 @pytest.mark.parametrize("kind", TREES)
@@ -250,7 +250,7 @@ def test_a_tree_is_grown_without_a_look(
             new_pool(drafter, target),
             max_batch=MAX_BATCH,
             max_blocks=MAX_BLOCKS,
-            recorder=FakeRecorder(),
+            capturer=FakeCapturer(),
         )
         for distribution, used in (
             (GREEDY, pool),
@@ -298,13 +298,13 @@ def assert_equal(found: Proposal, expected: Proposal) -> None:
 
 
 def assert_captured_rounds_are_the_plain_ones(
-    kind: str, target: Target, recorder: Any, distribution: dict
+    kind: str, target: Target, capturer: Any, distribution: dict
 ) -> ChainGraphs:
     """Rounds of other rows, k and, half way, other weights. A drafter uses graphs with the pool
     that they were made for alone."""
     drafter = make_drafter(kind, target)
     plain, captured = new_pool(drafter, target), new_pool(drafter, target)
-    drafter.capture(captured, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, recorder=recorder)
+    drafter.capture(captured, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=capturer)
     for seed, (starts, num_draft) in enumerate(ROUNDS * 2):
         if seed == len(ROUNDS):
             for parameter in drafter.parameters():
@@ -326,19 +326,19 @@ def assert_captured_rounds_are_the_plain_ones(
 
 @pytest.mark.parametrize("kind", CHAINS)
 def test_captured_steps_draft_the_same(kind: str, target: Target, distribution: dict) -> None:
-    recorder = FakeRecorder()
+    capturer = FakeCapturer()
     with torch.inference_mode():
-        graphs = assert_captured_rounds_are_the_plain_ones(kind, target, recorder, distribution)
+        graphs = assert_captured_rounds_are_the_plain_ones(kind, target, capturer, distribution)
     # Three, two or one rows; a batch that happens to be all greedy has graphs of its own.
-    assert recorder.captures == graphs.num_graphs <= 4
+    assert capturer.captures == graphs.num_graphs <= 4
 
 
 def assert_captured_trees_are_the_plain_ones(
-    kind: str, target: Target, recorder: Any, shape: TreeShape, distribution: dict
+    kind: str, target: Target, capturer: Any, shape: TreeShape, distribution: dict
 ) -> int:
     drafter = make_drafter(kind, target)
     plain, captured = new_pool(drafter, target), new_pool(drafter, target)
-    drafter.capture(captured, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, recorder=recorder)
+    drafter.capture(captured, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=capturer)
     budgets = ((12, 12, 12), (12, 5, 1), (12,), (3, 0, 12))
     for seed, num_draft in enumerate(budgets * 2):
         if seed == len(budgets):
@@ -372,19 +372,19 @@ def assert_captured_trees_are_the_plain_ones(
 def test_captured_levels_grow_the_same_trees(
     kind: str, target: Target, shape: TreeShape, distribution: dict
 ) -> None:
-    recorder = FakeRecorder()
+    capturer = FakeCapturer()
     with torch.inference_mode():
         num_graphs = assert_captured_trees_are_the_plain_ones(
-            kind, target, recorder, shape, distribution
+            kind, target, capturer, shape, distribution
         )
     # Three, two or one rows, and levels of two widths.
-    assert recorder.captures == num_graphs <= 6
+    assert capturer.captures == num_graphs <= 6
 
 
 def test_a_graph_serves_every_k_and_stays_where_it_is(target: Target) -> None:
-    recorder, drafter = FakeRecorder(), make_drafter("eagle3", target)
+    capturer, drafter = FakeCapturer(), make_drafter("eagle3", target)
     pool = new_pool(drafter, target)
-    drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, recorder=recorder)
+    drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=capturer)
     addresses = set()
     for k in (3, 5, 6, 4):
         drafter.propose(inputs_for(drafter, target, (3, 0, 5), (k, k - 1, k), SAMPLED, pool))
@@ -392,13 +392,13 @@ def test_a_graph_serves_every_k_and_stays_where_it_is(target: Target) -> None:
         addresses.add(
             (buffers.tokens.data_ptr(), buffers.hidden.data_ptr(), buffers.tables.data_ptr())
         )
-    assert recorder.captures == 1 and len(addresses) == 1
+    assert capturer.captures == 1 and len(addresses) == 1
 
 
 def test_broken_weights_leave_the_null_block_alone(target: Target) -> None:
     drafter = make_drafter("eagle3", target)
     pool = new_pool(drafter, target)
-    drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, recorder=FakeRecorder())
+    drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=FakeCapturer())
     good = drafter.propose(inputs_for(drafter, target, (3, 0, 5), (3, 3, 3), GREEDY, pool))
     inputs = inputs_for(drafter, target, (3, 0, 5), (3, 3, 3), GREEDY, pool)
     inputs.taps[:2] = torch.nan
@@ -412,12 +412,12 @@ def test_a_drafter_that_cannot_be_captured_drafts_without_graphs(
     target: Target, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Failing:
-        def record(self, run: Callable[[], DraftStep]) -> None:
+        def capture(self, run: Callable[[], DraftStep]) -> None:
             raise RuntimeError("operation not permitted when stream is capturing")
 
     drafter = make_drafter("eagle3", target)
     pool = new_pool(drafter, target)
-    drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, recorder=Failing())
+    drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=Failing())
     for _ in range(2):
         assert drafter.propose(
             inputs_for(drafter, target, (3, 0), (3, 3), GREEDY, pool)
@@ -432,7 +432,7 @@ def test_cuda_graphs_draft_the_same(
 ) -> None:
     target = Target.load(tiny_target("llama"), dtype=torch.float32, device="cuda")
     with torch.inference_mode():
-        assert_captured_rounds_are_the_plain_ones(kind, target, CudaRecorder(), distribution)
+        assert_captured_rounds_are_the_plain_ones(kind, target, CudaCapturer(), distribution)
 
 
 @pytest.mark.gpu
@@ -445,7 +445,7 @@ def test_cuda_graphs_grow_the_same_trees(
     target = Target.load(tiny_target("llama"), dtype=torch.float32, device="cuda")
     with torch.inference_mode():
         assert_captured_trees_are_the_plain_ones(
-            "eagle3", target, CudaRecorder(), shape, distribution
+            "eagle3", target, CudaCapturer(), shape, distribution
         )
 
 

@@ -13,7 +13,7 @@ from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.constants import NULL_BLOCK
-from draftsmith.kernels.cuda_graphs import CudaRecorder, row_buckets
+from draftsmith.kernels.cuda_graphs import CudaCapturer, row_buckets
 from draftsmith.serve.engine.graphs import (
     PassGraphs,
     PassInputs,
@@ -40,19 +40,19 @@ class ReplayingGraph:
             self.output.taps.copy_(again.taps)
 
 
-class FakeRecorder:
+class FakeCapturer:
     def __init__(self) -> None:
         self.captures = 0
 
-    def record(self, run: Callable[[], TargetOutput]) -> tuple[ReplayingGraph, TargetOutput]:
+    def capture(self, run: Callable[[], TargetOutput]) -> tuple[ReplayingGraph, TargetOutput]:
         self.captures += 1
         output = run()
         return ReplayingGraph(run, output), output
 
 
-def make_graphs(target: Target, recorder: object) -> PassGraphs:
+def make_graphs(target: Target, capturer: object) -> PassGraphs:
     pool = target.new_pool(40, BLOCK)
-    return PassGraphs(target, pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, recorder=recorder)
+    return PassGraphs(target, pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=capturer)
 
 
 def tables_of(num_rows: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -116,8 +116,8 @@ ROUNDS = [
 ]
 
 
-def assert_rounds_equal(target: Target, recorder: object, device: torch.device | str) -> None:
-    graphs, own = make_graphs(target, recorder), target.new_pool(40, BLOCK)
+def assert_rounds_equal(target: Target, capturer: object, device: torch.device | str) -> None:
+    graphs, own = make_graphs(target, capturer), target.new_pool(40, BLOCK)
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     for seed, (lengths, begins) in enumerate(ROUNDS * 2):
         inputs = round_of(lengths, begins, seed, device)
@@ -138,19 +138,19 @@ def assert_rounds_equal(target: Target, recorder: object, device: torch.device |
 
 
 def test_replayed_rounds_are_the_eager_ones(target):
-    assert_rounds_equal(target, FakeRecorder(), "cpu")
+    assert_rounds_equal(target, FakeCapturer(), "cpu")
 
 
 @pytest.mark.gpu
 def test_cuda_graphs_are_the_eager_passes(tiny_target):
     target = Target.load(tiny_target("llama"), device="cuda")
     with torch.inference_mode():
-        assert_rounds_equal(target, CudaRecorder(), "cuda")
+        assert_rounds_equal(target, CudaCapturer(), "cuda")
 
 
 def test_a_shape_is_captured_once_and_its_inputs_stay_where_they_are(target):
-    recorder = FakeRecorder()
-    graphs = make_graphs(target, recorder)
+    capturer = FakeCapturer()
+    graphs = make_graphs(target, capturer)
     places = set()
     for seed in range(6):
         graphs.run(round_of([2, 1, 2], [seed, seed, seed], seed), ())
@@ -163,37 +163,37 @@ def test_a_shape_is_captured_once_and_its_inputs_stay_where_they_are(target):
                 output.logits.data_ptr(),
             )
         )
-    assert (recorder.captures, graphs.num_graphs, len(places)) == (1, 1, 1)
+    assert (capturer.captures, graphs.num_graphs, len(places)) == (1, 1, 1)
 
 
 def test_few_shapes_serve_every_round(target):
-    recorder = FakeRecorder()
-    graphs = make_graphs(target, recorder)
+    capturer = FakeCapturer()
+    graphs = make_graphs(target, capturer)
     rounds = 0
     for num_rows in range(1, MAX_BATCH + 1):
         for longest in range(1, 7):
             lengths = [1 + row % longest for row in range(num_rows)]
             assert graphs.run(round_of(lengths, [0] * num_rows, 0), ()) is not None
             rounds += 1
-    assert recorder.captures < rounds
-    assert recorder.captures <= len(graphs.rows) * len(graphs.tokens)
+    assert capturer.captures < rounds
+    assert capturer.captures <= len(graphs.rows) * len(graphs.tokens)
 
 
 def test_a_pass_without_padding_gets_exactly_its_shape(target):
-    graphs = make_graphs(target, FakeRecorder())
+    graphs = make_graphs(target, FakeCapturer())
     assert graphs.shape_for(round_of([1], [0], 0), ())[:2] == (1, 1)
     assert graphs.shape_for(round_of([3, 3], [0, 0], 0), ())[:2] == (2, 6)
 
 
 def test_a_pass_too_large_for_every_graph_is_left_alone(target):
-    graphs = make_graphs(target, FakeRecorder())
+    graphs = make_graphs(target, FakeCapturer())
     graphs.tokens = token_buckets(8)
     assert graphs.run(round_of([9], [0], 0), ()) is None
     assert graphs.run(round_of([2, 2, 2], [0, 0, 0], 0), ()) is not None
 
 
 def test_padding_stays_in_the_null_block(target):
-    graphs = make_graphs(target, FakeRecorder())
+    graphs = make_graphs(target, FakeCapturer())
     inputs = round_of([2, 2, 2, 3], [0] * 4, 0)
     shape = graphs.shape_for(inputs, ())
     assert shape.num_tokens > 9
@@ -210,7 +210,7 @@ def test_padding_stays_in_the_null_block(target):
 
 def test_a_model_that_cannot_be_captured_is_served_without_graphs(target, caplog):
     class Failing:
-        def record(self, run):
+        def capture(self, run):
             raise RuntimeError("operation not permitted when stream is capturing")
 
     graphs = make_graphs(target, Failing())
