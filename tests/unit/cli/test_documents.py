@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -211,6 +212,28 @@ def test_the_site_shows_every_page() -> None:
     shown = leaves(yaml.safe_load(read("mkdocs.yml"))["nav"])
     stored = [page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")]
     assert sorted(shown) == sorted([*stored, *GENERATED, "contributing.md"])
+
+
+def undocumented(flags: Iterable[str], text: str) -> list[str]:
+    """Flags that the text names neither as such nor as an option of a recipe."""
+    missing = []
+    for flag in sorted(set(flags)):
+        name = re.escape(flag.removeprefix("--"))
+        key = name.replace("\\-", "_")
+        if not re.search(rf"--(no-)?{name}\b|\b{key}\s*[=:]|`{key}`", text):
+            missing.append(flag)
+    return missing
+
+
+def test_every_flag_is_in_a_page_that_somebody_wrote() -> None:
+    files = [ROOT / page for page in PAGES] + sorted((ROOT / "recipes").rglob("*.yaml"))
+    text = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    lines = (ROOT / "tests/unit/cli/flags.txt").read_text().splitlines()
+    flags = {line.split()[1] for line in lines if " --" in line}
+    written = {flag for flag in flags if not flag.startswith("--no-")}
+    assert len(written) > 100
+    assert undocumented(written, text) == []
+    assert undocumented(["--never-written", "--k"], "`--k 3`") == ["--never-written"]
 
 
 def test_the_reference_has_every_flag_and_key(keys: set[str]) -> None:
