@@ -2,8 +2,8 @@
 watched for cached prefixes.
 
 After each, the draft's version is not known until its weights are looked at. An update of vLLM that
-fails half-way leaves tensors without memory in the draft, and the engine's next step would end it:
-the module gets its tensors back.
+fails half-way, or is not gone on with, leaves tensors without memory in the draft, and the engine's
+next step would end it: the module gets its tensors back.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Watch:
         cache = getattr(worker.vllm_config, "cache_config", None)
         if block_size := getattr(cache, "block_size", 0):
             swaps.prefixes = Prefixes(block_size)
-            self._count_prefixes()
+        if callable(getattr(worker, "execute_model", None)):
+            self._before_steps()
         self._around("sleep", self._sleep, self._nothing, self._nothing)
         self._around("wake_up", self._nothing, self._wake, self._nothing)
 
@@ -59,10 +60,12 @@ class Watch:
 
         setattr(self.worker, name, wrapped)
 
-    def _count_prefixes(self) -> None:
+    def _before_steps(self) -> None:
         execute, swaps = self.worker.execute_model, self.swaps
 
         def execute_model(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.saved:
+                quietly(self._mend_if_torn)
             if swaps.prefixes is not None:
                 try:
                     swaps.prefixes.see(scheduled, swaps.num_changes)
@@ -86,6 +89,11 @@ class Watch:
             saved, self.saved = self.saved, []
             restore(saved)
             self._lost("vLLM's own weight update of the draft failed; its tensors were put back")
+
+    def _mend_if_torn(self) -> None:
+        """A step comes in the midst of an update, whose caller has perhaps died."""
+        if any(one.is_meta for one in self.swaps.proposer.model.parameters()):
+            self._mend()
 
     def _sleep(self) -> None:
         self.swaps.is_asleep = True

@@ -338,6 +338,27 @@ def test_updates_by_others_lose_the_version_and_never_leave_meta_tensors(
     assert not swaps.is_asleep and lost[-1] == "the engine slept"
 
 
+@pytest.mark.parametrize("block_size", [16, 0])
+def test_a_step_within_an_update_that_nobody_ends_has_the_drafts_tensors(
+    swaps: Swaps, worker: Any, block_size: int
+) -> None:
+    model, lost = worker.model_runner.get_draft_model(), []
+    worker.start_draft_weight_update = lambda: initialize(model)
+    worker.vllm_config.cache_config = SimpleNamespace(block_size=block_size)
+    worker.execute_model = lambda scheduled: logits_of(model)
+    Watch(worker, swaps, lambda: lost.append(swaps.reason))
+    before = worker.execute_model(None)
+    worker.start_draft_weight_update()
+    torch.testing.assert_close(worker.execute_model(None), before)
+    assert len(lost) == 1 and swaps.version == ""
+    # An update that leaves the module's tensors in their places is no such one.
+    worker.start_draft_weight_update = lambda: None
+    Watch(worker, swaps, lambda: lost.append(swaps.reason))
+    worker.start_draft_weight_update()
+    worker.execute_model(None)
+    assert len(lost) == 1
+
+
 def test_steps_out_of_order_are_refused(swaps: Swaps, tmp_path: Path) -> None:
     assert "not staged" in swaps.apply("2")["reason"]
     swaps.stage(str(write_version(tmp_path / "v2", tensors_of_seed(2))), "2")
