@@ -114,10 +114,13 @@ class LearnConfig:
 
     teacher: str = option(
         "live",
-        "where the target's distributions are read: live, from a pass of the target; recorded, "
-        "from the records alone, for drafts that read no states of the target, which is then "
-        "neither loaded nor run",
+        "where the target's distributions are read, and the states that a draft reads: live, from "
+        "a pass of the target; recorded, from the records alone, and the target is neither loaded "
+        "nor run",
         choices=("live", "recorded"),
+    )
+    taps_gib: float = option(
+        4.0, "most memory for recorded hidden states of the texts kept, where they are read"
     )
     lr: float = option(5e-4, "learning rate, constant after the first warm-up steps")
     warmup_steps: int = option(10, "steps over which the learning rate rises")

@@ -13,6 +13,7 @@ from typing import Any
 from draftsmith.config import to_dict
 from draftsmith.distill.buffer.buffer import BufferReader
 from draftsmith.distill.buffer.folder import retain
+from draftsmith.distill.buffer.known_taps import check_recorded, numbers
 from draftsmith.distill.buffer.record_table import is_of_weights, of_earlier_weights
 from draftsmith.distill.buffer.traffic import SILENCE_S, OpenRequests, ServedText, is_held_out
 from draftsmith.distill.config import DistillConfig
@@ -60,7 +61,10 @@ class Daemon:
         )
         self.shared = DraftTrack(self.root, context, draft=config.draft)
         self.pool = ClassPool(self.root, context, self.shared)
-        self.reader = BufferReader(config.buffer)
+        taps = self.shared.learner.teacher.taps
+        self.reader = BufferReader(config.buffer, with_taps=bool(taps))
+        if taps:
+            check_recorded(self.reader.folder, taps)
         self.saves = StateFolder(self.root)
         throttle.look_up = lambda: self.guarded(self.look_up)
         self.forgotten: frozenset[str] = frozenset()
@@ -258,9 +262,25 @@ class Daemon:
 
     def sort_in(self, text: ServedText) -> None:
         gate = self.config.gate
-        self.counters.held_out += is_held_out(text, gate.held_out, gate.held_out_by)
+        if self.has_taps(text):
+            self.counters.held_out += is_held_out(text, gate.held_out, gate.held_out_by)
         self.shared.take(text)
         self.pool.take(text)
+
+    def has_taps(self, text: ServedText) -> bool:
+        """False, and counted, where a text lacks the states that the draft reads; the first one is
+        reported."""
+        teacher = self.shared.learner.teacher
+        if teacher.reads(text.records):
+            return True
+        if self.counters.untapped == 0:
+            self.status.event(
+                f"records without the target's states of layers {numbers(teacher.taps)} are left "
+                "out, since the draft reads these; serve with --record-taps 1024, or give "
+                "learn.teacher=live"
+            )
+        self.counters.untapped += 1
+        return False
 
     def save(self) -> None:
         self.saves.save(

@@ -15,6 +15,7 @@ from draftsmith.distill.buffer.traffic import (
     ServedText,
     depth_of,
     is_held_out,
+    newest_within,
     samplers_of,
     without,
 )
@@ -23,7 +24,7 @@ from draftsmith.distill.decisions import DecisionLog
 from draftsmith.distill.gate.gate import Decision, decide
 from draftsmith.distill.gate.quarantine import enough, regate
 from draftsmith.distill.learn import learner as learning
-from draftsmith.distill.learn.learner import Learner, UpdateReport
+from draftsmith.distill.learn.learner import Learner, UpdateReport, taps_share
 from draftsmith.distill.live_version import LiveVersion
 from draftsmith.distill.publisher import Publisher
 from draftsmith.distill.state import Kept, TrackState
@@ -103,13 +104,17 @@ class DraftTrack:
             self.live.look_for_drift(text)
             self.lifecycle.canary.observe(text, served_as)
             self.live.watch.take(text, served_as)
+        if not self.learner.teacher.reads(text.records):
+            return
+        held = taps_share(self.config.learn)
         if not is_held_out(text, gate.held_out, gate.held_out_by):
             # More than the reservoir holds would only be waited for: the newest traffic matters
             # most.
             slim = self.learner.reservoir.slim(text)
-            self.fresh = [*self.fresh, slim][-self.config.learn.reservoir :]
+            fresh = [*self.fresh, slim][-self.config.learn.reservoir :]
+            self.fresh = newest_within(fresh, held)
         elif text.is_scorable:
-            self.window = [*self.window, text][-self.config.gate.window :]
+            self.window = newest_within([*self.window, text][-gate.window :], held)
             self.num_unscored += 1
 
     def forget(self, answers: frozenset[str]) -> None:

@@ -53,6 +53,7 @@ LIMITS: LimitsTable = {
         "fresh": AT_LEAST_1,
         "replay": BELOW_1,
         "reservoir": AT_LEAST_1,
+        "taps_gib": POSITIVE,
         "branches": NOT_NEGATIVE,
         "proximal": NOT_NEGATIVE,
         "average": BELOW_1,

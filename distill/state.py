@@ -52,6 +52,7 @@ class Counters:
     seeded: int = 0  # records of sampled requests with a seed of their own, which are left out
     foreign: int = 0  # records of another target
     earlier: int = 0  # records of weights that the target had before, whose tokens alone are kept
+    untapped: int = 0  # texts without the states that the draft is to read from records
     orphans: int = 0
     texts: int = 0  # trained on
     held_out: int = 0

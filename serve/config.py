@@ -83,6 +83,10 @@ SEED_HELP = (
     "makes the answers to requests without a seed repeat after a restart, for tests; default: a "
     "new one at each start"
 )
+RECORD_TAPS_HELP = (
+    "record the target's states that the draft reads too, in bfloat16, at so many first positions "
+    "of each recorded request, for learn.teacher=recorded; 0: none"
+)
 DEFAULT_K = 4
 K_ALSO = "num_speculative_tokens"  # the name of k in vLLM
 
@@ -144,6 +148,7 @@ class EngineConfig(EngineOptions, SpeculationOptions):
         "draft as many tokens as pay, by measured round times and survival; k is then the most",
     )
     engine_name: str = option("", "name of the engine in records, for a buffer of several")
+    record_taps: int = option(0, RECORD_TAPS_HELP)
     test_misreport: str | None = option(
         None,
         "for tests, LOSSY: DEPTH:FACTOR gives verification a q that is FACTOR times too sharp "
@@ -171,6 +176,7 @@ class LearningOptions:
         "record the distributions of target and draft too; without them a buffer holds tokens "
         "alone",
     )
+    record_taps: int = option(0, RECORD_TAPS_HELP)
     redact: str | None = option(
         None,
         "module:function that gives (begin, end) of what to mask in a request's text before it is "
@@ -289,6 +295,7 @@ class ServeConfig(Pair):
             "k": self.speculation.most_drafted(),
             "adaptive": self.speculation.k == "auto",
             "engine_name": name if self.learning.engine_name is None else self.learning.engine_name,
+            "record_taps": self.learning.record_taps,
         }
         if self.tensor_parallel > 1:
             # Recorded forwards cannot hold a sharded target's collectives.

@@ -31,7 +31,7 @@ LIMITS: LimitsTable = {
     EngineConfig: dict.fromkeys(
         ("max_batch", "max_round_tokens", "max_queue", "block_size"), AT_LEAST_1
     )
-    | {"stop_below": NOT_NEGATIVE, "least_confidence": BELOW_1},
+    | {"stop_below": NOT_NEGATIVE, "least_confidence": BELOW_1, "record_taps": NOT_NEGATIVE},
     ServeConfig: {"threads": AT_LEAST_1, "tensor_parallel": AT_LEAST_1},
     HttpOptions: {
         "max_body_bytes": POSITIVE,
@@ -40,7 +40,11 @@ LIMITS: LimitsTable = {
         "drain_s": NOT_NEGATIVE,
         "log_stats_s": NOT_NEGATIVE,
     },
-    LearningOptions: {"poll_s": POSITIVE, "learn_share": Limits(0, 1, "(]")},
+    LearningOptions: {
+        "poll_s": POSITIVE,
+        "learn_share": Limits(0, 1, "(]"),
+        "record_taps": NOT_NEGATIVE,
+    },
 }
 
 
@@ -118,6 +122,7 @@ def check_serve(config: ServeConfig) -> None:
     _check_drafts(config)
     _check_seed(config)
     _check_stopping(config)
+    _check_recorded_taps(config.learning)
     _check_void(config)
 
 
@@ -200,6 +205,24 @@ def _check_stopping(config: ServeConfig) -> None:
         raise UserError(
             f"stop_below is {stop_below:g} together with {learning}, which would see little "
             "of the requests that drafting was stopped for; leave one of them out"
+        )
+
+
+def _check_recorded_taps(learning: LearningOptions) -> None:
+    """Refuse recorded states that no learner could train on, or that would show masked text."""
+    if learning.record_taps == 0:
+        return
+    given = f"record_taps is {learning.record_taps}"
+    if learning.learn is None:
+        raise UserError(f"{given} without learn, which stores the records; give both or neither")
+    if not learning.learn_distributions:
+        raise UserError(
+            f"{given} with no-learn-distributions, and states without distributions teach nothing; "
+            "leave one of them out"
+        )
+    if learning.redact is not None:
+        raise UserError(
+            f"{given} with redact, and states cannot be masked as tokens are; leave one of them out"
         )
 
 

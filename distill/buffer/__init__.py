@@ -6,6 +6,7 @@ Files in reading order:
 - `marks`: progress of readers and deletions
 - `record_table`: records as an Arrow table
 - `redaction`: masking before storage
+- `known_taps`: the target's states in a text's records
 - `forget`: `draftsmith forget`
 - `traffic`: records stitched to texts
 

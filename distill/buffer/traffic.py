@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -32,6 +33,10 @@ class ServedText:
     @property
     def request(self) -> str:
         return self.records[0].request
+
+    @cached_property
+    def tap_bytes(self) -> int:
+        return sum(record.tap_bytes for record in self.records)
 
     @property
     def is_scorable(self) -> bool:
@@ -126,6 +131,15 @@ def samplers_of(texts: Iterable[ServedText]) -> dict[str, int]:
 def without(texts: Sequence[ServedText], answers: frozenset[str]) -> list[ServedText]:
     """Texts that are not of the forgotten `answers`."""
     return [text for text in texts if not is_forgotten(text.request, answers)]
+
+
+def newest_within(texts: Sequence[ServedText], tap_bytes: float) -> list[ServedText]:
+    """The newest texts, as many as hold at most `tap_bytes` of hidden states."""
+    kept, held = len(texts), 0
+    while kept > 0 and held + texts[kept - 1].tap_bytes <= tap_bytes:
+        kept -= 1
+        held += texts[kept].tap_bytes
+    return list(texts[kept:])
 
 
 class OpenRequests:

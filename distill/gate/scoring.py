@@ -10,7 +10,8 @@ show whether this target served the text. Where they suffice, the alpha that the
 beside it: it does not depend on the learner's own target.
 
 With an outline of the target alone (learn.teacher=recorded) alpha is the middle of these bounds, at
-positions where p is logged, and nothing shows whether this target served the text but its revision.
+positions where p is logged and the states that the draft reads are recorded. Nothing shows whether
+this target served the text but its revision.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from draftsmith.distill.buffer.known_taps import known_taps, num_readable, padded_taps
 from draftsmith.distill.buffer.marks import is_forgotten
 from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.distill.gate.logged import (
@@ -137,10 +139,23 @@ def _score_batch(
     max_depth: int,
     max_length: int,
 ) -> list[Scored]:
-    rows = [torch.tensor(text.tokens[:max_length], device=target.device) for text in texts]
-    ids, mask = padded(rows), mask_of(rows)
     is_outline = isinstance(target, TargetOutline)
-    taps, target_hidden = (None, None) if is_outline else target.states(ids, mask, drafter.taps)
+    reads_records = is_outline and bool(drafter.taps)
+    known = [known_taps(text.records, drafter.taps) if reads_records else None for text in texts]
+    lengths = [
+        min(max_length, num_readable(states)) if reads_records else max_length for states in known
+    ]
+    rows = [
+        torch.tensor(text.tokens[:length], device=target.device)
+        for text, length in zip(texts, lengths, strict=True)
+    ]
+    ids, mask = padded(rows), mask_of(rows)
+    taps, target_hidden = None, None
+    if not is_outline:
+        taps, target_hidden = target.states(ids, mask, drafter.taps)
+    elif reads_records:
+        width = len(drafter.taps) * target.hidden_size
+        taps = padded_taps(known, ids.shape[1], width, target.device)
     steps = list(
         drafter.unroll(
             UnrollBatch(input_ids=ids, attention_mask=mask, taps=taps, num_steps=max_depth)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from draftsmith.distill.buffer.traffic import ServedText, branched, without
+from draftsmith.distill.buffer.traffic import ServedText, branched, newest_within, without
 from draftsmith.distill.config import POSITIONS, LearnConfig
 from draftsmith.distill.learn.adapters import adapt, rebase
 from draftsmith.distill.learn.optimizer import CandidateOptimizer, trained
@@ -25,7 +25,7 @@ from draftsmith.distill.learn.teachers import (
     Batch,
     LearningRow,
     Span,
-    check_reads_no_states,
+    check_positions,
     check_teacher,
 )
 from draftsmith.distill.limits import check_numbers
@@ -61,16 +61,19 @@ class UpdateReport:
 @dataclass
 class Reservoir:
     """Uniform sample of all texts ever seen, in bounded memory (Vitter's algorithm R), and the
-    latest ones; without distributions that training does not read."""
+    latest ones; without distributions that training does not read. `tap_bytes` bounds the hidden
+    states of the sample, and those of the latest ones."""
 
     capacity: int
     keeps_p: bool = False
+    tap_bytes: float = math.inf
     texts: list[ServedText] = field(default_factory=list)
     latest: list[ServedText] = field(default_factory=list)
     seen: int = 0
 
     def arrived(self, fresh: Sequence[ServedText]) -> None:
-        self.latest = [*self.latest, *map(self.slim, fresh)][-LATEST:]
+        latest = [*self.latest, *map(self.slim, fresh)][-LATEST:]
+        self.latest = newest_within(latest, self.tap_bytes)
 
     def slim(self, text: ServedText) -> ServedText:
         return text.slim(keeps_p=self.keeps_p)
@@ -86,10 +89,13 @@ class Reservoir:
 
     def add(self, text: ServedText, rng: random.Random) -> None:
         self.seen += 1
-        if len(self.texts) < self.capacity:
+        held = sum(one.tap_bytes for one in self.texts)
+        if len(self.texts) < self.capacity and held + text.tap_bytes <= self.tap_bytes:
             self.texts.append(self.slim(text))
-        elif (place := rng.randrange(self.seen)) < self.capacity:
+        elif (place := rng.randrange(self.seen)) < len(self.texts):
             self.texts[place] = self.slim(text)
+            while sum(one.tap_bytes for one in self.texts) > self.tap_bytes:
+                del self.texts[rng.randrange(len(self.texts))]
 
 
 class Learner:
@@ -106,10 +112,9 @@ class Learner:
     ):
         check(config)
         self.drafter, self.target, self.config, self.seed = drafter, target, config, seed
-        self.teacher = TEACHERS[config.teacher](target)
-        if config.teacher == "recorded":
-            check_reads_no_states(drafter.taps, drafter.family)
-        self.reservoir = Reservoir(config.reservoir, self.teacher.keeps_p)
+        check_positions(config, drafter)
+        self.teacher = TEACHERS[config.teacher](target, drafter.taps)
+        self.reservoir = Reservoir(config.reservoir, self.teacher.keeps_p, taps_share(config))
         self.weights = role_weights(config.positions)
         if config.lora is not None:
             adapt(drafter, config.lora, seed=seed)
@@ -214,6 +219,7 @@ class Learner:
                 text_row(text.tokens, text.roles, self.weights),
                 # What was trimmed off is no text.
                 [Span(one, 0, len(one.committed)) for one in text.records],
+                text.records,
             )
             for text in texts
         ]
@@ -275,6 +281,11 @@ class Learner:
         share = min(1.0, lr * self.config.proximal)
         for name, live in self.anchor.items():
             self.parameters[name].lerp_(live, share)
+
+
+def taps_share(config: LearnConfig) -> float:
+    """Bytes of hidden states that each of the four lists of texts may hold."""
+    return config.taps_gib * 2**30 / 4
 
 
 def summary(sums: StepSums) -> tuple[float, list[float]]:

@@ -1,9 +1,12 @@
 """Outline of a target for learning from records alone: configuration, tokenizer, shapes and
-revision, and no weights."""
+revision. Of its weights a draft may read the tables of its input and output tokens, which are read
+from the files when it asks for them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,6 +15,7 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from draftsmith.drafters.checkpoint import locate
+from draftsmith.drafters.init_from_target import shares_embeddings
 from draftsmith.drafters.patches.table import implementation
 from draftsmith.drafters.target.attention import register
 from draftsmith.drafters.target.causal_lm import CausalLM, Probe
@@ -26,6 +30,7 @@ from draftsmith.drafters.target.target import (
     revision_of,
 )
 from draftsmith.drafters.weights import weight_files
+from draftsmith.errors import UserError
 
 
 class TargetOutline(Target):
@@ -55,7 +60,31 @@ class TargetOutline(Target):
     def own_paged(self, *inputs: object, **named: object) -> NoReturn:
         raise RuntimeError(f"the outline of {self.name!r} has no weights to run")
 
-    full = own_head = embed = own_paged
+    full = own_head = own_paged
+
+    @cached_property
+    def _input_table(self) -> torch.Tensor:
+        if not shares_embeddings(self):
+            raise UserError(
+                f"target {self.name!r} does more than look its input tokens up in a table, which "
+                "learn.teacher=recorded cannot do for the draft; give learn.teacher=live"
+            )
+        return self._table_of(PreTrainedModel.get_input_embeddings)
+
+    @cached_property
+    def _output_table(self) -> torch.Tensor:
+        return self._table_of(PreTrainedModel.get_output_embeddings)
+
+    def _table_of(self, module_of: Callable[[PreTrainedModel], torch.nn.Module]) -> torch.Tensor:
+        trust = self.trust_remote_code
+        return read_table(self.name, self.model, module_of, trust_remote_code=trust).to(self._place)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.embedding(ids, self._input_table)
+
+    @property
+    def output_weight(self) -> torch.Tensor:
+        return self._output_table
 
 
 def shapes_of(lm: CausalLM) -> Probe:
@@ -114,6 +143,32 @@ def parameters_in(folder: Path, model: PreTrainedModel) -> list[Parameter] | Non
                 elif name not in buffers:
                     return None
     return [found[name] for name in wanted] if found.keys() == wanted.keys() else None
+
+
+def read_table(
+    path: str,
+    model: PreTrainedModel,
+    module_of: Callable[[PreTrainedModel], torch.nn.Module],
+    *,
+    trust_remote_code: bool,
+) -> torch.Tensor:
+    """Weight of a module of the model in `path`, of which `model` is the outline: of that tensor
+    alone where the files have the model's own names, else all weights are read, once."""
+    weight = module_of(model).weight
+    name = next(name for name, one in model.named_parameters() if one is weight)
+    folder = None if adapter_base(path) is not None else locate(path, "target")
+    if folder is not None and parameters_in(folder, model) is not None:
+        for file_path in weight_files(folder):
+            with safe_open(file_path, framework="pt") as file:
+                if name in file.keys():  # noqa: SIM118 - not a dict
+                    return file.get_tensor(name)
+    whole = module_of(load_model(path, trust_remote_code=trust_remote_code)).weight
+    if not whole.is_floating_point():
+        raise UserError(
+            f"table {name!r} of target {path!r} is quantised, and learn.teacher=recorded reads it "
+            "as it is; give learn.teacher=live"
+        )
+    return whole.detach().clone()
 
 
 def first_rows(values: Any, shape: torch.Size) -> torch.Tensor:

@@ -5,6 +5,8 @@ A record holds the target's likeliest tokens at every drafted position, at tempe
 filters whatever its request asked for: what the target's pass gives there. Nothing is recorded of
 prompts, of the token behind a fully accepted draft, and of requests under a penalty, a ban or a
 grammar. With records alone such positions are not trained.
+A draft that reads states of the target reads those that the server recorded (`--record-taps`), as
+far as they go without a hole.
 """
 
 from __future__ import annotations
@@ -17,11 +19,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from draftsmith.distill.buffer.known_taps import known_taps, num_readable, padded_taps
 from draftsmith.distill.config import DistillConfig, LearnConfig
 from draftsmith.distill.learn.target_outline import load_outline
-from draftsmith.drafters import checkpoint
-from draftsmith.drafters.interface import TextBatch, TrainedDrafter
-from draftsmith.drafters.published import versions
+from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.target.device import load_target
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
@@ -31,7 +32,8 @@ from draftsmith.train.config import BY_DRAFT
 from draftsmith.train.data.batches import padded
 from draftsmith.train.data.roles import Row, padded_rows
 from draftsmith.train.objective.stored_teacher import DistributionSource
-from draftsmith.train.objective.teacher import LiveSource, TargetSource
+from draftsmith.train.objective.teacher import LiveSource, TargetSignals, TargetSource
+from draftsmith.train.objective.unrolled_loss import Unrollable
 
 NO_TOKEN = -1
 
@@ -47,6 +49,7 @@ class Span(NamedTuple):
 class LearningRow(NamedTuple):
     row: Row
     spans: Sequence[Span]
+    records: Sequence[RoundRecord] = ()  # of the row's text, for the states that they hold
 
 
 class Batch(NamedTuple):
@@ -68,8 +71,13 @@ class LiveTeacher:
 
     keeps_p = False  # trained texts need no recorded distributions
 
-    def __init__(self, target: Target):
+    def __init__(self, target: Target, taps: tuple[int, ...] = ()):
+        """`taps` of a draft come from the pass, too."""
         self.target, self.source = target, LiveSource(target)
+        self.taps: tuple[int, ...] = ()
+
+    def reads(self, records: Sequence[RoundRecord]) -> bool:
+        return True
 
     def batch(self, rows: Sequence[LearningRow]) -> Batch:
         text = padded_rows([one.row for one in rows], self.target.device)
@@ -77,14 +85,35 @@ class LiveTeacher:
 
 
 class RecordedTeacher:
-    """Recorded distributions alone. `target` is never run."""
+    """Recorded distributions alone, and recorded states of the layers `taps`. `target` is never
+    run."""
 
     keeps_p = True  # trained texts need their recorded distributions
 
-    def __init__(self, target: Target):
-        self.target = target
+    def __init__(self, target: Target, taps: tuple[int, ...] = ()):
+        self.target, self.taps = target, taps
+
+    def reads(self, records: Sequence[RoundRecord]) -> bool:
+        return not self.taps or known_taps(records, self.taps) is not None
 
     def batch(self, rows: Sequence[LearningRow]) -> Batch:
+        if not self.taps:
+            return self._batch(rows, None)
+        known = [known_taps(one.records, self.taps) for one in rows]
+        lengths = [num_readable(states) for states in known]
+        cut = [
+            one._replace(row=one.row.cut(length)) for one, length in zip(rows, lengths, strict=True)
+        ]
+        lost = sum(
+            int((one.row.weights[length:] > 0).sum())
+            for one, length in zip(rows, lengths, strict=True)
+        )
+        width = len(self.taps) * self.target.hidden_size
+        longest = max(len(one.row.tokens) for one in cut)
+        batch = self._batch(cut, padded_taps(known, longest, width, self.target.device))
+        return batch._replace(masked=batch.masked + lost)
+
+    def _batch(self, rows: Sequence[LearningRow], taps: torch.Tensor | None) -> Batch:
         spans = [span for one in rows for span in one.spans]
         recorded = recorded_of(spans, self.target.vocab_size)
         ends = itertools.accumulate((len(one.spans) for one in rows), initial=0)
@@ -99,7 +128,17 @@ class RecordedTeacher:
         known = torch.where(index >= 0, text.weights, 0.0)
         masked = int(((text.weights > 0) & (index < 0)).sum())
         text = replace(text, weights=known, token_index=index).to(self.target.device)
-        return Batch(text, DistributionSource(self.target, recorded), masked)
+        return Batch(text, RecordedSource(self.target, recorded, taps), masked)
+
+
+class RecordedSource:
+    """Distributions and states of one batch, from its records."""
+
+    def __init__(self, target: Target, recorded: RecordedDistributions, taps: torch.Tensor | None):
+        self.distributions, self.taps = DistributionSource(target, recorded), taps
+
+    def read(self, text: TextBatch, taps: tuple[int, ...]) -> TargetSignals:
+        return self.distributions.read(text, ())._replace(taps=self.taps)
 
 
 class RecordedDistributions:
@@ -172,36 +211,23 @@ def check_teacher(config: LearnConfig) -> None:
         )
 
 
-def check_reads_no_states(taps: tuple[int, ...] | None, family: str) -> None:
-    """Refuses a draft that reads states of the target beside learn.teacher=recorded."""
-    if taps != ():
+def check_positions(config: LearnConfig, drafter: Unrollable) -> None:
+    """Refuses rejected continuations of a draft that reads states beside learn.teacher=recorded:
+    records hold states of committed text."""
+    if config.teacher == "recorded" and drafter.taps and "later-rejected" in config.positions:
         raise UserError(
-            f"learn.teacher is 'recorded' with a draft of family {family!r}, which reads states of "
-            "the target, and records hold none; give learn.teacher=live, or learn with a draft-lm"
+            "learn.positions holds 'later-rejected' with learn.teacher=recorded and a draft that "
+            "reads states of the target, of which records hold none there; leave it out, or give "
+            "learn.teacher=live"
         )
 
 
 def open_target(config: DistillConfig, folder: str) -> Target:
-    """The target in `folder`, whole or in outline, as the teacher needs it; refuses a draft that
-    the teacher cannot train before anything of the target is read into memory."""
+    """The target in `folder`, whole or in outline, as the teacher needs it."""
     device, trust = config.device, config.trust_remote_code
     length = config.learn.max_length
     if config.learn.teacher == "live":
         return load_target(
             folder, dtype=config.dtype, device=device, max_length=length, trust_remote_code=trust
         )
-    outline = load_outline(folder, device=device, max_length=length, trust_remote_code=trust)
-    family = family_of(config, outline)
-    if family is not None:
-        check_reads_no_states(getattr(family, "taps", None), family.family)
-    return outline
-
-
-def family_of(config: DistillConfig, target: Target) -> type[TrainedDrafter] | None:
-    """Family of the live draft; None where that cannot be read, which the publisher deals with."""
-    try:
-        version = versions.latest(config.versions)
-        live = None if version is None else versions.folder_of(config.versions, version)
-        return checkpoint.family_class(live or checkpoint.locate(config.draft), target)
-    except UserError:
-        return None
+    return load_outline(folder, device=device, max_length=length, trust_remote_code=trust)

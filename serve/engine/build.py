@@ -11,6 +11,7 @@ from draftsmith.drafters.compiled.recorded import record_forwards
 from draftsmith.drafters.interface import Recordable, ServingDrafter, draft_positions
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import TreeShape
+from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.record import Sink
 from draftsmith.serve.audit.misreport import Misreport
@@ -62,6 +63,7 @@ def build_engine(
         adapters: of `target`, which requests may ask for by name.
     """
     check_states(target, config)
+    check_recorded_taps(drafter, config)
     plan = plan_blocks(target, drafter, config)
     if config.compile == "auto":
         record_forwards(target, drafter)
@@ -92,7 +94,7 @@ def build_engine(
     )
     proposer = _proposer(drafts, pool, config, tree, fallback)
     capture(drafter)
-    recorder = _recorder(sink, target, config, trees=tree is not None)
+    recorder = _recorder(sink, target, config, taps=proposer.taps, trees=tree is not None)
     outputs = OutputQueue(recorder)
     unread = 0 if drafter is None else most_unread(target, drafter, plan, config)
     return Engine(
@@ -168,7 +170,14 @@ def _proposer(
     )
 
 
-def _recorder(sink: Sink | None, target: Target, config: EngineConfig, *, trees: bool) -> Recorder:
+def _recorder(
+    sink: Sink | None,
+    target: Target,
+    config: EngineConfig,
+    *,
+    taps: tuple[int, ...],
+    trees: bool,
+) -> Recorder:
     return Recorder(
         sink,
         target=target.name,
@@ -176,6 +185,8 @@ def _recorder(sink: Sink | None, target: Target, config: EngineConfig, *, trees:
         rule=rule_name(config, trees=trees),
         greedy=config.draft_sampling == "greedy",
         engine=config.engine_name,
+        taps=taps,
+        tap_positions=config.record_taps,
     )
 
 
@@ -199,6 +210,15 @@ def _capture(
     """Capture the drafter's passes as CUDA graphs where the device has them."""
     if config.compile == "auto" and can_capture(target):
         capture_drafts(drafter, pool, max_batch=config.max_batch, max_blocks=max_blocks)
+
+
+def check_recorded_taps(drafter: ServingDrafter | None, config: EngineConfig) -> None:
+    if config.record_taps > 0 and (drafter is None or not drafter.taps):
+        family = "no drafter" if drafter is None else f"a {drafter.family} drafter"
+        raise UserError(
+            f"record_taps is {config.record_taps} with {family}, which reads no states of the "
+            "target; leave it out"
+        )
 
 
 def warn_of_positions(drafter: ServingDrafter | None, max_length: int) -> None:

@@ -121,9 +121,13 @@ class Committer:
         request.cache.computed = row.row.begin + count
         if self.state_layers:
             state_read(self.state_layers, row.row, len(row.drafted)).verified(row.accepted)
-        if request.k > 0 and round.output.taps is not None and not request.draft.lost_taps:
+        if request.k > 0 and round.output.taps is not None:
             begin = round.output.begins[row.index] + again
-            keep_taps(request, round.output.taps, begin, count - again)
+            if not request.draft.lost_taps:
+                keep_taps(request, round.output.taps, begin, count - again)
+            if request.recording.tap_log is not None:
+                states = round.output.taps[begin : begin + count - again]
+                self.recorder.keep_taps(request, row.row.begin + again, states)
         if proposal is not None and row.index < len(proposal.chains):
             self.proposer.advance(
                 row.row, len(row.drafted), row.accepted, has_mass=proposal.has_mass[row.index]

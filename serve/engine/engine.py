@@ -79,6 +79,7 @@ class Engine:
         self.scheduler.add(request)
         # Before admission: the prefix-cache lookup depends on the draft.
         self.drafts.route(request)
+        self.recorder.begin(request)
 
     def cancel(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
         self.committer.cancel(request, reason)

@@ -13,10 +13,19 @@ import numpy as np
 import torch
 
 from draftsmith.kernels.sampling.logged import log_norms_of, prob_arrays
-from draftsmith.record import Distributions, ProbArrays, RoundRecord, Sink, hashed, uniform
+from draftsmith.record import (
+    Distributions,
+    ProbArrays,
+    RecordedTaps,
+    RoundRecord,
+    Sink,
+    hashed,
+    uniform,
+)
 from draftsmith.serve.control.draft_temperature import sampler_name
 from draftsmith.serve.engine.round import RoundProposal, RowOutput
 from draftsmith.serve.requests.request import Request
+from draftsmith.serve.requests.tap_log import TapLog
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +117,8 @@ class Recorder:
         rule: of verification, as in the record.
         engine: name of the engine, as in the record.
         greedy: drafts are the draft's likeliest tokens where a request names no temperature.
+        taps: raw ids of the layers whose states records hold, and of how many first positions of a
+            text; with 0 positions they hold none.
     """
 
     def __init__(
@@ -119,7 +130,11 @@ class Recorder:
         rule: str = "",
         greedy: bool = False,
         engine: str = "",
+        taps: tuple[int, ...] = (),
+        tap_positions: int = 0,
     ):
+        self.taps, self.tap_positions = taps, tap_positions
+        self.num_untapped = 0  # recorded requests whose states have a hole
         self.sink, self.target, self.target_revision = sink, target, target_revision
         self.rule, self.greedy, self.engine = rule, greedy, engine
         self.num_records = 0
@@ -138,6 +153,34 @@ class Recorder:
             share = self.sink.share
             state.share = share if uniform(request.id) < share else 0.0
         return state.share > 0
+
+    def begin(self, request: Request) -> None:
+        """Called before a request is admitted: whether its records hold states decides which cached
+        blocks it can go on from."""
+        if self.tap_positions > 0 and self.records(request):
+            most = min(self.tap_positions, request.num_prompt + request.max_tokens)
+            request.recording.tap_log = TapLog(most)
+
+    def keep_taps(self, request: Request, position: int, states: torch.Tensor) -> None:
+        """Keeps `states` [n, taps * H] of a pass over known tokens from `position` on."""
+        log = request.recording.tap_log
+        if log is None or log.is_full:
+            return
+        wanted = states[: log.most - position].to(torch.bfloat16)
+        log.add(position, wanted.view(torch.int16).cpu().numpy().view(np.uint16))
+        self.num_untapped += log.has_hole
+
+    def _new_taps(self, request: Request) -> RecordedTaps | None:
+        """States of the request's text that no record holds yet."""
+        log = request.recording.tap_log
+        if log is None:
+            return None
+        begin, end = log.recorded, min(log.end, request.num_tokens)
+        values = log.between(begin, end)
+        if values is None:
+            return None
+        log.recorded = end
+        return RecordedTaps(self.taps, begin, values)
 
     def round(
         self,
@@ -168,6 +211,7 @@ class Recorder:
         rest = request.tokens[request.recording.num_tokens :]
         record = self._record(request, request.num_tokens, rest, "")
         record.last = True
+        request.recording.tap_log = None
         self._put(request, record)
 
     def _bound(self, distributions: RoundDistributions) -> None:
@@ -208,6 +252,7 @@ class Recorder:
             share=state.share,
             rule=self.rule,
             engine=self.engine,
+            taps=self._new_taps(request),
         )
 
     def _put(self, request: Request, record: RoundRecord) -> None:

@@ -2,6 +2,7 @@
 
 Files in reading order:
 - `route`: the draft chosen for it
+- `tap_log`: the target's states for its records
 - `request`: the request
 - `input_processor`: checked requests from prompts and parameters
 - `fair_queue`: order of admission

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from draftsmith.drafters.recurrent.kept import KeptState
 from draftsmith.serve.control.stopping import Stopping
 from draftsmith.serve.requests.route import UNROUTED, Route
+from draftsmith.serve.requests.tap_log import TapLog
 from draftsmith.serve.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -142,6 +143,7 @@ class RecordingState:
     num_tokens: int = 0  # tokens[:num_tokens] are in records already
     # the chance it had of being recorded; 0 where it is not, None until that is decided
     share: float | None = None
+    tap_log: TapLog | None = None  # None: its records hold no hidden states
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, overload
 
 import numpy as np
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 TOP = 64
 UNLOGGED = -1  # in place of a token whose id is not known
 
@@ -140,6 +140,14 @@ class Distributions(Sequence[Distribution]):
         )
 
 
+class RecordedTaps(NamedTuple):
+    """Hidden states of the target at n consecutive positions of a text."""
+
+    layers: tuple[int, ...]  # raw ids, as `drafters/target/taps.py` counts them
+    begin: int  # position of the first state
+    values: np.ndarray  # [n, len(layers) * H] uint16, the bits of bfloat16
+
+
 @dataclass(slots=True)
 class RoundRecord:
     """One propose -> verify -> commit step of one request.
@@ -193,7 +201,14 @@ class RoundRecord:
     # name of the target's weights by the engine, which may change without a new folder; "" when it
     # has none
     weight_version: str = ""
+    # the target's states of the text up to here that no record before holds; None where the server
+    # records none, and behind the positions at which it does
+    taps: RecordedTaps | None = None
     schema: int = SCHEMA_VERSION
+
+    @property
+    def tap_bytes(self) -> int:
+        return 0 if self.taps is None else self.taps.values.nbytes
 
 
 def sampler_of(record: RoundRecord) -> str:

@@ -1,5 +1,5 @@
-"""Recorded distributions against the target's own pass as the teacher of a draft LM. Started by
-scripts/bench_teacher."""
+"""Records against the target's own pass as the teacher of a draft: their distributions, and their
+states for a draft that reads them. Started by scripts/bench_teacher."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from draftsmith.distill.buffer.record_table import from_table, to_table
+from draftsmith.distill.buffer.record_table import from_table, to_bytes, to_table
 from draftsmith.distill.buffer.traffic import ServedText, stitch
 from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.gate.scoring import score
 from draftsmith.distill.learn.learner import Learner
 from draftsmith.distill.learn.target_outline import load_outline
-from draftsmith.drafters.lm.draft_lm import DraftLm
-from draftsmith.drafters.options import DraftLmOptions
+from draftsmith.drafters.interface import TrainedDrafter
+from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
+from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.files import write_json, write_text
 from draftsmith.progress import Progress
@@ -33,12 +34,26 @@ from scripts.bench.online.world import SAMPLING, K, Server, Texts
 LAYERS = (0, 7)
 DOMAIN = "prose"
 MAX_LENGTH = 128
-LEARN = LearnConfig(lr=1e-3, unroll=LearnUnroll(steps=1), max_length=MAX_LENGTH, replay=0.5)
+LEARN = LearnConfig(lr=1e-3, max_length=MAX_LENGTH, replay=0.5)
 DRAFTED = ("accepted", "first-rejected")
 WAYS = {
     "live": LEARN,
     "live, drafted positions alone": replace(LEARN, positions=DRAFTED),
     "recorded": replace(LEARN, teacher="recorded", positions=DRAFTED),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Draft of a family, and the depths that it is unrolled over."""
+
+    options: Any
+    steps: int
+
+
+SHAPES = {
+    "draft-lm": Shape(DraftLmOptions(target_layers=LAYERS), 1),
+    "eagle3": Shape(Eagle3Options(), K),
 }
 
 
@@ -54,6 +69,7 @@ class Look:
 
 def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/bench_teacher")
+    parser.add_argument("--family", choices=SHAPES, default="draft-lm")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=48, help="to learn from, and half to judge")
     parser.add_argument("--updates", type=int, default=6, help="of 8 steps each")
@@ -69,46 +85,64 @@ def main(arguments: Sequence[str]) -> None:
     progress = Progress("bench_teacher", total=chosen.seeds * len(WAYS), unit="runs")
     rows: list[dict[str, Any]] = []
     for seed in range(chosen.seeds):
-        texts = served(target, chosen.requests * 3 // 2, seed=seed)
+        texts = served(target, chosen.family, chosen.requests * 3 // 2, seed=seed)
+        sizes = stored_bytes(texts)
         taught, judged = texts[: chosen.requests], texts[chosen.requests :]
         for name, config in WAYS.items():
             teacher = outline if config.teacher == "recorded" else target
-            looks = curve(target, teacher, config, taught, judged, chosen.updates, seed)
+            config = replace(config, unroll=LearnUnroll(steps=SHAPES[chosen.family].steps))
+            learner = Learner(new_draft(target, chosen.family, seed), teacher, config, seed=seed)
+            looks = curve(learner, target, taught, judged, chosen.updates)
             rows.append({"seed": seed, "way": name, "looks": [asdict(one) for one in looks]})
             progress.update(len(rows), f"seed {seed}, {name}")
     progress.close()
-    text = report(rows)
+    text = f"{report(rows, chosen.family)}\n\n{sizes}"
     print(text)
     if chosen.out is not None:
         write_text(chosen.out.with_suffix(".md"), text + "\n")
-        arguments_of = {"requests": chosen.requests, "updates": chosen.updates}
+        arguments_of = {
+            "family": chosen.family,
+            "requests": chosen.requests,
+            "updates": chosen.updates,
+        }
         write_json(chosen.out.with_suffix(".json"), {"schema": 1, **arguments_of, "rows": rows})
 
 
-def new_draft(target: Target, seed: int) -> DraftLm:
-    return DraftLm.create(DraftLmOptions(target_layers=LAYERS), target, seed=seed)
+def new_draft(target: Target, family: str, seed: int) -> TrainedDrafter:
+    return FAMILIES[family].create(SHAPES[family].options, target, seed=seed)
 
 
-def served(target: Target, count: int, *, seed: int) -> list[ServedText]:
+def served(target: Target, family: str, count: int, *, seed: int) -> list[ServedText]:
     """Texts as the buffer gives them back, written with the draft that then learns."""
-    sink = Texts()
+    drafter, sink = new_draft(target, family, seed), Texts()
+    positions = MAX_LENGTH if drafter.taps else 0
     some = asks(Prompts(target.tokenizer(), seed=seed), [DOMAIN] * count)
-    for _ in Server(target, new_draft(target, seed), seed=seed, sink=sink).serve(some):
+    for _ in Server(target, drafter, seed=seed, sink=sink, record_taps=positions).serve(some):
         pass
     texts = [stitch(from_table(to_table(text.records))) for text in sink.taken()]
     return [text for text in texts if text is not None]
 
 
+def stored_bytes(texts: Sequence[ServedText]) -> str:
+    """Size of the records in a shard, by their text's tokens."""
+    records = [record for text in texts for record in text.records]
+    tokens = sum(len(text.tokens) for text in texts)
+    bare = [replace(record, taps=None) for record in records]
+    whole, without = (len(to_bytes(some)) / tokens for some in (records, bare))
+    raw = sum(record.tap_bytes for record in records) / tokens
+    return (
+        f"Records of the last seed take {whole:.0f} bytes per token of text; states {raw:.0f} "
+        f"before compression, {whole - without:.0f} stored."
+    )
+
+
 def curve(
+    learner: Learner,
     target: Target,
-    teacher: Target,
-    config: LearnConfig,
     taught: Sequence[ServedText],
     judged: Sequence[ServedText],
     updates: int,
-    seed: int,
 ) -> list[Look]:
-    learner = Learner(new_draft(target, seed), teacher, config, seed=seed)
     parts = np.array_split(np.arange(len(taught)), updates)
     looks = [Look(0, 0, 0.0, alpha(learner.drafter, target, judged))]
     for part in parts:
@@ -130,7 +164,7 @@ def alpha(drafter: Any, target: Target, texts: Sequence[ServedText]) -> float:
     return float(np.concatenate([one.alpha for one in scored]).mean())
 
 
-def report(rows: Sequence[dict[str, Any]]) -> str:
+def report(rows: Sequence[dict[str, Any]], family: str) -> str:
     """Means and spread over seeds; equal compute is the CPU time that `recorded` took in all."""
     lines = []
     seeds = sorted({row["seed"] for row in rows})
@@ -154,7 +188,7 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
         )
     heads = ["teacher", "positions", "CPU s", "alpha before", "after all steps", "at equal CPU s"]
     conditions = (
-        f"{len(seeds)} seeds; {DOMAIN} at T = {SAMPLING.temperature:g}, k = {K}; mean and half "
+        f"{family}; {len(seeds)} seeds; {DOMAIN} at T = {SAMPLING.temperature:g}, k = {K}; mean and half "
         "the range over seeds."
     )
     return "\n".join([conditions, "", *header(*heads), *(line(*cells) for cells in lines)])

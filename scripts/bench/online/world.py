@@ -104,10 +104,12 @@ class Server:
         seed: int,
         sink: Any = None,
         version: int = 0,
+        record_taps: int = 0,
     ):
         config = EngineConfig(
-            k=K, max_batch=BATCH, max_queue=4 * BATCH, seed=seed, max_length=128, prefix_cache=False
-        )
+            k=K, max_batch=BATCH, max_queue=4 * BATCH, seed=seed, max_length=128,
+            prefix_cache=False, record_taps=record_taps,
+        )  # fmt: skip
         self.engine = build_engine(target, drafter, config, sink=sink, draft_version=str(version))
         self.serve_s = self.learn_s = 0.0
 

@@ -54,6 +54,13 @@ def test_an_engine_is_not_made_of(options, words):
         ({"drain_s": -1.0}, "drain_s is -1"),
         ({"log_stats_s": NAN}, "log_stats_s is nan"),
         ({"learn_share": 0.0}, "learn_share is 0"),
+        ({"record_taps": -1}, "record_taps is -1"),
+        ({"record_taps": 64}, "record_taps is 64 without learn"),
+        (
+            {"record_taps": 64, "learn": "b", "learn_distributions": False},
+            "record_taps is 64 with no-learn-distributions",
+        ),
+        ({"record_taps": 64, "learn": "b", "redact": "m:f"}, "record_taps is 64 with redact"),
         ({"port": 65536}, "port is 65536"),
         ({"api_key": ("right", " ")}, "api_key is empty"),
         ({"draft_dtype": "bfloat16"}, "draft_dtype is given without a draft"),

@@ -26,7 +26,7 @@ from draftsmith.distill.buffer import record_table
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.folder import Folder, Shard, parse, retain
 from draftsmith.errors import UserError
-from draftsmith.record import Distribution, RoundRecord
+from draftsmith.record import Distribution, RecordedTaps, RoundRecord
 
 
 def distribution(first: int, width: int = 3) -> Distribution:
@@ -172,6 +172,29 @@ def test_put_never_blocks_and_counts_what_it_drops(
     monkeypatch.undo()
     writer.close()
     assert [one.round for one in BufferReader(str(tmp_path)).read().records] == list(range(100))
+
+
+def test_states_beyond_their_bound_are_left_out_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that refuses costs memory up to the bound, then states, then requests."""
+
+    def refuse(self: Folder, name: str, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Folder, "write", refuse)
+    values = np.zeros((4, 8), dtype=np.uint16)
+    monkeypatch.setattr(buffer_module, "MAX_TAP_BYTES", 3 * values.nbytes)
+    writer = BufferWriter(str(tmp_path), flush_s=0.01)
+    assert writer.share == 1.0
+    for number in range(5):
+        writer.put(record(number=number, taps=RecordedTaps((1,), 4 * number, values)))
+    assert (writer.untapped, writer.dropped, writer.share) == (2, 0, 0.0)
+    monkeypatch.undo()
+    writer.close()
+    assert writer._tap_bytes == 0
+    read = BufferReader(str(tmp_path), with_taps=True).read().records
+    assert [one.tap_bytes for one in read] == [64, 64, 64, 0, 0]
 
 
 def test_full_disk_that_never_frees_loses_records_not_the_server(

@@ -14,9 +14,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.distill.buffer import record_table
-from draftsmith.distill.buffer.record_table import STEPS, from_table, to_bytes, to_table
+from draftsmith.distill.buffer.record_table import (
+    STEPS,
+    from_table,
+    to_bytes,
+    to_table,
+    tokens_only,
+    without_distributions,
+    without_q,
+)
 from draftsmith.kernels.sampling.top_tokens import top_probs
-from draftsmith.record import SCHEMA_VERSION, Distribution, Distributions, ProbArrays, RoundRecord
+from draftsmith.record import (
+    SCHEMA_VERSION,
+    Distribution,
+    Distributions,
+    ProbArrays,
+    RecordedTaps,
+    RoundRecord,
+)
 
 BASE = RoundRecord(
     "r", 0, "code", "t", "rev", "v1", 100.5, 0.7, 5, 0.9, 0.1, 2, [5, 6], [7, 8, 9], 2, [7, 8, 4],
@@ -176,6 +191,43 @@ def test_records_of_the_fourth_schema_are_read() -> None:
     newer = to_table([record(schema=5)]).drop_columns(["sampler"])
     with pytest.raises(ValueError, match="lacks column 'sampler'"):
         from_table(newer)
+
+
+def states(*, begin: int = 0, seed: int = 0) -> RecordedTaps:
+    values = np.random.default_rng(seed).integers(0, 2**16, (3, 8), dtype=np.uint16)
+    return RecordedTaps((1, -1), begin, values)
+
+
+def test_states_come_back_to_the_bit_and_are_left_unread_where_nobody_needs_them() -> None:
+    records = [record(taps=states()), record(round=1), record(round=2, taps=states(begin=3))]
+    data = io.BytesIO(to_bytes(records))
+    back = from_table(record_table.read(data))
+    assert back[1].taps is None and back[1].tap_bytes == 0
+    for index, begin in ((0, 0), (2, 3)):
+        found = back[index].taps
+        assert (found.layers, found.begin) == ((1, -1), begin)
+        assert found.values.dtype == np.uint16
+        np.testing.assert_array_equal(found.values, states().values)
+        assert back[index].tap_bytes == 48
+    assert not any(one.taps for one in from_table(record_table.read(data, with_taps=False)))
+
+
+def test_records_of_the_fifth_schema_are_read() -> None:
+    """It had no states."""
+    table = to_table([record(schema=5, p=[even(2)] * 3)])
+    old = table.select([name for name in table.column_names if not name.startswith("taps")])
+    data = io.BytesIO()
+    pq.write_table(old, data)
+    for with_taps in (True, False):
+        (back,) = from_table(record_table.read(data, with_taps=with_taps))
+        assert back.taps is None and back.schema == 5
+        assert_same(record(schema=5, p=[even(2)] * 3), back)
+
+
+def test_copies_without_distributions_hold_no_states() -> None:
+    told = record(taps=states(), p=[even(2)] * 3)
+    assert tokens_only(told).taps is None and without_distributions(told).taps is None
+    assert without_q(told).taps is told.taps
 
 
 def test_half_of_the_first_schemas_bytes() -> None:

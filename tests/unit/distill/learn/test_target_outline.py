@@ -13,6 +13,7 @@ from draftsmith.distill.learn import target_outline
 from draftsmith.distill.learn.target_outline import load_outline
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
@@ -29,9 +30,39 @@ def test_an_outline_is_named_as_its_target_and_holds_no_weights(
     )
     assert {one.device.type for one in outline.model.parameters()} == {"meta"}
     assert outline.device == torch.device("cpu")
-    for run in (outline.head, outline.embed):
-        with pytest.raises(RuntimeError, match="has no weights to run"):
-            run(torch.zeros(1, 1, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match="has no weights to run"):
+        outline.head(torch.zeros(1, 1))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_the_tables_of_tokens_are_read_alone_and_from_the_files(
+    tiny_target: Callable[..., str], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = Target.load(tiny_target(kind))
+    monkeypatch.setattr(target_outline, "load_model", None)
+    outline = load_outline(tiny_target(kind), trust_remote_code=False)
+    ids = torch.tensor([[3, 200, 7]])
+    assert torch.equal(outline.embed(ids), target.embed(ids))
+    assert torch.equal(outline.output_weight, target.output_weight)
+
+
+def test_an_embedding_that_is_no_plain_table_is_refused(tiny_target: Callable[..., str]) -> None:
+    outline = load_outline(tiny_target("gemma3"), trust_remote_code=False)
+    with pytest.raises(UserError, match="does more than look its input tokens up in a table"):
+        outline.embed(torch.tensor([3]))
+
+
+def test_tables_of_files_with_other_names_are_read_with_all_weights(
+    tiny_target: Callable[..., str], tmp_path: Path
+) -> None:
+    for path in Path(tiny_target("llama")).iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    bare = {one.removeprefix("model."): values for one, values in weights.items()}
+    save_file(bare, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    outline = load_outline(str(tmp_path), trust_remote_code=False)
+    ids = torch.tensor([[3, 200, 7]])
+    assert torch.equal(outline.embed(ids), Target.load(tmp_path).embed(ids))
 
 
 def test_new_weights_and_other_names_are_seen(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from draftsmith.distill.buffer.known_taps import chosen
 from draftsmith.distill.buffer.record_table import from_table, to_table, tokens_only
 from draftsmith.distill.buffer.traffic import ServedText, stitch
 from draftsmith.distill.config import DistillConfig, LearnConfig, LearnUnroll
@@ -26,13 +27,12 @@ from draftsmith.distill.learn.teachers import (
     open_target,
 )
 from draftsmith.distill.state import Counters, Kept, StateFolder, TrackState
-from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.top_tokens import top_probs
-from draftsmith.record import Distribution, RoundRecord
+from draftsmith.record import Distribution, RecordedTaps, RoundRecord
 from draftsmith.train.data.roles import Role, Row
 
 EVERYWHERE = ("accepted", "first-rejected", "bonus", "later-rejected")
@@ -218,18 +218,52 @@ def test_what_records_cannot_give_is_refused(
         Learner(bigram(288), outline, LearnConfig(**changes), seed=0)
 
 
-def test_a_draft_that_reads_states_is_refused_before_weights_are_read(
-    exact: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    head = FAMILIES["eagle3"].create(Eagle3Options(), exact, seed=0)
-    checkpoint.save(head, tmp_path / "draft", exact)
+def test_the_target_of_records_is_an_outline_whatever_the_draft_reads(exact: Target) -> None:
     config = DistillConfig(
-        target=exact.name, draft=str(tmp_path / "draft"), buffer="b", versions="v",
+        target=exact.name, draft="d", buffer="b", versions="v",
         learn=LearnConfig(teacher="recorded"),
     )  # fmt: skip
-    monkeypatch.setattr(FAMILIES["eagle3"], "load", None)
-    with pytest.raises(UserError, match="of family 'eagle3', which reads states of the target"):
-        open_target(config, exact.name)
+    assert isinstance(open_target(config, exact.name), TargetOutline)
     assert not isinstance(
         open_target(replace(config, learn=LearnConfig()), exact.name), TargetOutline
     )
+
+
+def test_rejected_continuations_of_a_draft_that_reads_states_are_refused(
+    exact: Target, outline: Target
+) -> None:
+    head = FAMILIES["eagle3"].create(Eagle3Options(), exact, seed=0)
+    config = LearnConfig(teacher="recorded", positions=EVERYWHERE)
+    with pytest.raises(UserError, match="'later-rejected' with learn"):
+        Learner(head, outline, config, seed=0)
+    Learner(head, exact, replace(config, teacher="live"), seed=0)
+
+
+def test_a_text_is_trained_as_far_as_its_states_go(exact: Target, outline: Target) -> None:
+    """Positions behind the last known state count as masked, as those without distributions do."""
+    taps, width = (1, 2), 2 * exact.hidden_size
+    teacher = RecordedTeacher(outline, taps)
+    record = round_of([distribution(64)] * 4, accepted=4, committed=5, drafted=4)
+    row = Row([5, 6, 7, 7, 7, 7, 7], np.array([0, 0, 1, 1, 1, 1, 0], dtype=np.float32))
+    values = np.arange(7 * width, dtype=np.uint16).reshape(7, width)
+
+    def batch(*known: RecordedTaps | None) -> Batch:
+        records = [replace(record, round=at, taps=one) for at, one in enumerate(known)]
+        return teacher.batch([LearningRow(row, [Span(record, 0, 4)], records)])
+
+    whole = batch(RecordedTaps(taps, 0, values[:2]), RecordedTaps(taps, 2, values[2:6]))
+    assert (whole.tokens, whole.masked) == (4, 0)
+    read = whole.source.read(whole.text, taps).taps
+    assert read.shape == (1, 7, width) and not read[0, 6].any()
+    expected = torch.from_numpy(values[:6].view(np.int16)).view(torch.bfloat16).float()
+    assert torch.equal(read[0, :6], expected)
+    # A hole ends what is known, and so does a record of other layers.
+    cut = batch(RecordedTaps(taps, 0, values[:3]), RecordedTaps(taps, 4, values[4:6]))
+    assert (cut.tokens, cut.masked, cut.text.input_ids.shape[1]) == (2, 2, 4)
+    other = batch(RecordedTaps((0, 3), 0, values[:6]))
+    assert (other.tokens, other.masked) == (0, 4)
+    assert teacher.reads([replace(record, taps=RecordedTaps(taps, 0, values))])
+    assert not teacher.reads([record])
+    # The layers that are asked for, in their order.
+    wider = RecordedTaps((2, 3, 1), 0, np.arange(3 * 4, dtype=np.uint16).reshape(2, 6))
+    assert chosen(wider, taps).tolist() == [[4, 5, 0, 1], [10, 11, 6, 7]]
