@@ -77,7 +77,11 @@ class Engine:
 
     def _enqueue(self, request: Request) -> None:
         self.scheduler.add(request)
-        # Before admission: the prefix-cache lookup depends on the draft.
+        self.arrived(request)
+
+    def arrived(self, request: Request) -> None:
+        """Decide, before a request is admitted, what its prefix-cache lookup depends on: its draft,
+        and whether its records hold states."""
         self.drafts.route(request)
         self.recorder.begin(request)
 

@@ -196,7 +196,7 @@ class EngineLoop:
         with self._lock:
             self._arriving -= 1
             self.engine.scheduler.waiting.append(request)
-        self.engine.drafts.route(request)
+        self.engine.arrived(request)
 
     def _stop(self) -> None:
         self._stopped = True

@@ -26,6 +26,11 @@ def resolve(*words: str) -> ServeConfig:
     return build(ServeConfig, collect(ServeConfig, parse(parser, words)))
 
 
+def test_recorded_positions_reach_the_engine() -> None:
+    config = resolve("--target", "t", "--draft", "d", "--learn", "b", "--record-taps", "64")
+    assert config.engine_config().record_taps == 64
+
+
 def test_a_server_is_the_same_by_flags_sections_and_a_file_of_either(tmp_path: Path) -> None:
     config, path = resolve(*WORDS), tmp_path / "serve.yaml"
     assert config.http.api_key == ("x", "y") and config.engine.max_length == 99
