@@ -61,10 +61,12 @@ def save_target(
     model = make()
     with torch.no_grad():
         # Greedy texts must depend on all that came before.
-        for parameter in model.parameters():
-            parameter.normal_(
-                0.0, 1.5 * parameter.shape[-1] ** -0.5
-            ) if parameter.ndim > 1 else parameter.add_(0.1)
+        for name, parameter in model.named_parameters():
+            # Ernie's bias of its experts, which vLLM on CPUs takes for another one, stays 0.
+            if "correction_bias" not in name:
+                parameter.normal_(
+                    0.0, 1.5 * parameter.shape[-1] ** -0.5
+                ) if parameter.ndim > 1 else parameter.add_(0.1)
     model.save_pretrained(folder / "target")
     AutoTokenizer.from_pretrained(tiny_target("llama")).save_pretrained(folder / "target")
     answer(folder)
@@ -140,8 +142,9 @@ def exported(folder: Path, family: str, engine: str, *more: str) -> str:
 
 def predicted_tau(folder: Path, family: str) -> dict[str, float]:
     """value, and its 95 % interval: low, high"""
-    (evaluation,) = read_json(trained(folder, family) / "draftsmith.json")["evaluation"]
-    assert evaluation["temperature"] == 0 and evaluation["k"] == K
+    record = read_json(trained(folder, family) / "draftsmith.json")
+    (evaluation,) = (one for one in record["evaluation"] if one["temperature"] == 0)
+    assert evaluation["k"] == K
     return evaluation["tau"]
 
 
