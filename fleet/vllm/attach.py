@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from draftsmith.fleet.log import logger, once
-from draftsmith.fleet.names import engine_name, port_of
+from draftsmith.fleet.names import engine_name, port_of, replica_in
 from draftsmith.fleet.recording.recorder import Recorder
 from draftsmith.fleet.recording.seam import kind_of
 from draftsmith.fleet.vllm.state import WorkerState
@@ -82,13 +82,14 @@ def is_recording_rank() -> bool:
 def job_of(config: Any, state: WorkerState) -> dict[str, Any]:
     """Properties that all records of this engine share: `draftsmith.fleet.wire.requests.Job`."""
     settings, speculative = state.settings, config.speculative_config
-    rank = getattr(config.parallel_config, "data_parallel_rank", 0)
     rule = getattr(speculative, "rejection_sample_method", "standard")
     drawn = getattr(speculative, "draft_sample_method", "greedy")
     lookup = getattr(speculative, "method", "") in LOOKUPS
     return {
         "buffer": settings.buffer,
-        "engine": engine_name(settings.engine, port_of(sys.argv), rank),
+        "engine": engine_name(
+            settings.engine, port_of(sys.argv), replica_in(config.parallel_config)
+        ),
         "target": settings.target or str(config.model_config.model),
         "target_revision": settings.target_revision,
         "sampler": "greedy" if lookup else str(drawn),

@@ -40,7 +40,10 @@ class SwapClient:
     def __init__(self, engine_client: Any, cache: str):
         self.engine_client = engine_client
         parallel = engine_client.vllm_config.parallel_config
-        self.engines = int(getattr(parallel, "data_parallel_size", 1))
+        # Behind a load balancer of others each server has engines of its own.
+        is_part = getattr(parallel, "local_engines_only", False)
+        size = "data_parallel_size_local" if is_part else "data_parallel_size"
+        self.engines = int(getattr(parallel, size, 1))
         self.ranks = int(getattr(parallel, "world_size", 1))
         self.answers = answers_folder(cache)
         self._lock = asyncio.Lock()

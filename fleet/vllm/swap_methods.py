@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.fleet.log import logger
+from draftsmith.fleet.names import replica_in
 from draftsmith.fleet.vllm.state import WorkerState
 
 STEPS = frozenset(
@@ -72,8 +73,9 @@ def swaps_of(worker: Any, state: WorkerState) -> Any:
 
 def leave_answer(worker: Any, state: WorkerState, call: str, answer: dict[str, Any]) -> None:
     """Leave a file where several engines stand behind one API server: `collective_rpc` reaches all
-    and returns the first one's answers."""
-    if not call or getattr(worker.vllm_config.parallel_config, "data_parallel_size", 1) == 1:
+    and returns the first one's answers. vLLM shows replicas of a dense target
+    a data-parallel size of 1."""
+    if not call:
         return
     index = replica_of(worker)
     folder = answers_folder(state.settings.cache)
@@ -86,9 +88,7 @@ def leave_answer(worker: Any, state: WorkerState, call: str, answer: dict[str, A
 
 def replica_of(worker: Any) -> int:
     """Number of the data-parallel replica that a worker is of."""
-    parallel = getattr(worker.vllm_config, "parallel_config", None)
-    rank = getattr(parallel, "data_parallel_rank", 0)
-    return int(getattr(parallel, "data_parallel_index", rank) or 0)
+    return replica_in(getattr(worker.vllm_config, "parallel_config", None))
 
 
 def answers_folder(cache: str) -> Path:

@@ -338,7 +338,7 @@ def test_a_recorder_begins_after_the_warm_up(
 
     monkeypatch.setattr(attach, "Child", child)
     worker = Worker(FirstSampler())
-    worker.vllm_config.parallel_config.data_parallel_rank = 2
+    worker.vllm_config.parallel_config.data_parallel_index = 2  # its rank is 0 for a dense target
     worker.vllm_config.speculative_config.draft_sample_method = "probabilistic"
     state = WorkerState(Settings(buffer=str(tmp_path), engine="e"))
     attach.attach(worker, state)

@@ -101,8 +101,10 @@ class Client:
                 draftsmith=WorkerState(settings, swaps=one),
                 rank=index % self.parallel.world_size,
                 vllm_config=SimpleNamespace(
+                    # As vLLM shows it to replicas of a dense target.
                     parallel_config=SimpleNamespace(
-                        data_parallel_size=engines,
+                        data_parallel_size=1,
+                        data_parallel_rank=0,
                         data_parallel_index=index // self.parallel.world_size,
                     )
                 ),
@@ -276,6 +278,19 @@ def test_engines_behind_one_server_answer_by_files(versions: Path, tmp_path: Pat
     asyncio.run(follower.once())
     assert [one.version for one in workers] == ["1"] * 4 and follower.refused == {2: "bad"}
     assert not list((tmp_path / "shared" / "answers").iterdir())
+
+
+def test_behind_another_load_balancer_a_server_has_its_own_engines(
+    versions: Path, tmp_path: Path
+) -> None:
+    workers = [Swaps()]
+    client = Client(workers, Settings(cache=str(tmp_path / "shared")))
+    client.parallel.data_parallel_size, client.parallel.local_engines_only = 8, True
+    client.parallel.data_parallel_size_local = 1
+    follower = follower_of(client, tmp_path)
+    publish(versions, 1)
+    asyncio.run(follower.once())
+    assert follower.version == 1
 
 
 def test_figures_of_all_engines_behind_one_server_count(versions: Path, tmp_path: Path) -> None:
