@@ -20,6 +20,7 @@ OPTIONAL = {
     "train": ("peft", "deepspeed", "matplotlib"),
     "grammar": ("llguidance",),
     "gguf": ("gguf",),
+    "openvino": ("openvino", "openvino_genai", "openvino_tokenizers"),
 }
 
 

@@ -17,7 +17,11 @@ from draftsmith.files import atomic_folder, read_json, write_json
 from draftsmith.train.export.config import ExportConfig
 from draftsmith.train.export.hub import check_repository, push
 from draftsmith.train.export.layouts.source import Source
-from draftsmith.train.export.layouts.table import HOLD_TARGET, NEED_TARGET_WEIGHTS, writer
+from draftsmith.train.export.layouts.table import (
+    HOLD_TARGET,
+    needs_target_weights,
+    writer,
+)
 from draftsmith.train.export.model_card import model_card
 from draftsmith.train.export.proof import prove
 from draftsmith.train.quiet import quiet
@@ -76,7 +80,9 @@ def open_source(config: ExportConfig) -> Source:
     target = locate(
         target_name,
         "target",
-        weights=config.prove or config.with_target or metadata["family"] in NEED_TARGET_WEIGHTS,
+        weights=config.prove
+        or config.with_target
+        or needs_target_weights(metadata["family"], config.to),
     )
     check_tokenizer(metadata, target, target_name, trust_remote_code=config.trust_remote_code)
     return Source(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from draftsmith.config import option
 from draftsmith.drafters.config import TRUST_HELP
 
-LAYOUTS = ("vllm", "sglang", "speculators", "hf", "triton", "gguf")
+LAYOUTS = ("vllm", "sglang", "speculators", "hf", "triton", "gguf", "openvino")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class ExportConfig:
     )
     trust_remote_code: bool = option(False, TRUST_HELP)
     with_target: bool = option(
-        False, "write the target beside the draft, where the layout holds targets (gguf)"
+        False, "write the target beside the draft, where the layout holds targets (gguf, openvino)"
     )
     speculative_tokens: int = option(3, "draft length k that the export recommends to the engine")
     prove: bool = option(

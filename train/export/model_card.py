@@ -13,12 +13,14 @@ from draftsmith.drafters.checkpoint import draft_sampling_of
 from draftsmith.train.export.layouts.serving import (
     SGLANG_ALGORITHMS,
     VLLM_METHODS,
+    genai_code,
     llama_command,
     sglang_command,
     vllm_command,
 )
 from draftsmith.train.export.layouts.source import Source
 from draftsmith.train.export.llamacpp.file import DRAFT, TARGET
+from draftsmith.train.export.openvino.lm import TARGET as BESIDE
 from draftsmith.version import __version__
 
 METHODS = {
@@ -188,6 +190,9 @@ def commands(
     if engine == "gguf":
         title = f"llama.cpp (`{TARGET}` is the target, which `--with-target` writes here)"
         return [(title, llama_command(family, TARGET, f"{draft}/{DRAFT}", k))]
+    if engine == "openvino":
+        beside = f"`{draft}/{BESIDE}` is the target, which `--with-target` writes here"
+        return [(f"OpenVINO GenAI ({beside})", genai_code(f"{draft}/{BESIDE}", draft, k))]
     if engine == "hf" and family != "draft-lm":
         return [("draftsmith", f"draftsmith serve --target {target} --draft {draft} --k {k}")]
     shown = []

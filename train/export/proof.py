@@ -82,16 +82,20 @@ def play_checkpoint(source: Source, target: Target) -> list[Play]:
     return play_all(trained, target, k=source.num_speculative_tokens)
 
 
-def play_all(drafter: TrainedDrafter, target: Target, *, k: int) -> list[Play]:
+def play_all(drafter: ServingDrafter, target: Target, *, k: int) -> list[Play]:
     prompts = prompts_for(target)
     return [
         play(drafter, target, prompts, k=k, temperature=temperature) for temperature in TEMPERATURES
     ]
 
 
-def as_read(source: Source, read: Understood | Path, target: Target) -> TrainedDrafter:
+def as_read(
+    source: Source, read: Understood | Path | ServingDrafter, target: Target
+) -> ServingDrafter:
     if isinstance(read, Path):
         return ready(source, read, target)
+    if not isinstance(read, Understood):
+        return read
     with tempfile.TemporaryDirectory() as scratch:
         write_weights(Path(scratch), read.config, read.tensors)
         return ready(source, Path(scratch), target)

@@ -77,3 +77,13 @@ def llama_command(family: str, target: str, draft: str, k: int) -> str:
         f"llama-server -m {target} -md {draft} --spec-type {LLAMA_TYPES[family]} "
         f"--spec-draft-n-max {k}"
     )
+
+
+def genai_code(target: str, draft: str, k: int) -> str:
+    """Lines of Python; both are folders of graphs."""
+    return (
+        "import openvino_genai\n\n"
+        f'draft = openvino_genai.draft_model("{draft}", "CPU")\n'
+        f'pipeline = openvino_genai.LLMPipeline("{target}", "CPU", draft_model=draft)\n'
+        f'print(pipeline.generate("Hello", max_new_tokens=100, num_assistant_tokens={k}))'
+    )

@@ -10,6 +10,8 @@ from draftsmith.train.export.layouts import block, eagle1, eagle3, medusa, mtp, 
 from draftsmith.train.export.layouts.source import Source
 from draftsmith.train.export.layouts.triton import in_repository
 from draftsmith.train.export.llamacpp import blocks, heads, lm
+from draftsmith.train.export.openvino import heads as graph_heads
+from draftsmith.train.export.openvino import lm as graph_lm
 
 Writer = Callable[[Source, Path], None]
 
@@ -18,8 +20,10 @@ Writer = Callable[[Source, Path], None]
 STITCHED = ("mtp",)
 # The families whose export needs some of the target's weights.
 NEED_TARGET_WEIGHTS = (*STITCHED, "medusa")
-# The layouts that can hold the target in a file of its own.
-HOLD_TARGET = ("gguf",)
+# The pairs that need some likewise: the graph of a head holds the target's embeddings.
+TAKE_EMBEDDINGS = (("eagle3", "openvino"),)
+# The layouts that can hold the target beside the draft.
+HOLD_TARGET = ("gguf", "openvino")
 
 BLOCKS: dict[str, Writer] = {
     "vllm": block.write_portable,
@@ -33,6 +37,7 @@ WRITERS: dict[str, dict[str, Writer]] = {
         "sglang": eagle3.write_portable,
         "speculators": eagle3.write_speculators,
         "gguf": heads.write_eagle3,
+        "openvino": graph_heads.write_eagle3,
     },
     "p-eagle": {"vllm": peagle.write_vllm, "speculators": peagle.write_speculators},
     "draft-lm": {
@@ -40,6 +45,7 @@ WRITERS: dict[str, dict[str, Writer]] = {
         "sglang": plain.write_plain,
         "hf": plain.write_plain,
         "gguf": lm.write_lm,
+        "openvino": graph_lm.write_lm,
     },
     "mtp": {"vllm": mtp.write_mtp, "sglang": mtp.write_sglang},
     "eagle1": {"vllm": eagle1.write_vllm, "sglang": eagle1.write_sglang},
@@ -76,7 +82,18 @@ REFUSALS: dict[tuple[str, str], str] = {
     ("eagle1", "gguf"): "llama.cpp does not draft with EAGLE-1",
     ("medusa", "gguf"): "llama.cpp does not draft with Medusa",
     ("mlp", "gguf"): "llama.cpp does not draft with the MLP speculator",
+    ("p-eagle", "openvino"): "OpenVINO GenAI drafts one token after another with an EAGLE-3 head",
+    ("mtp", "openvino"): "OpenVINO GenAI drafts with MTP modules of Gemma 4 alone",
+    ("eagle1", "openvino"): "OpenVINO GenAI does not draft with EAGLE-1",
+    ("medusa", "openvino"): "OpenVINO GenAI does not draft with Medusa",
+    ("mlp", "openvino"): "OpenVINO GenAI does not draft with the MLP speculator",
+    ("dflash", "openvino"): "draftsmith does not write DFlash to OpenVINO",
+    ("dspark", "openvino"): "OpenVINO GenAI does not draft with DSpark",
 }
+
+
+def needs_target_weights(family: str, engine: str) -> bool:
+    return family in NEED_TARGET_WEIGHTS or (family, engine) in TAKE_EMBEDDINGS
 
 
 def writer(family: str, engine: str) -> Writer:

@@ -5,6 +5,7 @@ Files in reading order:
 - `understood`: parameters of the engine's module
 - `plain`: layouts read as they are
 - `llamacpp`: llama.cpp
+- `openvino`: OpenVINO GenAI
 - `sglang`: SGLang
 - `vllm`: vLLM
 - `vllm_speculators`: the `speculators` layout in vLLM

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.train.export.layouts.triton import draft_folder
 from draftsmith.train.export.readers import (
     llamacpp,
+    openvino,
     plain,
     sglang,
     sglang_mtp,
@@ -23,12 +25,14 @@ READERS: dict[tuple[str, str], Reader] = {
     ("eagle3", "sglang"): sglang.read_eagle3,
     ("eagle3", "speculators"): vllm_eagle3.read_speculators_eagle3,
     ("eagle3", "gguf"): llamacpp.read_eagle3,
+    ("eagle3", "openvino"): openvino.read_eagle3,
     ("p-eagle", "vllm"): vllm_eagle3.read_peagle,
     ("p-eagle", "speculators"): vllm_eagle3.read_speculators_peagle,
     ("draft-lm", "vllm"): plain.read_model,
     ("draft-lm", "sglang"): plain.read_model,
     ("draft-lm", "hf"): plain.read_model,
     ("draft-lm", "gguf"): llamacpp.read_draft_lm,
+    ("draft-lm", "openvino"): openvino.read_draft_lm,
     ("mtp", "vllm"): vllm_mtp.read_mtp,
     ("mtp", "sglang"): sglang_mtp.read_mtp,
     ("eagle1", "vllm"): vllm.read_eagle1,
@@ -50,7 +54,7 @@ READERS: dict[tuple[str, str], Reader] = {
 def in_repository(read_vllm: Reader) -> Reader:
     """Triton's vLLM backend reads the draft that its repository holds."""
 
-    def read(folder: Path, target_config: dict[str, Any]) -> Understood | Path:
+    def read(folder: Path, target_config: dict[str, Any]) -> Understood | Path | ServingDrafter:
         return read_vllm(draft_folder(folder), target_config)
 
     return read

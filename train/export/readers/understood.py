@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.errors import UserError
 
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -29,8 +30,8 @@ class Understood(NamedTuple):
 
 
 # (the exported folder, the target's config.json) -> what the engine makes of it; a folder where it
-# loads that as we do.
-Reader = Callable[[Path, dict[str, Any]], Understood | Path]
+# loads that as we do, a drafter where it runs a graph of its own.
+Reader = Callable[[Path, dict[str, Any]], Understood | Path | ServingDrafter]
 
 
 class Parameters:

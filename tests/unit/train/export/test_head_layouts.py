@@ -26,8 +26,9 @@ ENGINES = [
     (family, engine)
     for family in ("p-eagle", "eagle1", "medusa", "mlp", "dflash", "dspark")
     for engine in WRITERS[family]
-    # A repository around the vllm layout, and files of another engine (tested in test_gguf.py).
-    if engine not in ("triton", "gguf")
+    # A repository around the vllm layout, and files of other engines (test_gguf.py,
+    # test_openvino.py).
+    if engine not in ("triton", "gguf", "openvino")
 ]
 # The layout has blocks whose slots see each other only.
 IN_SPECULATORS = {"dflash": {"causal": False}, "dspark": {"causal": False}}

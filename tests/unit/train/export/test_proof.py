@@ -75,6 +75,8 @@ def exported(
     def export(family: str, engine: str) -> tuple[Path, Path]:
         if engine == "gguf":
             pytest.importorskip("gguf", reason="the extra [gguf] is not installed")
+        if engine == "openvino":
+            pytest.importorskip("openvino_genai", reason="the extra [openvino] is not installed")
         shape = IN_SPECULATORS.get(family, family) if engine == "speculators" else family
         trained = draft(family, shape)
         out = trained.with_name(engine)

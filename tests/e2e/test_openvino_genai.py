@@ -1,0 +1,105 @@
+"""Drafts trained and exported here, run by OpenVINO GenAI on the CPU: same greedy output, as many
+tokens accepted as predicted offline and as served by our own engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from tests.e2e.workshop import (
+    MAX_TOKENS,
+    K,
+    exported,
+    predicted_tau,
+    save_llama,
+    served,
+    texts,
+)
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+
+openvino_genai = pytest.importorskip(
+    "openvino_genai", reason="the extra [openvino] is not installed"
+)
+
+FAMILIES = ("draft-lm", "eagle3")
+# Numbers as exact as the weights.
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory, tiny_target: Callable[..., str]) -> Path:
+    folder = tmp_path_factory.mktemp("workshop")
+    save_llama(folder, tiny_target)
+    pair = folder / exported(folder, "draft-lm", "openvino", "--with-target")
+    # Another export of the draft replaces its folder.
+    (pair / "target").rename(folder / "graphs")
+    return folder
+
+
+def answers(folder: Path, draft: Path | None) -> dict[str, Any]:
+    """Greedy answers to all prompts; with a draft, rounds and accepted tokens too."""
+    from openvino import Tensor
+
+    scheduler = openvino_genai.SchedulerConfig()
+    scheduler.num_kv_blocks = 64
+    scheduler.enable_prefix_caching = False
+    more: dict[str, Any] = {}
+    if draft is not None:
+        more["draft_model"] = openvino_genai.draft_model(draft, "CPU", **EXACT)
+    pipeline = openvino_genai.LLMPipeline(
+        folder / "graphs", "CPU", scheduler_config=scheduler, **more, **EXACT
+    )
+    options = {} if draft is None else {"num_assistant_tokens": K}
+    found: dict[str, Any] = {"tokens": [], "rounds": 0, "accepted": 0}
+    for prompt, _ in texts(folder):
+        answer = pipeline.generate(
+            Tensor(numpy.array([prompt])), max_new_tokens=MAX_TOKENS, do_sample=False, **options
+        )
+        tokens = answer.tokens[0]
+        found["tokens"].append(tokens)
+        if draft is not None:
+            passes = len(answer.extended_perf_metrics.main_model_metrics.raw_metrics.m_durations)
+            # The first pass reads the prompt and gives one token.
+            found["rounds"] += passes - 1
+            found["accepted"] += len(tokens) - passes
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(workshop: Path) -> dict[str, Any]:
+    found = answers(workshop, None)
+    same = sum(
+        theirs[: len(ours)] == ours[: len(theirs)] and abs(len(theirs) - len(ours)) <= 1
+        for theirs, (_, ours) in zip(found["tokens"], texts(workshop), strict=True)
+    )
+    # Two implementations round differently; a greedy text forks where two logits agree to the last
+    # digits.
+    assert same >= 22
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_draft_accepts_what_was_predicted(
+    family: str, workshop: Path, plain: dict[str, Any]
+) -> None:
+    found = answers(workshop, workshop / exported(workshop, family, "openvino"))
+    assert found["tokens"] == plain["tokens"], "speculation changed GenAI's own greedy output"
+    there, predicted, here = (
+        1 + found["accepted"] / found["rounds"],
+        predicted_tau(workshop, family),
+        served(workshop, family),
+    )
+    value, low, high = (predicted[name] for name in ("value", "low", "high"))
+    print(
+        f"{family}: tau {there:.3f} in OpenVINO GenAI, {here.tau:.3f} served here, {value:.3f} "
+        f"({low:.3f}-{high:.3f}) predicted offline; {found['rounds']} rounds, {here.rounds} here"
+    )
+    assert value > 1.3, "the draft learned too little for the comparison to mean anything"
+    ends = len(texts(workshop)) / found["rounds"]
+    assert abs(there / value - 1) < ends
+    assert abs(found["rounds"] / here.rounds - 1) < 0.02

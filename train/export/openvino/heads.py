@@ -1,0 +1,125 @@
+"""EAGLE-3 as OpenVINO GenAI reads it: a graph of one layer after `fc`, which GenAI moves to its
+target, and a map of token ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from draftsmith.drafters.heads.eagle3 import Eagle3
+from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
+from draftsmith.train.export.layouts import eagle3
+from draftsmith.train.export.layouts.source import Source, write_config
+from draftsmith.train.export.openvino.graph import (
+    JoinedPass,
+    Shapes,
+    allowed_places,
+    library,
+    traced,
+    write_graph,
+)
+from draftsmith.train.export.openvino.lm import check_kind, write_target
+from draftsmith.train.export.openvino.tokens import write_tokenizer
+
+NUM_TAPS = 3
+# Settings of which GenAI would run another draft -> why.
+UNKNOWN = {
+    "norm_output": "it would feed the state back without its norm and lose later depths",
+    "fc_norm": "it joins the taps itself and has no norms for them",
+    "norm_before_fc": "it joins the taps itself and has no norm for them",
+}
+STATES = "hidden_states"
+
+
+def write_eagle3(source: Source, out: Path) -> None:
+    eagle3.check(source)
+    check_represented(source.config)
+    check_kind(source.target, trust_remote_code=source.trust_remote_code)
+    target = Target.load(
+        source.target, dtype=torch.float32, trust_remote_code=source.trust_remote_code
+    )
+    head = Eagle3.load(source.draft, target).eval()
+    check_embeddings(head, target)
+    half = head.fc.weight.dtype != torch.float32
+    head = head.float()
+    shapes = Shapes.of(head.new_pool(1, 1, torch.device("cpu"), torch.float32))
+    graph = traced(TracedHead(head, target), shapes, {STATES: head.fc.in_features})
+    describe(graph, head)
+    write_graph(graph, out, half=half)
+    write_config(out, source.config)
+    write_tokenizer(source, out)
+    write_target(source, out)
+
+
+def check_represented(config: dict[str, Any]) -> None:
+    for key, instead in UNKNOWN.items():
+        if config.get(key):
+            raise UserError(
+                f"the draft has {key}=true, which OpenVINO GenAI passes over: {instead}; train it "
+                f"with eagle3.{key}=false"
+            )
+    taps = config["eagle_aux_hidden_state_layer_ids"]
+    if len(taps) != NUM_TAPS:
+        raise UserError(
+            f"the draft taps layers {taps}, and OpenVINO GenAI reads exactly {NUM_TAPS}; train it "
+            "with eagle3.taps of three layers"
+        )
+    if config["num_hidden_layers"] != 1:
+        raise UserError(
+            f"the draft has num_hidden_layers={config['num_hidden_layers']}, and OpenVINO GenAI "
+            "feeds back the state of the first; export it --to vllm"
+        )
+
+
+def check_embeddings(head: Eagle3, target: Target) -> None:
+    own = head.embed_tokens
+    if own is not None and not torch.equal(own.weight.float(), table_of(target).weight):
+        raise UserError(
+            "the draft has embeddings of its own, and OpenVINO GenAI gives it the target's; "
+            "export it --to vllm"
+        )
+
+
+def table_of(target: Target) -> nn.Embedding:
+    return target.model.get_input_embeddings()
+
+
+def describe(graph: Any, head: Eagle3) -> None:
+    """Adds what GenAI looks for: the mode, the layers whose outputs are the taps, and the offsets from
+    draft to target ids as a constant output."""
+    ops = library("openvino.opset13")
+    graph.set_rt_info("True", ["eagle3_mode"])
+    graph.set_rt_info(" ".join(str(tap - 1) for tap in head.taps), ["hidden_layers_list"])
+    if head.d2t is not None:
+        offsets = ops.constant(head.d2t.numpy(), name="d2t")
+        result = ops.result(offsets, name="d2t_result")
+        result.output(0).get_tensor().set_names({"d2t"})
+        graph.add_results([result])
+        graph.validate_nodes_and_infer_types()
+
+
+class TracedHead(nn.Module):
+    """GenAI finds `fc` behind the input of states, and the state to feed back by the name
+    `midlayer`."""
+
+    def __init__(self, head: Eagle3, target: Target):
+        super().__init__()
+        self.head = head
+        self.embed_tokens = table_of(target)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        hidden_states: torch.Tensor,
+        *past: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        context = JoinedPass(past, allowed_places(attention_mask, input_ids.shape[1]))
+        embeds, states = self.embed_tokens(input_ids), self.head.fc(hidden_states)
+        step = self.head.step(embeds, states, position_ids, context)
+        return self.head.lm_head(step.head_input), *context.states
