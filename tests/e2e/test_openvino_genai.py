@@ -3,6 +3,7 @@ tokens accepted as predicted offline and as served by our own engine."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,3 +104,21 @@ def test_a_draft_accepts_what_was_predicted(
     ends = len(texts(workshop)) / found["rounds"]
     assert abs(there / value - 1) < ends
     assert abs(found["rounds"] / here.rounds - 1) < 0.02
+
+
+def test_a_tap_off_by_one_would_be_noticed(workshop: Path, plain: dict[str, Any]) -> None:
+    """The negative control: the text stays right, and fewer tokens are accepted."""
+    from draftsmith.train.export.openvino.graph import read_graph, write_graph
+
+    shifted = workshop / "shifted"
+    shutil.copytree(workshop / exported(workshop, "eagle3", "openvino"), shifted)
+    graph = read_graph(shifted)
+    graph.set_rt_info("1 2 3", ["hidden_layers_list"])
+    (shifted / "written").mkdir()
+    write_graph(graph, shifted / "written", half=False)
+    for file in (shifted / "written").iterdir():
+        file.replace(shifted / file.name)
+    found = answers(workshop, shifted)
+    assert found["tokens"] == plain["tokens"]
+    tau = 1 + found["accepted"] / found["rounds"]
+    assert tau < 0.95 * predicted_tau(workshop, "eagle3")["value"]

@@ -89,8 +89,8 @@ def table_of(target: Target) -> nn.Embedding:
 
 
 def describe(graph: Any, head: Eagle3) -> None:
-    """Adds what GenAI looks for: the mode, the layers whose outputs are the taps, and the offsets from
-    draft to target ids as a constant output."""
+    """Adds what GenAI looks for: the mode, the layers whose outputs are the taps, and the offsets
+    from draft to target ids as a constant output."""
     ops = library("openvino.opset13")
     graph.set_rt_info("True", ["eagle3_mode"])
     graph.set_rt_info(" ".join(str(tap - 1) for tap in head.taps), ["hidden_layers_list"])
