@@ -22,10 +22,12 @@ from draftsmith.distill.buffer.traffic import ServedText, stitch
 from draftsmith.distill.command import run
 from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.gate.scoring import score
+from draftsmith.distill.gate.sequential import Ledger
 from draftsmith.distill.learn import target_outline, teachers
 from draftsmith.distill.learn.learner import Learner, summary
 from draftsmith.distill.learn.target_outline import TargetOutline, load_outline
 from draftsmith.distill.learn.teachers import Batch
+from draftsmith.distill.state import Counters, Kept, StateFolder, TrackState
 from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
@@ -279,6 +281,38 @@ def test_a_learner_publishes_an_eagle3_draft_without_loading_its_target(
     assert status["positions_trained"] > 0 and np.isfinite(status["loss"])
     decisions = [one["decision"] for one in made.decisions()]
     assert decisions and "refuse" not in decisions
+
+
+def test_a_learner_goes_on_after_a_restart_with_the_states_it_holds(
+    target: Target, outline: TargetOutline, records: list[RoundRecord], tmp_path: Path
+) -> None:
+    engine_of(target, new_draft("eagle3", target), records).generate(
+        prompts(6), SAMPLING, text=False
+    )
+    texts = texts_of(records)
+    config = LearnConfig(teacher="recorded", steps=2, batch=4, replay=0.5, positions=DRAFTED)
+
+    def new_learner() -> Learner:
+        return Learner(new_draft("eagle3", target), outline, config, seed=0)
+
+    first = new_learner()
+    first.update(texts[:4])
+    state = TrackState(1, False, Ledger(), None, {}, [], texts[4:])
+    StateFolder(tmp_path).save(
+        {"": Kept(first, state)}, cursor={}, counters=Counters(), target_revision="now", pool={},
+        open_records=[],
+    )  # fmt: skip
+    again, moved = new_learner(), new_learner()
+    restored = StateFolder(tmp_path).restore({"": again}, target_revision="now")
+    assert restored is not None
+    assert [one.tap_bytes for one in restored.tracks[""].window] == [
+        one.tap_bytes for one in texts[4:]
+    ]
+    assert again.update(texts[4:]).loss == first.update(texts[4:]).loss
+    # States of earlier weights are not read under new ones.
+    StateFolder(tmp_path).restore({"": moved}, target_revision="new")
+    assert len(moved.reservoir.texts) == 4
+    assert not any(one.tap_bytes for one in moved.reservoir.texts)
 
 
 def test_records_without_states_are_refused_at_the_start_and_left_out_later(
