@@ -1,5 +1,5 @@
-"""A text of 32,768 tokens through every part: serving in pieces with a prefix cache, every kind of
-draft, and a head's training pass."""
+"""A text of 32,768 tokens through every part: serving in pieces with a prefix cache, every family,
+trees, HTTP with records, decoding without a server, evaluation and a training step."""
 
 from __future__ import annotations
 
@@ -10,25 +10,38 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from draftsmith.distill.buffer.record_table import from_table, to_table
+from draftsmith.distill.buffer.traffic import stitch
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch
 from draftsmith.drafters.lm.draft_lm import DraftLm
-from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
+from draftsmith.drafters.options import OPTIONS, DraftLmOptions, Eagle3Options
+from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.speculate import speculate
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
+from draftsmith.train.data.batches import collate
+from draftsmith.train.data.dataset import TokenSequence
+from draftsmith.train.evaluate.teacher_forced import evaluate_draft
+from draftsmith.train.objective.depth_weights import Exponential
+from draftsmith.train.objective.teacher import LiveSource
+from draftsmith.train.objective.unrolled_loss import unrolled_loss
 from tests.conftest import SHAPE, make_tokenizer
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 LENGTH, NUM_NEW, QUOTED = 32_768, 8, 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
-CONFIG = EngineConfig(
-    k=3, max_batch=2, num_blocks=2 * LENGTH // 64, block_size=64, max_round_tokens=2048,
-    compile="off",
+CONFIG, TREES = (
+    EngineConfig(
+        max_batch=2, num_blocks=2 * LENGTH // 64 + 2, block_size=64, max_round_tokens=2048,
+        compile="off", **drafts,
+    )
+    for drafts in ({"k": 3}, {"tree": "sampled:3x2x1"})
 )  # fmt: skip
 
 
@@ -94,6 +107,64 @@ def test_a_head_reads_and_drafts_behind_all_of_it(case):
     drafter = Eagle3.create(Eagle3Options(), case[0], seed=1).eval()
     drafted = served(drafter, case)
     assert len(drafted) == 2 and all(drafted)
+
+
+@pytest.mark.parametrize(
+    "family", ["p-eagle", "eagle1", "mtp", "medusa", "mlp", "dflash", "dspark", "draft-lm"]
+)
+def test_every_family_drafts_behind_all_of_it(family, case):
+    small = {"hidden_size": 16, "num_attention_heads": 1} if family == "draft-lm" else {}
+    drafter = FAMILIES[family].create(OPTIONS[family](**small), case[0], seed=1).eval()
+    drafted = served(drafter, case)
+    assert len(drafted) == 2 and all(drafted)
+
+
+def test_a_tree_grows_behind_all_of_it(case):
+    target, prompt, answer = case
+    drafter = Eagle3.create(Eagle3Options(), target, seed=1).eval()
+    engine = build_engine(target, drafter, TREES)
+    for _ in range(2):
+        (found,) = engine.generate([prompt], GREEDY)
+        assert found.tokens == answer
+    assert engine.stats.num_draft_tokens > 0 and not any(engine.stats.fallbacks.values())
+
+
+def test_the_api_answers_and_records_all_of_it(case, live_server, records):
+    target, prompt, answer = case
+    drafter = Eagle3.create(Eagle3Options(), target, seed=1).eval()
+    server = live_server(target, drafter, CONFIG, sink=records)
+    server.http.timeout = 600
+    asked = {"temperature": 0, "max_tokens": NUM_NEW, "ignore_eos": True, "return_token_ids": True}
+    found = server.complete(prompt, **asked).json()
+    assert found["choices"][0]["token_ids"] == answer
+    assert found["usage"]["prompt_tokens"] == len(prompt)
+    text = stitch(from_table(to_table(list(records))))
+    assert text is not None and text.tokens == prompt + answer
+
+
+def test_decoded_without_a_server(case):
+    target, prompt, answer = case
+    drafter = Eagle3.create(Eagle3Options(), target, seed=1).eval()
+    found = speculate(
+        drafter, target, [prompt], k=3, temperature=0.0, seeds=[0], max_new_tokens=NUM_NEW
+    )
+    assert found.texts[0].tokens == prompt + answer
+
+
+def test_evaluated_and_trained_at_the_end_of_all_of_it(case):
+    target, prompt, answer = case
+    text = torch.tensor(prompt + answer)
+    sequence = TokenSequence("0", text, torch.arange(len(text)) >= len(prompt))
+    drafter = Eagle3.create(Eagle3Options(), target, seed=1)
+    found = evaluate_draft(drafter.eval(), target, [sequence], temperature=1.0, k=2)
+    assert 1 <= found.tau.value <= 3
+    loss = unrolled_loss(
+        drafter, LiveSource(target), collate([sequence]), num_steps=2, weighting=Exponential(0.8)
+    )
+    loss.total.backward()
+    for parameter in drafter.parameters():
+        if parameter.requires_grad:
+            assert torch.isfinite(parameter.grad).all() and parameter.grad.abs().max() > 0
 
 
 def test_a_head_is_unrolled_over_all_of_it(case):
