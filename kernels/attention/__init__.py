@@ -1,10 +1,12 @@
-"""Attention over a paged pool of keys and values: the reference in torch and one Triton kernel.
+"""Attention over a paged pool of keys and values: the reference in torch, a Triton kernel, and one
+in C++ for short rows on a CPU.
 
 Files in reading order:
 - `pool`: the pool, and the layout of one pass over it
 - `paged`: the interface: ragged batches, chains and trees
 - `masked_values`: masked values that are not finite
 - `paged_torch`: the reference
+- `paged_compiled`: the C++ kernel, `paged_cpu.cpp`
 - `paged_triton`: the Triton kernel
 
 Other chapters import `paged` and `pool`.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from draftsmith.kernels.attention.paged_compiled import CompiledContext, kernel
 from draftsmith.kernels.attention.paged_torch import GatheredContext
 from draftsmith.kernels.attention.pool import PagedPool, PassLayout, TreeLayout
 from draftsmith.kernels.dispatch import choose
@@ -90,7 +91,8 @@ class PagedPass:
 def _context(impl: str, keys: torch.Tensor) -> Callable[..., GatheredContext | TritonContext]:
     """Attention context class for the passes of a pool."""
     if choose(impl, keys.device, keys.dtype) == "torch":
-        return GatheredContext
+        compiled = impl == "auto" and keys.device.type == "cpu" and kernel(keys.dtype) is not None
+        return CompiledContext if compiled else GatheredContext
     from draftsmith.kernels.attention.paged_triton import TritonContext
 
     return TritonContext.of

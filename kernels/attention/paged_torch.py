@@ -162,22 +162,36 @@ class GatheredContext:
     ) -> torch.Tensor:
         """query [1, heads, T, dim]; keys and values [S, kv_heads, dim], the pass's own among them
         -> [T, heads, value_dim]."""
-        outputs = []
-        for part in self._parts_of(window):
-            q = part.queries(query)
-            k, v = part.gather(keys).to(query.dtype), part.gather(values).to(query.dtype)
-            if softcap is None and sinks is None:
-                out = part.attention(q, k, v, scaling)
-            else:
-                out = reference_attention(
-                    q, k, v, part.visible, scaling=scaling, softcap=softcap, sinks=sinks
-                )
-            if part.visible is not None and not all_finite(out):
-                out = _unspoiled(
-                    out, q, k, v, part.visible, scaling=scaling, softcap=softcap, sinks=sinks
-                )
-            outputs.append(out.transpose(1, 2).flatten(0, 1))
+        outputs = [
+            self._attend_part(part, query, keys, values, scaling, softcap, sinks)
+            for part in self._parts_of(window)
+        ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _attend_part(
+        self,
+        part: _Part,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scaling: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Arguments as `attend`'s -> [tokens of the part, heads, value_dim]."""
+        q = part.queries(query)
+        k, v = part.gather(keys).to(query.dtype), part.gather(values).to(query.dtype)
+        if softcap is None and sinks is None:
+            out = part.attention(q, k, v, scaling)
+        else:
+            out = reference_attention(
+                q, k, v, part.visible, scaling=scaling, softcap=softcap, sinks=sinks
+            )
+        if part.visible is not None and not all_finite(out):
+            out = _unspoiled(
+                out, q, k, v, part.visible, scaling=scaling, softcap=softcap, sinks=sinks
+            )
+        return out.transpose(1, 2).flatten(0, 1)
 
     def _parts_of(self, window: int | None) -> Iterable[_Part]:
         if not self._keeps:

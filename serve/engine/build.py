@@ -13,6 +13,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.kernels.host_memory import keep_freed_memory
 from draftsmith.record import Sink
 from draftsmith.serve.audit.misreport import Misreport
 from draftsmith.serve.cache.blocks import BlockManager
@@ -65,6 +66,8 @@ def build_engine(
     check_states(target, config)
     check_recorded_taps(drafter, config)
     plan = plan_blocks(target, drafter, config)
+    if target.device.type == "cpu":
+        keep_freed_memory()
     if config.compile == "auto":
         record_forwards(target, drafter)
     stats = EngineStats(draft_versions={} if drafter is None else {LIVE: draft_version})

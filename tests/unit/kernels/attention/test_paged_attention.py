@@ -7,6 +7,8 @@ import torch
 
 from draftsmith.kernels.attention import paged_torch
 from draftsmith.kernels.attention.paged import PagedPass
+from draftsmith.kernels.attention.paged_compiled import MOST_QUERIES, CompiledContext, kernel
+from draftsmith.kernels.attention.paged_torch import GatheredContext
 from draftsmith.kernels.attention.pool import PagedPool
 
 BLOCK, DIM = 4, 8
@@ -37,6 +39,12 @@ def plain(
     return (torch.softmax(scores, -1) @ v).transpose(0, 1)
 
 
+needs_compiler = pytest.mark.skipif(
+    kernel(torch.float32) is None, reason="no C++ compiler, so that torch's operations serve"
+)
+
+
+@pytest.mark.parametrize("impl", ["auto", "torch"])
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("options", [
     {}, {"sliding_window": 3}, {"softcap": 2.0}, {"sliding_window": 5, "softcap": 1.0},
@@ -50,7 +58,7 @@ def plain(
     [(0, 300), (4, 2)],  # too many queries to fold
 ])  # fmt: skip
 def test_every_row_attends_to_its_own_context(
-    rows: list, options: dict, heads: int, kv_heads: int
+    rows: list, options: dict, heads: int, kv_heads: int, impl: str, dim: int = DIM
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     options = {"scaling": 0.3, **options}
@@ -66,12 +74,12 @@ def test_every_row_attends_to_its_own_context(
         num_blocks=len(rows) * width + 1,
         block_size=BLOCK,
         num_kv_heads=kv_heads,
-        key_dim=DIM,
+        key_dim=dim,
     )
     for tensor in (*pool.keys, *pool.values):
         tensor[BLOCK:] = torch.nan  # what nobody wrote must not matter
     whole = [
-        tuple(torch.randn(begin + count, kv_heads, DIM, generator=generator) for _ in "kv")
+        tuple(torch.randn(begin + count, kv_heads, dim, generator=generator) for _ in "kv")
         for begin, count in rows
     ]
     for row, ((begin, _), (keys, values)) in enumerate(zip(rows, whole)):
@@ -80,18 +88,18 @@ def test_every_row_attends_to_its_own_context(
         pool.keys[1][slots], pool.values[1][slots] = keys[:begin], values[:begin]
     lengths = torch.tensor([count for _, count in rows])
     positions = torch.cat([torch.arange(begin, begin + count) for begin, count in rows])
-    query = torch.randn(1, heads, len(positions), DIM, generator=generator)
+    query = torch.randn(1, heads, len(positions), dim, generator=generator)
     new = [
         torch.cat([pair[i][begin:] for (begin, _), pair in zip(rows, whole)]).transpose(0, 1)[None]
         for i in (0, 1)
     ]
-    found = PagedPass(pool, tables, positions, lengths).attend(1, query, *new, **options)
+    found = PagedPass(pool, tables, positions, lengths, impl=impl).attend(1, query, *new, **options)
     parts = query[0].split(lengths.tolist(), dim=1)
     spans = positions.split(lengths.tolist())
     expected = torch.cat(
         [plain(q, *pair, at, **options) for q, pair, at in zip(parts, whole, spans)]
     )
-    assert found.shape == (1, len(positions), heads, DIM)
+    assert found.shape == (1, len(positions), heads, dim)
     torch.testing.assert_close(found[0].double(), expected, atol=2e-6, rtol=1e-4)
     assert torch.isnan(pool.keys[0][BLOCK:]).all(), "another layer was written"
 
@@ -109,7 +117,7 @@ def test_long_rows_are_attended_in_pieces(monkeypatch: pytest.MonkeyPatch, optio
 
     monkeypatch.setattr(paged_torch.GatheredContext, "_make_part", noted)
     for rows in ([(0, 19)], [(300, 9), (4, 2), (0, 4)], [(7, 5), (0, 1), (3, 13)]):
-        test_every_row_attends_to_its_own_context(rows, options, 4, 2)
+        test_every_row_attends_to_its_own_context(rows, options, 4, 2, "torch")
     assert max(queries) == 4
 
 
@@ -125,3 +133,126 @@ def test_values_may_be_wider_than_keys() -> None:
     )
     torch.testing.assert_close(found[0].double(), expected, atol=1e-6, rtol=1e-5)
     assert pool.num_bytes == 12 * 2 * (4 + 6) * 4
+
+
+@needs_compiler
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 40])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 70}])
+def test_the_compiled_kernel_knows_every_width(dim: int, options: dict) -> None:
+    rows = [(299, 2), (0, 300), (3, MOST_QUERIES // 2), (700, 1), (40, MOST_QUERIES)]
+    options = {"scaling": dim**-0.5, **options}
+    test_every_row_attends_to_its_own_context(rows, options, 4, 2, "auto", dim)
+
+
+@needs_compiler
+def test_long_rows_beside_short_ones_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A last piece of a long row may be short."""
+    monkeypatch.setattr(paged_torch, "_MOST_QUERIES", 40)
+    test_every_row_attends_to_its_own_context([(5, 43), (9, 1), (2, 81)], {}, 4, 2, "auto")
+
+
+def pass_of(
+    contexts: list[int], dtype: torch.dtype, impl: str = "auto"
+) -> tuple[PagedPass, torch.Tensor]:
+    """A token of each of the rows with so many positions before it, and a query of each; a row's
+    numbers follow from its context alone."""
+    width = -(-(max(contexts) + 1) // BLOCK)
+    tables = torch.arange(1, len(contexts) * width + 1).view(len(contexts), width).flip(1)
+    pool = PagedPool.empty(
+        num_layers=1, num_blocks=len(contexts) * width + 1, block_size=BLOCK, num_kv_heads=2,
+        key_dim=64, dtype=dtype,
+    )  # fmt: skip
+    queries = []
+    for row, context in enumerate(contexts):
+        generator = torch.Generator().manual_seed(context)
+        at = torch.arange(context + 1)
+        slots = tables[row, at // BLOCK] * BLOCK + at % BLOCK
+        for tensor in (pool.keys[0], pool.values[0]):
+            tensor[slots] = torch.randn(context + 1, 2, 64, generator=generator).to(dtype)
+        queries.append(torch.randn(4, 64, generator=generator).to(dtype))
+    positions, lengths = torch.tensor(contexts), torch.ones(len(contexts), dtype=torch.int64)
+    query = torch.stack(queries, dim=1)[None]
+    return PagedPass(pool, tables, positions, lengths, impl=impl), query
+
+
+def attended(made: PagedPass, query: torch.Tensor) -> torch.Tensor:
+    """[B, heads, dim] over what is in the pool."""
+    pool = made.pool
+    return made.context.attend(
+        query, pool.keys[0], pool.values[0], scaling=0.1, window=None, softcap=None, sinks=None
+    )
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
+    together = attended(*pass_of([300, 7, 31, 1000], dtype))
+    for row, context in enumerate([300, 7, 31, 1000]):
+        assert torch.equal(attended(*pass_of([context], dtype))[0], together[row])
+
+
+@needs_compiler
+def test_bfloat16_is_rounded_once() -> None:
+    found, plainly = (
+        attended(*pass_of([300, 7], torch.bfloat16, impl)) for impl in ("auto", "torch")
+    )
+    made, query = pass_of([300, 7], torch.bfloat16)
+    for tensor in (*made.pool.keys, *made.pool.values):
+        tensor.data = tensor.float()
+    exact = attended(PagedPass(made.pool, made.layout.block_tables, torch.tensor([300, 7]),
+                               made.layout.lengths, impl="torch"), query.float())  # fmt: skip
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, exact.bfloat16()) or (
+        (found - exact).abs().max() <= (plainly - exact).abs().max()
+    )
+
+
+@needs_compiler
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_what_is_not_finite_reaches_who_sees_it_alone(number: float) -> None:
+    made, query = pass_of([40, 41], torch.float32)
+    before = attended(made, query)
+    slot = made.pool.slots_of(made.layout.block_tables, 1, torch.tensor([17]))
+    for tensor in (made.pool.keys[0], made.pool.values[0]):
+        kept = tensor[slot]
+        tensor[slot] = number
+        after = attended(made, query)
+        tensor[slot] = kept
+        assert torch.equal(after[0], before[0])
+        assert not torch.isfinite(after[1]).any()
+
+
+@needs_compiler
+def test_scores_without_a_weight_are_no_weight() -> None:
+    """A first stretch of scores of minus infinity, which is no NaN as long as another follows."""
+    made, query = pass_of([600], torch.float32)
+    slots = made.pool.slots_of(made.layout.block_tables, 0, torch.arange(600))
+    made.pool.keys[0][slots] = -3e38
+    query = query.abs() + 10
+    found = attended(made, query)
+    last = made.pool.values[0][made.pool.slots_of(made.layout.block_tables, 0, torch.tensor([600]))]
+    torch.testing.assert_close(found[0], last[0].repeat_interleave(2, 0))
+
+
+@needs_compiler
+def test_threads_share_the_rows() -> None:
+    made, query = pass_of([300, 7, 31, 100, 5], torch.float32)
+    alone, threads = attended(made, query), torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(attended(made, query), alone)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_without_a_compiler_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    from draftsmith.kernels.attention import paged
+
+    def context(**options: str) -> type:
+        return type(pass_of([3], torch.float32, **options)[0].context)
+
+    assert context(impl="torch") is GatheredContext
+    monkeypatch.setattr(paged, "kernel", lambda dtype: object())
+    assert context() is CompiledContext
+    monkeypatch.setattr(paged, "kernel", lambda dtype: None)
+    assert context() is GatheredContext

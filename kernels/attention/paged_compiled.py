@@ -1,0 +1,129 @@
+"""Attention over a paged pool by a compiled kernel, for a CPU with a C++ compiler: short rows (one
+token, a verification) read keys and values where they lie. All else is torch's, as where there is
+no compiler.
+
+Legend as in `paged.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.kernels.attention.paged_torch import GatheredContext
+from draftsmith.kernels.attention.pool import TreeLayout
+from draftsmith.kernels.host_compiler import compiled
+
+SOURCE = Path(__file__).with_name("paged_cpu.cpp")
+NAMES = {torch.float32: "attend_float32", torch.bfloat16: "attend_bfloat16"}
+# Queries that share the keys of a head. Of more, scores are products of matrices, which torch's
+# kernels are faster at.
+MOST_QUERIES = 32
+MOST_DIM = 256  # `kMostDim` of the source
+
+_pointer, _number = ctypes.c_void_p, ctypes.c_int64
+_ARGUMENTS = [_pointer] * 8 + [_number] * 11 + [ctypes.c_float, ctypes.c_int]
+
+
+@cache
+def kernel(dtype: torch.dtype) -> Any:
+    """The compiled function for keys of that dtype; None where there is none."""
+    library = compiled(SOURCE) if dtype in NAMES else None
+    if library is None:
+        return None
+    function = getattr(library, NAMES[dtype])
+    function.argtypes, function.restype = _ARGUMENTS, None
+    return function
+
+
+class CompiledContext(GatheredContext):
+    """As `GatheredContext`, whose results it shares up to rounding. A row's result does not depend
+    on the other rows."""
+
+    def __init__(
+        self,
+        block_size: int,
+        block_tables: torch.Tensor,
+        positions: torch.Tensor,
+        lengths: torch.Tensor,
+        tree: TreeLayout | None,
+    ):
+        super().__init__(block_size, block_tables, positions, lengths, tree)
+        self._row_lengths = lengths.tolist()
+        self._tables, self._ends = block_tables.contiguous(), positions.contiguous()
+        self._lengths = lengths.contiguous()
+        self._begins = self._lengths.cumsum(0) - self._lengths
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        plain = self.tree is None and softcap is None and sinks is None
+        if not (plain and _fits(query, keys, values)):
+            return super().attend(
+                query,
+                keys,
+                values,
+                scaling=scaling,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+            )
+        if query.stride(3) != 1:
+            query = query.contiguous()
+        _, heads, num_tokens, key_dim = query.shape
+        _, kv_heads, value_dim = values.shape
+        longest = MOST_QUERIES // (heads // kv_heads)  # tokens of a row
+        out = query.new_empty(num_tokens, heads, value_dim)
+        kernel(query.dtype)(
+            query.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            out.data_ptr(),
+            self._tables.data_ptr(),
+            self._ends.data_ptr(),
+            self._lengths.data_ptr(),
+            self._begins.data_ptr(),
+            len(self._lengths),
+            longest,
+            self._tables.shape[1],
+            self.block_size,
+            heads,
+            kv_heads,
+            key_dim,
+            value_dim,
+            query.stride(1),
+            query.stride(2),
+            window or 0,
+            scaling,
+            torch.get_num_threads(),
+        )
+        for run in self._runs:
+            if self._row_lengths[run.first_row] <= longest:
+                continue
+            part = self._make_part(run, window)
+            found = self._attend_part(part, query, keys, values, scaling, softcap, sinks)
+            out[run.begin : run.begin + run.num_rows * run.length] = found
+        return out
+
+
+def _fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+    return (
+        keys.dtype == values.dtype == query.dtype
+        and max(keys.shape[-1], values.shape[-1]) <= MOST_DIM
+        and keys.is_contiguous()
+        and values.is_contiguous()
+        and not query.requires_grad
+        and kernel(query.dtype) is not None
+    )

@@ -1,0 +1,99 @@
+"""Compilation of a C++ source for the processor of this machine, by the compiler of this machine.
+
+A library is compiled once per processor, source and compiler, and kept in the user's cache folder
+(`XDG_CACHE_HOME`, else `~/.cache`, then `draftsmith`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = (
+    "-O3", "-march=native", "-std=c++17", "-shared", "-fPIC",
+    # Sums in any order, which vectors need; numbers that are not finite keep their meaning.
+    "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math",
+)  # fmt: skip
+OPENMP = "-fopenmp"  # a compiler without it makes the same for one thread
+MOST_S = 120.0
+
+
+@cache
+def compiled(source: Path) -> ctypes.CDLL | None:
+    """The library of `source`; None, with a line in the log, where it cannot be made."""
+    try:
+        return _load(source)
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        log.info("%s is not compiled (%s); torch's operations serve", source.name, error)
+        return None
+
+
+def _load(source: Path) -> ctypes.CDLL:
+    compiler = _compiler()
+    name = f"{source.stem}-{_digest(source, compiler)}.so"
+    try:
+        library = _cache_folder() / name
+        try:
+            return ctypes.CDLL(str(library))
+        except OSError:  # not there, or damaged
+            _compile(compiler, source, library)
+            return ctypes.CDLL(str(library))
+    except OSError:
+        # A home that cannot be written: made for this process alone.
+        with tempfile.TemporaryDirectory(prefix="draftsmith-") as folder_name:
+            _compile(compiler, source, Path(folder_name, name))
+            return ctypes.CDLL(str(Path(folder_name, name)))
+
+
+def _compiler() -> str:
+    for name in (os.environ.get("CXX", ""), *COMPILERS):
+        if name and (found := shutil.which(name)):
+            return os.path.realpath(found)
+    raise RuntimeError("there is no C++ compiler")
+
+
+def _cache_folder() -> Path:
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def _digest(source: Path, compiler: str) -> str:
+    parts = (compiler, os.stat(compiler).st_mtime_ns, FLAGS, platform.machine(), _processor())
+    return hashlib.sha256(source.read_bytes() + repr(parts).encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    """Model and instruction sets of this processor; a cache may be shared by machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.split("\t")[0] in wanted}))
+
+
+def _compile(compiler: str, source: Path, library: Path) -> None:
+    """Appears by one rename, as another process may compile the same."""
+    scratch = library.with_name(f"{library.name}.{os.getpid()}")
+    try:
+        for openmp in ([OPENMP], []):
+            command = [compiler, *FLAGS, *openmp, str(source), "-o", str(scratch)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=MOST_S)
+            if done.returncode == 0:
+                os.replace(scratch, library)
+                return
+    finally:
+        scratch.unlink(missing_ok=True)
+    raise RuntimeError(f"{compiler} says {done.stderr.strip()[:200]!r}")
