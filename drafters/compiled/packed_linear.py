@@ -86,12 +86,10 @@ class PackedLinear:
             ]
         if count <= MOST_ROWS and self._half is not None:
             joined = self._half(rows)
-        elif count <= _EXACT_ROWS:
+        elif (missing := padded_rows(count) - count) == 0:
             joined = self._multiply(rows)
         else:
-            flat = torch.nn.functional.pad(
-                rows.reshape(count, -1), (0, 0, 0, padded_rows(count) - count)
-            )
+            flat = torch.nn.functional.pad(rows.reshape(count, -1), (0, 0, 0, missing))
             joined = self._multiply(flat)[:count].view(*rows.shape[:-1], -1)
         # Not the tensor's own `split`, half of whose time is Python.
         return (joined,) if len(self.sizes) == 1 else torch.split_with_sizes(joined, self.sizes, -1)

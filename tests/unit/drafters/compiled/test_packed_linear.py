@@ -32,6 +32,17 @@ def test_few_numbers_of_rows_reach_the_library() -> None:
     assert [padded_rows(count) for count in (1, 16, 17, 64, 65, 512)] == [1, 16, 24, 64, 128, 512]
 
 
+def test_rows_that_need_no_padding_are_not_copied() -> None:
+    packed, multiplied = PackedLinear([torch.ones(8, 24)], [None]), []
+    multiply = packed._multiply
+    packed._multiply = lambda rows: multiplied.append(rows) or multiply(rows)  # type: ignore
+    for count, same in ((16, True), (63, False), (64, True)):
+        rows = torch.ones(1, count, 24)
+        with torch.inference_mode():
+            packed(rows)
+        assert (multiplied[-1].data_ptr() == rows.data_ptr()) is same
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_single_row_of_wide_weights_follows_weights_written_in_place(dtype: torch.dtype) -> None:
     """One row is multiplied with the weights as they are stored (float32) or as float16 (bfloat16),
