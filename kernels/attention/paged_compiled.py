@@ -53,9 +53,9 @@ class CompiledContext(GatheredContext):
         tree: TreeLayout | None,
     ):
         super().__init__(block_size, block_tables, positions, lengths, tree)
-        self._row_lengths = lengths.tolist()
-        self._tables, self._ends = block_tables.contiguous(), positions.contiguous()
-        self._lengths = lengths.contiguous()
+        self._tables, self._ends, self._lengths = (
+            tensor.long().contiguous() for tensor in (block_tables, positions, lengths)
+        )
         self._begins = self._lengths.cumsum(0) - self._lengths
 
     def attend(
@@ -109,12 +109,12 @@ class CompiledContext(GatheredContext):
             scaling,
             torch.get_num_threads(),
         )
-        for run in self._runs:
-            if self._row_lengths[run.first_row] <= longest:
-                continue
-            part = self._make_part(run, window)
-            found = self._attend_part(part, query, keys, values, scaling, softcap, sinks)
-            out[run.begin : run.begin + run.num_rows * run.length] = found
+        if max(self._row_lengths) > longest:
+            for part in self._parts_of(window, longest):
+                begin, count = part.run.begin, part.run.num_rows * part.run.length
+                out[begin : begin + count] = self._attend_part(
+                    part, query, keys, values, scaling, softcap, sinks
+                )
         return out
 
 

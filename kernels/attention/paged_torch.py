@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -144,10 +145,10 @@ class GatheredContext:
             tree,
         )
         self.kv_indices = positions if tree is None else tree.kv_indices
-        self._runs = _find_runs(lengths.tolist(), self.kv_indices)
+        self._row_lengths: list[int] = lengths.tolist()
         # Masks of pieces of long rows are made again in each layer rather than kept together.
-        self._keeps = max((run.length for run in self._runs), default=0) < _MOST_QUERIES
-        self._parts: dict[int | None, list[_Part]] = {}
+        self._keeps = max(self._row_lengths, default=0) < _MOST_QUERIES
+        self._parts: dict[tuple[int | None, int], list[_Part]] = {}
 
     def attend(
         self,
@@ -193,12 +194,18 @@ class GatheredContext:
             )
         return out.transpose(1, 2).flatten(0, 1)
 
-    def _parts_of(self, window: int | None) -> Iterable[_Part]:
+    @cached_property
+    def _runs(self) -> list[_Run]:
+        return _find_runs(self._row_lengths, self.kv_indices)
+
+    def _parts_of(self, window: int | None, beyond: int = 0) -> Iterable[_Part]:
+        """Parts of the rows of more than `beyond` tokens."""
+        runs = (run for run in self._runs if self._row_lengths[run.first_row] > beyond)
         if not self._keeps:
-            return (self._make_part(run, window) for run in self._runs)
-        if window not in self._parts:
-            self._parts[window] = [self._make_part(run, window) for run in self._runs]
-        return self._parts[window]
+            return (self._make_part(run, window) for run in runs)
+        if (window, beyond) not in self._parts:
+            self._parts[window, beyond] = [self._make_part(run, window) for run in runs]
+        return self._parts[window, beyond]
 
     def _make_part(self, run: _Run, window: int | None) -> _Part:
         tokens = slice(run.begin, run.begin + run.num_rows * run.length)
