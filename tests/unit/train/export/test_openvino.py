@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import OPTIONS
@@ -139,6 +139,19 @@ def test_genai_drafts_with_a_draft_lm(made: Callable[..., Path]) -> None:
 def test_genai_drafts_with_an_eagle3_head(made: Callable[..., Path]) -> None:
     out = export(made(family="eagle3", **EAGLE3), with_target=True)
     assert generated(out / TARGET, out)[0] == generated(out / TARGET, None)[0]
+
+
+def test_texts_become_the_targets_tokens(
+    made: Callable[..., Path], tiny_target: Callable[..., str]
+) -> None:
+    import openvino_genai
+
+    read = openvino_genai.Tokenizer(export(made(num_layers=1)))
+    own = AutoTokenizer.from_pretrained(tiny_target("llama"))
+    for text in ("def main(): return 12345", "It's 3.5 times; don't!\n\n  ok", "naïve Äö"):
+        ids = own.encode(text)
+        assert read.encode(text).input_ids.data.tolist() == [ids]
+        assert read.decode(ids) == own.decode(ids)
 
 
 @pytest.mark.parametrize(
