@@ -135,6 +135,38 @@ def test_modules_that_sglang_runs_otherwise_are_refused(
         run(ExportConfig(draft=str(tmp_path / "draft"), to="sglang", out=str(tmp_path / "out")))
 
 
+def test_ernies_heads_are_in_the_order_that_vllm_rotates(
+    without_module: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Scores of two states: pairs rotated here, halves there."""
+    target = Target.load(without_module("ernie4_5_moe"), dtype=torch.float32)
+    drafter = Mtp.create(MtpOptions(), target, seed=3)
+    checkpoint.save(drafter, tmp_path / "draft", target)
+    out = tmp_path / "out"
+    run(ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(out), prove=False))
+    theirs = load_file(out / "model-mtp.safetensors")
+    width = drafter.layer.self_attn.head_dim
+    states = torch.randn(2, target.hidden_size, generator=torch.Generator().manual_seed(0))
+    angles = torch.outer(torch.tensor([5.0, 2.0]), 10_000 ** -torch.linspace(0, 1, width // 2))
+    turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+
+    def score(q: torch.Tensor, k: torch.Tensor, *, halves: bool) -> torch.Tensor:
+        rotated = []
+        for weight, state, by in zip((q, k), states, turn):
+            heads = (weight @ state).unflatten(
+                0, (-1, 2, width // 2) if halves else (-1, width // 2, 2)
+            )
+            pairs = heads.transpose(1, 2) if halves else heads
+            rotated.append(torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * by))
+        return (rotated[0][: len(rotated[1])] * rotated[1]).sum(dim=(1, 2))
+
+    attention, name = drafter.layer.self_attn, "model.mtp_block.0.self_attn.{}_proj.weight"
+    torch.testing.assert_close(
+        score(theirs[name.format("q")], theirs[name.format("k")], halves=True),
+        score(attention.q_proj.weight, attention.k_proj.weight, halves=False),
+    )
+
+
 def test_another_width_is_refused(without_module: Callable[[str], Path]) -> None:
     target = Target.load(without_module("glm4_moe"))
     with pytest.raises(UserError, match="has a block of the target's own shape; leave it out"):
