@@ -81,7 +81,8 @@ def outdated(mutant: Mutant, root: Path) -> str:
     if mutant.old == mutant.new:
         return "`new` is `old`"
     try:
-        ast.parse(mutant.mutated(path.read_text(encoding="utf-8")))
+        if path.suffix == ".py":
+            ast.parse(mutant.mutated(path.read_text(encoding="utf-8")))
     except SyntaxError as error:
         return f"the edited {mutant.file} does not compile: {error}"
     missing = [test for test in mutant.tests if not _defined(test, root)]
