@@ -27,7 +27,7 @@ from draftsmith.distill.generate.writers import Asked, seed_of
 from draftsmith.drafters.target.device import load_target
 from draftsmith.drafters.target.target import Target
 from draftsmith.files import write_json
-from draftsmith.generate_command import answers_of
+from draftsmith.commands.generate import answers_of
 from draftsmith.train.quiet import quiet
 from scripts.bench.markdown_table import header, line
 from scripts.paths import ROOT
