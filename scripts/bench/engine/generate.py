@@ -21,13 +21,13 @@ from typing import NamedTuple
 
 import torch
 
+from draftsmith.commands.generate import answers_of
 from draftsmith.distill.config import GenerateConfig
 from draftsmith.distill.generate.prompts import load
 from draftsmith.distill.generate.writers import Asked, seed_of
 from draftsmith.drafters.target.device import load_target
 from draftsmith.drafters.target.target import Target
 from draftsmith.files import write_json
-from draftsmith.commands.generate import answers_of
 from draftsmith.train.quiet import quiet
 from scripts.bench.markdown_table import header, line
 from scripts.paths import ROOT
