@@ -183,7 +183,7 @@ def test_a_target_with_other_modules_than_one_is_refused(
     target, _, folder = exported()
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**values, "num_nextn_predict_layers": 3}))
-    with pytest.raises(UserError, match="num_nextn_predict_layers=3"):
+    with pytest.raises(UserError, match="counts 3 MTP modules, of which one is read"):
         checkpoint.load(folder, target)
 
 
@@ -243,5 +243,5 @@ def test_engines_without_a_matching_layout_are_refused(
     exported: Callable[..., tuple[Target, Mtp, Path]], engine: str, tmp_path: Path
 ) -> None:
     exported()
-    with pytest.raises(UserError, match="export this mtp draft --to vllm"):
+    with pytest.raises(UserError, match="export (this mtp draft )?--to vllm"):
         run(ExportConfig(draft=str(tmp_path / "draft"), to=engine, out=str(tmp_path / "other")))
