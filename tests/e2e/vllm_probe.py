@@ -2,7 +2,8 @@
 vLLM generated and accepted.
 
 Job: {"model", "prompts": [[ids]], "max_tokens", "max_model_len", "speculative": null or vLLM's
-speculative config, "hf_overrides": null or keys of the model's config, "out"}.
+speculative config, "hf_overrides": null or keys of the model's config, "temperature": 0 where it is
+absent, "additional": null or vLLM's additional config, "out"}.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ def main(job_path: str) -> None:
         disable_log_stats=False,
         seed=0,
         hf_overrides=job.get("hf_overrides"),
+        additional_config=job.get("additional") or {},
     )
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     finished = engine.generate(
-        prompts, SamplingParams(temperature=0.0, max_tokens=job["max_tokens"])
+        prompts,
+        SamplingParams(temperature=job.get("temperature", 0.0), max_tokens=job["max_tokens"]),
     )
     metrics = {
         metric.name: metric

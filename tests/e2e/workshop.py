@@ -155,15 +155,15 @@ class Served(NamedTuple):
     rounds: int
 
 
-def served(folder: Path, family: str) -> Served:
+def served(folder: Path, family: str, *, temperature: float = 0.0, repeats: int = 1) -> Served:
     """The same prompts and draft in our own engine."""
     target = Target.load(folder / "target")
     engine = build_engine(
         target, checkpoint.load(trained(folder, family), target), EngineConfig(k=K, max_batch=8)
     )
     answers = engine.generate(
-        [prompt for prompt, _ in texts(folder)],
-        SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS),
+        [prompt for prompt, _ in texts(folder)] * repeats,
+        SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS),
     )
     counts = engine.stats.acceptance
     assert counts.tau is not None
