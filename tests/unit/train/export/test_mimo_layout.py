@@ -243,5 +243,5 @@ def test_engines_without_a_matching_layout_are_refused(
     exported: Callable[..., tuple[Target, Mtp, Path]], engine: str, tmp_path: Path
 ) -> None:
     exported()
-    with pytest.raises(UserError, match="export (this mtp draft )?--to vllm"):
+    with pytest.raises(UserError, match=r"export (this mtp draft )?--to vllm"):
         run(ExportConfig(draft=str(tmp_path / "draft"), to=engine, out=str(tmp_path / "other")))
