@@ -6,6 +6,7 @@ Files in reading order:
 - `plain`: draft LM and MLP speculator
 - `eagle1`: EAGLE-1
 - `eagle3`: EAGLE-3
+- `eagle3_graphs`: what engines with a graph of their own for EAGLE-3 leave out
 - `peagle`: P-EAGLE
 - `medusa`: Medusa
 - `mtp`: MTP modules inside their target

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from draftsmith.drafters.draft_shape import llama_config
 from draftsmith.drafters.weights import read_weights
-from draftsmith.errors import UserError
 from draftsmith.train.export.layouts import eagle3
+from draftsmith.train.export.layouts.eagle3_graphs import Reader, check_represented
 from draftsmith.train.export.layouts.source import Source
 from draftsmith.train.export.llamacpp.file import DRAFT, Gguf, write_gguf
 from draftsmith.train.export.llamacpp.lm import write_target
@@ -22,17 +21,19 @@ from draftsmith.train.export.llamacpp.shape import (
 )
 from draftsmith.train.export.llamacpp.vocabulary import vocabulary
 
-NUM_TAPS = 3
-# Settings that llama.cpp passes over in silence -> the draft that it would run instead.
-UNKNOWN = {
-    "norm_output": "it would feed the state back without its norm and lose later depths",
-    "fc_norm": "it would join the taps without their norms",
-}
+READER = Reader(
+    "llama.cpp",
+    passes_over={
+        "norm_output": "it would feed the state back without its norm and lose later depths",
+        "fc_norm": "it would join the taps without their norms",
+    },
+    single="runs one layer",
+)
 
 
 def write_eagle3(source: Source, out: Path) -> None:
     eagle3.check(source)
-    check_represented(source.config)
+    check_represented(source.config, READER)
     config = llama_config(source.config)
     values = shape_values(config) | {
         "target_layers": source.config["eagle_aux_hidden_state_layer_ids"],
@@ -51,23 +52,3 @@ def write_eagle3(source: Source, out: Path) -> None:
     words = vocabulary(source.target, config.vocab_size, trust_remote_code=source.trust_remote_code)
     write_gguf(out / DRAFT, Gguf("eagle3", values | words, tensors), name=source.draft.name)
     write_target(source, out)
-
-
-def check_represented(config: dict[str, Any]) -> None:
-    for key, instead in UNKNOWN.items():
-        if config.get(key):
-            raise UserError(
-                f"the draft has {key}=true, which llama.cpp passes over: {instead}; train it "
-                f"with eagle3.{key}=false"
-            )
-    taps = config["eagle_aux_hidden_state_layer_ids"]
-    if len(taps) != NUM_TAPS:
-        raise UserError(
-            f"the draft taps layers {taps}, and llama.cpp reads exactly {NUM_TAPS}; train it with "
-            "eagle3.taps of three layers"
-        )
-    if config["num_hidden_layers"] != 1:
-        raise UserError(
-            f"the draft has num_hidden_layers={config['num_hidden_layers']}, and llama.cpp runs "
-            "one layer; export it --to vllm"
-        )

@@ -13,6 +13,7 @@ from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.train.export.layouts import eagle3
+from draftsmith.train.export.layouts.eagle3_graphs import Reader, check_represented
 from draftsmith.train.export.layouts.source import Source, write_config
 from draftsmith.train.export.openvino.graph import (
     JoinedPass,
@@ -25,19 +26,21 @@ from draftsmith.train.export.openvino.graph import (
 from draftsmith.train.export.openvino.lm import check_kind, write_target
 from draftsmith.train.export.openvino.tokens import write_tokenizer
 
-NUM_TAPS = 3
-# Settings of which GenAI would run another draft -> why.
-UNKNOWN = {
-    "norm_output": "it would feed the state back without its norm and lose later depths",
-    "fc_norm": "it joins the taps itself and has no norms for them",
-    "norm_before_fc": "it joins the taps itself and has no norm for them",
-}
+READER = Reader(
+    "OpenVINO GenAI",
+    passes_over={
+        "norm_output": "it would feed the state back without its norm and lose later depths",
+        "fc_norm": "it joins the taps itself and has no norms for them",
+        "norm_before_fc": "it joins the taps itself and has no norm for them",
+    },
+    single="feeds back the state of the first",
+)
 STATES = "hidden_states"
 
 
 def write_eagle3(source: Source, out: Path) -> None:
     eagle3.check(source)
-    check_represented(source.config)
+    check_represented(source.config, READER)
     check_kind(source.target, trust_remote_code=source.trust_remote_code)
     target = Target.load(
         source.target, dtype=torch.float32, trust_remote_code=source.trust_remote_code
@@ -53,26 +56,6 @@ def write_eagle3(source: Source, out: Path) -> None:
     write_config(out, source.config)
     write_tokenizer(source, out)
     write_target(source, out)
-
-
-def check_represented(config: dict[str, Any]) -> None:
-    for key, instead in UNKNOWN.items():
-        if config.get(key):
-            raise UserError(
-                f"the draft has {key}=true, which OpenVINO GenAI passes over: {instead}; train it "
-                f"with eagle3.{key}=false"
-            )
-    taps = config["eagle_aux_hidden_state_layer_ids"]
-    if len(taps) != NUM_TAPS:
-        raise UserError(
-            f"the draft taps layers {taps}, and OpenVINO GenAI reads exactly {NUM_TAPS}; train it "
-            "with eagle3.taps of three layers"
-        )
-    if config["num_hidden_layers"] != 1:
-        raise UserError(
-            f"the draft has num_hidden_layers={config['num_hidden_layers']}, and OpenVINO GenAI "
-            "feeds back the state of the first; export it --to vllm"
-        )
 
 
 def check_embeddings(head: Eagle3, target: Target) -> None:

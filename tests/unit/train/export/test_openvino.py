@@ -26,8 +26,9 @@ from draftsmith.train.export.proof import prove
 
 pytest.importorskip("openvino_genai", reason="the extra [openvino] is not installed")
 
+from draftsmith.train.export.layouts.eagle3_graphs import check_represented
 from draftsmith.train.export.openvino.graph import MODEL, library, read_graph, write_graph
-from draftsmith.train.export.openvino.heads import check_represented
+from draftsmith.train.export.openvino.heads import READER
 from draftsmith.train.export.openvino.lm import TARGET
 from draftsmith.train.export.readers import openvino
 
@@ -171,9 +172,9 @@ def test_heads_that_genai_would_run_as_others_are_refused(
 
 def test_a_second_layer_is_refused(made: Callable[..., Path]) -> None:
     config = read_json(made(family="eagle3", **EAGLE3) / "config.json")
-    check_represented(config)
+    check_represented(config, READER)
     with pytest.raises(UserError, match="feeds back the state of the first"):
-        check_represented({**config, "num_hidden_layers": 2})
+        check_represented({**config, "num_hidden_layers": 2}, READER)
 
 
 def test_embeddings_of_its_own_are_refused(
