@@ -3,7 +3,6 @@
 Files in reading order:
 - `capture`: a forward as a graph of tensor operations
 - `rewrite`: rewriting that keeps the numbers
-- `half_linear`: products of single bfloat16 rows
 - `packed_linear`: linear layers of one input as one
 - `replay`: the rewritten graph as a function
 - `recorded`: the parts of a causal LM, checked against the model

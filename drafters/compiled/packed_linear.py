@@ -1,7 +1,7 @@
 """Linear layers that read the same input, as one multiplication with weights laid out for a CPU.
 
-oneDNN multiplies a few rows with weights that it has laid out beforehand faster than torch's
-default does (`scripts/bench_step`).
+A few rows are `kernels.few_rows`; more, and all where there is no C++ compiler, are oneDNN's, which
+multiplies faster with weights that it has laid out beforehand (`scripts/bench_step`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
-from draftsmith.drafters.compiled.half_linear import MOST_ROWS, half_linear
+from draftsmith.kernels.few_rows import MOST_ROWS, few_rows
 
 _linear = torch.ops.mkldnn._linear_pointwise.default
+_plain = torch._C._nn.linear
 # The number of rows oneDNN lays weights out for. What is good for 8 was as good for 2 and for 64.
 _TYPICAL_ROWS = 8
 
@@ -21,11 +22,6 @@ _TYPICAL_ROWS = 8
 # of prompt (tests/e2e/test_load.py watches it). Decoding's few rows stay as they are, more are
 # padded.
 _EXACT_ROWS, _STEP, _WIDE_ROWS, _WIDE_STEP = 16, 8, 64, 64
-
-
-# A single float32 row with weights at least so wide is multiplied as fast as memory is read by
-# torch's own product and a seventh to a third slower by oneDNN's. For bfloat16 see `half_linear`.
-_WIDE_INPUT = 1024
 
 
 def padded_rows(count: int) -> int:
@@ -38,21 +34,19 @@ def padded_rows(count: int) -> int:
 
 class PackedLinear:
     """`weights` are `[out_i, in]` of one dtype, `biases` their `[out_i]` or None. The tensors stay
-    the caller's and may be written in place; `refresh` then lays them out again. `half` spends
-    memory on a further copy of bfloat16 weights, for single rows."""
+    the caller's and may be written in place; `refresh` then lays them out again. At most `copies`
+    are made of them: for few rows, then oneDNN's for more."""
 
     def __init__(
         self,
         weights: Sequence[torch.Tensor],
         biases: Sequence[torch.Tensor | None],
         *,
-        half: bool = False,
+        copies: int = 2,
     ):
         self.weights, self.biases = list(weights), list(biases)
-        self._with_half = half
+        self._copies = copies
         self.sizes = [len(weight) for weight in weights]
-        first = self.weights[0]
-        self._single_plain = first.dtype == torch.float32 and first.shape[1] >= _WIDE_INPUT
         self._versions: list[int] = []
         self.refresh()
 
@@ -63,9 +57,11 @@ class PackedLinear:
         if versions == self._versions:
             return
         joined = torch.cat(self.weights).detach()
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(joined, _TYPICAL_ROWS)
         self._bias = self._joined_bias()
-        self._half = half_linear(joined, self._bias) if self._with_half else None
+        self._few = few_rows(joined, self._bias)
+        self._packed = None
+        if self._few is None or self._copies > 1:
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(joined, _TYPICAL_ROWS)
         self._versions = versions
 
     def _joined_bias(self) -> torch.Tensor | None:
@@ -79,13 +75,11 @@ class PackedLinear:
     def __call__(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
         """[..., in] -> [..., out_i] of every weight."""
         count = rows.numel() // rows.shape[-1]
-        if count == 1 and self._single_plain:
-            return [
-                torch._C._nn.linear(rows, weight, bias)
-                for weight, bias in zip(self.weights, self.biases)
-            ]
-        if count <= MOST_ROWS and self._half is not None:
-            joined = self._half(rows)
+        if count <= MOST_ROWS and self._few is not None:
+            joined = self._few(rows)
+        elif self._packed is None:
+            pairs = zip(self.weights, self.biases)
+            return [_plain(rows, weight, bias) for weight, bias in pairs]
         elif (missing := padded_rows(count) - count) == 0:
             joined = self._multiply(rows)
         else:

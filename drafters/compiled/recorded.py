@@ -45,12 +45,12 @@ def record_forwards(target: CausalLM, drafter: object) -> None:
         log.info("forwards recorded in %.1f s", perf_counter() - begun_s)
 
 
-def record_lm(lm: CausalLM, *, most_copies: int = 2) -> None:
-    """Lets `lm` run from a recording of its forward, with less overhead, and with `most_copies` of
+def record_lm(lm: CausalLM) -> None:
+    """Lets `lm` run from a recording of its forward, with less overhead, and with two copies of
     its weights (`rewrite`) where memory allows. Does nothing on an accelerator, where CUDA graphs
     serve that purpose, and where the model cannot be recorded or has layers with a state."""
     if not lm.recorded and lm.device.type == "cpu" and not lm.state_layers:
-        lm.replay(attempt(lm.name, lambda: _record(lm, most_copies)))
+        lm.replay(attempt(lm.name, lambda: _record(lm)))
 
 
 def attempt(name: str, record: Callable[[], T]) -> T | None:
@@ -72,10 +72,10 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0][:200]
 
 
-def _record(lm: CausalLM, most_copies: int) -> RecordedLm:
+def _record(lm: CausalLM) -> RecordedLm:
     ids = torch.arange(NUM_TOKENS, device=lm.device)[None]
     states = torch.zeros(1, NUM_TOKENS, lm.hidden_size, dtype=lm.dtype, device=lm.device)
-    copies = min(most_copies, affordable_copies(lm.model))
+    copies = min(2, affordable_copies(lm.model))
     body = Replay(lambda *inputs: _every_state(lm, *inputs), [ids, ids], copies=copies)
     head = Replay(lambda rows, context: lm.own_head(rows), [states], copies=copies)
     recorded = RecordedLm(body, head)

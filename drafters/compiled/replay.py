@@ -22,7 +22,7 @@ class Replay:
     """
 
     def __init__(
-        self, function: Callable[..., Any], examples: Sequence[torch.Tensor], *, copies: int = 1
+        self, function: Callable[..., Any], examples: Sequence[torch.Tensor], *, copies: int = 2
     ):
         module = capture(function, examples)
         self._packed = rewrite(module, copies=copies)

@@ -36,13 +36,13 @@ DIRECT: dict[Any, Callable[..., Any]] = {
 
 
 def rewrite(module: GraphModule, *, copies: int) -> list[PackedLinear]:
-    """Rewrites in place. `copies` of the weights may be made: one laid out for few rows, and a
-    second of bfloat16 weights for single ones. Returns their holders, the caller's to refresh."""
+    """Rewrites in place. `copies` of the weights may be made: one laid out for few rows, a second
+    for more. Returns their holders, the caller's to refresh."""
     drop_no_operations(module.graph)
     merge_equal(module.graph)
     fuse_norms(module)
     fuse_rotations(module)
-    packed = pack_linears(module, half=copies > 1) if copies else []
+    packed = pack_linears(module, copies) if copies else []
     for node in module.graph.nodes:
         if node.target in DIRECT:
             node.target = DIRECT[node.target]
@@ -260,7 +260,7 @@ def _is_slice(node: Node, of: Node, begin: int, end: int) -> bool:
     )
 
 
-def pack_linears(module: GraphModule, *, half: bool) -> list[PackedLinear]:
+def pack_linears(module: GraphModule, copies: int) -> list[PackedLinear]:
     """Linears of one input become one multiplication with packed weights."""
     graph = module.graph
     groups: dict[Node, list[Node]] = defaultdict(list)
@@ -269,18 +269,18 @@ def pack_linears(module: GraphModule, *, half: bool) -> list[PackedLinear]:
         if weight.op == "get_attr" and packable(_tensor(module, weight)):
             groups[node.args[0]].append(node)
     return [
-        _pack(module, f"_packed{index}", nodes, half=half)
+        _pack(module, f"_packed{index}", nodes, copies)
         for index, nodes in enumerate(groups.values())
     ]
 
 
-def _pack(module: GraphModule, name: str, nodes: list[Node], *, half: bool) -> PackedLinear:
+def _pack(module: GraphModule, name: str, nodes: list[Node], copies: int) -> PackedLinear:
     graph = module.graph
     biases = [node.args[2] if len(node.args) > 2 else None for node in nodes]
     packed = PackedLinear(
         [_tensor(module, node.args[1]) for node in nodes],
         [None if bias is None else _tensor(module, bias) for bias in biases],
-        half=half,
+        copies=copies,
     )
     module.__dict__[name] = packed
     with graph.inserting_before(nodes[0]):

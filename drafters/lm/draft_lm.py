@@ -176,7 +176,7 @@ class DraftLm(nn.Module, Recordable, Capturable):
 
     def record(self) -> None:
         # A copy of float16 weights takes 10 ns a weight to make: too long for a swap.
-        record_lm(self.lm, most_copies=1)
+        record_lm(self.lm)
 
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:

@@ -177,10 +177,7 @@ def matmul_variants(model: nn.Module, count: int) -> Variants:
         module.weight.detach() for module in model.modules() if isinstance(module, nn.Linear)
     ]
     packed = [torch.ops.mkldnn._reorder_linear_weight(weight, 8) for weight in weights]
-    recorded = [
-        PackedLinear([weight], [None], half=isinstance(model, transformers.PreTrainedModel))
-        for weight in weights
-    ]
+    recorded = [PackedLinear([weight], [None]) for weight in weights]
     narrow = [torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), 8) for weight in weights]
     scales = [weight.abs().amax(dim=1, keepdim=True) / 127 for weight in weights]
     int8 = [

@@ -6,8 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftsmith.drafters.compiled import half_linear
+from draftsmith.drafters.compiled import packed_linear
 from draftsmith.drafters.compiled.packed_linear import PackedLinear, padded_rows
+from draftsmith.kernels.few_rows import MOST_ROWS, few_rows
+
+needs_compiler = pytest.mark.skipif(
+    few_rows(torch.ones(1, 2), None) is None, reason="there is no C++ compiler"
+)
 
 
 @pytest.mark.parametrize("shape", [(1,), (16,), (17,), (63,), (65,), (200,), (1, 130), (2, 3, 9)])
@@ -36,7 +41,7 @@ def test_rows_that_need_no_padding_are_not_copied() -> None:
     packed, multiplied = PackedLinear([torch.ones(8, 24)], [None]), []
     multiply = packed._multiply
     packed._multiply = lambda rows: multiplied.append(rows) or multiply(rows)  # type: ignore
-    for count, same in ((16, True), (63, False), (64, True)):
+    for count, same in ((24, True), (63, False), (64, True)):
         rows = torch.ones(1, count, 24)
         with torch.inference_mode():
             packed(rows)
@@ -44,39 +49,55 @@ def test_rows_that_need_no_padding_are_not_copied() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_single_row_of_wide_weights_follows_weights_written_in_place(dtype: torch.dtype) -> None:
-    """One row is multiplied with the weights as they are stored (float32) or as float16 (bfloat16),
-    more rows with packed ones; all are refreshed."""
+def test_every_number_of_rows_follows_weights_written_in_place(dtype: torch.dtype) -> None:
+    """Few rows and many have layouts of their own; all are refreshed."""
     generator = torch.Generator().manual_seed(0)
-    weights = [torch.randn(size, 2048, generator=generator).to(dtype) for size in (8, 24)]
+    weights = [torch.randn(size, 64, generator=generator).to(dtype) for size in (8, 24)]
     bias = torch.randn(24, generator=generator).to(dtype)
-    packed = PackedLinear(weights, [None, bias], half=True)
+    packed = PackedLinear(weights, [None, bias])
     for scale in (1.0, 3.0):
         with torch.inference_mode():
             for weight in weights:
                 weight.mul_(scale)
         packed.refresh()
-        rows = torch.randn(4, 1, 2048, generator=generator).to(dtype)
+        rows = torch.randn(MOST_ROWS + 4, 1, 64, generator=generator).to(dtype)
         tolerance = 1e-5 if dtype == torch.float32 else 0.02
-        for part in (rows[:1], rows):
+        for part in (rows[:1], rows[:MOST_ROWS], rows):
             with torch.inference_mode():
                 first, second = packed(part)
             expected = part.double() @ weights[1].double().T + bias.double()
             assert first.shape == (*part.shape[:-1], 8) and first.dtype == dtype
             norm = (second.double() - expected).norm() / expected.norm()
             assert norm.item() < tolerance
+
+
+@needs_compiler
+def test_few_rows_do_not_reach_the_library() -> None:
+    packed = PackedLinear([torch.ones(8, 24)], [None])
     packed._multiply = None  # type: ignore[assignment,method-assign]
-    with pytest.raises(TypeError):
-        packed(rows)
-    if dtype == torch.float32 or half_linear.available():
-        packed(rows[:1])
-
-
-@pytest.mark.skipif(not half_linear.available(), reason="this torch has no FBGEMM")
-def test_without_memory_for_a_further_copy_single_rows_are_multiplied_as_others() -> None:
-    weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
-    assert PackedLinear([weight], [None], half=True)._half is not None
-    spare = PackedLinear([weight], [None])
-    assert spare._half is None
     with torch.inference_mode():
-        torch.testing.assert_close(spare(weight[:1])[0], weight[:1] @ weight.T, rtol=0.02, atol=0.1)
+        packed(torch.ones(MOST_ROWS, 24))
+        with pytest.raises(TypeError):
+            packed(torch.ones(MOST_ROWS + 1, 24))
+
+
+@needs_compiler
+def test_memory_for_one_copy_is_spent_on_few_rows() -> None:
+    weights, bias = [torch.randn(8, 24), torch.randn(16, 24)], torch.randn(16)
+    packed = PackedLinear(weights, [None, bias], copies=1)
+    assert packed._packed is None
+    rows = torch.randn(MOST_ROWS + 1, 24)
+    with torch.inference_mode():
+        found = packed(rows)
+    for one, weight, offset in zip(found, weights, (None, bias), strict=True):
+        torch.testing.assert_close(one, torch.nn.functional.linear(rows, weight, offset))
+
+
+def test_without_a_compiler_all_rows_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_linear, "few_rows", lambda weight, bias: None)
+    weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    packed = PackedLinear([weight], [None], copies=1)
+    with torch.inference_mode():
+        for count in (1, 3, 40):
+            rows = torch.randn(count, 16)
+            torch.testing.assert_close(packed(rows)[0], rows @ weight.T, rtol=1e-4, atol=1e-4)

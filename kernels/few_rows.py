@@ -1,0 +1,89 @@
+"""Products of a few rows with a linear layer's weights, by a compiled kernel, for a CPU with a C++
+compiler. Decoding and verification multiply so few rows that they wait for the weights: these are
+laid out anew and read once, in the order of memory, whatever the number of rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from draftsmith.kernels.host_compiler import compiled
+
+SOURCE = Path(__file__).with_name("few_rows_cpu.cpp")
+# Rows of one product. Of more, arithmetic is what counts, and oneDNN is as fast.
+MOST_ROWS = 16
+# dtype -> its name in the source, and the numbers of which the width is a multiple.
+KINDS = {torch.float32: ("float32", 1), torch.bfloat16: ("bfloat16", 2)}
+_GROUP = 48  # outputs whose weights lie together: `kGroup` of the source
+
+_pointer, _number = ctypes.c_void_p, ctypes.c_int64
+
+
+class _Kernel(NamedTuple):
+    multiply: Any
+    lay_out: Any
+
+
+@cache
+def _kernel(dtype: torch.dtype) -> _Kernel | None:
+    library = compiled(SOURCE) if dtype in KINDS else None
+    if library is None:
+        return None
+    name, _ = KINDS[dtype]
+    found = _Kernel(getattr(library, f"multiply_{name}"), getattr(library, f"lay_out_{name}"))
+    found.multiply.argtypes = [_pointer] * 4 + [_number] * 3 + [ctypes.c_int]
+    found.lay_out.argtypes = [_pointer] * 2 + [_number] * 2 + [ctypes.c_int]
+    found.multiply.restype = found.lay_out.restype = None
+    return found
+
+
+class FewRows:
+    """One copy of a weight `[out, in]`; made by `few_rows`. A row's product does not depend on the
+    other rows, nor on their number."""
+
+    def __init__(self, kernel: _Kernel, weight: torch.Tensor, bias: torch.Tensor | None):
+        self.num_outputs, self.width = weight.shape
+        self._multiply, self._bias = kernel.multiply, bias
+        groups = -(-self.num_outputs // _GROUP)
+        self._weight = weight.new_empty(groups * _GROUP * self.width)
+        self._numbers = (
+            self._weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+        )
+        kernel.lay_out(
+            weight.data_ptr(),
+            self._weight.data_ptr(),
+            self.width,
+            self.num_outputs,
+            torch.get_num_threads(),
+        )
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """[..., in] of at most `MOST_ROWS` rows -> [..., out], sums in float32, rounded once."""
+        rows = rows.contiguous()
+        out = rows.new_empty(*rows.shape[:-1], self.num_outputs)
+        self._multiply(
+            rows.data_ptr(),
+            *self._numbers,
+            out.data_ptr(),
+            rows.numel() // self.width,
+            self.width,
+            self.num_outputs,
+            torch.get_num_threads(),
+        )
+        return out
+
+
+def few_rows(weight: torch.Tensor, bias: torch.Tensor | None) -> FewRows | None:
+    """`weight` [out, in] and `bias` [out] laid out for a few rows; None where that is not possible:
+    no C++ compiler, another dtype than float32 and bfloat16, an odd width in bfloat16."""
+    kernel = _kernel(weight.dtype)
+    if kernel is None or weight.shape[1] % KINDS[weight.dtype][1]:
+        return None
+    bias = None if bias is None else bias.to(weight.dtype).contiguous()
+    return FewRows(kernel, weight.contiguous(), bias)

@@ -1,0 +1,209 @@
+// Products of a few rows with weights that were laid out for them, on a CPU: each weight is read
+// once, in the order of memory. few_rows.py compiles it and says what the arguments are.
+//
+// Outputs are taken in groups of 48. The weights of a group lie together: for each step along the
+// width (one number, or two of bfloat16) those of its first output, of its second, and so on.
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+// Sixteen numbers; compilers split them where registers are narrower.
+typedef float Lanes __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+constexpr int64_t kLanes = 16;
+constexpr int64_t kBlocks = 3;  // of lanes in a group: with 8 rows 24 sums, which registers hold
+constexpr int64_t kGroup = kBlocks * kLanes;
+constexpr int64_t kTogether = 8;  // rows
+constexpr int64_t kMostRows = 16;
+// Of the width: its products are summed apart, and its weights stay near until all rows met them.
+constexpr int64_t kPart = 512;
+constexpr int64_t kAhead = 256;  // bytes of weights that are asked for early
+
+struct Bfloat16 {
+  uint16_t bits;
+};
+
+inline float widened(float x) { return x; }
+inline float widened(Bfloat16 x) {
+  uint32_t bits = uint32_t(x.bits) << 16;
+  float y;
+  memcpy(&y, &bits, sizeof y);
+  return y;
+}
+inline void store(Lanes x, float* to) { memcpy(to, &x, sizeof x); }
+inline void store(Lanes x, Bfloat16* to) {  // to nearest, ties to even
+  const Words bits = (Words)x;
+  const Words rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+  const Halves found = __builtin_convertvector(x == x ? rounded : Words{} + 0x7FC0, Halves);
+  memcpy(to, &found, sizeof found);
+}
+
+// One step along the width: weights of 16 outputs, and what they meet of a row.
+template <typename T>
+struct Step;
+
+template <>
+struct Step<float> {
+  static constexpr int64_t kWidth = 1;
+  typedef Lanes Weights;
+  typedef float Row;
+  static inline Weights load(const float* from) {
+    Weights w;
+    memcpy(&w, from, sizeof w);
+    return w;
+  }
+  static inline Row meet(const float* row) { return *row; }
+  static inline void add(Lanes& sum, const Weights& w, Row x) { sum += w * x; }
+};
+
+template <>
+struct Step<Bfloat16> {
+  static constexpr int64_t kWidth = 2;
+#if defined(__AVX512BF16__)
+  typedef __m512bh Weights;
+  typedef __m512bh Row;
+  static inline Weights load(const Bfloat16* from) {
+    return (__m512bh)_mm512_loadu_si512((const void*)from);
+  }
+  static inline Row meet(const Bfloat16* row) {
+    int32_t pair;
+    memcpy(&pair, row, sizeof pair);
+    return (__m512bh)_mm512_set1_epi32(pair);
+  }
+  static inline void add(Lanes& sum, const Weights& w, const Row& x) {
+    sum = (Lanes)_mm512_dpbf16_ps((__m512)sum, w, x);
+  }
+#else
+  struct Weights {
+    Lanes even, odd;
+  };
+  struct Row {
+    float even, odd;
+  };
+  static inline Weights load(const Bfloat16* from) {
+    Words both;
+    memcpy(&both, from, sizeof both);
+    return {(Lanes)(both << 16), (Lanes)(both & 0xFFFF0000u)};
+  }
+  static inline Row meet(const Bfloat16* row) { return {widened(row[0]), widened(row[1])}; }
+  static inline void add(Lanes& sum, const Weights& w, const Row& x) {
+    sum += w.even * x.even;
+    sum += w.odd * x.odd;
+  }
+#endif
+};
+
+template <typename T>
+struct Product {
+  const T *rows, *weights, *bias;
+  T* out;
+  int64_t num_rows, width, num_outputs;
+};
+
+// Adds the products of `kRows` rows and one group of outputs over `begin <= d < end` of the width.
+template <typename T, int kRows>
+inline void add_rows(const T* rows, const T* weights, int64_t width, int64_t begin, int64_t end,
+                     Lanes (*all)[kBlocks]) {
+  typedef Step<T> S;
+  Lanes sums[kRows][kBlocks] = {};
+  for (int64_t d = begin; d < end; d += S::kWidth) {
+    const T* at = weights + d * kGroup;
+    typename S::Weights w[kBlocks];
+    for (int b = 0; b < kBlocks; b++) {
+      __builtin_prefetch((const char*)(at + b * S::kWidth * kLanes) + kAhead);
+      w[b] = S::load(at + b * S::kWidth * kLanes);
+    }
+    for (int r = 0; r < kRows; r++) {
+      const typename S::Row x = S::meet(rows + r * width + d);
+      for (int b = 0; b < kBlocks; b++) S::add(sums[r][b], w[b], x);
+    }
+  }
+  for (int r = 0; r < kRows; r++)
+    for (int b = 0; b < kBlocks; b++) all[r][b] += sums[r][b];
+}
+
+// As many rows at once as there are, `kTogether` at most: the number must be known to the compiler.
+template <typename T, int kRows = kTogether>
+inline void add(const T* rows, int64_t count, const T* weights, int64_t width, int64_t begin,
+                int64_t end, Lanes (*sums)[kBlocks]) {
+  if constexpr (kRows > 1) {
+    if (count < kRows) return add<T, kRows - 1>(rows, count, weights, width, begin, end, sums);
+  }
+  add_rows<T, kRows>(rows, weights, width, begin, end, sums);
+}
+
+template <typename T>
+void multiply_group(const Product<T>& p, int64_t group) {
+  Lanes sums[kMostRows][kBlocks];
+  for (int64_t r = 0; r < p.num_rows; r++)
+    for (int b = 0; b < kBlocks; b++) sums[r][b] = Lanes{};
+  const T* weights = p.weights + group * p.width * kGroup;
+  for (int64_t begin = 0; begin < p.width; begin += kPart) {
+    const int64_t end = begin + kPart < p.width ? begin + kPart : p.width;
+    for (int64_t row = 0; row < p.num_rows; row += kTogether)
+      add(p.rows + row * p.width, p.num_rows - row, weights, p.width, begin, end, sums + row);
+  }
+  for (int b = 0; b < kBlocks; b++) {
+    const int64_t first = group * kGroup + b * kLanes, rest = p.num_outputs - first;
+    const int64_t count = rest < kLanes ? rest : kLanes;
+    if (count <= 0) break;
+    Lanes bias = {};
+    if (p.bias)
+      for (int64_t i = 0; i < count; i++) bias[i] = widened(p.bias[first + i]);
+    for (int64_t r = 0; r < p.num_rows; r++) {
+      T found[kLanes];
+      store(sums[r][b] + bias, found);
+      memcpy(p.out + r * p.num_outputs + first, found, count * sizeof(T));
+    }
+  }
+}
+
+template <typename T>
+void multiply(const Product<T>& p, int threads) {
+  const int64_t groups = (p.num_outputs + kGroup - 1) / kGroup;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int64_t group = 0; group < groups; group++) multiply_group(p, group);
+}
+
+// Lays out `weights` [num_outputs, width]; outputs that a last group lacks are zeros.
+template <typename T>
+void lay_out(const T* weights, T* out, int64_t width, int64_t num_outputs, int threads) {
+  constexpr int64_t kStep = Step<T>::kWidth, kNear = 4096 / sizeof(T);  // numbers that are read in one run
+  const int64_t groups = (num_outputs + kGroup - 1) / kGroup;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int64_t group = 0; group < groups; group++) {
+    T* to = out + group * width * kGroup;
+    for (int64_t begin = 0; begin < width; begin += kNear)
+      for (int64_t i = 0; i < kGroup; i++) {
+        const int64_t output = group * kGroup + i;
+        const int64_t end = begin + kNear < width ? begin + kNear : width;
+        for (int64_t d = begin; d < end; d += kStep)
+          for (int64_t s = 0; s < kStep; s++)
+            to[d * kGroup + i * kStep + s] =
+                output < num_outputs ? weights[output * width + d + s] : T{};
+      }
+  }
+}
+
+}  // namespace
+
+#define PRODUCTS(name, T)                                                                          \
+  extern "C" void multiply_##name(const T* rows, const T* weights, const T* bias, T* out,          \
+                                  int64_t num_rows, int64_t width, int64_t num_outputs,            \
+                                  int threads) {                                                   \
+    multiply<T>({rows, weights, bias, out, num_rows, width, num_outputs}, threads);                \
+  }                                                                                                \
+  extern "C" void lay_out_##name(const T* weights, T* out, int64_t width, int64_t num_outputs,     \
+                                 int threads) {                                                    \
+    lay_out<T>(weights, out, width, num_outputs, threads);                                         \
+  }
+
+PRODUCTS(float32, float)
+PRODUCTS(bfloat16, Bfloat16)

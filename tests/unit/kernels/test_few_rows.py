@@ -1,0 +1,118 @@
+"""Products of a few rows against float64, whatever the shape, and each row's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftsmith.kernels import few_rows as module
+from draftsmith.kernels.few_rows import KINDS, MOST_ROWS, FewRows, few_rows
+
+pytestmark = pytest.mark.skipif(
+    module._kernel(torch.float32) is None, reason="there is no C++ compiler"
+)
+
+# Of the norm of a row. float32 sums of 512 products, then of parts; bfloat16 rounds the result.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8}
+# (outputs, width): one group of 48 and its neighbours, one part of 512 and its neighbours.
+SHAPES = [(1, 2), (16, 6), (47, 510), (48, 512), (49, 514), (100, 1538), (256, 4)]
+
+
+def case(
+    outputs: int, width: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(rows, weight, bias)"""
+    generator = torch.Generator().manual_seed(outputs + width)
+    shapes = ((MOST_ROWS, width), (outputs, width), (outputs,))
+    rows, weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in shapes)
+    return rows, weight, bias
+
+
+def made(weight: torch.Tensor, bias: torch.Tensor | None) -> FewRows:
+    found = few_rows(weight, bias)
+    assert found is not None
+    return found
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((found.double() - exact).norm(dim=-1) / exact.norm(dim=-1)).max().item()
+
+
+@pytest.mark.parametrize("dtype", list(KINDS))
+@pytest.mark.parametrize(("outputs", "width"), SHAPES)
+def test_products_are_those_of_float64(outputs: int, width: int, dtype: torch.dtype) -> None:
+    rows, weight, bias = case(outputs, width, dtype)
+    exact = rows.double() @ weight.double().T
+    # Results that nearly cancel have the error of their terms.
+    norms = rows.double().norm(dim=-1, keepdim=True) * weight.double().norm(dim=-1)
+    for offset in (None, bias):
+        found = made(weight, offset)(rows)
+        whole = exact if offset is None else exact + offset.double()
+        assert found.dtype == dtype and found.shape == whole.shape
+        room = TOLERANCE[dtype] * (norms + whole.abs())
+        assert ((found.double() - whole).abs() <= room).all()
+    # The control: the last weight of the last output is read.
+    weight[-1, -1] += 8
+    changed = made(weight, None)(rows)
+    assert not torch.equal(changed[:, -1], made(case(outputs, width, dtype)[1], None)(rows)[:, -1])
+
+
+@pytest.mark.parametrize("dtype", list(KINDS))
+def test_a_rows_product_does_not_depend_on_the_other_rows(dtype: torch.dtype) -> None:
+    rows, weight, bias = case(100, 1538, dtype)
+    linear = made(weight, bias)
+    together = linear(rows)
+    for count in range(1, MOST_ROWS + 1):
+        assert torch.equal(linear(rows[-count:]), together[-count:])
+    rows[3, 7] = float("nan")
+    found = linear(rows)
+    assert found[3].isnan().all()
+    others = [index for index in range(MOST_ROWS) if index != 3]
+    assert torch.equal(found[others], together[others])
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(1, MOST_ROWS), st.integers(1, 130), st.integers(1, 700), st.sampled_from([1, 2, 3])
+)
+def test_any_shape_equals_plain_layers(count: int, outputs: int, width: int, threads: int) -> None:
+    rows, weight, bias = case(outputs, width, torch.float32)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        found = made(weight, bias)(rows[:count])
+    finally:
+        torch.set_num_threads(before)
+    expected = torch.nn.functional.linear(rows[:count], weight, bias)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_any_layout_and_dimension() -> None:
+    rows, weight, _ = case(20, 24, torch.float32)
+    linear = made(weight.T.contiguous().T, None)
+    shaped = rows.T.contiguous().T.view(2, 4, 2, 24)
+    found = linear(shaped)
+    assert found.shape == (2, 4, 2, 20)
+    torch.testing.assert_close(found, shaped @ weight.T, rtol=1e-5, atol=1e-5)
+    assert linear(rows[:0]).shape == (0, 20)
+
+
+def test_overflow_and_ties_round_as_torch_does() -> None:
+    weight = torch.eye(2).bfloat16()
+    largest = torch.finfo(torch.bfloat16).max
+    rows = torch.tensor([[largest, -largest], [1.0, 2.0**-7]]).bfloat16()
+    bias = torch.tensor([largest, -(2.0**-9)]).bfloat16()
+    found = made(weight, bias)(rows)
+    assert torch.equal(found, (rows.float() + bias.float()).bfloat16())
+    assert found[0, 0] == float("inf")
+
+
+def test_what_the_kernel_does_not_know_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert few_rows(torch.ones(4, 3).bfloat16(), None) is None  # an odd width
+    assert few_rows(torch.ones(4, 4).half(), None) is None
+    module._kernel.cache_clear()
+    monkeypatch.setattr(module, "compiled", lambda source: None)
+    assert few_rows(torch.ones(4, 4), None) is None
+    module._kernel.cache_clear()
