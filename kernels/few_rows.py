@@ -15,8 +15,8 @@ import torch
 from draftsmith.kernels.host_compiler import compiled
 
 SOURCE = Path(__file__).with_name("few_rows_cpu.cpp")
-# Rows of one product. Of more, arithmetic is what counts, and oneDNN is as fast.
-MOST_ROWS = 16
+# Rows of one product. With more, arithmetic is what counts, and oneDNN is as fast.
+MOST_ROWS = 32
 # dtype -> its name in the source, and the numbers of which the width is a multiple.
 KINDS = {torch.float32: ("float32", 1), torch.bfloat16: ("bfloat16", 2)}
 _GROUP = 48  # outputs whose weights lie together: `kGroup` of the source

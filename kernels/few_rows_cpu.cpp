@@ -21,7 +21,7 @@ constexpr int64_t kLanes = 16;
 constexpr int64_t kBlocks = 3;  // of lanes in a group: with 8 rows 24 sums, which registers hold
 constexpr int64_t kGroup = kBlocks * kLanes;
 constexpr int64_t kTogether = 8;  // rows
-constexpr int64_t kMostRows = 16;
+constexpr int64_t kMostRows = 32;
 // Of the width: its products are summed apart, and its weights stay near until all rows met them.
 constexpr int64_t kPart = 512;
 constexpr int64_t kAhead = 256;  // bytes of weights that are asked for early
