@@ -236,6 +236,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"model_type": "gpt_neox", "num_key_value_heads": None},
     "qwen3_moe": dict(model_type="qwen3_moe", head_dim=16, **MOE),
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    # Every other layer has no rotation and scales its queries by position, the others chunks.
+    "llama4": {
+        "model_type": "llama4_text", "head_dim": 8, "intermediate_size_mlp": 64,
+        "num_local_experts": 4, "attention_chunk_size": 16, "no_rope_layer_interval": 2,
+        "floor_scale": 6, "attn_scale": 0.5,
+    },
     "gpt2": {
         "model_type": "gpt2", "n_embd": 32, "n_inner": 64, "n_layer": 4, "n_head": 4,
         "n_positions": 256,

@@ -89,6 +89,7 @@ TINY: dict[str, Any] = {
     **dict.fromkeys(("n_group", "topk_group", "num_expert_group"), 1),
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
     "n_shared_experts": 1, "first_k_dense_replace": 1, "sliding_window": 6,
+    "attention_chunk_size": 6, "floor_scale": 5,
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
     "v_head_dim": 8, "rotary_dim": 8,
     "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,

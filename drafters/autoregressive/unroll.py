@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from draftsmith.drafters.target.segments import Sight, Sights, chunks
+from draftsmith.kernels.attention.window import Window
 
 # A chunk of queries skips the step-0 keys that none of them may see.
 CHUNK = 128
@@ -57,7 +58,7 @@ class UnrollPass:
         value: torch.Tensor,
         *,
         scaling: float,
-        sliding_window: int | None = None,
+        sliding_window: Window | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from draftsmith.drafters.target.segments import Sight, Sights, chunks
+from draftsmith.kernels.attention.window import Chunk, Window
 
 # Columns whose blocks attend at once; they skip the context that none of them may see.
 CHUNK = 64
@@ -58,15 +59,16 @@ class BlockPass:
         value: torch.Tensor,
         *,
         scaling: float,
-        sliding_window: int | None = None,
+        sliding_window: Window | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of (L - first) * S slots, block after block, behind the slots that stand
         alone."""
-        if softcap is not None or sinks is not None:
+        if softcap is not None or sinks is not None or isinstance(sliding_window, Chunk):
             raise ValueError(
-                "a block drafter with a soft cap or sinks cannot be trained; use plain attention"
+                "a block drafter with a soft cap, sinks or chunks cannot be trained; use plain "
+                "attention"
             )
         sight = OwnSight(self.is_causal(layer), sliding_window)
         # Under autocast the rotated queries and keys come wider than the values.

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from draftsmith.drafters.target.attention import AttentionContext
+from draftsmith.kernels.attention.window import Chunk, Window, size_of
 
 CONTEXT = "attention_context"  # the graph's last input
 # Any count will do but one: sizes of one are taken for constants.
@@ -23,8 +24,8 @@ NUM_TOKENS = 7
 
 _library = torch.library.Library("draftsmith", "FRAGMENT")
 _library.define(
-    "attend(Tensor query, Tensor key, Tensor value, int layer, float scaling, int? window, float? "
-    "softcap, Tensor? sinks)"
+    "attend(Tensor query, Tensor key, Tensor value, int layer, float scaling, int? window, bool "
+    "chunked, float? softcap, Tensor? sinks)"
     " -> Tensor"
 )
 _attend = torch.ops.draftsmith.attend.default
@@ -76,11 +77,13 @@ class _Recorded:
         value: torch.Tensor,
         *,
         scaling: float,
-        sliding_window: int | None = None,
+        sliding_window: Window | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return _attend(query, key, value, layer, scaling, sliding_window, softcap, sinks)
+        chunked = isinstance(sliding_window, Chunk)
+        window = None if sliding_window is None else size_of(sliding_window)
+        return _attend(query, key, value, layer, scaling, window, chunked, softcap, sinks)
 
 
 def attend(
@@ -91,6 +94,7 @@ def attend(
     layer: int,
     scaling: float,
     window: int | None,
+    chunked: bool,
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -101,7 +105,7 @@ def attend(
         key,
         value,
         scaling=scaling,
-        sliding_window=window,
+        sliding_window=Chunk(window) if window and chunked else window,
         softcap=softcap,
         sinks=sinks,
     )

@@ -5,7 +5,7 @@ Files in reading order:
 - `current`: the pass that is running
 - `attention`: attention classes of their own
 - `alibi`: biases by the position of keys
-- `positions`: positional embeddings that count the tokens of a pass
+- `positions`: embeddings and scales that count the tokens of a pass
 - `table`: class name -> patch
 
 Other chapters import `current`, `table`.

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from draftsmith.drafters.patches.alibi import bloom, bloom_bias, mpt
 from draftsmith.drafters.patches.attention import bert, falcon, numbered, scores
-from draftsmith.drafters.patches.positions import counted
+from draftsmith.drafters.patches.positions import counted, tempered
 
 # The method that is patched, and what stands in its place.
 PATCHES: dict[str, tuple[str, Callable[..., Any]]] = {
@@ -26,6 +26,7 @@ PATCHES: dict[str, tuple[str, Callable[..., Any]]] = {
     "BloomModel": ("build_alibi_tensor", bloom_bias),
     "MptAttention": ("forward", mpt),
     "Zamba2Attention": ("forward", numbered),
+    "Llama4TextAttention": ("forward", tempered),
     "BartLearnedPositionalEmbedding": ("forward", counted),
     "MBartLearnedPositionalEmbedding": ("forward", counted),
     "PLBartLearnedPositionalEmbedding": ("forward", counted),

@@ -18,6 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from draftsmith.drafters.patches.current import current
 from draftsmith.kernels.attention.paged_torch import reference_attention
+from draftsmith.kernels.attention.window import Chunk, Window
 
 IMPLEMENTATION = "draftsmith"
 
@@ -33,7 +34,7 @@ class AttentionContext(Protocol):
         value: torch.Tensor,
         *,
         scaling: float,
-        sliding_window: int | None = None,
+        sliding_window: Window | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -53,9 +54,11 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    query_scale: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention signature; see `AttentionInterface`."""
+    """transformers' attention signature; see `AttentionInterface`. `query_scale` broadcasts to the
+    query."""
     # Not every decoder layer passes on what it has no name for.
     if attention_context is None and (now := current()) is not None:
         attention_context = now.context
@@ -68,18 +71,29 @@ def attention(
         return _plain(
             query, key, value, attention_mask, scaling=scaling, softcap=softcap, sinks=s_aux
         ), None
+    if query_scale is not None:
+        query = (query * query_scale).to(query.dtype)
     output = attention_context.attend(
         module.layer_idx,
         query,
         key,
         value,
         scaling=scaling,
-        sliding_window=sliding_window,
+        sliding_window=chunk_of(module) if sliding_window is None else sliding_window,
         softcap=softcap,
         sinks=s_aux,
     )
     # As transformers' own functions give it: some modules take a view of it.
     return output.contiguous(), None
+
+
+def chunk_of(module: torch.nn.Module) -> Chunk | None:
+    """The chunks that an attention module's layer has by its configuration: transformers' modules
+    keep windows, and leave chunks to the mask."""
+    config = getattr(module, "config", None)
+    size = getattr(config, "attention_chunk_size", None)
+    types = (getattr(config, "layer_types", None) or ())[module.layer_idx :]
+    return Chunk(size) if size and types and types[0] == "chunked_attention" else None
 
 
 def _plain(

@@ -21,14 +21,7 @@ from draftsmith.drafters.patches.table import patch
 from draftsmith.drafters.recurrent.mixers import StateLayers
 from draftsmith.drafters.recurrent.slots import StateSlots
 from draftsmith.drafters.target.attention import AttentionContext
-from draftsmith.drafters.target.limits import (
-    ChunkLimit,
-    RopeLimit,
-    chunk_limit,
-    keep_to_one_chunk,
-    lengthen,
-    rope_limit,
-)
+from draftsmith.drafters.target.limits import lengthen, rope_limit
 from draftsmith.drafters.target.packed_pass import PackedPass
 from draftsmith.drafters.target.quantised import effective_weight, has_numbers
 from draftsmith.drafters.target.segments import positions_of
@@ -110,9 +103,6 @@ class CausalLM:
         self.layers = decoder_layers(self.body, self.config.num_hidden_layers)
         self.eos_token_ids = end_of_text_ids(model)
         self._head = _head_alone(model, self._body_name)
-        self.chunk_limit = chunk_limit(self.config)
-        if self.chunk_limit is not None:
-            keep_to_one_chunk(self.body)
         self._unused_mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=model.device)
         self._recorded: RecordedLm | None = None
         self.state_layers = StateLayers()
@@ -181,21 +171,16 @@ class CausalLM:
         return getattr(self.config, "max_position_embeddings", NO_POSITIONS)
 
     @property
-    def limits(self) -> list[RopeLimit | ChunkLimit]:
-        """Limits of texts below the positions that the model is made for, the tightest first."""
-        limits = (limit for limit in (self.rope_limit, self.chunk_limit) if limit is not None)
-        return sorted(limits, key=lambda limit: limit.positions)
-
-    @property
     def max_positions(self) -> int:
         """The longest text, in tokens, whose states depend on that text alone."""
-        return min([self.num_positions, *(limit.positions for limit in self.limits)])
+        limit = self.rope_limit
+        return self.num_positions if limit is None else min(self.num_positions, limit.positions)
 
     def check_length(self, length: int, what: str) -> None:
         """Raises `UserError` where texts of `length` tokens, by the option or argument `what`,
         would depend on their batch."""
-        for limit in self.limits:
-            limit.check(length, self.name, what)
+        if self.rope_limit is not None:
+            self.rope_limit.check(length, self.name, what)
 
     def new_pool(
         self,

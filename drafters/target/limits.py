@@ -6,9 +6,6 @@ the length at which the frequencies change, a request's text would depend on its
 its prompt is cut into chunks, and on what was drafted. Up to that length they are constant.
 LongRoPE has two sets of frequencies: a target that is loaded for longer texts (`lengthen`) has the
 long set in every pass.
-
-Chunked attention (Llama 4): a token sees the tokens of its own chunk of positions alone. Within the
-first chunk that is plain causal attention, which is what the paged pool has.
 """
 
 from __future__ import annotations
@@ -115,39 +112,3 @@ def _lengthened(module: torch.nn.Module, kind: str | None, length: int) -> bool:
     else:
         module.rope_type[kind] = "default"
     return True
-
-
-class ChunkLimit(NamedTuple):
-    positions: int  # texts of at most so many tokens are attended causally in every layer
-
-    def check(self, length: int, name: str, what: str) -> None:
-        """As `RopeLimit.check`."""
-        if length > self.positions:
-            raise UserError(
-                f"{what} is {length}: {self.reason(name)}; make it at most {self.positions}"
-            )
-
-    def reason(self, name: str) -> str:
-        return f"{name!r} attends in chunks beyond {self.positions} tokens"
-
-    def choice(self, longest: int) -> str:
-        return f"give --max-length {self.positions} or less (max_length in Python)"
-
-
-def keep_to_one_chunk(body: torch.nn.Module) -> None:
-    """Switches off the scale of queries by their place in the pass, which is 1 within the limit
-    and of another text's place where a pass holds several."""
-    for module in body.modules():
-        if getattr(module, "attn_temperature_tuning", False):
-            module.attn_temperature_tuning = False
-
-
-def chunk_limit(config: PreTrainedConfig) -> ChunkLimit | None:
-    """None for a model without chunked attention. `config` is the text model's."""
-    size = getattr(config, "attention_chunk_size", None)
-    if size is None or "chunked_attention" not in (getattr(config, "layer_types", None) or ()):
-        return None
-    if getattr(config, "attn_temperature_tuning", False):
-        # From this position on, queries of the layers without rotation are scaled.
-        size = min(size, config.floor_scale - 1)
-    return ChunkLimit(size)

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from draftsmith.drafters.recurrent.pieces import Piece, Split
 from draftsmith.drafters.target.segments import stretches_of
 from draftsmith.kernels.attention.paged_torch import reference_attention
+from draftsmith.kernels.attention.window import Chunk, Window
 
 
 class PackedPass:
@@ -45,7 +46,7 @@ class PackedPass:
         value: torch.Tensor,
         *,
         scaling: float,
-        sliding_window: int | None = None,
+        sliding_window: Window | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -56,10 +57,15 @@ class PackedPass:
             parts = []
             for begin, end, is_text in stretches:
                 q, k, v = (states[row : row + 1, :, begin:end] for states in (query, key, value))
-                if is_text:
-                    parts.append(_attend(q, k, v, scaling, sliding_window, softcap, sinks))
-                else:
+                if not is_text:
                     parts.append(q.new_zeros(*q.shape[:-1], v.shape[-1]))
+                elif isinstance(sliding_window, Chunk):
+                    # Each chunk is a text of its own.
+                    pieces = (x.split(sliding_window.size, dim=2) for x in (q, k, v))
+                    for one, keys, values in zip(*pieces, strict=True):
+                        parts.append(_attend(one, keys, values, scaling, None, softcap, sinks))
+                else:
+                    parts.append(_attend(q, k, v, scaling, sliding_window, softcap, sinks))
             outputs.append(torch.cat(parts, dim=2))
         return torch.cat(outputs).transpose(1, 2)
 

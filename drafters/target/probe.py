@@ -17,6 +17,7 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.paged_torch import reference_attention
 from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.kernels.attention.window import Chunk, Window
 
 # A prompt shorter than a convolution, a single token, several.
 CHUNKS = (2, 1, 9)
@@ -24,6 +25,8 @@ NUM_TOKENS = sum(CHUNKS)
 NO_ATTENTION = LayerShape(0, 0, 0)
 NARROW = 2  # tokens of a window that a probe's text would not fit in
 HIDDEN_WINDOW = "it hides its sliding window in a mask instead of telling its attention"
+NARROW_CHUNK = 5
+HIDDEN_CHUNKS = "its chunks of attention are others than its configuration says"
 SHORT_TOKENS = 9  # of the text beside the long one
 # Largest allowed difference of logits, as a share of their spread. Only a wrong computation comes
 # near these.
@@ -38,7 +41,7 @@ class AttentionShapes:
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
-        self.windowed = False
+        self.windowed = self.chunked = False
 
     def attend(
         self,
@@ -48,12 +51,13 @@ class AttentionShapes:
         value: torch.Tensor,
         *,
         scaling: float,
-        sliding_window: int | None = None,
+        sliding_window: Window | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self.shapes[layer] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
-        self.windowed |= sliding_window is not None
+        self.windowed |= isinstance(sliding_window, int)
+        self.chunked |= isinstance(sliding_window, Chunk)
         mask = torch.ones(
             query.shape[2], key.shape[2], dtype=torch.bool, device=query.device
         ).tril()
@@ -102,6 +106,8 @@ def _probe(lm: CausalLM, ids: torch.Tensor) -> Probe:
     _check_window(lm, attention, ids)
     layers = [attention.shapes.get(layer, NO_ATTENTION) for layer in range(lm.num_layers)]
     _check_paged(lm, layers, ids, positions, expected)
+    if attention.chunked:
+        _check_chunks(lm, layers, ids, positions)
     _check_neighbours(lm, ids, positions)
     _check_padding(lm, ids)
     return Probe(final.shape[-1], expected.shape[-1], layers)
@@ -213,7 +219,7 @@ def check_layers(lm: CausalLM, attention: AttentionShapes) -> None:
         )
     kinds = set(lm.config.to_dict().get("layer_types") or ())
     known = {"full_attention", "sliding_attention"}
-    if lm.chunk_limit is not None:
+    if attention.chunked:
         known.add("chunked_attention")
     if lm.state_layers:
         # The paged pass shows whether the others keep everything in states.
@@ -237,6 +243,20 @@ def _check_window(lm: CausalLM, attention: AttentionShapes, ids: torch.Tensor) -
     finally:
         lm.config.sliding_window = window
     _compare(lm, narrow, expected, HIDDEN_WINDOW)
+
+
+def _check_chunks(
+    lm: CausalLM, layers: list[LayerShape], ids: torch.Tensor, positions: torch.Tensor
+) -> None:
+    """Compares the paged pass with the model's own over several chunks, narrowed, as a probe's text
+    is shorter than one."""
+    size, lm.config.attention_chunk_size = lm.config.attention_chunk_size, NARROW_CHUNK
+    try:
+        expected = lm.model(input_ids=ids, use_cache=False).logits
+        found = [lm.head(final) for final in _paged_chunks(lm, layers, ids, positions)]
+    finally:
+        lm.config.attention_chunk_size = size
+    _compare(lm, torch.cat(found, dim=1), expected, HIDDEN_CHUNKS)
 
 
 def _compare(lm: CausalLM, actual: torch.Tensor, expected: torch.Tensor, reason: str) -> None:

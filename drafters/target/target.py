@@ -125,7 +125,7 @@ class Target(CausalLM):
         L, H] for `head`). `segments` as in `drafters/target/segments.py`."""
         if (attention_mask.diff(dim=1) > 0).any():
             raise ValueError("attention_mask is padded on the left; pad texts on the right")
-        if self.limits:
+        if self.rope_limit is not None:
             longest = (
                 input_ids.shape[1] if segments is None else int(positions_of(segments).max()) + 1
             )

@@ -2,6 +2,7 @@
 in C++ for short rows on a CPU.
 
 Files in reading order:
+- `window`: how far back the queries of a layer look
 - `pool`: the pool, and the layout of one pass over it
 - `paged`: the interface: ragged batches, chains and trees
 - `masked_values`: masked values that are not finite
@@ -9,5 +10,5 @@ Files in reading order:
 - `paged_compiled`: the C++ kernel, `paged_cpu.cpp`
 - `paged_triton`: the Triton kernel
 
-Other chapters import `paged` and `pool`.
+Other chapters import `paged`, `pool` and `window`.
 """

@@ -17,6 +17,7 @@ import torch
 from draftsmith.kernels.attention.paged_compiled import CompiledContext, kernel
 from draftsmith.kernels.attention.paged_torch import GatheredContext
 from draftsmith.kernels.attention.pool import PagedPool, PassLayout, TreeLayout
+from draftsmith.kernels.attention.window import Window
 from draftsmith.kernels.dispatch import choose
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class PagedPass:
         value: torch.Tensor,
         *,
         scaling: float,
-        sliding_window: int | None = None,
+        sliding_window: Window | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 
 from draftsmith.kernels.attention.paged_torch import GatheredContext
 from draftsmith.kernels.attention.pool import TreeLayout
+from draftsmith.kernels.attention.window import Chunk, Window, size_of
 from draftsmith.kernels.host_compiler import compiled
 
 SOURCE = Path(__file__).with_name("paged_cpu.cpp")
@@ -26,7 +27,7 @@ MOST_QUERIES = 32
 MOST_DIM = 256  # `kMostDim` of the source
 
 _pointer, _number = ctypes.c_void_p, ctypes.c_int64
-_ARGUMENTS = [_pointer] * 8 + [_number] * 11 + [ctypes.c_float, ctypes.c_int]
+_ARGUMENTS = [_pointer] * 8 + [_number] * 12 + [ctypes.c_float, ctypes.c_int]
 
 
 @cache
@@ -65,7 +66,7 @@ class CompiledContext(GatheredContext):
         values: torch.Tensor,
         *,
         scaling: float,
-        window: int | None,
+        window: Window | None,
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -105,7 +106,8 @@ class CompiledContext(GatheredContext):
             value_dim,
             query.stride(1),
             query.stride(2),
-            window or 0,
+            size_of(window),
+            isinstance(window, Chunk),
             scaling,
             torch.get_num_threads(),
         )

@@ -56,7 +56,8 @@ struct Pass {
   T* out;
   const int64_t *tables, *positions;
   int64_t table_width, block_size, heads, kv_heads, key_dim, value_dim, query_head, query_token;
-  int64_t window;  // 0: none
+  int64_t window;   // 0: none
+  int64_t chunked;  // whether `window` is the size of chunks of positions that see themselves alone
   float scaling;
 };
 
@@ -142,6 +143,7 @@ void attend_queries(const Pass<T>& p, int64_t row, int64_t begin, int64_t kv_hea
     largest[i] = -INFINITY, total[i] = 0;
     to[i] = p.positions[token] + 1;
     from[i] = p.window && to[i] > p.window ? to[i] - p.window : 0;
+    if (p.chunked) from[i] = (to[i] - 1) / p.window * p.window;
     least = from[i] < least ? from[i] : least, most = to[i] > most ? to[i] : most;
   }
   const int64_t* table = p.tables + row * p.table_width;
@@ -232,9 +234,10 @@ void attend(const Pass<T>& p, const int64_t* lengths, const int64_t* begins, int
                        const int64_t* begins, int64_t num_rows, int64_t longest,                   \
                        int64_t table_width, int64_t block_size, int64_t heads, int64_t kv_heads,   \
                        int64_t key_dim, int64_t value_dim, int64_t query_head,                     \
-                       int64_t query_token, int64_t window, float scaling, int threads) {          \
+                       int64_t query_token, int64_t window, int64_t chunked, float scaling,        \
+                       int threads) {                                                              \
     attend<T>({query, keys, values, out, tables, positions, table_width, block_size, heads,        \
-               kv_heads, key_dim, value_dim, query_head, query_token, window, scaling},            \
+               kv_heads, key_dim, value_dim, query_head, query_token, window, chunked, scaling},   \
               lengths, begins, num_rows, longest, threads);                                        \
   }
 

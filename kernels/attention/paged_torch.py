@@ -22,6 +22,7 @@ from draftsmith.kernels.attention.masked_values import (
     spoiled_rows,
     without_spoiled,
 )
+from draftsmith.kernels.attention.window import Window, oldest_seen
 
 if TYPE_CHECKING:
     from draftsmith.kernels.attention.pool import TreeLayout
@@ -148,7 +149,7 @@ class GatheredContext:
         self._row_lengths: list[int] = lengths.tolist()
         # Masks of pieces of long rows are made again in each layer rather than kept together.
         self._keeps = max(self._row_lengths, default=0) < _MOST_QUERIES
-        self._parts: dict[tuple[int | None, int], list[_Part]] = {}
+        self._parts: dict[tuple[Window | None, int], list[_Part]] = {}
 
     def attend(
         self,
@@ -157,7 +158,7 @@ class GatheredContext:
         values: torch.Tensor,
         *,
         scaling: float,
-        window: int | None,
+        window: Window | None,
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -198,7 +199,7 @@ class GatheredContext:
     def _runs(self) -> list[_Run]:
         return _find_runs(self._row_lengths, self.kv_indices)
 
-    def _parts_of(self, window: int | None, beyond: int = 0) -> Iterable[_Part]:
+    def _parts_of(self, window: Window | None, beyond: int = 0) -> Iterable[_Part]:
         """Parts of the rows of more than `beyond` tokens."""
         runs = (run for run in self._runs if self._row_lengths[run.first_row] > beyond)
         if not self._keeps:
@@ -207,12 +208,12 @@ class GatheredContext:
             self._parts[window, beyond] = [self._make_part(run, window) for run in runs]
         return self._parts[window, beyond]
 
-    def _make_part(self, run: _Run, window: int | None) -> _Part:
+    def _make_part(self, run: _Run, window: Window | None) -> _Part:
         tokens = slice(run.begin, run.begin + run.num_rows * run.length)
         shape = (run.num_rows, run.length, 1)
         if run.num_rows == run.length == 1 and self.tree is None:
             # A lone token sees all of its window; single-row decoding is nothing else.
-            start = 0 if window is None else max(0, run.context - window)
+            start = 0 if window is None else max(0, oldest_seen(window, run.context - 1))
             if (found := self._neighbours(run, start)) is not None:
                 return _Part(run, found, None)
         kv_indices, positions = (
@@ -220,7 +221,7 @@ class GatheredContext:
             self.positions[tokens].view(shape),
         )
         # No query looks further back than the window of the earliest query of the run.
-        start = 0 if window is None else max(0, int(positions.min()) - window + 1)
+        start = 0 if window is None else max(0, oldest_seen(window, int(positions.min())))
         context = torch.arange(start, run.context, device=kv_indices.device)
         slots = self._neighbours(run, start)
         if slots is None:
@@ -235,7 +236,7 @@ class GatheredContext:
         elif run.num_rows > 1 or run.length > 1:
             visible = context <= kv_indices
             if window is not None:
-                visible &= kv_indices - context < window
+                visible &= context >= oldest_seen(window, positions)
             visible = visible[:, None]
         return _Part(run, slots, visible)
 
@@ -290,7 +291,7 @@ def _tree_sight(
     positions: torch.Tensor,
     ancestors: torch.Tensor,
     first: torch.Tensor,
-    window: int | None,
+    window: Window | None,
 ) -> torch.Tensor:
     """Kv indices `context` [n] seen by tokens [rows, length, 1] -> [rows, length, n] bool."""
     index = context - first
@@ -308,8 +309,8 @@ def _tree_sight(
     # Positions of a path follow one another: the distance to an ancestor is the number of bits
     # above its own.
     above = bits.flip(-1).cumsum(-1).flip(-1) - bits
-    distance = torch.where(plain | (index < 0), positions - context, above.gather(-1, node))
-    return visible & (distance < window)
+    places = torch.where(plain | (index < 0), context, positions - above.gather(-1, node))
+    return visible & (places >= oldest_seen(window, positions))
 
 
 def reference_attention(

@@ -23,6 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
+from draftsmith.kernels.attention.window import Chunk, Window, size_of
+
 if TYPE_CHECKING:
     from draftsmith.kernels.attention.pool import TreeLayout
 
@@ -86,6 +88,7 @@ def _attend(
     SPLITS: tl.constexpr,
     HAS_TREE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_CHUNKS: tl.constexpr,  # with a window, which is their size then
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
@@ -115,8 +118,11 @@ def _attend(
     context = tl.max(kv_index, axis=0) + 1
     nearest = tl.min(tl.where(real, kv_index, _FAR), axis=0)  # before it all queries see everything
     lowest = tl.zeros((), tl.int64)
+    oldest = position - window + 1  # position that a query sees
+    if HAS_CHUNKS:
+        oldest = position // window * window
     if HAS_WINDOW:
-        lowest = tl.maximum(tl.min(position, axis=0) - window + 1, 0)
+        lowest = tl.maximum(tl.min(oldest, axis=0), 0)
         nearest = lowest
     bits = tl.zeros((QUERIES,), tl.int64)
     root = tl.zeros((QUERIES,), tl.int64)
@@ -164,7 +170,7 @@ def _attend(
         if HAS_SOFTCAP:
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
         seen = inside[None, :] & (at[None, :] <= kv_index[:, None])
-        distance = position[:, None] - at[None, :]
+        place = tl.broadcast_to(at[None, :].to(tl.int64), (QUERIES, KEYS))  # its position
         if HAS_TREE:  # noqa: SIM102
             # Blocks before the trees, nearly all of a long context, need no bits.
             if begin_key + KEYS > nearest_root:
@@ -175,9 +181,9 @@ def _attend(
                     # Positions of a path follow one another: the bits above an ancestor's count the
                     # steps to it.
                     above = (tl.maximum(bits[:, None], 0) >> node) >> 1
-                    distance = tl.where(index < 0, distance, _num_bits(above))
+                    place = tl.where(index < 0, place, position[:, None] - _num_bits(above))
         if HAS_WINDOW:
-            seen = seen & (distance < window)
+            seen = seen & (place >= oldest[:, None])
         scores = tl.where(seen, scores * _LOG2E, _MINUS_INF)
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         shift = tl.where(new_top == _MINUS_INF, 0.0, new_top)
@@ -278,7 +284,7 @@ class TritonContext:
         values: torch.Tensor,
         *,
         scaling: float,
-        window: int | None,
+        window: Window | None,
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -323,7 +329,7 @@ class TritonContext:
             num_rows,
             scaling,
             1.0 if softcap is None else softcap,
-            0 if window is None else window,
+            size_of(window),
             KV_HEADS=kv_heads,
             GROUPS=groups,
             KEY_DIM=key_dim,
@@ -338,6 +344,7 @@ class TritonContext:
             SPLITS=num_splits,
             HAS_TREE=tree is not None,
             HAS_WINDOW=window is not None,
+            HAS_CHUNKS=isinstance(window, Chunk),
             HAS_SOFTCAP=softcap is not None,
             HAS_SINKS=sinks is not None,
             num_warps=4 if num_queries <= 32 else 8,

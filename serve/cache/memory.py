@@ -59,10 +59,11 @@ def served_length(target: Target, config: EngineConfig) -> int:
     """Most tokens of prompt and answer. A target that is right for a part of its own length only
     must be given that part."""
     longest = target.num_positions
-    if config.max_length is None and target.max_positions < longest:
+    limit = target.rope_limit
+    if limit is not None and config.max_length is None and target.max_positions < longest:
         raise UserError(
-            f"{target.limits[0].reason(target.name)}, so its longest text must be given: "
-            f"{target.limits[0].choice(longest)}"
+            f"{limit.reason(target.name)}, so its longest text must be given: "
+            f"{limit.choice(longest)}"
         )
     if config.max_length is None:
         return longest

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.heads.mtp import Mtp
@@ -23,10 +24,12 @@ from draftsmith.drafters.options import (
 )
 from draftsmith.drafters.recurrent.kept import KeptState
 from draftsmith.drafters.registry import FAMILIES as REGISTRY
+from draftsmith.drafters.target import attention
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.text.text_first import TextFirst
+from draftsmith.kernels.attention.window import Chunk
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
@@ -228,6 +231,81 @@ def test_speculation_does_not_change_greedy_output(
         # caches.
         seen = {accepted for completion in together for accepted in completion.speculation.accepted}
         assert seen >= {0, 1, 2, 3, 4}
+
+
+def transformers_greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> Greedy:
+    """`generate` of transformers, and the top-2 margin of every choice."""
+    model.generation_config.eos_token_id = None
+    answer = model.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.cat(answer.logits).float().topk(2).values
+    return answer.sequences[0, len(prompt) :].tolist(), (best[:, 0] - best[:, 1]).tolist()
+
+
+def chunked_texts(target: Target, folder: str) -> tuple[list[list[int]], list[Greedy]]:
+    """Prompts of up to three chunks of 16 tokens, and their answers by transformers."""
+    batch = prompts(8)
+    batch.append([*batch[6][:35], 7, 8])  # shares two chunks with another
+    own = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    expected = [transformers_greedy(own, prompt, 24) for prompt in batch]
+    for (tokens, _), alone in zip(expected, plain_greedy(target, batch, 24), strict=True):
+        assert_same(tokens, alone)
+    return batch, expected
+
+
+@pytest.mark.parametrize("family", ["ngram", "eagle3", "draft-lm"])
+def test_chunks_of_attention_do_not_change_greedy_output(
+    family: str, load: Callable[[str], Target], tiny_target: Callable[..., str]
+) -> None:
+    """Llama 4's, with scales of queries by position: drafts across the ends of chunks, prompts in
+    pieces, preemption, blocks that other requests have read."""
+    target = load("llama4")
+    batch, expected = chunked_texts(target, tiny_target("llama4"))
+    known = [prompt + tokens for prompt, (tokens, _) in zip(batch, expected)]
+    drafter = Oracle(make_drafter(family, target), known)
+    config = EngineConfig(
+        k=4, max_batch=3, max_round_tokens=11, num_blocks=14, block_size=8, max_length=80
+    )
+    engine = build_engine(target, drafter, config)
+    seen, crossed = set(), 0
+    for _ in range(2):
+        for prompt, completion, right in zip(batch, engine.generate(batch, GREEDY), expected):
+            assert_same(completion.tokens, right)
+            begin = len(prompt)
+            for accepted in completion.speculation.accepted:
+                seen.add(accepted)
+                crossed += begin // 16 < (begin + accepted) // 16
+                begin += accepted + 1
+    assert seen >= {0, 1, 2, 3, 4} and crossed > 5
+    assert not engine.stats.fallbacks and engine.scheduler.num_preemptions > 0
+    assert engine.stats.prefix_cache_hits > 32
+
+
+@pytest.mark.parametrize("wrong", ["no chunks", "chunks of 17", "scales by place"])
+def test_a_chunk_or_scale_that_is_wrong_is_noticed(
+    wrong: str,
+    load: Callable[[str], Target],
+    tiny_target: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = load("llama4")
+    batch, expected = chunked_texts(target, tiny_target("llama4"))
+    if wrong == "scales by place":
+        for module in target.model.modules():
+            if "forward" in vars(module) and type(module).__name__ == "Llama4TextAttention":
+                monkeypatch.delitem(vars(module), "forward")
+    else:
+        chunk = None if wrong == "no chunks" else Chunk(17)
+        monkeypatch.setattr(attention, "chunk_of", lambda module: chunk)
+    engine = build_engine(target, None, EngineConfig(compile="off"))
+    with target.own_forward(), pytest.raises(AssertionError, match="instead of"):
+        for completion, right in zip(engine.generate(batch, GREEDY), expected):
+            assert_same(completion.tokens, right)
 
 
 @pytest.mark.parametrize("family", ["eagle3", "mtp", "draft-lm", *HEADS])

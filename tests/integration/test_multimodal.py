@@ -59,7 +59,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama4": (
         {
             "model_type": "llama4_text", "head_dim": 8, "intermediate_size_mlp": 64,
-            "num_local_experts": 2, "attention_chunk_size": 256,
+            "num_local_experts": 2, "attention_chunk_size": 8, "floor_scale": 5,
         },
         {
             **VISION, "model_type": "llama4_vision_model", "vision_output_dim": 16,

@@ -388,6 +388,15 @@ def test_states_that_cannot_be_rolled_back_keep_the_joint_distribution(
     assert detectable_bias(NUM_SAMPLES, found.degrees, FALSE_ALARM) < 0.15
 
 
+def test_answers_that_cross_the_end_of_a_chunk_keep_the_joint_distribution(
+    tiny_target: Callable[..., str],
+) -> None:
+    """Chunks of 16 tokens behind a prompt of 30."""
+    found = engine_fit(Target.load(tiny_target("llama4")), "ngram")
+    assert found.p_value > FALSE_ALARM, found
+    assert detectable_bias(NUM_SAMPLES, found.degrees, FALSE_ALARM) < 0.15
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("arch", RECURRENT)

@@ -118,6 +118,7 @@ def assert_same(tokens: list[int], expected: tuple[list[int], list[float]]) -> N
 
 @pytest.mark.parametrize("arch, family", [
     ("mistral", "eagle3"),
+    ("llama4", "eagle3"),
     ("llama", "medusa"),
     pytest.param("gemma2", "mtp", marks=pytest.mark.long),
     pytest.param("llama", "eagle1", marks=pytest.mark.long),
@@ -125,7 +126,7 @@ def assert_same(tokens: list[int], expected: tuple[list[int], list[float]]) -> N
 def test_trees_do_not_change_greedy_output(
     arch: str, family: str, load: Callable[[str], Target]
 ) -> None:
-    """Sliding windows and soft caps included. Small blocks and little memory, so that requests are
+    """Sliding windows, chunks and soft caps included. Small blocks and little memory, so that requests are
     preempted in between."""
     target = load(arch)
     batch = prompts(8)

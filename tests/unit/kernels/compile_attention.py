@@ -15,7 +15,14 @@ NUMBERS = {"scale": "fp32", "softcap": "fp32"}
 
 
 def attend(
-    dtype: str, dims: tuple[int, int], *, queries: int, splits: int, extras: bool, tree: bool
+    dtype: str,
+    dims: tuple[int, int],
+    *,
+    queries: int,
+    splits: int,
+    extras: bool,
+    tree: bool,
+    chunks: bool = False,
 ) -> int:
     widths = [triton.next_power_of_2(dim) for dim in dims]
     constants: dict[str, Any] = {
@@ -24,7 +31,7 @@ def attend(
         "TILE": queries // 4, "QUERIES": queries,
         "KEYS": paged._num_keys(sum(widths), 4 if dtype == F32 else 2),
         "KEY_WIDTH": widths[0], "VALUE_WIDTH": widths[1], "SPLITS": splits, "HAS_TREE": tree,
-        "HAS_WINDOW": extras, "HAS_SOFTCAP": extras, "HAS_SINKS": extras,
+        "HAS_WINDOW": extras or chunks, "HAS_CHUNKS": chunks, "HAS_SOFTCAP": extras, "HAS_SINKS": extras,
     }  # fmt: skip
     pointers = (
         dict.fromkeys(("query", "keys", "values", "sinks"), dtype)
@@ -41,6 +48,7 @@ def main() -> int:
     done += attend("*bf16", (80, 80), queries=64, splits=1, extras=True, tree=True)
     done += attend("*bf16", (576, 512), queries=16, splits=16, extras=False, tree=True)
     done += attend(F32, (128, 128), queries=32, splits=4, extras=True, tree=False)
+    done += attend("*bf16", (128, 128), queries=16, splits=8, extras=False, tree=True, chunks=True)
     pointers = {"parts": F32, "maxima": F32, "sums": F32, "out": "*bf16"}
     done += check(
         paged._merge, pointers, {"VALUE_DIM": 80, "VALUE_WIDTH": 128, "SPLITS": 3, "WIDTH": 4}

@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from draftsmith.errors import UserError
 from draftsmith.extras import missing
 from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.kernels.attention.window import Window
 
 MODEL = "openvino_model.xml"
 # What GenAI feeds; its continuous batching gives positions and takes the mask and `beam_idx` out.
@@ -55,7 +56,7 @@ class JoinedPass:
         value: torch.Tensor,
         *,
         scaling: float,
-        sliding_window: int | None = None,
+        sliding_window: Window | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:

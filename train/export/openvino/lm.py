@@ -46,7 +46,7 @@ def write_model(folder: Path, source: Source, out: Path) -> None:
     own = load_model(folder, trust_remote_code=source.trust_remote_code)
     half = own.dtype != torch.float32
     lm = CausalLM(own.float(), str(folder), check_model)
-    if lm.limits:
+    if lm.rope_limit is not None:
         raise UserError(
             f"{str(folder)!r} has rotary embeddings that depend on the length of a text, which "
             "draftsmith does not write to OpenVINO; convert the model with optimum-intel"

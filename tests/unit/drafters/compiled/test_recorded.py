@@ -27,6 +27,7 @@ ARCHITECTURES = [
     "gpt_neox",
     "qwen3_moe",
     "mixtral",
+    "llama4",
     "gpt2",
 ]
 TAPS = (2, 0, FINAL, 4)

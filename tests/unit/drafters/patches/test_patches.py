@@ -1,4 +1,4 @@
-"""Older attention classes, biases by position and counted positions: each served with the text of the
+"""Older attention classes, biases and scales by position and counted positions: each served with the text of the
 model alone, and none of them without its patch."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.target_kinds import build, outcome_of
 
 PATCHED = (
     "bart", "blenderbot", "blenderbot-small", "bloom", "codegen", "falcon", "gpt_neo",
-    "gpt_neox_japanese", "gptj", "marian", "mbart", "megatron-bert", "mpt", "pegasus", "plbart",
+    "gpt_neox_japanese", "gptj", "llama4_text", "marian", "mbart", "megatron-bert", "mpt", "pegasus", "plbart",
     "rembert",
 )  # fmt: skip
 # Refused by the probe with transformers 5.16, whose code of them is another; versions between that
@@ -45,7 +45,7 @@ def test_control_unpatched_it_is_refused(kind, monkeypatch, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["bloom", "mpt", "gpt_neo"])
+@pytest.mark.parametrize("kind", ["bloom", "mpt", "gpt_neo", "llama4_text"])
 def test_biases_and_windows_reach_as_far_as_the_models(kind, tmp_path):
     """Over a text much longer than a probe's, in pieces, behind another text of the pass."""
     build(kind, tmp_path)
@@ -75,7 +75,7 @@ def test_a_recording_of_the_forward_gives_the_same(tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["falcon", "bloom", "gptj", "bart", "zamba2"])
+@pytest.mark.parametrize("kind", ["falcon", "bloom", "gptj", "bart", "zamba2", "llama4_text"])
 def test_a_copy_runs_on_its_own_weights(kind, tmp_path):
     build(kind, tmp_path)
     target = Target.load(tmp_path, dtype=torch.float32)

@@ -11,14 +11,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draftsmith.drafters.target import probe
+from draftsmith.drafters.target import attention, probe
 from draftsmith.drafters.target.attention import register
 from draftsmith.drafters.target.causal_lm import LayerShape, end_of_text_ids
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
-from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.build import build_engine
+from draftsmith.kernels.attention.window import Chunk
 
 LENGTH = 24
 SHAPE: dict[str, Any] = {
@@ -40,7 +39,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 6},
     "granite": {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "attention_multiplier": 0.2},
     "jetmoe": {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "llama4_text": {"attention_chunk_size": 64, "num_local_experts": 4, "head_dim": 8, "intermediate_size_mlp": 64},
+    "llama4_text": {"attention_chunk_size": 7, "floor_scale": 5, "num_local_experts": 4, "head_dim": 8, "intermediate_size_mlp": 64},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 6},
     "deepseek_v3": {
         "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
@@ -140,24 +139,24 @@ def test_ropes_that_never_change_are_served_to_their_end(rope, tmp_path):
     assert target.rope_limit is None and target.max_positions == SHAPE["max_position_embeddings"]
 
 
-def test_chunked_attention_is_served_within_its_first_chunk(tmp_path):
-    """And no further: the layers without rotation scale their queries by their place in the pass
-    from position 32 on, and another chunk begins at 64."""
-    for changes, longest in (({"floor_scale": 32}, 31), ({"attn_temperature_tuning": False}, 64)):
-        save_tiny("llama4_text", SERVED["llama4_text"] | changes, tmp_path / str(longest))
-        target = Target.load(tmp_path / str(longest), dtype=torch.float32)
-        assert target.max_positions == longest
-        ids = torch.zeros(1, longest + 1, dtype=torch.int64)
-        with pytest.raises(UserError, match=f"attends in chunks beyond {longest} tokens"):
-            target.states(ids, torch.ones_like(ids), ())
-        with pytest.raises(UserError, match=f"give --max-length {longest} or less"):
-            build_engine(target, None, EngineConfig())
-        build_engine(target, None, EngineConfig(max_length=longest))
+@pytest.mark.parametrize("found, refused", [
+    (None, "attention of type 'chunked_attention' is not supported"),
+    (Chunk(64), "chunks of attention are others than its configuration says"),
+])  # fmt: skip
+def test_chunks_that_do_not_follow_the_configuration_are_refused(
+    found, refused, tmp_path, monkeypatch
+):
+    """Though a probe's text is shorter than one."""
+    save_tiny("llama4_text", SERVED["llama4_text"] | {"attention_chunk_size": 64}, tmp_path)
+    Target.load(tmp_path, dtype=torch.float32)
+    monkeypatch.setattr(attention, "chunk_of", lambda module: found)
+    with pytest.raises(UserError, match=refused):
+        Target.load(tmp_path, dtype=torch.float32)
 
 
 def test_a_text_behind_others_in_its_pass_is_scaled_as_if_alone(tmp_path):
-    """By Llama 4, which counts tokens of the pass."""
-    save_tiny("llama4_text", SERVED["llama4_text"] | {"floor_scale": 32}, tmp_path)
+    """By Llama 4, which counts tokens of the pass, and cut into chunks of its own."""
+    save_tiny("llama4_text", SERVED["llama4_text"], tmp_path)
     target = Target.load(tmp_path, dtype=torch.float32)
     ids = torch.arange(50)[None] % SHAPE["vocab_size"]
     segments = (torch.arange(50) >= 30).long()[None]

@@ -10,6 +10,7 @@ from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.paged_compiled import MOST_QUERIES, CompiledContext, kernel
 from draftsmith.kernels.attention.paged_torch import GatheredContext
 from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.kernels.attention.window import Chunk
 
 BLOCK, DIM = 4, 8
 
@@ -30,8 +31,12 @@ def plain(
         scores = options["softcap"] * torch.tanh(scores / options["softcap"])
     distance = positions[:, None] - torch.arange(len(keys))
     hidden = distance < 0
-    if options.get("sliding_window") is not None:
-        hidden |= distance >= options["sliding_window"]
+    window = options.get("sliding_window")
+    if isinstance(window, Chunk):
+        of_chunk = positions[:, None] // window.size
+        hidden |= torch.arange(len(keys)) // window.size != of_chunk
+    elif window is not None:
+        hidden |= distance >= window
     scores = scores.masked_fill(hidden, -torch.inf)
     if options.get("sinks") is not None:
         sinks = options["sinks"].double().view(-1, 1, 1).expand(-1, len(positions), 1)
@@ -48,12 +53,14 @@ needs_compiler = pytest.mark.skipif(
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("options", [
     {}, {"sliding_window": 3}, {"softcap": 2.0}, {"sliding_window": 5, "softcap": 1.0},
-    {"sinks": True},
+    {"sinks": True}, {"sliding_window": Chunk(5)}, {"sliding_window": Chunk(16), "sinks": True},
 ])  # fmt: skip
 @pytest.mark.parametrize("rows", [
     [(0, 7)],  # a prompt
     [(9, 1), (2, 1), (30, 1)],  # one token each
+    [(14, 1), (15, 1), (16, 1)],  # around the end of a chunk of 5 and of 16
     [(9, 3), (2, 3), (12, 3), (5, 1), (0, 6)],  # verify rows, then others
+    [(13, 5), (14, 4), (15, 2), (16, 3), (31, 1)],  # drafts that cross its end
     [(299, 2), (3, 2), (280, 2)],  # beyond what is attended together
     [(0, 300), (4, 2)],  # too many queries to fold
 ])  # fmt: skip
@@ -104,7 +111,9 @@ def test_every_row_attends_to_its_own_context(
     assert torch.isnan(pool.keys[0][BLOCK:]).all(), "another layer was written"
 
 
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 3}, {"softcap": 2.0}])
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 3}, {"sliding_window": Chunk(6)}, {"softcap": 2.0}]
+)
 def test_long_rows_are_attended_in_pieces(monkeypatch: pytest.MonkeyPatch, options: dict) -> None:
     """No mask has more queries than a piece, and they are those of the whole row."""
     monkeypatch.setattr(paged_torch, "_MOST_QUERIES", 4)
@@ -137,7 +146,7 @@ def test_values_may_be_wider_than_keys() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 40])
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 70}])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 70}, {"sliding_window": Chunk(70)}])
 def test_the_compiled_kernel_knows_every_width(dim: int, options: dict) -> None:
     rows = [(299, 2), (0, 300), (3, MOST_QUERIES // 2), (700, 1), (40, MOST_QUERIES)]
     options = {"scaling": dim**-0.5, **options}

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.paged_torch import GatheredContext
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
+from draftsmith.kernels.attention.window import Chunk, Window
 
 BLOCK, KEY_DIM, VALUE_DIM = 4, 8, 6
 CPU = torch.device("cpu")
@@ -58,6 +59,13 @@ class Row:
         return list(range(self.first + 1)) + path[::-1]
 
 
+def visible_of(path: list[int], window: Window | None) -> list[int]:
+    """The end of a path that its last place sees."""
+    if isinstance(window, Chunk):
+        return path[(len(path) - 1) // window.size * window.size :]
+    return path[-(window or 10_000) :]
+
+
 def expected_rows(
     row: Row, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: dict
 ) -> torch.Tensor:
@@ -66,7 +74,7 @@ def expected_rows(
     groups = query.shape[0] // keys.shape[1]
     outs = []
     for index in range(query.shape[1]):
-        path = row.path(index)[-(options.get("sliding_window") or 10_000) :]
+        path = visible_of(row.path(index), options.get("sliding_window"))
         k, v = (x[path].double().repeat_interleave(groups, 1) for x in (keys, values))
         scores = torch.einsum("hd,nhd->hn", query[:, index].double(), k) * options["scaling"]
         if options.get("softcap") is not None:
@@ -91,7 +99,7 @@ PLAIN = [
 ]
 OPTIONS = [
     {}, {"sliding_window": 3}, {"sliding_window": 7, "softcap": 1.0}, {"softcap": 2.0},
-    {"sinks": True},
+    {"sinks": True}, {"sliding_window": Chunk(3)}, {"sliding_window": Chunk(10), "softcap": 1.0},
 ]  # fmt: skip
 
 
@@ -197,6 +205,8 @@ VARIANTS = [
     (Case(4, 4, impl="triton", num_splits=1), {"sinks": True}),
     (Case(6, 2, impl="triton", num_splits=3), {"sliding_window": 7, "sinks": True}),
     (Case(4, 4, impl="triton", num_splits=4), {"softcap": 2.0}),
+    (Case(6, 2, impl="triton", num_splits=1), {"sliding_window": Chunk(10)}),
+    (Case(4, 4, impl="triton", num_splits=3), {"sliding_window": Chunk(3), "softcap": 1.0}),
 ]
 
 
@@ -220,9 +230,9 @@ def any_rows(draw: st.DrawFn) -> list[Row]:
     return rows
 
 
-@given(any_rows(), st.sampled_from([None, 1, 2, 5, 9]))
+@given(any_rows(), st.sampled_from([None, 1, 2, 5, 9, Chunk(1), Chunk(2), Chunk(5), Chunk(9)]))
 @settings(max_examples=60, deadline=None)
-def test_any_mix_of_rows_attends_along_its_paths(rows: list[Row], window: int | None) -> None:
+def test_any_mix_of_rows_attends_along_its_paths(rows: list[Row], window: Window | None) -> None:
     found, expected = run_rows(
         rows, {} if window is None else {"sliding_window": window}, Case(), CPU
     )
@@ -231,7 +241,7 @@ def test_any_mix_of_rows_attends_along_its_paths(rows: list[Row], window: int | 
 
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("index, rows", enumerate([*ROWS, *PLAIN]))
-@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("half", [0, 1, 2])
 def test_the_kernel_equals_the_reference(
     index: int, rows: list[Row], half: int, device: torch.device
 ) -> None:
@@ -271,7 +281,14 @@ def test_the_kernel_takes_any_heads_and_half_floats(
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("num_splits", [None, 1, 16])
 @pytest.mark.parametrize(
-    "options", [{}, {"sliding_window": 1000}, {"softcap": 30.0}, {"sinks": True}]
+    "options",
+    [
+        {},
+        {"sliding_window": 1000},
+        {"sliding_window": Chunk(1024)},
+        {"softcap": 30.0},
+        {"sinks": True},
+    ],
 )
 @pytest.mark.parametrize("key_dim, value_dim", [(128, 128), (80, 80), (192, 128), (576, 512)])
 def test_real_shapes_on_a_device(
