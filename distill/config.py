@@ -17,7 +17,7 @@ POSITIONS = ("accepted", "first-rejected", "bonus", "later-rejected")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig:
+class GenerateOptions:
     target: str = option(help="folder or Hub id of the target")
     prompts: str = option(
         help=(

@@ -19,7 +19,7 @@ from draftsmith.distill.config import (
     DistillConfig,
     DriftConfig,
     GateConfig,
-    GenerateConfig,
+    GenerateOptions,
     LearnConfig,
     LearnUnroll,
     MonitorConfig,
@@ -29,7 +29,7 @@ from draftsmith.distill.config import (
 from draftsmith.drafters.options import LoraOptions
 
 LIMITS: LimitsTable = {
-    GenerateConfig: {
+    GenerateOptions: {
         "count": AT_LEAST_1,
         "prompt_tokens": AT_LEAST_1,
         "max_tokens": AT_LEAST_1,

@@ -257,7 +257,17 @@ class ServedSpeculation(SpeculationOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(Pair):
+class DraftedPair(Pair):
+    """A pair, and how text is drafted and verified."""
+
+    speculation: ServedSpeculation = option(
+        help="drafting and verification", factory=ServedSpeculation, flags=True
+    )
+    lookup: LookupOptions = option(help=LOOKUP_HELP, factory=LookupOptions, flags=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(DraftedPair):
     """The pair and its device; all else is in sections, each option of which is a flag too."""
 
     target: str = option(help="the target: a local folder or Hub id")
@@ -274,10 +284,6 @@ class ServeConfig(Pair):
     tensor_parallel: int = option(
         1, "processes that share the target's weights, started by this command or by torchrun"
     )
-    speculation: ServedSpeculation = option(
-        help="drafting and verification", factory=ServedSpeculation, flags=True
-    )
-    lookup: LookupOptions = option(help=LOOKUP_HELP, factory=LookupOptions, flags=True)
     engine: EngineOptions = option(
         help="batch, memory and compilation", factory=EngineOptions, flags=True
     )

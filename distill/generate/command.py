@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.distill.config import GenerateConfig
+from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate import prompts as prompt_source
 from draftsmith.distill.generate.answers import AnswerFolder, Arrivals
 from draftsmith.distill.generate.prompts import Prompt
@@ -60,11 +60,11 @@ class Reference(NamedTuple):
         return self.target
 
 
-# (target, options, tokens of the longest prompt and its answer) -> its answers
-NewAnswers = Callable[[Target, GenerateConfig, int], Answers]
+# (target, tokens of the longest prompt and its answer) -> its answers
+NewAnswers = Callable[[Target, int], Answers]
 
 
-def run(config: GenerateConfig, new_answers: NewAnswers) -> int:
+def run(config: GenerateOptions, new_answers: NewAnswers) -> int:
     check(config)
     reference = open_reference(config)
     found = prompt_source.load(config, reference.tokenizer, eos_token_ids=reference.eos_token_ids)
@@ -97,6 +97,8 @@ def run(config: GenerateConfig, new_answers: NewAnswers) -> int:
     answer_all(config, writer, reference.target, prompts, folder)
     summary = folder.close()
     print(f"{summary['answers']} answers, {summary['tokens']} tokens in {config.out}")
+    if isinstance(writer, TargetWriter) and (written := writer.answers.report()):
+        print(written)
     if layout is not None:
         store_taps(config, reference.loaded(), layout, folder)
     if len(found) > len(prompts):
@@ -108,7 +110,7 @@ def run(config: GenerateConfig, new_answers: NewAnswers) -> int:
     return 0
 
 
-def open_reference(config: GenerateConfig) -> Reference:
+def open_reference(config: GenerateOptions) -> Reference:
     if config.url is None or config.top_logprobs or config.store_taps:
         target = load_target(
             config.target,
@@ -131,7 +133,7 @@ def open_reference(config: GenerateConfig) -> Reference:
 
 
 def new_writer(
-    config: GenerateConfig, reference: Reference, new_answers: NewAnswers, longest: int
+    config: GenerateOptions, reference: Reference, new_answers: NewAnswers, longest: int
 ) -> tuple[Writer, dict[str, Any]]:
     """Writer of the answers, and its entries in the provenance beyond those of the target's own
     answers."""
@@ -147,10 +149,11 @@ def new_writer(
     if config.url is not None:
         writer = ServerWriter(config, reference.tokenizer)
         return writer, {"answered_by": f"server of {writer.model}"}
-    return TargetWriter(new_answers(reference.loaded(), config, longest), config), {}
+    answers = new_answers(reference.loaded(), longest)
+    return TargetWriter(answers, config), answers.provenance
 
 
-def most_tokens(config: GenerateConfig, prompts: list[Prompt]) -> int:
+def most_tokens(config: GenerateOptions, prompts: list[Prompt]) -> int:
     """Upper bound of the tokens of the texts to come, whose answers may end early."""
     return sum(
         len(prompt.ids) + (0 if config.keep_answers else config.max_tokens) for prompt in prompts
@@ -158,7 +161,7 @@ def most_tokens(config: GenerateConfig, prompts: list[Prompt]) -> int:
 
 
 def answer_all(
-    config: GenerateConfig,
+    config: GenerateOptions,
     writer: Writer,
     target: Target | None,
     prompts: list[Prompt],
@@ -184,7 +187,7 @@ def answer_all(
 
 
 def row_of(
-    config: GenerateConfig, target: Target | None, index: int, prompt: Prompt, written: Written
+    config: GenerateOptions, target: Target | None, index: int, prompt: Prompt, written: Written
 ) -> dict[str, Any]:
     row = {
         "index": index,
@@ -217,7 +220,9 @@ def distributions(
     }
 
 
-def describe(config: GenerateConfig, reference: Reference, prompts: list[Prompt]) -> dict[str, Any]:
+def describe(
+    config: GenerateOptions, reference: Reference, prompts: list[Prompt]
+) -> dict[str, Any]:
     """Provenance: everything that an answer depends on."""
     tokenizer = reference.tokenizer
     return {
@@ -250,7 +255,7 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def check(config: GenerateConfig) -> None:
+def check(config: GenerateOptions) -> None:
     check_numbers(config)
     if config.url is not None and config.keep_answers:
         raise UserError(

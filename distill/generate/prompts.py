@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from draftsmith.corpus import CORPORA, Document, held_out
-from draftsmith.distill.config import GenerateConfig
+from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate.chat_mask import ChatTokenizer, Masked, masked_chat
 from draftsmith.distill.generate.ways import Way, way_of
 from draftsmith.drafters.vocabulary import template_takes
@@ -42,7 +42,7 @@ class Prompt:
 
 
 def load(
-    config: GenerateConfig, tokenizer: Tokenizer, *, eos_token_ids: Sequence[int] = ()
+    config: GenerateOptions, tokenizer: Tokenizer, *, eos_token_ids: Sequence[int] = ()
 ) -> list[Prompt]:
     """Prompts in a fixed order that depends on the options alone."""
     _check_thinking(config, tokenizer)
@@ -63,7 +63,7 @@ def load(
     return prompts
 
 
-def _from_corpus(config: GenerateConfig, tokenizer: Tokenizer) -> Iterator[Prompt]:
+def _from_corpus(config: GenerateOptions, tokenizer: Tokenizer) -> Iterator[Prompt]:
     """Windows that begin at a line of a document; documents are drawn in proportion to their
     length."""
     documents = [document for document in CORPORA[config.prompts]() if _wanted(document, config)]
@@ -80,7 +80,7 @@ def _from_corpus(config: GenerateConfig, tokenizer: Tokenizer) -> Iterator[Promp
 
 
 def _windows(
-    documents: list[Document], config: GenerateConfig, count: int
+    documents: list[Document], config: GenerateOptions, count: int
 ) -> Iterator[tuple[Document, int]]:
     if not documents:
         return
@@ -94,7 +94,7 @@ def _windows(
 
 
 def _from_rows(
-    config: GenerateConfig, tokenizer: Tokenizer, eos_token_ids: Sequence[int]
+    config: GenerateOptions, tokenizer: Tokenizer, eos_token_ids: Sequence[int]
 ) -> Iterator[Prompt]:
     ways = (way_of(config, number) for number in itertools.count())
     for number, row in enumerate(_rows(config), start=1):
@@ -124,7 +124,7 @@ def _from_rows(
 
 def _with_answer(
     row: dict[str, Any],
-    config: GenerateConfig,
+    config: GenerateOptions,
     tokenizer: Tokenizer,
     eos_token_ids: Sequence[int],
     *,
@@ -152,7 +152,7 @@ def _plain(ids: list[int]) -> Masked:
     return Masked(ids, [0] + [1] * (len(ids) - 1))
 
 
-def _wanted(document: Document, config: GenerateConfig) -> bool:
+def _wanted(document: Document, config: GenerateOptions) -> bool:
     return config.split == "all" or held_out(document, config.held_out) == (
         config.split == "held-out"
     )
@@ -160,7 +160,7 @@ def _wanted(document: Document, config: GenerateConfig) -> bool:
 
 def _encode(
     text: str | list[dict[str, Any]],
-    config: GenerateConfig,
+    config: GenerateOptions,
     tokenizer: Tokenizer,
     thinking: bool | None,
 ) -> list[int]:
@@ -192,14 +192,14 @@ def _encode(
     )
 
 
-def _without_chats(config: GenerateConfig) -> UserError:
+def _without_chats(config: GenerateOptions) -> UserError:
     return UserError(
         f"--thinking {config.thinking} is a variable of the chat template and prompts "
         f"{config.prompts!r} are given without one; leave it out, or give chats"
     )
 
 
-def _check_thinking(config: GenerateConfig, tokenizer: Tokenizer) -> None:
+def _check_thinking(config: GenerateOptions, tokenizer: Tokenizer) -> None:
     if config.thinking is None:
         return
     if config.prompts in CORPORA:
@@ -213,7 +213,7 @@ def _check_thinking(config: GenerateConfig, tokenizer: Tokenizer) -> None:
         )
 
 
-def _check_template(config: GenerateConfig, tokenizer: Tokenizer) -> None:
+def _check_template(config: GenerateOptions, tokenizer: Tokenizer) -> None:
     if tokenizer.chat_template is None:
         raise UserError(
             f"prompts {config.prompts!r} hold messages but target {config.target!r} has no chat "
@@ -221,7 +221,7 @@ def _check_template(config: GenerateConfig, tokenizer: Tokenizer) -> None:
         )
 
 
-def _rows(config: GenerateConfig) -> Iterator[dict[str, Any]]:
+def _rows(config: GenerateOptions) -> Iterator[dict[str, Any]]:
     path = Path(config.prompts)
     if path.is_file():
         yield from READERS.get(path.suffix, _read_lines)(path)
@@ -267,7 +267,7 @@ READERS: dict[str, Callable[[Path], Iterator[dict[str, Any]]]] = {
 }
 
 
-def _read_dataset(config: GenerateConfig) -> Iterator[dict[str, Any]]:
+def _read_dataset(config: GenerateOptions) -> Iterator[dict[str, Any]]:
     import datasets
 
     try:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pyarrow.parquet as pq
 import torch
 
-from draftsmith.distill.config import GenerateConfig
+from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate.answers import AnswerFolder
 from draftsmith.drafters.options import default_taps
 from draftsmith.drafters.target.taps import check_taps
@@ -35,7 +35,7 @@ class Cost(NamedTuple):
         )
 
 
-def layout_of(config: GenerateConfig, target: Target) -> TapLayout:
+def layout_of(config: GenerateOptions, target: Target) -> TapLayout:
     taps = config.taps or default_taps(target.num_layers)
     if min(taps) < 0 or len(set(taps)) < len(taps):
         raise UserError(
@@ -77,7 +77,7 @@ def seconds_a_token(target: Target, layout: TapLayout) -> float:
 
 
 def store_taps(
-    config: GenerateConfig, target: Target, layout: TapLayout, folder: AnswerFolder
+    config: GenerateOptions, target: Target, layout: TapLayout, folder: AnswerFolder
 ) -> None:
     progress = Progress("store taps", folder.total, unit="texts")
     done = 0

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from draftsmith.distill.config import GenerateConfig
+from draftsmith.distill.config import GenerateOptions
 
 THINKING: dict[str | None, tuple[bool | None, ...]] = {
     None: (None,),
@@ -24,12 +24,12 @@ class Way(NamedTuple):
     thinking: bool | None  # None: as the chat template does by itself
 
 
-def temperatures(config: GenerateConfig) -> tuple[float, ...]:
+def temperatures(config: GenerateOptions) -> tuple[float, ...]:
     given = config.temperature
     return given if isinstance(given, tuple) else (given,)
 
 
-def way_of(config: GenerateConfig, number: int) -> Way:
+def way_of(config: GenerateOptions, number: int) -> Way:
     """Way of the answer to a prompt: every way comes once in as many prompts in a row, in an order
     of the seed, so that no pattern of the prompts falls together with it."""
     ways = list(itertools.product(temperatures(config), THINKING[config.thinking]))
@@ -38,12 +38,12 @@ def way_of(config: GenerateConfig, number: int) -> Way:
     return Way(*ways[order[at]])
 
 
-def columns_of(config: GenerateConfig) -> list[tuple[str, pa.DataType]]:
+def columns_of(config: GenerateOptions) -> list[tuple[str, pa.DataType]]:
     """Columns of what differs from row to row."""
     columns = [("temperature", pa.float32())] if len(temperatures(config)) > 1 else []
     return columns + ([("thinking", pa.bool_())] if config.thinking == "both" else [])
 
 
-def recorded(config: GenerateConfig, way: Way | None) -> dict[str, Any]:
+def recorded(config: GenerateOptions, way: Way | None) -> dict[str, Any]:
     """Entries of a row in these columns."""
     return {} if way is None else {name: way._asdict()[name] for name, _ in columns_of(config)}

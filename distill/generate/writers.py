@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple, Protocol
 
 import httpx
 
 from draftsmith.api_key import bearer
-from draftsmith.distill.config import GenerateConfig
+from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate.prompts import Prompt
 from draftsmith.distill.generate.ways import way_of
 from draftsmith.errors import UserError
@@ -41,12 +41,23 @@ class Asked(NamedTuple):
     seed: int
 
 
-# Answers of the target, each with the number of its prompt, in the order in which they end.
-Answers = Callable[[Iterable[Asked]], Iterator[tuple[int, list[int]]]]
+class Answers(Protocol):
+    """Answers of the target, by an engine."""
+
+    # what they depend on beside the prompts, the options of `generate` and the target
+    provenance: dict[str, Any]
+
+    def __call__(self, asked: Iterable[Asked]) -> Iterator[tuple[int, list[int]]]:
+        """Each answer with the number of its prompt, in the order in which they end."""
+        ...
+
+    def report(self) -> str:
+        """Speed and acceptance in a line; "" where nothing was written."""
+        ...
 
 
 class TargetWriter:
-    def __init__(self, answers: Answers, config: GenerateConfig):
+    def __init__(self, answers: Answers, config: GenerateOptions):
         self.answers, self.config = answers, config
 
     def write(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Texts:
@@ -66,7 +77,7 @@ class GivenWriter:
             yield number, Written(prompt.ids, prompt.mask or [])
 
 
-def temperature_of(prompt: Prompt, config: GenerateConfig) -> float:
+def temperature_of(prompt: Prompt, config: GenerateOptions) -> float:
     """The temperature of its answer."""
     return way_of(config, 0).temperature if prompt.way is None else prompt.way.temperature
 
@@ -104,7 +115,7 @@ class ServerWriter:
 
     def __init__(
         self,
-        config: GenerateConfig,
+        config: GenerateOptions,
         tokenizer: Decoder,
         *,
         transport: httpx.BaseTransport | None = None,

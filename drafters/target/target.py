@@ -192,7 +192,7 @@ class Parameter(NamedTuple):
     first: torch.Tensor  # [at most FIRST]
 
 
-def revision_of(model: PreTrainedModel) -> str:
+def revision_of(model: torch.nn.Module) -> str:
     """A digest of a few weights of every parameter: it changes whenever the weights do, for a
     folder as for a Hub id."""
     return digest_of(

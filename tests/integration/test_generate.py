@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from draftsmith.commands import generate
-from draftsmith.distill.config import GenerateConfig
+from draftsmith.commands.generate import GenerateConfig
 from draftsmith.distill.generate.answers import AnswerFolder
 from draftsmith.distill.generate.writers import TargetWriter, Texts, seed_of
 from draftsmith.drafters.target.target import Target
@@ -126,7 +126,7 @@ import os, sys
 from pathlib import Path
 from draftsmith.commands import generate
 from draftsmith.distill.generate import answers
-from draftsmith.distill.config import GenerateConfig
+from draftsmith.commands.generate import GenerateConfig
 from draftsmith.serve.engine import build
 build.record_forwards = lambda *given: None
 add, batches = answers.AnswerFolder.add, 0

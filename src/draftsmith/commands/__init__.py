@@ -3,7 +3,7 @@
 Files in reading order:
 - `table`: every command with its options, its function and its extra
 - `arguments`: flags from a configuration dataclass; values from recipes, overrides and flags
-- `generate`: the dataset of answers, joined to the engine that writes them
+- `generate`: the dataset of answers, joined to the engine that writes and drafts them
 - `serve`: the server, joined to the buffer that stores its rounds
 - `audit`: the audit, joined to the monitor that reads buffers
 - `run`: the pipeline, joined to the table of the commands that it runs

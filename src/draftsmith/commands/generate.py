@@ -1,77 +1,237 @@
-"""`draftsmith generate`: joins the dataset of answers to the engine, which writes them."""
+"""`draftsmith generate`: joins the dataset of answers to the engine that writes them."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from draftsmith.distill.config import GenerateConfig
+from draftsmith.distill.config import GenerateOptions
 from draftsmith.errors import UserError
+from draftsmith.serve.config import (
+    DraftedPair,
+    EngineOptions,
+    LookupOptions,
+    ServeConfig,
+    ServedSpeculation,
+)
 
 if TYPE_CHECKING:
-    from draftsmith.distill.generate.writers import Answers, Asked
+    from draftsmith.distill.generate.writers import Asked
+    from draftsmith.drafters.interface import ServingDrafter
     from draftsmith.drafters.target.target import Target
     from draftsmith.serve.engine.engine import Engine
     from draftsmith.serve.requests.request import Request
 
 
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(GenerateOptions, DraftedPair):
+    """Options of the dataset, and those of `serve` for drafts."""
+
+    def drafting(self) -> str:
+        """Name of an option that drafts; "" where none is given."""
+        given = {"draft": self.draft, "ngram": self.lookup.ngram, "suffix": self.lookup.suffix}
+        return next((name for name, value in given.items() if value), "")
+
+    def served(self, longest: int | None = None) -> ServeConfig:
+        """Options of a server that would write the same answers.
+
+        Args:
+            longest: most tokens of a prompt and its answer; None: not known yet.
+        """
+        pair = {field.name: getattr(self, field.name) for field in fields(DraftedPair)}
+        engine = EngineOptions(max_batch=self.batch, max_length=longest, memory_gib=self.memory_gib)
+        return ServeConfig(**pair, engine=engine)
+
+
 def run(config: GenerateConfig) -> int:
     from draftsmith.distill.generate.command import run as generate
 
-    return generate(config, answers_of)
+    check(config)
+    return generate(config, partial(answers_of, config=config))
 
 
-def answers_of(target: Target, config: GenerateConfig, longest: int) -> Answers:
-    """Answers of an engine of its own, without a draft.
+def check(config: GenerateConfig) -> None:
+    """Refuses options that do not go together, before anything is loaded."""
+    from draftsmith.distill.generate.command import check as check_dataset
+    from draftsmith.serve.config_checks import check as check_served
+
+    check_dataset(config)
+    _check_written_here(config)
+    check_served(config.served())
+    _check_lossless(config.speculation)
+    _check_repeatable(config)
+
+
+def _check_written_here(config: GenerateConfig) -> None:
+    """Refuse drafting options where nothing is drafted by them."""
+    drafting = config.drafting()
+    elsewhere = "--url" if config.url is not None else "--keep-answers"
+    if drafting and (config.url is not None or config.keep_answers):
+        raise UserError(
+            f"{drafting} is given with {elsewhere}, and no answer is written here; leave it out"
+        )
+    changed = changed_from(config.speculation, ServedSpeculation())
+    if changed and not drafting:
+        name, value = next(iter(changed.items()))
+        raise UserError(
+            f"{name} is {value} and nothing drafts; give --draft, --ngram or --suffix too, or "
+            "leave it out"
+        )
+
+
+def _check_lossless(speculation: ServedSpeculation) -> None:
+    """Refuse rules that change the distribution: a draft would learn from texts that the target
+    does not write."""
+    lossy = {
+        "verification": speculation.verification if speculation.verification == "typical" else None,
+        "synthetic_acceptance": speculation.synthetic_acceptance,
+    }
+    for name, value in lossy.items():
+        if value is not None:
+            raise UserError(
+                f"{name} is {value}, by which answers would not be the target's; leave it out"
+            )
+
+
+def _check_repeatable(config: GenerateConfig) -> None:
+    """Refuse a k that follows the load for sampled answers. A round's length changes what a seed
+    draws; an answer that was cut off would be drawn anew, and long ones are cut off more often."""
+    from draftsmith.distill.generate.ways import temperatures
+
+    speculation, hottest = config.speculation, max(temperatures(config))
+    follows = "auto" if speculation.k == "auto" else speculation.k_schedule
+    if follows is not None and hottest > 0:
+        name = "k" if speculation.k == "auto" else "k_schedule"
+        raise UserError(
+            f"{name} is {follows} at temperature {hottest:g}, and a resumed run could not draw "
+            "sampled answers again as they were; give a whole number as k, or temperature 0"
+        )
+
+
+def changed_from(options: Any, defaults: Any) -> dict[str, Any]:
+    """Options that differ from `defaults`, as JSON gives them back."""
+    known = asdict(defaults)
+    return {name: value for name, value in asdict(options).items() if value != known[name]}
+
+
+def answers_of(target: Target, longest: int, config: GenerateConfig) -> EngineAnswers:
+    """Answers of an engine of its own, drafted where the options say so.
 
     Args:
         longest: most tokens of a prompt and its answer. Raises `UserError` where the memory for
             keys and values does not hold them.
     """
-    from draftsmith.serve.config import EngineConfig
     from draftsmith.serve.engine.build import build_engine
+    from draftsmith.serve.load import load_drafter, load_fallback
 
-    options = EngineConfig(max_batch=config.batch, max_length=longest, memory_gib=config.memory_gib)
-    engine = build_engine(target, None, options)
+    served = config.served(longest)
+    draft = load_drafter(served, target)
+    engine = build_engine(
+        target,
+        draft.drafter,
+        served.engine_config(),
+        draft_version=draft.version,
+        fallback=load_fallback(served.lookup),
+    )
     if engine.max_length < longest:
         raise UserError(
             f"the longest prompt and its answer are {longest} tokens and the memory for keys and "
             f"values holds {engine.max_length}; give more --memory-gib, or fewer --max-tokens"
         )
-    return partial(answered, engine, config)
+    revision = None if config.draft is None else draft_revision(draft.drafter)
+    return EngineAnswers(engine, config, {"drafts": drafts_of(config, revision)}, revision)
 
 
-def answered(
-    engine: Engine, config: GenerateConfig, asked: Iterable[Asked]
-) -> Iterator[tuple[int, list[int]]]:
-    """(number, answer) in the order in which answers end. An answer follows from its prompt,
-    temperature and seed alone, up to rounding: every draw is a function of the seed and the
-    position."""
-    from draftsmith.serve.requests.request import FinishReason, RequestOptions
-    from draftsmith.serve.sampling.params import SamplingParams
+def draft_revision(drafter: ServingDrafter | None) -> str:
+    """Digest of a trained draft's weights, as a target's."""
+    from draftsmith.drafters.target.target import revision_of
+    from draftsmith.drafters.text.text_first import TextFirst
 
-    numbers: dict[Request, int] = {}
+    model: Any = drafter.model if isinstance(drafter, TextFirst) else drafter
+    return revision_of(model)
 
-    def requests() -> Iterator[Request]:
-        for number, one in enumerate(asked):
-            params = SamplingParams(
-                temperature=one.temperature,
-                top_k=config.top_k,
-                top_p=config.top_p,
-                max_tokens=config.max_tokens,
-                seed=one.seed,
-            )
-            options = RequestOptions(text=False, learn=False)
-            request = engine.inputs.request(one.ids, params, options=options)
-            numbers[request] = number
-            yield request
 
-    for request in engine.complete(requests()):
-        number = numbers.pop(request)
-        if request.finish_reason is FinishReason.ERROR:
-            raise UserError(
-                f"the target {config.target!r} has no distribution after {request.num_tokens} "
-                f"tokens of an answer (NaN); look for the cause with draftsmith doctor"
-            )
-        yield number, request.output
+def drafts_of(config: GenerateConfig, revision: str | None) -> dict[str, Any] | None:
+    """Entry of the provenance: what the draws of sampled answers depend on. Greedy answers draw
+    nothing, so that they may be continued with any draft or none."""
+    from draftsmith.distill.generate.ways import temperatures
+
+    if not config.drafting() or max(temperatures(config)) == 0:
+        return None
+    drafts = {
+        **changed_from(config.lookup, LookupOptions()),
+        **changed_from(config.speculation, ServedSpeculation()),
+        "k": config.speculation.most_drafted(),
+    }
+    return drafts if revision is None else drafts | {"draft": config.draft, "revision": revision}
+
+
+@dataclass
+class EngineAnswers:
+    """Answers that an engine writes (`distill/generate/writers.py: Answers`)."""
+
+    engine: Engine
+    config: GenerateConfig
+    provenance: dict[str, Any]
+    revision: str | None = None  # of the trained draft
+    wall_s: float = 0.0  # in which all answers so far were written
+
+    def __call__(self, asked: Iterable[Asked]) -> Iterator[tuple[int, list[int]]]:
+        """(number, answer) in the order in which answers end. An answer follows from its prompt,
+        temperature, seed and, where it is sampled, the draft and its k alone, up to rounding: every
+        draw is a function of the seed and the position, and every round of where the last one
+        ended."""
+        from draftsmith.serve.requests.request import FinishReason
+
+        numbers: dict[Request, int] = {}
+
+        def requests() -> Iterator[Request]:
+            for number, one in enumerate(asked):
+                request = self._request(one)
+                numbers[request] = number
+                yield request
+
+        begun_s = time.monotonic()
+        try:
+            for request in self.engine.complete(requests()):
+                number = numbers.pop(request)
+                if request.finish_reason is FinishReason.ERROR:
+                    raise UserError(
+                        f"the target {self.config.target!r} has no distribution after "
+                        f"{request.num_tokens} tokens of an answer (NaN); look for the cause with "
+                        "draftsmith doctor"
+                    )
+                yield number, request.output
+        finally:
+            self.wall_s += time.monotonic() - begun_s
+
+    def _request(self, one: Asked) -> Request:
+        from draftsmith.distill.generate.writers import seed_of
+        from draftsmith.serve.requests.request import RequestOptions
+        from draftsmith.serve.sampling.params import SamplingParams
+
+        # A draft may have been trained on answers to the same prompts and seeds. Were their draws
+        # made again, what it drafts would depend on them, and the answers would be biased.
+        seed = one.seed if self.revision is None else seed_of(one.seed, int(self.revision, 16))
+        params = SamplingParams(
+            temperature=one.temperature,
+            top_k=self.config.top_k,
+            top_p=self.config.top_p,
+            max_tokens=self.config.max_tokens,
+            seed=seed,
+        )
+        return self.engine.inputs.request(one.ids, params, options=RequestOptions(text=False))
+
+    def report(self) -> str:
+        stats = self.engine.stats
+        if not stats.num_generation_tokens:
+            return ""
+        speed = (
+            f"{stats.num_generation_tokens} tokens written at "
+            f"{stats.num_generation_tokens / self.wall_s:.0f} tok/s"
+        )
+        tau = stats.acceptance.tau
+        return speed if tau is None else f"{speed}, tau {tau:.2f} of the rounds that drafted"

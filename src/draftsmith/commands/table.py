@@ -17,11 +17,11 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "generate": Command(
-        "draftsmith.distill.config:GenerateConfig",
+        "draftsmith.commands.generate:GenerateConfig",
         "draftsmith.commands.generate:run",
         "let the target answer prompts; a dataset to train on",
         "train",
-        "draftsmith.distill.generate.command:check",
+        "draftsmith.commands.generate:check",
     ),
     "train": Command(
         "draftsmith.train.config:TrainConfig",

@@ -11,7 +11,7 @@ import pytest
 
 from draftsmith.config import build, field_types
 from draftsmith.distill.command import check, run
-from draftsmith.distill.config import DistillConfig, GenerateConfig
+from draftsmith.distill.config import DistillConfig, GenerateOptions
 from draftsmith.distill.limits import LIMITS, Limits, check_numbers
 from draftsmith.errors import UserError
 
@@ -35,7 +35,7 @@ def test_every_number_has_limits_that_its_default_keeps() -> None:
     for cls, limits in LIMITS.items():
         assert set(limits) >= set(numbers(cls)) - FREE and set(limits) <= set(numbers(cls)), cls
     check(build(DistillConfig, REQUIRED | {"learn": {"lora": {}}}))
-    check_numbers(GenerateConfig(target="t", prompts="p", out="o"))
+    check_numbers(GenerateOptions(target="t", prompts="p", out="o"))
 
 
 def test_ends_belong_to_an_interval_as_they_are_written() -> None:

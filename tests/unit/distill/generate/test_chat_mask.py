@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.distill.config import GenerateConfig
+from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate import prompts
 from draftsmith.distill.generate.chat_mask import masked_chat
 from draftsmith.drafters.target.load import load_tokenizer
@@ -137,7 +137,7 @@ def kept(
     path: Path, tokenizer: PreTrainedTokenizerBase, rows: list[dict], **options: Any
 ) -> list[prompts.Prompt]:
     path.write_text("\n".join(json.dumps(row) for row in rows))
-    config = GenerateConfig(target="t", prompts=str(path), out="o", keep_answers=True, **options)
+    config = GenerateOptions(target="t", prompts=str(path), out="o", keep_answers=True, **options)
     return prompts.load(config, tokenizer, eos_token_ids=(0,))
 
 
@@ -166,6 +166,6 @@ def test_a_prompt_without_an_answer_has_none_to_keep(tmp_path, tokenizer):
 
 def test_the_target_answers_the_last_question_of_a_chat_that_was_answered(tmp_path, tokenizer):
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TURNS}))
-    config = GenerateConfig(target="t", prompts=str(tmp_path / "a.jsonl"), out="o")
+    config = GenerateOptions(target="t", prompts=str(tmp_path / "a.jsonl"), out="o")
     (prompt,) = prompts.load(config, tokenizer)
     assert tokenizer.decode(prompt.ids).endswith("<user>And who learns?\n<assistant>")

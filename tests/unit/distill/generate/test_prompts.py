@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import pytest
 
-from draftsmith.distill.config import GenerateConfig
+from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate import prompts
 from draftsmith.errors import UserError
 
@@ -31,7 +31,7 @@ class Letters:
 
 
 def load(source: object, *, template: str | None = None, **options: Any) -> list[prompts.Prompt]:
-    config = GenerateConfig(target="t", prompts=str(source), out="o", **options)
+    config = GenerateOptions(target="t", prompts=str(source), out="o", **options)
     return prompts.load(config, Letters(template))
 
 
@@ -124,7 +124,7 @@ def test_thinking_is_a_variable_of_the_chat_template(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\n".join("abcdefgh"))
 
     def ends(thinking: str | None, template: str = KNOWS) -> list[str]:
-        config = GenerateConfig(
+        config = GenerateOptions(
             target="t", prompts=str(tmp_path / "a.txt"), out="o", thinking=thinking
         )
         found = prompts.load(config, ThinkingLetters(template))

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from draftsmith.distill.config import GenerateConfig
+from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate.prompts import Prompt
 from draftsmith.distill.generate.writers import MAX_TRIES, ServerWriter, Written
 from draftsmith.errors import UserError
@@ -53,7 +53,7 @@ class Server:
 
 
 def writer(server: Server, **options: Any) -> ServerWriter:
-    config = GenerateConfig(target="t", prompts="p", out="o", url="http://host:1/v1", **options)
+    config = GenerateOptions(target="t", prompts="p", out="o", url="http://host:1/v1", **options)
     return ServerWriter(config, Letters(), transport=httpx.MockTransport(server), pause_s=0.0)
 
 

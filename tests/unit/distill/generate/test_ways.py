@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from draftsmith.distill.config import GenerateConfig
+from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate.command import check
 from draftsmith.distill.generate.ways import Way, columns_of, recorded, way_of
 from draftsmith.errors import UserError
 
 
-def config(**changes: Any) -> GenerateConfig:
-    return GenerateConfig(target="t", prompts="p", out="o", **changes)
+def config(**changes: Any) -> GenerateOptions:
+    return GenerateOptions(target="t", prompts="p", out="o", **changes)
 
 
 def test_ways_are_spread_evenly_and_follow_no_pattern_of_the_prompts():

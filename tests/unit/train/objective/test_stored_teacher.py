@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from draftsmith.commands import generate as generate_command
+from draftsmith.commands.generate import GenerateConfig
 from draftsmith.config import build, to_dict
-from draftsmith.distill.config import GenerateConfig
 from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.options import Eagle3Options, MedusaOptions
 from draftsmith.drafters.registry import FAMILIES

@@ -1,0 +1,179 @@
+"""`draftsmith generate` with drafts: the texts are the target's, and a run is resumed to the same
+ones."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from draftsmith.commands import generate
+from draftsmith.commands.generate import GenerateConfig
+from draftsmith.config import build as build_config
+from draftsmith.distill.generate.writers import TargetWriter, Texts
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
+from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
+from draftsmith.kernels.statistics import chi_square_survival
+from draftsmith.serve.engine import build
+
+OPTIONS = {"eagle3": Eagle3Options(), "draft-lm": DraftLmOptions(target_layers=(0, 3))}
+
+
+@pytest.fixture(autouse=True)
+def unrecorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards run as the model has them: recording takes longer than these answers."""
+    monkeypatch.setattr(build, "record_forwards", lambda *given: None)
+
+
+@pytest.fixture(scope="module")
+def path(tiny_target: Callable[..., str]) -> str:
+    return tiny_target("llama")
+
+
+@pytest.fixture(scope="module")
+def folders(path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of drafts by family."""
+    target, root = Target.load(path), tmp_path_factory.mktemp("drafts")
+    for family, options in OPTIONS.items():
+        drafter = FAMILIES[family].create(options, target, seed=1)
+        checkpoint.save(drafter, root / family, target)
+    return {family: str(root / family) for family in OPTIONS}
+
+
+def config(path: str, out: Path, **changes: object) -> GenerateConfig:
+    values: dict = {
+        "prompts": "stdlib:prose",
+        "count": 11,
+        "prompt_tokens": 12,
+        "max_tokens": 16,
+        "batch": 4,
+        "shard": 8,
+        "seed": 5,
+    }
+    return build_config(GenerateConfig, {"target": path, "out": str(out), **values, **changes})
+
+
+def texts(folder: Path) -> list[list[int]]:
+    parts = sorted(folder.glob("part-*.parquet"))
+    return [text for part in parts for text in pq.read_table(part)["input_ids"].to_pylist()]
+
+
+def cut_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = TargetWriter.write
+
+    def some(self: TargetWriter, prompts: list, seeds: list) -> Texts:
+        yield from itertools.islice(write(self, prompts, seeds), count)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TargetWriter, "write", some)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"draft": "eagle3", "speculation": {"k": "3"}},
+        {"draft": "eagle3", "speculation": {"tree": "dynamic:nodes=6,depth=3,width=2"}},
+        {"draft": "draft-lm", "lookup": {"suffix": True}, "speculation": {"k": "auto"}},
+        {"lookup": {"suffix": True}},
+        {"lookup": {"ngram": True, "prompt_lookup_min": 1}, "speculation": {"k": "auto"}},
+    ],
+    ids=["eagle3", "tree", "draft-lm and suffix, auto", "suffix", "ngram, auto"],
+)
+def test_greedy_answers_are_the_same_with_a_draft_and_go_on_with_any(
+    path: str,
+    folders: dict[str, str],
+    given: dict,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    greedy = {"temperature": [0.0], "max_tokens": 24}
+    drafted = greedy | given | ({"draft": folders[given["draft"]]} if "draft" in given else {})
+    generate.run(config(path, tmp_path / "plain", **greedy))
+    assert "tau" not in capsys.readouterr().out
+    generate.run(config(path, tmp_path / "drafted", **drafted))
+    shown = capsys.readouterr().out.splitlines()[-1]
+    assert "tokens written at" in shown and float(shown.split("tau ")[1].split()[0]) >= 1
+    assert texts(tmp_path / "drafted") == texts(tmp_path / "plain")
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        cut_after(5, patched)
+        generate.run(config(path, tmp_path / "cut", **drafted))
+    generate.run(config(path, tmp_path / "cut", **greedy))
+    assert texts(tmp_path / "cut") == texts(tmp_path / "plain")
+
+
+def test_a_sampled_run_is_resumed_with_its_own_draft_alone(
+    path: str, folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever shares their batch and wherever the run is cut, answers are the same."""
+    drafted = {"draft": folders["eagle3"], "temperature": [0.0, 0.8], "speculation": {"k": "2"}}
+    generate.run(config(path, tmp_path / "whole", **drafted))
+    generate.run(config(path, tmp_path / "alone", **drafted, batch=1))
+    assert texts(tmp_path / "alone") == texts(tmp_path / "whole")
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        cut_after(4, patched)
+        generate.run(config(path, tmp_path / "cut", **drafted))
+    recorded = json.loads((tmp_path / "cut" / "provenance.json").read_text())["drafts"]
+    assert recorded["draft"] == folders["eagle3"] and recorded["k"] == 2
+    other = {"draft": folders["draft-lm"]}
+    for change in (other, {"speculation": {"k": "3"}}, {"draft": None, "speculation": {}}):
+        with pytest.raises(UserError, match="was started with drafts"):
+            generate.run(config(path, tmp_path / "cut", **drafted | change))
+    generate.run(config(path, tmp_path / "cut", **drafted))
+    assert texts(tmp_path / "cut") == texts(tmp_path / "whole")
+
+
+def test_sampled_answers_with_a_draft_have_the_targets_distribution(
+    path: str, folders: dict[str, str], tmp_path: Path
+) -> None:
+    """Three tokens of many equal prompts against their joint distribution, and a wrong one that is
+    rejected."""
+    count = 600
+    (tmp_path / "p.txt").write_text("The target\n" * count)
+    changes = {"prompts": str(tmp_path / "p.txt"), "count": count, "batch": 64, "top_k": 3}
+    drafted = {"draft": folders["draft-lm"], "max_tokens": 3, "chat": "never"}
+    generate.run(config(path, tmp_path / "d", **changes, **drafted))
+    target = Target.load(path)
+    prompt = target.tokenizer().encode("The target")
+    drawn = Counter(tuple(text[len(prompt) :]) for text in texts(tmp_path / "d"))
+    joint = joint_distribution(target, prompt, tokens=3, top_k=3)
+    assert set(drawn) <= set(joint) and sum(drawn.values()) == count
+    assert p_value(drawn, joint) > 1e-6 > p_value(drawn, joint, sharpness=2.0)
+
+
+def joint_distribution(
+    target: Target, prompt: list[int], *, tokens: int, top_k: int
+) -> dict[tuple[int, ...], float]:
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(tokens):
+        grown = {}
+        for text, chance in found.items():
+            if text and text[-1] in target.eos_token_ids:
+                grown[text] = chance
+                continue
+            with torch.no_grad():
+                logits = target.model(torch.tensor([[*prompt, *text]])).logits[0, -1].double()
+            best = logits.topk(top_k)
+            for token, share in zip(best.indices.tolist(), best.values.softmax(-1).tolist()):
+                grown[(*text, token)] = chance * share
+        found = grown
+    return found
+
+
+def p_value(
+    drawn: Counter[tuple[int, ...]], joint: dict[tuple[int, ...], float], sharpness: float = 1.0
+) -> float:
+    weights = {text: chance**sharpness for text, chance in joint.items()}
+    total = sum(drawn.values())
+    expected = {text: total * one / sum(weights.values()) for text, one in weights.items()}
+    statistic = sum((drawn[text] - one) ** 2 / one for text, one in expected.items())
+    return chi_square_survival(statistic, len(expected) - 1)
