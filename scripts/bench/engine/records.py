@@ -1,6 +1,6 @@
-"""Cost of recording; `scripts/bench_records --help`. Turns with and without a buffer alternate,
-so that a loaded machine slows them alike; each pair of turns answers the same prompts with the same
-seeds."""
+"""Cost of recording; `scripts/bench_records --help`. Turns without a buffer, with one, and with one that
+holds states take turns, so that a loaded machine slows them alike; each round of them answers the same
+prompts with the same seeds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import json
 import os
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from time import (
@@ -57,7 +58,10 @@ def main() -> None:
         "--share", type=float, default=1.0, help="of the requests that are recorded"
     )
     parser.add_argument(
-        "--turns", type=int, default=12, help="pairs of turns, after one that does not count"
+        "--record-taps", type=int, default=0, help="turns with states too, as `serve --record-taps`"
+    )
+    parser.add_argument(
+        "--turns", type=int, default=12, help="of each way, after one that does not count"
     )
     parser.add_argument("--out", type=Path, help="writes the JSON here too")
     options = parser.parse_args()
@@ -79,18 +83,38 @@ def main() -> None:
         options.out.write_text(text + "\n", encoding="utf-8")
 
 
+@dataclass
+class Way:
+    """Recording or none, and what its turns took. The time of the engine's thread is the part of the
+    cost that no other core can take over."""
+
+    recorder: Recorder
+    writer: BufferWriter | None = None
+    walls_s: list[float] = field(default_factory=list)
+    cpus_s: list[float] = field(default_factory=list)  # of the process, by turn
+    engine_s: float = 0.0
+    writer_s: float = 0.0
+
+    def place(self, engine: Engine) -> None:
+        engine.recorder = engine.committer.recorder = engine.outputs.recorder = self.recorder
+
+    def now_s(self) -> tuple[float, float, float]:
+        writer_s = 0.0 if self.writer is None else writer_cpu(self.writer)
+        return perf_counter(), process_time(), writer_s
+
+
 class Meter:
-    """Seconds that the engine's thread works for recording: the part of the cost that no other core
-    can take over."""
+    """Seconds that the engine's thread works for the recording of a way; None counts none."""
 
     def __init__(self) -> None:
-        self.seconds, self.counts = 0.0, False
+        self.way: Way | None = None
 
     def around(self, work: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
             begun_s = thread_time()
             result = work(*arguments)
-            self.seconds += (thread_time() - begun_s) * self.counts
+            if self.way is not None:
+                self.way.engine_s += thread_time() - begun_s
             return result
 
         return timed
@@ -107,64 +131,119 @@ def read_prompts(data: str, count: int) -> list[list[int]]:
 def measure(
     target: Target, prompts: list[list[int]], options: argparse.Namespace, folder: str
 ) -> dict[str, Any]:
-    engine = build_engine(
-        target, load(options.draft, target), EngineConfig(k=options.k, max_batch=options.batch)
+    # Each way is asked the same prompts, and one that holds states could not go on from the blocks of
+    # one that does not.
+    config = EngineConfig(
+        k=options.k, max_batch=options.batch, prefix_cache=options.record_taps == 0
     )
-    writer = BufferWriter(folder, share=options.share)
+    engine = build_engine(target, load(options.draft, target), config)
     meter = Meter()
     engine.committer.distributions = meter.around(engine.committer.distributions)
-    recorders = {
-        "on": Recorder(writer, target=target.name, target_revision=target.revision),
-        "off": Recorder(None, target=target.name, target_revision=target.revision),
-    }
-    on = recorders["on"]
-    on.round, on.finish = meter.around(on.round), meter.around(on.finish)
-    walls: dict[str, list[float]] = {name: [] for name in recorders}
-    process_s = writer_s = 0.0
+    ways = ways_of(engine, options, Path(folder), meter)
     for turn in range(options.turns + 1):
         asked = prompts[turn * options.batch : (turn + 1) * options.batch]
-        for name in ("on", "off") if turn % 2 else ("off", "on"):
-            engine.committer.recorder, meter.counts = recorders[name], turn > 0 and name == "on"
-            begun = perf_counter(), process_time(), writer_cpu(writer)
-            answer(engine, asked, options, seed=turn)
-            drain(writer)
-            if turn > 0:
-                walls[name].append(perf_counter() - begun[0])
-            if meter.counts:
-                process_s += process_time() - begun[1]
-                writer_s += writer_cpu(writer) - begun[2]
-    writer.close()
-    records = BufferReader(folder).read(max_records=10**9).records
+        first = turn % len(ways)
+        for name in [*ways, *ways][first : first + len(ways)]:
+            take_turn(engine, ways[name], meter, asked, options, turn)
+    found = {name: figures(name, ways, Path(folder), options) for name in list(ways)[1:]}
+    return {
+        **found.pop("on"),
+        **found,
+        "ms_a_turn": {
+            name: round(1e3 * statistics.median(way.walls_s), 1) for name, way in ways.items()
+        },
+    }
+
+
+def ways_of(
+    engine: Engine, options: argparse.Namespace, folder: Path, meter: Meter
+) -> dict[str, Way]:
+    names = {"target": engine.target.name, "target_revision": engine.target.revision}
+    positions = {"on": 0} | ({"with_taps": options.record_taps} if options.record_taps else {})
+    ways = {"off": Way(Recorder(None, **names))}
+    for name, most in positions.items():
+        writer = BufferWriter(str(folder / name), share=options.share)
+        taps = engine.proposer.taps if most else ()
+        recorder = Recorder(writer, **names, taps=taps, tap_positions=most)
+        for part in ("round", "finish", "keep_taps"):
+            setattr(recorder, part, meter.around(getattr(recorder, part)))
+        ways[name] = Way(recorder, writer)
+    return ways
+
+
+def take_turn(
+    engine: Engine,
+    way: Way,
+    meter: Meter,
+    asked: Sequence[list[int]],
+    options: argparse.Namespace,
+    turn: int,
+) -> None:
+    """Answers to all that is asked; the first turn of each way does not count."""
+    way.place(engine)
+    meter.way = way if turn > 0 else None
+    begun_s = way.now_s()
+    answer(engine, asked, options, seed=turn)
+    if way.writer is not None:
+        drain(way.writer)
+    if turn > 0:
+        wall_s, cpu_s, writer_s = (
+            now - begun for now, begun in zip(way.now_s(), begun_s, strict=True)
+        )
+        way.walls_s.append(wall_s)
+        way.cpus_s.append(cpu_s)
+        way.writer_s += writer_s
+
+
+def figures(
+    name: str, ways: dict[str, Way], folder: Path, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Cost of one way beside each of those before it, the first of which records nothing."""
+    way, before = ways[name], list(ways)[: list(ways).index(name)]
+    assert way.writer is not None
+    way.writer.close()
+    records = BufferReader(str(folder / name)).read(max_records=10**9).records
     positions = sum(len(record.drafted) for record in records)
     recorded = positions * options.turns / (options.turns + 1)
-    rest_s = process_s - writer_s - meter.seconds
+    rest_s = sum(way.cpus_s) - way.writer_s - way.engine_s
+    shares = {other: throughput(ways[other], way) for other in before}
+    stored = sum(shard.bytes for shard in Folder(str(folder / name)).shards())
     return {
-        "throughput": {
-            "of_that_without": round(sum(walls["off"]) / sum(walls["on"]), 4),
-            "interval": [round(bound, 4) for bound in bootstrap_ratio(walls["off"], walls["on"])],
-        },
+        "throughput": shares.pop("off"),
+        **({"throughput_of_recording": shares["on"]} if shares else {}),
         "percent_of_all_other_work": {
-            "engine_thread": round(100 * meter.seconds / rest_s, 2),
-            "writer_thread": round(100 * writer_s / rest_s, 2),
+            "engine_thread": round(100 * way.engine_s / rest_s, 2),
+            "writer_thread": round(100 * way.writer_s / rest_s, 2),
         },
         "us_a_position": {
-            "engine_thread": round(1e6 * meter.seconds / recorded, 1),
-            "writer_thread": round(1e6 * writer_s / recorded, 1),
+            "engine_thread": round(1e6 * way.engine_s / recorded, 1),
+            "writer_thread": round(1e6 * way.writer_s / recorded, 1),
         },
-        "bytes_a_position": round(
-            sum(shard.bytes for shard in Folder(folder).shards()) / positions, 1
+        "bytes_a_position": round(stored / positions, 1),
+        "bytes_a_token": round(
+            stored / sum(len(record.context) + len(record.committed) for record in records), 1
         ),
         "positions": positions,
         "records": len(records),
-        "dropped": writer.dropped,
-        "ms_a_turn": {
-            name: round(1e3 * statistics.median(values), 1) for name, values in walls.items()
-        },
+        "dropped": way.writer.dropped,
     }
 
 
+def throughput(before: Way, way: Way) -> dict[str, Any]:
+    """Share of the speed of `before`, by the clock and by CPU time of all threads: what is left where
+    no core is free, whatever else the machine does."""
+    found: dict[str, Any] = {}
+    for name, old_s, new_s in (
+        ("", before.walls_s, way.walls_s),
+        ("_by_cpu", before.cpus_s, way.cpus_s),
+    ):
+        found[f"of_that_without{name}"] = round(sum(old_s) / sum(new_s), 4)
+        found[f"interval{name}"] = [round(bound, 4) for bound in bootstrap_ratio(old_s, new_s)]
+    return found
+
+
 def answer(
-    engine: Engine, prompts: list[list[int]], options: argparse.Namespace, *, seed: int
+    engine: Engine, prompts: Sequence[list[int]], options: argparse.Namespace, *, seed: int
 ) -> None:
     # Requests with a seed of their own are not recorded.
     engine.inputs._seeds = Random(seed)
