@@ -4,8 +4,9 @@ draft module beside the served one, tried there, and copied over between two ste
 Files in reading order:
 - `checks`: files of a version compared with those of the served draft
 - `packed`: tensors that a module's forward pass reads, kernels' packed ones included
+- `recent`: inputs of recent steps, kept for trials
 - `proposer`: the draft of one worker, and all private names of vLLM
-- `trial`: one forward pass of a draft on fixed inputs
+- `trial`: one forward pass of a draft on recent and fixed inputs
 - `staging`: the second copy, loaded by a thread
 - `swap`: stages, applies and takes back versions of one worker
 - `prefixes`: cached prefixes that an older draft wrote

@@ -16,6 +16,7 @@ import torch
 
 from draftsmith.fleet.swaps.checks import DraftRefused
 from draftsmith.fleet.swaps.packed import TENSOR_TABLES, NotSwappable
+from draftsmith.fleet.swaps.recent import NUM_KEPT, Given, Recent
 
 Named = Iterator[tuple[str, torch.Tensor]]
 
@@ -30,6 +31,7 @@ class Proposer:
         model: the served module
         foreign: ids of the target's modules and tensors, which the draft may share
         folder: local folder of the draft that the engine was started with
+        recent: inputs of recent steps
     """
 
     def __init__(self, worker: Any):
@@ -50,6 +52,10 @@ class Proposer:
         self.model_config = self.config.speculative_config.draft_model_config
         self.method: str = self.config.speculative_config.method
         self._stopped: list[Callable[[], None]] = []
+        self.recent = Recent(self.kind.given)
+        side = self.kind.side(self.runner)
+        if hasattr(side, "propose"):
+            replaced(side, "propose", self.recent.watched(side.propose))
 
     @property
     def folder(self) -> Path:
@@ -156,6 +162,21 @@ class V1:
     """Runner with a `drafter`."""
 
     @staticmethod
+    def side(runner: Any) -> Any:
+        return runner.drafter
+
+    @staticmethod
+    def given(
+        *_: Any,
+        target_token_ids: torch.Tensor | None = None,
+        target_hidden_states: torch.Tensor | None = None,
+        **__: Any,
+    ) -> Given | None:
+        if target_token_ids is None or target_hidden_states is None:
+            return None
+        return Given(target_token_ids, target_hidden_states)
+
+    @staticmethod
     def build(runner: Any) -> torch.nn.Module:
         return runner.drafter._get_model()
 
@@ -181,6 +202,28 @@ class V1:
 
 class V2:
     """Runner with a `speculator`."""
+
+    @staticmethod
+    def side(runner: Any) -> Any:
+        return runner.speculator
+
+    @staticmethod
+    def given(
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        *_: Any,
+        dummy_run: bool = False,
+        **__: Any,
+    ) -> Given | None:
+        if dummy_run:
+            return None
+        # Padding is behind the tokens.
+        count = min(NUM_KEPT, input_batch.num_tokens)
+        taps = [one[:count] for one in aux_hidden_states or [last_hidden_states]]
+        return Given(input_batch.input_ids[:count], torch.cat(taps, dim=-1))
 
     @staticmethod
     def build(runner: Any) -> torch.nn.Module:

@@ -181,6 +181,8 @@ class Swaps:
                 "load_ms": 1e3 * loaded.load_s,
                 "bytes": loaded.num_bytes,
                 "changed": len(loaded.changed),
+                # Of the trial's tokens those that requests had.
+                "recent_tokens": self.proposer.recent.num_tokens,
             }
 
         return self._step("idle", copy)

@@ -1,4 +1,5 @@
-"""One pass of a draft over fixed tokens and hidden states, before it is served.
+"""One pass of a draft before it is served: over tokens and hidden states of recent steps, and fixed
+ones, which stand for them before any traffic too.
 
 Every token is a text of its own: its attention is its own value, so that no request's keys and
 values are read or written. Every linear layer, norm and table is run by the kernels that will
@@ -17,8 +18,10 @@ import torch
 from draftsmith.fleet.swaps.checks import DraftRefused
 from draftsmith.fleet.swaps.packed import tensor_digest
 from draftsmith.fleet.swaps.proposer import Proposer
+from draftsmith.fleet.swaps.recent import NUM_KEPT
 
-NUM_TOKENS = 8
+# Those of recent steps are the first `NUM_KEPT` of them. The number is the same on all ranks.
+NUM_TOKENS = 2 * NUM_KEPT
 
 
 def trial(proposer: Proposer, model: torch.nn.Module) -> str:
@@ -89,21 +92,20 @@ def _is_proper(logits: torch.Tensor) -> bool:
 
 def inputs_of(proposer: Proposer, model: torch.nn.Module) -> dict[str, Any]:
     """Arguments of the module's own `forward`, by its names."""
-    side = getattr(proposer.runner, "drafter", None) or getattr(proposer.runner, "speculator", None)
     generator = torch.Generator().manual_seed(0)
     device, dtype = proposer.device, proposer.dtype
-    vocab = proposer.model_config.get_vocab_size()
+    vocab_size = proposer.model_config.get_vocab_size()
+    taps = _aux_width(model) if hasattr(model, "combine_hidden_states") else 0
+    width = taps or int(getattr(proposer.kind.side(proposer.runner), "hidden_size", 1))
+    tokens = torch.randint(vocab_size, (NUM_TOKENS,), generator=generator).int().to(device)
+    states = torch.randn(NUM_TOKENS, width, generator=generator).to(device, dtype)
+    proposer.recent.put(tokens, states, vocab_size=vocab_size)
     known: dict[str, Any] = {
-        "input_ids": torch.randint(vocab, (NUM_TOKENS,), generator=generator).int().to(device),
+        "input_ids": tokens,
         "positions": torch.arange(NUM_TOKENS, device=device),
-        "hidden_states": torch.randn(
-            NUM_TOKENS, int(getattr(side, "hidden_size", 1)), generator=generator
-        ).to(device, dtype),
+        "hidden_states": model.combine_hidden_states(states) if taps else states,
         "inputs_embeds": None,
     }
-    if hasattr(model, "combine_hidden_states") and (width := _aux_width(model)):
-        taps = torch.randn(NUM_TOKENS, width, generator=generator).to(device, dtype)
-        known["hidden_states"] = model.combine_hidden_states(taps)
     return {
         name: known[name] for name in inspect.signature(model.forward).parameters if name in known
     }

@@ -143,6 +143,11 @@ class Drafter:
                 module.pack()
         return model
 
+    def propose(
+        self, *, target_token_ids: torch.Tensor, target_hidden_states: torch.Tensor
+    ) -> torch.Tensor:
+        return self.model.compute_logits(target_hidden_states).argmax(-1)
+
 
 class DraftTokenIds(NamedTuple):
     req_ids: list[str]

@@ -85,6 +85,7 @@ def test_nothing_is_copied_where_a_version_is_loaded_already(
 ) -> None:
     found = serve(swaps, write_version(tmp_path / "same", tensors_of_seed(1)), "7")
     assert found["version"] == "7" and found["last_swap"]["changed"] == 0
+    assert found["last_swap"]["recent_tokens"] == 0
 
 
 def nan(tensors: dict[str, torch.Tensor]) -> None:

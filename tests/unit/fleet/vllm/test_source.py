@@ -5,6 +5,7 @@ an unpacked wheel. Nothing of it is imported: the second runner's needs a GPU.""
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 from collections.abc import Iterator
 from functools import cache
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from draftsmith.fleet.recording.seam import FIRST, SECOND
+from draftsmith.fleet.swaps.proposer import V2
 
 
 def sources() -> list[Path]:
@@ -123,7 +125,7 @@ FIRST_RUNNER = [
     Read(
         "v1/spec_decode/llm_base_proposer.py",
         "SpecDecodeBaseProposer",
-        ("_get_model", "hidden_size"),
+        ("_get_model", "hidden_size", "propose"),
     ),
 ]
 SECOND_RUNNER = [
@@ -131,7 +133,7 @@ SECOND_RUNNER = [
          ("get_model", "get_draft_model", "rejection_sampler", "speculator", "req_states",
           "sampler")),
     Read(f"{GPU}/input_batch.py", "InputBatch",
-         ("req_ids", "num_reqs", "idx_mapping_np", "is_prefilling_np", "cu_num_logits_np",
+         ("req_ids", "num_reqs", "num_tokens", "idx_mapping_np", "is_prefilling_np", "cu_num_logits_np",
           "expanded_idx_mapping", "expanded_local_pos", "input_ids", "logits_indices")),
     Read(f"{GPU}/states.py", "RequestState", ("num_computed_prefill_tokens", "prefill_len")),
     Read(f"{GPU}/sample/sampler.py", "Sampler", ("sampling_states",)),
@@ -188,12 +190,16 @@ def test_the_first_runner_has_what_is_read(source: Path) -> None:
     assert missing(source, FIRST_RUNNER) == []
     found = parameters(source, "v1/sample/rejection_sampler.py", "RejectionSampler", "forward")
     assert found[: len(FIRST)] == FIRST
+    path = "v1/spec_decode/llm_base_proposer.py"
+    found = parameters(source, path, "SpecDecodeBaseProposer", "propose")
+    assert {"target_token_ids", "target_hidden_states"} <= set(found)
 
 
 def test_the_second_runner_has_what_is_read(source: Path) -> None:
     assert missing(source, SECOND_RUNNER) == []
     path = f"{GPU}/spec_decode/speculator.py"
-    assert parameters(source, path, "BaseSpeculator", "propose")[0] == "input_batch"
+    found = parameters(source, path, "BaseSpeculator", "propose")
+    assert found[:5] == list(inspect.signature(V2.given).parameters)[:5]
     path = f"{GPU}/spec_decode/rejection_sampler.py"
     assert parameters(source, path, "RejectionSampler", "__call__")[: len(SECOND)] == SECOND
     path = f"{GPU}/spec_decode/speculator.py"
