@@ -25,6 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from draftsmith.fleet.swaps.recent import NUM_KEPT
 from scripts.bench.fleet.installed import variables as plugin_variables
 from tests.e2e.test_audit_vllm import vllm_server
 from tests.e2e.test_vllm_cpu import speculation
@@ -102,10 +103,14 @@ class Engine:
 
 @contextmanager
 def engine(
-    model: Path, folder: Path, speculative: dict[str, Any], settings: dict[str, Any]
+    model: Path,
+    folder: Path,
+    speculative: dict[str, Any],
+    settings: dict[str, Any],
+    *more: str,
 ) -> Iterator[Engine]:
     options = [
-        "--max-model-len", "384", "--max-num-seqs", "8", "--enable-prefix-caching",
+        *more, "--max-model-len", "384", "--max-num-seqs", "8", "--enable-prefix-caching",
         "--additional-config", json.dumps({"draftsmith": settings}),
     ]  # fmt: skip
     variables = plugin_variables(folder / "installed")
@@ -359,6 +364,8 @@ def test_eagle3_drafts_as_if_it_had_been_started_with_the_version(
             found[name] = generate(running)
             if name == "first":
                 assert running.swap(tmp_path / "second-vllm", "2").json()["ok"]
+                # It was tried on the target's states of the answers before.
+                assert running.worker()["last_swap"]["recent_tokens"] == NUM_KEPT
                 found["swapped"] = generate(running)
                 assert running.swap(tmp_path / "first-vllm", "3").json()["ok"]
                 assert generate(running) == found["first"]
