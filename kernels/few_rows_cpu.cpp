@@ -18,9 +18,14 @@ typedef float Lanes __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 constexpr int64_t kLanes = 16;
-constexpr int64_t kBlocks = 3;  // of lanes in a group: with 8 rows 24 sums, which registers hold
+constexpr int64_t kBlocks = 3;  // of lanes in a group
 constexpr int64_t kGroup = kBlocks * kLanes;
-constexpr int64_t kTogether = 8;  // rows
+// Rows at once: their sums, `kBlocks` each, stay in registers.
+#if defined(__AVX512F__)
+constexpr int64_t kTogether = 8;
+#else
+constexpr int64_t kTogether = 2;
+#endif
 constexpr int64_t kMostRows = 32;
 // Of the width: its products are summed apart, and its weights stay near until all rows met them.
 constexpr int64_t kPart = 512;

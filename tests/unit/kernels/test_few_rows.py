@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.kernels import few_rows as module
+from draftsmith.kernels import host_compiler
 from draftsmith.kernels.few_rows import KINDS, MOST_ROWS, FewRows, few_rows
 
 pytestmark = pytest.mark.skipif(
@@ -18,6 +21,14 @@ pytestmark = pytest.mark.skipif(
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8}
 # (outputs, width): one group of 48 and its neighbours, one part of 512 and its neighbours.
 SHAPES = [(1, 2), (16, 6), (47, 510), (48, 512), (49, 514), (100, 1538), (256, 4)]
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """Kernels that a test has replaced are made again for the next one."""
+    yield
+    module._kernel.cache_clear()
+    host_compiler.compiled.cache_clear()
 
 
 def case(
@@ -89,6 +100,24 @@ def test_any_shape_equals_plain_layers(count: int, outputs: int, width: int, thr
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", list(KINDS))
+def test_processors_without_wide_registers_have_the_same(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, forgotten: None
+) -> None:
+    rows, weight, bias = case(100, 1538, dtype)
+    here = made(weight, bias)(rows)
+    module._kernel.cache_clear()
+    host_compiler.compiled.cache_clear()
+    plain = tuple(flag for flag in host_compiler.FLAGS if flag != "-march=native")
+    assert len(plain) == len(host_compiler.FLAGS) - 1
+    monkeypatch.setattr(host_compiler, "FLAGS", plain)
+    found = made(weight, bias)
+    for count in (1, 2, 3, MOST_ROWS):
+        torch.testing.assert_close(
+            found(rows[:count]), here[:count], rtol=2 * TOLERANCE[dtype], atol=1e-4
+        )
+
+
 def test_rows_of_any_layout_and_dimension() -> None:
     rows, weight, _ = case(20, 24, torch.float32)
     linear = made(weight.T.contiguous().T, None)
@@ -109,10 +138,11 @@ def test_overflow_and_ties_round_as_torch_does() -> None:
     assert found[0, 0] == float("inf")
 
 
-def test_what_the_kernel_does_not_know_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_kernel_does_not_know_is_left_to_others(
+    monkeypatch: pytest.MonkeyPatch, forgotten: None
+) -> None:
     assert few_rows(torch.ones(4, 3).bfloat16(), None) is None  # an odd width
     assert few_rows(torch.ones(4, 4).half(), None) is None
     module._kernel.cache_clear()
     monkeypatch.setattr(module, "compiled", lambda source: None)
     assert few_rows(torch.ones(4, 4), None) is None
-    module._kernel.cache_clear()
