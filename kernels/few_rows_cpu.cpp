@@ -13,19 +13,19 @@
 
 namespace {
 
-// Sixteen numbers; compilers split them where registers are narrower.
-typedef float Lanes __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
-constexpr int64_t kLanes = 16;
-constexpr int64_t kBlocks = 3;  // of lanes in a group
-constexpr int64_t kGroup = kBlocks * kLanes;
-// Rows at once: their sums, `kBlocks` each, stay in registers.
+// One register of numbers, and the rows at once: their sums stay in registers.
 #if defined(__AVX512F__)
-constexpr int64_t kTogether = 8;
+constexpr int64_t kLanes = 16, kTogether = 8;
+#elif defined(__AVX__)
+constexpr int64_t kLanes = 8, kTogether = 2;
 #else
-constexpr int64_t kTogether = 2;
+constexpr int64_t kLanes = 4, kTogether = 2;
 #endif
+constexpr int64_t kGroup = 48;
+constexpr int64_t kBlocks = kGroup / kLanes;  // registers of a group
+typedef float Lanes __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 constexpr int64_t kMostRows = 32;
 // Of the width: its products are summed apart, and its weights stay near until all rows met them.
 constexpr int64_t kPart = 512;
@@ -50,7 +50,7 @@ inline void store(Lanes x, Bfloat16* to) {  // to nearest, ties to even
   memcpy(to, &found, sizeof found);
 }
 
-// One step along the width: weights of 16 outputs, and what they meet of a row.
+// One step along the width: weights of `kLanes` outputs, and what they meet of a row.
 template <typename T>
 struct Step;
 
@@ -72,6 +72,7 @@ template <>
 struct Step<Bfloat16> {
   static constexpr int64_t kWidth = 2;
 #if defined(__AVX512BF16__)
+  static_assert(kLanes == 16, "registers of 64 bytes");
   typedef __m512bh Weights;
   typedef __m512bh Row;
   static inline Weights load(const Bfloat16* from) {
@@ -147,8 +148,7 @@ inline void add(const T* rows, int64_t count, const T* weights, int64_t width, i
 template <typename T>
 void multiply_group(const Product<T>& p, int64_t group) {
   Lanes sums[kMostRows][kBlocks];
-  for (int64_t r = 0; r < p.num_rows; r++)
-    for (int b = 0; b < kBlocks; b++) sums[r][b] = Lanes{};
+  memset(sums, 0, p.num_rows * sizeof sums[0]);
   const T* weights = p.weights + group * p.width * kGroup;
   for (int64_t begin = 0; begin < p.width; begin += kPart) {
     const int64_t end = begin + kPart < p.width ? begin + kPart : p.width;

@@ -61,7 +61,7 @@ class PackedLinear:
         self._few = few_rows(joined, self._bias)
         self._packed = None
         if self._few is None or self._copies > 1:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(joined, _TYPICAL_ROWS)
+            self._packed = _laid_out(joined)
         self._versions = versions
 
     def _joined_bias(self) -> torch.Tensor | None:
@@ -90,6 +90,14 @@ class PackedLinear:
 
     def _multiply(self, rows: torch.Tensor) -> torch.Tensor:
         return _linear(rows, self._packed, self._bias, "none", [], "")
+
+
+def _laid_out(weight: torch.Tensor) -> torch.Tensor | None:
+    """None on a processor for which oneDNN does not take the dtype, as bfloat16 without AVX-512."""
+    try:
+        return torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
+    except RuntimeError:
+        return None
 
 
 def packable(weight: torch.Tensor) -> bool:
