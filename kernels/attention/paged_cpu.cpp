@@ -61,9 +61,15 @@ struct Pass {
   float scaling;
 };
 
-// Sixteen numbers; compilers split them where registers are narrower.
-typedef float Lanes __attribute__((vector_size(64)));
+// One register of numbers.
+#if defined(__AVX512F__)
 constexpr int kLanes = 16;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+typedef float Lanes __attribute__((vector_size(4 * kLanes)));
 
 inline Lanes load(const float* from) {
   Lanes x;
