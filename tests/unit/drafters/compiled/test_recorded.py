@@ -17,6 +17,7 @@ from draftsmith.drafters.target.load import load_model
 from draftsmith.drafters.target.target import FINAL, Target
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.kernels.few_rows import few_rows
 
 ARCHITECTURES = [
     "llama",
@@ -204,3 +205,39 @@ def test_without_memory_for_a_second_copy_weights_stay_as_they_are(tiny_target):
     assert [node.target for node in replay.graph.nodes if node.op == "call_function"] == [
         torch._C._nn.linear
     ]
+
+
+def logits_of(target: Target, passes: list[tuple[int, int]]) -> torch.Tensor:
+    """Logits of a text of which every pass reads the first number of tokens, beside another text's
+    second number."""
+    pool = target.new_pool(num_blocks=24, block_size=4)
+    tables = torch.arange(24).view(2, 12)
+    texts = torch.randint(3, target.vocab_size, (2, 48), generator=torch.Generator().manual_seed(5))
+    done, found = [0, 0], []
+    for counts in passes:
+        rows = [row for row in range(2) if counts[row]]
+        parts = {row: torch.arange(done[row], done[row] + counts[row]) for row in rows}
+        positions = torch.cat([parts[row] for row in rows])
+        ids = torch.cat([texts[row, parts[row]] for row in rows])
+        lengths = torch.tensor([counts[row] for row in rows])
+        context = PagedPass(pool, tables[rows], positions, lengths)
+        output = target.forward(ids[None], positions[None], context, torch.arange(len(ids)), ())
+        found.append(output.logits[: counts[0]])
+        done = [one + two for one, two in zip(done, counts)]
+    return torch.cat(found)
+
+
+@pytest.mark.skipif(few_rows(torch.ones(1, 2), None) is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma", "mistral"])
+def test_verified_tokens_have_the_bits_of_tokens_decoded_one_by_one(
+    tiny_target, architecture: str, dtype: torch.dtype
+) -> None:
+    target = Target.load(tiny_target(architecture), dtype=dtype)
+    record_lm(target)
+    alone = logits_of(target, [(6, 0)] + [(1, 0)] * 24)
+    with_others = [(6, 20), (4, 1), (8, 3), (1, 1), (3, 9), (8, 0)]
+    assert torch.equal(logits_of(target, with_others)[6:], alone[6:])
+    # The control: the model's own forward rounds otherwise.
+    with target.own_forward():
+        assert not torch.equal(logits_of(target, with_others)[6:], alone[6:])
