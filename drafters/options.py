@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from draftsmith.config import option
 
+WINDOW = "attend to the last so many positions alone [default: to all]"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Options:
@@ -31,6 +33,7 @@ class Eagle3Options:
     )
     fc_norm: bool = option(False, "norm every tap before they are joined (EAGLE-3.1)")
     norm_output: bool = option(False, "feed the normed state back while drafting (EAGLE-3.1)")
+    window: int | None = option(None, WINDOW)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,7 @@ class MtpOptions:
         1,
         "one for each drafted token, where targets may have several (DeepSeek-V3, GLM-4.5)",
     )
+    window: int | None = option(None, WINDOW)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,7 @@ class Eagle1Options:
     """One decoder layer of the target's width over its final state."""
 
     intermediate_size: int | None = option(None, "width of the MLP [default: the target's]")
+    window: int | None = option(None, WINDOW)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +114,7 @@ class DraftLmOptions:
     num_key_value_heads: int | None = option(
         None, "key and value heads of a new draft [default: its attention heads]"
     )
+    window: int | None = option(None, f"of a new draft: {WINDOW}")
     lora: LoraOptions | None = option(
         None, "train low-rank adapters of `init` only; they are merged when the draft is saved"
     )

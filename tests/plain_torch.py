@@ -34,8 +34,9 @@ def rotated(
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def causal(length: int) -> torch.Tensor:
-    return torch.ones(length, length, dtype=torch.bool).tril()
+def causal(length: int, window: int | None = None) -> torch.Tensor:
+    sees = torch.ones(length, length, dtype=torch.bool).tril()
+    return sees if window is None else sees.triu(1 - window)
 
 
 def attend(
@@ -54,7 +55,13 @@ def heads(states: torch.Tensor, tensors: Tensors, name: str, width: int) -> torc
 
 
 def plain_attention(
-    states: torch.Tensor, positions: torch.Tensor, tensors: Tensors, prefix: str, width: int
+    states: torch.Tensor,
+    positions: torch.Tensor,
+    tensors: Tensors,
+    prefix: str,
+    width: int,
+    *,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Llama's, or Qwen3's where there are norms of queries and keys."""
     parts = {}
@@ -63,7 +70,8 @@ def plain_attention(
         if f"{prefix}{name}_norm.weight" in tensors:
             parts[name] = rms(parts[name], tensors[f"{prefix}{name}_norm.weight"])
     query, key = (rotated(parts[name], positions) for name in "qk")
-    return linear(attend(query, key, parts["v"], causal(len(states))), tensors, f"{prefix}o_proj")
+    sees = causal(len(states), window)
+    return linear(attend(query, key, parts["v"], sees), tensors, f"{prefix}o_proj")
 
 
 def latent_attention(

@@ -409,6 +409,13 @@ def vision_eagle3(target: Target) -> Made:
     return Made(config, eagle3_tensors(target))
 
 
+def sliding_eagle3(target: Target) -> Made:
+    """As vLLM's Llama reads a window. The target's further kinds may follow."""
+    kinds = ["sliding_attention", "full_attention"]
+    config = eagle3_config("LlamaForCausalLMEagle3", layer_types=kinds, sliding_window=WINDOW)
+    return Made(config, eagle3_tensors(target))
+
+
 def redhat_eagle3(target: Target) -> Made:
     """Layers of Qwen3, with norms of queries and keys."""
     layer = SHAPE | {"model_type": "qwen3", "num_hidden_layers": 1, "attention_bias": False}
@@ -468,7 +475,9 @@ def eagle3_reference(
         if "kv_lora_rank" in config:
             attended = plain.latent_attention(mixed, positions, tensors, name, config)
         else:
-            attended = plain.plain_attention(mixed, positions, tensors, name, WIDTH)
+            slides = "sliding_attention" in (config.get("layer_types") or ())
+            window = config["sliding_window"] if slides else None
+            attended = plain.plain_attention(mixed, positions, tensors, name, WIDTH, window=window)
         out = (normed if config.get("norm_before_residual") else states) + attended
         inner = plain.rms(out, tensors[f"{prefix}post_attention_layernorm.weight"])
         out = out + plain.mlp(inner, tensors, f"{prefix}mlp.")
@@ -646,6 +655,7 @@ LAYOUTS = [
     Layout("EAGLE-3, its authors", "eagle3", first_eagle3, eagle3_reference),
     Layout("EAGLE-3, AngelSlim", "eagle3", angelslim_eagle3, eagle3_reference),
     Layout("EAGLE-3, speculators", "eagle3", redhat_eagle3, eagle3_reference),
+    Layout("EAGLE-3 with a sliding window", "eagle3", sliding_eagle3, eagle3_reference),
     Layout("EAGLE-3 of vision models", "eagle3", vision_eagle3, eagle3_reference),
     Layout("EAGLE-3 of DeepSeek and Kimi", "eagle3", latent_eagle3, eagle3_reference),
     Layout("Medusa, FasterDecoding", "medusa", first_medusa, medusa_reference),

@@ -2,7 +2,7 @@
 it would when serving.
 
 The block at column n sees the context keys of the columns before n and its own slots, if causal
-only those up to each.
+only those up to each. With a window a slot sees so many columns at most, its own among them.
 
 Legend: B rows, L columns, S slots of a block, C columns of a chunk, G queries a key-value head, D
 width of a head.
@@ -11,7 +11,7 @@ width of a head.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -23,13 +23,6 @@ from draftsmith.kernels.attention.window import Chunk, Window
 CHUNK = 64
 # Longer texts recompute their attention weights in the backward pass.
 LONG = 512
-
-
-class OwnSight(NamedTuple):
-    """Slots of its block, and columns before it, that a slot sees."""
-
-    causal: bool
-    window: int | None  # at most this many columns, the slot's own among them
 
 
 class BlockPass:
@@ -70,33 +63,22 @@ class BlockPass:
                 "a block drafter with a soft cap, sinks or chunks cannot be trained; use plain "
                 "attention"
             )
-        sight = OwnSight(self.is_causal(layer), sliding_window)
         # Under autocast the rotated queries and keys come wider than the values.
         own = [states.to(value.dtype) for states in (query * scaling, key, value)]
-        if self.context is not None:
-            return self._blocks(
-                own,
-                [states.to(value.dtype) for states in self.context[layer]],
-                self.first,
-                self.slots,
-                sight,
-            )
+        blocks = partial(self._blocks, causal=self.is_causal(layer), window=sliding_window)
         first = self.first
+        if self.context is not None:
+            seen = [states.to(value.dtype) for states in self.context[layer]]
+            return blocks(own, seen, first, self.slots)
         context = [
             torch.cat([states[:, :, :first], states[:, :, first :: self.slots]], dim=2)
             for states in own[1:]
         ]
-        blocks = self._blocks(
-            [states[:, :, first:] for states in own], context, first, self.slots, sight
-        )
+        found = blocks([states[:, :, first:] for states in own], context, first, self.slots)
         if first == 0:
-            return blocks
+            return found
         return torch.cat(
-            [
-                self._blocks([states[:, :, :first] for states in own], context, 0, 1, sight),
-                blocks,
-            ],
-            dim=1,
+            [blocks([states[:, :, :first] for states in own], context, 0, 1), found], dim=1
         )
 
     def _blocks(
@@ -105,16 +87,18 @@ class BlockPass:
         context: list[torch.Tensor],
         first: int,
         slots: int,
-        own_sight: OwnSight,
+        *,
+        causal: bool,
+        window: int | None,
     ) -> torch.Tensor:
         """Queries, keys and values [B, ., C * slots, D] of C blocks from the column `first` on."""
         own = [states.unflatten(2, (-1, slots)) for states in own]
         length, outputs = first + own[0].shape[2], []
         for begin, end in chunks(first, length, CHUNK):
-            sight = self.sights.of(begin, end)
+            sight = self.sights.of(begin, end, window)
             chunk = (states[:, :, begin - first : end - first] for states in own)
             seen = (states[:, :, sight.first : end - 1] for states in context)
-            inputs = (*chunk, *seen, begin, sight, own_sight)
+            inputs = (*chunk, *seen, begin, sight, causal)
             is_long = context[0].shape[2] > LONG
             outputs.append(
                 checkpoint(_attend, *inputs, use_reentrant=False) if is_long else _attend(*inputs)
@@ -130,7 +114,7 @@ def _attend(
     context_value: torch.Tensor,
     begin: int,
     sight: Sight,
-    own_sight: OwnSight,
+    causal: bool,
 ) -> torch.Tensor:
     """Scaled queries [B, heads, C, S, D] of the columns from `begin`; key and value [B, kv_heads,
     C, S, D]; the context's from the column `sight.first` on."""
@@ -142,17 +126,20 @@ def _attend(
     columns = torch.arange(begin, begin + size, device=query.device)[:, None, None]
     context_columns = torch.arange(sight.first, sight.first + visible, device=query.device)
     hidden = context_columns >= columns
-    if own_sight.window is not None:
-        slot = torch.arange(slots, device=query.device)[:, None]
-        hidden = hidden | (columns + slot - context_columns >= own_sight.window)
+    slot = torch.arange(slots, device=query.device)
+    if sight.window is not None:
+        hidden = hidden | (columns + slot[:, None] - context_columns >= sight.window)
     if sight.begins is not None:
         hidden = hidden | (context_columns < sight.begins[:, None, None, :, None, None])
     seen = seen.masked_fill(hidden, -torch.inf)
     own = torch.einsum("bkgcsd,bkctd->bkgcst", grouped, key)
-    if own_sight.causal:
-        own = own.masked_fill(
-            torch.ones(slots, slots, dtype=torch.bool, device=query.device).triu(1), -torch.inf
-        )
+    back = slot[:, None] - slot
+    hidden_slots = torch.zeros_like(back, dtype=torch.bool)
+    if causal:
+        hidden_slots |= back < 0
+    if sight.window is not None:
+        hidden_slots |= back >= sight.window
+    own = own.masked_fill(hidden_slots, -torch.inf)
 
     precise = torch.promote_types(query.dtype, torch.float32)
     weights = torch.cat([seen, own], dim=-1).softmax(dim=-1, dtype=precise).to(query.dtype)

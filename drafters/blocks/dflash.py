@@ -32,8 +32,6 @@ from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, sent
 from draftsmith.drafters.blocks.block_unroll import BlockPass
 from draftsmith.drafters.blocks.layer_passes import LayerPasses
 from draftsmith.drafters.blocks.shape import (
-    FULL,
-    SLIDING,
     BlockShape,
     block_values,
     check_block,
@@ -62,6 +60,7 @@ from draftsmith.drafters.weights import (
     weight_bytes,
     write_weights,
 )
+from draftsmith.drafters.windows import windows_config
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
@@ -383,18 +382,10 @@ class Dflash(nn.Module):
             "num_target_layers": self._target.num_layers,
             "block_size": self.shape.block_size,
             "dflash_config": block,
-            **self.windows_config(),
+            # Engines then decide on causality by `is_causal`, or by the kinds of the layers.
+            **windows_config(self.shape.windows),
             **({} if self.lm_head is None else {"draft_vocab_size": self.lm_head.out_features}),
         }
-
-    def windows_config(self) -> dict[str, Any]:
-        """Keys of layers with a window; engines then decide on causality by `is_causal`, or by the
-        kinds of the layers."""
-        if not self.shape.windows:
-            return {}
-        kinds = [FULL if window is None else SLIDING for window in self.shape.windows]
-        window = max(window or 0 for window in self.shape.windows)
-        return {"layer_types": kinds, "sliding_window": window}
 
     @classmethod
     def load(cls, folder: Path, target: Target) -> Dflash:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from draftsmith.drafters.layouts.speculators import flattened
+from draftsmith.drafters.windows import SLIDING, Windows, windows_in
 from draftsmith.errors import UserError
-
-SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 class BlockShape(NamedTuple):
@@ -19,7 +18,7 @@ class BlockShape(NamedTuple):
     markov_rank: int = 0
     # what a confidence head reads: "state", "markov" (the transition's row too), or "" for none
     confidence: str = ""
-    windows: tuple[int | None, ...] = ()  # of each layer; empty: none has one
+    windows: Windows = ()
     causal_windows: bool = False  # the same as `causal`, in layers with a window
 
     def window(self, layer: int) -> int | None:
@@ -45,24 +44,23 @@ def shape_in(values: Mapping[str, Any]) -> BlockShape:
         bool(causal),
         rank,
         confidence,
-        windows_in(values),
+        block_windows(values),
         sliding and not non_causal if causal is None else bool(causal),
     )
 
 
-def windows_in(values: Mapping[str, Any]) -> tuple[int | None, ...]:
-    types = list(values.get("layer_types") or ())[: values["num_hidden_layers"]]
+def block_windows(values: Mapping[str, Any]) -> Windows:
+    types = list(values.get("layer_types") or ())
     if values.get("use_swa") and SLIDING not in types:
         types = [SLIDING] * values["num_hidden_layers"]
-    if SLIDING not in types:
-        return ()
     window = values.get("swa_window_size") or values.get("sliding_window")
-    if not window or window < values["block_size"]:
+    windows = windows_in({**values, "layer_types": types, "sliding_window": window})
+    if windows and window < values["block_size"]:
         raise UserError(
             f"a draft with sliding attention has sliding_window={window!r}, where its block of "
             f"{values['block_size']} must fit in; restore config.json"
         )
-    return tuple(window if kind == SLIDING else None for kind in types)
+    return windows
 
 
 def block_values(config: Mapping[str, Any]) -> dict[str, Any]:

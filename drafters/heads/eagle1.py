@@ -32,6 +32,7 @@ from draftsmith.drafters.weights import (
     read_weights,
     write_weights,
 )
+from draftsmith.drafters.windows import Windows, new_windows, windows_config, windows_in
 from draftsmith.errors import UserError
 
 # vLLM's name for the layout without a bias, then SGLang's, which always has one.
@@ -55,11 +56,13 @@ class Eagle1(FeatureHead):
         *,
         bias: bool = False,
         output_bias: bool = False,
+        windows: Windows = (),
         own_embeddings: bool = False,
     ):
         """`bias`: of fc; `output_bias`: of the attention's output, where its inputs have one."""
         super().__init__()
         self.config = config
+        self.windows = windows
         self._target = target
         # Outside the module: its frequencies must stay in float32 whatever the module is cast to.
         self._rotary = (LlamaRotaryEmbedding(config),)
@@ -96,7 +99,12 @@ class Eagle1(FeatureHead):
             shape["intermediate_size"] = options.intermediate_size
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            drafter = cls(llama_config(shape), target, own_embeddings=not shares_embeddings(target))
+            drafter = cls(
+                llama_config(shape),
+                target,
+                windows=new_windows(options.window, 1, "eagle1.window"),
+                own_embeddings=not shares_embeddings(target),
+            )
         if drafter.embed_tokens is not None:
             drafter.embed_tokens.weight.data.copy_(
                 target.embed(torch.arange(target.vocab_size, device=target.device))
@@ -123,7 +131,7 @@ class Eagle1(FeatureHead):
         context: AttentionContext,
     ) -> HeadStep:
         mixed = self.fc(torch.cat([embeds, hidden], dim=-1))
-        rotary = self._rotary[0](mixed, positions)
+        rotary, context = self._rotary[0](mixed, positions), self.windowed(context)
         state = self.layers[0](mixed, position_embeddings=rotary, attention_context=context)
         return HeadStep(next_hidden=state, head_input=state)
 
@@ -136,6 +144,7 @@ class Eagle1(FeatureHead):
             "architectures": [ARCHITECTURES[1] if has_bias else ARCHITECTURES[0]],
             "model_type": "llama",
             **config_dict(self.config),
+            **windows_config(self.windows),
             "bias": has_bias,
             "dtype": str(self.fc.weight.dtype).removeprefix("torch."),
             "tie_word_embeddings": False,
@@ -156,6 +165,7 @@ class Eagle1(FeatureHead):
             target,
             bias="fc.bias" in tensors,
             output_bias=f"{attention}o_proj.bias" in tensors,
+            windows=windows_in(values),
             own_embeddings="embed_tokens.weight" in tensors,
         )
         drafter.to(tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.float32)

@@ -54,6 +54,7 @@ from draftsmith.drafters.weights import (
     read_weights,
     write_weights,
 )
+from draftsmith.drafters.windows import Windows, new_windows, windows_config, windows_in
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
 
@@ -85,11 +86,13 @@ class Eagle3(FeatureHead):
         draft_vocab_size: int,
         *,
         norms: Norms | None = None,
+        windows: Windows = (),
         own_embeddings: bool = False,
     ):
         super().__init__()
         self.config = config
         self.taps = taps
+        self.windows = windows
         self.norms = norms = norms or Norms()
         self._target = target
         self.fc = nn.Linear(len(taps) * target.hidden_size, config.hidden_size, bias=False)
@@ -155,6 +158,11 @@ class Eagle3(FeatureHead):
                 taps,
                 vocab_size,
                 norms=norms,
+                windows=new_windows(
+                    options.window,
+                    config.num_hidden_layers,
+                    f"{cls.family.replace('-', '_')}.window",
+                ),
                 own_embeddings=not shares_embeddings(target),
             )
         if drafter.embed_tokens is not None:
@@ -215,7 +223,7 @@ class Eagle3(FeatureHead):
         positions: torch.Tensor,
         context: AttentionContext,
     ) -> HeadStep:
-        rotary = self._rotary[0](hidden, positions)
+        rotary, context = self._rotary[0](hidden, positions), self.windowed(context)
         hidden = self.midlayer(embeds, hidden, rotary, context)
         for layer in self.layers.values():
             hidden = layer(hidden, position_embeddings=rotary, attention_context=context)
@@ -237,6 +245,7 @@ class Eagle3(FeatureHead):
             "target_hidden_size": self._target.hidden_size,
             "num_aux_hidden_states": len(self.taps),
             **asdict(self.norms),
+            **windows_config(self.windows),
             "eagle_aux_hidden_state_layer_ids": list(self.taps),
             "eagle_config": {
                 "use_aux_hidden_state": True,
@@ -261,6 +270,7 @@ class Eagle3(FeatureHead):
             taps_of(values, target),
             vocab_size,
             norms=Norms.of(values),
+            windows=windows_in(values),
             own_embeddings="embed_tokens.weight" in tensors,
         )
         if drafter.d2t is None:

@@ -34,6 +34,7 @@ from draftsmith.drafters.tree_shape import FixedTree, TreeShape
 from draftsmith.drafters.trees.growth import grow
 from draftsmith.drafters.trees.level_graphs import LevelGraphs
 from draftsmith.drafters.weights import ReadBytes, weight_bytes
+from draftsmith.drafters.windows import WindowedContext, Windows
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.cuda_graphs import Capturer
@@ -43,6 +44,7 @@ class FeatureHead(nn.Module, Recordable, Capturable):
     family: str
     taps: tuple[int, ...]
     config: LlamaConfig
+    windows: Windows = ()
     ends_chains = True
     ahead = 2  # the state at position t predicts the token at t + 2
     _recorded: RecordedHead | None = None
@@ -65,6 +67,9 @@ class FeatureHead(nn.Module, Recordable, Capturable):
         context: AttentionContext,
     ) -> HeadStep:
         """embeds and hidden [b, t, H], positions [b, t] or [1, t]."""
+
+    def windowed(self, context: AttentionContext) -> AttentionContext:
+        return WindowedContext(context, self.windows) if self.windows else context
 
     @abstractmethod
     def head_weight(self) -> torch.Tensor: ...

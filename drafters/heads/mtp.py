@@ -38,6 +38,7 @@ from draftsmith.drafters.weights import (
     read_weights,
     write_weights,
 )
+from draftsmith.drafters.windows import Windows, new_windows, windows_config, windows_in
 from draftsmith.errors import UserError
 
 ARCHITECTURE = "DraftsmithMtp"
@@ -46,7 +47,14 @@ ARCHITECTURE = "DraftsmithMtp"
 class Mtp(MtpHead):
     config: LlamaConfig
 
-    def __init__(self, config: LlamaConfig, target: Target, *, tap: int | None = None):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        target: Target,
+        *,
+        tap: int | None = None,
+        windows: Windows = (),
+    ):
         """`tap`: FINAL, or raw id L where it is None."""
         super().__init__(
             config,
@@ -56,6 +64,7 @@ class Mtp(MtpHead):
             layer=partial(LlamaDecoderLayer, config, layer_idx=0),
             rotary=LlamaRotaryEmbedding(config),
         )
+        self.windows = windows
         # of a module that its target brought along: Qwen2's block has none here
         if config.attention_bias:
             self.layer.self_attn.o_proj.bias = None
@@ -93,7 +102,8 @@ class Mtp(MtpHead):
             shape["intermediate_size"] = options.intermediate_size
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            drafter = cls(llama_config(shape), target, tap=tap)
+            windows = new_windows(options.window, 1, "mtp.window")
+            drafter = cls(llama_config(shape), target, tap=tap, windows=windows)
         # The head is frozen, so the module must fit it: outputs of the size of the
         # target's own final states. The layer stays random: begun as the target's last one it
         # learned more slowly (tau 1.40 against 1.62 after 60 steps).
@@ -105,6 +115,7 @@ class Mtp(MtpHead):
             "architectures": [ARCHITECTURE],
             "model_type": "llama",
             **config_dict(self.config),
+            **windows_config(self.windows),
         }
         values |= {
             "dtype": str(self.eh_proj.weight.dtype).removeprefix("torch."),
@@ -133,7 +144,8 @@ class Mtp(MtpHead):
         if native:
             values = {**values, "attention_bias": "layer.self_attn.q_proj.bias" in tensors}
         tap = FINAL if values.get(READS_FINAL) else None
-        drafter = cls(llama_config(values), target, tap=tap)
+        windows = () if native else windows_in(values)
+        drafter = cls(llama_config(values), target, tap=tap, windows=windows)
         drafter.to(
             tensors["eh_proj.weight"].dtype if "eh_proj.weight" in tensors else torch.float32
         )
@@ -142,8 +154,14 @@ class Mtp(MtpHead):
 
 
 def check_modules(options: MtpOptions, target: Target) -> None:
-    """Raises `UserError` for several modules that no engine would read."""
+    """Raises `UserError` for several modules, or a window, that no engine would read."""
     layout = LAYOUTS.get(target.config.model_type)
+    if layout is not None and options.window is not None:
+        raise UserError(
+            f"option 'mtp.window' is {options.window} and {target.name!r} is a "
+            f"{target.config.model_type!r}, whose modules are layers of its own; leave it out, or "
+            "train an eagle3 draft"
+        )
     if options.modules < 1 or (options.modules > 1 and (layout is None or not layout.may_be_deep)):
         deep = ", ".join(kind for kind, one in LAYOUTS.items() if one.may_be_deep)
         raise UserError(

@@ -80,7 +80,7 @@ class MtpHead(FeatureHead):
         if self.masks_first:
             embeds = embeds.masked_fill((positions == 0)[..., None], 0.0)
         mixed = self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(hidden)], dim=-1))
-        rotary = self._rotary[0](mixed, positions)
+        rotary, context = self._rotary[0](mixed, positions), self.windowed(context)
         state = self.layer(mixed, position_embeddings=rotary, attention_context=context)
         normed = self.norm(state)
         return HeadStep(next_hidden=normed if self.feeds_normed else state, head_input=normed)

@@ -11,7 +11,13 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
 
 from draftsmith.drafters.autoregressive.chain import draft_chain
 from draftsmith.drafters.autoregressive.chain_graphs import ChainGraphs
@@ -44,6 +50,7 @@ from draftsmith.drafters.weights import (
     read_weights,
     weight_bytes,
 )
+from draftsmith.drafters.windows import new_windows, windows_config
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
@@ -87,6 +94,12 @@ class DraftLm(nn.Module, Recordable, Capturable):
         """`token_counts` is not needed: the vocabulary is the target's."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
+            started = options.init or options.target_layers
+            if started is not None and options.window is not None:
+                raise UserError(
+                    f"option 'draft_lm.window' is {options.window} for a draft that starts from "
+                    f"{started!r}, whose layers have their own; leave it out"
+                )
             if options.init is None:
                 if options.lora is not None:
                     raise UserError(
@@ -231,9 +244,9 @@ class DraftLm(nn.Module, Recordable, Capturable):
         return last + 1 + min(accepted, max(drafted - 1, 0))
 
 
-def new_model(options: DraftLmOptions, target: Target) -> LlamaForCausalLM:
+def new_model(options: DraftLmOptions, target: Target) -> PreTrainedModel:
     """A small Llama with tied embeddings: most of a small model's weights would be its two tables
-    otherwise."""
+    otherwise. With a window it is a Mistral, which is a Llama with one."""
     hidden = options.hidden_size or max(16, target.hidden_size // 2)
     heads = options.num_attention_heads or max(1, hidden // 64)
     if hidden % heads or (hidden // heads) % 2:
@@ -242,7 +255,11 @@ def new_model(options: DraftLmOptions, target: Target) -> LlamaForCausalLM:
             f"{heads} attention heads"
         )
     eos = target.eos_token_ids
-    config = LlamaConfig(
+    windows = new_windows(options.window, options.num_layers, "draft_lm.window")
+    kind, model = (
+        (MistralConfig, MistralForCausalLM) if windows else (LlamaConfig, LlamaForCausalLM)
+    )
+    config = kind(
         vocab_size=target.vocab_size,
         hidden_size=hidden,
         intermediate_size=options.intermediate_size or 3 * hidden,
@@ -253,9 +270,10 @@ def new_model(options: DraftLmOptions, target: Target) -> LlamaForCausalLM:
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=list(eos) if len(eos) > 1 else (eos[0] if eos else None),
+        **windows_config(windows),  # vLLM goes by the kinds of the layers here too
     )
     config._attn_implementation = register()
-    return LlamaForCausalLM(config).to(target.device).eval()
+    return model(config).to(target.device).eval()
 
 
 def match_vocabulary(model: PreTrainedModel, target: Target) -> None:

@@ -60,6 +60,7 @@ class Sight(NamedTuple):
     first: int  # none of them sees a column before this one
     # [B, C] each sees none before its own; None when `first` says it all
     begins: torch.Tensor | None
+    window: int | None = None  # each sees so many columns at most, its own among them
 
 
 class Sights:
@@ -71,8 +72,10 @@ class Sights:
         # Begins only rise along a row.
         self.firsts = None if self.begins is None else self.begins[:, ::size].amin(dim=0).tolist()
 
-    def of(self, begin: int, end: int) -> Sight:
+    def of(self, begin: int, end: int, window: int | None = None) -> Sight:
         """Sight of these columns, all of one chunk."""
+        first = 0 if window is None else max(0, begin - window + 1)
         if self.begins is None or self.firsts is None:
-            return Sight(0, None)
-        return Sight(self.firsts[begin // self.size], self.begins[:, begin:end])
+            return Sight(first, None, window)
+        first = max(first, self.firsts[begin // self.size])
+        return Sight(first, self.begins[:, begin:end], window)

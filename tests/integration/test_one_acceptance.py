@@ -14,6 +14,7 @@ import torch
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import TrainedDrafter
+from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
@@ -46,7 +47,10 @@ LATER = [
 ]
 
 
-@pytest.fixture(scope="module", params=["eagle3", "mtp", "draft-lm", *LATER])
+WINDOWED = Eagle3Options(window=5)  # less than a prompt
+
+
+@pytest.fixture(scope="module", params=["eagle3", "eagle3 window", "mtp", "draft-lm", *LATER])
 def pair(
     request: pytest.FixtureRequest,
     tiny_target: Callable[..., str],
@@ -72,7 +76,8 @@ def pair(
         ]
     pq.write_table(pa.Table.from_pylist(rows), folder / "part-00000.parquet")
     config = TrainConfig(
-        family=request.param,
+        family=request.param.split()[0],
+        eagle3=WINDOWED if "window" in request.param else None,
         target=target.name,
         data=str(folder),
         out=str(folder / "draft"),

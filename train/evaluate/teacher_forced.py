@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from draftsmith.drafters.interface import TextBatch, UnrollBatch
+from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import (
     expected_rounds,
@@ -213,11 +213,8 @@ def kept_text(
     """The chance that each token of the text is kept at each depth of a round, under the target's
     distributions at `temperature` and the draft's at `draft_temperature`."""
     taps, target_hidden = target.states(text.input_ids, text.attention_mask, drafter.taps)
-    batch = UnrollBatch(
-        input_ids=text.input_ids, attention_mask=text.attention_mask, taps=taps, num_steps=k
-    )
     keeps, guesses, unlikely = [], [], torch.zeros_like(text.weights, dtype=torch.bool)
-    for step in drafter.unroll(batch):
+    for step in drafter.unroll(text.unrolled(taps, k)):
         predicted = select(step, text)
         before = target_hidden[predicted.row, predicted.position - 1]
         compared = _compare(

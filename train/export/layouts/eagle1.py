@@ -12,12 +12,14 @@ from draftsmith.drafters.heads.eagle1 import ARCHITECTURES
 from draftsmith.drafters.weights import read_weights, write_weights
 from draftsmith.errors import UserError
 from draftsmith.train.export.layouts.eagle3 import scales_its_embeddings
-from draftsmith.train.export.layouts.source import Source, check_fits, check_shapes
+from draftsmith.train.export.layouts.source import Source, check_fits, check_sees_all, check_shapes
 
 VLLM, SGLANG = ARCHITECTURES
 
 
 def write_vllm(source: Source, out: Path) -> None:
+    # Its layer counts behind the target's, past the end of the draft's own kinds.
+    check_sees_all(source, "vLLM's EAGLE-1")
     tensors = checked(source)
     bias = tensors.pop("fc.bias", None)
     if bias is not None and bool(bias.any()):
@@ -28,6 +30,7 @@ def write_vllm(source: Source, out: Path) -> None:
 
 
 def write_sglang(source: Source, out: Path) -> None:
+    check_sees_all(source, "SGLang")
     tensors = checked(source)
     tensors.setdefault("fc.bias", torch.zeros_like(tensors["fc.weight"][:, 0]))
     write_weights(out, {**source.config, "architectures": [SGLANG], "bias": True}, tensors)

@@ -19,6 +19,7 @@ from draftsmith.errors import UserError
 from draftsmith.train.export.layouts.source import (
     Source,
     check_fits,
+    check_sees_all,
     check_shapes,
     tensor_shapes,
     text_config,
@@ -90,6 +91,7 @@ def write_portable(source: Source, out: Path) -> None:
     """Writes the checkpoint as it is, for vLLM and SGLang alike, once it is known to mean the same
     in both."""
     check_sglang(source.config)
+    check_sees_all(source, "SGLang")
     write_vllm(source, out)
 
 

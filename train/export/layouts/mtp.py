@@ -22,6 +22,7 @@ from draftsmith.train.export.layouts.eagle3 import scales_its_embeddings
 from draftsmith.train.export.layouts.medusa import target_table
 from draftsmith.train.export.layouts.source import (
     Source,
+    check_sees_all,
     copy_tokenizer,
     file_shapes,
     tensor_shapes,
@@ -42,10 +43,10 @@ MODULE_FILE = "model-mtp.safetensors"
 def write_mtp(source: Source, out: Path) -> None:
     if is_appended(source.config):
         write_back(source, out, for_vllm(source, read_weights(source.draft)))
-    elif source.config.get(READS_FINAL):
-        write_alone(source, out)
-    else:
-        write_stitched(source, out)
+        return
+    check_sees_all(source, "vLLM's MTP module")
+    write = write_alone if source.config.get(READS_FINAL) else write_stitched
+    write(source, out)
 
 
 def write_sglang(source: Source, out: Path) -> None:

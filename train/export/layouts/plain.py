@@ -16,6 +16,7 @@ from draftsmith.errors import UserError
 from draftsmith.train.export.layouts.source import (
     Source,
     check_fits,
+    check_sees_all,
     copy_tokenizer,
     text_config,
     weight_files,
@@ -32,6 +33,12 @@ def write_plain(source: Source, out: Path) -> None:
         shutil.copyfile(index, out / index.name)
     write_config(out, source.config)
     copy_tokenizer(source.target, out)
+
+
+def write_sglang(source: Source, out: Path) -> None:
+    """Its Mistral is its Llama, without a window."""
+    check_sees_all(source, "SGLang")
+    write_plain(source, out)
 
 
 def check(source: Source) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from draftsmith.drafters.heads.mtp_alone import READS_FINAL
+from draftsmith.drafters.windows import windows_in
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 
@@ -88,6 +89,16 @@ def check_fits(source: Source, **own: Any) -> None:
                 f"the draft was made for a target with {key} {value}, {source.target_name!r} has "
                 f"{target[key]}"
             )
+
+
+def check_sees_all(source: Source, engine: str) -> None:
+    """Refuse a draft with sliding windows, which `engine` would run without them."""
+    if windows_in({"num_hidden_layers": 1, **source.config}):
+        raise UserError(
+            f"the draft has sliding_window={source.config['sliding_window']}, and {engine} would "
+            "let it attend to all of the text, which it has not learned; export an eagle3 draft "
+            "--to vllm, or train without a window"
+        )
 
 
 def check_shapes(

@@ -42,7 +42,7 @@ WRITERS: dict[str, dict[str, Writer]] = {
     "p-eagle": {"vllm": peagle.write_vllm, "speculators": peagle.write_speculators},
     "draft-lm": {
         "vllm": plain.write_plain,
-        "sglang": plain.write_plain,
+        "sglang": plain.write_sglang,
         "hf": plain.write_plain,
         "gguf": lm.write_lm,
         "openvino": graph_lm.write_lm,

@@ -8,7 +8,7 @@ from draftsmith.drafters.draft_shape import llama_config
 from draftsmith.drafters.weights import read_weights
 from draftsmith.train.export.layouts import eagle3
 from draftsmith.train.export.layouts.eagle3_graphs import Reader, check_represented
-from draftsmith.train.export.layouts.source import Source
+from draftsmith.train.export.layouts.source import Source, check_sees_all
 from draftsmith.train.export.llamacpp.file import DRAFT, Gguf, write_gguf
 from draftsmith.train.export.llamacpp.lm import write_target
 from draftsmith.train.export.llamacpp.shape import (
@@ -34,6 +34,7 @@ READER = Reader(
 def write_eagle3(source: Source, out: Path) -> None:
     eagle3.check(source)
     check_represented(source.config, READER)
+    check_sees_all(source, READER.engine)
     config = llama_config(source.config)
     values = shape_values(config) | {
         "target_layers": source.config["eagle_aux_hidden_state_layer_ids"],

@@ -14,7 +14,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.train.export.layouts import eagle3
 from draftsmith.train.export.layouts.eagle3_graphs import Reader, check_represented
-from draftsmith.train.export.layouts.source import Source, write_config
+from draftsmith.train.export.layouts.source import Source, check_sees_all, write_config
 from draftsmith.train.export.openvino.graph import (
     JoinedPass,
     Shapes,
@@ -41,6 +41,7 @@ STATES = "hidden_states"
 def write_eagle3(source: Source, out: Path) -> None:
     eagle3.check(source)
     check_represented(source.config, READER)
+    check_sees_all(source, READER.engine)
     check_kind(source.target, trust_remote_code=source.trust_remote_code)
     target = Target.load(
         source.target, dtype=torch.float32, trust_remote_code=source.trust_remote_code

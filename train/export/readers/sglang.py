@@ -73,8 +73,9 @@ def read_eagle3(folder: Path, target_config: dict[str, Any]) -> Understood:
             hot = tensor + torch.arange(len(tensor))
         elif "t2d" not in name:
             parameters.fill(engine_name(name, parameters), tensor)
-    # No such path there, whatever the config says.
+    # No such path, and no window, there, whatever the config says.
     config = {**config, "norm_before_residual": False, "eagle_aux_hidden_state_layer_ids": raw}
+    config.pop("layer_types", None)
     return Understood(
         config, own_eagle3(parameters.loaded(), hot, draft_vocab, config["vocab_size"])
     )

@@ -45,6 +45,16 @@ KINDS = {
     "dflash": ("dflash", DflashOptions(block_size=6)),
     "dspark": ("dspark", DsparkOptions(block_size=5, markov_rank=12)),
     "draft-lm": ("draft-lm", DraftLmOptions(num_layers=2, hidden_size=24, num_attention_heads=2)),
+    "eagle3 window": ("eagle3", Eagle3Options(window=9)),
+    "eagle3 narrow": ("eagle3", Eagle3Options(window=2)),  # shorter than the drafts
+    "p-eagle window": ("p-eagle", PeagleOptions(num_hidden_layers=2, window=7)),
+    "p-eagle narrow": ("p-eagle", PeagleOptions(num_hidden_layers=2, window=2)),
+    "mtp window": ("mtp", MtpOptions(window=9)),
+    "eagle1 window": ("eagle1", Eagle1Options(window=9)),
+    "draft-lm window": (
+        "draft-lm",
+        DraftLmOptions(num_layers=2, hidden_size=24, num_attention_heads=2, window=9),
+    ),
 }
 
 

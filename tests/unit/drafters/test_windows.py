@@ -1,0 +1,139 @@
+"""Sliding windows of drafts: what they hide, in training, in packed rows, on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.interface import UnrollBatch
+from draftsmith.drafters.options import OPTIONS
+from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.windows import windows_config, windows_in
+from draftsmith.errors import UserError
+
+WINDOW, LENGTH, DEPTHS = 7, 250, 3  # several chunks of the unroll
+FAMILIES_OF_ONE_LAYER = ["eagle3", "p-eagle", "mtp", "eagle1", "draft-lm"]
+SMALL = {"p-eagle": {"num_hidden_layers": 1}, "draft-lm": {"num_layers": 1}}
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Callable[..., str]) -> Target:
+    return Target.load(tiny_target("llama"), dtype=torch.float64)
+
+
+def create(family: str, target: Target, window: int | None = WINDOW) -> Any:
+    options = OPTIONS[family](window=window, **SMALL.get(family, {}))
+    drafter = FAMILIES[family].create(options, target, seed=0).to(torch.float64)
+    generator = torch.Generator().manual_seed(2)
+    for parameter in drafter.parameters():
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.data += noise * (parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.1)
+    return drafter
+
+
+def batch_of(drafter: Any, target: Target, **more: Any) -> UnrollBatch:
+    """Random states, so that a state says nothing of the tokens before it."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, target.vocab_size, (1, LENGTH), generator=generator)
+    width = len(drafter.taps) * target.hidden_size
+    taps = torch.randn(1, LENGTH, width, generator=generator, dtype=torch.float64)
+    return UnrollBatch(
+        input_ids=ids, attention_mask=torch.ones_like(ids), taps=taps if drafter.taps else None,
+        num_steps=DEPTHS, **more,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES_OF_ONE_LAYER)
+@pytest.mark.parametrize("window", [WINDOW, None])
+def test_a_draft_sees_its_window_and_no_more(
+    family: str, window: int | None, target: Target
+) -> None:
+    """One layer: what stands at column c reaches the columns from c to c + window - 1, and one more
+    at each further depth, whose state is that of the depth before. Without a window, all."""
+    drafter = create(family, target, window)
+    batch = batch_of(drafter, target)
+    changed = 140
+    other = batch_of(drafter, target)
+    other.input_ids[0, changed] = (other.input_ids[0, changed] + 1) % target.vocab_size
+    if other.taps is not None:
+        other.taps[0, changed] += 1
+    steps = zip(drafter.unroll(batch), drafter.unroll(other), strict=True)
+    for depth, (one, two) in enumerate(steps):
+        moved = (one.hidden - two.hidden).abs().amax(dim=-1)[0] > 1e-9
+        last = int(moved.nonzero().max())
+        if window is None:
+            assert last == LENGTH - 1
+        else:
+            assert changed + window - 1 <= last <= changed + window - 1 + depth
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES_OF_ONE_LAYER)
+def test_texts_in_one_row_have_windows_of_their_own(family: str, target: Target) -> None:
+    drafter = create(family, target)
+    batch = batch_of(drafter, target)
+    cut = 133
+    segments = (torch.arange(LENGTH) >= cut).long()[None]
+    packed = list(drafter.unroll(batch_of(drafter, target, segments=segments)))
+    alone = UnrollBatch(
+        input_ids=batch.input_ids[:, cut:], attention_mask=batch.attention_mask[:, cut:],
+        taps=None if batch.taps is None else batch.taps[:, cut:], num_steps=DEPTHS,
+    )  # fmt: skip
+    for one, two in zip(packed, drafter.unroll(alone), strict=True):
+        valid = two.valid[0]
+        torch.testing.assert_close(one.hidden[0, cut:][valid], two.hidden[0][valid])
+
+
+@pytest.mark.parametrize("family", FAMILIES_OF_ONE_LAYER)
+def test_a_checkpoint_keeps_the_window_and_an_older_one_has_none(
+    family: str, target: Target, tmp_path: Path
+) -> None:
+    drafter, open_one = create(family, target), create(family, target, None)
+    checkpoint.save(drafter, tmp_path / "new", target)
+    checkpoint.save(open_one, tmp_path / "old", target)
+    assert "sliding_window" not in (tmp_path / "old" / "config.json").read_text()
+    for made, name in ((drafter, "new"), (open_one, "old")):
+        again = checkpoint.load(tmp_path / name, target)
+        batch = batch_of(drafter, target)
+        for one, two in zip(made.unroll(batch), again.unroll(batch), strict=True):
+            torch.testing.assert_close(one.hidden, two.hidden)
+
+
+def test_windows_stand_in_a_config_as_vllm_reads_them() -> None:
+    values = {"num_hidden_layers": 2, "sliding_window": 5}
+    assert windows_in(values) == ()  # a width without layers that have it
+    assert windows_in({**values, "layer_types": ["full_attention"] * 2}) == ()
+    mixed = {**values, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    assert windows_in(mixed) == (5, None)
+    assert windows_in({**values, **windows_config((None, 5))}) == (None, 5)
+    assert windows_config(()) == {}
+    with pytest.raises(UserError, match="sliding_window=None; restore"):
+        windows_in({"num_hidden_layers": 1, "layer_types": ["sliding_attention"]})
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "reason"),
+    [
+        ("eagle3", {"window": 0}, "'eagle3.window' is 0; give at least 1"),
+        ("p-eagle", {"window": -1}, "'p_eagle.window' is -1"),
+        ("draft-lm", {"window": 4, "target_layers": (0, 1)}, "starts from"),
+    ],
+)
+def test_windows_that_cannot_be_are_refused(
+    family: str, options: dict[str, Any], reason: str, target: Target
+) -> None:
+    with pytest.raises(UserError, match=reason):
+        FAMILIES[family].create(OPTIONS[family](**options), target, seed=0)
+
+
+def test_modules_of_the_targets_own_layers_have_no_window(tiny_target: Callable[..., str]) -> None:
+    target = Target.load(tiny_target("ernie4_5_moe"))
+    with pytest.raises(UserError, match=r"'mtp.window' is 4 .* layers of its own"):
+        FAMILIES["mtp"].create(OPTIONS["mtp"](window=4), target, seed=0)
