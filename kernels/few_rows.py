@@ -51,10 +51,7 @@ class FewRows:
         self._multiply, self._bias = kernel.multiply, bias
         groups = -(-self.num_outputs // _GROUP)
         self._weight = weight.new_empty(groups * _GROUP * self.width)
-        self._numbers = (
-            self._weight.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-        )
+        self._pointers = (self._weight.data_ptr(), None if bias is None else bias.data_ptr())
         kernel.lay_out(
             weight.data_ptr(),
             self._weight.data_ptr(),
@@ -64,14 +61,21 @@ class FewRows:
         )
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """[..., in] of at most `MOST_ROWS` rows -> [..., out], sums in float32, rounded once."""
+        """[..., in] of at most `MOST_ROWS` rows -> [..., out], sums in float32, rounded once.
+        Raises `ValueError` for more rows, another width or another dtype than the weight's."""
+        count = rows.numel() // self.width
+        if count > MOST_ROWS or rows.shape[-1] != self.width or rows.dtype != self._weight.dtype:
+            raise ValueError(
+                f"rows are {list(rows.shape)} of {rows.dtype}; give at most {MOST_ROWS} of width "
+                f"{self.width} in {self._weight.dtype}"
+            )
         rows = rows.contiguous()
         out = rows.new_empty(*rows.shape[:-1], self.num_outputs)
         self._multiply(
             rows.data_ptr(),
-            *self._numbers,
+            *self._pointers,
             out.data_ptr(),
-            rows.numel() // self.width,
+            count,
             self.width,
             self.num_outputs,
             torch.get_num_threads(),

@@ -128,6 +128,20 @@ def test_rows_of_any_layout_and_dimension() -> None:
     assert linear(rows[:0]).shape == (0, 20)
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [
+        torch.ones(MOST_ROWS + 1, 24),
+        torch.ones(2, MOST_ROWS // 2 + 1, 24),
+        torch.ones(2, 12),
+        torch.ones(2, 24, dtype=torch.bfloat16),
+    ],
+)
+def test_rows_that_the_kernel_would_misread_are_refused(rows: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="give at most 32 of width 24"):
+        made(torch.ones(5, 24), None)(rows)
+
+
 def test_overflow_and_ties_round_as_torch_does() -> None:
     weight = torch.eye(2).bfloat16()
     largest = torch.finfo(torch.bfloat16).max
