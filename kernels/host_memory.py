@@ -1,5 +1,5 @@
 """Reuse of freed memory on a CPU. The C library gives large freed blocks back to the system, which
-then zeroes every page again at its next use: 0.16 to 0.33 of the time of 64 requests at once
+then zeroes every page again at its next use: 0.16 to 0.42 of the time of 64 requests at once
 (`scripts/bench_generate`)."""
 
 from __future__ import annotations
