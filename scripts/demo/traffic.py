@@ -85,12 +85,12 @@ def traffic(shift: Shift) -> list[list[int]]:
     return [cut(tokenizer, text, shift.prompt_tokens, generator) for text in drawn]
 
 
-def write_bench_prompts(target: Path, path: Path, count: int = 8) -> None:
-    """Held-out code, as text."""
+def write_bench_prompts(target: Path, path: Path, count: int = 8, num_tokens: int = 48) -> None:
+    """Held-out code, as text of `num_tokens` tokens a prompt."""
     tokenizer, generator = load_tokenizer(target, trust_remote_code=False), random.Random(11)
     texts = [document.text for document in CORPORA["stdlib:code"]() if held_out(document)]
     prompts = [
-        tokenizer.decode(cut(tokenizer, generator.choice(texts), 48, generator))
+        tokenizer.decode(cut(tokenizer, generator.choice(texts), num_tokens, generator))
         for _ in range(count)
     ]
     write_text(path, "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))

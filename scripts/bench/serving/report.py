@@ -30,6 +30,7 @@ def table(rows: Sequence[Row]) -> str:
             "|---|---|---|---|" + "---|" * len(references),
         ]
         lines += [line(row, group, references.values()) for row in group]
+        lines += first_tokens(group)
     if any(row["biased"] for row in rows):
         lines += [
             "",
@@ -37,6 +38,25 @@ def table(rows: Sequence[Row]) -> str:
             "(`draftsmith audit --url`).",
         ]
     return "\n".join(lines)
+
+
+def first_tokens(group: Sequence[Row]) -> list[str]:
+    """Table of the median times to a first token, where they were measured."""
+    timed = [row for row in group if row.get("first_token_s") is not None]
+    if not timed:
+        return []
+    times = {row["system"]: row["first_token_s"] for row in timed}
+    references = {column: name for column, name in REFERENCES.items() if name in times}
+    lines = [
+        "",
+        "| system | first token, ms | " + " | ".join(references) + " |",
+        "|---|---|" + "---|" * len(references),
+    ]
+    for name, time_s in times.items():
+        cells = [name, f"{1000 * time_s:.1f}"]
+        cells += [f"{time_s / times[other]:.2f}" for other in references.values()]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
 
 
 def setting_of(row: Row) -> tuple[str, float, int]:

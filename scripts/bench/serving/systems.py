@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ class Pass(NamedTuple):
     wall_s: float
     drafts: float = 0.0  # rounds that drafted, and draft tokens accepted in them
     accepted: float = 0.0
+    first_token_s: float | None = None  # median over the requests; None where nothing is streamed
 
 
 class System(Protocol):
@@ -83,7 +85,8 @@ class Served:
         before = self.counters()
         result = asyncio.run(self._measure(load, body, work.streams))
         drafts, accepted = (after - earlier for after, earlier in zip(self.counters(), before))
-        return Pass(result.num_tokens, result.wall_s, drafts, accepted)
+        first_s = statistics.median(answer.ttft_s for answer in result.answers)
+        return Pass(result.num_tokens, result.wall_s, drafts, accepted, first_s)
 
     async def _measure(self, load: Load, body: dict[str, Any], streams: int) -> PassResult:
         client = Client(self.url, api_key=None, timeout_s=TIMEOUT_S)
