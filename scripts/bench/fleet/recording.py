@@ -41,7 +41,7 @@ def run(chosen: argparse.Namespace, python: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         systems = servers(stack, chosen, python, folder)
-        load = Load(prompts_of(chosen, folder), chosen.max_tokens, chosen.k)
+        load = Load(prompts_of(chosen, folder), chosen.max_tokens, chosen.k, chosen.prompts)
         speeds = measure(systems, load, chosen)
         figures = summary(speeds) | records_of(systems[ON], folder / "buffer")
     report(figures, chosen)
