@@ -112,13 +112,16 @@ def _gain(positions: Positions, at: np.ndarray) -> tuple[np.ndarray, np.ndarray,
     p_ids, p, q_ids, q = (
         values[at] for values in (positions.p_ids, positions.p, positions.q_ids, positions.q)
     )
-    # The place of each token of p among those of q, by one search in pairs of row and token.
+    # The place of each token of p among those of q, by one search in pairs of row and token, which
+    # are in order once each row is. What has no mass in q comes last in its row, under no token.
     rows = np.arange(len(at))[:, None]
-    stride = np.int64(max(p_ids.max(initial=0), q_ids.max(initial=0)) + 2)
-    keys = np.where(q > 0, rows * stride + q_ids + 1, -1).ravel()
-    order = keys.argsort()
-    wanted = rows * stride + p_ids + 1
-    place = order[np.searchsorted(keys, wanted, sorter=order).clip(max=len(keys) - 1)]
+    nothing = np.int64(max(p_ids.max(initial=0), q_ids.max(initial=0)) + 2)
+    tokens = np.where(q > 0, q_ids + 1, nothing)
+    order = tokens.argsort(axis=1)
+    tokens, q = (np.take_along_axis(values, order, axis=1) for values in (tokens, q))
+    keys = (rows * (nothing + 1) + tokens).ravel()
+    wanted = rows * (nothing + 1) + p_ids + 1
+    place = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
     listed = keys[place] == wanted
     other = np.where(listed, q.ravel()[place], 0.0)
     is_whole = positions.q_tail[at] < NO_TAIL

@@ -28,7 +28,7 @@ from draftsmith.distill.monitor.events import (
 )
 from draftsmith.distill.monitor.evidence import STRENGTHS, Bets, Counts
 from draftsmith.distill.monitor.positions import Positions, positions_of
-from draftsmith.record import RoundRecord
+from draftsmith.record import Distributions, RoundRecord
 
 # Rules whose output has the target's distribution; others are left out and counted by name.
 LOSSLESS_RULES = ("chain", "block", "tree")
@@ -179,7 +179,7 @@ class Monitor:
                 continue
             if one.rule not in LOSSLESS_RULES:
                 self.left_out[f"rounds of rule {one.rule or 'unknown'}"] += 1
-            elif len(one.p) == 0 or not one.p[0].ids:
+            elif not Distributions.of(one.p).is_logged:
                 self.left_out["rounds without distributions"] += 1
 
     def _count_positions(self, positions: Positions, rules: np.ndarray) -> None:

@@ -96,7 +96,7 @@ def _is_logged(record: RoundRecord) -> bool:
     drafts = len(record.drafted)
     if drafts == 0 or not len(record.p) == drafts == len(record.q):
         return False
-    return bool(record.p[0].ids) and bool(record.q[0].ids)
+    return Distributions.of(record.p).is_logged and Distributions.of(record.q).is_logged
 
 
 def _joined(rows: Sequence[Sequence], chosen: np.ndarray) -> ProbArrays:
@@ -105,6 +105,8 @@ def _joined(rows: Sequence[Sequence], chosen: np.ndarray) -> ProbArrays:
     width = max(part.ids.shape[1] for part in parts)
 
     def wide(values: np.ndarray, filler: float) -> np.ndarray:
+        if values.shape[1] == width:
+            return values
         return np.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=filler)
 
     return ProbArrays(
@@ -152,6 +154,8 @@ class _Sampled:
         tail = np.where(temperature == 1, p.tail, np.clip(1 - probs.sum(axis=1), 0, 1))
         width = probs.shape[1]
         active = ~greedy & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+        if not active.any():
+            return cls._unfiltered(temperature, probs, tail, logprobs)
         settings = (
             np.where((top_k > 0) & active, np.minimum(top_k, width), width),
             np.where((top_p < 1) & active, top_p, math.inf),
@@ -176,6 +180,20 @@ class _Sampled:
             is_cut=is_cut,
             is_known=np.isfinite(logprobs[:, 0]) & is_settled & inside,
             error=ROUNDING / np.minimum(1.0, scale[:, 0]),
+        )
+
+    @classmethod
+    def _unfiltered(
+        cls, temperature: np.ndarray, probs: np.ndarray, tail: np.ndarray, logprobs: np.ndarray
+    ) -> _Sampled:
+        scale = np.where(temperature == 0, 1.0, temperature)
+        return cls(
+            temperature=temperature,
+            probs=probs,
+            tail=tail,
+            is_cut=np.zeros(len(tail), dtype=bool),
+            is_known=np.isfinite(logprobs[:, 0]),
+            error=ROUNDING / np.minimum(1.0, scale),
         )
 
     def of_drafted(self, tokens: np.ndarray, p: ProbArrays) -> np.ndarray:

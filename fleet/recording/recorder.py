@@ -38,6 +38,7 @@ class Drafted(NamedTuple):
     counts: list[int]  # [r]
     temperatures: list[float]  # [n]
     at: torch.Tensor  # [n] positions among those of the step
+    is_all: bool  # all of those
 
 
 class Recorder:
@@ -210,17 +211,21 @@ class Recorder:
             begin += count
         if not handles:
             return None
-        at = torch.cat([torch.arange(first, last) for first, last in spans])
-        return Drafted(handles, counts, temperatures, at.to(logits.device))
+        is_all = len(temperatures) == begin
+        parts = [(0, begin)] if is_all else spans
+        at = torch.from_numpy(np.concatenate([np.arange(*part) for part in parts]))
+        return Drafted(handles, counts, temperatures, at.to(logits.device), is_all)
 
     def _copy_raw(self, verified: Verified, drafted: Drafted, meta: StepMeta) -> None:
         """Straight into the ring, without a copy in between."""
         logits, n, width = verified.logits, len(drafted.at), verified.logits.shape[-1]
         words = np.dtype("f4" if logits.element_size() == 4 else "u2")
         meta = meta._replace(dtype=str(logits.dtype).removeprefix("torch."))
+        # Of a slice nothing is copied in between.
+        chosen = slice(None) if drafted.is_all else drafted.at
         head = [
             meta_array(meta), _ints(drafted.handles), _ints(drafted.counts),
-            verified.drafted[drafted.at].int().numpy(),
+            verified.drafted[chosen].int().numpy(),
         ]  # fmt: skip
         specs = [Spec(array.dtype, array.shape) for array in head]
         q_shape = (0, 0) if verified.q is None else (n, width)
@@ -233,9 +238,9 @@ class Recorder:
             for place, array in zip(places, head):
                 place[...] = array
             out = torch.from_numpy(places[4]).view(logits.dtype)
-            torch.index_select(logits, 0, verified.rows[drafted.at], out=out)
+            torch.index_select(logits, 0, verified.rows[chosen], out=out)
             if verified.q is not None:
-                torch.from_numpy(places[5]).copy_(verified.q(drafted.at))
+                torch.from_numpy(places[5]).copy_(verified.q(chosen))
             self.child.ring.commit()
 
     def _after(self, output: Any) -> None:

@@ -35,7 +35,7 @@ class Verified:
     rows: torch.Tensor  # [n] rows of `logits` at the drafted positions
     # [n, V] of a choice of positions: what drafted tokens were drawn from; None where they are the
     # likeliest ones
-    q: Callable[[torch.Tensor], torch.Tensor] | None = None
+    q: Callable[[torch.Tensor | slice], torch.Tensor] | None = None
     q_is_probs: bool = False
 
 
@@ -126,7 +126,7 @@ class Seam:
         at = torch.tensor(rows, dtype=torch.int64, device=logits.device)
         states, depths = batch.expanded_idx_mapping[at + 1].long(), batch.expanded_local_pos[at]
 
-        def q(chosen: torch.Tensor) -> torch.Tensor:
+        def q(chosen: torch.Tensor | slice) -> torch.Tensor:
             assert draft_logits is not None
             own = states[chosen]
             kept = draft_logits[own, depths[chosen].long()].float()

@@ -8,6 +8,7 @@ numbers that are never used again.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -79,7 +80,7 @@ class Spec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Message(NamedTuple):

@@ -10,8 +10,8 @@ import torch
 
 from draftsmith.record import TOP
 
-# Neighbouring tokens that are looked at as one while the likeliest are searched.
-GROUP = 32
+# Tokens that are looked at as one while the likeliest are searched.
+GROUP = 8
 
 
 class TopProbs(NamedTuple):
@@ -43,26 +43,28 @@ def _likeliest(logits: torch.Tensor, k: int) -> torch.Tensor:
     """[N, k] ids, the largest first."""
     if logits.device.type != "cpu" or k == logits.shape[-1]:
         return torch.topk(logits, k, dim=-1).indices
-    if logits.shape[-1] < 4 * k * GROUP:
-        return _sorted_best(logits, k)
-    # The k largest are in the k groups with the largest maxima or in what is left over: 2 to 5
-    # times faster than choosing of all.
-    whole = logits.shape[-1] - logits.shape[-1] % GROUP
-    groups = _best(logits[:, :whole].unflatten(-1, (-1, GROUP)).amax(dim=-1), k)
-    rest = torch.arange(whole, logits.shape[-1]).expand(len(logits), -1)
-    ids = torch.cat([(groups[:, :, None] * GROUP + torch.arange(GROUP)).flatten(1), rest], dim=1)
-    return ids.gather(-1, _sorted_best(logits.gather(-1, ids), k))
-
-
-def _sorted_best(values: torch.Tensor, k: int) -> torch.Tensor:
-    chosen = _best(values, k)
-    return chosen.gather(-1, values.gather(-1, chosen).argsort(dim=-1, descending=True))
+    chosen = _best(logits, k)
+    return chosen.gather(-1, logits.gather(-1, chosen).argsort(dim=-1, descending=True))
 
 
 def _best(values: torch.Tensor, k: int) -> torch.Tensor:
-    """[N, k] places of the largest values in any order. numpy uses vector instructions: three times
-    faster than torch.topk."""
-    return torch.from_numpy(np.argpartition(values.detach().numpy(), -k, axis=-1)[:, -k:])
+    """[N, k] places of the largest values [N, V] in any order.
+
+    The k largest are in the k groups with the largest maxima or in what is left over, and those
+    groups are found in the same way: 2 to 5 times faster than choosing of all. A group's members
+    are V / `GROUP` apart, so that maxima are taken of whole vectors.
+    """
+    apart = values.shape[-1] // GROUP
+    if apart < 2 * k:
+        # numpy uses vector instructions: three times faster than torch.topk.
+        return torch.from_numpy(np.argpartition(values.detach().numpy(), -k, axis=-1)[:, -k:])
+    whole = apart * GROUP
+    groups = _best(values[:, :whole].unflatten(-1, (GROUP, apart)).amax(dim=1), k)
+    places = (groups[:, :, None] + torch.arange(0, whole, apart)).flatten(1)
+    if whole < values.shape[-1]:
+        rest = torch.arange(whole, values.shape[-1]).expand(len(values), -1)
+        places = torch.cat([places, rest], dim=1)
+    return places.gather(-1, _best(values.gather(-1, places), k))
 
 
 def top_overlap(distribution: TopProbs, q_logits: torch.Tensor) -> Overlap:

@@ -111,6 +111,12 @@ class Distributions(Sequence[Distribution]):
     def arrays(self) -> ProbArrays:
         return self._source().slice(self._begin, self._end)
 
+    @property
+    def is_logged(self) -> bool:
+        """True where the first holds a token."""
+        first = self._source().logprobs[self._begin : self._end][:1]
+        return bool(np.isfinite(first).any())
+
     def copied(self) -> Distributions:
         """These alone: a part keeps the arrays of all positions that it was read with."""
         arrays = ProbArrays(*(None if one is None else one.copy() for one in self.arrays))

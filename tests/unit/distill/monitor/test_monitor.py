@@ -113,6 +113,27 @@ def test_chances_are_the_exact_ones_within_their_errors(unrounded: bool) -> None
     assert told == len(records) if unrounded else 0 < told < len(records)
 
 
+def test_records_without_filters_are_read_alike_beside_filtered_ones() -> None:
+    generator = np.random.default_rng(4)
+    drawn = [round_of(*pair, generator) for pair in pairs() * 2]
+    mixed = [*drawn, round_of(*pairs()[0], generator, top_k=5)]
+    alone, beside = positions_of(stored(drawn)), positions_of(stored(mixed))
+    assert alone is not None and beside is not None and len(beside) == len(alone) + 1
+    for name, values in vars(alone).items():
+        np.testing.assert_array_equal(values, getattr(beside, name)[:-1], err_msg=name)
+    assert (beside.p[-1] > 0).sum() == 5
+
+
+def test_what_has_no_mass_in_q_replaces_nothing_twice() -> None:
+    p, q = np.zeros(VOCAB), np.zeros(VOCAB)
+    p[:4], q[:2] = [0.1, 0.2, 0.3, 0.4], [0.5, 0.5]
+    generator = np.random.default_rng(5)
+    wide = [round_of(*pair, generator) for pair in pairs()]
+    _, found = events([*wide, round_of(p, q, generator)])
+    # Tokens 2 and 3 are outside q, whose tail is none: all that p has more than q.
+    assert found["replaced"].chance[-1] == pytest.approx(0.7)
+
+
 def test_positions_left_out_by_what_came_before_do_not_bias() -> None:
     """Of rounded records only drafted tokens among the 64 can be judged; x lies outside more often
     where it is accepted less, and still the kept ones are accepted as expected. A condition on the

@@ -60,3 +60,17 @@ def test_overlap_bounds_meet_on_the_whole_distribution() -> None:
     low, high = top_overlap(top_probs(p, k=300), q)
     torch.testing.assert_close(low, overlap(p, q), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(high, low, rtol=1e-5, atol=1e-6)
+
+
+# as few as are searched at once, two levels of groups, three with a rest at each
+@pytest.mark.parametrize("num_tokens", [1023, 1024, 4096, 32_007])
+def test_the_recorded_number_of_tokens_is_found_exactly(num_tokens: int) -> None:
+    logits = logits_of(6, rows=6, num_tokens=num_tokens)
+    logits[0] = logits[0].sort().values
+    logits[1] = logits[1].sort(descending=True).values
+    logits[2] = logits[2].bfloat16().float()  # many are equal
+    logits[3, 8:] = -math.inf
+    found = top_probs(logits)
+    expected = torch.log_softmax(logits, dim=-1).topk(64).values
+    assert torch.equal(found.logprobs, expected)
+    assert all(len(set(row)) == 64 for row in found.ids.tolist())
