@@ -16,7 +16,12 @@ from fastapi import FastAPI
 from transformers.utils import logging as transformers_logging
 
 from draftsmith.api_key import accepted_keys
-from draftsmith.drafters.target.device import default_threads, device_of, weight_dtype
+from draftsmith.drafters.target.device import (
+    default_threads,
+    device_of,
+    load_target,
+    weight_dtype,
+)
 from draftsmith.drafters.target.ranks import LEADER, Channel
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
@@ -34,13 +39,7 @@ from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.http.limits import ServerLimits
 from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.speculation_report import Level
-from draftsmith.serve.load import (
-    LoadedDraft,
-    load_adapters,
-    load_drafter,
-    load_fallback,
-    load_target,
-)
+from draftsmith.serve.load import LoadedDraft, load_adapters, load_drafter, load_fallback
 from draftsmith.serve.metrics.log_line import StatsLog
 from draftsmith.serve.metrics.server import ServerMetrics
 from draftsmith.serve.parallel import LeadingTarget, follow, join
@@ -62,7 +61,14 @@ def run(config: ServeConfig, make_sink: MakeSink | None = None) -> int:
     if config.tensor_parallel > 1:
         return run_sharded(config, make_sink)
     listener = bind(config.http.host, config.http.port)
-    serve_target(config, load_target(config), listener, make_sink)
+    target = load_target(
+        config.target,
+        dtype=config.dtype,
+        device=config.device,
+        max_length=config.engine.max_length,
+        trust_remote_code=config.trust_remote_code,
+    )
+    serve_target(config, target, listener, make_sink)
     return 0
 
 

@@ -14,7 +14,7 @@ from draftsmith.drafters.adapters.names import named_folders
 from draftsmith.drafters.checkpoint import load, load_draft
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.published.versions import open_live
-from draftsmith.drafters.target.device import DTYPES, device_of, weight_dtype
+from draftsmith.drafters.target.device import DTYPES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.drafters.text.suffix import Suffix
@@ -23,17 +23,6 @@ from draftsmith.errors import UserError
 from draftsmith.serve.config import LookupOptions, ServeConfig
 
 log = logging.getLogger(__name__)
-
-
-def load_target(config: ServeConfig) -> Target:
-    device = device_of(config.device)
-    return Target.load(
-        config.target,
-        dtype=weight_dtype(config.dtype, device),
-        device=device,
-        max_length=config.engine.max_length,
-        trust_remote_code=config.trust_remote_code,
-    )
 
 
 def load_adapters(config: ServeConfig, target: Target) -> Adapters | None:
