@@ -56,7 +56,7 @@ from draftsmith.drafters.weights import (
 )
 from draftsmith.drafters.windows import Windows, new_windows, windows_config, windows_in
 from draftsmith.errors import UserError
-from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.kernels.attention.pool import LayerShape
 
 ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
@@ -175,20 +175,8 @@ class Eagle3(FeatureHead):
         drafter.lm_head.requires_grad_(options.train_head)
         return drafter
 
-    def new_pool(
-        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
-    ) -> PagedPool:
-        shape = cache_shape(self.config)
-        return PagedPool.empty(
-            num_layers=self.config.num_hidden_layers,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            num_kv_heads=shape.num_heads,
-            key_dim=shape.key_dim,
-            value_dim=shape.value_dim,
-            device=device,
-            dtype=dtype,
-        )
+    def cache_shapes(self) -> list[LayerShape]:
+        return [cache_shape(self.config)] * self.config.num_hidden_layers
 
     @property
     def vocab_map(self) -> torch.Tensor | None:

@@ -36,7 +36,7 @@ from draftsmith.drafters.trees.level_graphs import LevelGraphs
 from draftsmith.drafters.weights import ReadBytes, weight_bytes
 from draftsmith.drafters.windows import WindowedContext, Windows
 from draftsmith.kernels.attention.paged import PagedPass
-from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.kernels.attention.pool import LayerShape, PagedPool
 from draftsmith.kernels.cuda_graphs import Capturer
 
 
@@ -105,15 +105,12 @@ class FeatureHead(nn.Module, Recordable, Capturable):
     def new_pool(
         self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
     ) -> PagedPool:
-        return PagedPool.empty(
-            num_layers=self.config.num_hidden_layers,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            num_kv_heads=self.config.num_key_value_heads,
-            key_dim=self.config.head_dim,
-            device=device,
-            dtype=dtype,
-        )
+        return PagedPool.of_layers(self.cache_shapes(), num_blocks, block_size, device, dtype)
+
+    def cache_shapes(self) -> list[LayerShape]:
+        """Keys and values of each layer."""
+        heads, dim = self.config.num_key_value_heads, self.config.head_dim
+        return [LayerShape(heads, dim, dim)] * self.config.num_hidden_layers
 
     def unroll(self, batch: UnrollBatch) -> Iterator[UnrolledStep]:
         # the last column gets a wrong one, and nothing to predict

@@ -27,7 +27,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from draftsmith.drafters.draft_shape import config_dict, layer_config
-from draftsmith.drafters.target.probe import LayerShape
+from draftsmith.kernels.attention.pool import LayerShape
 
 
 class LayerKind(NamedTuple):

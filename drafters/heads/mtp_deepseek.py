@@ -32,11 +32,11 @@ from draftsmith.drafters.heads.mtp_mimo import module_tensors
 from draftsmith.drafters.init_from_target import fitted_norm, gains
 from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.target.attention import register
-from draftsmith.drafters.target.probe import AttentionShapes, LayerShape
+from draftsmith.drafters.target.probe import AttentionShapes
 from draftsmith.drafters.target.target import FINAL, Target
 from draftsmith.drafters.weights import load_into, read_config, write_weights
 from draftsmith.errors import UserError
-from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.kernels.attention.pool import LayerShape
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -139,23 +139,8 @@ class AppendedMtp(MtpHead):
                 buffer.data = before[name].to(buffer.device)
         return self
 
-    def new_pool(
-        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
-    ) -> PagedPool:
-        shape = self.cache_shape()
-        return PagedPool.empty(
-            num_layers=1,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            num_kv_heads=shape.num_heads,
-            key_dim=shape.key_dim,
-            value_dim=shape.value_dim,
-            device=device,
-            dtype=dtype,
-        )
-
     @torch.no_grad()
-    def cache_shape(self) -> LayerShape:
+    def cache_shapes(self) -> list[LayerShape]:
         """Shape of the keys and values that the layer hands to its attention, found by running it:
         every kind of attention has other config keys for it."""
         weight = self.eh_proj.weight
@@ -165,7 +150,7 @@ class AppendedMtp(MtpHead):
             state, state, torch.zeros(1, 1, dtype=torch.int64, device=weight.device), attention
         )
         (shape,) = attention.shapes.values()
-        return shape
+        return [shape]
 
     def save(self, folder: Path) -> None:
         config = self.config_values(1)

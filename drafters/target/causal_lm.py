@@ -26,16 +26,10 @@ from draftsmith.drafters.target.packed_pass import PackedPass
 from draftsmith.drafters.target.quantised import effective_weight, has_numbers
 from draftsmith.drafters.target.segments import positions_of
 from draftsmith.drafters.target.taps import FINAL, body_name, captured, check_taps, decoder_layers
-from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.kernels.attention.pool import LayerShape, PagedPool
 
 # Longest text of a model that counts no positions, as Mamba.
 NO_POSITIONS = 131_072
-
-
-class LayerShape(NamedTuple):
-    num_heads: int  # of keys and values
-    key_dim: int
-    value_dim: int
 
 
 class Probe(NamedTuple):
@@ -190,17 +184,13 @@ class CausalLM:
         dtype: torch.dtype | None = None,
     ) -> PagedPool:
         """Zeroed keys and values for `num_blocks * block_size` positions of every layer."""
-        slots = num_blocks * block_size
-        place = {"device": device or self.device, "dtype": dtype or self.dtype}
-        keys = [
-            torch.zeros(slots, shape.num_heads, shape.key_dim, **place)
-            for shape in self._probe.layers
-        ]
-        values = [
-            torch.zeros(slots, shape.num_heads, shape.value_dim, **place)
-            for shape in self._probe.layers
-        ]
-        return PagedPool(keys, values, block_size)
+        return PagedPool.of_layers(
+            self._probe.layers,
+            num_blocks,
+            block_size,
+            device or self.device,
+            dtype or self.dtype,
+        )
 
     def new_states(self, num_slots: int) -> StateSlots | None:
         """States of `num_slots` texts; None for a model without layers that have one."""

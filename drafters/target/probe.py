@@ -11,12 +11,12 @@ from draftsmith.drafters.recurrent.find import state_layers
 from draftsmith.drafters.recurrent.pieces import Piece, Split, StatePass
 from draftsmith.drafters.recurrent.slots import NotedStates
 from draftsmith.drafters.target.attention import AttentionContext
-from draftsmith.drafters.target.causal_lm import CausalLM, LayerShape, Probe
+from draftsmith.drafters.target.causal_lm import CausalLM, Probe
 from draftsmith.drafters.target.packed_pass import PackedPass
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.paged_torch import reference_attention
-from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.kernels.attention.pool import LayerShape, PagedPool
 from draftsmith.kernels.attention.window import Chunk, Window
 
 # A prompt shorter than a convolution, a single token, several.

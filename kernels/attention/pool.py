@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+
+
+class LayerShape(NamedTuple):
+    num_heads: int  # of keys and values
+    key_dim: int
+    value_dim: int
 
 
 @dataclass(frozen=True)
@@ -29,17 +36,28 @@ class PagedPool:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> PagedPool:
+        shape = LayerShape(num_kv_heads, key_dim, value_dim or key_dim)
+        return cls.of_layers([shape] * num_layers, num_blocks, block_size, device, dtype)
+
+    @classmethod
+    def of_layers(
+        cls,
+        shapes: Sequence[LayerShape],
+        num_blocks: int,
+        block_size: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> PagedPool:
+        """Room for `num_blocks * block_size` positions of every layer."""
         slots = num_blocks * block_size
+
         # Zeros, not uninitialised memory: a masked slot still meets a zero weight, and 0 * NaN is
         # NaN.
-        keys = [
-            torch.zeros(slots, num_kv_heads, key_dim, device=device, dtype=dtype)
-            for _ in range(num_layers)
-        ]
-        values = [
-            torch.zeros(slots, num_kv_heads, value_dim or key_dim, device=device, dtype=dtype)
-            for _ in range(num_layers)
-        ]
+        def zeros(num_heads: int, dim: int) -> torch.Tensor:
+            return torch.zeros(slots, num_heads, dim, device=device, dtype=dtype)
+
+        keys = [zeros(shape.num_heads, shape.key_dim) for shape in shapes]
+        values = [zeros(shape.num_heads, shape.value_dim) for shape in shapes]
         return cls(keys, values, block_size)
 
     @property

@@ -13,10 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.drafters.target import attention, probe
 from draftsmith.drafters.target.attention import register
-from draftsmith.drafters.target.causal_lm import LayerShape, end_of_text_ids
+from draftsmith.drafters.target.causal_lm import end_of_text_ids
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
+from draftsmith.kernels.attention.pool import LayerShape
 from draftsmith.kernels.attention.window import Chunk
 
 LENGTH = 24
