@@ -86,6 +86,7 @@ UPWARD: dict[str, set[tuple[str, str]]] = {}
 ABOVE = ("__init__", "cli", "commands")
 BASE = ROOT / "src" / "draftsmith"
 COMMAND_LINE = BASE / "commands"
+TESTS = sorted((ROOT / "tests" / "unit").rglob("test_*.py"))
 BASE_FILES = sorted([*BASE.glob("*.py"), *COMMAND_LINE.glob("*.py")])
 TORCH_FREE = (
     "kernels/constants.py",
@@ -279,6 +280,21 @@ def test_chapters_hold_3_to_14_files() -> None:
     assert len(sizes) > 40
     wrong = {str(path): size for path, size in sizes.items() if not 3 <= size <= 14}
     assert not wrong
+
+
+def test_every_chapter_has_its_tests_in_the_folder_of_its_name() -> None:
+    missing = [
+        str(folder.relative_to(ROOT))
+        for folder in chapters()
+        if folder != COMMAND_LINE
+        and not list((ROOT / "tests" / "unit" / folder.relative_to(ROOT)).glob("test_*.py"))
+    ]
+    assert missing == []
+    # Tests of the command line have a folder of their own, and those of scripts another.
+    folders = {path.parent.relative_to(ROOT / "tests" / "unit") for path in TESTS}
+    known = {path.relative_to(ROOT) for path in chapters() if path != COMMAND_LINE}
+    known |= {Path(one) for one in (".", *CODE_FOLDERS, "cli", "scripts", "scripts/fleet")}
+    assert folders <= known
 
 
 def test_a_chapters_docstring_lists_its_files_and_nothing_else_is_in_it() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from draftsmith.drafters import checkpoint
@@ -21,29 +21,11 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.train.export.command import run
 from draftsmith.train.export.config import ExportConfig
-from draftsmith.train.export.readers.sglang_mtp import read_mtp as read_sglang
-from draftsmith.train.export.readers.vllm_mtp import read_mtp
+from tests.unit.train.export.conftest import APPENDED, trained
 
-APPENDED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 BESIDE = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "ernie4_5_moe")
 IDS = torch.randint(2, 288, (2, 24), generator=torch.Generator().manual_seed(1))
 Find = Callable[..., str]
-FindNative = Callable[[str], Path]
-
-
-@pytest.fixture
-def without_module(tiny_target: Find, native_target: FindNative) -> Callable[[str], Path]:
-    """Folder of a target of the kind that has lost its module, as fine-tunes do."""
-    return lambda kind: (
-        native_target(kind) / "whole" if kind in APPENDED else Path(tiny_target(kind))
-    )
-
-
-def trained(drafter: torch.nn.Module) -> None:
-    """Weights that no default gives, so that nothing which is lost on the way stays unseen."""
-    generator = torch.Generator().manual_seed(0)
-    for parameter in drafter.parameters():
-        parameter.data.add_(0.1 * torch.randn(parameter.shape, generator=generator))
 
 
 @pytest.mark.parametrize("kind", [*APPENDED, *BESIDE])
@@ -106,25 +88,6 @@ def test_a_new_module_begins_at_numbers_that_learn(
     assert losses[-1] < 0.8 * losses[0]
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
-def test_sglang_reads_qwens_modules(
-    kind: str, without_module: Callable[[str], Path], tmp_path: Path
-) -> None:
-    target = Target.load(without_module(kind), dtype=torch.float32)
-    drafter = Mtp.create(MtpOptions(), target, seed=3)
-    trained(drafter)
-    checkpoint.save(drafter, tmp_path / "draft", target)
-    out = tmp_path / "out"
-    run(ExportConfig(draft=str(tmp_path / "draft"), to="sglang", out=str(out)))  # and proves it
-    card = (out / "README.md").read_text()
-    assert "--model-path out --speculative-algorithm NEXTN --speculative-num-steps" in card
-    tensors = load_file(out / "model-mtp.safetensors")
-    del tensors["mtp.norm.weight"]
-    save_file(tensors, out / "model-mtp.safetensors")
-    with pytest.raises(UserError, match=r"SGLang finds no weight for its parameter 'mtp\.norm"):
-        read_sglang(out, {})
-
-
 @pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3", "ernie4_5_moe", "qwen3"])
 def test_modules_that_sglang_runs_otherwise_are_refused(
     kind: str, tiny_target: Find, without_module: Callable[[str], Path], tmp_path: Path
@@ -184,23 +147,3 @@ def test_another_targets_module_is_refused(
     )  # fmt: skip
     with pytest.raises(UserError, match="is for a target with model_type='qwen3_next'"):
         run(job)
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [("qwen3_next", "mtp.layers.0.mlp.experts.1.up_proj.weight"), ("qwen3_5", "mtp.fc.weight"),
-     ("ernie4_5_moe", "model.mtp_emb_norm.0.weight")],
-)  # fmt: skip
-def test_vllm_would_refuse_a_weight_that_is_missing(
-    kind: str, name: str, without_module: Callable[[str], Path], tmp_path: Path
-) -> None:
-    target = Target.load(without_module(kind))
-    checkpoint.save(Mtp.create(MtpOptions(), target, seed=0), tmp_path / "draft", target)
-    out = tmp_path / "out"
-    run(ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(out), prove=False))
-    tensors = load_file(out / "model-mtp.safetensors")
-    del tensors[name]
-    save_file(tensors, out / "model-mtp.safetensors")
-    config = json.loads((out / "config.json").read_text())
-    with pytest.raises(UserError, match=f"finds no weight for its parameter {name!r}"):
-        read_mtp(out, config)
