@@ -17,7 +17,7 @@ import torch
 
 from draftsmith.distill.buffer.traffic import ServedText, samplers_of
 from draftsmith.distill.config import GateConfig
-from draftsmith.distill.gate.scoring import Scored, Scorer
+from draftsmith.distill.gate.scoring import Scored, Scorer, score_together
 from draftsmith.distill.gate.sequential import Evidence
 
 
@@ -129,7 +129,8 @@ def decide(
         return Decision("refuse", "the candidate has weights that are not finite")
     if len(texts) < config.requests:
         return Decision("hold", f"{len(texts)} held-out requests, {config.requests} are needed")
-    scored = live.score(texts, max_depth=max_depth)
+    both = [live, Scorer(candidate, live.target, max_length=live.max_length)]
+    scored, judged = score_together(both, texts, max_depth=max_depth)
     agreeing = [index for index, one in enumerate(scored) if one.is_consistent]
     if len(agreeing) < config.requests:
         count = len(texts) - len(agreeing)
@@ -139,9 +140,7 @@ def decide(
             "distributions",
         )
     chosen = [texts[index] for index in agreeing]
-    new = Scorer(candidate, live.target, max_length=live.max_length).score(
-        chosen, max_depth=max_depth
-    )
+    new = [judged[index] for index in agreeing]
     if not all(one.is_finite for one in new):
         return Decision("refuse", "the candidate gives distributions that are not finite")
     old = [scored[index] for index in agreeing]

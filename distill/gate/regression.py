@@ -18,7 +18,7 @@ import numpy as np
 from draftsmith.distill.buffer.traffic import ServedText, depth_of, without
 from draftsmith.distill.config import GateConfig
 from draftsmith.distill.gate.gate import Comparison, compare, differences_of
-from draftsmith.distill.gate.scoring import Scored, Scorer
+from draftsmith.distill.gate.scoring import Scored, Scorer, score_together
 from draftsmith.distill.gate.sequential import Ledger
 from draftsmith.distill.publisher import Publisher
 from draftsmith.drafters.interface import TrainedDrafter
@@ -141,13 +141,15 @@ def watch(
     evidence, to which this look is added. `earlier` begins with the version to return to where this
     one is served wrongly.
     """
-    everything = live.score(texts, max_depth=max_depth)
-    agreeing = [index for index, one in enumerate(everything) if one.is_consistent]
-    texts, scored = [texts[index] for index in agreeing], [everything[index] for index in agreeing]
+    scorers = [live, *(one.scorer for one in earlier)]
+    everything = score_together(scorers, texts, max_depth=max_depth)
+    agreeing = [index for index, one in enumerate(everything[0]) if one.is_consistent]
+    texts = [texts[index] for index in agreeing]
+    scored, *others = [[some[index] for index in agreeing] for some in everything]
     now = [one.alpha for one in scored]
     found = {}
-    for one in earlier:
-        before = [old.alpha for old in one.scorer.score(texts, max_depth=max_depth)]
+    for one, olds in zip(earlier, others, strict=True):
+        before = [old.alpha for old in olds]
         found[one.version] = compare(now, before)
         evidence.against(one.version).look(differences_of(texts, now, before))
     kept, should = _served_and_predicted(texts, scored, version)

@@ -17,7 +17,8 @@ this target served the text but its revision.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -96,14 +97,19 @@ class Scorer:
         self._known: dict[tuple[str, int], Scored] = {}
 
     def score(self, texts: Sequence[ServedText], *, max_depth: int) -> list[Scored]:
+        return score_together([self], texts, max_depth=max_depth)[0]
+
+    def knows(self, request: str, max_depth: int) -> bool:
+        return (request, max_depth) in self._known
+
+    def looked_up(
+        self, texts: Sequence[ServedText], new: Mapping[str, Scored], max_depth: int
+    ) -> list[Scored]:
+        """Scores of the texts, of which `new` are the missing ones by request."""
         keys = [(text.request, max_depth) for text in texts]
-        new = [text for text, key in zip(texts, keys, strict=True) if key not in self._known]
-        found = score(
-            self.drafter, self.target, new, max_depth=max_depth, max_length=self.max_length
-        )
-        fresh = {(text.request, max_depth): one for text, one in zip(new, found, strict=True)}
         asked = {
-            key: fresh[key] if key in fresh else self._known.pop(key) for key in dict.fromkeys(keys)
+            key: new[key[0]] if key[0] in new else self._known.pop(key)
+            for key in dict.fromkeys(keys)
         }
         # In order of the last request, so that the least recently requested are dropped first.
         kept = list((self._known | asked).items())
@@ -116,7 +122,33 @@ class Scorer:
         }
 
 
-@torch.no_grad()
+def score_together(
+    scorers: Sequence[Scorer], texts: Sequence[ServedText], *, max_depth: int
+) -> list[list[Scored]]:
+    """Scores of the texts by scorer, all of the same target. Texts that several of them lack are
+    read with one pass of the target."""
+    unique = {text.request: text for text in texts}.values()
+    by_lack: dict[tuple[int, ...], list[ServedText]] = {}
+    for text in unique:
+        lack = tuple(
+            index for index, one in enumerate(scorers) if not one.knows(text.request, max_depth)
+        )
+        by_lack.setdefault(lack, []).append(text)
+    new: list[dict[str, Scored]] = [{} for _ in scorers]
+    by_lack.pop((), None)
+    for lack, chosen in by_lack.items():
+        found = score_drafters(
+            [scorers[index].drafter for index in lack],
+            scorers[0].target,
+            chosen,
+            max_depth=max_depth,
+            max_length=scorers[0].max_length,
+        )
+        for index, scored in zip(lack, found, strict=True):
+            new[index] |= {text.request: one for text, one in zip(chosen, scored, strict=True)}
+    return [one.looked_up(texts, fresh, max_depth) for one, fresh in zip(scorers, new, strict=True)]
+
+
 def score(
     drafter: Unrollable,
     target: Target,
@@ -126,39 +158,91 @@ def score(
     max_length: int,
     batch: int = 8,
 ) -> list[Scored]:
-    scored: list[Scored] = []
+    return score_drafters(
+        [drafter], target, texts, max_depth=max_depth, max_length=max_length, batch=batch
+    )[0]
+
+
+@torch.no_grad()
+def score_drafters(
+    drafters: Sequence[Unrollable],
+    target: Target,
+    texts: Sequence[ServedText],
+    *,
+    max_depth: int,
+    max_length: int,
+    batch: int = 8,
+) -> list[list[Scored]]:
+    """Scores by drafter; those that read the same states share the target's pass."""
+    scored: list[list[Scored]] = [[] for _ in drafters]
     for begin in range(0, len(texts), batch):
-        scored += _score_batch(drafter, target, texts[begin : begin + batch], max_depth, max_length)
+        part = texts[begin : begin + batch]
+        read: dict[tuple[int, ...], TargetSide] = {}
+        for one, found in zip(drafters, scored, strict=True):
+            if one.taps not in read:
+                read[one.taps] = TargetSide.of(target, one.taps, part, max_length)
+            found += _score_batch(one, target, part, read[one.taps], max_depth, max_length)
     return scored
+
+
+@dataclass
+class TargetSide:
+    """What the score of a batch of texts needs of the target, whatever the draft."""
+
+    ids: torch.Tensor  # [B, L]
+    mask: torch.Tensor
+    taps: torch.Tensor | None
+    hidden: torch.Tensor | None  # None with an outline of the target alone
+    # of the logged p, by the row and the place of a position
+    disagreement: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, target: Target, layers: tuple[int, ...], texts: Sequence[ServedText], max_length: int
+    ) -> TargetSide:
+        is_outline = isinstance(target, TargetOutline)
+        reads_records = is_outline and bool(layers)
+        known = [known_taps(text.records, layers) if reads_records else None for text in texts]
+        lengths = [
+            min(max_length, num_readable(states)) if reads_records else max_length
+            for states in known
+        ]
+        rows = [
+            torch.tensor(text.tokens[:length], device=target.device)
+            for text, length in zip(texts, lengths, strict=True)
+        ]
+        ids, mask = padded(rows), mask_of(rows)
+        if not is_outline:
+            return cls(ids, mask, *target.states(ids, mask, layers))
+        width = len(layers) * target.hidden_size
+        taps = padded_taps(known, ids.shape[1], width, target.device) if reads_records else None
+        return cls(ids, mask, taps, None)
+
+    def disagreements(self, positions: Sequence[Position], logits: torch.Tensor) -> torch.Tensor:
+        """[n] by `logits` [n, V] of the target; of positions that no draft before was scored at,
+        they are computed."""
+        keys = [(one.row, one.absolute) for one in positions]
+        new = [index for index, key in enumerate(keys) if key not in self.disagreement]
+        if new:
+            found = disagreement([positions[index].logged for index in new], logits[new])
+            self.disagreement |= zip((keys[index] for index in new), found.tolist(), strict=True)
+        return torch.tensor([self.disagreement[key] for key in keys])
 
 
 def _score_batch(
     drafter: Unrollable,
     target: Target,
     texts: Sequence[ServedText],
+    read: TargetSide,
     max_depth: int,
     max_length: int,
 ) -> list[Scored]:
-    is_outline = isinstance(target, TargetOutline)
-    reads_records = is_outline and bool(drafter.taps)
-    known = [known_taps(text.records, drafter.taps) if reads_records else None for text in texts]
-    lengths = [
-        min(max_length, num_readable(states)) if reads_records else max_length for states in known
-    ]
-    rows = [
-        torch.tensor(text.tokens[:length], device=target.device)
-        for text, length in zip(texts, lengths, strict=True)
-    ]
-    ids, mask = padded(rows), mask_of(rows)
-    taps, target_hidden = None, None
-    if not is_outline:
-        taps, target_hidden = target.states(ids, mask, drafter.taps)
-    elif reads_records:
-        width = len(drafter.taps) * target.hidden_size
-        taps = padded_taps(known, ids.shape[1], width, target.device)
+    is_outline = read.hidden is None
     steps = list(
         drafter.unroll(
-            UnrollBatch(input_ids=ids, attention_mask=mask, taps=taps, num_steps=max_depth)
+            UnrollBatch(
+                input_ids=read.ids, attention_mask=read.mask, taps=read.taps, num_steps=max_depth
+            )
         )
     )
     positions = [
@@ -168,7 +252,7 @@ def _score_batch(
         if is_drafted(steps, position) and (not is_outline or position.logged.is_known)
     ]
     chunks = [positions[at : at + CHUNK] for at in range(0, len(positions), CHUNK)]
-    parts = [_alphas(drafter, target, target_hidden, steps, chunk) for chunk in chunks]
+    parts = [_alphas(drafter, target, read, steps, chunk) for chunk in chunks]
     nothing = Rows(torch.zeros(0), torch.zeros(0), torch.zeros(0, 2))
     alphas = Rows(*(torch.cat(values) for values in zip(nothing, *parts, strict=True)))
     scored = [_gather(row, positions, alphas) for row in range(len(texts))]
@@ -199,7 +283,7 @@ def is_drafted(steps: Sequence[UnrolledStep], position: Position) -> bool:
 def _alphas(
     drafter: Unrollable,
     target: Target,
-    target_hidden: torch.Tensor | None,
+    read: TargetSide,
     steps: Sequence[UnrolledStep],
     positions: Sequence[Position],
 ) -> Rows:
@@ -217,11 +301,11 @@ def _alphas(
     q_logits = process(logits, draft_rows(logged, logits.device))
     is_finite = torch.isfinite(logits).any(-1) & ~torch.isnan(logits).any(-1)
     logged_bounds = torch.where(is_finite.cpu()[:, None], logged_alpha(logged, q_logits), math.nan)
-    if target_hidden is None:
+    if read.hidden is None:
         return Rows(logged_bounds.mean(-1), torch.zeros(len(logged)), logged_bounds)
     rows = [position.row for position in positions]
     before = [position.absolute - 1 for position in positions]
-    target_logits = target.head(target_hidden[rows, before])
+    target_logits = target.head(read.hidden[rows, before])
     p_logits = process(target_logits, sampling_rows(logged, logits.device))
     alpha = overlap(p_logits, q_logits)
     siblings = torch.tensor([one.siblings for one in logged])
@@ -231,7 +315,7 @@ def _alphas(
         logged_bounds[trees] = math.nan
     return Rows(
         torch.where(is_finite, alpha, math.nan).cpu(),
-        disagreement(logged, target_logits),
+        read.disagreements(positions, target_logits),
         logged_bounds,
     )
 

@@ -45,6 +45,8 @@ class ProbArrays(NamedTuple):
 
     def widened(self, width: int) -> ProbArrays:
         """Room for `width` tokens each; those that a distribution lacks are 0, without mass."""
+        if self.ids.shape[1] == width:
+            return self
         more = ((0, 0), (0, width - self.ids.shape[1]))
         return self._replace(
             ids=np.pad(self.ids, more),

@@ -78,6 +78,38 @@ def test_streams_are_served_learned_from_told_and_kept(
     }
 
 
+def test_learning_is_priced_by_its_options(script: Script, work: Path, tmp_path: Path) -> None:
+    names = ["8-per-8", "recorded", "1-per-8"]
+    arguments = ["--work", work, "--out", tmp_path / "cost", "--seeds", 1, "--requests", 120]
+    script("run").main([str(argument) for argument in [*arguments, "--only", *names]])
+    report = json.loads((tmp_path / "cost.json").read_text())
+    dear, recorded, cheap = (row["result"] for row in report["rows"])
+    assert dear["steps"] == 8 * cheap["steps"] > 0 and dear["texts"] == cheap["texts"]
+    assert dear["positions"] > 4 * cheap["positions"] and dear["training_s"] > cheap["training_s"]
+    # the bonus token and the prompt's last one are not recorded
+    assert 0 < recorded["positions"] < dear["positions"]
+    told = (tmp_path / "cost.md").read_text()
+    assert "| 8 per 8 | 1 |" in told and "| 1 per 8 | 1 |" in told
+    assert "| 8 per 8, `learn.teacher=recorded` | 1 |" in told
+
+
+def test_what_is_gained_is_read_off_beside_its_cost(script: Script) -> None:
+    cost = script("cost")
+    dear = {
+        "answers": answers("code", 0, (10, 0.6)) + answers("prose", 10, (90, 0.5)),
+        "alphas": {"static": 0.3, "live": 0.5}, "training_s": 9.9, "positions": 800,
+    }  # fmt: skip
+    cheap = {**dear, "alphas": {"static": 0.3, "live": 0.48}}
+    rows = [
+        {"cell": {"part": "cost", "name": name, "seed": 0}, "result": result}
+        for name, result in (("8-per-8", dear), ("4-per-8", cheap))
+    ]
+    assert cost.relative_cost(dear) == pytest.approx(2.0)
+    assert cost.training_share(dear) == pytest.approx(0.55)  # the last answer has 18 s of learning
+    *_, last = cost.cost_table(rows)
+    assert last == "| 4 per 8 | 1 | 2.0 | 0.55 | 800 | 0.500 | 0.500 | 0.180 | 0.90 | 1.00 |"
+
+
 @pytest.mark.long
 def test_updates_of_known_worth_meet_the_gate(
     script: Script, work: Path, monkeypatch: pytest.MonkeyPatch

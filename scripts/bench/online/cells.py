@@ -72,20 +72,49 @@ CURVES: dict[str, Curve] = {
         lambda requests: blocks((FIRST, part_of(requests, 0.5))), start=COLD, ends_at_warm=True
     ),
 }
+
+
+@dataclass(frozen=True)
+class Point:
+    """Options of the learner that change what learning costs."""
+
+    steps: int = 8  # optimizer steps per update
+    fresh: int = 8  # texts per update
+    depths: int = 3  # drafted positions unrolled
+    rate: float = 1.0  # of the setting's learning rate
+    teacher: str = "live"
+
+
+# From the dearest to the cheapest; the first is what the others are compared with.
+POINTS: dict[str, Point] = {
+    "8-per-8": Point(),
+    "recorded": Point(teacher="recorded"),
+    "one-depth": Point(depths=1),
+    "4-per-8": Point(steps=4),
+    "8-per-16": Point(fresh=16),
+    "2-per-8": Point(steps=2),
+    "2-per-8-fast": Point(steps=2, rate=2.0),
+    "8-per-32": Point(fresh=32),
+    "1-per-8": Point(steps=1),
+}
 # Without learning; what they keep does not depend on when a request comes, but for suffix, which
 # remembers.
 BASELINES = ("static", "ngram", "suffix")
 SYSTEM, CAPTURE, GATE, OBJECTIVES = "system", "capture", "gate", "objectives"
+COST = "cost"  # only when asked for
 # In the order of their worth, should an hour end too soon.
 PARTS = ("baselines", "curves", GATE, SYSTEM, OBJECTIVES, CAPTURE)
 LATE = ("no-replay",)
-NAMES = (*PARTS, *CURVES)  # what can be asked for alone
+NAMES = (*PARTS, COST, *CURVES, *POINTS)  # what can be asked for alone
 
 
 def plan(*, seeds: int, requests: int, only: Sequence[str] = PARTS) -> Iterator[Cell]:
     """Seed by seed, so that an interrupted run has measured everything at least once."""
     every = [
-        cell for seed in range(seeds) for part in PARTS for cell in cells_of(part, seed, requests)
+        cell
+        for seed in range(seeds)
+        for part in (*PARTS, COST)
+        for cell in cells_of(part, seed, requests)
     ]
     chosen = [cell for cell in every if cell.part in only or cell.name in only]
     yield from (cell for cell in chosen if cell.name not in LATE)
@@ -97,6 +126,10 @@ def cells_of(part: str, seed: int, requests: int) -> Iterator[Cell]:
         yield Cell(part, "baselines", seed, {"requests": part_of(requests, 0.05)})
     elif part == "curves":
         yield from (Cell(part, name, seed, {"requests": requests}) for name in CURVES)
+    elif part == COST:
+        yield from (
+            Cell(part, name, seed, {"requests": part_of(requests, 0.35)}) for name in POINTS
+        )
     elif part == GATE:
         yield Cell(part, GATE, seed, {"requests": part_of(requests, 0.1)})
     elif part == OBJECTIVES:

@@ -12,6 +12,7 @@ from scripts.bench.drafters.figures import Figure
 from scripts.bench.markdown_table import header, line
 from scripts.bench.online import measures as measures
 from scripts.bench.online.cells import BASELINES, CURVES, SECOND, THIRD
+from scripts.bench.online.cost import cost_summary, cost_table
 from scripts.bench.online.figures import WINDOW, Answers, moving, pooled_alpha, pooled_tau
 from scripts.bench.online.measures import over_seeds, results
 
@@ -23,7 +24,14 @@ STREAMS = tuple(name for name in CURVES if name != "cold")
 def tables(report: Report) -> str:
     """Markdown; what was not measured is left out."""
     rows = report["rows"]
-    parts = [goals(rows), streams(rows), objectives(rows), trials(rows), system(rows)]
+    parts = [
+        goals(rows),
+        streams(rows),
+        cost_table(rows),
+        objectives(rows),
+        trials(rows),
+        system(rows),
+    ]
     return "\n\n".join("\n".join(lines) for lines in parts if len(lines) > 2)
 
 
@@ -305,6 +313,8 @@ def summary(report: Report) -> Report:
             result["published"] = sum(
                 one["decision"] == "accept" for one in result.pop("decisions")
             )
+        elif row["cell"]["part"] == "cost":
+            result = cost_summary(result)
         elif row["cell"]["part"] == "baselines":
             result = {
                 name: {

@@ -19,6 +19,7 @@ from draftsmith.files import read_json, write_json, write_text
 from draftsmith.progress import Progress
 from scripts.bench.online.cells import (
     CAPTURE,
+    COST,
     GATE,
     NAMES,
     OBJECTIVES,
@@ -28,6 +29,7 @@ from scripts.bench.online.cells import (
     Cell,
     plan,
 )
+from scripts.bench.online.cost import run_cost
 from scripts.bench.online.curves import run_baselines, run_curve
 from scripts.bench.online.domains import PROMPT_TOKENS
 from scripts.bench.online.faults import run_gate
@@ -45,6 +47,7 @@ RUN: dict[str, Callable[[Setting, Cell], dict[str, Any]]] = {
     OBJECTIVES: run_objectives,
     SYSTEM: run_system,
     CAPTURE: run_capture,
+    COST: run_cost,
 }
 
 

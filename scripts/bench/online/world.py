@@ -15,12 +15,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from draftsmith.distill.buffer.buffer import BufferReader, Reading
 from draftsmith.distill.buffer.traffic import OpenRequests, ServedText
 from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig
 from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import NoGuard, Throttle
+from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.published import versions
 from draftsmith.drafters.target.target import Target
@@ -167,6 +170,7 @@ class World:
         gate: GateConfig,
         seed: int,
         pipe: type[Pipe] = Pipe,
+        record_taps: int = 0,
     ):
         config = DistillConfig(
             target=target.name, draft=str(draft), buffer=str(folder / "buffer"),
@@ -178,9 +182,14 @@ class World:
         self.daemon = Daemon(
             config, Status(self.root, self.log), Throttle(1.0, NoGuard(), threading.Event())
         )
-        live = self.daemon.shared.live.publisher.load(versions.folder_of(self.root, self.live))
+        # the daemon's own target may be an outline, which cannot serve
+        live = checkpoint.load(
+            versions.folder_of(self.root, self.live), target, dtype=torch.float32
+        )
         self.pipe = self.daemon.reader = pipe(folder / "buffer")
-        self.server = Server(target, live, seed=seed, sink=self.pipe, version=self.live)
+        self.server = Server(
+            target, live, seed=seed, sink=self.pipe, version=self.live, record_taps=record_taps
+        )
 
     @property
     def live(self) -> int:

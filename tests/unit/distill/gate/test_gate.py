@@ -15,7 +15,7 @@ from draftsmith.distill.config import GateConfig, LearnConfig, LearnUnroll
 from draftsmith.distill.gate import scoring
 from draftsmith.distill.gate.gate import compare, decide, weigh
 from draftsmith.distill.gate.regression import Earlier, watch
-from draftsmith.distill.gate.scoring import Scorer, score
+from draftsmith.distill.gate.scoring import Scorer, score, score_drafters, score_together
 from draftsmith.distill.gate.sequential import Evidence, Ledger
 from draftsmith.distill.learn.learner import Learner
 from draftsmith.drafters.target.target import Target
@@ -93,15 +93,15 @@ def test_texts_are_scored_once_however_many_windows_ask(
     texts = texts_of(serving(target, bigram(288), prompts(10), traffic()))
     counts: list[int] = []
 
-    def counted(drafter, target, texts, **options):
+    def counted(drafters, target, texts, **options):
         counts.append(len(texts))
-        return score(drafter, target, texts, **options)
+        return score_drafters(drafters, target, texts, **options)
 
-    monkeypatch.setattr(scoring, "score", counted)
+    monkeypatch.setattr(scoring, "score_drafters", counted)
     live = Scorer(bigram(288, seed=3), target, max_length=512)
     windows = [texts[:8], texts[4:6], texts[:8], texts[2:]]
     found = [live.score(window, max_depth=3) for window in windows]
-    assert counts == [8, 0, 0, 2]
+    assert counts == [8, 2]
     assert all(a is b for a, b in zip(found[0][2:], found[3][:6], strict=True))
     monkeypatch.setattr(scoring, "MOST_KNOWN", 4)
     (
@@ -110,11 +110,42 @@ def test_texts_are_scored_once_however_many_windows_ask(
         live.score(texts[:2], max_depth=3),
     )
     live.score(texts, max_depth=3)
-    assert counts[4:] == [0, 2, 0, 6] and len(live._known) == 10, (
+    assert counts[2:] == [2, 6] and len(live._known) == 10, (
         "bounded, but never below what is asked for at once"
     )
     live.forget(frozenset(text.request.partition("-")[0] for text in texts[:3]))
     assert not live._known.keys() & {(text.request, 3) for text in texts[:3]}
+
+
+def test_drafts_that_are_compared_share_the_targets_pass(
+    monkeypatch: pytest.MonkeyPatch,
+    target: Target,
+    bigram: Callable,
+    serving: Callable,
+    prompts: Callable,
+    traffic: Callable,
+) -> None:
+    """Of ten texts the first draft knows two: those are read for the other two alone."""
+    texts = texts_of(serving(target, bigram(288), prompts(10), traffic()))
+    scorers = [Scorer(bigram(288, seed=seed), target, max_length=512) for seed in (3, 4, 5)]
+    known = scorers[0].score(texts[:2], max_depth=3)
+    read: list[int] = []
+
+    def states(ids: torch.Tensor, *rest: object) -> object:
+        read.append(len(ids))
+        return unwrapped(ids, *rest)
+
+    unwrapped = target.states
+    monkeypatch.setattr(target, "states", states)
+    found = score_together(scorers, texts, max_depth=3)
+    assert read == [2, 8] and found[0][:2] == known
+    monkeypatch.undo()
+    for scorer, scored in zip(scorers, found, strict=True):
+        alone = score(scorer.drafter, target, texts, max_depth=3, max_length=512)
+        for one, other in zip(alone, scored, strict=True):
+            np.testing.assert_allclose(one.alpha, other.alpha, atol=1e-6)
+            np.testing.assert_allclose(one.logged, other.logged, atol=1e-6)
+            assert one.is_consistent == other.is_consistent and one.version == other.version
 
 
 def test_texts_of_another_target_contradict_their_logged_distributions(

@@ -121,10 +121,13 @@ class World:
         return text
 
     def score(
-        self, draft: Draft, target: object, texts: list[ServedText], **sizes: int
-    ) -> list[Scored]:
-        """In the place of `scoring.score`: the distribution of each request, at the positions that
-        were reached."""
+        self, drafts: list[Draft], target: object, texts: list[ServedText], **sizes: int
+    ) -> list[list[Scored]]:
+        """In the place of `scoring.score_drafters`: the distribution of each request, at the
+        positions that were reached."""
+        return [self.score_one(draft, texts) for draft in drafts]
+
+    def score_one(self, draft: Draft, texts: list[ServedText]) -> list[Scored]:
         found = []
         for text in texts:
             kept = [
@@ -244,7 +247,7 @@ def judged(
         found = []
         for seed in range(count):
             world = World(seed)
-            monkeypatch.setattr(scoring, "score", world.score)
+            monkeypatch.setattr(scoring, "score_drafters", world.score)
             found.append(world.judged(update, config, target))
         return found
 
@@ -301,7 +304,7 @@ def returned(target: Target, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
         found = []
         for seed in range(count):
             world = World(seed)
-            monkeypatch.setattr(scoring, "score", world.score)
+            monkeypatch.setattr(scoring, "score_drafters", world.score)
             found.append(world.returned(gains, GateConfig(), target, looks=looks, floor=floor))
         return found
 
