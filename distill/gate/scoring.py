@@ -187,7 +187,7 @@ def score_drafters(
 
 @dataclass
 class TargetSide:
-    """What the score of a batch of texts needs of the target, whatever the draft."""
+    """Target's share in the scores of a batch of texts, the same for every draft."""
 
     ids: torch.Tensor  # [B, L]
     mask: torch.Tensor

@@ -1,4 +1,4 @@
-"""What learning gains after a sudden shift, by what it costs: fewer steps, larger updates, fewer
+"""Gain of learning after a sudden shift beside its cost: fewer steps, larger updates, fewer
 depths, and distributions from the records."""
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def by_seed(rows: Sequence[Row], name: str) -> dict[int, Row]:
 
 
 def share(results: dict[int, Row], dearest: dict[int, Row], gain: Callable[[Row], float]) -> str:
-    """Of the dearest point's gain, seed by seed; "-" where that has gained nothing."""
+    """Share of the dearest point's gain, seed by seed; "-" where that has gained nothing."""
     pairs = [(gain(one), gain(dearest[seed])) for seed, one in results.items() if seed in dearest]
     values = [mine / whole if whole > 0 else math.nan for mine, whole in pairs]
     return over_seeds(values).text(2)
@@ -164,7 +164,7 @@ def relative_cost(result: Row) -> float:
 
 
 def training_share(result: Row) -> float:
-    """Of the CPU time of learning: training, without gate and watch."""
+    """Share of training in the CPU time of learning; the rest is gate and watch."""
     return result["training_s"] / max(one["learn_s"] for one in result["answers"])
 
 
