@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from draftsmith.kernels.host_compiler import compiled
+from draftsmith.kernels.huge_pages import empty_in_huge_pages
 
 SOURCE = Path(__file__).with_name("few_rows_cpu.cpp")
 # Rows of one product. With more, arithmetic is what counts, and oneDNN is as fast.
@@ -50,7 +51,7 @@ class FewRows:
         self.num_outputs, self.width = weight.shape
         self._multiply, self._bias = kernel.multiply, bias
         groups = -(-self.num_outputs // _GROUP)
-        self._weight = weight.new_empty(groups * _GROUP * self.width)
+        self._weight = empty_in_huge_pages(groups * _GROUP * self.width, weight.dtype)
         self._pointers = (self._weight.data_ptr(), None if bias is None else bias.data_ptr())
         kernel.lay_out(
             weight.data_ptr(),

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch._dynamo
@@ -25,13 +26,14 @@ from draftsmith.drafters.interface import DraftInputs
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
+from draftsmith.kernels import few_rows
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.sampling.filters import SamplingRows
 
 TOKENS = (1, 4, 8)
 DRAFTS = {"eagle3": Eagle3Options(), "mtp": MtpOptions(), "draft-lm": DraftLmOptions()}
 CONTEXT, BLOCK_SIZE, TURNS = 200, 16, 12  # positions before the step; turns of each variant
-PRODUCTS = ("plain", "packed", "recorded", "bfloat16", "int8")
+PRODUCTS = ("plain", "packed", "recorded", "small pages", "bfloat16", "int8")
 Variants = dict[str, Callable[[], Any]]
 
 
@@ -178,6 +180,8 @@ def matmul_variants(model: nn.Module, count: int) -> Variants:
     ]
     packed = [torch.ops.mkldnn._reorder_linear_weight(weight, 8) for weight in weights]
     recorded = [PackedLinear([weight], [None]) for weight in weights]
+    with patch.object(few_rows, "empty_in_huge_pages", empty):
+        small_pages = [PackedLinear([weight], [None]) for weight in weights]
     narrow = [torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), 8) for weight in weights]
     scales = [weight.abs().amax(dim=1, keepdim=True) / 127 for weight in weights]
     int8 = [
@@ -200,6 +204,9 @@ def matmul_variants(model: nn.Module, count: int) -> Variants:
         "recorded": lambda: [
             other(rows[weight.shape[1]]) for weight, other in zip(weights, recorded)
         ],
+        "small pages": lambda: [
+            other(rows[weight.shape[1]]) for weight, other in zip(weights, small_pages)
+        ],
         "bfloat16": lambda: [
             multiply(rows[weight.shape[1]].bfloat16(), other, None, "none", [], "").float()
             for weight, other in zip(weights, narrow)
@@ -209,6 +216,10 @@ def matmul_variants(model: nn.Module, count: int) -> Variants:
             for weight, other in zip(weights, int8)
         ],
     }
+
+
+def empty(count: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(count, dtype=dtype)
 
 
 def new_draft(family: str, target: Target) -> Any:
