@@ -4,8 +4,7 @@
 // Outputs are taken in groups of 48. The weights of a group lie together: for each step along the
 // width (one number, or two of bfloat16) those of its first output, of its second, and so on.
 
-#include <stdint.h>
-#include <string.h>
+#include "host_numbers.h"
 
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
@@ -31,17 +30,6 @@ constexpr int64_t kMostRows = 32;
 constexpr int64_t kPart = 512;
 constexpr int64_t kAhead = 256;  // bytes of weights that are asked for early
 
-struct Bfloat16 {
-  uint16_t bits;
-};
-
-inline float widened(float x) { return x; }
-inline float widened(Bfloat16 x) {
-  uint32_t bits = uint32_t(x.bits) << 16;
-  float y;
-  memcpy(&y, &bits, sizeof y);
-  return y;
-}
 inline void store(Lanes x, float* to) { memcpy(to, &x, sizeof x); }
 inline void store(Lanes x, Bfloat16* to) {  // to nearest, ties to even
   const Words bits = (Words)x;

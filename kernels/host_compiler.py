@@ -25,6 +25,7 @@ FLAGS = (
     # Sums in any order, which vectors need; numbers that are not finite keep their meaning.
     "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math",
 )  # fmt: skip
+HEADER = Path(__file__).with_name("host_numbers.h")  # that sources include
 OPENMP = "-fopenmp"  # a compiler without it makes the same for one thread
 MOST_S = 120.0
 
@@ -71,7 +72,8 @@ def _cache_folder() -> Path:
 
 def _digest(source: Path, compiler: str) -> str:
     parts = (compiler, os.stat(compiler).st_mtime_ns, FLAGS, platform.machine(), _processor())
-    return hashlib.sha256(source.read_bytes() + repr(parts).encode()).hexdigest()[:16]
+    texts = source.read_bytes() + HEADER.read_bytes()
+    return hashlib.sha256(texts + repr(parts).encode()).hexdigest()[:16]
 
 
 def _processor() -> str:

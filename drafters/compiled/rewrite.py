@@ -10,12 +10,13 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from draftsmith.drafters.compiled.packed_linear import PackedLinear, packable
+from draftsmith.kernels.row_steps import RowSteps, row_steps
 
 aten = torch.ops.aten
 # Torch's own functions do the same as the operators of a recording and are called with half the
@@ -42,6 +43,7 @@ def rewrite(module: GraphModule, *, copies: int) -> list[PackedLinear]:
     merge_equal(module.graph)
     fuse_norms(module)
     fuse_rotations(module)
+    fuse_gates(module.graph)
     packed = pack_linears(module, copies) if copies else []
     for node in module.graph.nodes:
         if node.target in DIRECT:
@@ -113,20 +115,59 @@ def fuse_norms(module: GraphModule) -> None:
     for root in list(graph.nodes):
         if (parts := _norm_parts(root)) is None:
             continue
-        x, eps, inner = parts
-        width = fixed(_value(x).shape[-1])
+        norm = _narrow_norm(*parts, root) or _wide_norm(*parts, root)
+        width = fixed(_value(norm.x).shape[-1])
         if width is None:
             continue
-        outer = _only_user(root)
-        weight = _norm_weight(outer, root) if outer is not None else None
-        last = outer if weight is not None else root
-        with graph.inserting_before(last):
-            fused = graph.call_function(
-                rms_norm, (x, weight, _constant(module, "eps", eps), 1 / width)
-            )
-        _replace(graph, last, fused)
-        for node in ([root] if last is outer else []) + inner:
+        steps = _steps(norm.x)
+        with graph.inserting_before(norm.last):
+            if steps is not None:
+                arguments = (norm.x, norm.weight, norm.eps, 1 / width)
+                fused = graph.call_function(steps.normalise, arguments)
+            elif _value(norm.x).dtype == torch.float32:
+                eps = _constant(module, "eps", norm.eps)
+                fused = graph.call_function(rms_norm, (norm.x, norm.weight, eps, 1 / width))
+            else:
+                continue
+        _replace(graph, norm.last, fused)
+        for node in norm.inner:
             graph.erase_node(node)
+
+
+class _Norm(NamedTuple):
+    x: Node
+    weight: Node | None
+    eps: float
+    last: Node  # what the norm gives
+    inner: list[Node]  # between the two, last first
+
+
+def _wide_norm(x: Node, eps: float, inner: list[Node], root: Node) -> _Norm:
+    outer = _only_user(root)
+    weight = _norm_weight(outer, root) if outer is not None else None
+    if outer is None or weight is None:
+        return _Norm(x, None, eps, root, inner)
+    return _Norm(x, weight, eps, outer, [root, *inner])
+
+
+def _narrow_norm(x: Node, eps: float, inner: list[Node], root: Node) -> _Norm | None:
+    """A norm in float32 of a narrower x, narrowed again before the weight."""
+    if x.target is not aten.to.dtype or _steps(x.args[0]) is None:
+        return None
+    narrowed = _only_user(root)
+    if narrowed is None or narrowed.target is not aten.to.dtype:
+        return None
+    outer = _only_user(narrowed)
+    weight = _norm_weight(outer, narrowed) if outer is not None else None
+    if outer is None or weight is None or _value(narrowed).dtype != _value(x.args[0]).dtype:
+        return None
+    return _Norm(x.args[0], weight, eps, outer, [narrowed, root, *inner])
+
+
+def _steps(node: Node) -> RowSteps | None:
+    """Steps that a compiled kernel takes of the node's rows."""
+    value = _value(node)
+    return row_steps(value.dtype) if value.device.type == "cpu" else None
 
 
 def rms_norm(
@@ -177,7 +218,7 @@ def _norm_weight(outer: Node, normed: Node) -> Node | None:
         and other is not normed
         and _value(other).shape == _value(normed).shape[-1:]
     )
-    return other if fits and _value(other).dtype == torch.float32 else None
+    return other if fits and _value(other).dtype == _value(normed).dtype else None
 
 
 def _only_user(node: Node) -> Node | None:
@@ -201,11 +242,57 @@ def fuse_rotations(module: GraphModule) -> None:
         a, cos, sin, half = parts
         if sin not in signed:
             signed[sin] = _negated_first_half(module, sin, half)
+        steps = (
+            _steps(a) if _rotates_heads(a, cos) and _value(sin).dtype == _value(a).dtype else None
+        )
         with graph.inserting_before(root):
-            straight = graph.call_function(torch.mul, (a, cos))
-            rolled = graph.call_function(torch.roll, (a, half, -1))
-            fused = graph.call_function(torch.addcmul, (straight, rolled, signed[sin]))
+            if steps is not None:
+                fused = graph.call_function(steps.rotate, (a, cos, signed[sin]))
+            else:
+                straight = graph.call_function(torch.mul, (a, cos))
+                rolled = graph.call_function(torch.roll, (a, half, -1))
+                fused = graph.call_function(torch.addcmul, (straight, rolled, signed[sin]))
         _replace(graph, root, fused)
+
+
+def _rotates_heads(a: Node, cos: Node) -> bool:
+    """True for a [1, heads, T, D] and cos [1, 1, T, D] of one dtype."""
+    heads, angles = _value(a), _value(cos)
+    return (
+        heads.ndim == 4
+        and fixed(heads.shape[0]) == 1
+        and fixed(heads.shape[1]) is not None
+        and tuple(angles.shape) == (1, 1, *heads.shape[2:])
+        and angles.dtype == heads.dtype
+    )
+
+
+def fuse_gates(graph: Graph) -> None:
+    """silu(x) * factor as one call."""
+    for root in list(graph.nodes):
+        if root.target is not aten.mul.Tensor or len(root.args) != 2:
+            continue
+        for opened, factor in (root.args, root.args[::-1]):
+            if _is_gate(opened, factor) and (steps := _steps(opened)) is not None:
+                with graph.inserting_before(root):
+                    fused = graph.call_function(steps.gate, (opened.args[0], factor))
+                _replace(graph, root, fused)
+                graph.erase_node(opened)
+                break
+
+
+def _is_gate(opened: Any, factor: Any) -> bool:
+    if not (isinstance(opened, Node) and isinstance(factor, Node)) or opened is factor:
+        return False
+    if opened.target is not aten.silu.default or len(opened.users) != 1:
+        return False
+    one, other = _value(opened), _value(factor)
+    return (
+        one.ndim == 3
+        and fixed(one.shape[0]) == 1
+        and tuple(one.shape) == tuple(other.shape)
+        and one.dtype == other.dtype
+    )
 
 
 def _negated_first_half(module: GraphModule, sin: Node, half: int) -> Node:

@@ -10,6 +10,7 @@ position, each has a kv index of its own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,14 +52,23 @@ class PagedPass:
     ):
         self.pool = pool
         self.layout = PassLayout(block_tables, lengths, tree)
-        kv_indices = positions if tree is None else tree.kv_indices
-        rows = (
-            0 if len(lengths) == 1 else torch.repeat_interleave(lengths, output_size=len(positions))
-        )
-        self.slots = pool.slots_of(block_tables, rows, kv_indices)
+        self._kv_indices = positions if tree is None else tree.kv_indices
         self.context = _context(impl, pool.keys[0])(
             pool.block_size, block_tables, positions, lengths, tree
         )
+        if not isinstance(self.context, CompiledContext):
+            _ = self.slots  # within the pass, where a graph may record it
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """[T] int64, where the pass's keys and values are written."""
+        tables, lengths, _ = self.layout
+        rows = (
+            0
+            if len(lengths) == 1
+            else torch.repeat_interleave(lengths, output_size=len(self._kv_indices))
+        )
+        return self.pool.slots_of(tables, rows, self._kv_indices)
 
     def attend(
         self,
@@ -75,9 +85,24 @@ class PagedPass:
         """query [1, heads, T, dim], key and value [1, kv_heads, T, dim] -> [1, T, heads,
         value_dim]."""
         keys, values = self.pool.keys[layer], self.pool.values[layer]
+        context, new = self.context, (key, value)
+        if isinstance(context, CompiledContext) and context.takes(
+            query, new, keys, values, softcap=softcap, sinks=sinks
+        ):
+            out = context.attend(
+                query,
+                keys,
+                values,
+                scaling=scaling,
+                window=sliding_window,
+                softcap=softcap,
+                sinks=sinks,
+                new=new,
+            )
+            return out.unsqueeze(0)
         keys.index_copy_(0, self.slots, key[0].transpose(0, 1).to(keys.dtype))
         values.index_copy_(0, self.slots, value[0].transpose(0, 1).to(values.dtype))
-        out = self.context.attend(
+        out = context.attend(
             query,
             keys,
             values,

@@ -8,6 +8,7 @@ Legend as in `paged.py`.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ MOST_QUERIES = 32
 MOST_DIM = 256  # `kMostDim` of the source
 
 _pointer, _number = ctypes.c_void_p, ctypes.c_int64
-_ARGUMENTS = [_pointer] * 8 + [_number] * 12 + [ctypes.c_float, ctypes.c_int]
+_ARGUMENTS = [_pointer] * 10 + [_number] * 16 + [ctypes.c_float, ctypes.c_int]
 
 
 @cache
@@ -37,7 +38,7 @@ def kernel(dtype: torch.dtype) -> Any:
     if library is None:
         return None
     function = getattr(library, NAMES[dtype])
-    function.argtypes, function.restype = _ARGUMENTS, None
+    function.argtypes, function.restype = _ARGUMENTS, ctypes.c_bool
     return function
 
 
@@ -57,7 +58,42 @@ class CompiledContext(GatheredContext):
         self._tables, self._ends, self._lengths = (
             tensor.long().contiguous() for tensor in (block_tables, positions, lengths)
         )
-        self._begins = self._lengths.cumsum(0) - self._lengths
+        self._begins = torch.tensor([0, *itertools.accumulate(self._row_lengths)])
+        self._longest_row = max(self._row_lengths, default=0)
+        self._rows = (
+            self._tables.data_ptr(),
+            self._ends.data_ptr(),
+            self._lengths.data_ptr(),
+            self._begins.data_ptr(),
+            len(self._row_lengths),
+        )
+
+    def takes(
+        self,
+        query: torch.Tensor,
+        new: tuple[torch.Tensor, torch.Tensor],
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> bool:
+        """True where `attend` writes the pass's own keys and values, if it is given them."""
+        return (
+            self._is_plain(query, keys, values, softcap, sinks)
+            and new[0].dtype == new[1].dtype == keys.dtype
+        )
+
+    def _is_plain(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> bool:
+        plain = self.tree is None and softcap is None and sinks is None
+        return plain and _fits(query, keys, values)
 
     def attend(
         self,
@@ -69,9 +105,11 @@ class CompiledContext(GatheredContext):
         window: Window | None,
         softcap: float | None,
         sinks: torch.Tensor | None,
+        new: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        plain = self.tree is None and softcap is None and sinks is None
-        if not (plain and _fits(query, keys, values)):
+        """As `GatheredContext.attend`. `new`, where `takes` says so: key and value [1, kv_heads, T,
+        dim] of the pass, which are written first."""
+        if new is None and not self._is_plain(query, keys, values, softcap, sinks):
             return super().attend(
                 query,
                 keys,
@@ -81,22 +119,23 @@ class CompiledContext(GatheredContext):
                 softcap=softcap,
                 sinks=sinks,
             )
-        if query.stride(3) != 1:
-            query = query.contiguous()
+        query = _of_stride_one(query)
         _, heads, num_tokens, key_dim = query.shape
         _, kv_heads, value_dim = values.shape
         longest = MOST_QUERIES // (heads // kv_heads)  # tokens of a row
-        out = query.new_empty(num_tokens, heads, value_dim)
-        kernel(query.dtype)(
+        out = query.new_empty((num_tokens, heads, value_dim))
+        pointers, strides = (None, None), (0, 0, 0, 0)
+        if new is not None:
+            key, value = _of_stride_one(new[0]), _of_stride_one(new[1])
+            pointers = key.data_ptr(), value.data_ptr()
+            strides = key.stride(1), key.stride(2), value.stride(1), value.stride(2)
+        done = kernel(query.dtype)(
             query.data_ptr(),
+            *pointers,
             keys.data_ptr(),
             values.data_ptr(),
             out.data_ptr(),
-            self._tables.data_ptr(),
-            self._ends.data_ptr(),
-            self._lengths.data_ptr(),
-            self._begins.data_ptr(),
-            len(self._lengths),
+            *self._rows,
             longest,
             self._tables.shape[1],
             self.block_size,
@@ -106,18 +145,26 @@ class CompiledContext(GatheredContext):
             value_dim,
             query.stride(1),
             query.stride(2),
+            *strides,
             size_of(window),
             isinstance(window, Chunk),
             scaling,
             torch.get_num_threads(),
         )
-        if max(self._row_lengths) > longest:
+        if not done:
+            raise IndexError("a token of the pass lies behind the blocks of its row")
+        if self._longest_row > longest:
             for part in self._parts_of(window, longest):
                 begin, count = part.run.begin, part.run.num_rows * part.run.length
                 out[begin : begin + count] = self._attend_part(
                     part, query, keys, values, scaling, softcap, sinks
                 )
         return out
+
+
+def _of_stride_one(states: torch.Tensor) -> torch.Tensor:
+    """[1, heads, T, dim] whose dimensions of a head lie side by side."""
+    return states if states.stride(3) == 1 else states.contiguous()
 
 
 def _fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:

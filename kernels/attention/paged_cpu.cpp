@@ -1,9 +1,7 @@
 // Attention of short rows over a paged pool on a CPU: keys and values are read where they lie.
 // paged_compiled.py compiles it and says what the arguments are.
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
+#include "../host_numbers.h"
 
 namespace {
 
@@ -12,50 +10,14 @@ constexpr int64_t kQueries = 16;   // that share the keys they read
 constexpr int64_t kTogether = 16;  // slots that stay near while all queries meet them
 constexpr int64_t kMostDim = 256;  // of keys and values
 
-struct Bfloat16 {
-  uint16_t bits;
-};
-
-inline float widened(float x) { return x; }
-inline float widened(Bfloat16 x) {
-  uint32_t bits = uint32_t(x.bits) << 16;
-  float y;
-  memcpy(&y, &bits, sizeof y);
-  return y;
-}
-inline void narrow(float x, float* to) { *to = x; }
-inline void narrow(float x, Bfloat16* to) {  // to nearest, ties to even
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  to->bits = x != x ? 0x7FC0 : uint16_t((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
-}
-
-// e^x of x <= 0 to two units in the last place; a NaN stays one.
-inline float exponential(float x) {
-  float bounded = x < -87.0f ? -87.0f : x;
-  float whole = rintf(bounded * 1.44269504f);
-  float rest = (bounded - whole * 0.693145752f) - whole * 1.42860677e-6f;
-  float power = 1.98756912e-4f;
-  power = power * rest + 1.39819994e-3f;
-  power = power * rest + 8.33345205e-3f;
-  power = power * rest + 4.16657962e-2f;
-  power = power * rest + 1.66666657e-1f;
-  power = power * rest + 5.00000000e-1f;
-  power = power * rest * rest + rest + 1.0f;
-  int32_t bits;
-  memcpy(&bits, &power, sizeof bits);
-  bits += int32_t(whole) << 23;
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return x < -87.0f ? 0.0f : (x == x ? value : x);
-}
-
 template <typename T>
 struct Pass {
-  const T *query, *keys, *values;
+  const T *query, *key, *value;  // of the pass; no `key`: the pool holds them already
+  T *keys, *values;              // of the pool
   T* out;
   const int64_t *tables, *positions;
   int64_t table_width, block_size, heads, kv_heads, key_dim, value_dim, query_head, query_token;
+  int64_t key_head, key_token, value_head, value_token;  // strides, as those of the query
   int64_t window;   // 0: none
   int64_t chunked;  // whether `window` is the size of chunks of positions that see themselves alone
   float scaling;
@@ -221,30 +183,54 @@ void attend_row(const Pass<T>& p, int64_t row, int64_t begin, int64_t length, in
   }
 }
 
+// Puts the keys and values of a row's tokens into the pool; false where one has no block.
 template <typename T>
-void attend(const Pass<T>& p, const int64_t* lengths, const int64_t* begins, int64_t num_rows,
+bool keep_row(const Pass<T>& p, int64_t row, int64_t begin, int64_t length) {
+  const int64_t* table = p.tables + row * p.table_width;
+  for (int64_t token = begin; token < begin + length; token++) {
+    const int64_t block = p.positions[token] / p.block_size;
+    if (p.positions[token] < 0 || block >= p.table_width) return false;
+    const int64_t slot = table[block] * p.block_size + p.positions[token] % p.block_size;
+    for (int64_t head = 0; head < p.kv_heads; head++) {
+      const int64_t to = slot * p.kv_heads + head;
+      memcpy(p.keys + to * p.key_dim, p.key + token * p.key_token + head * p.key_head,
+             p.key_dim * sizeof(T));
+      memcpy(p.values + to * p.value_dim, p.value + token * p.value_token + head * p.value_head,
+             p.value_dim * sizeof(T));
+    }
+  }
+  return true;
+}
+
+template <typename T>
+bool attend(const Pass<T>& p, const int64_t* lengths, const int64_t* begins, int64_t num_rows,
             int64_t longest, int threads) {
+  for (int64_t row = 0; p.key && row < num_rows; row++)
+    if (!keep_row(p, row, begins[row], lengths[row])) return false;
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
   for (int64_t item = 0; item < num_rows * p.kv_heads; item++) {
     const int64_t row = item / p.kv_heads;
     if (lengths[row] <= longest)
       attend_row(p, row, begins[row], lengths[row], item % p.kv_heads);
   }
+  return true;
 }
 
 }  // namespace
 
 #define ATTEND(name, T)                                                                            \
-  extern "C" void name(const T* query, const T* keys, const T* values, T* out,                     \
+  extern "C" bool name(const T* query, const T* key, const T* value, T* keys, T* values, T* out,   \
                        const int64_t* tables, const int64_t* positions, const int64_t* lengths,    \
                        const int64_t* begins, int64_t num_rows, int64_t longest,                   \
                        int64_t table_width, int64_t block_size, int64_t heads, int64_t kv_heads,   \
                        int64_t key_dim, int64_t value_dim, int64_t query_head,                     \
-                       int64_t query_token, int64_t window, int64_t chunked, float scaling,        \
-                       int threads) {                                                              \
-    attend<T>({query, keys, values, out, tables, positions, table_width, block_size, heads,        \
-               kv_heads, key_dim, value_dim, query_head, query_token, window, chunked, scaling},   \
-              lengths, begins, num_rows, longest, threads);                                        \
+                       int64_t query_token, int64_t key_head, int64_t key_token,                   \
+                       int64_t value_head, int64_t value_token, int64_t window, int64_t chunked,   \
+                       float scaling, int threads) {                                               \
+    return attend<T>({query, key, value, keys, values, out, tables, positions, table_width,        \
+                      block_size, heads, kv_heads, key_dim, value_dim, query_head, query_token,    \
+                      key_head, key_token, value_head, value_token, window, chunked, scaling},     \
+                     lengths, begins, num_rows, longest, threads);                                 \
   }
 
 ATTEND(attend_float32, float)

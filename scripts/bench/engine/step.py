@@ -20,6 +20,7 @@ import torch._inductor.config
 import transformers
 from torch import nn
 
+from draftsmith.drafters.compiled import rewrite
 from draftsmith.drafters.compiled.packed_linear import PackedLinear
 from draftsmith.drafters.compiled.recorded import record_forwards, record_lm
 from draftsmith.drafters.interface import DraftInputs
@@ -34,6 +35,10 @@ TOKENS = (1, 4, 8)
 DRAFTS = {"eagle3": Eagle3Options(), "mtp": MtpOptions(), "draft-lm": DraftLmOptions()}
 CONTEXT, BLOCK_SIZE, TURNS = 200, 16, 12  # positions before the step; turns of each variant
 PRODUCTS = ("plain", "packed", "recorded", "small pages", "bfloat16", "int8")
+PRODUCTS_OF = {"recorded": "recorded", "unfused": "small pages"}  # those of a target; else plain
+SMALL_PAGES = patch.object(
+    few_rows, "empty_in_huge_pages", lambda count, dtype: torch.empty(count, dtype=dtype)
+)
 Variants = dict[str, Callable[[], Any]]
 
 
@@ -52,9 +57,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="writes the JSON here too")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    own, recorded = (Target.load(options.target, dtype=options.dtype) for _ in range(2))
+    own, recorded, unfused = (Target.load(options.target, dtype=options.dtype) for _ in range(3))
     targets = {"own": own, "packed": with_packed_linears(options), "recorded": recorded}
+    targets["unfused"] = unfused
     ready_s = {"recorded": seconds(lambda: record_lm(recorded))}
+    # As it was before: torch's operations between products, whose weights lie in small pages.
+    with SMALL_PAGES, patch.object(rewrite, "row_steps", lambda dtype: None):
+        record_lm(unfused)
     if options.compile:
         targets["compiled"] = compiled(Target.load(options.target, dtype=options.dtype))
         ready_s["compiled"] = seconds(lambda: every_pass(targets["compiled"]))
@@ -82,7 +91,7 @@ def main() -> None:
     report["not_arithmetic"] = {
         f"{name}, {variant}": round(
             1
-            - report["matmuls"][name]["recorded" if variant == "recorded" else "plain"]["least_ms"]
+            - report["matmuls"][name][PRODUCTS_OF.get(variant, "plain")]["least_ms"]
             / row["least_ms"],
             2,
         )
@@ -180,7 +189,7 @@ def matmul_variants(model: nn.Module, count: int) -> Variants:
     ]
     packed = [torch.ops.mkldnn._reorder_linear_weight(weight, 8) for weight in weights]
     recorded = [PackedLinear([weight], [None]) for weight in weights]
-    with patch.object(few_rows, "empty_in_huge_pages", empty):
+    with SMALL_PAGES:
         small_pages = [PackedLinear([weight], [None]) for weight in weights]
     narrow = [torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), 8) for weight in weights]
     scales = [weight.abs().amax(dim=1, keepdim=True) / 127 for weight in weights]
@@ -216,10 +225,6 @@ def matmul_variants(model: nn.Module, count: int) -> Variants:
             for weight, other in zip(weights, int8)
         ],
     }
-
-
-def empty(count: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(count, dtype=dtype)
 
 
 def new_draft(family: str, target: Target) -> Any:

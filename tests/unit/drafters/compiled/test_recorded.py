@@ -4,12 +4,14 @@ of tokens."""
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from draftsmith.drafters.compiled import recorded as recorded_module
+from draftsmith.drafters.compiled import rewrite
 from draftsmith.drafters.compiled.capture import NUM_TOKENS, capture
 from draftsmith.drafters.compiled.recorded import Mismatch, compare, record_lm
 from draftsmith.drafters.compiled.replay import Replay
@@ -18,6 +20,7 @@ from draftsmith.drafters.target.target import FINAL, Target
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.few_rows import few_rows
+from draftsmith.kernels.row_steps import row_steps
 
 ARCHITECTURES = [
     "llama",
@@ -168,27 +171,32 @@ def test_weights_written_in_place_count_after_a_refresh():
         assert (found - old).abs().max() > 0.1
 
 
-def test_what_a_rewrite_leaves_of_a_llama(tiny_target):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiler", [True, False])
+def test_what_a_rewrite_leaves_of_a_llama(tiny_target, dtype, compiler, monkeypatch):
     """Its speed is the number of calls: a change of transformers' code that no pattern fits any
     more must not go unnoticed."""
-    target = Target.load(tiny_target("llama"))
+    if compiler and row_steps(dtype) is None:
+        pytest.skip("there is no C++ compiler")
+    if not compiler:
+        monkeypatch.setattr(rewrite, "row_steps", lambda dtype: None)
+    target = Target.load(tiny_target("llama"), dtype=dtype)
     record_lm(target)
-    names = [node.name for node in target._recorded.body.graph.nodes if node.op == "call_function"]
-    layers = target.num_layers
-
-    def count(prefix: str) -> int:
-        return sum(
-            name == prefix or (name.startswith(f"{prefix}_") and name[len(prefix) + 1 :].isdigit())
-            for name in names
-        )
-
-    assert count("rms_norm") == 2 * layers + 1
-    assert count("roll") == 2 * layers
-    assert count("multiply") == 4 * layers
-    assert count("attend") == layers
-    assert (count("pow"), count("to_copy"), count("linear")) == (0, 0, 0)
-    assert count("cos") == count("sin") == 1
-    assert len(names) <= 38 * layers + 20
+    names = Counter(
+        getattr(node.target, "__name__", str(node.target))
+        for node in target._recorded.body.graph.nodes
+        if node.op == "call_function"
+    )
+    layers, narrow = target.num_layers, dtype == torch.bfloat16
+    for name, count in {"normalise": 2 * layers + 1, "rotate": 2 * layers, "gate": layers}.items():
+        assert names[name] == compiler * count
+    for name, count in {"rms_norm": 2 * layers + 1, "roll": 2 * layers, "silu": layers}.items():
+        assert names[name] == (not compiler) * count
+    assert names["multiply"] == 4 * layers and names["attend"] == layers
+    assert names["cos.default"] == names["sin.default"] == 1
+    assert not any("linear" in name or "_to_copy" in name for name in names)
+    most = 31 if compiler else 38 + 9 * narrow
+    assert sum(names.values()) <= most * layers + 20
 
 
 @torch.no_grad()

@@ -265,3 +265,38 @@ def test_without_a_compiler_torch_serves(monkeypatch: pytest.MonkeyPatch) -> Non
     assert context() is CompiledContext
     monkeypatch.setattr(paged, "kernel", lambda dtype: None)
     assert context() is GatheredContext
+
+
+@needs_compiler
+def test_the_compiled_kernel_writes_what_is_read_elsewhere_in_torch() -> None:
+    """Keys and values of a pass, in blocks out of order, by the kernel and by torch."""
+    pools = [
+        PagedPool.empty(
+            num_layers=1, num_blocks=9, block_size=BLOCK, num_kv_heads=2, key_dim=DIM, value_dim=4
+        )
+        for _ in range(2)
+    ]
+    tables = torch.tensor([[7, 2, 5], [4, 8, 1]])
+    positions, lengths = torch.tensor([3, 4, 5, 11]), torch.tensor([3, 1])
+    query, key = torch.randn(1, 4, 4, DIM), torch.randn(1, 2, 4, DIM)
+    value = torch.randn(1, 4, 2, 4).transpose(1, 2)
+    for pool, impl in zip(pools, ("auto", "torch")):
+        run = PagedPass(pool, tables, positions, lengths, impl=impl)
+        run.attend(0, query, key, value, scaling=0.3)
+        assert ("slots" in vars(run)) == (impl == "torch")
+    assert pools[0].keys[0].any()
+    assert torch.equal(pools[0].keys[0], pools[1].keys[0])
+    assert torch.equal(pools[0].values[0], pools[1].values[0])
+
+
+@needs_compiler
+@pytest.mark.parametrize("position", [-1, 8])
+def test_a_token_without_a_block_is_not_written(position: int) -> None:
+    pool = PagedPool.empty(
+        num_layers=1, num_blocks=3, block_size=BLOCK, num_kv_heads=1, key_dim=DIM
+    )
+    run = PagedPass(pool, torch.tensor([[1, 2]]), torch.tensor([position]), torch.tensor([1]))
+    states = torch.ones(1, 1, 1, DIM)
+    with pytest.raises(IndexError, match="behind the blocks"):
+        run.attend(0, states, states, states, scaling=1.0)
+    assert not pool.keys[0].any()

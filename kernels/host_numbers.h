@@ -1,0 +1,52 @@
+// Numbers of the kernels for a CPU: bfloat16 beside float32, and e^x.
+
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+struct Bfloat16 {
+  uint16_t bits;
+};
+
+inline float widened(float x) { return x; }
+inline float widened(Bfloat16 x) {
+  uint32_t bits = uint32_t(x.bits) << 16;
+  float y;
+  memcpy(&y, &bits, sizeof y);
+  return y;
+}
+inline void narrow(float x, float* to) { *to = x; }
+inline void narrow(float x, Bfloat16* to) {  // to nearest, ties to even
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  to->bits = x != x ? 0x7FC0 : uint16_t((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+// As a number of type T holds it.
+template <typename T>
+inline float rounded(float x) {
+  T y;
+  narrow(x, &y);
+  return widened(y);
+}
+
+// e^x of x <= 0 to two units in the last place; a NaN stays one.
+inline float exponential(float x) {
+  float bounded = x < -87.0f ? -87.0f : x;
+  float whole = rintf(bounded * 1.44269504f);
+  float rest = (bounded - whole * 0.693145752f) - whole * 1.42860677e-6f;
+  float power = 1.98756912e-4f;
+  power = power * rest + 1.39819994e-3f;
+  power = power * rest + 8.33345205e-3f;
+  power = power * rest + 4.16657962e-2f;
+  power = power * rest + 1.66666657e-1f;
+  power = power * rest + 5.00000000e-1f;
+  power = power * rest * rest + rest + 1.0f;
+  int32_t bits;
+  memcpy(&bits, &power, sizeof bits);
+  bits += int32_t(whole) << 23;
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return x < -87.0f ? 0.0f : (x == x ? value : x);
+}

@@ -1,0 +1,105 @@
+"""Steps between the products of a layer, each one call of a compiled kernel, for a CPU with a C++
+compiler: of a few rows, torch's several operations cost more to call than to compute. A row's
+result does not depend on the other rows, nor on their number.
+
+Each rounds to the dtype where the several operations do. Legend: T tokens, D width of a head.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.kernels.host_compiler import compiled
+
+SOURCE = Path(__file__).with_name("row_steps_cpu.cpp")
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+_pointer, _number, _real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_ARGUMENTS = {
+    "normalise": [_pointer] * 3 + [_number] * 2 + [_real] * 2 + [ctypes.c_int],
+    "rotate": [_pointer] * 4 + [_number] * 5 + [ctypes.c_int],
+    "gate": [_pointer] * 3 + [_number] * 4 + [ctypes.c_int],
+}
+
+
+class RowSteps:
+    """Steps of one dtype; made by `row_steps`."""
+
+    def __init__(self, functions: dict[str, Any]):
+        self._normalise, self._rotate, self._gate = (functions[name] for name in _ARGUMENTS)
+
+    def normalise(
+        self, x: torch.Tensor, weight: torch.Tensor | None, eps: float, share: float
+    ) -> torch.Tensor:
+        """x / sqrt(share * sum(x ** 2, -1) + eps), summed in float32, then times `weight` [H];
+        x [..., H]."""
+        x = x.contiguous()
+        width = x.shape[-1]
+        out = torch.empty_like(x)
+        self._normalise(
+            x.data_ptr(),
+            None if weight is None else weight.data_ptr(),
+            out.data_ptr(),
+            x.numel() // width,
+            width,
+            eps,
+            share,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def rotate(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+        """x * cosine + roll(x, D / 2) * sine; x [1, heads, T, D], the others [1, 1, T, D]."""
+        if x.stride(3) != 1:
+            x = x.contiguous()
+        _, heads, tokens, dim = x.shape
+        out = x.new_empty((1, tokens, heads, dim))
+        self._rotate(
+            x.data_ptr(),
+            cosine.contiguous().data_ptr(),
+            sine.contiguous().data_ptr(),
+            out.data_ptr(),
+            tokens,
+            heads,
+            dim,
+            x.stride(2),
+            x.stride(1),
+            torch.get_num_threads(),
+        )
+        return out.transpose(1, 2)
+
+    def gate(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """silu(x) * factor, both [1, T, H]."""
+        x, factor = (one if one.stride(2) == 1 else one.contiguous() for one in (x, factor))
+        _, tokens, width = x.shape
+        out = x.new_empty((1, tokens, width))
+        self._gate(
+            x.data_ptr(),
+            factor.data_ptr(),
+            out.data_ptr(),
+            tokens,
+            width,
+            x.stride(1),
+            factor.stride(1),
+            torch.get_num_threads(),
+        )
+        return out
+
+
+@cache
+def row_steps(dtype: torch.dtype) -> RowSteps | None:
+    """None where that is not possible: no C++ compiler, another dtype than float32 and bfloat16."""
+    library = compiled(SOURCE) if dtype in NAMES else None
+    if library is None:
+        return None
+    found = {}
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(library, f"{name}_{NAMES[dtype]}")
+        function.argtypes, function.restype = arguments, None
+        found[name] = function
+    return RowSteps(found)

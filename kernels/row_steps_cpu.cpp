@@ -1,0 +1,89 @@
+// Steps between the products of a layer, row by row: a row's result does not depend on the others.
+// row_steps.py compiles it and says what the arguments are.
+
+#include "host_numbers.h"
+
+namespace {
+
+constexpr int64_t kSums = 16;  // side by side, in an order that no address changes
+
+template <typename T>
+inline float sum_of_squares(const T* x, int64_t width) {
+  float sums[kSums] = {}, sum = 0;
+  int64_t d = 0;
+  for (; d + kSums <= width; d += kSums)
+    for (int64_t i = 0; i < kSums; i++) sums[i] += widened(x[d + i]) * widened(x[d + i]);
+  for (; d < width; d++) sums[d % kSums] += widened(x[d]) * widened(x[d]);
+  for (int64_t i = 0; i < kSums; i++) sum += sums[i];
+  return sum;
+}
+
+template <typename T>
+void normalise(const T* x, const T* weight, T* out, int64_t rows, int64_t width, float eps,
+               float share, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int64_t row = 0; row < rows; row++) {
+    const T* from = x + row * width;
+    T* to = out + row * width;
+    const float scale = 1.0f / sqrtf(sum_of_squares(from, width) * share + eps);
+    if (weight)
+      for (int64_t d = 0; d < width; d++)
+        narrow(rounded<T>(widened(from[d]) * scale) * widened(weight[d]), to + d);
+    else
+      for (int64_t d = 0; d < width; d++) narrow(widened(from[d]) * scale, to + d);
+  }
+}
+
+template <typename T>
+void rotate(const T* x, const T* cosine, const T* sine, T* out, int64_t tokens, int64_t heads,
+            int64_t dim, int64_t token_stride, int64_t head_stride, int threads) {
+  const int64_t half = dim / 2;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int64_t token = 0; token < tokens; token++) {
+    const T *c = cosine + token * dim, *s = sine + token * dim;
+    for (int64_t head = 0; head < heads; head++) {
+      const T* low = x + token * token_stride + head * head_stride;
+      const T* high = low + half;
+      T* to = out + (token * heads + head) * dim;
+      for (int64_t d = 0; d < half; d++) {
+        const float a = widened(low[d]), b = widened(high[d]);
+        narrow(rounded<T>(a * widened(c[d])) + b * widened(s[d]), to + d);
+        narrow(rounded<T>(b * widened(c[d + half])) + a * widened(s[d + half]), to + d + half);
+      }
+    }
+  }
+}
+
+template <typename T>
+void gate(const T* x, const T* factor, T* out, int64_t rows, int64_t width, int64_t x_stride,
+          int64_t factor_stride, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t d = 0; d < width; d++) {
+      const float a = widened(x[row * x_stride + d]);
+      const float e = exponential(-fabsf(a));
+      const float sigmoid = (a < 0 ? e : 1.0f) / (1.0f + e);
+      narrow(rounded<T>(a * sigmoid) * widened(factor[row * factor_stride + d]),
+             out + row * width + d);
+    }
+}
+
+}  // namespace
+
+#define STEPS(name, T)                                                                             \
+  extern "C" void normalise_##name(const T* x, const T* weight, T* out, int64_t rows,              \
+                                   int64_t width, float eps, float share, int threads) {           \
+    normalise<T>(x, weight, out, rows, width, eps, share, threads);                                \
+  }                                                                                                \
+  extern "C" void rotate_##name(const T* x, const T* cosine, const T* sine, T* out,                \
+                                int64_t tokens, int64_t heads, int64_t dim, int64_t token_stride,  \
+                                int64_t head_stride, int threads) {                                \
+    rotate<T>(x, cosine, sine, out, tokens, heads, dim, token_stride, head_stride, threads);       \
+  }                                                                                                \
+  extern "C" void gate_##name(const T* x, const T* factor, T* out, int64_t rows, int64_t width,    \
+                              int64_t x_stride, int64_t factor_stride, int threads) {              \
+    gate<T>(x, factor, out, rows, width, x_stride, factor_stride, threads);                        \
+  }
+
+STEPS(float32, float)
+STEPS(bfloat16, Bfloat16)
