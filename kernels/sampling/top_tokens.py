@@ -44,7 +44,8 @@ def _likeliest(logits: torch.Tensor, k: int) -> torch.Tensor:
     if logits.device.type != "cpu" or k == logits.shape[-1]:
         return torch.topk(logits, k, dim=-1).indices
     chosen = _best(logits, k)
-    return chosen.gather(-1, logits.gather(-1, chosen).argsort(dim=-1, descending=True))
+    order = np.argsort(-logits.gather(-1, chosen).detach().numpy(), axis=-1)
+    return chosen.gather(-1, torch.from_numpy(order))
 
 
 def _best(values: torch.Tensor, k: int) -> torch.Tensor:
