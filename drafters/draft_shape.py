@@ -49,12 +49,12 @@ def shape_of(target: CausalLM) -> dict[str, Any]:
 
 def rope_of(config: dict[str, Any]) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling`; a target with another scheme (per layer, partial, none)
-    lends only its base."""
-    parameters = dict(config.get("rope_parameters") or {})
+    lends only its base. `config.json` files of before transformers 5 have these two keys."""
+    older = {**(config.get("rope_scaling") or {}), "rope_theta": config.get("rope_theta")}
+    parameters = dict(config.get("rope_parameters") or older)
     theta = parameters.pop("rope_theta", None) or 10000.0
-    plain = (
-        parameters.get("rope_type", "default") == "default" or "partial_rotary_factor" in parameters
-    )
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    plain = kind == "default" or "partial_rotary_factor" in parameters
     return {"rope_theta": theta, "rope_scaling": None if plain else parameters}
 
 

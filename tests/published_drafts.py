@@ -194,6 +194,14 @@ def redhat_eagle(target: Target, *, bias: bool = True) -> Made:
     return Made(config, tensors | {"lm_head.weight": table(target).detach().clone()})
 
 
+def redhat_eagle_norms(target: Target) -> Made:
+    """The variant with `layernorms`: of the embedding, before the attention and before the head."""
+    made, noise = redhat_eagle(target, bias=False), Noise(2)
+    names = ("embedding_layernorm", "transformer.input_layernorm", "pre_lm_head_layernorm")
+    norms = {f"{name}.weight": noise.gains(SIZE) for name in names}
+    return Made(made.config | {"layernorms": True}, made.tensors | norms)
+
+
 def redhat_reference(
     config: Config, tensors: Tensors, target: Target, text: list[int], drafted: list[int]
 ) -> torch.Tensor:
@@ -203,6 +211,21 @@ def redhat_reference(
             for name, tensor in tensors.items()
         }
     return eagle1_reference(config, tensors, target, text, drafted)
+
+
+def normed_reference(
+    config: Config, tensors: Tensors, target: Target, text: list[int], drafted: list[int]
+) -> torch.Tensor:
+    def step(
+        embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        embeds = plain.rms(embeds, tensors["embedding_layernorm.weight"])
+        mixed = plain.linear(torch.cat([embeds, states], dim=-1), tensors, "fusion_fc")
+        out = plain.layer(mixed, positions, tensors, "transformer.", WIDTH)
+        return plain.rms(out, tensors["pre_lm_head_layernorm.weight"]), out
+
+    states = final_states(target, text)
+    return plain.chain(step, target.embed, states, text, drafted) @ table(target).T
 
 
 def speculators_config(kind: str, architectures: list[str], layer: Config) -> Config:
@@ -652,6 +675,9 @@ LAYOUTS = [
     Layout("EAGLE-1, SafeAILab Qwen2", "eagle1", safeailab_qwen2, eagle1_reference),
     Layout("EAGLE-1, lmsys", "eagle1", lmsys_eagle, eagle1_reference),
     Layout("EAGLE-1 and HASS, speculators", "eagle1", redhat_eagle, redhat_reference),
+    Layout(
+        "EAGLE-1 with `layernorms`, speculators", "eagle1", redhat_eagle_norms, normed_reference
+    ),
     Layout("EAGLE-3, its authors", "eagle3", first_eagle3, eagle3_reference),
     Layout("EAGLE-3, AngelSlim", "eagle3", angelslim_eagle3, eagle3_reference),
     Layout("EAGLE-3, speculators", "eagle3", redhat_eagle3, eagle3_reference),
@@ -699,7 +725,7 @@ plain torch, its greedy text to the target's, and run the evaluator, the trainer
 
 """
 BELOW = """
-Not read, and refused by a sentence: more than one MTP module, but for DeepSeek-V3 and GLM-4.5; EAGLE-1 with `layernorms`; DFlash with attention sinks or scaled values; LSTM speculators whose weights are not
+Not read, and refused by a sentence: more than one MTP module, but for DeepSeek-V3 and GLM-4.5; DFlash with attention sinks or scaled values; LSTM speculators whose weights are not
 tied. A GPTQ or AWQ draft LM needs its library, which the refusal names.
 
 This page is written by `python -m tests.published_drafts`.

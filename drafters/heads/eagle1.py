@@ -4,6 +4,9 @@ state, read by its head.
 state at t   = the target's final state at t (what its head multiplies), or the layer's own output
 at t - 1 next state   = decoder layer(fc(cat(embed(x_{t+1}), state))), without a norm before its
 attention and after it logits of x_{t+2} = target's head(next state)
+
+A draft with `layernorms` (a variant of the `speculators` library) norms the embedding, the input of
+its attention and, for the head alone, its state.
 """
 
 from __future__ import annotations
@@ -15,7 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
 
 from draftsmith.drafters.draft_shape import check_fits, config_dict, llama_config, shape_of
 from draftsmith.drafters.heads.feature_head import FeatureHead, HeadStep
@@ -33,12 +40,18 @@ from draftsmith.drafters.weights import (
     write_weights,
 )
 from draftsmith.drafters.windows import Windows, new_windows, windows_config, windows_in
-from draftsmith.errors import UserError
 
 # vLLM's name for the layout without a bias, then SGLang's, which always has one.
 ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLMEagle")
-# The speculators layout's names, which its HASS drafts have too.
-PREFIXES = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
+# The speculators layout's names, which its HASS drafts have too, and those of the norms before the
+# library has converted a draft.
+PREFIXES = {
+    "fusion_fc.": "fc.",
+    "transformer.": "layers.0.",
+    "embed_layernorm.": "embedding_layernorm.",
+    "hidden_layernorm.": "layers.0.input_layernorm.",
+    "lm_head_layernorm.": "pre_lm_head_layernorm.",
+}
 
 
 class Eagle1(FeatureHead):
@@ -58,8 +71,10 @@ class Eagle1(FeatureHead):
         output_bias: bool = False,
         windows: Windows = (),
         own_embeddings: bool = False,
+        layernorms: bool = False,
     ):
-        """`bias`: of fc; `output_bias`: of the attention's output, where its inputs have one."""
+        """`bias`: of fc; `output_bias`: of the attention's output, where its inputs have one;
+        `layernorms`: whether embedding, layer and head read normed states."""
         super().__init__()
         self.config = config
         self.windows = windows
@@ -68,7 +83,14 @@ class Eagle1(FeatureHead):
         self._rotary = (LlamaRotaryEmbedding(config),)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
         layer = LlamaDecoderLayer(config, layer_idx=0)
-        layer.input_layernorm = nn.Identity()
+        self.embedding_layernorm: nn.Module = nn.Identity()
+        self.pre_lm_head_layernorm: nn.Module = nn.Identity()
+        if layernorms:
+            self.embedding_layernorm, self.pre_lm_head_layernorm = (
+                LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(2)
+            )
+        else:
+            layer.input_layernorm = nn.Identity()
         if not output_bias:
             layer.self_attn.o_proj.bias = None
         self.layers = nn.ModuleList([layer])
@@ -113,6 +135,10 @@ class Eagle1(FeatureHead):
         drafter.fc.weight.data[:, size:] += torch.eye(size, device=target.device)
         return drafter
 
+    @property
+    def has_layernorms(self) -> bool:
+        return isinstance(self.pre_lm_head_layernorm, LlamaRMSNorm)
+
     def head_weight(self) -> torch.Tensor:
         return output_table(self._target).to(self.fc.weight.dtype)
 
@@ -130,10 +156,10 @@ class Eagle1(FeatureHead):
         positions: torch.Tensor,
         context: AttentionContext,
     ) -> HeadStep:
-        mixed = self.fc(torch.cat([embeds, hidden], dim=-1))
+        mixed = self.fc(torch.cat([self.embedding_layernorm(embeds), hidden], dim=-1))
         rotary, context = self._rotary[0](mixed, positions), self.windowed(context)
         state = self.layers[0](mixed, position_embeddings=rotary, attention_context=context)
-        return HeadStep(next_hidden=state, head_input=state)
+        return HeadStep(next_hidden=state, head_input=self.pre_lm_head_layernorm(state))
 
     def save(self, folder: Path) -> None:
         write_weights(Path(folder), self.portable_config(), self.state_dict())
@@ -146,14 +172,15 @@ class Eagle1(FeatureHead):
             **config_dict(self.config),
             **windows_config(self.windows),
             "bias": has_bias,
+            **({"layernorms": True} if self.has_layernorms else {}),
             "dtype": str(self.fc.weight.dtype).removeprefix("torch."),
             "tie_word_embeddings": False,
         }
 
     @classmethod
     def load(cls, folder: Path, target: Target) -> Eagle1:
-        """Our own folder or one made elsewhere, with or without a bias and embeddings. A copy of
-        the target's head is let go."""
+        """Our own folder or one made elsewhere, with or without a bias, norms and embeddings. A
+        copy of the target's head is let go."""
         folder = Path(folder)
         values = flattened(read_config(folder))
         check_portable(values, target, folder)
@@ -167,6 +194,7 @@ class Eagle1(FeatureHead):
             output_bias=f"{attention}o_proj.bias" in tensors,
             windows=windows_in(values),
             own_embeddings="embed_tokens.weight" in tensors,
+            layernorms=bool(values.get("layernorms")) or "embedding_layernorm.weight" in tensors,
         )
         drafter.to(tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.float32)
         load_into(drafter, tensors, str(folder))
@@ -200,9 +228,4 @@ def check_portable(values: Mapping[str, Any], target: Target, folder: Path) -> N
         "vocab_size": target.vocab_size,
         "hidden_size": target.hidden_size,
     }
-    if values.get("layernorms"):
-        raise UserError(
-            f"draft {str(folder)!r} has layernorms=True, norms that EAGLE-1 has not; use a draft "
-            "without them"
-        )
     check_fits(values, expected, target, folder)

@@ -13,6 +13,7 @@ from draftsmith.drafters.checkpoint import draft_sampling_of
 from draftsmith.train.export.layouts.serving import (
     SGLANG_ALGORITHMS,
     VLLM_METHODS,
+    VLLM_SPECULATORS,
     genai_code,
     llama_command,
     sglang_command,
@@ -30,7 +31,7 @@ METHODS = {
         "all tokens in one pass"
     ),
     "draft-lm": "a small causal LM with the target's vocabulary",
-    "mtp": "a multi-token-prediction module, stitched into the target's checkpoint",
+    "mtp": "a multi-token-prediction module over the target's last state",
     "eagle1": "an EAGLE-1 head: one decoder layer over the target's final state",
     "medusa": "Medusa heads on the target's final state",
     "dflash": "a DFlash block drafter: a few layers draft several tokens in one pass",
@@ -185,7 +186,7 @@ def commands(
     folder or its Hub id."""
     if engine == "triton":
         return [("NVIDIA Triton with its vLLM backend", f"tritonserver --model-repository {draft}")]
-    if engine == "speculators":
+    if engine == "speculators" and family in VLLM_SPECULATORS:
         return [("vLLM (finds the target by itself)", f"vllm serve {draft}")]
     if engine == "gguf":
         title = f"llama.cpp (`{TARGET}` is the target, which `--with-target` writes here)"
@@ -193,7 +194,7 @@ def commands(
     if engine == "openvino":
         beside = f"`{draft}/{BESIDE}` is the target, which `--with-target` writes here"
         return [(f"OpenVINO GenAI ({beside})", genai_code(f"{draft}/{BESIDE}", draft, k))]
-    if engine == "hf" and family != "draft-lm":
+    if engine == "speculators" or (engine == "hf" and family != "draft-lm"):
         return [("draftsmith", f"draftsmith serve --target {target} --draft {draft} --k {k}")]
     shown = []
     # The two take different EAGLE-1 files, and SGLang some MTP modules alone.

@@ -10,6 +10,7 @@ Files in reading order:
 - `peagle`: P-EAGLE
 - `medusa`: Medusa
 - `mtp`: MTP modules inside their target
+- `mtp_speculators`: MTP modules for the `speculators` library
 - `block`: DFlash and DSpark
 - `serving`: commands that serve an export
 - `triton`: a repository for NVIDIA Triton

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from draftsmith.drafters.draft_shape import rope_of
@@ -25,6 +24,7 @@ from draftsmith.train.export.layouts.source import (
     check_sees_all,
     copy_tokenizer,
     file_shapes,
+    target_tensor,
     tensor_shapes,
     text_config,
     weight_files,
@@ -104,19 +104,6 @@ def check_block(config: dict[str, Any], target: dict[str, Any], name: str) -> No
             f"{name!r} has a sliding window or a partial rotary embedding, which vLLM would give "
             "to the module's block too; train an eagle3 draft"
         )
-
-
-def target_tensor(source: Source, ending: str) -> torch.Tensor:
-    """The target's tensor of this name, whatever the name of the language model in it."""
-    for file in weight_files(source.target):
-        with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 - not a dict
-                if name.endswith(ending) and "visual" not in name:
-                    return weights.get_tensor(name)
-    raise UserError(
-        f"{source.target_name!r} has no weight {ending!r}, which engines look for; train an eagle3 "
-        "draft"
-    )
 
 
 def alone_config(config: dict[str, Any], target_config: dict[str, Any]) -> dict[str, Any]:

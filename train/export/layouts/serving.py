@@ -26,6 +26,8 @@ SGLANG_ALGORITHMS = {
     "dflash": "DFLASH",
     "dspark": "DSPARK",
 }
+# The families that vLLM reads in the speculators layout.
+VLLM_SPECULATORS = ("eagle3", "p-eagle", "dflash", "dspark")
 # What llama.cpp calls its ways of drafting.
 LLAMA_TYPES = {
     "eagle3": "draft-eagle3",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from draftsmith.drafters.heads.mtp_alone import READS_FINAL
@@ -60,6 +61,19 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return {
         name: shape for file in weight_files(folder) for name, shape in file_shapes(file).items()
     }
+
+
+def target_tensor(source: Source, ending: str) -> torch.Tensor:
+    """The target's tensor of this name, whatever the name of the language model in it."""
+    for file in weight_files(source.target):
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 - not a dict
+                if name.endswith(ending) and "visual" not in name:
+                    return weights.get_tensor(name)
+    raise UserError(
+        f"{source.target_name!r} has no weight {ending!r}, which engines look for; train an eagle3 "
+        "draft"
+    )
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:

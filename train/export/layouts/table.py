@@ -6,7 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from draftsmith.errors import UserError
-from draftsmith.train.export.layouts import block, eagle1, eagle3, medusa, mtp, peagle, plain
+from draftsmith.train.export.layouts import (
+    block,
+    eagle1,
+    eagle3,
+    medusa,
+    mtp,
+    mtp_speculators,
+    peagle,
+    plain,
+)
 from draftsmith.train.export.layouts.source import Source
 from draftsmith.train.export.layouts.triton import in_repository
 from draftsmith.train.export.llamacpp import blocks, heads, lm
@@ -20,8 +29,9 @@ Writer = Callable[[Source, Path], None]
 STITCHED = ("mtp",)
 # The families whose export needs some of the target's weights.
 NEED_TARGET_WEIGHTS = (*STITCHED, "medusa")
-# The pairs that need some likewise: the graph of a head holds the target's embeddings.
-TAKE_EMBEDDINGS = (("eagle3", "openvino"),)
+# The pairs that need some likewise: the graph of a head holds the target's embeddings, and the
+# speculators library takes them for those of the draft.
+TAKE_EMBEDDINGS = (("eagle3", "openvino"), ("eagle1", "speculators"))
 # The layouts that can hold the target beside the draft.
 HOLD_TARGET = ("gguf", "openvino")
 
@@ -47,8 +57,16 @@ WRITERS: dict[str, dict[str, Writer]] = {
         "gguf": lm.write_lm,
         "openvino": graph_lm.write_lm,
     },
-    "mtp": {"vllm": mtp.write_mtp, "sglang": mtp.write_sglang},
-    "eagle1": {"vllm": eagle1.write_vllm, "sglang": eagle1.write_sglang},
+    "mtp": {
+        "vllm": mtp.write_mtp,
+        "sglang": mtp.write_sglang,
+        "speculators": mtp_speculators.write_speculators,
+    },
+    "eagle1": {
+        "vllm": eagle1.write_vllm,
+        "sglang": eagle1.write_sglang,
+        "speculators": eagle1.write_speculators,
+    },
     "medusa": {"vllm": medusa.write_vllm, "hf": medusa.write_original},
     "mlp": {"hf": plain.write_ibm},
     "dflash": {**BLOCKS},
@@ -64,19 +82,17 @@ REFUSALS: dict[tuple[str, str], str] = {
         "sglang",
     ): "SGLang does not read P-EAGLE's mask_hidden and would draft one token after another",
     ("p-eagle", "hf"): "transformers cannot draft with P-EAGLE",
-    ("draft-lm", "speculators"): "the speculators layout has no plain draft LMs",
-    ("mtp", "speculators"): "vLLM does not read MTP modules in the speculators layout",
+    ("draft-lm", "speculators"): "the speculators library has no model for a draft LM",
     ("mtp", "hf"): "transformers drafts one token with an MTP module, and none with MiMo's",
-    ("eagle1", "speculators"): "vLLM reads no EAGLE-1 heads in the speculators layout",
     ("eagle1", "hf"): "transformers cannot draft with EAGLE-1",
     ("medusa", "sglang"): "SGLang does not draft with Medusa",
-    ("medusa", "speculators"): "the speculators layout has no Medusa heads",
+    ("medusa", "speculators"): "the speculators library has no Medusa heads",
     ("mlp", "vllm"): "vLLM does not draft with the MLP speculator any more",
     ("mlp", "triton"): "Triton's vLLM backend does not draft with the MLP speculator any more",
     ("mlp", "sglang"): "SGLang does not draft with the MLP speculator",
     ("dflash", "hf"): "transformers cannot draft with DFlash",
     ("dspark", "hf"): "transformers cannot draft with DSpark",
-    ("mlp", "speculators"): "the speculators layout has no MLP speculators",
+    ("mlp", "speculators"): "the speculators library has no model for an MLP speculator",
     ("p-eagle", "gguf"): "llama.cpp drafts one token after another with an EAGLE-3 head",
     ("mtp", "gguf"): "llama.cpp reads MTP modules only as layers of the targets that bring them",
     ("eagle1", "gguf"): "llama.cpp does not draft with EAGLE-1",

@@ -9,6 +9,7 @@ Files in reading order:
 - `sglang`: SGLang
 - `vllm`: vLLM
 - `vllm_speculators`: the `speculators` layout in vLLM
+- `speculators`: its types that vLLM does not read
 - `vllm_eagle3`: vLLM's EAGLE-3
 - `vllm_mtp`: vLLM's MTP
 - `vllm_mtp_beside`: of Qwen and Ernie, under names of their own
