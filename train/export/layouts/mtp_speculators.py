@@ -29,7 +29,7 @@ def write_speculators(source: Source, out: Path) -> None:
     if layout is None or kind not in KINDS:
         raise UserError(
             f"the speculators library has MTP modules of the layers of {', '.join(KINDS)}, and the "
-            f"draft's is a layer of {kind!r}; export it --to vllm"
+            f"draft's is a layer of {kind!r}; export this mtp draft --to vllm"
         )
     shape = ("model_type", "num_hidden_layers", "hidden_size", "vocab_size")
     check_fits(source, **{key: values.get(key) for key in shape})

@@ -87,7 +87,7 @@ def test_bad_input_is_one_sentence(
     assert "target 'gone' is neither a folder nor" in refusal(draft, target="gone")
     assert "--speculative-tokens is 0" in refusal(draft, speculative_tokens=0)
     assert (
-        "speculators layout has no plain draft LMs; export this draft-lm draft --to vllm or "
+        "speculators library has no model for a draft LM; export this draft-lm draft --to vllm or "
         "sglang or hf" in refusal(draft, to="speculators")
     )
     set_record(draft, target={})
