@@ -68,7 +68,7 @@ def test_a_draft_without_the_layout_or_inside_its_target_is_refused(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = versions.folder_of(root, 1)
-    with pytest.raises(UserError, match="the speculators layout has no plain draft LMs"):
+    with pytest.raises(UserError, match="the speculators library has no model for a draft LM"):
         LayoutWriter(root, ["speculators"]).write(folder)
     monkeypatch.setattr(Source, "is_stitched", True)
     with pytest.raises(UserError, match="cannot be swapped while serving; publish"):
