@@ -10,10 +10,10 @@ from contextlib import ExitStack
 import torch
 from safetensors import SafetensorError
 
-from draftsmith.distill.config import DistillConfig
+from draftsmith.config import check_limits
+from draftsmith.distill.config import LIMITS, DistillConfig
 from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.learn import learner as learning
-from draftsmith.distill.limits import check_numbers
 from draftsmith.distill.lock import learner_lock
 from draftsmith.distill.status import Status, StatusServer
 from draftsmith.distill.throttle import (
@@ -105,7 +105,7 @@ def check_one_process() -> None:
 
 def check(config: DistillConfig) -> None:
     check_one_process()
-    check_numbers(config)
+    check_limits(config, LIMITS)
     learning.check(config.learn)
     if (config.server is None) != (config.tpot_ms is None):
         raise UserError("server and tpot_ms belong together; give both or neither")

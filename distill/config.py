@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from draftsmith.api_key import API_KEY_HELP
-from draftsmith.config import option
+from draftsmith.config import (
+    AT_LEAST_1,
+    BELOW_1,
+    INSIDE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    Limits,
+    LimitsTable,
+    option,
+)
 from draftsmith.drafters.config import DTYPES, TRUST_HELP
 from draftsmith.drafters.options import LoraOptions
 from draftsmith.kernels.divergence.kind import DIVERGENCE_HELP
@@ -281,3 +292,70 @@ class DistillConfig:
 class ForgetConfig:
     buffer: str = option(help="folder or fsspec URL the servers write records to")
     request: str = option(help="id of the answer, as the server gave it (cmpl-... or chatcmpl-...)")
+
+
+LIMITS: LimitsTable = {
+    GenerateOptions: {
+        "count": AT_LEAST_1,
+        "prompt_tokens": AT_LEAST_1,
+        "max_tokens": AT_LEAST_1,
+        "temperature": NOT_NEGATIVE,
+        "top_k": NOT_NEGATIVE,
+        "top_p": Limits(0, 1, "(]"),
+        "seed": NOT_NEGATIVE,
+        "held_out": SHARE,
+        "top_logprobs": NOT_NEGATIVE,
+        "batch": AT_LEAST_1,
+        "memory_gib": POSITIVE,
+        "shard": AT_LEAST_1,
+    },
+    LearnConfig: {
+        "lr": POSITIVE,
+        "warmup_steps": NOT_NEGATIVE,
+        "weight_decay": NOT_NEGATIVE,
+        "max_grad_norm": Limits(0, math.inf, "[]"),
+        "batch": AT_LEAST_1,
+        "steps": AT_LEAST_1,
+        "fresh": AT_LEAST_1,
+        "replay": BELOW_1,
+        "reservoir": AT_LEAST_1,
+        "taps_gib": POSITIVE,
+        "branches": NOT_NEGATIVE,
+        "proximal": NOT_NEGATIVE,
+        "average": BELOW_1,
+        "budget": Limits(0, 1, "(]"),
+        "max_length": AT_LEAST_1,
+    },
+    LearnUnroll: {"steps": AT_LEAST_1, "decay": SHARE},
+    LoraOptions: {"rank": AT_LEAST_1, "alpha": POSITIVE},
+    GateConfig: {
+        "every": AT_LEAST_1,
+        "requests": AT_LEAST_1,
+        "window": AT_LEAST_1,
+        "held_out": INSIDE,
+        "error": INSIDE,
+        "gain": BELOW_1,
+        "drop": BELOW_1,
+        "canary": Limits(0, 0.5, "[]"),
+        "canary_requests": AT_LEAST_1,
+        "floor": SHARE,
+    },
+    DriftConfig: {"false_alarms": POSITIVE, "drop": BELOW_1, "patience": NOT_NEGATIVE},
+    MonitorConfig: {"false_alarm": INSIDE},
+    PoolConfig: {"most": NOT_NEGATIVE, "requests": AT_LEAST_1, "idle_requests": AT_LEAST_1},
+    RetentionConfig: {
+        # Below the size of a few shards, unread records would be deleted.
+        "bytes": Limits(1 << 20),
+        "age_s": Limits(0, math.inf, "[]"),
+        "versions": NOT_NEGATIVE,
+    },
+    DistillConfig: {
+        "poll_s": POSITIVE,
+        "save_s": NOT_NEGATIVE,
+        "until_idle_s": NOT_NEGATIVE,
+        "max_updates": NOT_NEGATIVE,
+        "threads": AT_LEAST_1,
+        "status_port": Limits(0, 2**16),
+        "tpot_ms": POSITIVE,
+    },
+}

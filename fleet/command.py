@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from draftsmith.config import check_numbers
+from draftsmith.config import check_limits
 from draftsmith.errors import UserError
 from draftsmith.fleet.config import LIMITS, FleetConfig
 from draftsmith.fleet.store.errors import StoreError
@@ -20,7 +20,7 @@ RUNS = {
 
 
 def run(config: FleetConfig) -> int:
-    check_numbers(config, LIMITS)
+    check_limits(config, LIMITS)
     module, _, name = RUNS[config.action].partition(":")
     try:
         return int(getattr(importlib.import_module(module), name)(config) or 0)

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from draftsmith.config import (
     AT_LEAST_1,
+    BELOW_1,
     INSIDE,
     NOT_NEGATIVE,
     POSITIVE,
-    Limits,
+    SHARE,
     LimitsTable,
     option,
 )
@@ -82,11 +83,11 @@ LIMITS: LimitsTable = {
     },
     RolloutConfig: {
         "switch_s": POSITIVE,
-        "drop": Limits(0, 1),
+        "drop": BELOW_1,
         "error": INSIDE,
         "pairs": AT_LEAST_1,
         "requests": AT_LEAST_1,
         "hold_s": NOT_NEGATIVE,
-        "fallen": Limits(0, 1, "[]"),
+        "fallen": SHARE,
     },
 }

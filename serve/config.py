@@ -7,11 +7,19 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from draftsmith.api_key import VARIABLE
-from draftsmith.config import option
+from draftsmith.config import (
+    AT_LEAST_1,
+    BELOW_1,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Limits,
+    LimitsTable,
+    option,
+)
 from draftsmith.drafters.config import DTYPES, SAMPLINGS, Pair
 from draftsmith.drafters.options import SuffixOptions
 from draftsmith.errors import UserError
-from draftsmith.serve.control.control import MAX_AUTO_K, parse_schedule
+from draftsmith.serve.control.control import MAX_AUTO_K, MAX_K, parse_schedule
 from draftsmith.serve.tools.call_format import CALL_FORMATS
 from draftsmith.serve.tools.reasoning import REASONING_FORMATS
 
@@ -307,3 +315,29 @@ class ServeConfig(DraftedPair):
             # Recorded forwards cannot hold a sharded target's collectives.
             own["compile"] = "off"
         return EngineConfig(**(vars(self.engine) | vars(self.speculation) | own))
+
+
+LIMITS: LimitsTable = {
+    EngineConfig: dict.fromkeys(
+        ("max_batch", "max_round_tokens", "max_queue", "block_size"), AT_LEAST_1
+    )
+    | {
+        "k": Limits(0, MAX_K, "[]"),
+        "stop_below": NOT_NEGATIVE,
+        "least_confidence": BELOW_1,
+        "record_taps": NOT_NEGATIVE,
+    },
+    ServeConfig: {"threads": AT_LEAST_1, "tensor_parallel": AT_LEAST_1},
+    HttpOptions: {
+        "max_body_bytes": POSITIVE,
+        "max_concurrency": POSITIVE,
+        "request_timeout_s": POSITIVE,
+        "drain_s": NOT_NEGATIVE,
+        "log_stats_s": NOT_NEGATIVE,
+    },
+    LearningOptions: {
+        "poll_s": POSITIVE,
+        "learn_share": Limits(0, 1, "(]"),
+        "record_taps": NOT_NEGATIVE,
+    },
+}

@@ -1,57 +1,27 @@
-"""Checks of the options of `serve`: limits of numbers, options that exclude each other, and options
+"""Checks of the options of `serve`: options that exclude each other, and options
 that another one makes void. Torch-free."""
 
 from __future__ import annotations
 
 import math
 
-from draftsmith.config import (
-    AT_LEAST_1,
-    BELOW_1,
-    NOT_NEGATIVE,
-    POSITIVE,
-    Limits,
-    LimitsTable,
-    check_numbers,
-)
+from draftsmith.config import check_limits
 from draftsmith.drafters.adapters.names import named_folders
 from draftsmith.drafters.config import check_draft_options
 from draftsmith.drafters.tree_shape import SampledShape, SampledTree, TreeShape, parse_tree
 from draftsmith.errors import UserError
 from draftsmith.serve.config import (
+    LIMITS,
     EngineConfig,
     HttpOptions,
     LearningOptions,
     LookupOptions,
     ServeConfig,
 )
-from draftsmith.serve.control.control import MAX_K
-
-LIMITS: LimitsTable = {
-    EngineConfig: dict.fromkeys(
-        ("max_batch", "max_round_tokens", "max_queue", "block_size"), AT_LEAST_1
-    )
-    | {"stop_below": NOT_NEGATIVE, "least_confidence": BELOW_1, "record_taps": NOT_NEGATIVE},
-    ServeConfig: {"threads": AT_LEAST_1, "tensor_parallel": AT_LEAST_1},
-    HttpOptions: {
-        "max_body_bytes": POSITIVE,
-        "max_concurrency": POSITIVE,
-        "request_timeout_s": POSITIVE,
-        "drain_s": NOT_NEGATIVE,
-        "log_stats_s": NOT_NEGATIVE,
-    },
-    LearningOptions: {
-        "poll_s": POSITIVE,
-        "learn_share": Limits(0, 1, "(]"),
-        "record_taps": NOT_NEGATIVE,
-    },
-}
 
 
 def check_engine(config: EngineConfig) -> None:
-    check_numbers(config, LIMITS)
-    if not 0 <= config.k <= MAX_K:
-        raise UserError(f"k is {config.k}; give at least 0 and at most {MAX_K}")
+    check_limits(config, LIMITS)
     if config.memory_gib is not None and not math.isfinite(config.memory_gib):
         raise UserError(f"memory_gib is {config.memory_gib}; give a number")
     if config.adaptive and config.k_schedule is not None:
@@ -116,7 +86,7 @@ def check(config: ServeConfig) -> None:
 
 
 def check_serve(config: ServeConfig) -> None:
-    check_numbers(config, LIMITS)
+    check_limits(config, LIMITS)
     _check_address(config.http)
     _check_adapters(config)
     _check_drafts(config)

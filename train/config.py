@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from draftsmith.config import Limits, LimitsTable, option
+from draftsmith.config import (
+    AT_LEAST_1,
+    BELOW_1,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    Limits,
+    LimitsTable,
+    option,
+)
 from draftsmith.drafters.config import SAMPLINGS, TRUST_HELP
 from draftsmith.drafters.options import (
     OPTIONS,
@@ -254,12 +263,6 @@ class EvalConfig:
     trust_remote_code: bool = option(False, TRUST_HELP)
 
 
-AT_LEAST_1 = Limits(1, words="be 1 or more")
-POSITIVE = Limits(0, ends="()", words="be more than 0")
-NOT_NEGATIVE = Limits(0, words="be 0 or more")
-SHARE = Limits(0, 1, "[]", words="lie between 0 and 1")
-BELOW_1 = Limits(0, 1, words="be 0 or more and less than 1")
-
 LIMITS: LimitsTable = {
     OptimConfig: {
         "lr": POSITIVE,
@@ -273,7 +276,7 @@ LIMITS: LimitsTable = {
     UnrollConfig: {
         "steps": POSITIVE,
         "decay": POSITIVE,
-        "noise": Limits(0, words="be 0 or a small number such as 0.1"),
+        "noise": NOT_NEGATIVE,
     },
     OnPolicyConfig: {
         "share": SHARE,
@@ -290,7 +293,7 @@ LIMITS: LimitsTable = {
         "max_length": POSITIVE,
         # With 1 nothing would be left to train on.
         "held_out": BELOW_1,
-        "share": Limits(0, 1, "(]", words="be more than 0 and at most 1"),
+        "share": Limits(0, 1, "(]"),
         "seed": NOT_NEGATIVE,
         "target_shares": POSITIVE,
         "log_every": POSITIVE,

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.distill.config import GenerateOptions
+from draftsmith.config import check_limits
+from draftsmith.distill.config import LIMITS, GenerateOptions
 from draftsmith.distill.generate import prompts as prompt_source
 from draftsmith.distill.generate.answers import AnswerFolder, Arrivals
 from draftsmith.distill.generate.prompts import Prompt
@@ -30,7 +31,6 @@ from draftsmith.distill.generate.writers import (
     Written,
     seed_of,
 )
-from draftsmith.distill.limits import check_numbers
 from draftsmith.drafters.target.device import load_target
 from draftsmith.drafters.target.load import load_config, load_tokenizer
 from draftsmith.drafters.target.target import Target
@@ -256,7 +256,7 @@ def _digest(value: Any) -> str:
 
 
 def check(config: GenerateOptions) -> None:
-    check_numbers(config)
+    check_limits(config, LIMITS)
     if config.url is not None and config.keep_answers:
         raise UserError(
             "--url and --keep-answers both say where answers come from; give one of them"

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from draftsmith.config import check_limits
 from draftsmith.distill.buffer.traffic import ServedText, branched, newest_within, without
-from draftsmith.distill.config import POSITIONS, LearnConfig
+from draftsmith.distill.config import LIMITS, POSITIONS, LearnConfig
 from draftsmith.distill.learn.adapters import adapt, rebase
 from draftsmith.distill.learn.optimizer import CandidateOptimizer, trained
 from draftsmith.distill.learn.teachers import (
@@ -28,7 +29,6 @@ from draftsmith.distill.learn.teachers import (
     check_positions,
     check_teacher,
 )
-from draftsmith.distill.limits import check_numbers
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.divergence.kind import kind_of
@@ -300,7 +300,7 @@ def role_weights(positions: Sequence[str]) -> RoleWeights:
 
 
 def check(config: LearnConfig) -> None:
-    check_numbers(config, "learn.")
+    check_limits(config, LIMITS, "learn.")
     kind_of(config.divergence)
     check_teacher(config)
     for name in config.positions:

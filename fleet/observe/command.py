@@ -11,10 +11,10 @@ import httpx
 import uvicorn
 from prometheus_client import CollectorRegistry, start_http_server
 
-from draftsmith.config import Limits, check_limits
+from draftsmith.config import check_limits
 from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.errors import UserError
-from draftsmith.fleet.observe.config import DefaultSampling, ObserveConfig
+from draftsmith.fleet.observe.config import LIMITS, ObserveConfig
 from draftsmith.fleet.observe.counters import Counters
 from draftsmith.fleet.observe.endpoints import Tokenizer
 from draftsmith.fleet.observe.enrich import Enrichment
@@ -22,24 +22,9 @@ from draftsmith.fleet.observe.exchange import Observer
 from draftsmith.fleet.observe.probe import Probe, client
 from draftsmith.fleet.observe.proxy import Proxy
 from draftsmith.fleet.observe.recorder import Models, Recorder
-from draftsmith.record import TOP
 from draftsmith.stopping import sigterm_ignored
 
 logger = logging.getLogger("draftsmith.observe")
-
-LIMITS = {
-    ObserveConfig: {
-        "share": Limits(0, 1, "[]"),
-        "top_logprobs": Limits(1, TOP, "[]"),
-        "status_port": Limits(0, 65535, "[]"),
-    },
-    DefaultSampling: {
-        "temperature": Limits(0),
-        "top_k": Limits(0),
-        "top_p": Limits(0, 1, "(]"),
-        "min_p": Limits(0, 1, "[]"),
-    },
-}
 # What a stopping proxy waits for answers that are passing through.
 DRAIN_S = 30
 

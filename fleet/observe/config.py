@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftsmith.api_key import API_KEY_HELP
-from draftsmith.config import option
+from draftsmith.config import NOT_NEGATIVE, SHARE, Limits, LimitsTable, option
 from draftsmith.drafters.config import TRUST_HELP
+from draftsmith.record import TOP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,3 +60,18 @@ class ObserveConfig:
     status_port: int | None = option(None, "serve Prometheus text at /metrics of this port")
     status_host: str = option("127.0.0.1", "address of that port")
     trust_remote_code: bool = option(False, TRUST_HELP)
+
+
+LIMITS: LimitsTable = {
+    ObserveConfig: {
+        "share": SHARE,
+        "top_logprobs": Limits(1, TOP, "[]"),
+        "status_port": Limits(0, 65535, "[]"),
+    },
+    DefaultSampling: {
+        "temperature": NOT_NEGATIVE,
+        "top_k": NOT_NEGATIVE,
+        "top_p": Limits(0, 1, "(]"),
+        "min_p": SHARE,
+    },
+}

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import torch
 
-from draftsmith.config import AT_LEAST_1, INSIDE, NOT_NEGATIVE, LimitsTable, check_numbers
+from draftsmith.config import check_limits
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
-from draftsmith.serve.audit.config import AuditConfig
+from draftsmith.serve.audit.config import LIMITS, AuditConfig
 from draftsmith.serve.audit.kernels.checks import audit_kernels
 from draftsmith.serve.audit.report import Report
 from draftsmith.serve.audit.server import audit_server
@@ -18,18 +18,6 @@ from draftsmith.serve.audit.server import audit_server
 AuditBuffer = Callable[[AuditConfig], Report]
 
 DEVICES = ("cpu", "cuda")
-LIMITS: LimitsTable = {
-    AuditConfig: {
-        **dict.fromkeys(
-            ("contexts", "samples", "choices", "concurrency", "rounds", "greedy_tokens", "length"),
-            AT_LEAST_1,
-        ),
-        "k": NOT_NEGATIVE,
-        "temperature": NOT_NEGATIVE,
-        "false_alarm": INSIDE,
-        "bias": INSIDE,
-    }
-}
 
 
 def run(config: AuditConfig, audit_buffer: AuditBuffer | None = None) -> int:
@@ -59,7 +47,7 @@ def check(config: AuditConfig) -> None:
             "nothing to audit; give --kernels, or --url with the address of a server, or --buffer "
             "with the folder of its records"
         )
-    check_numbers(config, LIMITS)
+    check_limits(config, LIMITS)
     if config.device.partition(":")[0] not in DEVICES or (
         config.device != "cpu" and not torch.cuda.is_available()
     ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftsmith.api_key import API_KEY_HELP
-from draftsmith.config import option
+from draftsmith.config import AT_LEAST_1, INSIDE, NOT_NEGATIVE, LimitsTable, option
 from draftsmith.drafters.config import TRUST_HELP
 from draftsmith.serve.config import K_ALSO
 
@@ -79,3 +79,17 @@ class AuditConfig:
     )
     seed: int = option(0, "of the audit's own draws and of the sampled requests")
     out: str | None = option(None, "write the report here as JSON")
+
+
+LIMITS: LimitsTable = {
+    AuditConfig: {
+        **dict.fromkeys(
+            ("contexts", "samples", "choices", "concurrency", "rounds", "greedy_tokens", "length"),
+            AT_LEAST_1,
+        ),
+        "k": NOT_NEGATIVE,
+        "temperature": NOT_NEGATIVE,
+        "false_alarm": INSIDE,
+        "bias": INSIDE,
+    }
+}

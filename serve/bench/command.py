@@ -13,7 +13,7 @@ from dataclasses import fields
 from typing import Any
 
 from draftsmith import files
-from draftsmith.config import AT_LEAST_1, POSITIVE, Limits, LimitsTable, check_numbers, to_dict
+from draftsmith.config import check_limits, to_dict
 from draftsmith.drafters.config import check_draft_options
 from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.errors import UserError
@@ -21,7 +21,7 @@ from draftsmith.extras import missing
 from draftsmith.kernels.acceptance import DraftCost
 from draftsmith.progress import Progress
 from draftsmith.serve.bench.client import Client, PassResult
-from draftsmith.serve.bench.config import BenchConfig, ServedPair
+from draftsmith.serve.bench.config import LIMITS, BenchConfig, ServedPair
 from draftsmith.serve.bench.prompts import Prompt, read_prompts
 from draftsmith.serve.bench.report import (
     Case,
@@ -36,15 +36,6 @@ from draftsmith.serve.bench.server import started
 
 MODES = ("off", "on", "plain")
 CHAIN = ""  # the server without trees
-LIMITS: LimitsTable = {
-    BenchConfig: {
-        "request_rate": POSITIVE,
-        "burstiness": POSITIVE,
-        "concurrency": AT_LEAST_1,
-        "repeats": AT_LEAST_1,
-        "max_tokens": Limits(2),
-    }
-}
 
 
 def run(config: BenchConfig) -> int:
@@ -87,7 +78,7 @@ def check(config: BenchConfig) -> None:
     unknown = [mode for mode in config.modes if mode not in MODES]
     if unknown or not config.modes:
         raise UserError(f"modes is {config.modes}; choose from {', '.join(MODES)}")
-    check_numbers(config, LIMITS)
+    check_limits(config, LIMITS)
     if config.png is not None and importlib.util.find_spec("matplotlib") is None:
         raise missing("bench --png", "matplotlib", "train")
     check_draft_options(config)

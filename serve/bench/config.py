@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftsmith.api_key import API_KEY_HELP
-from draftsmith.config import option
+from draftsmith.config import AT_LEAST_1, POSITIVE, Limits, LimitsTable, option
 from draftsmith.drafters.config import Pair
 from draftsmith.serve.config import K_ALSO, LookupOptions
 
@@ -75,3 +75,14 @@ class BenchConfig(ServedPair):
     out: str | None = option(None, "write the figures here as JSON")
     png: str | None = option(None, "draw them here")
     timeout_s: float = option(600.0, "most seconds for the server's start, and for one answer")
+
+
+LIMITS: LimitsTable = {
+    BenchConfig: {
+        "request_rate": POSITIVE,
+        "burstiness": POSITIVE,
+        "concurrency": AT_LEAST_1,
+        "repeats": AT_LEAST_1,
+        "max_tokens": Limits(2),
+    }
+}

@@ -310,7 +310,6 @@ class Limits(NamedTuple):
     low: float
     high: float = math.inf
     ends: str = "[)"  # of the interval, as mathematics writes them
-    words: str = ""  # of the error, after "it must"; else they are made of the ends
 
     def hold(self, value: float) -> bool:
         """Never true of NaN."""
@@ -325,7 +324,7 @@ class Limits(NamedTuple):
 
 
 AT_LEAST_1, NOT_NEGATIVE, POSITIVE = Limits(1), Limits(0), Limits(0, ends="()")
-INSIDE, BELOW_1 = Limits(0, 1, "()"), Limits(0, 1)
+INSIDE, BELOW_1, SHARE = Limits(0, 1, "()"), Limits(0, 1), Limits(0, 1, "[]")
 LimitsTable = Mapping[type, Mapping[str, Limits]]
 
 
@@ -345,15 +344,9 @@ def out_of_limits(
             yield from ((name, one, held) for one in each if not held.hold(one))
 
 
-def check_limits(config: Any, table: LimitsTable) -> None:
-    """Raises a `UserError` for the first number out of its limits."""
-    for name, value, limits in out_of_limits(config, table):
-        words = limits.words or f"be {limits}"
-        raise UserError(f"option {name!r} is {value!r}; it must {words}")
-
-
-def check_numbers(config: Any, table: LimitsTable, prefix: str = "") -> None:
-    """As `check_limits`, in the sentence of `serve`, `bench`, `audit`, `generate` and `distill`."""
+def check_limits(config: Any, table: LimitsTable, prefix: str = "") -> None:
+    """Raises a `UserError` for the first number out of its limits. `prefix` stands before names of
+    options: "learn." for a section that is checked alone."""
     for name, value, limits in out_of_limits(config, table, prefix):
         finite = " and finite" if value == math.inf else ""
-        raise UserError(f"{name} is {value}; it must be {limits}{finite}")
+        raise UserError(f"option {name!r} is {value!r}; it must be {limits}{finite}")

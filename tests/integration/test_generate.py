@@ -306,11 +306,11 @@ def test_started_folder_with_other_options_and_foreign_folder_are_refused(
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"max_tokens": 0}, "max_tokens is 0"),
-        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"max_tokens": 0}, "'max_tokens' is 0"),
+        ({"temperature": float("nan")}, "'temperature' is nan"),
         ({"max_tokens": 4096}, "context of 256"),
-        ({"held_out": 2.0}, "held_out is 2.0"),
-        ({"seed": -5}, "seed is -5"),
+        ({"held_out": 2.0}, "'held_out' is 2.0"),
+        ({"seed": -5}, "'seed' is -5"),
     ],
 )
 def test_bad_options_are_one_sentence(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from draftsmith.config import LimitsTable, option
+from draftsmith.config import AT_LEAST_1, LimitsTable, option
 from draftsmith.drafters.config import SAMPLINGS, TRUST_HELP
-from draftsmith.train.config import AT_LEAST_1, DRAFT_SAMPLING_HELP, FamilyShapes
+from draftsmith.train.config import DRAFT_SAMPLING_HELP, FamilyShapes
 
 
 @dataclass(frozen=True, kw_only=True)

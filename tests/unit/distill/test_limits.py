@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from draftsmith.config import build, field_types
+from draftsmith.config import Limits, build, check_limits, field_types
 from draftsmith.distill.command import check, run
-from draftsmith.distill.config import DistillConfig, GenerateOptions
-from draftsmith.distill.limits import LIMITS, Limits, check_numbers
+from draftsmith.distill.config import LIMITS, DistillConfig, GenerateOptions
 from draftsmith.errors import UserError
 
 REQUIRED = {
@@ -35,7 +34,7 @@ def test_every_number_has_limits_that_its_default_keeps() -> None:
     for cls, limits in LIMITS.items():
         assert set(limits) >= set(numbers(cls)) - FREE and set(limits) <= set(numbers(cls)), cls
     check(build(DistillConfig, REQUIRED | {"learn": {"lora": {}}}))
-    check_numbers(GenerateOptions(target="t", prompts="p", out="o"))
+    check_limits(GenerateOptions(target="t", prompts="p", out="o"), LIMITS)
 
 
 def test_ends_belong_to_an_interval_as_they_are_written() -> None:
@@ -59,17 +58,26 @@ def test_ends_belong_to_an_interval_as_they_are_written() -> None:
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"retention": {"bytes": 0}}, "retention.bytes is 0; it must be at least 1048576"),
-        ({"gate": {"gain": math.nan}}, "gate.gain is nan; it must be at least 0 and below 1"),
-        ({"gate": {"drop": -0.1}}, "gate.drop is -0.1"),
-        ({"gate": {"floor": 1.5}}, "gate.floor is 1.5; it must be at least 0 and at most 1"),
-        ({"drift": {"false_alarms": 0}}, "drift.false_alarms is 0.0; it must be above 0"),
-        ({"learn": {"lr": math.inf}}, "learn.lr is inf; it must be above 0 and finite"),
-        ({"learn": {"unroll": {"steps": 0}}}, "learn.unroll.steps is 0; it must be at least 1"),
-        ({"learn": {"unroll": {"decay": 1.5}}}, "learn.unroll.decay is 1.5"),
-        ({"learn": {"lora": {"rank": 0}}}, "learn.lora.rank is 0"),
-        ({"poll_s": math.nan}, "poll_s is nan"),
-        ({"threads": 0}, "threads is 0"),
+        ({"retention": {"bytes": 0}}, "option 'retention.bytes' is 0; it must be at least 1048576"),
+        (
+            {"gate": {"gain": math.nan}},
+            "option 'gate.gain' is nan; it must be at least 0 and below 1",
+        ),
+        ({"gate": {"drop": -0.1}}, "option 'gate.drop' is -0.1"),
+        (
+            {"gate": {"floor": 1.5}},
+            "option 'gate.floor' is 1.5; it must be at least 0 and at most 1",
+        ),
+        ({"drift": {"false_alarms": 0}}, "option 'drift.false_alarms' is 0.0; it must be above 0"),
+        ({"learn": {"lr": math.inf}}, "option 'learn.lr' is inf; it must be above 0 and finite"),
+        (
+            {"learn": {"unroll": {"steps": 0}}},
+            "option 'learn.unroll.steps' is 0; it must be at least 1",
+        ),
+        ({"learn": {"unroll": {"decay": 1.5}}}, "option 'learn.unroll.decay' is 1.5"),
+        ({"learn": {"lora": {"rank": 0}}}, "option 'learn.lora.rank' is 0"),
+        ({"poll_s": math.nan}, "option 'poll_s' is nan"),
+        ({"threads": 0}, "option 'threads' is 0"),
         (
             {"learn": {"reservoir": 4}},
             "learn.reservoir is 4, below learn.fresh 8; no update could ever begin",

@@ -18,16 +18,16 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"max_batch": 0}, "max_batch is 0"),
-        ({"max_round_tokens": 0}, "max_round_tokens is 0"),
-        ({"max_queue": 0}, "max_queue is 0"),
-        ({"block_size": 0}, "block_size is 0"),
-        ({"k": 65}, "k is 65; give at least 0 and at most 64"),
-        ({"k": -1}, "k is -1"),
+        ({"max_batch": 0}, "'max_batch' is 0"),
+        ({"max_round_tokens": 0}, "'max_round_tokens' is 0"),
+        ({"max_queue": 0}, "'max_queue' is 0"),
+        ({"block_size": 0}, "'block_size' is 0"),
+        ({"k": 65}, "option 'k' is 65; it must be at least 0 and at most 64"),
+        ({"k": -1}, "'k' is -1"),
         ({"memory_gib": NAN}, "memory_gib is nan"),
-        ({"stop_below": -0.1}, "stop_below is -0.1"),
-        ({"stop_below": NAN}, "stop_below is nan"),
-        ({"least_confidence": 1.0}, "least_confidence is 1.0"),
+        ({"stop_below": -0.1}, "'stop_below' is -0.1"),
+        ({"stop_below": NAN}, "'stop_below' is nan"),
+        ({"least_confidence": 1.0}, "'least_confidence' is 1.0"),
         ({"least_confidence": 0.1, "tree": "auto"}, "tree is given with least_confidence 0.1"),
         ({"adaptive": True, "k_schedule": "1:5"}, "k is auto together with k_schedule"),
         ({"synthetic_acceptance": (0.5, NAN)}, "rates from 0 to 1"),
@@ -48,13 +48,13 @@ def test_an_engine_is_not_made_of(options, words):
     ("options", "words"),
     [
         ({"k": "auto", "k_schedule": "1:5"}, "k is auto together with k_schedule"),
-        ({"threads": 0}, "threads is 0"),
-        ({"request_timeout_s": NAN}, "request_timeout_s is nan"),
-        ({"poll_s": 0.0}, "poll_s is 0"),
-        ({"drain_s": -1.0}, "drain_s is -1"),
-        ({"log_stats_s": NAN}, "log_stats_s is nan"),
-        ({"learn_share": 0.0}, "learn_share is 0"),
-        ({"record_taps": -1}, "record_taps is -1"),
+        ({"threads": 0}, "'threads' is 0"),
+        ({"request_timeout_s": NAN}, "'http.request_timeout_s' is nan"),
+        ({"poll_s": 0.0}, "'learning.poll_s' is 0"),
+        ({"drain_s": -1.0}, "'http.drain_s' is -1"),
+        ({"log_stats_s": NAN}, "'http.log_stats_s' is nan"),
+        ({"learn_share": 0.0}, "'learning.learn_share' is 0"),
+        ({"record_taps": -1}, "'learning.record_taps' is -1"),
         ({"record_taps": 64}, "record_taps is 64 without learn"),
         (
             {"record_taps": 64, "learn": "b", "learn_distributions": False},
@@ -128,5 +128,5 @@ class OwnConfig(EngineConfig):
 
 
 def test_limits_hold_for_derived_options_too():
-    with pytest.raises(UserError, match="max_batch is 0"):
+    with pytest.raises(UserError, match="'max_batch' is 0"):
         check_engine(OwnConfig(max_batch=0))

@@ -40,7 +40,7 @@ def test_a_row_records_what_differs_alone():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"temperature": (0.0, -1.0)}, "temperature is -1.0"),
+        ({"temperature": (0.0, -1.0)}, "'temperature' is -1.0"),
         ({"temperature": (0.0, 1.0), "keep_answers": True}, "--keep-answers writes none"),
         ({"thinking": "on", "keep_answers": True}, "--keep-answers writes none"),
     ],

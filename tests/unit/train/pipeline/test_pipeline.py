@@ -112,8 +112,8 @@ def test_there_are_the_published_pipelines() -> None:
     ("old", "new", "wanted"),
     [
         ("temperature: [", "temprature: [", "stage 'figures' (eval): unknown option 'temprature'; did you mean"),
-        ("lr: 1.0e-5", "lr: -1", "stage 'draft' (train): option 'optim.lr' is -1.0; it must be more than 0"),
-        ("count: 8", "count: 0", "stage 'data' (generate): count is 0; it must be at least 1"),
+        ("lr: 1.0e-5", "lr: -1", "stage 'draft' (train): option 'optim.lr' is -1.0; it must be above 0"),
+        ("count: 8", "count: 0", "stage 'data' (generate): option 'count' is 0; it must be at least 1"),
         ("command: eval", "command: evl", "stage 'figures' (evl): command 'evl' is no stage"),
         ("command: eval", "command: serve", "command 'serve' is no stage; choose from"),
         ('data: "${data}", steps', 'data: "${figures}", steps', "${figures} is no result of an earlier stage"),
