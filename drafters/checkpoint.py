@@ -15,11 +15,12 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from draftsmith import files
 from draftsmith.drafters.config import Pair
+from draftsmith.drafters.interface import Family, TrainedDrafter
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.lm.foreign_lm import ForeignLm
 from draftsmith.drafters.published import versions
-from draftsmith.drafters.registry import FAMILIES, TrainedDrafter, family_of
+from draftsmith.drafters.registry import FAMILIES, family_of
 from draftsmith.drafters.target.device import DTYPES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import tokenizer_difference, tokenizer_record
@@ -76,11 +77,11 @@ def load(
     """
     folder = locate(folder, revision=revision)
     with one_sentence(folder):
-        drafter = family_class(folder, target).load(folder, target)
+        drafter = family_at(folder, target).load(folder, target)
     return drafter.to(device=target.device, dtype=dtype or target.dtype).eval()
 
 
-def family_class(folder: Path, target: Target) -> type[TrainedDrafter]:
+def family_at(folder: Path, target: Target) -> Family:
     """Family of the folder, by our record or by what is in it, once the record fits the target."""
     record = read_metadata(folder) if (folder / RECORD).is_file() else None
     if record is not None:

@@ -251,27 +251,8 @@ class UnrolledStep:
 
 
 class TrainedDrafter(ServingDrafter, Protocol):
-    """A family with weights: also an `nn.Module`, whose parameters are its own; what it shares with
+    """A draft with weights: also an `nn.Module`, whose parameters are its own; what it shares with
     the target is not in it."""
-
-    @classmethod
-    def create(
-        cls, options: Any, target: Target, *, seed: int, token_counts: torch.Tensor | None = None
-    ) -> TrainedDrafter:
-        """A new draft in float32. `token_counts` [V] int64: occurrences of each target id in the
-        training data."""
-        ...
-
-    @classmethod
-    def matches(cls, draft: DraftFolder, target: Target | None = None) -> bool:
-        """Recognise a folder made elsewhere; `target` is the one it is for."""
-        ...
-
-    @classmethod
-    def load(cls, folder: Path, target: Target) -> TrainedDrafter:
-        """Reads what `save` wrote, or an equal folder made elsewhere; `drafters/checkpoint.py` adds
-        the checks of the record."""
-        ...
 
     def save(self, folder: Path) -> None: ...
 
@@ -292,6 +273,26 @@ class TrainedDrafter(ServingDrafter, Protocol):
     def to(self, *, device: torch.device, dtype: torch.dtype) -> TrainedDrafter: ...
 
     def eval(self) -> TrainedDrafter: ...
+
+
+class Family(Protocol):
+    """Source of the drafts of a family: their class, or a class that chooses among several."""
+
+    def create(
+        self, options: Any, target: Target, *, seed: int, token_counts: torch.Tensor | None = None
+    ) -> TrainedDrafter:
+        """A new draft in float32. `token_counts` [V] int64: occurrences of each target id in the
+        training data."""
+        ...
+
+    def matches(self, draft: DraftFolder, target: Target | None = None) -> bool:
+        """Recognise a folder made elsewhere; `target` is the one it is for."""
+        ...
+
+    def load(self, folder: Path, target: Target) -> TrainedDrafter:
+        """Reads what a draft's `save` wrote, or an equal folder made elsewhere;
+        `drafters/checkpoint.py` adds the checks of the record."""
+        ...
 
 
 def head_of(step: UnrolledStep, drafter: HasHead) -> torch.Tensor:

@@ -11,7 +11,7 @@ from draftsmith.drafters.heads.eagle1 import Eagle1
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.heads.mtp import Mtp
 from draftsmith.drafters.heads.peagle import Peagle
-from draftsmith.drafters.interface import TrainedDrafter
+from draftsmith.drafters.interface import Family
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.states.medusa import Medusa
@@ -19,7 +19,7 @@ from draftsmith.drafters.states.mlp import Mlp
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 
-FAMILIES: dict[str, type[TrainedDrafter]] = {
+FAMILIES: dict[str, Family] = {
     "eagle3": Eagle3,
     "p-eagle": Peagle,
     "mtp": Mtp,

@@ -44,7 +44,7 @@ from draftsmith.errors import UserError
 ARCHITECTURE = "DraftsmithMtp"
 
 
-class Mtp(MtpHead):
+class LlamaMtp(MtpHead):
     config: LlamaConfig
 
     def __init__(
@@ -71,29 +71,7 @@ class Mtp(MtpHead):
         self.to(target.device)
 
     @classmethod
-    def matches(cls, draft: DraftFolder, target: Target | None = None) -> bool:
-        if (layout := layout_of(draft.config)) is not None:
-            values = text_values(draft.config)
-            # a smaller model of the target's kind is no module of the target, though it has one
-            fits = target is None or values.get("num_hidden_layers") == target.num_layers
-            return fits and (not layout.always or layout.is_in(draft.names, values))
-        return draft.architecture == NATIVE
-
-    @classmethod
-    def create(
-        cls,
-        options: MtpOptions,
-        target: Target,
-        *,
-        seed: int,
-        token_counts: torch.Tensor | None = None,
-    ) -> MtpHead | DeepMtp:
-        """`token_counts` is not needed: the head is the target's own."""
-        check_modules(options, target)
-        if options.modules > 1:
-            return DeepMtp.create(options, target, seed=seed)
-        if target.config.model_type in LAYOUTS:
-            return AppendedMtp.create(options, target, seed=seed)
+    def create(cls, options: MtpOptions, target: Target, *, seed: int) -> LlamaMtp:
         shape = shape_of(target)
         tap = None
         if not is_stitched(target):
@@ -125,7 +103,53 @@ class Mtp(MtpHead):
         write_weights(Path(folder), values, self.state_dict())
 
     @classmethod
-    def load(cls, folder: Path, target: Target) -> MtpHead | DeepMtp:
+    def load(cls, folder: Path, target: Target, values: dict[str, Any]) -> LlamaMtp:
+        """`values` are those of the folder's `config.json`."""
+        native = is_native(values)
+        tensors = read_native(folder, values) if native else read_weights(folder)
+        if native:
+            values = {**values, "attention_bias": "layer.self_attn.q_proj.bias" in tensors}
+        tap = FINAL if values.get(READS_FINAL) else None
+        windows = () if native else windows_in(values)
+        drafter = cls(llama_config(values), target, tap=tap, windows=windows)
+        drafter.to(
+            tensors["eh_proj.weight"].dtype if "eh_proj.weight" in tensors else torch.float32
+        )
+        load_into(drafter, tensors, str(folder))
+        return drafter
+
+
+class Mtp:
+    """The family: modules of a Llama block, or of the target's own kind, one or several."""
+
+    @classmethod
+    def matches(cls, draft: DraftFolder, target: Target | None = None) -> bool:
+        if (layout := layout_of(draft.config)) is not None:
+            values = text_values(draft.config)
+            # a smaller model of the target's kind is no module of the target, though it has one
+            fits = target is None or values.get("num_hidden_layers") == target.num_layers
+            return fits and (not layout.always or layout.is_in(draft.names, values))
+        return draft.architecture == NATIVE
+
+    @classmethod
+    def create(
+        cls,
+        options: MtpOptions,
+        target: Target,
+        *,
+        seed: int,
+        token_counts: torch.Tensor | None = None,
+    ) -> LlamaMtp | AppendedMtp | DeepMtp:
+        """`token_counts` is not needed: the head is the target's own."""
+        check_modules(options, target)
+        if options.modules > 1:
+            return DeepMtp.create(options, target, seed=seed)
+        if target.config.model_type in LAYOUTS:
+            return AppendedMtp.create(options, target, seed=seed)
+        return LlamaMtp.create(options, target, seed=seed)
+
+    @classmethod
+    def load(cls, folder: Path, target: Target) -> LlamaMtp | AppendedMtp | DeepMtp:
         folder = Path(folder)
         values = read_config(folder)
         check_shape(text_values(values), target, folder)
@@ -139,18 +163,7 @@ class Mtp(MtpHead):
             return DeepMtp.load(folder, target, count)
         if layout is not None:
             return AppendedMtp.load(folder, target)
-        native = is_native(values)
-        tensors = read_native(folder, values) if native else read_weights(folder)
-        if native:
-            values = {**values, "attention_bias": "layer.self_attn.q_proj.bias" in tensors}
-        tap = FINAL if values.get(READS_FINAL) else None
-        windows = () if native else windows_in(values)
-        drafter = cls(llama_config(values), target, tap=tap, windows=windows)
-        drafter.to(
-            tensors["eh_proj.weight"].dtype if "eh_proj.weight" in tensors else torch.float32
-        )
-        load_into(drafter, tensors, str(folder))
-        return drafter
+        return LlamaMtp.load(folder, target, values)
 
 
 def check_modules(options: MtpOptions, target: Target) -> None:

@@ -122,7 +122,7 @@ class AppendedMtp(MtpHead):
             torch.manual_seed(seed)
             drafter = cls(target, LAYOUTS[kind]).to(target.device)
             draw_stacked(drafter.layer)
-        # As in `Mtp.create`; some classes store the gains less 1.
+        # As in `LlamaMtp.create`; some classes store the gains less 1.
         if drafter.layout.last_norm:
             norm = drafter.norm
             less = gains(norm, target.hidden_size).to(norm.weight) - norm.weight

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.heads.mtp import Mtp
+from draftsmith.drafters.heads.mtp import LlamaMtp
 from draftsmith.drafters.heads.mtp_deepseek import AppendedMtp
 from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.layouts.fp8 import dequantised
@@ -195,7 +195,7 @@ def test_mimo_is_served_with_its_module(tiny_target: Find, tmp_path: Path) -> No
     write(folder, config, tensors | module)
     target = Target.load(folder, dtype=torch.float32)
     drafter = checkpoint.load(folder, target)
-    assert isinstance(drafter, Mtp) and drafter.layer.self_attn.q_proj.bias is not None
+    assert isinstance(drafter, LlamaMtp) and drafter.layer.self_attn.q_proj.bias is not None
     assert_serves(target, drafter)
 
 

@@ -19,7 +19,7 @@ from transformers.models.qwen2.modeling_qwen2 import (
 )
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.heads.mtp import Mtp
+from draftsmith.drafters.heads.mtp import LlamaMtp, Mtp
 from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.target.target import FINAL, Target
@@ -71,8 +71,10 @@ class MimoModule(torch.nn.Module):
 @pytest.fixture
 def exported(
     tmp_path: Path, tiny_target: Callable[..., str]
-) -> Callable[..., tuple[Target, Mtp, Path]]:
-    def make(arch: str = "llama", options: MtpOptions | None = None) -> tuple[Target, Mtp, Path]:
+) -> Callable[..., tuple[Target, LlamaMtp, Path]]:
+    def make(
+        arch: str = "llama", options: MtpOptions | None = None
+    ) -> tuple[Target, LlamaMtp, Path]:
         target = Target.load(tiny_target(arch))
         drafter = Mtp.create(options or MtpOptions(), target, seed=3)
         generator = torch.Generator().manual_seed(0)
@@ -103,7 +105,7 @@ IDS = torch.randint(2, 288, (1, 12), generator=torch.Generator().manual_seed(1))
 
 
 def test_transformers_still_loads_the_target(
-    exported: Callable[..., tuple[Target, Mtp, Path]],
+    exported: Callable[..., tuple[Target, LlamaMtp, Path]],
 ) -> None:
     target, _, folder = exported()
     loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
@@ -116,7 +118,7 @@ def test_transformers_still_loads_the_target(
 
 
 def test_vllm_reads_the_module_that_was_trained(
-    exported: Callable[..., tuple[Target, Mtp, Path]],
+    exported: Callable[..., tuple[Target, LlamaMtp, Path]],
 ) -> None:
     target, drafter, folder = exported()
     values = json.loads((folder / "config.json").read_text())
@@ -151,7 +153,7 @@ def test_vllm_reads_the_module_that_was_trained(
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_targets_own_module_is_a_draft_that_can_be_trained_further(
-    exported: Callable[..., tuple[Target, Mtp, Path]], biased: bool, tmp_path: Path
+    exported: Callable[..., tuple[Target, LlamaMtp, Path]], biased: bool, tmp_path: Path
 ) -> None:
     _, drafter, folder = exported()
     if biased:  # as published ones are
@@ -162,7 +164,7 @@ def test_a_targets_own_module_is_a_draft_that_can_be_trained_further(
         save_file(stitched, folder / "model-mtp.safetensors", metadata={"format": "pt"})
     target = Target.load(str(folder))
     native = older_drafter(str(folder), "mtp", target)
-    assert isinstance(native, Mtp)
+    assert isinstance(native, LlamaMtp)
     own, wanted = native.state_dict(), drafter.state_dict()
     assert {name for name in own if name not in wanted} == {
         f"layer.self_attn.{kind}_proj.bias" for kind in "qkv" if biased
@@ -178,7 +180,7 @@ def test_a_targets_own_module_is_a_draft_that_can_be_trained_further(
 
 
 def test_a_target_with_other_modules_than_one_is_refused(
-    exported: Callable[..., tuple[Target, Mtp, Path]],
+    exported: Callable[..., tuple[Target, LlamaMtp, Path]],
 ) -> None:
     target, _, folder = exported()
     values = json.loads((folder / "config.json").read_text())
@@ -189,7 +191,7 @@ def test_a_target_with_other_modules_than_one_is_refused(
 
 @pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
 def test_a_module_beside_its_target_is_read_by_vllm(
-    exported: Callable[..., tuple[Target, Mtp, Path]], arch: str, tmp_path: Path
+    exported: Callable[..., tuple[Target, LlamaMtp, Path]], arch: str, tmp_path: Path
 ) -> None:
     """Qwen3's heads are wider than its states; the block's are not."""
     target, drafter, folder = exported(arch)
@@ -240,7 +242,7 @@ def test_a_module_of_another_width_is_refused(exported: Callable[..., object]) -
 
 @pytest.mark.parametrize("engine", ["sglang", "speculators", "hf"])
 def test_engines_without_a_matching_layout_are_refused(
-    exported: Callable[..., tuple[Target, Mtp, Path]], engine: str, tmp_path: Path
+    exported: Callable[..., tuple[Target, LlamaMtp, Path]], engine: str, tmp_path: Path
 ) -> None:
     exported()
     with pytest.raises(UserError, match=r"export (this mtp draft )?--to vllm"):
