@@ -4,7 +4,7 @@ draft positions, V target vocabulary, T ragged tokens."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, get_args, runtime_checkable
@@ -257,6 +257,10 @@ class TrainedDrafter(ServingDrafter, Protocol):
     def save(self, folder: Path) -> None: ...
 
     def state_dict(self) -> dict[str, torch.Tensor]: ...
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> Any: ...
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
 
     def unroll(self, batch: UnrollBatch) -> Iterator[UnrolledStep]: ...
 

@@ -79,7 +79,7 @@ def sections(cls: type, prefix: str = "") -> list[tuple[str, list[tuple[str, str
     for field in dataclasses.fields(cls):
         wanted = optional(types[field.name])
         key = prefix + field.name
-        if dataclasses.is_dataclass(wanted):
+        if isinstance(wanted, type) and dataclasses.is_dataclass(wanted):
             nested += sections(wanted, key + ".")
         else:
             rows.append(row(key, field, wanted))

@@ -11,6 +11,7 @@ of a chunk.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -43,7 +44,8 @@ TargetLogits = Callable[[slice], torch.Tensor]
 ChunkRows = Callable[[torch.Tensor, slice], RowTerms]  # (draft logits [t, Vd], which rows) -> terms
 
 
-class HeadLogits(NamedTuple):
+@dataclass(frozen=True)
+class HeadLogits:
     """Target logits from the target's states, as `divergence` takes them."""
 
     hidden: torch.Tensor  # [T, Ht]

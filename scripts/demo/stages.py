@@ -103,7 +103,7 @@ def make_target(train: bool) -> None:
             "-m",
             "scripts.demo.train_target",
             "--out",
-            source,
+            str(source),
             "--minutes",
             str(TRAIN_MINUTES),
         ]

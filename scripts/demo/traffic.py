@@ -159,7 +159,12 @@ def log(shift: Shift, name: str) -> Iterator[Any]:
     """Every finished request at once on disk, so that an interrupted run still shows
     what happened."""
     with open(shift.folder / f"requests-{name}.jsonl", "w", encoding="utf-8") as file:
-        yield lambda record: (file.write(json.dumps(record) + "\n"), file.flush())
+
+        def write(record: dict[str, Any]) -> None:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+
+        yield write
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,8 @@ def twin(tree: Path, destination: Path) -> Path:
 
 def run_all(jobs: list[Job], trees: list[Path], done: Callable[[Job, Outcome], None]) -> None:
     """Runs the jobs, one at a time in each tree; `done` gets each outcome as it comes."""
-    waiting, free, running = list(jobs), list(trees), []
+    waiting, free = list(jobs), list(trees)
+    running: list[_Child] = []
     try:
         while waiting or running:
             while waiting and free:
@@ -183,7 +184,7 @@ class _Reports:
         self.reports: list[dict[str, Any]] = []
 
     @pytest.hookimpl(hookwrapper=True)
-    def pytest_runtest_makereport(self, item: Any, call: Any) -> Iterator[None]:
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> Generator[None, Any, None]:
         result = yield
         report = result.get_result()
         raised = "" if call.excinfo is None else call.excinfo.type.__name__

@@ -407,6 +407,12 @@ def test_every_direct_dependency_is_pinned() -> None:
     assert named <= pinned
 
 
+def test_types_of_the_package_and_of_the_scripts_are_checked() -> None:
+    settings = (ROOT / "pyproject.toml").read_text().split("[tool.mypy]")[1].split("[")
+    assert 'packages = ["draftsmith", "scripts"]' in "[".join(settings[:2])
+    assert re.search(r'^step "types" \d+ mypy', (ROOT / "scripts" / "test").read_text(), re.M)
+
+
 @pytest.mark.parametrize("script", ["scripts/test", "scripts/quickstart"])
 def test_scripts_explain_themselves_without_an_environment(script: str) -> None:
     finished = subprocess.run([ROOT / script, "--help"], capture_output=True, text=True, timeout=30)

@@ -221,7 +221,8 @@ def losses(target: Target, texts: Sequence[list[int]]) -> Iterator[float]:
 
 
 def figures(found: Evaluation) -> dict[str, Any]:
-    return {"tau": found.tau._asdict(), "alpha_1": found.alpha[0]._asdict()}
+    first = found.alpha[0]
+    return {"tau": found.tau._asdict(), "alpha_1": None if first is None else first._asdict()}
 
 
 def table(report: dict[str, Any]) -> str:

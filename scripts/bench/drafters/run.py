@@ -123,7 +123,7 @@ def open_bench(run: Path, work: Path) -> Bench:
     )
     written_at = float(corpus.provenance["temperature"])
     sampled = corpus.held_out.first(DOCUMENTS)
-    again = EvalConfig(target=target.name, draft="", data="", max_tokens=MAX_LENGTH // 4)
+    again = EvalConfig(target=target.name, draft="", data=(), max_tokens=MAX_LENGTH // 4)
     held_out = {0.0: answer_again(again, 0.0, target, sampled), written_at: sampled}
     check_work(work, {"target": target.revision, "data": corpus.provenance})
     return Bench(target, corpus, held_out, run, work)

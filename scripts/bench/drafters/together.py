@@ -120,7 +120,7 @@ def measure(config: TrainConfig, send: Connection) -> None:
             seconds = clocks[0].seconds()
             return seconds
 
-    session.Clock = MeteredClock
+    session.Clock = MeteredClock  # type: ignore[misc]
     memory = Meter()
     memory.start()
     with contextlib.redirect_stdout(io.StringIO()):

@@ -36,7 +36,7 @@ class MeteredClock(Clock):
 def main() -> int:
     """The job is a JSON file: the arguments of `draftsmith train`, and out."""
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    session.Clock = MeteredClock
+    session.Clock = MeteredClock  # type: ignore[misc]
     out = Path(job["out"])
     status = draftsmith(["train", *job["arguments"], "--out", str(out / "draft"), "--no-resume"])
     if status == 0:

@@ -61,8 +61,10 @@ def rate(
     real = places = 0
     begun_s = time.perf_counter()
     for text in source:
-        options = {"num_steps": STEPS, "weighting": Exponential(DECAY)}
-        unrolled_loss(drafter, LiveSource(target), text, **options).total.backward()
+        found = unrolled_loss(
+            drafter, LiveSource(target), text, num_steps=STEPS, weighting=Exponential(DECAY)
+        )
+        found.total.backward()
         real += int(text.attention_mask.sum())
         places += text.attention_mask.numel()
         if real >= tokens:

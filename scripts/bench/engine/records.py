@@ -12,6 +12,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from time import (
@@ -138,7 +139,8 @@ def measure(
     )
     engine = build_engine(target, load(options.draft, target), config)
     meter = Meter()
-    engine.committer.distributions = meter.around(engine.committer.distributions)
+    timed = meter.around(engine.committer.distributions)
+    engine.committer.distributions = timed  # type: ignore[method-assign]
     ways = ways_of(engine, options, Path(folder), meter)
     for turn in range(options.turns + 1):
         asked = prompts[turn * options.batch : (turn + 1) * options.batch]
@@ -158,13 +160,15 @@ def measure(
 def ways_of(
     engine: Engine, options: argparse.Namespace, folder: Path, meter: Meter
 ) -> dict[str, Way]:
-    names = {"target": engine.target.name, "target_revision": engine.target.revision}
+    new_recorder = partial(
+        Recorder, target=engine.target.name, target_revision=engine.target.revision
+    )
     positions = {"on": 0} | ({"with_taps": options.record_taps} if options.record_taps else {})
-    ways = {"off": Way(Recorder(None, **names))}
+    ways = {"off": Way(new_recorder(None))}
     for name, most in positions.items():
         writer = BufferWriter(str(folder / name), share=options.share)
         taps = engine.proposer.taps if most else ()
-        recorder = Recorder(writer, **names, taps=taps, tap_positions=most)
+        recorder = new_recorder(writer, taps=taps, tap_positions=most)
         for part in ("round", "finish", "keep_taps"):
             setattr(recorder, part, meter.around(getattr(recorder, part)))
         ways[name] = Way(recorder, writer)

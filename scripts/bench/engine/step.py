@@ -153,7 +153,7 @@ def compiled(target: Target) -> Target:
     number of tokens, paged attention left as it is."""
     torch._inductor.config.freezing = True
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
-    PagedPass.attend = torch.compiler.disable(PagedPass.attend)
+    PagedPass.attend = torch.compiler.disable(PagedPass.attend)  # type: ignore[method-assign]
     target.body.compile(dynamic=False)
     return target
 
@@ -269,8 +269,8 @@ def show(report: dict[str, Any]) -> None:
     print(f"\n{'products, least ms':24}" + "".join(f"{name:>14}" for name in PRODUCTS))
     for part in ("matmuls", "draft_matmuls"):
         for name, row in report[part].items():
-            cells = "".join(f"{row[kind]['least_ms']:14.3f}" for kind in PRODUCTS)
-            print(f"{name if part == 'draft_matmuls' else 'target, ' + name:24}{cells}")
+            shown = "".join(f"{row[kind]['least_ms']:14.3f}" for kind in PRODUCTS)
+            print(f"{name if part == 'draft_matmuls' else 'target, ' + name:24}{shown}")
     for kind, taken_s in report["ready_s"].items():
         print(f"{kind}: ready after {taken_s} s")
     print(f"load average before: {report['load_average_before']:.1f}")

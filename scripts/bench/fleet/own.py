@@ -30,8 +30,11 @@ def table(fleet: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     """Lines of a table: alpha and tau on code, with the first draft on prose, in each part of the
     prose and in its last quarter."""
     first = "prose, first draft"
-    rows = [("code", fleet["code"], own["code"])]
-    rows.append((first, *(next(iter(one["prose"].values()), None) for one in (fleet, own))))
+    left, right = (next(iter(one["prose"].values()), None) for one in (fleet, own))
+    rows: list[tuple[str, Any, Any]] = [
+        ("code", fleet["code"], own["code"]),
+        (first, left, right),
+    ]
     for place, pair in enumerate(zip(fleet["parts"], own["parts"]), start=1):
         rows.append((f"prose, part {place} of {len(fleet['parts'])}", *pair))
     rows.append(("prose, last quarter", fleet["last_quarter"], own["last_quarter"]))

@@ -110,7 +110,7 @@ def place_of(kind: str, folder: Path) -> Iterator[Place]:
             "the folder above it in DRAFTSMITH_CLIENTS"
         )
     port, before, path = free_port(), dict(os.environ), list(sys.path)
-    command = [home / "bin" / "moto_server", "-p", str(port)]
+    command = [str(home / "bin" / "moto_server"), "-p", str(port)]
     with (
         (folder / "moto.log").open("wb") as log,
         subprocess.Popen(command, stdout=log, stderr=log) as server,

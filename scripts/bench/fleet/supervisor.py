@@ -137,7 +137,8 @@ def is_running(pid: int) -> bool:
 
 def descendants(pid: int) -> dict[int, str]:
     """Command lines of all processes below `pid`."""
-    everything, found, below = running(), {}, {pid}
+    everything, below = running(), {pid}
+    found: dict[int, str] = {}
     while below:
         below = {one for one, (parent, _) in everything.items() if parent in below} - set(found)
         found |= {one: everything[one][1] for one in below}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,11 +47,11 @@ def all_cases(sizes: Sizes, device: torch.device) -> Iterator[Callable[[], Case]
             (torch.float32, torch.bfloat16) if vocab_size == sizes.middle else (torch.float32,)
         ):
             for make in (chain_case, deterministic_case, block_case, tree_case):
-                yield lambda make=make, v=vocab_size, d=dtype: make(sizes, v, device, d)
-        yield lambda v=vocab_size: filter_case(sizes, v, device)
-        yield lambda v=vocab_size: sample_case(sizes, v, device)
+                yield partial(make, sizes, vocab_size, device, dtype)
+        yield partial(filter_case, sizes, vocab_size, device)
+        yield partial(sample_case, sizes, vocab_size, device)
     yield from divergence_cases(sizes, device, Case)
-    yield lambda: attention_case(sizes, device)
+    yield partial(attention_case, sizes, device)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ gradients."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -104,9 +105,9 @@ def divergence_cases(
     sizes: Sizes, device: torch.device, case: type[Case]
 ) -> Iterator[Callable[[], Case]]:
     for vocab_size in sizes.divergence_vocabularies:
-        yield lambda v=vocab_size: given_logits_case(sizes, v, device, case)
+        yield partial(given_logits_case, sizes, vocab_size, device, case)
         for name in KINDS:
-            yield lambda n=name, v=vocab_size: both_heads_case(n, sizes, v, device, case)
+            yield partial(both_heads_case, name, sizes, vocab_size, device, case)
 
 
 def compiled(sizes: Sizes, vocab_size: int) -> list[str]:

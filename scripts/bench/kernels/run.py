@@ -147,7 +147,9 @@ def measure(
             f"{name} compiled": torch.compile(case.ways[name], dynamic=False)
             for name in case.compiled
         }
-    record = {"name": case.name, "shape": case.shape, "floor_ms": floor_ms, "ways": {}}
+    record: dict[str, Any] = {
+        "name": case.name, "shape": case.shape, "floor_ms": floor_ms, "ways": {},
+    }  # fmt: skip
     for name, call in ways.items():
         try:
             with warnings.catch_warnings():

@@ -44,7 +44,8 @@ class Stopwatch:
         for _ in range(3 if self.device.type == "cuda" else 1):
             call()
         peak_mib = self._peak_bytes(call) / MEBIBYTE
-        times_ms, begun_s = [], time.perf_counter()
+        times_ms: list[float] = []
+        begun_s = time.perf_counter()
         while len(times_ms) < self.LEAST or time.perf_counter() - begun_s < self.budget_s:
             times_ms.append(self._once_ms(call))
         times_ms.sort()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from scripts.bench.online.streams import Stream, blocks, gradual, turns
 
@@ -20,7 +21,7 @@ class Cell:
     part: str
     name: str
     seed: int
-    arguments: dict[str, object] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
 
     @property
     def folder(self) -> str:

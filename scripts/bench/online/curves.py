@@ -7,7 +7,7 @@ from typing import Any
 
 from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.distill.config import LearnConfig
-from draftsmith.distill.learn.learner import Learner
+from draftsmith.distill.learn.learner import Learner, Rest, UpdateReport, no_rest
 from draftsmith.drafters.interface import ServingDrafter, TrainedDrafter
 from draftsmith.drafters.published import versions
 from draftsmith.drafters.text.ngram import Ngram
@@ -51,11 +51,11 @@ class Taught:
     def __init__(self, world: World):
         self.texts: list[ServedText] = []
         self._update = world.daemon.shared.learner.update
-        world.daemon.shared.learner.update = self._told
+        world.daemon.shared.learner.update = self._told  # type: ignore[method-assign]
 
-    def _told(self, fresh: Sequence[ServedText], *rest: Any) -> Any:
+    def _told(self, fresh: Sequence[ServedText], rest: Rest = no_rest) -> UpdateReport:
         self.texts += fresh
-        return self._update(fresh, *rest)
+        return self._update(fresh, rest)
 
 
 def until(answers: Iterator[Answer], tau: float) -> Iterator[Answer]:

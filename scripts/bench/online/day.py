@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from statistics import mean, stdev
+from typing import cast
 
 import numpy as np
 import torch
@@ -145,6 +146,7 @@ def live_through(setting: Setting, chosen: argparse.Namespace) -> list[Window]:
             pipe=ClockedPipe,
         )
         pipe = world.pipe
+        assert isinstance(pipe, ClockedPipe)
         begin, begun_s = 0, pipe.now_s
         for number in range(chosen.windows):
             pipe.now_s = begun_s + number * WINDOW_S
@@ -195,7 +197,8 @@ def serve_window(
     live, fixed = [], []
     for _ in world.serve(some):
         texts = [text for text in pipe.open.take(idle_s=math.inf) if text.is_scorable]
-        live += alphas(setting, world.server.engine.drafter, texts)
+        served = cast(TrainedDrafter, world.server.engine.drafter)
+        live += alphas(setting, served, texts)
         fixed += alphas(setting, static, texts)
     paired = [float((a - b).mean()) for a, b in zip(live, fixed, strict=True) if len(a)]
     half = 1.96 * stdev(paired) / math.sqrt(len(paired)) if len(paired) > 1 else math.nan

@@ -49,7 +49,7 @@ def segments(answers: Answers) -> list[Answers]:
         if not found or found[-1][-1]["domain"] != one["domain"]:
             found.append([])
         found[-1].append(one)
-    return found
+    return list(found)
 
 
 def recovered_after(

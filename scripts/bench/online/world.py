@@ -73,6 +73,10 @@ class Pipe(BufferReader):
     def close(self) -> None:
         """Nothing waits for a disk."""
 
+    def forget(self, answer: str) -> int:
+        """Nothing is stored."""
+        return 0
+
     def read(self, *, max_records: int = 4096) -> Reading:
         records, self.waiting = self.waiting, []
         return Reading(records, {}, False, 0)
@@ -91,6 +95,10 @@ class Texts:
 
     def close(self) -> None:
         """As `Pipe.close`."""
+
+    def forget(self, answer: str) -> int:
+        """As `Pipe.forget`."""
+        return 0
 
     def taken(self) -> list[ServedText]:
         return self.open.take(idle_s=0.0)
@@ -120,7 +128,8 @@ class Server:
         self, asks: Iterable[Ask], between: Callable[[], None] = lambda: None
     ) -> Iterator[Answer]:
         """Answers in the order in which they end."""
-        source, running, since = iter(asks), {}, 0
+        source, since = iter(asks), 0
+        running: dict[Request, Ask] = {}
         while True:
             while len(running) < BATCH and (ask := next(source, None)) is not None:
                 running[self._submit(ask)] = ask
@@ -206,7 +215,7 @@ class World:
 
     def follow(self) -> None:
         live = versions.latest(self.root)
-        if str(live) != self.server.engine.stats.draft_version:
+        if live is not None and str(live) != self.server.engine.stats.draft_version:
             self.server.engine.drafts.prepare(
                 str(versions.open_version(self.root, live)), str(live)
             )
