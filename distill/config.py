@@ -142,6 +142,12 @@ class LearnConfig:
     batch: int = option(8, "sequences per step")
     steps: int = option(8, "optimizer steps per update")
     fresh: int = option(8, "new sequences that start an update")
+    most_fresh: int | None = option(
+        None,
+        "most new sequences of an update; others wait for the next ones, and reading waits with "
+        "them, so that each is used. Without it one update, of as many steps, is made of all that "
+        "came",
+    )
     replay: float = option(
         0.8,
         "share of each batch drawn from older traffic, half from the latest texts, half from the "
@@ -317,6 +323,7 @@ LIMITS: LimitsTable = {
         "batch": AT_LEAST_1,
         "steps": AT_LEAST_1,
         "fresh": AT_LEAST_1,
+        "most_fresh": AT_LEAST_1,
         "replay": BELOW_1,
         "reservoir": AT_LEAST_1,
         "taps_gib": POSITIVE,

@@ -31,6 +31,7 @@ from draftsmith.files import sweep
 from draftsmith.record import RoundRecord
 
 RETENTION_S = 30.0
+MAX_RECORDS = 4096  # of a look into the buffer
 
 
 class Daemon:
@@ -174,7 +175,7 @@ class Daemon:
             return True
         for one in self.tracks.values():
             one.lifecycle.follow()
-        arrived = self.take_in()
+        arrived = not self.has_backlog and self.take_in()
         is_rested = self.throttle.pay()
         has_update = is_rested and self.work()
         if has_update and time.monotonic() - self.saved_s >= self.config.save_s:
@@ -182,6 +183,11 @@ class Daemon:
         self.retain()
         self.show()
         return arrived or has_update or not is_rested
+
+    @property
+    def has_backlog(self) -> bool:
+        """True while texts wait for an update of their own (`learn.most_fresh`)."""
+        return any(one.uses_each and one.is_update_due for one in self.tracks.values())
 
     def work(self) -> bool:
         worked = [one.work() for one in self.tracks.values()]
@@ -209,7 +215,10 @@ class Daemon:
 
     def take_in(self) -> bool:
         cursor = dict(self.reader.cursor)
-        reading = self.reader.read()
+        # Where each text is used, a shard at a time: classes begin where their traffic does, in a
+        # recorded buffer too.
+        is_bounded = self.config.learn.most_fresh is not None
+        reading = self.reader.read(max_records=1 if is_bounded else MAX_RECORDS)
         if self.source.is_new and not all(self.is_known(one) for one in reading.records):
             # Perhaps of the weights that are about to be read: they are looked at under those.
             self.reader.cursor = cursor

@@ -108,10 +108,11 @@ class DraftTrack:
             return
         held = taps_share(self.config.learn)
         if not is_held_out(text, gate.held_out, gate.held_out_by):
-            # More than the reservoir holds would only be waited for: the newest traffic matters
-            # most.
-            slim = self.learner.reservoir.slim(text)
-            fresh = [*self.fresh, slim][-self.config.learn.reservoir :]
+            fresh = [*self.fresh, self.learner.reservoir.slim(text)]
+            if not self.uses_each:
+                # More than the reservoir holds would only be waited for: the newest traffic
+                # matters most.
+                fresh = fresh[-self.config.learn.reservoir :]
             self.fresh = newest_within(fresh, held)
         elif text.is_scorable:
             self.window = newest_within([*self.window, text][-gate.window :], held)
@@ -122,10 +123,19 @@ class DraftTrack:
         self.live.forget(answers)
         self.learner.reservoir.forget(answers)
 
+    @property
+    def is_update_due(self) -> bool:
+        return len(self.fresh) >= self.config.learn.fresh and not self.live.drift.is_resting
+
+    @property
+    def uses_each(self) -> bool:
+        """True where each training text gets its update, and reading waits for it."""
+        return self.config.learn.most_fresh is not None and not self.live.drift.is_resting
+
     def work(self) -> bool:
         """Does all work that is due; True when the candidate took steps."""
         gate = self.config.gate
-        has_update = len(self.fresh) >= self.config.learn.fresh and not self.live.drift.is_resting
+        has_update = self.is_update_due
         if has_update:
             self.update()
             self.is_gate_due |= self.learner.updates % gate.every == 0
@@ -147,7 +157,7 @@ class DraftTrack:
     def finish(self) -> None:
         """Trains on the texts that are left and decides on the last candidate."""
         self.log.flush()
-        if self.fresh:
+        while self.fresh:
             self.update()
             self.is_gate_due = True
         if self.is_gate_due and self.lifecycle.canary.trial is None:
@@ -155,12 +165,13 @@ class DraftTrack:
 
     def update(self) -> None:
         was_masked = self.is_masked
-        self.latest_update = self.learner.update(self.fresh, self.context.throttle.rest)
-        self.context.counters.texts += len(self.fresh)
+        taken = self.fresh[: self.config.learn.most_fresh]
+        self.latest_update = self.learner.update(taken, self.context.throttle.rest)
+        self.context.counters.texts += len(taken)
         self.context.counters.updates += 1
         self.context.counters.positions_trained += self.latest_update.tokens
         self.context.counters.positions_masked += self.latest_update.masked
-        self.fresh = []
+        self.fresh = self.fresh[len(taken) :]
         if self.is_masked and not was_masked:
             self.log.report(
                 "nothing was learned from the latest texts, whose records hold no distributions; "

@@ -1,0 +1,103 @@
+"""A learner that meets a buffer of recorded traffic all at once: with `learn.most_fresh` each
+request is used in an update of its own size, without it one update is made of all."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.distill.buffer.buffer import BufferWriter
+from draftsmith.distill.buffer.traffic import ServedText
+from draftsmith.distill.config import DistillConfig, DriftConfig, LearnConfig
+from draftsmith.distill.daemon import Daemon
+from draftsmith.distill.learn.learner import Learner
+from draftsmith.distill.status import Status
+from draftsmith.distill.throttle import NoGuard, Throttle
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.options import MtpOptions
+from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.target.target import Target
+from draftsmith.record import RoundRecord
+
+NUM_REQUESTS, FRESH = 30, 4
+SHARD = 7  # records
+
+
+def record(number: int) -> RoundRecord:
+    return RoundRecord(
+        request=f"r{number}", round=0, request_class="", target="t", target_revision="",
+        draft_version="1", time_s=float(number), temperature=1.0, top_k=0, top_p=1.0, min_p=0.0,
+        position=4, context=[5, 6, 7, 8 + number], drafted=[9, 9], accepted=1, committed=[9, 11],
+        emitted=11, last=True,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def learned(
+    tmp_path: Path, tiny_target: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[list[str]]]:
+    """`learned(most_fresh=4)` are the requests of each update of a learner that runs until the
+    buffer is read; its reservoir holds fewer than the buffer."""
+    path = tiny_target("llama")
+    target = Target.load(path)
+    checkpoint.save(
+        FAMILIES["mtp"].create(MtpOptions(), target, seed=0), tmp_path / "draft", target
+    )
+    writer = BufferWriter(str(tmp_path / "buffer"), flush_records=SHARD)
+    for number in range(NUM_REQUESTS):
+        writer.put(record(number))
+    writer.close()
+
+    def run(*, most_fresh: int | None) -> list[list[str]]:
+        updates: list[list[str]] = []
+        update = Learner.update
+
+        def noted(self: Learner, fresh: Sequence[ServedText], *rest: Any) -> Any:
+            updates.append([text.request for text in fresh])
+            return update(self, fresh, *rest)
+
+        monkeypatch.setattr(Learner, "update", noted)
+        learn = LearnConfig(fresh=FRESH, most_fresh=most_fresh, reservoir=8, steps=1, replay=0)
+        config = DistillConfig(
+            target=path, draft=str(tmp_path / "draft"), buffer=str(tmp_path / "buffer"),
+            versions=str(tmp_path / f"versions-{most_fresh}"), learn=learn, until_idle_s=0.0,
+            poll_s=0.0, drift=DriftConfig(patience=0),
+        )  # fmt: skip
+        status = Status(config.versions, io.StringIO())
+        daemon = Daemon(config, status, Throttle(1.0, NoGuard(), threading.Event()))
+        read = daemon.reader.read
+
+        def when_due(**limits: Any) -> Any:
+            assert most_fresh is None or len(daemon.shared.fresh) < FRESH
+            found = read(**limits)
+            assert most_fresh is None or len(found.records) <= SHARD
+            return found
+
+        monkeypatch.setattr(daemon.reader, "read", when_due)
+        daemon.loop(threading.Event())
+        held_out = daemon.counters.held_out
+        assert 0 < held_out < NUM_REQUESTS / 2
+        used = [request for one in updates for request in one]
+        assert len(used) == len(set(used)) == daemon.counters.texts
+        if most_fresh is not None:
+            assert len(used) == NUM_REQUESTS - held_out
+        return updates
+
+    return run
+
+
+def test_each_recorded_request_gets_its_update(learned: Callable[..., list[list[str]]]) -> None:
+    sizes = [len(one) for one in learned(most_fresh=FRESH)]
+    assert len(sizes) > 4 and set(sizes[:-1]) == {FRESH} and 0 < sizes[-1] <= FRESH
+
+
+def test_without_a_bound_one_update_takes_the_newest(
+    learned: Callable[..., list[list[str]]],
+) -> None:
+    (only,) = learned(most_fresh=None)
+    assert len(only) == 8 and f"r{NUM_REQUESTS - 1}" in only
