@@ -3,6 +3,7 @@
 Files in reading order:
 - `filters`: temperature, top-k, top-p and min-p
 - `random_streams`: counter-based random streams
+- `noise_compiled`: the noise of a whole vocabulary by a compiled kernel
 - `random_streams_triton`: the same streams inside Triton kernels
 - `top_tokens`: sparse distributions: top tokens and the mass outside
 - `logged`: the same as records hold them

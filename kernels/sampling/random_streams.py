@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 
 from draftsmith.kernels.dispatch import reads_freely
+from draftsmith.kernels.sampling.noise_compiled import uniforms as compiled_uniforms
 
 WORD = (1 << 64) - 1
 
@@ -37,6 +38,8 @@ UNIT = 2.0**-52
 # A batch of at most so many rows on the CPU is hashed in Python's own numbers: thirty small tensor
 # operations cost more.
 FEW = 32
+# Logits of so many numbers are given noise wherever they have mass or not: to look costs more.
+SMALL = 1 << 14
 
 
 class Purpose(IntEnum):
@@ -86,9 +89,12 @@ def uniform(
     Without `numbers` each is 0.
     """
     keys = stream_keys(seeds, positions, purpose)
-    return _unit_interval(
-        _mix_(keys if numbers is None else keys + numbers * GOLDEN), torch.float64
-    )
+    if numbers is not None:
+        keys = keys + numbers * GOLDEN
+    if reads_freely(keys.device) and keys.numel() <= FEW:
+        draws = [((_mix(key) >> 12) + 0.5) * UNIT for key in keys.flatten().tolist()]
+        return torch.tensor(draws, dtype=torch.float64).view(keys.shape)
+    return _unit_interval(_mix_(keys), torch.float64)
 
 
 def round_seeds(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -186,12 +192,21 @@ def sample_without_replacement(
 
 def _scores(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Minus the log of every token's time of arrival [N, V]; -inf for a token that never comes."""
-    scores = _sparse_scores(logits, keys) if reads_freely(logits.device) else None
-    if scores is None:
-        scores = logits - token_noise(
-            keys[:, None], _token_offsets(logits.shape[-1], logits.device), logits.dtype
-        )
-    return scores
+    scores = None
+    if reads_freely(logits.device) and logits.numel() > SMALL:
+        scores = _sparse_scores(logits, keys)
+    return logits - _every_noise(logits, keys) if scores is None else scores
+
+
+def _every_noise(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """`token_noise` of all tokens of logits [N, V]."""
+    offsets = _token_offsets(logits.shape[-1], logits.device)
+    found = None
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+        found = compiled_uniforms(keys, offsets)
+    if found is None:
+        return token_noise(keys[:, None], offsets, logits.dtype)
+    return _log_exponential_(found)
 
 
 def _sparse_scores(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
@@ -211,7 +226,10 @@ def _sparse_scores(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | N
 
 def token_noise(keys: torch.Tensor, offsets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """log E with E ~ Exp(1), for keys and token offsets that broadcast together."""
-    uniforms = _unit_interval(_mix_(keys + offsets), dtype)
+    return _log_exponential_(_unit_interval(_mix_(keys + offsets), dtype))
+
+
+def _log_exponential_(uniforms: torch.Tensor) -> torch.Tensor:
     # The winner has a small E. E = -log1p(-u) keeps all the relative precision of a small u;
     # -log(u) would lose it near u = 1.
     return uniforms.neg_().log1p_().neg_().log_()

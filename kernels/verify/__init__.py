@@ -7,7 +7,8 @@ Output: accepted tokens and the one token after them.
 Files in reading order:
 - `verdict`: results
 - `residual`: acceptance test and residual distribution
-- `chain`: token by token; the reference
+- `chain_few`: token by token, of a few rows on a CPU
+- `chain`: the same of any rows; the reference
 - `chain_triton`: the same in Triton
 - `block`: all tokens of a proposal together
 - `block_triton`: the same in Triton

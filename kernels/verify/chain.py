@@ -18,6 +18,7 @@ import torch
 from draftsmith.kernels.dispatch import choose
 from draftsmith.kernels.sampling.filters import clean
 from draftsmith.kernels.sampling.random_streams import STREAMS, Draws, Purpose
+from draftsmith.kernels.verify.chain_few import is_few, verify_chain_few
 from draftsmith.kernels.verify.residual import (
     accepts,
     assemble,
@@ -64,7 +65,8 @@ def verify_chain(
         from draftsmith.kernels.verify.chain_triton import verify_chain_triton
 
         return verify_chain_triton(p_logits, draft_tokens, lengths, q_logits, seeds, positions)
-    return verify_chain_torch(p_logits, draft_tokens, lengths, q_logits, seeds, positions)
+    verify = verify_chain_few if impl == "auto" and is_few(draft_tokens) else verify_chain_torch
+    return verify(p_logits, draft_tokens, lengths, q_logits, seeds, positions)
 
 
 def verify_chain_torch(

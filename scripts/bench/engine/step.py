@@ -29,7 +29,10 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels import few_rows
 from draftsmith.kernels.attention.paged import PagedPass
+from draftsmith.kernels.sampling import random_streams
 from draftsmith.kernels.sampling.filters import SamplingRows
+from draftsmith.kernels.sampling.random_streams import Purpose, sample
+from draftsmith.kernels.verify.chain import verify_chain
 
 TOKENS = (1, 4, 8)
 DRAFTS = {"eagle3": Eagle3Options(), "mtp": MtpOptions(), "draft-lm": DraftLmOptions()}
@@ -86,6 +89,10 @@ def main() -> None:
         "draft_rounds": {
             f"{family}, k = {options.k}": measure(draft_variants(family, own, recorded, options.k), options.steps)
             for family in DRAFTS
+        },
+        "sampling": {
+            name: measure(variants, options.steps)
+            for name, variants in sampling_variants(own.vocab_size, options.k).items()
         },
     }  # fmt: skip
     report["not_arithmetic"] = {
@@ -257,13 +264,41 @@ def draft_round(drafter: Any, target: Target, k: int) -> Callable[[], Any]:
     return lambda: drafter.propose(inputs)
 
 
+def sampling_variants(vocab_size: int, k: int) -> dict[str, Variants]:
+    """Verification of a drafted chain and a draw of one token at temperature 1, as now and as
+    before: the reference, and torch's operations for the noise of a vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    p = 3 * torch.randn(k + 1, vocab_size, generator=generator)
+    q = p[None, :k] + torch.randn(1, k, vocab_size, generator=generator) / 2
+    seeds, positions = torch.tensor([0]), torch.tensor([CONTEXT])
+    tokens = sample(q[0], seeds, positions + torch.arange(k), Purpose.DRAFT)[None]
+    arguments = (p, tokens, torch.tensor([k]), q, seeds, positions)
+    verify = {"recorded": lambda: verify_chain(*arguments)}
+    draw = {"recorded": lambda: sample(p[:1], seeds, positions, Purpose.BONUS)}
+    verify["unfused"] = lambda: with_torchs_noise(lambda: verify_chain(*arguments, impl="torch"))
+    draw["unfused"] = lambda: with_torchs_noise(draw["recorded"])
+    return {f"verification, k = {k}": verify, "draw of a token": draw}
+
+
+def with_torchs_noise(run: Callable[[], Any]) -> Any:
+    # Not `patch.object`, whose own time would count.
+    kernel, random_streams.compiled_uniforms = random_streams.compiled_uniforms, no_kernel
+    try:
+        return run()
+    finally:
+        random_streams.compiled_uniforms = kernel
+
+
+def no_kernel(keys: torch.Tensor, offsets: torch.Tensor) -> None: ...
+
+
 def show(report: dict[str, Any]) -> None:
     kinds = list(next(iter(report["passes"].values())))
     print(f"{'least ms':24}" + "".join(f"{kind:>14}" for kind in (*kinds, "own/recorded")))
-    for part in ("passes", "draft_rounds"):
+    for part in ("passes", "draft_rounds", "sampling"):
         for name, row in report[part].items():
             cells = [row[kind]["least_ms"] if kind in row else None for kind in kinds]
-            ratio = row["own"]["least_ms"] / row["recorded"]["least_ms"]
+            ratio = row.get("own", row["recorded"])["least_ms"] / row["recorded"]["least_ms"]
             shown = "".join(f"{'-' if one is None else f'{one:.3f}':>14}" for one in cells)
             print(f"{name:24}{shown}{ratio:14.2f}")
     print(f"\n{'products, least ms':24}" + "".join(f"{name:>14}" for name in PRODUCTS))

@@ -5,10 +5,15 @@ import math
 import pytest
 import torch
 
+from draftsmith.kernels.sampling import noise_compiled, random_streams
+from draftsmith.kernels.sampling.noise_compiled import _kernel
 from draftsmith.kernels.sampling.random_streams import (
     FEW,
     GOLDEN,
     Purpose,
+    _mix_,
+    _token_offsets,
+    _unit_interval,
     round_seeds,
     sample,
     sample_without_replacement,
@@ -168,7 +173,10 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     assert together.tolist() == alone
 
 
-def test_noise_is_made_only_where_there_is_mass_and_is_the_same() -> None:
+def test_noise_is_made_only_where_there_is_mass_and_is_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(random_streams, "SMALL", 0)
     logits = torch.randn(40, 64, generator=torch.Generator().manual_seed(2))
     seeds, positions = torch.arange(40), torch.arange(40)
     full = sample(logits, seeds, positions, Purpose.DRAFT)
@@ -178,6 +186,51 @@ def test_noise_is_made_only_where_there_is_mass_and_is_the_same() -> None:
     assert torch.equal(sample(filtered, seeds, positions, Purpose.DRAFT), full), (
         "fewer rivals leave the winner the winner"
     )
+
+
+def test_few_draws_have_the_bits_of_many() -> None:
+    seeds, positions = torch.arange(-50, 50), torch.arange(100)
+    for numbers in (None, torch.arange(100) - 3):
+        many = uniform(seeds, positions, Purpose.ACCEPT, numbers)
+        few = [
+            uniform(
+                seeds[i : i + 4],
+                positions[i : i + 4],
+                Purpose.ACCEPT,
+                None if numbers is None else numbers[i : i + 4],
+            )
+            for i in range(0, 100, 4)
+        ]
+        assert many.numel() > FEW and torch.equal(torch.cat(few), many)
+
+
+needs_compiler = pytest.mark.skipif(_kernel() is None, reason="there is no C++ compiler")
+
+
+@needs_compiler
+@pytest.mark.parametrize("num_tokens", [1, 7, 4096, 50_001])
+def test_the_compiled_kernel_gives_the_bits_of_torch(num_tokens: int) -> None:
+    keys = torch.randint(-(2**63), 2**63 - 1, (9,), generator=torch.Generator().manual_seed(4))
+    keys[:3] = torch.tensor([0, -1, 2**63 - 1])
+    offsets = _token_offsets(num_tokens, keys.device)
+    found = noise_compiled.uniforms(keys, offsets)
+    assert found is not None
+    assert torch.equal(found, _unit_interval(_mix_(keys[:, None] + offsets), torch.float32))
+    assert found.min() > 0 and found.max() < 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("small", [0, 1 << 30])
+def test_a_compiler_changes_no_token(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random_streams, "SMALL", small)
+    logits = torch.randn(64, 777, generator=torch.Generator().manual_seed(5))
+    logits[1] = -math.inf
+    logits[2, 5:] = -math.inf
+    seeds, positions = torch.arange(64), torch.arange(64)
+    drawn = sample(logits, seeds, positions, Purpose.BONUS)
+    assert drawn[1] == -1 and drawn[2] < 5
+    monkeypatch.setattr(random_streams, "compiled_uniforms", lambda keys, offsets: None)
+    assert torch.equal(sample(logits, seeds, positions, Purpose.BONUS), drawn)
 
 
 def test_numbers_continue_the_published_sequence_and_are_independent() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from draftsmith.kernels.sampling.random_streams import Purpose, sample, uniform
 from draftsmith.kernels.statistics import g_test
 from draftsmith.kernels.verify.chain import verify_chain, verify_chain_torch
+from draftsmith.kernels.verify.chain_few import verify_chain_few
 from draftsmith.kernels.verify.residual import residual_logits
 from draftsmith.kernels.verify.verdict import Verdict
 
@@ -27,9 +28,16 @@ def triton_small_blocks(*arguments: torch.Tensor | None) -> Verdict:
     return verify_chain_triton(*arguments, block=16)
 
 
-@pytest.fixture(params=["torch", "triton"])
+CHOICES = {
+    "torch": verify_chain_torch,
+    "triton": triton_small_blocks,
+    "auto": verify_chain,  # of a few rows on a CPU: `verify_chain_few`
+}
+
+
+@pytest.fixture(params=list(CHOICES))
 def verify(request: pytest.FixtureRequest, device: torch.device, poisoned_empty: None) -> Verify:
-    chosen = verify_chain_torch if request.param == "torch" else triton_small_blocks
+    chosen = CHOICES[request.param]
 
     def on_device(*arguments: torch.Tensor | None) -> Verdict:
         moved = (None if argument is None else argument.to(device) for argument in arguments)
@@ -189,6 +197,34 @@ def test_triton_decides_as_the_reference(
     # The seeds are such that no draw lies within rounding of its threshold.
     assert torch.equal(ours.accepted, reference.accepted)
     assert torch.equal(ours.tokens, reference.tokens)
+
+
+@pytest.mark.parametrize("size", [2, 33, 700])
+@pytest.mark.parametrize("kind", ["drawn", "any token", "deterministic", "without mass"])
+def test_few_rows_are_decided_with_the_bits_of_the_reference(size: int, kind: str) -> None:
+    generator = torch.Generator().manual_seed(size)
+    seen = set()
+    for turn in range(40):
+        rows, depth = 1 + turn % 4, 1 + turn % 5
+        lengths = torch.randint(0, depth + 1, (rows,), generator=generator)
+        p = 2 * torch.randn(int((lengths + 1).sum()), size, generator=generator)
+        q = p[:1] + torch.randn(rows, depth, size, generator=generator)
+        p[p < -2.5], q[q < -2.5] = -math.inf, -math.inf
+        if kind == "without mass":
+            p[::3], q[0] = math.nan, -math.inf
+        seeds = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
+        positions = torch.randint(0, 100_000, (rows,), generator=generator)
+        drafts = torch.randint(-1, size, (rows, depth), generator=generator)
+        if kind != "any token":
+            drawn = [sample(q[:, i], seeds, positions + i, Purpose.DRAFT) for i in range(depth)]
+            drafts = torch.stack(drawn, dim=1)
+        arguments = (p, drafts, lengths, None if kind == "deterministic" else q, seeds, positions)
+        reference, few = verify_chain_torch(*arguments), verify_chain_few(*arguments)
+        assert torch.equal(few.accepted, reference.accepted)
+        assert torch.equal(few.tokens, reference.tokens)
+        assert few.tokens.dtype == reference.tokens.dtype
+        seen.update((few.accepted == lengths).tolist())
+    assert seen == {True, False}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
