@@ -34,19 +34,26 @@ class RowSampling:
     def __init__(self, rows: Sequence[Row], device: torch.device):
         self.params, self.device = [row.request.params for row in rows], device
         self.all_greedy = all(params.temperature == 0 for params in self.params)
-        self.seeds = torch.tensor(
-            [row.request.seed for row in rows], dtype=torch.int64, device=device
-        )
-        self.positions = torch.tensor(
-            [row.request.num_tokens for row in rows], dtype=torch.int64, device=device
-        )
+        self._streams = [(row.request.seed, row.request.num_tokens) for row in rows]
         self.adjust = Adjustments.of(
             [row.request.sampling_state for row in rows], [row.request.tokens for row in rows]
         )
 
     @cached_property
+    def seeds(self) -> torch.Tensor:
+        """[B] int64 of the requests. As what follows not made for a greedy round without drafts,
+        which reads none."""
+        seeds = [seed for seed, _ in self._streams]
+        return torch.tensor(seeds, dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """[B] int64, absolute, of each row's next token."""
+        positions = [position for _, position in self._streams]
+        return torch.tensor(positions, dtype=torch.int64, device=self.device)
+
+    @cached_property
     def distributions(self) -> SamplingRows:
-        # Not made for a greedy round without drafts, which reads none.
         return self._distributions(self.params, [p.temperature for p in self.params])
 
     def draft_seeds(self, num_rows: int) -> torch.Tensor:

@@ -52,6 +52,11 @@ class BlockTables:
                 )
             self._written[request.slot] = (owner, len(request.blocks))
         width = max(len(request.blocks) for request in requests)
+        if len(requests) == 1:
+            # Of one row there is nothing to pick, which is dear on a CPU. It is written between
+            # rounds alone.
+            slot = requests[0].slot
+            return self.host[slot : slot + 1, :width].to(self.device)
         return self.host[[request.slot for request in requests], :width].to(self.device)
 
 

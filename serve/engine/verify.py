@@ -3,12 +3,14 @@ distribution."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from draftsmith.kernels.dispatch import reads_freely
 from draftsmith.kernels.sampling.filters import process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample
 from draftsmith.kernels.verify.block import verify_block
@@ -134,7 +136,11 @@ def _verify_greedily(
     The common case on a small machine, and several times cheaper than making the distributions.
     """
     best = logits.max(dim=-1)  # the first of equal logits, as `process` takes it
-    choices, finite = torch.stack([best.indices, torch.isfinite(best.values).long()]).tolist()
+    if reads_freely(logits.device):
+        choices, finite = best.indices.tolist(), map(math.isfinite, best.values.tolist())
+    else:
+        # One copy from the device.
+        choices, finite = torch.stack([best.indices, torch.isfinite(best.values).long()]).tolist()
     if not all(finite):
         return None
     verified = VerifyOutput([], [])
