@@ -20,7 +20,8 @@ from draftsmith.fleet.recording.reduction import MOST_ROWS, Arrays, reduce, to_h
 from draftsmith.fleet.recording.requests import Chooser, Tracked, is_recordable, meta_of
 from draftsmith.fleet.recording.seam import Seam, Verified
 from draftsmith.fleet.wire.child import Child
-from draftsmith.fleet.wire.messages import Kind, Spec, StepMeta, begin, meta_array, send
+from draftsmith.fleet.wire.messages import Kind, StepMeta, meta_array
+from draftsmith.ring_arrays import Spec, begin, send
 
 # Part of the ring that one step's raw logits may take.
 STEP_PART = 4

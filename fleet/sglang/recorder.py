@@ -20,7 +20,8 @@ from draftsmith.fleet.recording.requests import Chooser
 from draftsmith.fleet.sglang.requests import Tracked, extra_of, is_recordable, meta_of
 from draftsmith.fleet.sglang.trees import Path, Tree, path_of
 from draftsmith.fleet.wire.child import Child
-from draftsmith.fleet.wire.messages import Kind, StepMeta, meta_array, send
+from draftsmith.fleet.wire.messages import Kind, StepMeta, meta_array
+from draftsmith.ring_arrays import send
 
 
 @dataclass

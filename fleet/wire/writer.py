@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import select
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -18,19 +17,17 @@ from typing import Any
 
 import torch
 
+from draftsmith.child import NICE, REFUSED, end_of_engine
 from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.errors import UserError
 from draftsmith.fleet.log import logger, once
 from draftsmith.fleet.wire.messages import Kind, Message, RequestMeta, parse
 from draftsmith.fleet.wire.positions import Round, rounds_of
 from draftsmith.fleet.wire.requests import Job, Requests
-from draftsmith.fleet.wire.ring import Ring
 from draftsmith.fleet.wire.served import Served
 from draftsmith.record import RoundRecord
+from draftsmith.ring import Ring
 
-NICE = 5
-# Exit status of a writer that would end the same way again.
-REFUSED = 2
 # Between two looks into an empty ring.
 LOOK_S = 0.02
 STATUS_S = 1.0
@@ -162,14 +159,7 @@ def main(descriptor: str, job: str) -> None:
     if hasattr(os, "sched_setaffinity"):
         # The engine binds its threads to cores and its children with them.
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    engine = os.getppid()
-
-    def ended(seconds: float) -> bool:
-        # No bytes come here: what can be read is the end. A copy of the pipe may outlive the
-        # engine, in a process that it forked.
-        readable, _, _ = select.select([sys.stdin], [], [], seconds)
-        return bool(readable) or os.getppid() != engine
-
+    ended = end_of_engine()
     try:
         run(Ring(int(descriptor)), Job(**json.loads(job)), ended)
     except UserError as error:

@@ -15,9 +15,9 @@ from draftsmith.fleet.recording.recorder import Recorder
 from draftsmith.fleet.vllm.settings import Settings
 from draftsmith.fleet.vllm.state import WorkerState
 from draftsmith.fleet.wire.requests import Job
-from draftsmith.fleet.wire.ring import Ring
 from draftsmith.fleet.wire.writer import run
 from draftsmith.record import RoundRecord
+from draftsmith.ring import Ring
 
 VOCAB = 48
 

@@ -21,9 +21,9 @@ from draftsmith.fleet.sglang.recorder import Recorder
 from draftsmith.fleet.sglang.requests import is_recordable, meta_of
 from draftsmith.fleet.vllm.settings import Settings
 from draftsmith.fleet.wire.requests import Job, record_name
-from draftsmith.fleet.wire.ring import Ring
 from draftsmith.fleet.wire.writer import run
 from draftsmith.record import RoundRecord
+from draftsmith.ring import Ring
 from draftsmith.train.data.roles import Role
 from tests.unit.fleet.recording.stand_ins import Writer
 from tests.unit.fleet.sglang.stand_ins import VOCAB, Engine, Request, eagle_sample, rows

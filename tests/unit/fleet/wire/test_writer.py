@@ -20,16 +20,17 @@ import numpy as np
 import pytest
 import torch
 
+from draftsmith import child as child_module
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.traffic import stitch
-from draftsmith.fleet.wire import child as child_module
 from draftsmith.fleet.wire import writer as writer_module
 from draftsmith.fleet.wire.child import Child
-from draftsmith.fleet.wire.messages import Kind, RequestMeta, StepMeta, meta_array, send
+from draftsmith.fleet.wire.messages import Kind, RequestMeta, StepMeta, meta_array
 from draftsmith.fleet.wire.requests import Job, record_name
-from draftsmith.fleet.wire.ring import Ring
 from draftsmith.fleet.wire.writer import run
 from draftsmith.record import RoundRecord, hashed_answer
+from draftsmith.ring import Ring
+from draftsmith.ring_arrays import send
 from tests import forked
 
 META = RequestMeta("cmpl-a-0-0123abcd", "code", 1.0, 1.0, 0, 1.0, 0.0, False, False, 100, [2])

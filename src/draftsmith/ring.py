@@ -2,7 +2,7 @@
 waits.
 
 The memory is a file without a name, which ends with the last process that has it open, however
-that process ends. Layout in bytes: the header's eight numbers, then a status of the reader, then
+that process ends. Layout in bytes: the header's numbers, then a status of the reader, then
 messages. A message is contiguous: one that does not fit before the end begins at 0 again. The
 counts of bytes written and read only grow; an offset is such a count modulo the capacity.
 """
@@ -20,8 +20,8 @@ ALIGN = 16
 HEADER = 4096
 STATUS = 64 << 10
 DATA = HEADER + STATUS
-# Numbers of the header.
-WRITTEN, READ, SHARE, CAPACITY, STATUS_TURN, STATUS_SIZE = range(6)
+# Numbers of the header; behind them are counts that the ends agree on.
+WRITTEN, READ, SHARE, CAPACITY, STATUS_TURN, STATUS_SIZE, COUNTS = range(7)
 # In place of a message's size: the rest of the ring is unused.
 SKIP = -1
 
@@ -50,6 +50,8 @@ class Ring:
         self.numbers = np.frombuffer(self.memory, np.int64, HEADER // 8)
         self.floats = np.frombuffer(self.memory, np.float64, HEADER // 8)
         self.bytes = np.frombuffer(self.memory, np.uint8)
+        # Of the reading ends, one after another: they outlive each of them.
+        self.counts = self.numbers[COUNTS:]
         # Taken and given back around each publication: a lock's atomic operations keep the order of
         # plain stores on processors that do not keep it by themselves.
         self._order = threading.Lock()
@@ -83,6 +85,10 @@ class Ring:
         self.floats[SHARE] = value
 
     # The writing end.
+
+    def touch(self) -> None:
+        """Take all memory from the system now, so that no message waits for a page of it."""
+        self.bytes[:: mmap.PAGESIZE] |= 0
 
     def reserve(self, size: int) -> np.ndarray | None:
         """Room [size] uint8 for one message, which `commit` publishes; None where it is full."""
