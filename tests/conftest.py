@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from draftsmith.record import SinkCounts
+
 # Triton reads it when it is imported, as transformers does with torch 2.11, and any test may.
 os.environ["TRITON_INTERPRET"] = (
     os.environ.get("TRITON_INTERPRET", "0") if torch.cuda.is_available() else "1"
@@ -497,6 +499,9 @@ class Records(list[Any]):
     """A sink of rounds that keeps them."""
 
     share = 1.0
+    counts = SinkCounts()
+
+    def end_round(self) -> None: ...
 
     def put(self, record: Any) -> None:
         self.append(record)

@@ -2,6 +2,9 @@
 
 Files in reading order:
 - `buffer`: writers and readers
+- `process`: a server's records to a writer process
+- `record_messages`: records as messages in shared memory
+- `process_writer`: the process
 - `folder`: its folder on any file system
 - `marks`: progress of readers and deletions
 - `record_table`: records as an Arrow table

@@ -17,11 +17,9 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
-from fsspec.implementations.local import LocalFileSystem
 
 from draftsmith.distill.buffer import marks, record_table
 from draftsmith.distill.buffer.folder import (
@@ -34,7 +32,7 @@ from draftsmith.distill.buffer.folder import (
     retain,
 )
 from draftsmith.distill.buffer.forget import SETTLE_S, forget
-from draftsmith.record import RoundRecord
+from draftsmith.record import RoundRecord, SinkCounts
 
 logger = logging.getLogger("draftsmith.buffer")
 
@@ -109,8 +107,7 @@ class BufferWriter:
         self._closing = False
         self._patience_s = 0.0  # after `close`
         self._failing = False
-        if isinstance(self.folder.fs, LocalFileSystem):
-            Path(self.folder.root).mkdir(parents=True, exist_ok=True)
+        self.folder.make()
         self._thread = threading.Thread(target=self._run, name="buffer-writer", daemon=True)
         self._thread.start()
 
@@ -120,6 +117,15 @@ class BufferWriter:
         # recorded already.
         is_full = len(self._queue) > self.queue_records // 2 or self._tap_bytes > MAX_TAP_BYTES // 2
         return 0.0 if is_full else self._share
+
+    @property
+    def counts(self) -> SinkCounts:
+        return SinkCounts(self.written, self.dropped, untapped=self.untapped)
+
+    @property
+    def num_queued(self) -> int:
+        """Records that are not written yet."""
+        return len(self._queue)
 
     @property
     def _tap_bytes(self) -> int:
@@ -136,6 +142,9 @@ class BufferWriter:
         self._queue.append(record)
         if len(self._queue) >= self.flush_records or self._tap_bytes >= FLUSH_TAP_BYTES:
             self._wake.set()
+
+    def end_round(self) -> None:
+        """The writing thread needs no round's end: it reads what the engine keeps for it."""
 
     def forget(self, answer: str) -> int:
         """Deletes the records of one answer, by the id that its client was given, and returns their

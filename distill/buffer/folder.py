@@ -79,6 +79,11 @@ class Folder:
             return isinstance(self.fs, MemoryFileSystem)
         return file_system_of(Path(self.root)) in ("tmpfs", "ramfs")
 
+    def make(self) -> None:
+        """Makes the folder where file systems have such."""
+        if isinstance(self.fs, LocalFileSystem):
+            Path(self.root).mkdir(parents=True, exist_ok=True)
+
     def write(self, name: str, data: bytes) -> None:
         """Writes whole or not at all: a rename where there is one, a single put on an object
         store."""

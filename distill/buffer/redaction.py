@@ -58,6 +58,11 @@ class Redactor:
         self.failed = 0
         self._held: dict[str, list[RoundRecord]] = {}
 
+    @property
+    def num_held(self) -> int:
+        """Records that wait for the last one of their requests."""
+        return sum(map(len, self._held.values()))
+
     def __call__(self, record: RoundRecord) -> list[RoundRecord]:
         self._held.setdefault(record.request, []).append(record)
         if not record.last:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from draftsmith.fleet.wire.messages import Message, StepMeta
-from draftsmith.kernels.sampling.logged import log_norms_of, prob_arrays
+from draftsmith.kernels.sampling.logged import log_norms_of, one_hot, prob_arrays
 from draftsmith.record import Distributions, ProbArrays
 
 
@@ -74,9 +74,3 @@ def _from_reduced(values: list[np.ndarray], drafted: list[int]) -> tuple[ProbArr
 def _joined(ids: np.ndarray, logprobs: np.ndarray, rest: np.ndarray) -> ProbArrays:
     tail, log_norms, of_drafted = rest.T.copy()
     return ProbArrays(ids.copy(), logprobs.copy(), tail, log_norms, of_drafted)
-
-
-def one_hot(tokens: list[int]) -> ProbArrays:
-    ids = np.array(tokens, dtype=np.int32)[:, None]
-    none = np.zeros(len(tokens), dtype=np.float32)
-    return ProbArrays(ids, np.zeros(ids.shape, dtype=np.float32), none, none, none)

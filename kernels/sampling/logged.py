@@ -3,6 +3,7 @@ norm under the request's temperature. n positions, V vocabulary."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -36,3 +37,87 @@ def log_norms_of(logits: torch.Tensor, temperatures: Sequence[float]) -> np.ndar
         [t or 1.0 for t in temperatures], dtype=torch.float32, device=logits.device
     )[:, None]
     return torch.logsumexp(torch.log_softmax(logits.float(), dim=-1) / scale, dim=-1).cpu().numpy()
+
+
+def one_hot(tokens: Sequence[int]) -> ProbArrays:
+    """Arrays of the distribution of a draft that is sure of its tokens [n]."""
+    ids = np.array(tokens, dtype=np.int32)[:, None]
+    none = np.zeros(len(tokens), dtype=np.float32)
+    return ProbArrays(ids, np.zeros(ids.shape, dtype=np.float32), none, none, none)
+
+
+class OneHot:
+    """Source of q where a draft is sure of its tokens [n]."""
+
+    def __init__(self, tokens: Sequence[int]):
+        self.tokens = tokens
+
+    def __call__(self) -> ProbArrays:
+        return one_hot(self.tokens)
+
+
+class LoggedLogits:
+    """Arrays of n positions that are made of their logits by the first call, on any thread; the
+    logits are gone after it.
+
+    Args:
+        table: [R, V] logits, in memory that stays as it is until `keep` at least.
+        rows: [n] of the positions in it.
+        tokens: [n] drafted there.
+        temperatures: [n] of p; None for q, which has no norms.
+    """
+
+    def __init__(
+        self,
+        table: torch.Tensor,
+        rows: Sequence[int],
+        tokens: Sequence[int],
+        temperatures: Sequence[float] | None = None,
+    ):
+        self._table: torch.Tensor | None = table
+        self._rows: torch.Tensor | None = torch.tensor(rows, dtype=torch.int64)
+        self._tokens, self._temperatures = tokens, temperatures
+        self._lock = threading.Lock()
+        self._made: ProbArrays | None = None
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Dtype of the logits; None where they are gone."""
+        return None if self._table is None else self._table.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        return 0 if self._table is None else self._table.shape[-1]
+
+    @property
+    def nbytes(self) -> int:
+        table = self._table
+        return 0 if table is None else len(self._tokens) * table.shape[-1] * table.element_size()
+
+    def keep(self) -> None:
+        """Copy the logits, whose memory will be used again."""
+        if self._rows is None:
+            return
+        with self._lock:
+            if self._table is not None and self._rows is not None:
+                self._table, self._rows = self._table[self._rows.to(self._table.device)], None
+
+    def copy_into(self, place: torch.Tensor, begin: int) -> None:
+        """Copies the logits of positions from `begin` on into `place` [n, V]."""
+        assert self._table is not None
+        if self._rows is None:
+            place.copy_(self._table[begin : begin + len(place)])
+        else:
+            torch.index_select(self._table, 0, self._rows[begin : begin + len(place)], out=place)
+
+    def __call__(self) -> ProbArrays:
+        self.keep()
+        with self._lock:
+            if self._made is None:
+                assert self._table is not None
+                norms = np.zeros(len(self._tokens), dtype=np.float32)
+                if self._temperatures is not None:
+                    norms = log_norms_of(self._table, self._temperatures)
+                self._made = prob_arrays(self._table, norms, self._tokens)
+                self._table = None
+            return self._made

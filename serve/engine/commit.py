@@ -69,6 +69,8 @@ class Committer:
                 self._commit_row(round, row, distributions, now_s)
             except Exception as error:
                 self._fail(row.row.request, error)
+        del distributions  # so that only records hold it
+        self.recorder.end_round()
         if self.overlaps and self.scheduler.busy:
             self._end_failed()
         else:

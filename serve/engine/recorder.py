@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import numpy as np
 import torch
 
-from draftsmith.kernels.sampling.logged import log_norms_of, prob_arrays
+from draftsmith.kernels.sampling.logged import LoggedLogits, OneHot
 from draftsmith.record import (
     Distributions,
-    ProbArrays,
     RecordedTaps,
     RoundRecord,
     Sink,
@@ -35,9 +34,9 @@ MAX_RAW_BYTES = 128 << 20
 
 
 class RoundDistributions:
-    """p and q at every drafted position of one engine round. On a CPU the engine's thread only
-    copies logits, which is cheap; the likeliest tokens are found on the first access, on the sink's
-    thread.
+    """p and q at every drafted position of one engine round. On a CPU the engine's thread finds
+    nothing in them: the likeliest tokens are found where the sink reads them. Until `keep` they are
+    in the engine's memory, which the next round may use.
 
     Args:
         raw: [R, V] unprocessed target logits; drafting row b owns `len(chains[b]) + 1` consecutive
@@ -54,60 +53,28 @@ class RoundDistributions:
         firsts = [0, *accumulate(len(chain) + 1 for chain in proposal.chains)]
         rows = [first + depth for first, length in zip(firsts, lengths) for depth in range(length)]
         self.drawn = proposal.drawn
-        self._p_logits: torch.Tensor | None = raw[rows]
-        self._q_logits = _draft_logits(proposal, lengths)
-        self._tokens = [
+        tokens = [
             token for chain, flag in zip(proposal.chains, recorded) if flag for token in chain
         ]
-        self._spread = [
+        spread = [
             t for t, length in zip(temperatures, lengths) if t is not None for _ in range(length)
         ]
-        self._lock = threading.Lock()
-        self._made: tuple[ProbArrays, ProbArrays] | None = None
+        self.p_source = LoggedLogits(raw, rows, tokens, spread)
+        self.q_source: LoggedLogits | OneHot = OneHot(tokens)
+        if proposal.logits is not None:
+            depth = proposal.logits.shape[1]
+            rows = [row * depth + at for row, length in enumerate(lengths) for at in range(length)]
+            self.q_source = LoggedLogits(proposal.logits.flatten(0, 1), rows, tokens)
         if raw.is_cuda:
             # There it costs a launch, and the memory of many rounds' logits would be the models'.
-            self.make()
-
-    @property
-    def raw_bytes(self) -> int:
-        return sum(
-            logits.nbytes for logits in (self._p_logits, self._q_logits) if logits is not None
-        )
+            self.p_source()
+            self.q_source()
 
     def p(self, index: int) -> Distributions:
-        return Distributions(self._make_p, self.begins[index], self.begins[index + 1])
+        return Distributions(self.p_source, self.begins[index], self.begins[index + 1])
 
     def q(self, index: int) -> Distributions:
-        return Distributions(self._make_q, self.begins[index], self.begins[index + 1])
-
-    def _make_p(self) -> ProbArrays:
-        return self.make()[0]
-
-    def _make_q(self) -> ProbArrays:
-        return self.make()[1]
-
-    def make(self) -> tuple[ProbArrays, ProbArrays]:
-        """The arrays of p and q; after it the logits are gone."""
-        with self._lock:
-            if self._made is None:
-                assert self._p_logits is not None
-                log_norms = log_norms_of(self._p_logits, self._spread)
-                p = prob_arrays(self._p_logits, log_norms, self._tokens)
-                none = np.zeros(len(self._tokens), dtype=np.float32)
-                if self._q_logits is None:
-                    ids = np.array(self._tokens, dtype=np.int32)[:, None]
-                    q = ProbArrays(ids, np.zeros(ids.shape, dtype=np.float32), none, none, none)
-                else:
-                    q = prob_arrays(self._q_logits, none, self._tokens)
-                self._made, self._p_logits, self._q_logits = (p, q), None, None
-            return self._made
-
-
-def _draft_logits(proposal: RoundProposal, lengths: list[int]) -> torch.Tensor | None:
-    """[n, V], a copy: the drafter may use its memory again."""
-    if proposal.logits is None:
-        return None
-    return torch.cat([proposal.logits[row, :length] for row, length in enumerate(lengths)])
+        return Distributions(self.q_source, self.begins[index], self.begins[index + 1])
 
 
 class Recorder:
@@ -138,7 +105,9 @@ class Recorder:
         self.sink, self.target, self.target_revision = sink, target, target_revision
         self.rule, self.greedy, self.engine = rule, greedy, engine
         self.num_records = 0
-        self._unmade: deque[RoundDistributions] = deque()
+        # Logits of this round, and those of earlier ones that the sink keeps.
+        self._present: list[weakref.ref[LoggedLogits]] = []
+        self._unmade: deque[weakref.ref[LoggedLogits]] = deque()
 
     def records(self, request: Request) -> bool:
         """True when the request's rounds are recorded: decided once, so that records hold whole
@@ -202,7 +171,8 @@ class Recorder:
         )
         if not request.params.adjusts:
             record.p, record.q = distributions.p(row.index), distributions.q(row.index)
-            self._bound(distributions)
+            sources = (distributions.p_source, distributions.q_source)
+            self._present = [weakref.ref(one) for one in sources if isinstance(one, LoggedLogits)]
         self._put(request, record)
 
     def finish(self, request: Request) -> None:
@@ -214,17 +184,28 @@ class Recorder:
         request.recording.tap_log = None
         self._put(request, record)
 
-    def _bound(self, distributions: RoundDistributions) -> None:
-        if self._unmade and self._unmade[-1] is distributions:
+    def end_round(self) -> None:
+        """Called after the records of a round, before the engine uses the memory of its logits
+        again. What a sink has then copied is gone; what it keeps is copied here, and bounded."""
+        self._safely(lambda sink: sink.end_round())
+        if not self._present:
             return
-        self._unmade.append(distributions)
-        while self._unmade and self._unmade[0].raw_bytes == 0:
-            self._unmade.popleft()
-        raw_bytes = sum(one.raw_bytes for one in self._unmade)
-        while raw_bytes > MAX_RAW_BYTES:
-            oldest = self._unmade.popleft()
-            raw_bytes -= oldest.raw_bytes
-            oldest.make()
+        kept = [one for reference in self._present if (one := reference()) is not None]
+        self._present = []
+        for one in kept:
+            one.keep()
+        self._unmade += map(weakref.ref, kept)
+        if self._unmade:
+            self._bound()
+
+    def _bound(self) -> None:
+        unmade = [one for reference in self._unmade if (one := reference()) and one.nbytes]
+        raw_bytes = sum(one.nbytes for one in unmade)
+        while unmade and raw_bytes > MAX_RAW_BYTES:
+            oldest = unmade.pop(0)
+            raw_bytes -= oldest.nbytes
+            oldest()
+        self._unmade = deque(map(weakref.ref, unmade))
 
     def _record(
         self, request: Request, position: int, context: list[int], version: str
@@ -256,12 +237,16 @@ class Recorder:
         )
 
     def _put(self, request: Request, record: RoundRecord) -> None:
-        assert self.sink is not None
         request.recording.num_records += 1
         request.recording.num_tokens = request.num_tokens
         self.num_records += 1
+        self._safely(lambda sink: sink.put(record))
+
+    def _safely(self, work: Callable[[Sink], None]) -> None:
+        if self.sink is None:
+            return
         try:
-            self.sink.put(record)
+            work(self.sink)
         except Exception:
             # A sink must not raise; one that does must still not stop a request.
             log.exception("the round sink failed; recording stops")

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from draftsmith.drafters.weights import TellsReads, weight_bytes
 from draftsmith.kernels.contexts import label_of
+from draftsmith.record import SinkCounts
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.requests.request import Drafting, FinishReason
 from draftsmith.serve.requests.route import shown
@@ -214,6 +215,14 @@ class EngineCollector(Collector):
             "Round records handed to the sink.",
             self.engine.recorder.num_records,
         )
+        sink = self.engine.recorder.sink
+        counts = SinkCounts() if sink is None else sink.counts
+        for name, number, text in (
+            ("written", counts.written, "Round records in the buffer."),
+            ("dropped", counts.dropped, "Round records that were dropped for lack of room."),
+            ("lost", counts.lost, "Round records that a killed writer had not written yet."),
+        ):
+            yield self._counter(f"draftsmith_records_{name}", text, number)
         yield self._counter(
             "draftsmith_requests_untapped",
             "Recorded requests whose hidden states have a hole, so that a draft that reads them "

@@ -110,6 +110,11 @@ class Distributions(Sequence[Distribution]):
         return [span.arrays for span in spans]
 
     @property
+    def part(self) -> tuple[Callable[[], ProbArrays], int, int]:
+        """Source of the arrays, and begin and end within them."""
+        return self._source, self._begin, self._end
+
+    @property
     def arrays(self) -> ProbArrays:
         return self._source().slice(self._begin, self._end)
 
@@ -246,6 +251,15 @@ def uniform(request_id: str) -> float:
     )
 
 
+class SinkCounts(NamedTuple):
+    """Records that a sink was handed, by what became of them; those that wait are in none."""
+
+    written: int = 0
+    dropped: int = 0  # for lack of room, or refused
+    lost: int = 0  # with a writer that was killed
+    untapped: int = 0  # that lost their hidden states alone
+
+
 class Sink(Protocol):
     """Receiver of records from the engine's thread; `put` must never block and never raise."""
 
@@ -255,7 +269,15 @@ class Sink(Protocol):
         it."""
         ...
 
+    @property
+    def counts(self) -> SinkCounts: ...
+
     def put(self, record: RoundRecord) -> None: ...
+
+    def end_round(self) -> None:
+        """Called after the records of an engine's round: what has been copied of their p and q by
+        now need not be copied by the engine, which uses the memory again. Must never block."""
+        ...
 
     def forget(self, answer: str) -> int:
         """Delete the records of an answer, by its id, and return their number; callable from any

@@ -16,7 +16,7 @@ from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.errors import UserError
-from draftsmith.record import RoundRecord
+from draftsmith.record import RoundRecord, SinkCounts
 from draftsmith.serve.config import EngineConfig, HttpOptions, ServeConfig
 from draftsmith.serve.config_checks import check_serve
 from draftsmith.serve.engine.build import build_engine
@@ -35,9 +35,12 @@ class Kept:
     """A sink that keeps the records."""
 
     share = 1.0
+    counts = SinkCounts()
 
     def __init__(self) -> None:
         self.records: list[RoundRecord] = []
+
+    def end_round(self) -> None: ...
 
     def put(self, record: RoundRecord) -> None:
         self.records.append(record)

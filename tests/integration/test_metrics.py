@@ -17,6 +17,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.kernels import contexts
 from draftsmith.kernels.acceptance import AcceptanceCounts
+from draftsmith.record import SinkCounts
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.metrics.server import MAX_CLASSES, OTHER_CLASSES
 from draftsmith.serve.stats import MAX_VERSIONS, TEXT, EngineStats
@@ -89,6 +90,20 @@ def test_seeded_traffic_is_counted(server: Any) -> None:
     found = samples(server)
     assert total(found, "draftsmith_seeded_requests_total") == 1
     assert total(found, "draftsmith_seeded_tokens_total") == OPTIONS["max_tokens"]
+
+
+def test_what_became_of_records_is_counted(
+    server: Any, records: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def counted() -> list[float]:
+        found = samples(server)
+        names = ("written", "dropped", "lost")
+        return [total(found, f"draftsmith_records_{name}_total") for name in names]
+
+    assert counted() == [0, 0, 0]
+    records.counts = SinkCounts(written=5, dropped=2, lost=1)
+    monkeypatch.setattr(server.engine.recorder, "sink", records)
+    assert counted() == [5, 2, 1]
 
 
 def test_every_sample_names_its_model(server: Any) -> None:

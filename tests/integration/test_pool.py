@@ -33,7 +33,7 @@ from draftsmith.drafters.published import versions
 from draftsmith.drafters.published.pool import DraftPool, read_pool
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from draftsmith.record import RoundRecord
+from draftsmith.record import RoundRecord, SinkCounts
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.drafts.swap import Swap
 from draftsmith.serve.engine.build import build_engine
@@ -142,9 +142,12 @@ class Rounds:
     """A sink that hands over whole shards when asked to."""
 
     share = 1.0
+    counts = SinkCounts()
 
     def __init__(self, url: str):
         self.url, self.records = url, list[RoundRecord]()
+
+    def end_round(self) -> None: ...
 
     def put(self, record: RoundRecord) -> None:
         self.records.append(record)

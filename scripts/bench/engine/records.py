@@ -18,7 +18,6 @@ from random import Random
 from time import (
     clock_gettime,
     perf_counter,
-    process_time,
     pthread_getcpuclockid,
     sleep,
     thread_time,
@@ -32,6 +31,7 @@ import torch
 
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.folder import Folder
+from draftsmith.distill.buffer.process import SETTLED, TAKEN, Job, ProcessWriter
 from draftsmith.drafters.checkpoint import load
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import bootstrap_ratio
@@ -40,6 +40,8 @@ from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.recorder import Recorder
 from draftsmith.serve.sampling.params import SamplingParams
+
+THREAD = "thread"
 
 
 def main() -> None:
@@ -60,6 +62,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--record-taps", type=int, default=0, help="turns with states too, as `serve --record-taps`"
+    )
+    parser.add_argument(
+        "--thread", action="store_true", help="turns with a writer in a thread of the engine's too"
     )
     parser.add_argument(
         "--turns", type=int, default=12, help="of each way, after one that does not count"
@@ -90,18 +95,16 @@ class Way:
     cost that no other core can take over."""
 
     recorder: Recorder
-    writer: BufferWriter | None = None
+    writer: BufferWriter | ProcessWriter | None = None
     walls_s: list[float] = field(default_factory=list)
-    cpus_s: list[float] = field(default_factory=list)  # of the process, by turn
+    # Of the engine's thread and the writer, by turn.
+    cpus_s: list[float] = field(default_factory=list)
+    threads_s: list[float] = field(default_factory=list)  # of the engine's thread, by turn
     engine_s: float = 0.0
     writer_s: float = 0.0
 
     def place(self, engine: Engine) -> None:
         engine.recorder = engine.committer.recorder = engine.outputs.recorder = self.recorder
-
-    def now_s(self) -> tuple[float, float, float]:
-        writer_s = 0.0 if self.writer is None else writer_cpu(self.writer)
-        return perf_counter(), process_time(), writer_s
 
 
 class Meter:
@@ -163,13 +166,15 @@ def ways_of(
     new_recorder = partial(
         Recorder, target=engine.target.name, target_revision=engine.target.revision
     )
-    positions = {"on": 0} | ({"with_taps": options.record_taps} if options.record_taps else {})
+    positions = {"on": 0} | ({THREAD: 0} if options.thread else {})
+    positions |= {"with_taps": options.record_taps} if options.record_taps else {}
     ways = {"off": Way(new_recorder(None))}
     for name, most in positions.items():
-        writer = BufferWriter(str(folder / name), share=options.share)
+        make = BufferWriter if name == THREAD else process_writer
+        writer = make(str(folder / name), share=options.share)
         taps = engine.proposer.taps if most else ()
         recorder = new_recorder(writer, taps=taps, tap_positions=most)
-        for part in ("round", "finish", "keep_taps"):
+        for part in ("round", "end_round", "finish", "keep_taps"):
             setattr(recorder, part, meter.around(getattr(recorder, part)))
         ways[name] = Way(recorder, writer)
     return ways
@@ -186,16 +191,15 @@ def take_turn(
     """Answers to all that is asked; the first turn of each way does not count."""
     way.place(engine)
     meter.way = way if turn > 0 else None
-    begun_s = way.now_s()
+    begun_s, thread_s, writer_s = perf_counter(), thread_time(), writer_cpu(way.writer)
     answer(engine, asked, options, seed=turn)
-    if way.writer is not None:
-        drain(way.writer)
+    wall_s, thread_s = perf_counter() - begun_s, thread_time() - thread_s
+    drain(way.writer)
     if turn > 0:
-        wall_s, cpu_s, writer_s = (
-            now - begun for now, begun in zip(way.now_s(), begun_s, strict=True)
-        )
+        writer_s = writer_cpu(way.writer) - writer_s
         way.walls_s.append(wall_s)
-        way.cpus_s.append(cpu_s)
+        way.cpus_s.append(thread_s + writer_s)
+        way.threads_s.append(thread_s)
         way.writer_s += writer_s
 
 
@@ -217,11 +221,11 @@ def figures(
         **({"throughput_of_recording": shares["on"]} if shares else {}),
         "percent_of_all_other_work": {
             "engine_thread": round(100 * way.engine_s / rest_s, 2),
-            "writer_thread": round(100 * way.writer_s / rest_s, 2),
+            "writer": round(100 * way.writer_s / rest_s, 2),
         },
         "us_a_position": {
             "engine_thread": round(1e6 * way.engine_s / recorded, 1),
-            "writer_thread": round(1e6 * way.writer_s / recorded, 1),
+            "writer": round(1e6 * way.writer_s / recorded, 1),
         },
         "bytes_a_position": round(stored / positions, 1),
         "bytes_a_token": round(
@@ -234,15 +238,20 @@ def figures(
 
 
 def throughput(before: Way, way: Way) -> dict[str, Any]:
-    """Share of the speed of `before`, by the clock and by CPU time of all threads: what is left where
-    no core is free, whatever else the machine does."""
+    """Share of the speed of `before`, by the clock, by CPU time of engine and writer (what is left
+    where no core is free, whatever else the machine does), and by that of the engine's thread alone
+    (where one is free, without waits). `pairs` are the lowest, the median and the highest."""
     found: dict[str, Any] = {}
     for name, old_s, new_s in (
         ("", before.walls_s, way.walls_s),
         ("_by_cpu", before.cpus_s, way.cpus_s),
+        ("_by_engine_cpu", before.threads_s, way.threads_s),
     ):
         found[f"of_that_without{name}"] = round(sum(old_s) / sum(new_s), 4)
         found[f"interval{name}"] = [round(bound, 4) for bound in bootstrap_ratio(old_s, new_s)]
+        ratios = sorted(old / new for old, new in zip(old_s, new_s))
+        pairs = ratios[0], statistics.median(ratios), ratios[-1]
+        found[f"pairs{name}"] = [round(ratio, 4) for ratio in pairs]
     return found
 
 
@@ -260,17 +269,33 @@ def answer(
         engine.step()
 
 
-def writer_cpu(writer: BufferWriter) -> float:
-    """CPU seconds of its thread, from the system's clock, so that a busy machine does not change
-    them."""
+def process_writer(folder: str, share: float) -> ProcessWriter:
+    writer = ProcessWriter(Job(folder, share=share))
+    while not writer.ring.statuses:
+        sleep(0.1)
+    return writer
+
+
+def writer_cpu(writer: BufferWriter | ProcessWriter | None) -> float:
+    """CPU seconds of its thread or process, from the system's clock, so that a busy machine does
+    not change them."""
+    if writer is None:
+        return 0.0
+    if isinstance(writer, ProcessWriter):
+        assert writer.child.pid is not None
+        return clock_gettime(~writer.child.pid << 3 | 2)  # Linux's number of a process's clock
     assert writer._thread.ident is not None
     return clock_gettime(pthread_getcpuclockid(writer._thread.ident))
 
 
-def drain(writer: BufferWriter) -> None:
-    """Empties the queue, so that a turn pays for its own records."""
-    while writer._queue:
+def drain(writer: BufferWriter | ProcessWriter | None) -> None:
+    """Waits until all is written, so that the work of a turn's records is counted with it."""
+    while isinstance(writer, BufferWriter) and writer._queue:
         writer._wake.set()
+        sleep(0.001)
+    while isinstance(writer, ProcessWriter) and (
+        writer.ring.used or writer.ring.counts[SETTLED] < writer.ring.counts[TAKEN]
+    ):
         sleep(0.001)
 
 

@@ -27,7 +27,7 @@ from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.published import versions
 from draftsmith.drafters.target.target import Target
-from draftsmith.record import RoundRecord
+from draftsmith.record import RoundRecord, SinkCounts
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.requests.request import Request, RequestOptions
@@ -62,10 +62,14 @@ class Pipe(BufferReader):
     """Sink and reader in one: what the engine records, the daemon reads at its next turn."""
 
     share = 1.0
+    counts = SinkCounts()
 
     def __init__(self, folder: Path):
         super().__init__(str(folder))
         self.waiting: list[RoundRecord] = []
+
+    def end_round(self) -> None:
+        """Records keep what they need."""
 
     def put(self, record: RoundRecord) -> None:
         self.waiting.append(record)
@@ -86,9 +90,13 @@ class Texts:
     """A sink that stitches what it is given; `taken` are the requests that are over."""
 
     share = 1.0
+    counts = SinkCounts()
 
     def __init__(self) -> None:
         self.open = OpenRequests()
+
+    def end_round(self) -> None:
+        """Records keep what they need."""
 
     def put(self, record: RoundRecord) -> None:
         self.open.add([record])

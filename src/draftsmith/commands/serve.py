@@ -15,25 +15,27 @@ def run(config: ServeConfig) -> int:
         check(config)
         return launch(config)
 
-    from draftsmith.distill.buffer.buffer import BufferWriter, Screen
-    from draftsmith.distill.buffer.record_table import tokens_only
-    from draftsmith.distill.buffer.redaction import Redactor, load_hook, mask_of
+    from draftsmith.distill.buffer.process import Job, ProcessWriter
+    from draftsmith.distill.buffer.redaction import load_hook
     from draftsmith.drafters.target.target import Target
     from draftsmith.record import Sink
     from draftsmith.serve.command import run as serve
 
-    redact = config.learning.redact
-    hook = None if redact is None else load_hook(redact)
+    if config.learning.redact is not None:
+        load_hook(config.learning.redact)  # refused here where it cannot be loaded
 
     def make_sink(config: ServeConfig, target: Target) -> Sink:
         learning = config.learning
         assert learning.learn is not None
-        screens: list[Screen] = []
-        if hook is not None:
-            tokenizer = target.tokenizer()
-            screens.append(Redactor(hook, tokenizer, mask_id=mask_of(tokenizer)))
-        if not learning.learn_distributions:
-            screens.append(lambda record: [tokens_only(record)])
-        return BufferWriter(learning.learn, screens=screens, share=learning.learn_share)
+        return ProcessWriter(
+            Job(
+                buffer=learning.learn,
+                share=learning.learn_share,
+                distributions=learning.learn_distributions,
+                redact=learning.redact,
+                tokenizer=target.name,
+                trust_remote_code=target.trust_remote_code,
+            )
+        )
 
     return serve(config, make_sink)

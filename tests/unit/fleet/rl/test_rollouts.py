@@ -24,6 +24,7 @@ from draftsmith.drafters.published import versions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.fleet.rl.rollouts import Rollouts
+from draftsmith.record import SinkCounts
 
 # As TRL's trainer calls a reward function, beside the columns of the data set.
 MORE = {"trainer_state": None, "log_extra": None, "log_metric": None, "answer": ["a", "b"]}
@@ -39,9 +40,12 @@ class Texts:
     """A sink that stitches; `taken` are the texts."""
 
     share = 1.0
+    counts = SinkCounts()
 
     def __init__(self) -> None:
         self.open = OpenRequests()
+
+    def end_round(self) -> None: ...
 
     def put(self, record: Any) -> None:
         self.open.add([record])

@@ -13,6 +13,7 @@ import torch
 
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.target.target import Target
+from draftsmith.record import SinkCounts
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
@@ -126,6 +127,9 @@ class Ignored:
     """A sink of rounds."""
 
     share = 1.0
+    counts = SinkCounts()
+
+    def end_round(self) -> None: ...
 
     def put(self, record: object) -> None:
         return

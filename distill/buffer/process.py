@@ -1,0 +1,114 @@
+"""Server's side of a writer process: a sink that copies records into shared memory and goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+
+from draftsmith.child import CAPACITY, Child
+from draftsmith.distill.buffer import buffer
+from draftsmith.distill.buffer.folder import Folder
+from draftsmith.distill.buffer.forget import forget
+from draftsmith.distill.buffer.record_messages import Batch
+from draftsmith.record import RoundRecord, SinkCounts
+from draftsmith.ring import Ring
+
+logger = logging.getLogger("draftsmith.buffer")
+
+WRITER = "draftsmith.distill.buffer.process_writer"
+# Places in the ring's counts: records that writers took from it; those of them that were written,
+# dropped, and lost with writers that were killed; those without their hidden states; and records
+# that are in no writer's memory any more.
+TAKEN, WRITTEN, DROPPED, LOST, UNTAPPED, SETTLED = range(6)
+# How long a server that stops waits for what is still to be written.
+CLOSE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """Work of a writer, as its process is given it.
+
+    Args:
+        tokenizer: folder or Hub id of the target, for `redact`.
+    """
+
+    buffer: str
+    share: float = 1.0
+    distributions: bool = True
+    redact: str | None = None
+    tokenizer: str = ""
+    trust_remote_code: bool = False
+
+
+class ProcessWriter:
+    """`draftsmith.record.Sink` whose `put` copies a record into shared memory. A process beside the
+    server, of lower priority, finds the likeliest tokens and writes shards as `BufferWriter` does.
+
+    The records of a round are copied at its end. Where their logits find no room, they are reduced
+    there; where they find none then, they are dropped and counted. A ring that is more than half
+    full takes no new requests. A killed writer is started again and reads on: what it had taken and
+    not written is lost, about a second of traffic (with `redact`, the texts of unfinished
+    requests), and counted. A killed server loses at most its last round.
+    """
+
+    def __init__(self, job: Job, *, capacity: int = CAPACITY):
+        self.folder = Folder(job.buffer)
+        self.folder.make()
+        self.dropped = self.untapped = 0
+        self._batch = Batch()
+        self.child = Child(
+            WRITER, dataclasses.asdict(job), share=job.share, capacity=capacity, resumes=True
+        )
+        self.ring.touch()
+
+    @property
+    def ring(self) -> Ring:
+        return self.child.ring
+
+    @property
+    def share(self) -> float:
+        is_full = self.ring.used > self.ring.capacity // 2
+        return 0.0 if is_full or self.child.gave_up else self.ring.share
+
+    @property
+    def counts(self) -> SinkCounts:
+        counts = self.ring.counts
+        return SinkCounts(
+            written=int(counts[WRITTEN]),
+            dropped=self.dropped + int(counts[DROPPED]),
+            lost=int(counts[LOST]),
+            untapped=self.untapped + int(counts[UNTAPPED]),
+        )
+
+    def put(self, record: RoundRecord) -> None:
+        if not self._batch.continues(record):
+            self._send()
+        self._batch.add(record)
+        if record.last:
+            self._send()
+
+    def end_round(self) -> None:
+        self._send()
+
+    def _send(self) -> None:
+        """Copies the records of a round into the ring."""
+        batch, self._batch = self._batch, Batch()
+        if not batch.records or batch.send(self.ring):
+            return
+        tapped = batch.without_taps()
+        if tapped and batch.send(self.ring):
+            self.untapped += tapped
+        else:
+            self.dropped += len(batch.records)
+
+    def forget(self, answer: str) -> int:
+        """As `BufferWriter.forget`: the writer reads the mark."""
+        return forget(self.folder, answer, settle_s=buffer.SETTLE_S)
+
+    def close(self) -> None:
+        """Wait until everything is written, at most `CLOSE_S`; a slower writer goes on alone."""
+        self._send()
+        self.child.close(patience_s=CLOSE_S)
+        if self.child.alive:
+            logger.error("buffer %s hangs; its writer goes on alone", self.folder.url)

@@ -1,0 +1,309 @@
+"""Records through shared memory and a writer process: the same rows as `BufferWriter` makes, and
+what is left where the writer is slow, is killed, or cannot write."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from draftsmith import child as child_module
+from draftsmith.distill.buffer import process as process_module
+from draftsmith.distill.buffer import process_writer
+from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
+from draftsmith.distill.buffer.folder import Folder
+from draftsmith.distill.buffer.process import Job, ProcessWriter
+from draftsmith.kernels.sampling.logged import LoggedLogits, OneHot
+from draftsmith.record import Distributions, RecordedTaps, RoundRecord, SinkCounts
+from draftsmith.ring import Ring
+
+VOCAB = 300
+TOKENS = [3, 4, 5]
+
+
+def plain(number: int = 0, request: str = "a-0", **changes: Any) -> RoundRecord:
+    record = RoundRecord(
+        request=request, round=number, request_class="code", target="t", target_revision="r",
+        draft_version="7", time_s=1.5, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, position=4,
+        context=[1, 2], drafted=[], accepted=0, committed=[], emitted=-1,
+    )  # fmt: skip
+    return dataclasses.replace(record, **changes)
+
+
+def round_of(
+    count: int, *, number: int = 0, dtype: torch.dtype = torch.float32, one_hot: bool = False,
+    temperature: float = 0.7, seed: int = 0, **changes: Any,
+) -> list[RoundRecord]:  # fmt: skip
+    """Records of `count` requests in one round; of each fourth row of p nothing is recorded."""
+    torch.manual_seed(seed)
+    tokens = TOKENS * count
+    rows = [4 * index + depth for index in range(count) for depth in range(3)]
+    p = LoggedLogits(
+        torch.randn(4 * count, VOCAB).to(dtype), rows, tokens, [temperature] * len(tokens)
+    )
+    q_table = torch.randn(3 * count, VOCAB)
+    q = OneHot(tokens) if one_hot else LoggedLogits(q_table, range(3 * count), tokens)
+    return [
+        plain(
+            number, f"{'abcdefgh'[index]}-0", drafted=TOKENS, accepted=1, committed=[3, 9],
+            emitted=9, temperature=temperature, rule="chain",
+            p=Distributions(p, 3 * index, 3 * index + 3),
+            q=Distributions(q, 3 * index, 3 * index + 3), **changes,
+        )
+        for index in range(count)
+    ]  # fmt: skip
+
+
+class NoChild:
+    """A ring without a process behind it."""
+
+    def __init__(self, *_: Any, capacity: int, share: float, **__: Any):
+        self.ring = Ring.create(capacity, share)
+        self.gave_up = self.alive = False
+
+    def close(self, **_: Any) -> None: ...
+
+
+@pytest.fixture
+def sink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ProcessWriter]:
+    monkeypatch.setattr(process_module, "Child", NoChild)
+
+    def make(capacity: int = 1 << 20, **job: Any) -> ProcessWriter:
+        return ProcessWriter(Job(str(tmp_path / "buffer"), **job), capacity=capacity)
+
+    return make
+
+
+def write(sink: ProcessWriter, **job: Any) -> None:
+    """What the process does with all that is in the ring."""
+    process_writer.run(sink.ring, Job(sink.folder.root, **job), lambda seconds: True)
+
+
+def read(folder: Path) -> list[RoundRecord]:
+    return BufferReader(str(folder), with_taps=True).read().records
+
+
+def rounds() -> list[list[RoundRecord]]:
+    taps = RecordedTaps((1, 3), 2, np.arange(12, dtype=np.uint16).reshape(3, 4))
+    return [
+        round_of(3),
+        round_of(2, number=1, one_hot=True, temperature=0.0),
+        round_of(2, number=2, dtype=torch.bfloat16, seed=1),
+        # One with a penalty between two others: text alone.
+        [
+            dataclasses.replace(one, p=[], q=[]) if index == 1 else one
+            for index, one in enumerate(round_of(3, number=3, seed=2))
+        ],
+        [plain(4, taps=taps), *round_of(1, number=4, taps=taps, seed=3)],
+        [plain(5, last=True, context=[])],
+    ]
+
+
+def put(sink: Any, made: list[list[RoundRecord]]) -> None:
+    for records in made:
+        for record in records:
+            sink.put(record)
+        sink.end_round()
+
+
+def test_rows_are_those_that_the_thread_writes(
+    sink: Callable[..., ProcessWriter], tmp_path: Path
+) -> None:
+    written, other = sink(), BufferWriter(str(tmp_path / "other"), flush_s=60.0)
+    put(written, rounds())
+    write(written)
+    put(other, rounds())
+    other.close()
+    found, expected = read(tmp_path / "buffer"), read(tmp_path / "other")
+    assert len(found) == len(expected) == 13
+    assert written.counts == other.counts == SinkCounts(written=13)
+    for one, same in zip(found, expected):
+        assert [len(one.p), len(one.q)] == [len(same.p), len(same.q)]
+        for part, twin in ((one.p, same.p), (one.q, same.q)):
+            assert [p.ids for p in part] == [p.ids for p in twin]
+            for p, t in zip(part, twin):
+                np.testing.assert_allclose(p.logprobs, t.logprobs, atol=2e-3)
+                np.testing.assert_allclose(
+                    [p.tail, p.log_norm, p.drafted or 0.0],
+                    [t.tail, t.log_norm, t.drafted or 0.0],
+                    atol=1e-5,
+                )
+        assert (one.taps is None) == (same.taps is None)
+        if one.taps is not None and same.taps is not None:
+            assert one.taps[:2] == same.taps[:2]
+            np.testing.assert_array_equal(one.taps.values, same.taps.values)
+        bare = [dataclasses.replace(each, p=[], q=[], taps=None) for each in (one, same)]
+        assert bare[0] == bare[1]
+
+
+def test_logits_are_copied_at_the_rounds_end_and_not_before_a_sink_keeps_them() -> None:
+    table = torch.randn(4, VOCAB)
+    kept, gone = (LoggedLogits(table, [0, 2], [1, 2], [1.0, 1.0]) for _ in range(2))
+    expected = LoggedLogits(table.clone(), [0, 2], [1, 2], [1.0, 1.0])()
+    kept.keep()
+    table.zero_()
+    np.testing.assert_array_equal(kept().ids, expected.ids)
+    np.testing.assert_array_equal(kept().drafted_or_nan, expected.drafted_or_nan)
+    assert kept.nbytes == 0 and gone.nbytes == 2 * VOCAB * 4
+    assert gone().logprobs.max() == gone().logprobs.min()  # the control: it reads the table
+
+
+def test_a_full_ring_takes_reduced_rows_then_none_and_waits_for_nothing(
+    sink: Callable[..., ProcessWriter], tmp_path: Path
+) -> None:
+    small = sink(capacity=16384)
+    assert small.share == 1.0
+    begun_s = time.monotonic()
+    for number in range(12):
+        put(small, [round_of(1, number=number)])
+    assert time.monotonic() - begun_s < 5.0
+    # 2 x 3 x 300 logits take 7,200 bytes, what is stored of them 3,200: one of each.
+    assert small.share == 0.0 and small.counts == SinkCounts(dropped=10)
+    write(small)
+    records = read(tmp_path / "buffer")
+    assert [len(one.p[0].ids) for one in records] == [64, 64]
+    assert small.share == 1.0 and small.counts == SinkCounts(written=2, dropped=10)
+
+
+def test_states_without_room_are_left_out_before_records_are(
+    sink: Callable[..., ProcessWriter], tmp_path: Path
+) -> None:
+    small = sink(capacity=8192)
+    put(small, [[plain(taps=RecordedTaps((1,), 0, np.zeros((64, 256), np.uint16)))]])
+    write(small)
+    assert small.counts == SinkCounts(written=1, untapped=1)
+    assert [one.taps for one in read(tmp_path / "buffer")] == [None]
+
+
+def test_tokens_alone_and_masked_texts(
+    sink: Callable[..., ProcessWriter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    tiny_target: Callable[..., str],
+) -> None:  # fmt: skip
+    bare = sink()
+    put(bare, [round_of(1)])
+    write(bare, distributions=False)
+    assert [p.ids for p in read(tmp_path / "buffer")[0].p] == [[], [], []]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "hooks_of_process.py").write_text("def all(text): return [(0, len(text))]\n")
+    masked = sink()
+    put(masked, [round_of(1, number=0), [plain(1, request="a-0", last=True, position=6)]])
+    write(masked, redact="hooks_of_process:all", tokenizer=tiny_target("llama"))
+    found = read(tmp_path / "buffer")[1:]
+    # Round 0 was 1, 2, 3, 9; 1 is the token that masks.
+    assert found[0].context + found[0].committed == [1] * 4 and not found[0].p
+
+
+def test_a_disk_that_refuses_is_one_sentence_and_counted(
+    sink: Callable[..., ProcessWriter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def refuse(self: Folder, name: str, data: bytes) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Folder, "write", refuse)
+    monkeypatch.setattr(process_writer, "PATIENCE_S", 0.0)
+    full = sink()
+    put(full, rounds())
+    write(full)
+    assert full.counts == SinkCounts(dropped=13)
+    assert [line.message.count("Read-only file system") for line in caplog.records] == [1]
+
+
+def test_what_a_killed_writer_had_taken_is_counted_as_lost(
+    sink: Callable[..., ProcessWriter], tmp_path: Path
+) -> None:
+    made = sink()
+    put(made, [round_of(2)])
+    killed = process_writer.Writer(made.ring, Job(str(tmp_path / "elsewhere")))
+    killed.buffer.put = lambda record: None  # type: ignore[method-assign]
+    assert killed.take() == 1  # and ends here, before it has left a word about it
+    put(made, [round_of(3, number=1)])
+    write(made)
+    assert made.counts == SinkCounts(written=3, lost=2)
+    assert [one.round for one in read(tmp_path / "buffer")] == [1, 1, 1]
+    killed.buffer.close()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(child_module, "LOOK_S", 0.05)
+    monkeypatch.setattr(process_module, "CLOSE_S", 240.0)
+    yield
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 240
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_killed_process_is_started_again_reads_on_and_flushes_at_the_end(tmp_path: Path) -> None:
+    sink = ProcessWriter(Job(str(tmp_path / "buffer")))
+    wait_for(lambda: sink.ring.statuses > 0)
+    first = sink.child.pid
+    assert first is not None and os.getpriority(os.PRIO_PROCESS, first) == child_module.NICE
+    os.kill(first, signal.SIGTERM)  # as whatever stops a group of processes sends it
+    put(sink, [round_of(2)])
+    wait_for(lambda: sink.counts.written == 2)
+    assert sink.child.pid == first
+    os.kill(first, signal.SIGSTOP)
+    put(sink, [round_of(2, number=1)])
+    assert sink.ring.used > 0
+    os.kill(first, signal.SIGKILL)
+    wait_for(lambda: sink.child.generation == 2)
+    put(sink, [round_of(2, number=2)])
+    sink.close()
+    assert not sink.child.alive and sink.counts == SinkCounts(written=6)
+    assert [one.round for one in read(tmp_path / "buffer")] == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_a_writer_left_that_died_as_the_server_ended_is_still_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_module, "LOOK_S", 60.0)
+    real = child_module.subprocess
+    starts: list[Any] = []
+
+    def popen(command: list[str], **options: Any) -> Any:
+        starts.append(command)
+        return real.Popen(["/bin/false"] if len(starts) == 1 else command, **options)
+
+    stand_in = SimpleNamespace(Popen=popen, PIPE=real.PIPE, TimeoutExpired=real.TimeoutExpired)
+    monkeypatch.setattr(child_module, "subprocess", stand_in)
+    sink = ProcessWriter(Job(str(tmp_path / "buffer")))
+    wait_for(lambda: sink.child.process is not None and sink.child.process.poll() is not None)
+    put(sink, [round_of(1)])
+    sink.close()
+    assert len(starts) == 2 and sink.counts == SinkCounts(written=1)
+
+
+def test_a_round_of_which_nothing_can_be_made_costs_only_itself(
+    sink: Callable[..., ProcessWriter], tmp_path: Path
+) -> None:
+    made = sink()
+    outside = LoggedLogits(torch.randn(1, VOCAB), [0], [VOCAB + 1], [1.0])
+    strange = plain(1, drafted=[VOCAB + 1], p=Distributions(outside, 0, 1))
+    put(made, [round_of(2), [strange], round_of(1, number=2)])
+    write(made)
+    assert made.counts == SinkCounts(written=3, dropped=1)
+    assert [one.round for one in read(tmp_path / "buffer")] == [0, 0, 2]
+
+
+def test_a_writer_that_gave_up_takes_no_requests(
+    sink: Callable[..., ProcessWriter],
+) -> None:
+    made = sink()
+    made.child.gave_up = True
+    assert made.share == 0.0
