@@ -308,16 +308,16 @@ class HasHead(Protocol):
     def head_weight(self) -> torch.Tensor: ...
 
 
-class Recordable(ABC):
-    """A drafter that can draft from a recording."""
+class ForwardCapturable(ABC):
+    """A drafter whose forward can be captured on a CPU and replayed."""
 
     @abstractmethod
-    def record(self) -> None:
+    def capture_forward(self) -> None:
         """Called once before serving. The drafter's weights may be written in place afterwards."""
 
 
 class Capturable(ABC):
-    """A drafter whose steps can be captured."""
+    """A drafter whose steps can be captured as CUDA graphs."""
 
     @abstractmethod
     def capture(

@@ -141,7 +141,7 @@ class EngineOptions:
     )
     prefix_cache: bool = option(True, "keep blocks of finished text for requests that begin alike")
     compile: str = option(
-        "auto", "replay recorded forwards on a CPU, CUDA graphs on a GPU", choices=("auto", "off")
+        "auto", "replay captured forwards on a CPU, CUDA graphs on a GPU", choices=("auto", "off")
     )
     seed: int | None = option(None, SEED_HELP)
 
@@ -312,7 +312,7 @@ class ServeConfig(DraftedPair):
             "record_taps": self.learning.record_taps,
         }
         if self.tensor_parallel > 1:
-            # Recorded forwards cannot hold a sharded target's collectives.
+            # Captured forwards cannot hold a sharded target's collectives.
             own["compile"] = "off"
         return EngineConfig(**(vars(self.engine) | vars(self.speculation) | own))
 

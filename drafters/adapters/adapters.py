@@ -1,8 +1,8 @@
 """LoRA adapters of a target: read by peft, taken off the model again, and applied to the tokens of
 the requests that ask for them.
 
-The model stays as it was loaded: its recordings, its revision and what drafts share with it are the
-base's. peft's own forward is what every adapter is compared with when it is loaded.
+The model stays as it was loaded: its captured forward, its revision and what drafts share with
+it are the base's. peft's own forward is what every adapter is compared with when it is loaded.
 """
 
 from __future__ import annotations

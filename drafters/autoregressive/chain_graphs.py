@@ -136,7 +136,7 @@ class ChainGraphs:
     def _capture(self, num_rows: int, passes: Passes) -> bool:
         buffers = self._buffers
         assert buffers is not None
-        # recording runs the step: without a row that may draft it writes the null block alone
+        # capturing runs the step: without a row that may draft it writes the null block alone
         buffers.left.zero_()
         try:
             self._graphs[num_rows, passes] = self.capturer.capture(

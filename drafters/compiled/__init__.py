@@ -5,7 +5,7 @@ Files in reading order:
 - `rewrite`: rewriting that keeps the numbers
 - `packed_linear`: linear layers of one input as one
 - `replay`: the rewritten graph as a function
-- `recorded`: the parts of a causal LM, checked against the model
+- `captured`: the parts of a causal LM, checked against the model
 
-Other chapters import `recorded` and `replay`.
+Other chapters import `captured` and `replay`.
 """

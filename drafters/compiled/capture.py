@@ -1,4 +1,4 @@
-"""A model's own forward, recorded once as a graph of tensor operations that any number of tokens
+"""A model's own forward, captured once as a graph of tensor operations that any number of tokens
 can be run through.
 
 The forward is not copied or rewritten: it runs once with stand-in tensors whose token count is a
@@ -66,8 +66,8 @@ def experts(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> to
     return torch.nn.functional.grouped_mm(rows, weights, offs=ends)
 
 
-class _Recorded:
-    """The `AttentionContext` of the recording."""
+class _Captured:
+    """The `AttentionContext` of the capture."""
 
     def attend(
         self,
@@ -116,18 +116,18 @@ def capture(function: Callable[..., Any], examples: Sequence[torch.Tensor]) -> t
     weights are its attributes.
 
     The dimension of size `NUM_TOKENS` of the examples is free afterwards, every other one is fixed.
-    What the model decides by looking at values cannot be recorded and raises.
+    What the model decides by looking at values cannot be captured and raises.
     """
 
-    def record(*inputs: torch.Tensor) -> Any:
+    def traced(*inputs: torch.Tensor) -> Any:
         with _OpaqueExperts():
-            return function(*inputs, _Recorded())
+            return function(*inputs, _Captured())
 
-    # Cloned, because one tensor given twice would be recorded as one input.
+    # Cloned, because one tensor given twice would be captured as one input.
     inputs = [example.clone() for example in examples]
     with torch.no_grad():
         graph_module = make_fx(
-            record, tracing_mode="symbolic", pre_dispatch=True, _allow_non_fake_inputs=True
+            traced, tracing_mode="symbolic", pre_dispatch=True, _allow_non_fake_inputs=True
         )(*inputs)
     _check_free(graph_module.graph)
     _take_context(graph_module.graph)
@@ -137,7 +137,7 @@ def capture(function: Callable[..., Any], examples: Sequence[torch.Tensor]) -> t
 
 
 def _check_free(graph: torch.fx.Graph) -> None:
-    """A recording is of one branch: it must not have been chosen by the number of tokens."""
+    """A capture is of one branch: it must not have been chosen by the number of tokens."""
     given = next(node for node in graph.nodes if node.op == "placeholder").meta["val"]
     free = set().union(
         *(size.node.expr.free_symbols for size in given.shape if isinstance(size, torch.SymInt))

@@ -1,4 +1,4 @@
-"""A recorded and rewritten forward as a plain function of tensors."""
+"""A captured and rewritten forward as a plain function of tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from draftsmith.drafters.target.attention import AttentionContext
 
 
 class Replay:
-    """`replay(*inputs, attention_context)` gives what the recorded function gave, without its
+    """`replay(*inputs, attention_context)` gives what the captured function gave, without its
     Python.
 
     Weights are the model's own tensors, so that new values copied into them count; `refresh` says

@@ -19,7 +19,7 @@ from draftsmith.drafters.compiled.packed_linear import PackedLinear, packable
 from draftsmith.kernels.row_steps import RowSteps, row_steps
 
 aten = torch.ops.aten
-# Torch's own functions do the same as the operators of a recording and are called with half the
+# Torch's own functions do the same as the operators of a capture and are called with half the
 # overhead.
 DIRECT: dict[Any, Callable[..., Any]] = {
     aten.add.Tensor: torch.add,
@@ -100,7 +100,7 @@ def _same_type(node: Node) -> bool:
 
 
 def _value(node: Node) -> torch.Tensor:
-    """The stand-in tensor that the recording saw: shape and type without numbers."""
+    """The stand-in tensor that the capture saw: shape and type without numbers."""
     return node.meta["val"]
 
 
@@ -339,7 +339,7 @@ def _rotation_parts(root: Node) -> tuple[Node, Node, Node, int] | None:
 def _is_slice(node: Node, of: Node, begin: int, end: int) -> bool:
     if node.target is not aten.slice.Tensor or node.args[0] is not of or len(node.args) != 4:
         return False
-    # Python's open end is recorded as the largest integer.
+    # Python's open end is captured as the largest integer.
     return (
         node.args[1] in (_value(of).ndim - 1, -1)
         and node.args[2] == begin

@@ -80,7 +80,7 @@ class TapNorms(nn.ModuleList):
         self.size = size
 
     def forward(self, taps: torch.Tensor) -> torch.Tensor:
-        # Not chunks or slices: a recording of this leaves the width open and could not say how many
+        # Not chunks or slices: a capture of this leaves the width open and could not say how many
         # there are.
         apart = taps.unflatten(-1, (len(self), self.size))
         return torch.cat([norm(apart[..., index, :]) for index, norm in enumerate(self)], dim=-1)

@@ -20,12 +20,12 @@ from draftsmith.drafters.autoregressive.chain_graphs import ChainGraphs
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler
 from draftsmith.drafters.autoregressive.state import DraftPrefill, HeadStep
 from draftsmith.drafters.autoregressive.unroll import UnrollPass
-from draftsmith.drafters.heads.recorded_head import RecordedHead, record_head
+from draftsmith.drafters.heads.captured_head import CapturedHead, capture_head
 from draftsmith.drafters.interface import (
     Capturable,
     DraftInputs,
+    ForwardCapturable,
     Proposal,
-    Recordable,
     UnrollBatch,
     UnrolledStep,
 )
@@ -40,14 +40,14 @@ from draftsmith.kernels.attention.pool import LayerShape, PagedPool
 from draftsmith.kernels.cuda_graphs import Capturer
 
 
-class FeatureHead(nn.Module, Recordable, Capturable):
+class FeatureHead(nn.Module, ForwardCapturable, Capturable):
     family: str
     taps: tuple[int, ...]
     config: LlamaConfig
     windows: Windows = ()
     ends_chains = True
     ahead = 2  # the state at position t predicts the token at t + 2
-    _recorded: RecordedHead | None = None
+    _captured: CapturedHead | None = None
     _graphs: ChainGraphs | None = None
     level_graphs: LevelGraphs | None = None
 
@@ -81,22 +81,22 @@ class FeatureHead(nn.Module, Recordable, Capturable):
     def read_bytes(self) -> ReadBytes:
         return ReadBytes(proposal=0, token=weight_bytes([self], self.head_weight()))
 
-    def record(self) -> None:
-        if self._recorded is None and self.head_weight().device.type == "cpu":
-            self._recorded = record_head(self)
+    def capture_forward(self) -> None:
+        if self._captured is None and self.head_weight().device.type == "cpu":
+            self._captured = capture_head(self)
 
     def draft_logits(self, head_input: torch.Tensor) -> torch.Tensor:
         """[T, H] -> raw [T, Vd]; drafting only, as are `fused` and `read_ragged`."""
         return (
             head_input @ self.head_weight().T
-            if self._recorded is None
-            else self._recorded.logits(head_input)
+            if self._captured is None
+            else self._captured.logits(head_input)
         )
 
     def fused(self, taps: torch.Tensor) -> torch.Tensor:
-        if self._recorded is None:
+        if self._captured is None:
             return self.fuse(taps)
-        return self._recorded.fuse(taps.to(self.head_weight().dtype))  # recorded of its own type
+        return self._captured.fuse(taps.to(self.head_weight().dtype))  # captured of its own type
 
     @property
     @abstractmethod
@@ -163,8 +163,8 @@ class FeatureHead(nn.Module, Recordable, Capturable):
 
     def _prefill(self, inputs: DraftInputs) -> DraftPrefill | None:
         """Reads the true states of positions `starts .. starts + lengths - 2` of every row."""
-        if self._recorded is not None:
-            self._recorded.refresh()  # a swap writes new weights in place
+        if self._captured is not None:
+            self._captured.refresh()  # a swap writes new weights in place
         rows: list[int] = []
         lengths: list[int] = []
         following: list[int] = []
@@ -219,11 +219,11 @@ class FeatureHead(nn.Module, Recordable, Capturable):
         context: AttentionContext,
     ) -> HeadStep:
         """[T, H] -> [T, H]."""
-        if self._recorded is None:
+        if self._captured is None:
             step = self.step(embeds[None], hidden[None], positions[None], context)
         else:
             step = HeadStep(
-                *self._recorded.step(
+                *self._captured.step(
                     embeds[None], hidden[None], positions[None], attention_context=context
                 )
             )

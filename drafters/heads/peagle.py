@@ -108,8 +108,8 @@ class Peagle(Eagle3):
 
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:
-        if self._recorded is not None:
-            self._recorded.refresh()  # a swap writes new weights in place
+        if self._captured is not None:
+            self._captured.refresh()  # a swap writes new weights in place
         sampler = DraftSampler(inputs, vocab_size=self.config.vocab_size, vocab_map=self.vocab_map)
         slots = Slots.of(inputs)
         if len(slots.row) == 0:

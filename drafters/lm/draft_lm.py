@@ -23,12 +23,12 @@ from draftsmith.drafters.autoregressive.chain import draft_chain
 from draftsmith.drafters.autoregressive.chain_graphs import ChainGraphs
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler
 from draftsmith.drafters.autoregressive.state import DraftPrefill, HeadStep
-from draftsmith.drafters.compiled.recorded import record_lm
+from draftsmith.drafters.compiled.captured import capture_lm
 from draftsmith.drafters.interface import (
     Capturable,
     DraftInputs,
+    ForwardCapturable,
     Proposal,
-    Recordable,
     UnrollBatch,
     UnrolledStep,
 )
@@ -57,7 +57,7 @@ from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.cuda_graphs import Capturer
 
 
-class DraftLm(nn.Module, Recordable, Capturable):
+class DraftLm(nn.Module, ForwardCapturable, Capturable):
     """`model` has as many token ids as the target."""
 
     family = "draft-lm"
@@ -187,9 +187,9 @@ class DraftLm(nn.Module, Recordable, Capturable):
     ) -> PagedPool:
         return self.lm.new_pool(num_blocks, block_size, device, dtype)
 
-    def record(self) -> None:
+    def capture_forward(self) -> None:
         # A copy of float16 weights takes 10 ns a weight to make: too long for a swap.
-        record_lm(self.lm)
+        capture_lm(self.lm)
 
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:

@@ -41,7 +41,7 @@ class Probe(NamedTuple):
 
 
 class Replayed(Protocol):
-    """A forward pass that runs from a recording of the model's own."""
+    """A forward pass that replays a capture of the model's own."""
 
     def __call__(
         self, *inputs: torch.Tensor, attention_context: AttentionContext | None = None
@@ -51,7 +51,7 @@ class Replayed(Protocol):
         """Takes up weights that were written in place."""
 
 
-class RecordedLm(NamedTuple):
+class CapturedLm(NamedTuple):
     # (input_ids [1, T], positions [1, T]) -> (final state, raw tap 0, ..., raw tap L), each [1, T,
     # H]
     body: Replayed
@@ -98,25 +98,25 @@ class CausalLM:
         self.eos_token_ids = end_of_text_ids(model)
         self._head = _head_alone(model, self._body_name)
         self._unused_mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=model.device)
-        self._recorded: RecordedLm | None = None
+        self._captured: CapturedLm | None = None
         self.state_layers = StateLayers()
         self._probe = check(self)
         self._table = _own_table(model)
 
-    def replay(self, recorded: RecordedLm | None) -> None:
-        """Runs `paged` and `head` from `recorded` forwards (`compiled.recorded.record_lm`): the
+    def replay(self, forwards: CapturedLm | None) -> None:
+        """Runs `paged` and `head` from captured `forwards` (`compiled.captured.capture_lm`): the
         same numbers to float rounding. Weights may be written in place afterwards if `refresh` is
         called then."""
-        self._recorded = recorded
+        self._captured = forwards
 
     @contextmanager
     def own_forward(self) -> Iterator[None]:
-        """Runs the model's own forward in place of a recording of it."""
-        recorded, self._recorded = self._recorded, None
+        """Runs the model's own forward in place of its captured one."""
+        forwards, self._captured = self._captured, None
         try:
             yield
         finally:
-            self._recorded = recorded
+            self._captured = forwards
 
     @property
     def body(self) -> torch.nn.Module:
@@ -124,14 +124,14 @@ class CausalLM:
         return getattr(self.model, self._body_name)
 
     @property
-    def recorded(self) -> bool:
-        return self._recorded is not None
+    def captured(self) -> bool:
+        return self._captured is not None
 
     def refresh(self) -> None:
         """Take over weights that were written in place."""
-        if self._recorded is not None:
-            self._recorded.body.refresh()
-            self._recorded.head.refresh()
+        if self._captured is not None:
+            self._captured.body.refresh()
+            self._captured.head.refresh()
 
     @property
     def device(self) -> torch.device:
@@ -206,9 +206,9 @@ class CausalLM:
         """A ragged pass, input_ids and positions [1, T]; `context` owns keys, values
         and causality."""
         check_taps(taps, self.num_layers)
-        if self._recorded is None or torch.is_grad_enabled():
+        if self._captured is None or torch.is_grad_enabled():
             return _joined(self.own_paged(input_ids, positions, context, taps), taps)
-        final, *raw = self._recorded.body(input_ids, positions, attention_context=context)
+        final, *raw = self._captured.body(input_ids, positions, attention_context=context)
         return _joined({FINAL: final, **dict(enumerate(raw))}, taps)
 
     def own_paged(
@@ -255,8 +255,8 @@ class CausalLM:
         """[..., H] -> logits [..., V] in the model's dtype, with the model's own scales and soft
         caps."""
         rows = hidden.reshape(1, -1, hidden.shape[-1])
-        recorded = None if torch.is_grad_enabled() else self._recorded
-        logits = self.own_head(rows) if recorded is None else recorded.head(rows)
+        forwards = None if torch.is_grad_enabled() else self._captured
+        logits = self.own_head(rows) if forwards is None else forwards.head(rows)
         return logits.view(*hidden.shape[:-1], -1)
 
     def own_head(self, rows: torch.Tensor) -> torch.Tensor:

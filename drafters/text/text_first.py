@@ -15,8 +15,8 @@ from draftsmith.drafters.interface import (
     Capturable,
     DraftInputs,
     EndsChains,
+    ForwardCapturable,
     Proposal,
-    Recordable,
     ServingDrafter,
     draft_positions,
 )
@@ -26,7 +26,7 @@ from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.cuda_graphs import Capturer
 
 
-class TextFirst(Recordable, Capturable):
+class TextFirst(ForwardCapturable, Capturable):
     """`share`: text drafts a row where it expects at least this share of k tokens to be
     accepted."""
 
@@ -48,9 +48,9 @@ class TextFirst(Recordable, Capturable):
     def max_positions(self) -> int | None:
         return draft_positions(self.model)
 
-    def record(self) -> None:
-        if isinstance(self.model, Recordable):
-            self.model.record()
+    def capture_forward(self) -> None:
+        if isinstance(self.model, ForwardCapturable):
+            self.model.capture_forward()
 
     def capture(
         self, pool: PagedPool, *, max_batch: int, max_blocks: int, capturer: Capturer

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import partial
 
 from draftsmith.drafters.adapters.adapters import Adapters
-from draftsmith.drafters.compiled.recorded import record_forwards
-from draftsmith.drafters.interface import Recordable, ServingDrafter, draft_positions
+from draftsmith.drafters.compiled.captured import capture_forwards
+from draftsmith.drafters.interface import ForwardCapturable, ServingDrafter, draft_positions
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.errors import UserError
@@ -69,7 +69,7 @@ def build_engine(
     if target.device.type == "cpu":
         keep_freed_memory()
     if config.compile == "auto":
-        record_forwards(target, drafter)
+        capture_forwards(target, drafter)
     stats = EngineStats(draft_versions={} if drafter is None else {LIVE: draft_version})
     tree = configured_tree(config)
     scheduler = _scheduler(target, drafter, config, plan)
@@ -197,8 +197,8 @@ def _make_ready(
     further: ServingDrafter, *, capture: Callable[[ServingDrafter], None], config: EngineConfig
 ) -> None:
     """Prepare a further draft for serving as the first one was."""
-    if config.compile == "auto" and isinstance(further, Recordable):
-        further.record()
+    if config.compile == "auto" and isinstance(further, ForwardCapturable):
+        further.capture_forward()
     capture(further)
 
 

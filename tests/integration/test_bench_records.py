@@ -20,7 +20,7 @@ from scripts.bench.engine.records import measure
 def test_states_are_recorded_in_their_own_turns_beside_the_same_texts(
     tiny_target: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "record_forwards", lambda *given: None)
+    monkeypatch.setattr(build, "capture_forwards", lambda *given: None)
     target = Target.load(tiny_target("llama"))
     drafter = FAMILIES["eagle3"].create(Eagle3Options(), target, seed=1)
     checkpoint.save(drafter, tmp_path / "draft", target)

@@ -39,10 +39,10 @@ def config(target: str, out: Path, **changes: object) -> GenerateConfig:
 
 
 @pytest.fixture
-def unrecorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forwards run as the model has them, for tests of the folder: recording takes longer than these
+def uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards run as the model has them, for tests of the folder: capturing takes longer than these
     answers."""
-    monkeypatch.setattr(build, "record_forwards", lambda *given: None)
+    monkeypatch.setattr(build, "capture_forwards", lambda *given: None)
 
 
 def rows(folder: Path) -> list[dict]:
@@ -128,7 +128,7 @@ from draftsmith.commands import generate
 from draftsmith.distill.generate import answers
 from draftsmith.commands.generate import GenerateConfig
 from draftsmith.serve.engine import build
-build.record_forwards = lambda *given: None
+build.capture_forwards = lambda *given: None
 add, batches = answers.AnswerFolder.add, 0
 def add_then_die(self, shard, rows):
     global batches
@@ -143,7 +143,7 @@ generate.run(GenerateConfig(target=sys.argv[1], out=sys.argv[2], **values))
 """
 
 
-@pytest.mark.usefixtures("unrecorded")
+@pytest.mark.usefixtures("uncaptured")
 def test_killed_generation_resumes_to_the_same_answers(
     tiny_target: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +175,7 @@ def test_killed_generation_resumes_to_the_same_answers(
     assert not list((tmp_path / "cut").glob(".batch-*"))
 
 
-@pytest.mark.usefixtures("unrecorded")
+@pytest.mark.usefixtures("uncaptured")
 @pytest.mark.parametrize("point", ["before the rename", "between the deletions"])
 def test_kill_while_a_shard_is_joined(
     tiny_target: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
@@ -210,7 +210,7 @@ def test_kill_while_a_shard_is_joined(
     assert rows(tmp_path / "cut") == rows(tmp_path / "whole")
 
 
-@pytest.mark.usefixtures("unrecorded")
+@pytest.mark.usefixtures("uncaptured")
 def test_damaged_part_is_answered_again(tiny_target: Callable[..., str], tmp_path: Path) -> None:
     path = tiny_target("llama")
     generate.run(config(path, tmp_path / "d"))
@@ -226,7 +226,7 @@ def test_damaged_part_is_answered_again(tiny_target: Callable[..., str], tmp_pat
     assert after == before
 
 
-@pytest.mark.usefixtures("unrecorded")
+@pytest.mark.usefixtures("uncaptured")
 def test_answers_are_spread_over_temperatures_and_resume_to_the_same(
     tiny_target: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,7 +289,7 @@ def test_an_answer_follows_from_its_prompt_and_seed_whatever_shares_its_batch(
         generate.run(config(path, tmp_path / "little", memory_gib=2e-5, **changes))
 
 
-@pytest.mark.usefixtures("unrecorded")
+@pytest.mark.usefixtures("uncaptured")
 def test_started_folder_with_other_options_and_foreign_folder_are_refused(
     tiny_target: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -320,7 +320,7 @@ def test_bad_options_are_one_sentence(
         generate.run(config(tiny_target("llama"), tmp_path / "d", **changes))
 
 
-@pytest.mark.usefixtures("unrecorded")
+@pytest.mark.usefixtures("uncaptured")
 def test_answers_of_a_server_are_the_targets(
     tiny_target: Callable[..., str],
     live_server: Callable,

@@ -29,9 +29,9 @@ OPTIONS = {"eagle3": Eagle3Options(), "draft-lm": DraftLmOptions(target_layers=(
 
 
 @pytest.fixture(autouse=True)
-def unrecorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forwards run as the model has them: recording takes longer than these answers."""
-    monkeypatch.setattr(build, "record_forwards", lambda *given: None)
+def uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards run as the model has them: capturing takes longer than these answers."""
+    monkeypatch.setattr(build, "capture_forwards", lambda *given: None)
 
 
 @pytest.fixture(scope="module")

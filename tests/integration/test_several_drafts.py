@@ -320,7 +320,7 @@ def test_a_draft_that_does_not_fit_does_not_come_beside_the_live_one(
         raise torch.OutOfMemoryError("nothing is left")
 
     if case == "room":
-        monkeypatch.setattr(Eagle3, "record", full)
+        monkeypatch.setattr(Eagle3, "capture_forward", full)
     with pytest.raises(UserError):
         engine.drafts.prepare(str(tmp_path), "7", draft=CANARY)
     assert list(engine.drafts.served) == [LIVE] and engine.stats.num_swaps_refused == 1
@@ -399,7 +399,7 @@ def wait_until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
         time.sleep(0.005)
 
 
-def test_a_further_draft_is_recorded_beside_running_rounds(
+def test_a_further_draft_is_captured_beside_running_rounds(
     target: Target, folders: list[str]
 ) -> None:
     """As the first one was, on the caller's thread: the rounds meanwhile are those of any other
@@ -433,4 +433,4 @@ def test_a_further_draft_is_recorded_beside_running_rounds(
         loop.close()
     assert outputs and all(output == expected for output in outputs) and not engine.stats.fallbacks
     further = engine.drafts.served[CODE].drafter
-    assert isinstance(further, Eagle3) and further._recorded is not None
+    assert isinstance(further, Eagle3) and further._captured is not None

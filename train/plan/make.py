@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from draftsmith.drafters.checkpoint import locate, read_metadata
-from draftsmith.drafters.compiled.recorded import record_forwards
+from draftsmith.drafters.compiled.captured import capture_forwards
 from draftsmith.drafters.options import OPTIONS, DrafterOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.device import load_target
@@ -117,7 +117,7 @@ def plan_for(
     )
     drafter = drafter.to(device=target.device, dtype=target.dtype).eval()
     # As the engine does it where there is a CPU.
-    record_forwards(target, drafter)
+    capture_forwards(target, drafter)
     times = {
         rows: time_rounds(target, drafter, rows=rows, k=config.k, context=config.context)
         for rows in sorted(set(config.streams))

@@ -21,8 +21,8 @@ import transformers
 from torch import nn
 
 from draftsmith.drafters.compiled import rewrite
+from draftsmith.drafters.compiled.captured import capture_forwards, capture_lm
 from draftsmith.drafters.compiled.packed_linear import PackedLinear
-from draftsmith.drafters.compiled.recorded import record_forwards, record_lm
 from draftsmith.drafters.interface import DraftInputs
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions
 from draftsmith.drafters.registry import FAMILIES
@@ -37,8 +37,8 @@ from draftsmith.kernels.verify.chain import verify_chain
 TOKENS = (1, 4, 8)
 DRAFTS = {"eagle3": Eagle3Options(), "mtp": MtpOptions(), "draft-lm": DraftLmOptions()}
 CONTEXT, BLOCK_SIZE, TURNS = 200, 16, 12  # positions before the step; turns of each variant
-PRODUCTS = ("plain", "packed", "recorded", "small pages", "bfloat16", "int8")
-PRODUCTS_OF = {"recorded": "recorded", "unfused": "small pages"}  # those of a target; else plain
+PRODUCTS = ("plain", "packed", "captured", "small pages", "bfloat16", "int8")
+PRODUCTS_OF = {"captured": "captured", "unfused": "small pages"}  # those of a target; else plain
 SMALL_PAGES = patch.object(
     few_rows, "empty_in_huge_pages", lambda count, dtype: torch.empty(count, dtype=dtype)
 )
@@ -60,13 +60,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="writes the JSON here too")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    own, recorded, unfused = (Target.load(options.target, dtype=options.dtype) for _ in range(3))
-    targets = {"own": own, "packed": with_packed_linears(options), "recorded": recorded}
+    own, captured, unfused = (Target.load(options.target, dtype=options.dtype) for _ in range(3))
+    targets = {"own": own, "packed": with_packed_linears(options), "captured": captured}
     targets["unfused"] = unfused
-    ready_s = {"recorded": seconds(lambda: record_lm(recorded))}
+    ready_s = {"captured": seconds(lambda: capture_lm(captured))}
     # As it was before: torch's operations between products, whose weights lie in small pages.
     with SMALL_PAGES, patch.object(rewrite, "row_steps", lambda dtype: None):
-        record_lm(unfused)
+        capture_lm(unfused)
     if options.compile:
         targets["compiled"] = compiled(Target.load(options.target, dtype=options.dtype))
         ready_s["compiled"] = seconds(lambda: every_pass(targets["compiled"]))
@@ -87,7 +87,7 @@ def main() -> None:
             for count in TOKENS
         },
         "draft_rounds": {
-            f"{family}, k = {options.k}": measure(draft_variants(family, own, recorded, options.k), options.steps)
+            f"{family}, k = {options.k}": measure(draft_variants(family, own, captured, options.k), options.steps)
             for family in DRAFTS
         },
         "sampling": {
@@ -143,7 +143,7 @@ def target_variants(targets: dict[str, Target], count: int) -> Variants:
 
 def with_packed_linears(options: argparse.Namespace) -> Target:
     """The target's own forward with each linear layer's weights laid out by oneDNN: what packing
-    gives without a recording."""
+    gives without a captured forward."""
     target = Target.load(options.target, dtype=options.dtype)
     for module in target.model.modules():
         if isinstance(module, nn.Linear):
@@ -189,13 +189,13 @@ def target_pass(target: Target, count: int) -> Callable[[], Any]:
 
 
 def matmul_variants(model: nn.Module, count: int) -> Variants:
-    """A model's matrices alone: as torch multiplies them, packed by oneDNN, as a recording chooses
+    """A model's matrices alone: as torch multiplies them, packed by oneDNN, as a capture chooses
     between the two, and in fewer bits, for drafts to come."""
     weights = [
         module.weight.detach() for module in model.modules() if isinstance(module, nn.Linear)
     ]
     packed = [torch.ops.mkldnn._reorder_linear_weight(weight, 8) for weight in weights]
-    recorded = [PackedLinear([weight], [None]) for weight in weights]
+    captured = [PackedLinear([weight], [None]) for weight in weights]
     with SMALL_PAGES:
         small_pages = [PackedLinear([weight], [None]) for weight in weights]
     narrow = [torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), 8) for weight in weights]
@@ -217,8 +217,8 @@ def matmul_variants(model: nn.Module, count: int) -> Variants:
             multiply(rows[weight.shape[1]], other, None, "none", [], "")
             for weight, other in zip(weights, packed)
         ],
-        "recorded": lambda: [
-            other(rows[weight.shape[1]]) for weight, other in zip(weights, recorded)
+        "captured": lambda: [
+            other(rows[weight.shape[1]]) for weight, other in zip(weights, captured)
         ],
         "small pages": lambda: [
             other(rows[weight.shape[1]]) for weight, other in zip(weights, small_pages)
@@ -238,10 +238,10 @@ def new_draft(family: str, target: Target) -> Any:
     return FAMILIES[family].create(DRAFTS[family], target, seed=0).eval()
 
 
-def draft_variants(family: str, own: Target, recorded: Target, k: int) -> Variants:
-    plain, replayed = new_draft(family, own), new_draft(family, recorded)
-    record_forwards(recorded, replayed)
-    return {"own": draft_round(plain, own, k), "recorded": draft_round(replayed, recorded, k)}
+def draft_variants(family: str, own: Target, captured: Target, k: int) -> Variants:
+    plain, replayed = new_draft(family, own), new_draft(family, captured)
+    capture_forwards(captured, replayed)
+    return {"own": draft_round(plain, own, k), "captured": draft_round(replayed, captured, k)}
 
 
 def draft_round(drafter: Any, target: Target, k: int) -> Callable[[], Any]:
@@ -273,10 +273,10 @@ def sampling_variants(vocab_size: int, k: int) -> dict[str, Variants]:
     seeds, positions = torch.tensor([0]), torch.tensor([CONTEXT])
     tokens = sample(q[0], seeds, positions + torch.arange(k), Purpose.DRAFT)[None]
     arguments = (p, tokens, torch.tensor([k]), q, seeds, positions)
-    verify = {"recorded": lambda: verify_chain(*arguments)}
-    draw = {"recorded": lambda: sample(p[:1], seeds, positions, Purpose.BONUS)}
+    verify = {"captured": lambda: verify_chain(*arguments)}
+    draw = {"captured": lambda: sample(p[:1], seeds, positions, Purpose.BONUS)}
     verify["unfused"] = lambda: with_torchs_noise(lambda: verify_chain(*arguments, impl="torch"))
-    draw["unfused"] = lambda: with_torchs_noise(draw["recorded"])
+    draw["unfused"] = lambda: with_torchs_noise(draw["captured"])
     return {f"verification, k = {k}": verify, "draw of a token": draw}
 
 
@@ -294,11 +294,11 @@ def no_kernel(keys: torch.Tensor, offsets: torch.Tensor) -> None: ...
 
 def show(report: dict[str, Any]) -> None:
     kinds = list(next(iter(report["passes"].values())))
-    print(f"{'least ms':24}" + "".join(f"{kind:>14}" for kind in (*kinds, "own/recorded")))
+    print(f"{'least ms':24}" + "".join(f"{kind:>14}" for kind in (*kinds, "own/captured")))
     for part in ("passes", "draft_rounds", "sampling"):
         for name, row in report[part].items():
             cells = [row[kind]["least_ms"] if kind in row else None for kind in kinds]
-            ratio = row.get("own", row["recorded"])["least_ms"] / row["recorded"]["least_ms"]
+            ratio = row.get("own", row["captured"])["least_ms"] / row["captured"]["least_ms"]
             shown = "".join(f"{'-' if one is None else f'{one:.3f}':>14}" for one in cells)
             print(f"{name:24}{shown}{ratio:14.2f}")
     print(f"\n{'products, least ms':24}" + "".join(f"{name:>14}" for name in PRODUCTS))

@@ -90,7 +90,7 @@ def test_a_draft_meets_no_draws_that_it_may_have_learned(
     tiny_target: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A draft trained on answers to the same prompts and seeds draws others with them."""
-    monkeypatch.setattr(build, "record_forwards", lambda *given: None)
+    monkeypatch.setattr(build, "capture_forwards", lambda *given: None)
     target = Target.load(tiny_target("llama"))
     for seed in (0, 1):
         drafter = FAMILIES["medusa"].create(MedusaOptions(), target, seed=seed)

@@ -114,7 +114,7 @@ class BlindContext:
 
 
 class ReplayingGraph:
-    """As a CUDA graph does: reads and writes the tensors it was recorded with, whatever they hold
+    """As a CUDA graph does: reads and writes the tensors it was captured with, whatever they hold
     by then."""
 
     def __init__(self, run: Callable[[], DraftStep], output: DraftStep):

@@ -199,7 +199,7 @@ def test_a_revision_of_a_local_folder_is_refused(foreign, target):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_draft_may_have_a_type_of_its_own(dtype, target, tmp_path):
-    """With the target in float32, eagerly and recorded."""
+    """With the target in float32, eagerly and captured."""
     checkpoint.save(Eagle3.create(Eagle3Options(), target, seed=0), tmp_path, target)
     config = ServeConfig(target=target.name, draft=str(tmp_path), draft_dtype=dtype)
     for mode in ("auto", "off"):

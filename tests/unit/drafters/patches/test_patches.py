@@ -65,13 +65,13 @@ def test_biases_and_windows_reach_as_far_as_the_models(kind, tmp_path):
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, atol=5e-5, rtol=1e-4)
 
 
-def test_a_recording_of_the_forward_gives_the_same(tmp_path):
-    from draftsmith.drafters.compiled.recorded import record_lm
+def test_a_captured_forward_gives_the_same(tmp_path):
+    from draftsmith.drafters.compiled.captured import capture_lm
 
     build("bloom", tmp_path)
     target = Target.load(tmp_path, dtype=torch.float32)
-    record_lm(target)  # compares the two
-    assert target.recorded
+    capture_lm(target)  # compares the two
+    assert target.captured
 
 
 @torch.no_grad()

@@ -217,7 +217,7 @@ def test_every_family_is_planned_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # A second a draft.
-    monkeypatch.setattr(make, "record_forwards", lambda target, drafter: None)
+    monkeypatch.setattr(make, "capture_forwards", lambda target, drafter: None)
     capsys.readouterr()
     assert main([*command(target, trained_mtp), "--alpha", "draft-lm:1.0", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""The parts of a feature head that drafting runs again and again, as recordings."""
+"""The parts of a feature head that drafting runs again and again, as captured forwards."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch.nn.functional import linear
 
 from draftsmith.drafters.autoregressive.state import HeadStep
 from draftsmith.drafters.compiled.capture import NUM_TOKENS
-from draftsmith.drafters.compiled.recorded import PIECES, attempt, compare, pass_over
+from draftsmith.drafters.compiled.captured import PIECES, attempt, compare, pass_over
 from draftsmith.drafters.compiled.replay import Replay
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.kernels.attention.pool import PagedPool
 
 
 class HeadForward(Protocol):
-    """The parts of a feature head that are recorded."""
+    """The parts of a feature head that are captured."""
 
     family: str
     taps: tuple[int, ...]
@@ -38,7 +38,7 @@ class HeadForward(Protocol):
     ) -> PagedPool: ...
 
 
-class RecordedHead(NamedTuple):
+class CapturedHead(NamedTuple):
     # (embeds, hidden [1, T, H], positions [1, T]) -> (next_hidden, head_input), each [1, T, H]
     step: Replay
     fuse: Replay  # [T, n * H_t] -> [T, H]
@@ -50,16 +50,16 @@ class RecordedHead(NamedTuple):
             part.refresh()
 
 
-def record_head(head: HeadForward) -> RecordedHead | None:
+def capture_head(head: HeadForward) -> CapturedHead | None:
     """Capture the head's parts. None, with the reason in the log, where that fails or is not
     exact."""
-    return attempt(head.family, lambda: _record(head))
+    return attempt(head.family, lambda: _capture(head))
 
 
-def _record(head: HeadForward) -> RecordedHead:
+def _capture(head: HeadForward) -> CapturedHead:
     states = _states(head, NUM_TOKENS)
     positions = torch.arange(NUM_TOKENS, device=states.device)[None]
-    recorded = RecordedHead(
+    captured = CapturedHead(
         step=Replay(
             lambda embeds, hidden, places, context: tuple(
                 head.step(embeds, hidden, places, context)
@@ -69,8 +69,8 @@ def _record(head: HeadForward) -> RecordedHead:
         fuse=Replay(lambda taps, context: head.fuse(taps), [_taps(head, NUM_TOKENS)]),
         logits=Replay(lambda rows, context: linear(rows, head.head_weight()), [states]),
     )
-    _check(head, recorded)
-    return recorded
+    _check(head, captured)
+    return captured
 
 
 def _states(head: HeadForward, count: int) -> torch.Tensor:
@@ -84,7 +84,7 @@ def _taps(head: HeadForward, count: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _check(head: HeadForward, recorded: RecordedHead) -> None:
+def _check(head: HeadForward, captured: CapturedHead) -> None:
     weight = head.head_weight()
     pools = [head.new_pool(2, sum(PIECES), weight.device, weight.dtype) for _ in range(2)]
     begin = 0
@@ -93,14 +93,14 @@ def _check(head: HeadForward, recorded: RecordedHead) -> None:
         positions = torch.arange(begin, begin + count, device=weight.device)
         contexts: list[AttentionContext] = [pass_over(pool, positions) for pool in pools]
         hidden = head.fuse(taps)
-        compare(recorded.fuse(taps), hidden)
+        compare(captured.fuse(taps), hidden)
         expected = head.step(embeds[None], hidden[None], positions[None], contexts[0])
-        found = recorded.step(
+        found = captured.step(
             embeds[None], hidden[None], positions[None], attention_context=contexts[1]
         )
         for one, other in zip(found, expected, strict=True):
             compare(one, other)
-        compare(recorded.logits(expected.head_input[0]), linear(expected.head_input[0], weight))
+        compare(captured.logits(expected.head_input[0]), linear(expected.head_input[0], weight))
         begin += count
     for one, other in zip((*pools[1].keys, *pools[1].values), (*pools[0].keys, *pools[0].values)):
         compare(one, other)

@@ -1,4 +1,4 @@
-"""A causal LM's two parts as recordings, checked against the model before anything
+"""The two parts of a causal LM as captured forwards, checked against the model before anything
 relies on them."""
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 
 from draftsmith.drafters.compiled.capture import NUM_TOKENS
 from draftsmith.drafters.compiled.replay import Replay
-from draftsmith.drafters.interface import Recordable
+from draftsmith.drafters.interface import ForwardCapturable
 from draftsmith.drafters.target.attention import AttentionContext
-from draftsmith.drafters.target.causal_lm import CausalLM, RecordedLm
+from draftsmith.drafters.target.causal_lm import CapturedLm, CausalLM
 from draftsmith.drafters.target.taps import FINAL
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
@@ -32,35 +32,34 @@ SHARE_OF_MEMORY = 0.125
 
 
 class Mismatch(Exception):
-    """A recording does not give what it recorded."""
+    """A captured forward does not give what the model's own gives."""
 
 
-def record_forwards(target: CausalLM, drafter: object) -> None:
-    """Lets whichever of the two can be recorded run from a recording."""
+def capture_forwards(target: CausalLM, drafter: object) -> None:
+    """Lets whichever of the two can be captured run from its captured forward."""
     begun_s = perf_counter()
-    record_lm(target)
-    if isinstance(drafter, Recordable):
-        drafter.record()
-    if target.recorded:
-        log.info("forwards recorded in %.1f s", perf_counter() - begun_s)
+    capture_lm(target)
+    if isinstance(drafter, ForwardCapturable):
+        drafter.capture_forward()
+    if target.captured:
+        log.info("forwards captured in %.1f s", perf_counter() - begun_s)
 
 
-def record_lm(lm: CausalLM) -> None:
-    """Lets `lm` run from a recording of its forward, with less overhead, and with two copies of
-    its weights (`rewrite`) where memory allows. Does nothing on an accelerator, where CUDA graphs
-    serve that purpose, and where the model cannot be recorded or has layers with a state."""
-    if not lm.recorded and lm.device.type == "cpu" and not lm.state_layers:
-        lm.replay(attempt(lm.name, lambda: _record(lm)))
+def capture_lm(lm: CausalLM) -> None:
+    """Lets `lm` run from its captured forward, with less overhead, and with two copies of its
+    weights (`rewrite`) where memory allows. Does nothing on an accelerator, where CUDA graphs
+    serve that purpose, and where the model cannot be captured or has layers with a state."""
+    if not lm.captured and lm.device.type == "cpu" and not lm.state_layers:
+        lm.replay(attempt(lm.name, lambda: _capture(lm)))
 
 
-def attempt(name: str, record: Callable[[], T]) -> T | None:
+def attempt(name: str, capture: Callable[[], T]) -> T | None:
     try:
-        return record()
+        return capture()
     except Exception as error:
-        # Whatever a family's code does that a recording cannot follow: its own forward still serves
-        # it.
+        # Whatever a family's code does that a capture cannot follow: its own forward serves it.
         log.info(
-            "%s runs without a recording of its forward (%s: %s)",
+            "%s runs without a captured forward (%s: %s)",
             name,
             type(error).__name__,
             _first_line(error),
@@ -72,15 +71,15 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0][:200]
 
 
-def _record(lm: CausalLM) -> RecordedLm:
+def _capture(lm: CausalLM) -> CapturedLm:
     ids = torch.arange(NUM_TOKENS, device=lm.device)[None]
     states = torch.zeros(1, NUM_TOKENS, lm.hidden_size, dtype=lm.dtype, device=lm.device)
     copies = min(2, affordable_copies(lm.model))
     body = Replay(lambda *inputs: _every_state(lm, *inputs), [ids, ids], copies=copies)
     head = Replay(lambda rows, context: lm.own_head(rows), [states], copies=copies)
-    recorded = RecordedLm(body, head)
-    _check(lm, recorded)
-    return recorded
+    captured = CapturedLm(body, head)
+    _check(lm, captured)
+    return captured
 
 
 def _every_state(
@@ -98,7 +97,7 @@ def affordable_copies(model: torch.nn.Module) -> int:
 
 
 @torch.no_grad()
-def _check(lm: CausalLM, recorded: RecordedLm) -> None:
+def _check(lm: CausalLM, captured: CapturedLm) -> None:
     """The same text through both, piece by piece: every state, every logit, all keys and values."""
     own, replayed = (lm.new_pool(2, sum(PIECES)) for _ in range(2))
     generator = torch.Generator().manual_seed(0)
@@ -107,12 +106,12 @@ def _check(lm: CausalLM, recorded: RecordedLm) -> None:
         ids = torch.randint(lm.vocab_size, (1, count), generator=generator).to(lm.device)
         positions = torch.arange(begin, begin + count, device=lm.device)
         expected = _every_state(lm, ids, positions[None], pass_over(own, positions))
-        found = recorded.body(
+        found = captured.body(
             ids, positions[None], attention_context=pass_over(replayed, positions)
         )
         for one, other in zip(found, expected, strict=True):
             compare(one, other)
-        compare(recorded.head(expected[0]), lm.own_head(expected[0]))
+        compare(captured.head(expected[0]), lm.own_head(expected[0]))
         begin += count
     for one, other in zip((*replayed.keys, *replayed.values), (*own.keys, *own.values)):
         compare(one, other)

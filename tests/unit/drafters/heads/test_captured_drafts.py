@@ -1,5 +1,5 @@
-"""Drafts from a recording are the drafts the head's own forward gives, before and after new weights
-are swapped in."""
+"""Drafts from a captured forward are those that the head's own forward gives, before and after new
+weights are swapped in."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from draftsmith.drafters.compiled.recorded import record_forwards
+from draftsmith.drafters.compiled.captured import capture_forwards
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.options import DraftLmOptions, Eagle1Options, Eagle3Options, MtpOptions
 from draftsmith.drafters.registry import FAMILIES
@@ -85,23 +85,23 @@ def assert_same(found: Proposal, expected: Proposal) -> None:
     torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=1e-4)
 
 
-def assert_recorded(drafter) -> None:
-    assert drafter.lm.recorded if drafter.family == "draft-lm" else drafter._recorded is not None
+def assert_captured(drafter) -> None:
+    assert drafter.lm.captured if drafter.family == "draft-lm" else drafter._captured is not None
 
 
-def test_drafts_from_a_recording_are_the_same(drafter, target):
+def test_drafts_from_a_captured_forward_are_the_same(drafter, target):
     own = copy.copy(drafter)
-    record_forwards(target, drafter)
-    assert_recorded(drafter)
+    capture_forwards(target, drafter)
+    assert_captured(drafter)
     for lengths, num_draft in (([7, 2, 12], [K, K, K]), ([9], [K]), ([3, 8, 5], [1, K, 0])):
-        with_recording = draft(drafter, target, lengths, num_draft)
+        with_capture = draft(drafter, target, lengths, num_draft)
         if drafter.family == "draft-lm":
             own = FAMILIES["draft-lm"](drafter.model, "same weights")
-        assert_same(with_recording, draft(own, target, lengths, num_draft))
+        assert_same(with_capture, draft(own, target, lengths, num_draft))
 
 
 def test_new_weights_in_place_are_drafted_with(drafter, target):
-    record_forwards(target, drafter)
+    capture_forwards(target, drafter)
     before = draft(drafter, target, [7, 2, 12], [K] * ROWS)
     scatter(drafter, seed=9)
     after = draft(drafter, target, [7, 2, 12], [K] * ROWS)
@@ -110,5 +110,5 @@ def test_new_weights_in_place_are_drafted_with(drafter, target):
         fresh = FAMILIES["draft-lm"](drafter.model, "same weights")
     else:
         fresh = copy.copy(drafter)
-        fresh._recorded = None
+        fresh._captured = None
     assert_same(after, draft(fresh, target, [7, 2, 12], [K] * ROWS))

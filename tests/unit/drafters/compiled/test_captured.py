@@ -1,4 +1,4 @@
-"""A recorded forward gives what the model gives: every state, logit, key and value, at any number
+"""A captured forward gives what the model gives: every state, logit, key and value, at any number
 of tokens."""
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from draftsmith.drafters.compiled import recorded as recorded_module
+from draftsmith.drafters.compiled import captured as captured_module
 from draftsmith.drafters.compiled import rewrite
 from draftsmith.drafters.compiled.capture import NUM_TOKENS, capture
-from draftsmith.drafters.compiled.recorded import Mismatch, compare, record_lm
+from draftsmith.drafters.compiled.captured import Mismatch, capture_lm, compare
 from draftsmith.drafters.compiled.replay import Replay
 from draftsmith.drafters.target.load import load_model
 from draftsmith.drafters.target.target import FINAL, Target
@@ -66,13 +66,13 @@ def serve_texts(target: Target) -> tuple[list[torch.Tensor], list[torch.Tensor],
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_every_family_is_recorded_and_replayed_exactly(tiny_target, arch):
-    own, recorded = Target.load(tiny_target(arch)), Target.load(tiny_target(arch))
-    record_lm(recorded)
-    assert recorded.recorded
+def test_every_family_is_captured_and_replayed_exactly(tiny_target, arch):
+    own, captured = Target.load(tiny_target(arch)), Target.load(tiny_target(arch))
+    capture_lm(captured)
+    assert captured.captured
     # Logits are a few units large; float32 sums in another order add up to 1e-5 of that.
     close = {"atol": 4e-5, "rtol": 1e-5}
-    for found, expected in zip(serve_texts(recorded), serve_texts(own)):
+    for found, expected in zip(serve_texts(captured), serve_texts(own)):
         if isinstance(found, PagedPool):
             found, expected = [*found.keys, *found.values], [*expected.keys, *expected.values]
         for one, other in zip(found, expected, strict=True):
@@ -80,25 +80,25 @@ def test_every_family_is_recorded_and_replayed_exactly(tiny_target, arch):
 
 
 def test_in_float64_only_the_order_of_sums_differs(tiny_target):
-    own, recorded = (Target.load(tiny_target("gemma2"), dtype=torch.float64) for _ in range(2))
-    record_lm(recorded)
-    for one, other in zip(serve_texts(recorded)[1], serve_texts(own)[1], strict=True):
+    own, captured = (Target.load(tiny_target("gemma2"), dtype=torch.float64) for _ in range(2))
+    capture_lm(captured)
+    for one, other in zip(serve_texts(captured)[1], serve_texts(own)[1], strict=True):
         torch.testing.assert_close(one, other, atol=1e-13, rtol=1e-12)
 
 
 def test_half_precision_stays_half_precision(tiny_target):
     target = Target.load(tiny_target("llama"), dtype=torch.bfloat16)
-    record_lm(target)
-    assert target.recorded
+    capture_lm(target)
+    assert target.captured
     assert serve_texts(target)[1][0].dtype == torch.bfloat16
 
 
 @torch.no_grad()
-def test_no_length_is_recorded_anew(tiny_target, monkeypatch):
+def test_no_length_is_captured_anew(tiny_target, monkeypatch):
     target = Target.load(tiny_target("llama"))
-    record_lm(target)
-    monkeypatch.setattr(recorded_module, "Replay", None)
-    record_lm(target)
+    capture_lm(target)
+    monkeypatch.setattr(captured_module, "Replay", None)
+    capture_lm(target)
     pool, table = target.new_pool(16, 8), torch.arange(16)[None]
     for count in (1, 2, 3, 7, 30, 100):
         positions = torch.arange(count)
@@ -107,18 +107,18 @@ def test_no_length_is_recorded_anew(tiny_target, monkeypatch):
         assert final.shape == (1, count, target.hidden_size)
 
 
-def test_a_recording_that_is_wrong_is_not_used(tiny_target, monkeypatch, caplog):
-    original = recorded_module.Replay.__call__
+def test_a_capture_that_is_wrong_is_not_used(tiny_target, monkeypatch, caplog):
+    original = captured_module.Replay.__call__
 
     def wrong(self, *inputs, attention_context=None):
         result = original(self, *inputs, attention_context=attention_context)
         return [1.001 * state for state in result] if isinstance(result, (list, tuple)) else result
 
-    monkeypatch.setattr(recorded_module.Replay, "__call__", wrong)
+    monkeypatch.setattr(captured_module.Replay, "__call__", wrong)
     target = Target.load(tiny_target("llama"))
-    with caplog.at_level(logging.INFO, logger="draftsmith.drafters.compiled.recorded"):
-        record_lm(target)
-    assert not target.recorded
+    with caplog.at_level(logging.INFO, logger="draftsmith.drafters.compiled.captured"):
+        capture_lm(target)
+    assert not target.captured
     assert "differs from the model's own" in caplog.text
 
 
@@ -130,10 +130,10 @@ def test_a_model_that_decides_by_value_is_run_as_it_is(tiny_target, monkeypatch,
     config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     growing = AutoModelForCausalLM.from_config(config).eval()
     target = Target(growing, "growing")
-    with caplog.at_level(logging.INFO, logger="draftsmith.drafters.compiled.recorded"):
-        record_lm(target)
-    assert not target.recorded
-    assert "runs without a recording" in caplog.text
+    with caplog.at_level(logging.INFO, logger="draftsmith.drafters.compiled.captured"):
+        capture_lm(target)
+    assert not target.captured
+    assert "runs without a captured forward" in caplog.text
     serve_texts(target)
 
 
@@ -181,10 +181,10 @@ def test_what_a_rewrite_leaves_of_a_llama(tiny_target, dtype, compiler, monkeypa
     if not compiler:
         monkeypatch.setattr(rewrite, "row_steps", lambda dtype: None)
     target = Target.load(tiny_target("llama"), dtype=dtype)
-    record_lm(target)
+    capture_lm(target)
     names = Counter(
         getattr(node.target, "__name__", str(node.target))
-        for node in target._recorded.body.graph.nodes
+        for node in target._captured.body.graph.nodes
         if node.op == "call_function"
     )
     layers, narrow = target.num_layers, dtype == torch.bfloat16
@@ -242,7 +242,7 @@ def test_verified_tokens_have_the_bits_of_tokens_decoded_one_by_one(
     tiny_target, architecture: str, dtype: torch.dtype
 ) -> None:
     target = Target.load(tiny_target(architecture), dtype=dtype)
-    record_lm(target)
+    capture_lm(target)
     alone = logits_of(target, [(6, 0)] + [(1, 0)] * 24)
     with_others = [(6, 20), (4, 1), (8, 3), (1, 1), (3, 9), (8, 0)]
     assert torch.equal(logits_of(target, with_others)[6:], alone[6:])
