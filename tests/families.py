@@ -6,12 +6,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import get_args
 
+from draftsmith.drafters.heads.mtp import LlamaMtp
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.tree_shape import DynamicTree, FixedTree, GrownShape
 from draftsmith.train.config import FAMILIES as TRAINED
 from draftsmith.train.export.config import LAYOUTS
 from draftsmith.train.export.layouts.table import REFUSALS, WRITERS
 
+# The class of a family's drafters, where the family only chooses among some that do the same.
+DRAFTERS = FAMILIES | {"mtp": LlamaMtp}
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 ABOVE = """# Families
 
@@ -29,7 +32,7 @@ Text drafts (`--ngram`, `--suffix`) have no weights: they are served and measure
 
 
 def trees_of(family: str) -> str:
-    drafter = FAMILIES[family]
+    drafter = DRAFTERS[family]
     if getattr(drafter, "propose_tree", None) is None:
         return "-"
     shapes = getattr(drafter, "shapes", get_args(GrownShape))
@@ -38,7 +41,7 @@ def trees_of(family: str) -> str:
 
 
 def ends_chains(family: str) -> str:
-    drafter = FAMILIES[family]
+    drafter = DRAFTERS[family]
     return "yes" if getattr(drafter, "ends_chains", False) else "-"
 
 

@@ -330,7 +330,7 @@ def test_a_request_whose_records_are_on_their_way_is_waited_for(
     def is_waited_for(found: list[RoundRecord], *, more: bool, silent_s: float) -> bool:
         learner.open.add(found)
         learner.open.seen_s[name] -= silent_s
-        monkeypatch.setattr(learner.reader, "read", lambda: Reading([], {}, more, 0))
+        monkeypatch.setattr(learner.reader, "read", lambda **_: Reading([], {}, more, 0))
         learner.take_in()
         return name in learner.open.records
 
@@ -418,7 +418,7 @@ point, when = int(sys.argv[2]), sys.argv[3]
 # One shard a cycle, each holding whole requests: what is learned then depends on the records
 # alone, not on the clock.
 read, saves = BufferReader.read, 0
-BufferReader.read = lambda self: read(self, max_records=1)
+BufferReader.read = lambda self, **_: read(self, max_records=1)
 save = StateFolder.save
 def counted(self, *args, **values):
     global saves

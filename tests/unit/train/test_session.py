@@ -398,7 +398,7 @@ def error_of(capsys, *arguments: str) -> str:
         (("draft-lm", "--init", "D"), "give it as draft_lm.init"),
         (("eagle3", "optim.schedule=staircase"), "must be one of cosine, linear, constant"),
         (("eagle3", "unroll.steps=0"), "unroll.steps"),
-        (("eagle3", "optim.warmup=2"), "between 0 and 1"),
+        (("eagle3", "optim.warmup=2"), "at least 0 and at most 1"),
         (
             ("eagle3", "--deepspeed", "no/such.json"),
             "DeepSpeed config 'no/such.json' does not exist",

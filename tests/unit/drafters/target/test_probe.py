@@ -271,9 +271,8 @@ def test_an_attention_the_pool_does_not_know_is_refused(tiny_target):
 
 def test_a_pass_that_loses_keys_is_noticed(tiny_target, monkeypatch):
     class Misplaced(PagedPass):
-        def __init__(self, *inputs):
-            super().__init__(*inputs)
-            self.slots = self.slots.flip(0)
+        def attend(self, layer, query, key, value, **options):
+            return super().attend(layer, query, key.flip(2), value.flip(2), **options)
 
     monkeypatch.setattr(probe, "PagedPass", Misplaced)
     with pytest.raises(UserError, match="its paged forward differs from its own"):
