@@ -6,13 +6,13 @@ import dataclasses
 import logging
 from dataclasses import dataclass
 
-from draftsmith.child import CAPACITY, Child
 from draftsmith.distill.buffer import buffer
 from draftsmith.distill.buffer.folder import Folder
 from draftsmith.distill.buffer.forget import forget
 from draftsmith.distill.buffer.record_messages import Batch
 from draftsmith.record import RoundRecord, SinkCounts
-from draftsmith.ring import Ring
+from draftsmith.shared_memory.child import CAPACITY, Child
+from draftsmith.shared_memory.ring import Ring
 
 logger = logging.getLogger("draftsmith.buffer")
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from draftsmith.child import NICE, REFUSED, end_of_engine
 from draftsmith.distill.buffer.buffer import BufferWriter, Screen
 from draftsmith.distill.buffer.process import (
     DROPPED,
@@ -32,7 +31,8 @@ from draftsmith.distill.buffer.record_messages import Message, parse, records_of
 from draftsmith.distill.buffer.record_table import tokens_only
 from draftsmith.errors import UserError
 from draftsmith.record import RoundRecord
-from draftsmith.ring import Ring
+from draftsmith.shared_memory.child import NICE, REFUSED, end_of_engine
+from draftsmith.shared_memory.ring import Ring
 
 if TYPE_CHECKING:
     from draftsmith.distill.buffer.redaction import Redactor

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from draftsmith import ring_arrays
 from draftsmith.kernels.sampling.logged import LoggedLogits, OneHot
 from draftsmith.record import Distribution, Distributions, ProbArrays, RecordedTaps, RoundRecord
-from draftsmith.ring import Ring
-from draftsmith.ring_arrays import Spec
+from draftsmith.shared_memory import arrays as ring_arrays
+from draftsmith.shared_memory.arrays import Spec
+from draftsmith.shared_memory.ring import Ring
 
 FIELDS = tuple(name for name in RoundRecord.__dataclass_fields__ if name not in ("p", "q", "taps"))
 _FIELDS_OF = operator.attrgetter(*FIELDS)

@@ -21,7 +21,7 @@ from draftsmith.fleet.recording.requests import Chooser, Tracked, is_recordable,
 from draftsmith.fleet.recording.seam import Seam, Verified
 from draftsmith.fleet.wire.child import Child
 from draftsmith.fleet.wire.messages import Kind, StepMeta, meta_array
-from draftsmith.ring_arrays import Spec, begin, send
+from draftsmith.shared_memory.arrays import Spec, begin, send
 
 # Part of the ring that one step's raw logits may take.
 STEP_PART = 4

@@ -21,7 +21,7 @@ from draftsmith.fleet.sglang.requests import Tracked, extra_of, is_recordable, m
 from draftsmith.fleet.sglang.trees import Path, Tree, path_of
 from draftsmith.fleet.wire.child import Child
 from draftsmith.fleet.wire.messages import Kind, StepMeta, meta_array
-from draftsmith.ring_arrays import send
+from draftsmith.shared_memory.arrays import send
 
 
 @dataclass

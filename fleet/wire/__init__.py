@@ -9,5 +9,5 @@ Files in reading order:
 - `writer`: the writer process, `python -m draftsmith.fleet.wire.writer`
 
 `messages` and `child` run inside an engine and import nothing of draftsmith outside `fleet` but the
-base modules `child`, `ring` and `ring_arrays`; the others run in the writer alone.
+chapter `shared_memory`; the others run in the writer alone.
 """

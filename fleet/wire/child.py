@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from draftsmith import child
-from draftsmith.child import CAPACITY
+from draftsmith.shared_memory import child
+from draftsmith.shared_memory.child import CAPACITY
 
 WRITER = "draftsmith.fleet.wire.writer"
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from draftsmith import ring_arrays
+from draftsmith.shared_memory import arrays as ring_arrays
 
 
 class Kind(IntEnum):

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from draftsmith.child import NICE, REFUSED, end_of_engine
 from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.errors import UserError
 from draftsmith.fleet.log import logger, once
@@ -26,7 +25,8 @@ from draftsmith.fleet.wire.positions import Round, rounds_of
 from draftsmith.fleet.wire.requests import Job, Requests
 from draftsmith.fleet.wire.served import Served
 from draftsmith.record import RoundRecord
-from draftsmith.ring import Ring
+from draftsmith.shared_memory.child import NICE, REFUSED, end_of_engine
+from draftsmith.shared_memory.ring import Ring
 
 # Between two looks into an empty ring.
 LOOK_S = 0.02

@@ -57,7 +57,7 @@ class PagedPass:
             pool.block_size, block_tables, positions, lengths, tree
         )
         if not isinstance(self.context, CompiledContext):
-            _ = self.slots  # within the pass, where a graph may record it
+            _ = self.slots  # within the pass, where a graph may capture it
 
     @cached_property
     def slots(self) -> torch.Tensor:

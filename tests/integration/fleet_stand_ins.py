@@ -123,10 +123,10 @@ class Engine:
     """A worker with the recorder, whose steps are computed by `next_token`."""
 
     def __init__(self, name: str, versions: str, buffer: str, cache: str):
-        from draftsmith import child
         from draftsmith.fleet.vllm import attach
         from draftsmith.fleet.vllm.settings import Settings
         from draftsmith.fleet.vllm.state import WorkerState
+        from draftsmith.shared_memory import child
         from tests.unit.fleet.recording.stand_ins import FirstSampler, Worker
 
         child.LOOK_S = 0.05

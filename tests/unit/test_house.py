@@ -86,8 +86,9 @@ UPWARD: dict[str, set[tuple[str, str]]] = {}
 ABOVE = ("__init__", "cli", "commands")
 BASE = ROOT / "src" / "draftsmith"
 COMMAND_LINE = BASE / "commands"
+SHARED_MEMORY = BASE / "shared_memory"
 TESTS = sorted((ROOT / "tests" / "unit").rglob("test_*.py"))
-BASE_FILES = sorted([*BASE.glob("*.py"), *COMMAND_LINE.glob("*.py")])
+BASE_FILES = sorted([*BASE.glob("*.py"), *COMMAND_LINE.glob("*.py"), *SHARED_MEMORY.glob("*.py")])
 TORCH_FREE = (
     "kernels/constants.py",
     "drafters/options.py",
@@ -161,8 +162,8 @@ def test_imports_run_downward(folder: str) -> None:
 
 
 def test_base_modules_import_no_code_folder() -> None:
-    for path in sorted((ROOT / "src" / "draftsmith").glob("*.py")):
-        if path.stem in ABOVE:
+    for path in [*sorted(BASE.glob("*.py")), *sorted(SHARED_MEMORY.glob("*.py"))]:
+        if path.parent == BASE and path.stem in ABOVE:
             continue
         names = [
             name for name in imported_modules(path.read_text()) if name.startswith("draftsmith.")
@@ -269,7 +270,7 @@ def test_the_walk_over_chapters_sees_circles() -> None:
 def chapters() -> list[Path]:
     paths = [path for folder in CODE_FOLDERS for path in (ROOT / folder).rglob("*")]
     inner = [path for path in paths if path.is_dir() and path.name != "__pycache__"]
-    return [COMMAND_LINE, *inner]
+    return [COMMAND_LINE, SHARED_MEMORY, *inner]
 
 
 def test_chapters_hold_3_to_14_files() -> None:
@@ -286,14 +287,17 @@ def test_every_chapter_has_its_tests_in_the_folder_of_its_name() -> None:
     missing = [
         str(folder.relative_to(ROOT))
         for folder in chapters()
-        if folder != COMMAND_LINE
+        if folder not in (COMMAND_LINE, SHARED_MEMORY)
         and not list((ROOT / "tests" / "unit" / folder.relative_to(ROOT)).glob("test_*.py"))
     ]
     assert missing == []
     # Tests of the command line have a folder of their own, and those of scripts another.
     folders = {path.parent.relative_to(ROOT / "tests" / "unit") for path in TESTS}
     known = {path.relative_to(ROOT) for path in chapters() if path != COMMAND_LINE}
-    known |= {Path(one) for one in (".", *CODE_FOLDERS, "cli", "scripts", "scripts/fleet")}
+    known |= {
+        Path(one)
+        for one in (".", *CODE_FOLDERS, "cli", "shared_memory", "scripts", "scripts/fleet")
+    }
     assert folders <= known
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from draftsmith.ring import ALIGN, Ring
+from draftsmith.shared_memory.ring import ALIGN, Ring
 
 KINDS = [np.dtype(name) for name in ("u1", "i4", "i8", "f4", "u2", "f8")]
 CODES = {kind: code for code, kind in enumerate(KINDS)}

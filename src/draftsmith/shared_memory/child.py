@@ -21,9 +21,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from draftsmith.ring import Ring
+from draftsmith.shared_memory.ring import Ring
 
-logger = logging.getLogger("draftsmith.child")
+logger = logging.getLogger("draftsmith.shared_memory.child")
 
 NICE = 5
 RESTARTS = 3

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.fleet.wire.messages import Kind, RequestMeta, meta_array, parse
-from draftsmith.ring import ALIGN, STATUS, STATUS_TURN, Ring
-from draftsmith.ring_arrays import begin, send
+from draftsmith.shared_memory.arrays import begin, send
+from draftsmith.shared_memory.ring import ALIGN, STATUS, STATUS_TURN, Ring
 
 
 @settings(max_examples=60, deadline=None)
@@ -79,7 +79,7 @@ def test_another_process_reads_what_outlives_the_writers_end() -> None:
     send(ring, Kind.BEGIN, 7, [meta_array(meta), np.arange(5, dtype=np.int32)])
     script = (
         "import sys\nfrom draftsmith.fleet.wire.messages import RequestMeta, parse\n"
-        "from draftsmith.ring import Ring\n"
+        "from draftsmith.shared_memory.ring import Ring\n"
         "ring = Ring(int(sys.argv[1]))\nmessage = parse(ring.next())\n"
         "print(int(message.kind), message.number, message.arrays[1].tolist())\n"
         "print(message.meta(RequestMeta).stops)\nring.release()\nring.share = 0.25\n"

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith import child as child_module
 from draftsmith.distill.buffer import process as process_module
 from draftsmith.distill.buffer import process_writer
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
@@ -24,7 +23,8 @@ from draftsmith.distill.buffer.folder import Folder
 from draftsmith.distill.buffer.process import Job, ProcessWriter
 from draftsmith.kernels.sampling.logged import LoggedLogits, OneHot
 from draftsmith.record import Distributions, RecordedTaps, RoundRecord, SinkCounts
-from draftsmith.ring import Ring
+from draftsmith.shared_memory import child as child_module
+from draftsmith.shared_memory.ring import Ring
 
 VOCAB = 300
 TOKENS = [3, 4, 5]

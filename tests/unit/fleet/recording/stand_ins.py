@@ -17,7 +17,7 @@ from draftsmith.fleet.vllm.state import WorkerState
 from draftsmith.fleet.wire.requests import Job
 from draftsmith.fleet.wire.writer import run
 from draftsmith.record import RoundRecord
-from draftsmith.ring import Ring
+from draftsmith.shared_memory.ring import Ring
 
 VOCAB = 48
 

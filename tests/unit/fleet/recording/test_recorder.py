@@ -22,7 +22,7 @@ from draftsmith.fleet.vllm.expand_kernel import expand
 from draftsmith.fleet.vllm.settings import Settings
 from draftsmith.fleet.vllm.state import WorkerState
 from draftsmith.fleet.wire.requests import record_name
-from draftsmith.ring import Ring
+from draftsmith.shared_memory.ring import Ring
 from tests.unit.fleet.recording.stand_ins import (
     VOCAB,
     FirstSampler,

@@ -23,7 +23,7 @@ from draftsmith.fleet.vllm.settings import Settings
 from draftsmith.fleet.wire.requests import Job, record_name
 from draftsmith.fleet.wire.writer import run
 from draftsmith.record import RoundRecord
-from draftsmith.ring import Ring
+from draftsmith.shared_memory.ring import Ring
 from draftsmith.train.data.roles import Role
 from tests.unit.fleet.recording.stand_ins import Writer
 from tests.unit.fleet.sglang.stand_ins import VOCAB, Engine, Request, eagle_sample, rows

@@ -87,5 +87,6 @@ print([name for name in ("transformers", "pyarrow", "fsspec", "vllm") if name in
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
     )
     # The package itself loads links and version; the rest is the ring to the writer, numpy alone.
-    base = ["child", "links", "ring", "ring_arrays", "version"]
+    parts = ["", ".arrays", ".child", ".ring"]
+    base = ["links", *(f"shared_memory{part}" for part in parts), "version"]
     assert done.stdout.splitlines() == [str([f"draftsmith.{name}" for name in base]), "[]"]

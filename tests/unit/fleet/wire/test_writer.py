@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith import child as child_module
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.traffic import stitch
 from draftsmith.fleet.wire import writer as writer_module
@@ -29,8 +28,9 @@ from draftsmith.fleet.wire.messages import Kind, RequestMeta, StepMeta, meta_arr
 from draftsmith.fleet.wire.requests import Job, record_name
 from draftsmith.fleet.wire.writer import run
 from draftsmith.record import RoundRecord, hashed_answer
-from draftsmith.ring import Ring
-from draftsmith.ring_arrays import send
+from draftsmith.shared_memory import child as child_module
+from draftsmith.shared_memory.arrays import send
+from draftsmith.shared_memory.ring import Ring
 from tests import forked
 
 META = RequestMeta("cmpl-a-0-0123abcd", "code", 1.0, 1.0, 0, 1.0, 0.0, False, False, 100, [2])
