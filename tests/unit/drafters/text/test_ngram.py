@@ -118,21 +118,21 @@ def test_a_growing_text_is_read_once():
     seconds = []
     for _ in range(9):
         history.append(7)
-        begun_s = time.perf_counter()
+        begun_s = time.thread_time()
         propose(drafter, [history], [4], names=["long"])
-        seconds.append(time.perf_counter() - begun_s)
-    begun_s = time.perf_counter()
+        seconds.append(time.thread_time() - begun_s)
+    begun_s = time.thread_time()
     np.asarray(history, dtype=np.int32)
-    assert min(seconds) < (time.perf_counter() - begun_s) / 2
+    assert min(seconds) < (time.thread_time() - begun_s) / 2
 
 
 def test_long_histories_are_cheap():
     """The worst case, one token over and over: well under the time of a forward pass."""
     drafter, history = Ngram(min_n=1, max_n=8), [5] * 100_000
-    begun_s = time.perf_counter()
+    begun_s = time.thread_time()
     for _ in range(5):
         drafted(drafter, history, 4)
-    assert (time.perf_counter() - begun_s) / 5 < 0.05
+    assert (time.thread_time() - begun_s) / 5 < 0.05
 
 
 @pytest.mark.parametrize(("min_n", "max_n"), [(0, 2), (3, 2)])

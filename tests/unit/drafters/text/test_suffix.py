@@ -251,16 +251,16 @@ def test_long_and_repetitive_texts_are_cheap():
         drafter.finished(str(number), text.tolist())
     history = words[:30_000].tolist()
     drafted(drafter, history, 4, "a")
-    begun_s = time.perf_counter()
+    begun_s = time.thread_time()
     for _ in range(50):
         history.append(int(generator.zipf(1.3)) % 30_000)
         drafted(drafter, history, 4, "a")
-    assert (time.perf_counter() - begun_s) / 50 < 0.02
+    assert (time.thread_time() - begun_s) / 50 < 0.02
     same = [5] * 30_000
     drafted(drafter, same, 8, "b")
-    begun_s = time.perf_counter()
+    begun_s = time.thread_time()
     assert drafted(drafter, [*same, 5], 8, "b") == [5] * 8
-    assert time.perf_counter() - begun_s < 0.05
+    assert time.thread_time() - begun_s < 0.05
 
 
 @pytest.mark.parametrize(
