@@ -26,7 +26,7 @@ from draftsmith.drafters.heads.mtp_deep import DeepMtp
 from draftsmith.drafters.heads.mtp_deepseek import AppendedMtp
 from draftsmith.drafters.heads.mtp_head import MtpHead
 from draftsmith.drafters.heads.mtp_layouts import LAYOUTS, layout_of, num_modules, text_values
-from draftsmith.drafters.heads.mtp_mimo import ARCHITECTURE as NATIVE
+from draftsmith.drafters.heads.mtp_mimo import ARCHITECTURE as MIMO_ARCHITECTURE
 from draftsmith.drafters.heads.mtp_mimo import is_native, read_native
 from draftsmith.drafters.init_from_target import fitted_norm
 from draftsmith.drafters.layouts.folder import DraftFolder
@@ -129,7 +129,7 @@ class Mtp:
             # a smaller model of the target's kind is no module of the target, though it has one
             fits = target is None or values.get("num_hidden_layers") == target.num_layers
             return fits and (not layout.always or layout.is_in(draft.names, values))
-        return draft.architecture == NATIVE
+        return draft.architecture == MIMO_ARCHITECTURE
 
     @classmethod
     def create(
