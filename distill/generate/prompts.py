@@ -99,8 +99,8 @@ def _from_rows(
     ways = (way_of(config, number) for number in itertools.count())
     for number, row in enumerate(_rows(config), start=1):
         text = row["messages"] if "messages" in row else row.get("prompt", row.get("text", ""))
-        key = text if isinstance(text, str) else json.dumps(text, sort_keys=True)
-        # Named by its content, so that a repeated prompt falls into one part.
+        key = _asked_in(text)
+        # Named by what it asks, so that a repeated prompt falls into one part, whatever its answer.
         document = Document(hashlib.sha256(key.encode()).hexdigest()[:16], key)
         if not key or not _wanted(document, config):
             continue
@@ -158,6 +158,24 @@ def _wanted(document: Document, config: GenerateOptions) -> bool:
     )
 
 
+def _before_answer(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Turns without the answers at the end."""
+    return list(itertools.dropwhile(lambda turn: turn["role"] == "assistant", reversed(turns)))[
+        ::-1
+    ]
+
+
+def _asked_in(text: str | list[dict[str, Any]]) -> str:
+    """Text of a prompt, the same for a chat of one question, with or without its answer, and for
+    the question alone."""
+    if isinstance(text, str):
+        return text
+    turns = _before_answer(text)
+    if len(turns) == 1 and turns[0]["role"] == "user" and isinstance(turns[0].get("content"), str):
+        return turns[0]["content"]
+    return json.dumps(turns, sort_keys=True)
+
+
 def _encode(
     text: str | list[dict[str, Any]],
     config: GenerateOptions,
@@ -176,9 +194,7 @@ def _encode(
             return list(tokenizer.encode(text))
         text = [{"role": "user", "content": text}]
     _check_template(config, tokenizer)
-    turns = list(itertools.dropwhile(lambda turn: turn["role"] == "assistant", reversed(text)))[
-        ::-1
-    ]
+    turns = _before_answer(text)
     if not turns:
         raise UserError(
             f"a chat of {config.prompts!r} holds nothing but answers; remove it, or give it a "

@@ -84,6 +84,24 @@ def test_equal_prompts_fall_into_one_part(tmp_path: Path) -> None:
     assert all(len(side) == 1 for side in sides.values())
 
 
+def test_a_question_has_one_name_in_every_form(tmp_path: Path) -> None:
+    """Chats with answers to train on, and their questions alone, are split alike."""
+
+    def chat(*turns: tuple[str, str]) -> dict[str, Any]:
+        return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+    rows = [
+        chat(("user", "why")),
+        chat(("user", "why"), ("assistant", "so")),
+        chat(("user", "why"), ("assistant", "because")),
+        {"prompt": "why"},
+        chat(("system", "be brief"), ("user", "why")),
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    names = [prompt.name for prompt in load(tmp_path / "a.jsonl", template="x")]
+    assert len(set(names[:4])) == 1 and names[4] != names[0]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
