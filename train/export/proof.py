@@ -62,10 +62,13 @@ def prove(source: Source, folder: Path, engine: str) -> Proof:
     than the checkpoint's."""
     target = load_target(str(source.target), trust_remote_code=source.trust_remote_code)
     expected = play_checkpoint(source, target)
+    prompts = prompts_for(target)
     read = READERS[source.family, engine](folder, source.target_config)
     if isinstance(read, Understood) and read.target is not None:
         target = load_target(str(read.target), trust_remote_code=source.trust_remote_code)
-    found = play_all(as_read(source, read, target), target, k=source.num_speculative_tokens)
+    found = play_all(
+        as_read(source, read, target), target, prompts, k=source.num_speculative_tokens
+    )
     limit = FLOAT32_LIMIT if target.dtype == torch.float32 else HALF_LIMIT
     moved = max(
         compare(ours, theirs, engine, limit) for ours, theirs in zip(expected, found, strict=True)
@@ -79,11 +82,12 @@ def prove(source: Source, folder: Path, engine: str) -> Proof:
 def play_checkpoint(source: Source, target: Target) -> list[Play]:
     """Rounds of the draft that was trained. It is let go, lest two pairs be held."""
     trained = ready(source, source.draft, target)
-    return play_all(trained, target, k=source.num_speculative_tokens)
+    return play_all(trained, target, prompts_for(target), k=source.num_speculative_tokens)
 
 
-def play_all(drafter: ServingDrafter, target: Target, *, k: int) -> list[Play]:
-    prompts = prompts_for(target)
+def play_all(
+    drafter: ServingDrafter, target: Target, prompts: Sequence[Sequence[int]], *, k: int
+) -> list[Play]:
     return [
         play(drafter, target, prompts, k=k, temperature=temperature) for temperature in TEMPERATURES
     ]

@@ -40,12 +40,13 @@ LLAMA_TYPES = {
 def vllm_options(
     family: str, target: str, draft: str, k: int, *, stitched: bool = False
 ) -> dict[str, Any]:
-    """vLLM's engine arguments. A draft that is stitched into its target is both models at once."""
+    """vLLM's engine arguments. A draft that is stitched into its target is both models at once;
+    transformers makes another tokenizer of the same files for MiMo's model type."""
     speculative = {**VLLM_METHODS[family], "num_speculative_tokens": k}
     if family not in VLLM_GREEDY:
         speculative["draft_sample_method"] = "probabilistic"
     if stitched:
-        return {"model": draft, "speculative_config": speculative}
+        return {"model": draft, "tokenizer": target, "speculative_config": speculative}
     options = {"model": target, "speculative_config": {**speculative, "model": draft}}
     # vLLM builds the block of an MTP module from the target's config, which must count one.
     return options | ({"hf_overrides": {"num_nextn_predict_layers": 1}} if family == "mtp" else {})
@@ -54,7 +55,8 @@ def vllm_options(
 def vllm_command(family: str, target: str, draft: str, k: int, *, stitched: bool = False) -> str:
     options = vllm_options(family, target, draft, k, stitched=stitched)
     flags = [
-        f"--{key.replace('_', '-')} '{json.dumps(value)}'"
+        f"--{key.replace('_', '-')} "
+        + (value if isinstance(value, str) else f"'{json.dumps(value)}'")
         for key, value in options.items()
         if key != "model"
     ]

@@ -134,6 +134,19 @@ def test_engines_read_the_draft_that_was_trained(
     assert found.rounds > 20 and found.moved < 1e-5
 
 
+def test_both_draft_behind_the_tokens_of_the_target(
+    exported: Callable[[str, str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """transformers makes Qwen2's tokenizer of any target's files in a folder of its model type."""
+    draft, folder = exported("mtp", "vllm")
+    shutil.copytree(folder, tmp_path / "e")
+    tokenizer = read_json(tmp_path / "e" / "tokenizer.json")
+    vocab = tokenizer["model"]["vocab"]
+    vocab["e"], vocab["t"] = vocab["t"], vocab["e"]
+    write_json(tmp_path / "e" / "tokenizer.json", tokenizer)
+    assert proved(draft, tmp_path / "e", "vllm") == proved(draft, folder, "vllm")
+
+
 def weights_of(folder: Path) -> Path:
     """The one file of the draft's own tensors."""
     names = ("model-mtp.safetensors", "medusa_lm_head.safetensors", "model.safetensors")

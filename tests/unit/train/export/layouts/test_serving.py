@@ -1,0 +1,11 @@
+"""Commands that serve an export."""
+
+from __future__ import annotations
+
+from draftsmith.train.export.layouts.serving import vllm_command
+
+
+def test_a_folder_of_both_models_is_served_with_the_tokenizer_of_the_target() -> None:
+    command = vllm_command("mtp", "org/target", "out", 3, stitched=True)
+    assert command.startswith("vllm serve out --tokenizer org/target --speculative-config '{")
+    assert "--tokenizer" not in vllm_command("mtp", "org/target", "out", 3)
