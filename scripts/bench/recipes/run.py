@@ -43,6 +43,14 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--work", type=Path, default=Path("runs") / "recipes", help="finished cells are kept here"
     )
+    parser.add_argument(
+        "--set",
+        nargs="*",
+        default=[],
+        dest="changes",
+        metavar="SETTING=VALUE",
+        help="change the pipelines: rows of their own, without another plain training",
+    )
     parser.add_argument("--report", action="store_true", help="run nothing, tell what is finished")
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     return parser.parse_args()
@@ -52,20 +60,35 @@ def main() -> None:
     chosen = options()
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     cells = [(name, seed) for seed in range(chosen.seeds) for name in chosen.pipelines]
-    rows: list[Row] = []
-    for name, seed in cells:
-        path = chosen.work / name / f"seed-{seed}.json"
-        made_of = {"minutes": chosen.minutes, "count": chosen.count, "seed": seed}
-        cell = read_json(path, "cell") if path.exists() else None
-        if (cell is None or cell["made_of"] != made_of) and not chosen.report:
-            cell = {"made_of": made_of, "rows": measure(name, chosen, seed)}
-            write_json(path, cell)
-        if cell is not None and cell["made_of"] == made_of:
-            rows += cell["rows"]
+    if not chosen.report:
+        for name, seed in cells:
+            finish(name, chosen, seed)
+    rows = finished(chosen)
     print(table(rows))
     if chosen.out is not None:
         report = {"schema": 1, "minutes": chosen.minutes, "count": chosen.count, "rows": rows}
         write_json(chosen.out, report)
+
+
+def finish(name: str, chosen: argparse.Namespace, seed: int) -> None:
+    """A cell is measured unless it is kept."""
+    label = "".join(f" {change}" for change in chosen.changes).replace("/", "_")
+    path = chosen.work / name / f"seed-{seed}{label}.json"
+    made_of = {"minutes": chosen.minutes, "count": chosen.count, "seed": seed}
+    if not path.exists() or read_json(path, "cell")["made_of"] != made_of:
+        write_json(path, {"made_of": made_of, "rows": measure(name, chosen, seed)})
+
+
+def finished(chosen: argparse.Namespace) -> list[Row]:
+    """Rows of the kept cells of this size, those of changed pipelines behind the others."""
+    rows: list[Row] = []
+    for name in chosen.pipelines:
+        paths = sorted((chosen.work / name).glob("seed-*.json"), key=lambda path: len(path.name))
+        for cell in (read_json(path, "cell") for path in paths):
+            made_of = cell["made_of"]
+            of_size = (made_of["minutes"], made_of["count"]) == (chosen.minutes, chosen.count)
+            rows += cell["rows"] if of_size and made_of["seed"] < chosen.seeds else []
+    return rows
 
 
 def measure(name: str, chosen: argparse.Namespace, seed: int) -> list[Row]:
@@ -73,6 +96,7 @@ def measure(name: str, chosen: argparse.Namespace, seed: int) -> list[Row]:
     answers are written once."""
     pipeline, out = PIPELINES[name], chosen.work / name / "run"
     words = settings(pipeline, target=TARGET, minutes=chosen.minutes, count=chosen.count, seed=seed)
+    words += chosen.changes
     with metered_stages():
         must(
             draftsmith(
@@ -83,14 +107,16 @@ def measure(name: str, chosen: argparse.Namespace, seed: int) -> list[Row]:
     parts = [training(out / stage) for stage in pipeline.trained]
     train_s, steps = sum(part[0] for part in parts), sum(part[1] for part in parts)
     plain = chosen.work / name / f"plain-{seed}"
-    train_plain(name, out, plain, minutes=train_s / 60, seed=seed)
+    if not chosen.changes:
+        train_plain(name, out, plain, minutes=train_s / 60, seed=seed)
     rows = []
     for one in pipeline.evaluated:
-        rows.append(
-            row(name, one, one.draft, seed, read_json(out / f"{one.stage}.json", "figures"))
-        )
+        if chosen.changes and not one.beside:
+            continue
+        label = ", ".join([one.draft, *chosen.changes])
+        rows.append(row(name, one, label, seed, read_json(out / f"{one.stage}.json", "figures")))
         rows[-1]["trained"] = {"seconds": train_s, "steps": steps}
-        if one.beside:
+        if one.beside and not chosen.changes:
             found = evaluate_plain(out, plain, one)
             rows.append(row(name, one, FORWARD_KL, seed, found))
             rows[-1]["trained"] = dict(zip(("seconds", "steps"), training(plain)))

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from draftsmith.commands.run import options_of
+from draftsmith.files import write_json
 from draftsmith.train.pipeline import runner
 from draftsmith.train.pipeline.recipe import read_recipe
 from draftsmith.train.pipeline.stage import resolve
+from scripts.bench.recipes import run
 from scripts.bench.recipes.pipelines import FORWARD_KL, PIPELINE, PIPELINES, settings
 from scripts.bench.recipes.report import table
-from scripts.bench.recipes.run import STAGE, metered_stages
+from scripts.bench.recipes.run import STAGE, finished, metered_stages
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -51,6 +54,48 @@ def test_the_table_pairs_the_seeds() -> None:
     ]
     rows += [row(PIPELINE, 1, 4.0, 1.5), row(FORWARD_KL, 1, 2.0, None)]
     assert "| 2.000 +- 0.000 |" in table(rows).splitlines()[2]
+
+
+def test_cells_of_this_size_are_told_changed_ones_behind(tmp_path: Path) -> None:
+    def write(name: str, minutes: float, seed: int) -> None:
+        cell = {"made_of": {"minutes": minutes, "count": 7, "seed": seed}, "rows": [{"of": name}]}
+        write_json(tmp_path / "eagle3-8b" / f"{name}.json", cell)
+
+    write("seed-0", 0.5, 0)
+    write("seed-0 draft.optim.lr=1", 0.5, 0)
+    write("seed-1", 0.5, 1)
+    write("seed-2", 0.5, 2)
+    write("seed-0 draft.seed=9", 1.0, 0)
+    chosen = argparse.Namespace(
+        work=tmp_path, pipelines=["mtp-qwen3", "eagle3-8b"], seeds=2, minutes=0.5, count=7
+    )
+    found = [row["of"] for row in finished(chosen)]
+    assert found == ["seed-0", "seed-1", "seed-0 draft.optim.lr=1"]
+
+
+def test_a_changed_pipeline_has_rows_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its plain training is that of the pipeline as it is."""
+    figures = {"evaluation": [{"temperature": 0.0}]}
+
+    def draftsmith(words: list[str]) -> int:
+        assert words[-1] == "align.divergence=forward-kl"
+        for one in PIPELINES["direct-alignment"].evaluated:
+            write_json(tmp_path / "direct-alignment" / "run" / f"{one.stage}.json", figures)
+        return 0
+
+    monkeypatch.setattr(run, "draftsmith", draftsmith)
+    monkeypatch.setattr(run, "training", lambda draft: (15.0, 7))
+    monkeypatch.setattr(run, "train_plain", None)
+    chosen = argparse.Namespace(
+        work=tmp_path, minutes=0.5, count=7, changes=["align.divergence=forward-kl"]
+    )
+    run.finish("direct-alignment", chosen, 1)
+    chosen.pipelines, chosen.seeds = ["direct-alignment"], 3
+    rows = finished(chosen)
+    assert [row["cell"]["name"] for row in rows] == ["pipeline, align.divergence=forward-kl"] * 2
+    assert all(row["trained"] == {"seconds": 30.0, "steps": 14} for row in rows)
 
 
 def test_stages_count_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
