@@ -13,7 +13,8 @@ SMALL = ("draft.accumulate=1", f"draft.max_length={MAX_LENGTH}")
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An `eval` stage of the pipeline. `beside`: the plain draft is evaluated on its data, too."""
+    """An `eval` stage of the pipeline. `beside`: the plain draft is evaluated on its data, too; the
+    others are of the draft of the first stage that trains."""
 
     stage: str
     draft: str

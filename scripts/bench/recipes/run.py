@@ -115,7 +115,8 @@ def measure(name: str, chosen: argparse.Namespace, seed: int) -> list[Row]:
             continue
         label = ", ".join([one.draft, *chosen.changes])
         rows.append(row(name, one, label, seed, read_json(out / f"{one.stage}.json", "figures")))
-        rows[-1]["trained"] = {"seconds": train_s, "steps": steps}
+        seconds, passed = (train_s, steps) if one.beside else parts[0]
+        rows[-1]["trained"] = {"seconds": seconds, "steps": passed}
         if one.beside and not chosen.changes:
             found = evaluate_plain(out, plain, one)
             rows.append(row(name, one, FORWARD_KL, seed, found))
