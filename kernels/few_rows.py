@@ -20,7 +20,7 @@ SOURCE = Path(__file__).with_name("few_rows_cpu.cpp")
 MOST_ROWS = 32
 # dtype -> its name in the source, and the numbers of which the width is a multiple.
 KINDS = {torch.float32: ("float32", 1), torch.bfloat16: ("bfloat16", 2)}
-_GROUP = 48  # outputs whose weights lie together: `kGroup` of the source
+_NARROW = 16  # outputs of which there is room for a multiple: `kNarrow` of the source
 
 _pointer, _number = ctypes.c_void_p, ctypes.c_int64
 
@@ -50,8 +50,8 @@ class FewRows:
     def __init__(self, kernel: _Kernel, weight: torch.Tensor, bias: torch.Tensor | None):
         self.num_outputs, self.width = weight.shape
         self._multiply, self._bias = kernel.multiply, bias
-        groups = -(-self.num_outputs // _GROUP)
-        self._weight = empty_in_huge_pages(groups * _GROUP * self.width, weight.dtype)
+        room = -(-self.num_outputs // _NARROW) * _NARROW
+        self._weight = empty_in_huge_pages(room * self.width, weight.dtype)
         self._pointers = (self._weight.data_ptr(), None if bias is None else bias.data_ptr())
         kernel.lay_out(
             weight.data_ptr(),

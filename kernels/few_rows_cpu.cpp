@@ -1,8 +1,9 @@
 // Products of a few rows with weights that were laid out for them, on a CPU: each weight is read
 // once, in the order of memory. few_rows.py compiles it and says what the arguments are.
 //
-// Outputs are taken in groups of 48. The weights of a group lie together: for each step along the
-// width (one number, or two of bfloat16) those of its first output, of its second, and so on.
+// Outputs are taken in groups of 48, the last ones in a group of as many sixteens as they need. The
+// weights of a group lie together: for each step along the width (one number, or two of bfloat16)
+// those of its first output, of its second, and so on.
 
 #include "host_numbers.h"
 
@@ -20,8 +21,7 @@ constexpr int64_t kLanes = 8, kTogether = 2;
 #else
 constexpr int64_t kLanes = 4, kTogether = 2;
 #endif
-constexpr int64_t kGroup = 48;
-constexpr int64_t kBlocks = kGroup / kLanes;  // registers of a group
+constexpr int64_t kGroup = 48, kNarrow = 16;  // outputs of a group, and of the least of groups
 typedef float Lanes __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
@@ -101,14 +101,20 @@ struct Product {
   int64_t num_rows, width, num_outputs;
 };
 
-// Adds the products of `kRows` rows and one group of outputs over `begin <= d < end` of the width.
-template <typename T, int kRows>
+// Outputs of a group of which `rest` are left.
+inline int64_t outputs_of(int64_t rest) {
+  return rest >= kGroup ? kGroup : (rest + kNarrow - 1) / kNarrow * kNarrow;
+}
+
+// Adds the products of `kRows` rows and one group of `kBlocks` registers of outputs over
+// `begin <= d < end` of the width.
+template <typename T, int kBlocks, int kRows>
 inline void add_rows(const T* rows, const T* weights, int64_t width, int64_t begin, int64_t end,
                      Lanes (*all)[kBlocks]) {
   typedef Step<T> S;
   Lanes sums[kRows][kBlocks] = {};
   for (int64_t d = begin; d < end; d += S::kWidth) {
-    const T* at = weights + d * kGroup;
+    const T* at = weights + d * kBlocks * kLanes;
     typename S::Weights w[kBlocks];
     for (int b = 0; b < kBlocks; b++) {
       __builtin_prefetch((const char*)(at + b * S::kWidth * kLanes) + kAhead);
@@ -124,16 +130,16 @@ inline void add_rows(const T* rows, const T* weights, int64_t width, int64_t beg
 }
 
 // As many rows at once as there are, `kTogether` at most: the number must be known to the compiler.
-template <typename T, int kRows = kTogether>
+template <typename T, int kBlocks, int kRows = kTogether>
 inline void add(const T* rows, int64_t count, const T* weights, int64_t width, int64_t begin,
                 int64_t end, Lanes (*sums)[kBlocks]) {
   if constexpr (kRows > 1) {
-    if (count < kRows) return add<T, kRows - 1>(rows, count, weights, width, begin, end, sums);
+    if (count < kRows) return add<T, kBlocks, kRows - 1>(rows, count, weights, width, begin, end, sums);
   }
-  add_rows<T, kRows>(rows, weights, width, begin, end, sums);
+  add_rows<T, kBlocks, kRows>(rows, weights, width, begin, end, sums);
 }
 
-template <typename T>
+template <typename T, int kBlocks>
 void multiply_group(const Product<T>& p, int64_t group) {
   Lanes sums[kMostRows][kBlocks];
   memset(sums, 0, p.num_rows * sizeof sums[0]);
@@ -141,7 +147,8 @@ void multiply_group(const Product<T>& p, int64_t group) {
   for (int64_t begin = 0; begin < p.width; begin += kPart) {
     const int64_t end = begin + kPart < p.width ? begin + kPart : p.width;
     for (int64_t row = 0; row < p.num_rows; row += kTogether)
-      add(p.rows + row * p.width, p.num_rows - row, weights, p.width, begin, end, sums + row);
+      add<T, kBlocks>(p.rows + row * p.width, p.num_rows - row, weights, p.width, begin, end,
+                      sums + row);
   }
   for (int b = 0; b < kBlocks; b++) {
     const int64_t first = group * kGroup + b * kLanes, rest = p.num_outputs - first;
@@ -162,7 +169,15 @@ template <typename T>
 void multiply(const Product<T>& p, int threads) {
   const int64_t groups = (p.num_outputs + kGroup - 1) / kGroup;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t group = 0; group < groups; group++) multiply_group(p, group);
+  for (int64_t group = 0; group < groups; group++) {
+    const int64_t outputs = outputs_of(p.num_outputs - group * kGroup);
+    if (outputs == kGroup)
+      multiply_group<T, kGroup / kLanes>(p, group);
+    else if (outputs == 2 * kNarrow)
+      multiply_group<T, 2 * kNarrow / kLanes>(p, group);
+    else
+      multiply_group<T, kNarrow / kLanes>(p, group);
+  }
 }
 
 // Lays out `weights` [num_outputs, width]; outputs that a last group lacks are zeros.
@@ -173,13 +188,14 @@ void lay_out(const T* weights, T* out, int64_t width, int64_t num_outputs, int t
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (int64_t group = 0; group < groups; group++) {
     T* to = out + group * width * kGroup;
+    const int64_t outputs = outputs_of(num_outputs - group * kGroup);
     for (int64_t begin = 0; begin < width; begin += kNear)
-      for (int64_t i = 0; i < kGroup; i++) {
+      for (int64_t i = 0; i < outputs; i++) {
         const int64_t output = group * kGroup + i;
         const int64_t end = begin + kNear < width ? begin + kNear : width;
         for (int64_t d = begin; d < end; d += kStep)
           for (int64_t s = 0; s < kStep; s++)
-            to[d * kGroup + i * kStep + s] =
+            to[d * outputs + i * kStep + s] =
                 output < num_outputs ? weights[output * width + d + s] : T{};
       }
   }

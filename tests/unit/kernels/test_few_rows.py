@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 # Of the norm of a row. float32 sums of 512 products, then of parts; bfloat16 rounds the result.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8}
 # (outputs, width): one group of 48 and its neighbours, one part of 512 and its neighbours.
-SHAPES = [(1, 2), (16, 6), (47, 510), (48, 512), (49, 514), (100, 1538), (256, 4)]
+SHAPES = [(1, 2), (16, 6), (17, 6), (33, 8), (47, 510), (48, 512), (49, 514), (100, 1538), (256, 4)]
 
 
 @pytest.fixture
@@ -160,3 +160,9 @@ def test_what_the_kernel_does_not_know_is_left_to_others(
     module._kernel.cache_clear()
     monkeypatch.setattr(module, "compiled", lambda source: None)
     assert few_rows(torch.ones(4, 4), None) is None
+
+
+@pytest.mark.parametrize(("outputs", "room"), [(256, 256), (48, 48), (33, 48), (250, 256)])
+def test_no_weights_are_read_that_are_not_there(outputs: int, room: int) -> None:
+    linear = made(torch.ones(outputs, 24), None)
+    assert linear._weight.numel() == room * 24  # all of it is read for every row
