@@ -49,10 +49,11 @@ class FewRows:
 
     def __init__(self, kernel: _Kernel, weight: torch.Tensor, bias: torch.Tensor | None):
         self.num_outputs, self.width = weight.shape
-        self._multiply, self._bias = kernel.multiply, bias
+        self.function, self._bias = kernel.multiply, bias
         room = -(-self.num_outputs // _NARROW) * _NARROW
         self._weight = empty_in_huge_pages(room * self.width, weight.dtype)
-        self._pointers = (self._weight.data_ptr(), None if bias is None else bias.data_ptr())
+        # of weights and bias
+        self.pointers = (self._weight.data_ptr(), None if bias is None else bias.data_ptr())
         kernel.lay_out(
             weight.data_ptr(),
             self._weight.data_ptr(),
@@ -72,9 +73,9 @@ class FewRows:
             )
         rows = rows.contiguous()
         out = rows.new_empty(*rows.shape[:-1], self.num_outputs)
-        self._multiply(
+        self.function(
             rows.data_ptr(),
-            *self._pointers,
+            *self.pointers,
             out.data_ptr(),
             count,
             self.width,

@@ -24,6 +24,7 @@ _ARGUMENTS = {
     "normalise": [_pointer] * 3 + [_number] * 2 + [_real] * 2 + [ctypes.c_int],
     "rotate": [_pointer] * 4 + [_number] * 5 + [ctypes.c_int],
     "gate": [_pointer] * 3 + [_number] * 4 + [ctypes.c_int],
+    "add": [_pointer] * 3 + [_number] * 4 + [ctypes.c_int],
 }
 
 
@@ -31,7 +32,8 @@ class RowSteps:
     """Steps of one dtype; made by `row_steps`."""
 
     def __init__(self, functions: dict[str, Any]):
-        self._normalise, self._rotate, self._gate = (functions[name] for name in _ARGUMENTS)
+        self.functions = functions  # as `call_list` calls them
+        self._normalise, self._rotate, self._gate, _ = (functions[name] for name in _ARGUMENTS)
 
     def normalise(
         self, x: torch.Tensor, weight: torch.Tensor | None, eps: float, share: float

@@ -68,6 +68,16 @@ void gate(const T* x, const T* factor, T* out, int64_t rows, int64_t width, int6
     }
 }
 
+template <typename T>
+void add(const T* x, const T* y, T* out, int64_t rows, int64_t width, int64_t x_stride,
+         int64_t y_stride, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t d = 0; d < width; d++)
+      narrow(widened(x[row * x_stride + d]) + widened(y[row * y_stride + d]),
+             out + row * width + d);
+}
+
 }  // namespace
 
 #define STEPS(name, T)                                                                             \
@@ -83,6 +93,10 @@ void gate(const T* x, const T* factor, T* out, int64_t rows, int64_t width, int6
   extern "C" void gate_##name(const T* x, const T* factor, T* out, int64_t rows, int64_t width,    \
                               int64_t x_stride, int64_t factor_stride, int threads) {              \
     gate<T>(x, factor, out, rows, width, x_stride, factor_stride, threads);                        \
+  }                                                                                                \
+  extern "C" void add_##name(const T* x, const T* y, T* out, int64_t rows, int64_t width,          \
+                             int64_t x_stride, int64_t y_stride, int threads) {                    \
+    add<T>(x, y, out, rows, width, x_stride, y_stride, threads);                                   \
   }
 
 STEPS(float32, float)

@@ -58,9 +58,9 @@ class PackedLinear:
             return
         joined = torch.cat(self.weights).detach()
         self._bias = self._joined_bias()
-        self._few = few_rows(joined, self._bias)
+        self.few = few_rows(joined, self._bias)
         self._packed = None
-        if self._few is None or self._copies > 1:
+        if self.few is None or self._copies > 1:
             self._packed = _laid_out(joined)
         self._versions = versions
 
@@ -75,8 +75,8 @@ class PackedLinear:
     def __call__(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
         """[..., in] -> [..., out_i] of every weight."""
         count = rows.numel() // rows.shape[-1]
-        if count <= MOST_ROWS and self._few is not None:
-            joined = self._few(rows)
+        if count <= MOST_ROWS and self.few is not None:
+            joined = self.few(rows)
         elif self._packed is None:
             pairs = zip(self.weights, self.biases)
             return [_plain(rows, weight, bias) for weight, bias in pairs]

@@ -9,6 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from draftsmith.drafters.compiled.capture import capture
+from draftsmith.drafters.compiled.one_call import one_call
 from draftsmith.drafters.compiled.rewrite import rewrite
 from draftsmith.drafters.target.attention import AttentionContext
 
@@ -26,26 +27,34 @@ class Replay:
     ):
         module = capture(function, examples)
         self._packed = rewrite(module, copies=copies)
-        self._constants = _lift_constants(module)
+        constants = _lift_constants(module)
+        self._constants = list(constants.values())
         module.recompile()
         self.graph = module.graph
-        self._run = module.forward
+        self._run, self._one_call = module.forward, one_call(module.graph, constants)
 
     def __call__(
         self, *inputs: torch.Tensor, attention_context: AttentionContext | None = None
     ) -> Any:
+        if self._one_call is not None:
+            found = self._one_call(inputs, attention_context, self._constants)
+            if found is not None:
+                return found
         return self._run(*inputs, attention_context, *self._constants)
 
     def refresh(self) -> None:
         for packed in self._packed:
             packed.refresh()
+        if self._one_call is not None:
+            self._one_call.refresh()
 
 
-def _lift_constants(module: GraphModule) -> list[Any]:
-    """Attributes of a module are slow to read: they become inputs, given with every call."""
+def _lift_constants(module: GraphModule) -> dict[torch.fx.Node, Any]:
+    """Attributes of a module are slow to read: they become its last inputs, given every
+    time."""
     graph = module.graph
     nodes: dict[str, torch.fx.Node] = {}
-    constants = []
+    constants: dict[torch.fx.Node, Any] = {}
     last_input = [node for node in graph.nodes if node.op == "placeholder"][-1]
     for node in list(graph.nodes):
         if node.op != "get_attr":
@@ -54,9 +63,9 @@ def _lift_constants(module: GraphModule) -> list[Any]:
             value: Any = module
             for part in node.target.split("."):
                 value = getattr(value, part)
-            constants.append(value)
             with graph.inserting_after(last_input):
-                last_input = nodes[node.target] = graph.placeholder(f"constant_{len(constants)}")
+                last_input = graph.placeholder(f"constant_{len(constants) + 1}")
+            nodes[node.target], constants[last_input] = last_input, value
         node.replace_all_uses_with(nodes[node.target])
         graph.erase_node(node)
     return constants

@@ -306,7 +306,9 @@ def _negated_first_half(module: GraphModule, sin: Node, half: int) -> Node:
     with module.graph.inserting_after(sin):
         signs_node = module.graph.get_attr(name)
     with module.graph.inserting_after(signs_node):
-        return module.graph.call_function(torch.mul, (sin, signs_node))
+        product = module.graph.call_function(torch.mul, (sin, signs_node))
+    product.meta["val"] = value
+    return product
 
 
 def _rotation_parts(root: Node) -> tuple[Node, Node, Node, int] | None:

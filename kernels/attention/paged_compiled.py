@@ -18,6 +18,7 @@ import torch
 from draftsmith.kernels.attention.paged_torch import GatheredContext
 from draftsmith.kernels.attention.pool import TreeLayout
 from draftsmith.kernels.attention.window import Chunk, Window, size_of
+from draftsmith.kernels.call_list import RowAddresses
 from draftsmith.kernels.host_compiler import compiled
 
 SOURCE = Path(__file__).with_name("paged_cpu.cpp")
@@ -67,6 +68,13 @@ class CompiledContext(GatheredContext):
             self._begins.data_ptr(),
             len(self._row_lengths),
         )
+
+    @property
+    def row_addresses(self) -> RowAddresses | None:
+        """Valid as long as this object; None where a row is a tree."""
+        if self.tree is not None:
+            return None
+        return RowAddresses(*self._rows, self._longest_row, self._tables.shape[1], self.block_size)
 
     def takes(
         self,

@@ -1,0 +1,144 @@
+"""Lists of kernel calls that are made by one call, for a CPU with a C++ compiler. Of a few rows, a
+kernel's call from Python costs about as much as a small model's step, and each call gives Python's
+lock away, which another thread may keep for long.
+
+Legend: T tokens of the pass.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from draftsmith.kernels.host_compiler import compiled
+
+SOURCE = Path(__file__).with_name("call_list_cpu.cpp")
+_MOST_PLACES, _MOST_NUMBERS, _MOST_REALS = 4, 12, 2
+_number = ctypes.c_int64
+
+
+class Kind(enum.IntEnum):
+    """Kernel of a call; its places in brackets, then its numbers. Strides and widths count numbers,
+    a token's own."""
+
+    MULTIPLY = 0  # (rows, weights, bias, out) width, outputs: `few_rows`
+    NORMALISE = 1  # (x, weight, out) rows of a token, width, stride, bytes of a number; eps, share
+    ROTATE = 2  # (x, cosine, sine, out) heads, dim, stride of a token, stride of a head
+    GATE = 3  # (x, factor, out) width, stride of x, stride of the factor
+    ADD = 4  # the same
+    COPY = 5  # (x, out) width, stride of x, stride of out, all in bytes
+    # (query, key, value, out) layer, heads, key heads, key dim, value dim, strides of a head and of
+    # a token of each, 2 * window + 1 where it is the size of chunks; scaling
+    ATTEND = 6
+
+
+class Place(NamedTuple):
+    """The address `bases[base] + per_token * T + fixed`, in bytes."""
+
+    base: int
+    per_token: int
+    fixed: int
+
+
+def at(address: int | None) -> Place:
+    """`bases[0]` is 0."""
+    return Place(0, 0, address or 0)
+
+
+class Call(NamedTuple):
+    kind: Kind
+    function: Any  # of a compiled kernel; None for `COPY`
+    places: Sequence[Place]
+    numbers: Sequence[int]
+    reals: Sequence[float] = ()
+
+
+class _Place(ctypes.Structure):
+    _fields_ = [(name, _number) for name in Place._fields]
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [
+        ("kind", _number),
+        ("function", ctypes.c_void_p),
+        ("places", _Place * _MOST_PLACES),
+        ("numbers", _number * _MOST_NUMBERS),
+        ("reals", ctypes.c_float * _MOST_REALS),
+    ]
+
+
+class RowAddresses(NamedTuple):
+    """Rows of a pass, for `Kind.ATTEND`: addresses of int64 numbers as `paged.py` has them, and of
+    each row's first token; then counts."""
+
+    tables: int
+    positions: int
+    lengths: int
+    begins: int
+    num_rows: int
+    longest_row: int
+    table_width: int
+    block_size: int
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = [*((name, _number) for name in RowAddresses._fields), ("layers", ctypes.c_void_p)]
+
+
+@cache
+def _run() -> Any:
+    library = compiled(SOURCE)
+    if library is None:
+        return None
+    library.run.argtypes = [ctypes.c_void_p, _number, ctypes.c_void_p, _number]
+    library.run.argtypes += [ctypes.c_void_p, ctypes.c_int]
+    library.run.restype = ctypes.c_bool
+    return library.run
+
+
+class CallList:
+    """Made by `call_list`. The caller keeps alive what its places name."""
+
+    def __init__(self, function: Any, calls: Sequence[Call]):
+        self._function = function
+        self._calls = (_Call * len(calls))(*map(_packed, calls))
+
+    def __call__(
+        self, bases: Sequence[int], tokens: int, rows: RowAddresses, layers: torch.Tensor
+    ) -> None:
+        """`layers` [L, 2] int64: addresses of each layer's keys and values. Raises `IndexError`
+        where a token lies behind the blocks of its row."""
+        given = _Rows(*rows, layers.data_ptr())
+        done = self._function(
+            self._calls,
+            len(self._calls),
+            (_number * len(bases))(*bases),
+            tokens,
+            ctypes.byref(given),
+            torch.get_num_threads(),
+        )
+        if not done:
+            raise IndexError("a token of the pass lies behind the blocks of its row")
+
+
+def _packed(call: Call) -> _Call:
+    packed = _Call(call.kind)
+    if call.function is not None:
+        packed.function = ctypes.cast(call.function, ctypes.c_void_p).value
+    for index, place in enumerate(call.places):
+        packed.places[index] = _Place(*place)
+    packed.numbers[: len(call.numbers)] = list(call.numbers)
+    packed.reals[: len(call.reals)] = list(call.reals)
+    return packed
+
+
+def call_list(calls: Sequence[Call]) -> CallList | None:
+    """None where there is no C++ compiler."""
+    function = _run()
+    return None if function is None else CallList(function, calls)

@@ -1,0 +1,101 @@
+// Calls of other kernels, one after another. call_list.py compiles it, makes the lists and says what
+// their numbers are.
+
+#include <stdint.h>
+#include <string.h>
+
+namespace {
+
+struct Place {
+  int64_t base, per_token, fixed;  // bytes
+};
+
+struct Call {
+  int64_t kind;
+  const void* function;
+  Place places[4];
+  int64_t numbers[12];
+  float reals[2];
+};
+
+// Rows of the pass and where the pool's keys and values lie.
+struct Rows {
+  const int64_t *tables, *positions, *lengths, *begins;
+  int64_t num_rows, longest_row, table_width, block_size;
+  char* const (*layers)[2];
+};
+
+enum Kind { kMultiply, kNormalise, kRotate, kGate, kAdd, kCopy, kAttend };
+
+typedef void (*Multiply)(const void*, const void*, const void*, void*, int64_t, int64_t, int64_t,
+                         int);
+typedef void (*Normalise)(const void*, const void*, void*, int64_t, int64_t, float, float, int);
+typedef void (*Rotate)(const void*, const void*, const void*, void*, int64_t, int64_t, int64_t,
+                       int64_t, int64_t, int);
+typedef void (*Pairs)(const void*, const void*, void*, int64_t, int64_t, int64_t, int64_t, int);
+typedef bool (*Attend)(const void*, const void*, const void*, void*, void*, void*, const int64_t*,
+                       const int64_t*, const int64_t*, const int64_t*, int64_t, int64_t, int64_t,
+                       int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+                       int64_t, int64_t, int64_t, int64_t, int64_t, float, int);
+
+// Tokens that are not side by side are normalised one by one.
+void normalise(const Call& call, char* const* at, int64_t tokens, int threads) {
+  const int64_t *n = call.numbers, rows = n[0], width = n[1], stride = n[2], bytes = n[3];
+  const Normalise function = (Normalise)call.function;
+  if (stride == rows * width)
+    return function(at[0], at[1], at[2], tokens * rows, width, call.reals[0], call.reals[1],
+                    threads);
+  for (int64_t token = 0; token < tokens; token++)
+    function(at[0] + token * stride * bytes, at[1], at[2] + token * rows * width * bytes, rows,
+             width, call.reals[0], call.reals[1], threads);
+}
+
+bool attend(const Call& call, char* const* at, const Rows& rows, int threads) {
+  const int64_t* n = call.numbers;
+  char* const* layer = rows.layers[n[0]];
+  return ((Attend)call.function)(at[0], at[1], at[2], layer[0], layer[1], at[3], rows.tables,
+                                 rows.positions, rows.lengths, rows.begins, rows.num_rows,
+                                 rows.longest_row, rows.table_width, rows.block_size, n[1], n[2],
+                                 n[3], n[4], n[5], n[6], n[7], n[8], n[9], n[10], n[11] >> 1,
+                                 n[11] & 1, call.reals[0], threads);
+}
+
+}  // namespace
+
+// False where a token lies behind the blocks of its row.
+extern "C" bool run(const Call* calls, int64_t num_calls, const int64_t* bases, int64_t tokens,
+                    const Rows* rows, int threads) {
+  for (int64_t i = 0; i < num_calls; i++) {
+    const Call& call = calls[i];
+    const int64_t* n = call.numbers;
+    char* at[4];
+    for (int j = 0; j < 4; j++) {
+      const Place& place = call.places[j];
+      at[j] = (char*)(bases[place.base] + place.per_token * tokens + place.fixed);
+    }
+    switch (call.kind) {
+      case kMultiply:
+        ((Multiply)call.function)(at[0], at[1], at[2], at[3], tokens, n[0], n[1], threads);
+        break;
+      case kNormalise:
+        normalise(call, at, tokens, threads);
+        break;
+      case kRotate:
+        ((Rotate)call.function)(at[0], at[1], at[2], at[3], tokens, n[0], n[1], n[2], n[3],
+                                threads);
+        break;
+      case kGate:
+      case kAdd:
+        ((Pairs)call.function)(at[0], at[1], at[2], tokens, n[0], n[1], n[2], threads);
+        break;
+      case kCopy:
+        for (int64_t token = 0; token < tokens; token++)
+          memcpy(at[1] + token * n[2], at[0] + token * n[1], n[0]);
+        break;
+      case kAttend:
+        if (!attend(call, at, *rows, threads)) return false;
+        break;
+    }
+  }
+  return true;
+}

@@ -1,0 +1,184 @@
+"""A pass of a few tokens as one call: the bits of the same kernels called one by one, and every
+other pass left to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from draftsmith.drafters.compiled import one_call as module
+from draftsmith.drafters.compiled.captured import capture_lm
+from draftsmith.drafters.compiled.one_call import OneCall
+from draftsmith.drafters.compiled.replay import Replay
+from draftsmith.drafters.target.packed_pass import PackedPass
+from draftsmith.drafters.target.target import Target
+from draftsmith.kernels.attention.paged import PagedPass
+from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
+from draftsmith.kernels.few_rows import MOST_ROWS, FewRows
+from draftsmith.kernels.row_steps import row_steps
+
+pytestmark = pytest.mark.skipif(row_steps(torch.float32) is None, reason="there is no C++ compiler")
+TAPS = (0, 2, 4)
+
+
+def made(tiny_target, architecture: str, dtype: torch.dtype = torch.float32) -> Target:
+    target = Target.load(tiny_target(architecture), dtype=dtype)
+    capture_lm(target)
+    assert target.captured
+    return target
+
+
+def body(target: Target) -> Replay:
+    return target._captured.body
+
+
+@contextmanager
+def one_by_one(target: Target) -> Iterator[None]:
+    """Kernels are called from Python."""
+    own, body(target)._one_call = body(target)._one_call, None
+    try:
+        yield
+    finally:
+        body(target)._one_call = own
+
+
+@contextmanager
+def counted(target: Target, monkeypatch) -> Iterator[list[bool]]:
+    """Whether each pass was one call."""
+    taken, original = [], OneCall.__call__
+
+    def call(self, *arguments):
+        found = original(self, *arguments)
+        if self is body(target)._one_call:
+            taken.append(found is not None)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OneCall, "__call__", call)
+        yield taken
+
+
+def passes(target: Target, counts: list[tuple[int, int]]) -> tuple[list[torch.Tensor], PagedPool]:
+    """Logits and taps of every pass over two texts in blocks out of order, and the pool."""
+    pool = target.new_pool(num_blocks=32, block_size=4)
+    tables = torch.randperm(32, generator=torch.Generator().manual_seed(1)).view(2, 16)
+    texts = torch.randint(3, target.vocab_size, (2, 64), generator=torch.Generator().manual_seed(2))
+    done, found = [0, 0], []
+    for count in counts:
+        rows = [row for row in range(2) if count[row]]
+        parts = [torch.arange(done[row], done[row] + count[row]) for row in rows]
+        ids = torch.cat([texts[row, part] for row, part in zip(rows, parts)])
+        positions = torch.cat(parts)
+        context = PagedPass(pool, tables[rows], positions, torch.tensor([len(p) for p in parts]))
+        output = target.forward(ids[None], positions[None], context, torch.arange(len(ids)), TAPS)
+        found += [output.logits, output.taps]
+        done = [one + two for one, two in zip(done, count)]
+    return found, pool
+
+
+PASSES = [(5, 9), (1, 1), (4, 2), (1, 0), (0, 8), (3, 3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral"])
+def test_one_call_gives_the_bits_of_many(tiny_target, architecture, dtype, monkeypatch):
+    target = made(tiny_target, architecture, dtype)
+    with counted(target, monkeypatch) as taken:
+        found, pool = passes(target, PASSES)
+    assert taken == [True] * len(PASSES)
+    with one_by_one(target):
+        expected, other_pool = passes(target, PASSES)
+    kept, others = ([*one.keys, *one.values] for one in (pool, other_pool))
+    for one, other in zip([*found, *kept], [*expected, *others], strict=True):
+        assert torch.equal(one, other)
+    # What an earlier pass gave is not written again: all of it was compared after the last one.
+    assert not torch.equal(found[2], found[6])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_no_product_is_called_from_python(tiny_target, monkeypatch, threads):
+    target = made(tiny_target, "llama")
+    before = torch.get_num_threads()
+    expected, _ = passes(target, PASSES)
+    products = []
+    original = FewRows.__call__
+    monkeypatch.setattr(
+        FewRows, "__call__", lambda self, rows: products.append(1) or original(self, rows)
+    )
+    try:
+        torch.set_num_threads(threads)
+        found, _ = passes(target, PASSES)
+    finally:
+        torch.set_num_threads(before)
+    assert len(products) == len(PASSES)  # the head's
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gpt2", "gpt_neox", "qwen3_moe"])
+def test_a_forward_with_other_operations_is_replayed(tiny_target, architecture):
+    assert body(made(tiny_target, architecture))._one_call is None
+
+
+@torch.no_grad()
+def test_passes_that_kernels_do_not_take_are_replayed(tiny_target, monkeypatch):
+    target = made(tiny_target, "llama")
+    ids = torch.arange(4, 10)
+    positions = torch.arange(6)
+    tree = TreeLayout(positions, torch.full((6,), -1), torch.zeros(6, dtype=torch.int64))
+    wide = target.new_pool(4, 16, dtype=torch.float64)
+    table, six = torch.arange(4)[None], torch.tensor([6])
+    pool = target.new_pool(4, 16)
+    expected = target.paged(ids[None], positions[None], PagedPass(pool, table, positions, six))
+    with counted(target, monkeypatch) as taken:
+        for context in (
+            PagedPass(target.new_pool(4, 16), table, positions, six),
+            PagedPass(target.new_pool(4, 16), table, positions, six, tree=tree),
+            PagedPass(target.new_pool(4, 16), table, positions, six, impl="torch"),
+            PagedPass(wide, table, positions, six),
+            PackedPass(torch.zeros(1, 6, dtype=torch.int64)),
+        ):
+            found = target.paged(ids[None], positions[None], context)
+            torch.testing.assert_close(found.final, expected.final, atol=1e-5, rtol=1e-5)
+        passes(target, [(MOST_ROWS // 2, MOST_ROWS // 2), (1, MOST_ROWS)])
+    assert taken == [True, False, False, False, False, True, False]
+
+
+def test_rows_with_more_queries_than_share_a_key_are_replayed(tiny_target, monkeypatch):
+    target = made(tiny_target, "llama")
+    group = body(target)._one_call._most_group
+    longest = module.paged_compiled.MOST_QUERIES // group
+    with counted(target, monkeypatch) as taken:
+        passes(target, [(longest, 1), (longest + 1, 1)])
+    assert taken == [True, False]
+
+
+def test_weights_written_in_place_count_after_a_refresh(tiny_target):
+    target = made(tiny_target, "llama")
+    before, _ = passes(target, [(3, 0)])
+    with torch.no_grad():
+        for weight in target.model.model.layers.parameters():
+            weight.mul_(1.5)
+    target.refresh()
+    found, _ = passes(target, [(3, 0)])
+    with one_by_one(target):
+        expected, _ = passes(target, [(3, 0)])
+    assert torch.equal(found[0], expected[0]) and not torch.equal(found[0], before[0])
+
+
+@torch.no_grad()
+def test_a_token_behind_its_blocks_is_an_error(tiny_target):
+    target = made(tiny_target, "llama")
+    positions = torch.tensor([4])
+    context = PagedPass(
+        target.new_pool(4, 4), torch.ones(1, 1).long(), positions, torch.ones(1).long()
+    )
+    with pytest.raises(IndexError, match="behind the blocks"):
+        target.paged(positions[None], positions[None], context)
+
+
+def test_without_a_compiler_forwards_are_replayed(tiny_target, monkeypatch):
+    monkeypatch.setattr(module, "row_steps", lambda dtype: None)
+    assert body(made(tiny_target, "llama"))._one_call is None
