@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -52,9 +52,11 @@ class RowSampling:
         positions = [position for _, position in self._streams]
         return torch.tensor(positions, dtype=torch.int64, device=self.device)
 
-    @cached_property
-    def distributions(self) -> SamplingRows:
-        return self._distributions(self.params, [p.temperature for p in self.params])
+    def repeated(self, counts: Sequence[int]) -> SamplingRows:
+        """The distribution of row b `counts[b]` times."""
+        options = [_options(params) for params in self.params]
+        repeated = [one for one, count in zip(options, counts, strict=True) for _ in range(count)]
+        return _distributions(tuple(repeated), self.device)
 
     def draft_seeds(self, num_rows: int) -> torch.Tensor:
         """[num_rows] int64 of the first rows, which draft; no two rounds of a request have the same
@@ -66,23 +68,31 @@ class RowSampling:
     ) -> SamplingRows:
         """Distributions of the first rows, which draft; at their requests' temperatures or the
         given ones."""
-        if temperatures is None and num_rows == len(self.params):
-            return self.distributions
-        params = self.params[:num_rows]
-        return self._distributions(
-            params, [p.temperature for p in params] if temperatures is None else temperatures
-        )
+        options = [_options(params) for params in self.params[:num_rows]]
+        if temperatures is not None:
+            options = [
+                one._replace(temperature=temperature)
+                for one, temperature in zip(options, temperatures, strict=True)
+            ]
+        return _distributions(tuple(options), self.device)
 
-    def _distributions(
-        self, params: Sequence[SamplingParams], temperatures: Sequence[float]
-    ) -> SamplingRows:
-        return SamplingRows.of(
-            temperatures,
-            top_k=[p.top_k for p in params],
-            top_p=[p.top_p for p in params],
-            min_p=[p.min_p for p in params],
-            device=self.device,
-        )
+
+class _Options(NamedTuple):
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+
+
+def _options(params: SamplingParams) -> _Options:
+    return _Options(params.temperature, params.top_k, params.top_p, params.min_p)
+
+
+@lru_cache(maxsize=64)
+def _distributions(options: tuple[_Options, ...], device: torch.device) -> SamplingRows:
+    """Made once for the rounds of the same requests; nothing writes into them."""
+    temperature, top_k, top_p, min_p = zip(*options)
+    return SamplingRows.of(temperature, top_k=top_k, top_p=top_p, min_p=min_p, device=device)
 
 
 class Source(enum.Enum):

@@ -80,10 +80,7 @@ def verify_round(
     ):
         return verified
     counts = [len(chain) + 1 for chain in chains]
-    distributions = sampling.distributions
-    if max(counts) > 1:
-        distributions = distributions.repeat(counts)
-    p_logits = process(logits, distributions)
+    p_logits = process(logits, sampling.repeated(counts))
     verified = VerifyOutput([], [])
     num_drafting = len(proposal.chains) if proposal is not None else 0
     num_rows = sum(counts[:num_drafting])

@@ -20,7 +20,7 @@ import torch._inductor.config
 import transformers
 from torch import nn
 
-from draftsmith.drafters.compiled import rewrite
+from draftsmith.drafters.compiled import replay, rewrite
 from draftsmith.drafters.compiled.captured import capture_forwards, capture_lm
 from draftsmith.drafters.compiled.packed_linear import PackedLinear
 from draftsmith.drafters.interface import DraftInputs
@@ -38,7 +38,8 @@ TOKENS = (1, 4, 8)
 DRAFTS = {"eagle3": Eagle3Options(), "mtp": MtpOptions(), "draft-lm": DraftLmOptions()}
 CONTEXT, BLOCK_SIZE, TURNS = 200, 16, 12  # positions before the step; turns of each variant
 PRODUCTS = ("plain", "packed", "captured", "small pages", "bfloat16", "int8")
-PRODUCTS_OF = {"captured": "captured", "unfused": "small pages"}  # those of a target; else plain
+# those of a target; else plain
+PRODUCTS_OF = {"captured": "captured", "many calls": "captured", "unfused": "small pages"}
 SMALL_PAGES = patch.object(
     few_rows, "empty_in_huge_pages", lambda count, dtype: torch.empty(count, dtype=dtype)
 )
@@ -60,10 +61,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="writes the JSON here too")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    own, captured, unfused = (Target.load(options.target, dtype=options.dtype) for _ in range(3))
+    own, captured, called, unfused = (
+        Target.load(options.target, dtype=options.dtype) for _ in range(4)
+    )
     targets = {"own": own, "packed": with_packed_linears(options), "captured": captured}
-    targets["unfused"] = unfused
+    targets |= {"many calls": called, "unfused": unfused}
     ready_s = {"captured": seconds(lambda: capture_lm(captured))}
+    # The same kernels, each called from Python.
+    with patch.object(replay, "one_call", lambda graph, constants: None):
+        capture_lm(called)
     # As it was before: torch's operations between products, whose weights lie in small pages.
     with SMALL_PAGES, patch.object(rewrite, "row_steps", lambda dtype: None):
         capture_lm(unfused)
