@@ -4,7 +4,8 @@ Files in reading order:
 - `capture`: a forward as a graph of tensor operations
 - `rewrite`: rewriting that keeps the numbers
 - `packed_linear`: linear layers of one input as one
-- `one_call`: the rewritten graph as a list of kernel calls, for few tokens
+- `kernel_steps`: the kernel calls of a rewritten graph
+- `one_call`: these as one call, for few tokens
 - `replay`: the rewritten graph as a function
 - `captured`: the parts of a causal LM, checked against the model
 

@@ -9,13 +9,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from draftsmith.drafters.compiled import one_call as module
+from draftsmith.drafters.compiled import kernel_steps
 from draftsmith.drafters.compiled.captured import capture_lm
 from draftsmith.drafters.compiled.one_call import OneCall
 from draftsmith.drafters.compiled.replay import Replay
 from draftsmith.drafters.target.packed_pass import PackedPass
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.attention.paged import PagedPass
+from draftsmith.kernels.attention.paged_compiled import MOST_QUERIES
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.few_rows import MOST_ROWS, FewRows
 from draftsmith.kernels.row_steps import row_steps
@@ -149,7 +150,7 @@ def test_passes_that_kernels_do_not_take_are_replayed(tiny_target, monkeypatch):
 def test_rows_with_more_queries_than_share_a_key_are_replayed(tiny_target, monkeypatch):
     target = made(tiny_target, "llama")
     group = body(target)._one_call._most_group
-    longest = module.paged_compiled.MOST_QUERIES // group
+    longest = MOST_QUERIES // group
     with counted(target, monkeypatch) as taken:
         passes(target, [(longest, 1), (longest + 1, 1)])
     assert taken == [True, False]
@@ -180,5 +181,5 @@ def test_a_token_behind_its_blocks_is_an_error(tiny_target):
 
 
 def test_without_a_compiler_forwards_are_replayed(tiny_target, monkeypatch):
-    monkeypatch.setattr(module, "row_steps", lambda dtype: None)
+    monkeypatch.setattr(kernel_steps, "row_steps", lambda dtype: None)
     assert body(made(tiny_target, "llama"))._one_call is None
