@@ -112,6 +112,78 @@ def test_what_is_gained_is_read_off_beside_its_cost(script: Script) -> None:
     assert last == "| 4 per 8 | 1 | 2.0 | 0.50 | 800 | 0.500 | 0.500 | 0.180 | 0.90 | 1.00 |"
 
 
+def test_drafts_by_class_are_served_and_told(
+    script: Script, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from draftsmith.distill.pool import pool
+
+    monkeypatch.setattr(pool, "FIRST_CLUSTERS", 16)
+    monkeypatch.setattr(script("pools"), "JUDGED", 4)
+    arguments = ["--work", work, "--out", tmp_path / "pools", "--seeds", 1, "--requests", 96]
+    names = ("pools-static", "pools-single", "pools-tagged", "pools-clustered")
+    script("run").main([str(argument) for argument in [*arguments, "--only", *names]])
+    report = json.loads((tmp_path / "pools.json").read_text())
+    static, single, tagged, clustered = (row["result"] for row in report["rows"])
+    assert all(one["requests"] == 48 for one in (static, single, tagged, clustered))
+    assert static["alpha_by_kind"].keys() == {"code", "prose", "headers"}
+    assert single["classes"] == [] and single["alphas"].keys() == {"shared"}
+    begun = {one["class"] for one in tagged["classes"] if one["decision"] == "class learns"}
+    assert begun and begun <= {"code", "prose", "headers"}
+    assert {f"{name}, candidate" for name in begun} <= tagged["alphas"].keys()
+    assert all(one["class"].startswith("(cluster") for one in clustered["classes"])
+    told = (tmp_path / "pools.md").read_text()
+    assert "| static | 1 | 48 |" in told and "| by learned cluster | 1 | 48 |" in told
+
+
+@pytest.mark.long
+def test_a_perfect_choice_is_bounded_offline(script: Script, work: Path, tmp_path: Path) -> None:
+    arguments = ["--work", work, "--out", tmp_path / "bound", "--seeds", 1, "--requests", 24]
+    script("run").main([str(argument) for argument in [*arguments, "--only", "pools-bound"]])
+    (row,) = json.loads((tmp_path / "bound.json").read_text())["rows"]
+    alphas = row["result"]["alphas"]
+    assert alphas["one"] != alphas["static"] and alphas["three"] != alphas["one"]
+    assert "| three drafts, as many tokens in all | 1 | 8 |" in (tmp_path / "bound.md").read_text()
+
+
+def test_what_drafts_by_class_bring_is_read_off(script: Script) -> None:
+    tables = script("pool_tables")
+    first = answers("code", 0, (30, 0.5)) + answers("prose", 30, (30, 0.3))
+    last = answers("code", 60, (15, 0.6)) + answers("headers", 75, (15, 0.4))
+    for one in [*first, *last]:
+        one["draft"] = "pool/code" if one["number"] in range(70, 75) else ""
+    result = {
+        "answers": [*last, *first],
+        "drafts": 1,
+        "sorted": {"a": {"code": 40, "prose": 10}, "b": {"prose": 20, "headers": 15, "code": 5}},
+    }
+    assert tables.first_own(result) == 70 and tables.own_share(result) == pytest.approx(5 / 30)
+    # code in a, prose and headers in b
+    assert tables.match(result) == pytest.approx((40 + 20 + 15) / 90)
+    rows = [{"cell": {"part": "pools", "name": "pools-tagged", "seed": 0}, "result": result}]
+    *_, told = tables.pools_table(rows)
+    assert told.startswith("| by tag | 1 | 90 | 0.433 | 0.500 | 0.600 | - | 0.400 |")
+
+
+def test_the_worth_of_a_perfect_choice_is_read_off(script: Script) -> None:
+    tables = script("pool_tables")
+    same = dict.fromkeys(("code", "prose", "headers"), 0.4)
+    alphas = {
+        name: {**same, "code": 0.4 + 0.03 * number} for number, name in enumerate(tables.BOUNDS)
+    }
+    rows = [
+        {
+            "cell": {"part": "pools", "name": "pools-bound", "seed": 0},
+            "result": {"texts": 8, "alphas": alphas},
+        }
+    ]
+    *_, static, one, three, _, longest = tables.bound_table(rows)
+    assert static.endswith("| 0.400 | -0.010 |") and one.endswith(
+        "| 8 x 3 | 0.430 | 0.400 | 0.400 | 0.410 | - |"
+    )
+    assert three.endswith("| 8 | 0.460 | 0.400 | 0.400 | 0.420 | 0.010 |")
+    assert longest.endswith("| 24 | 0.520 | 0.400 | 0.400 | 0.440 | 0.030 |")
+
+
 @pytest.mark.long
 def test_updates_of_known_worth_meet_the_gate(
     script: Script, work: Path, monkeypatch: pytest.MonkeyPatch
@@ -237,6 +309,8 @@ def test_streams_shift_as_they_are_named(script: Script) -> None:
     first, *_, last = np.array_split([name == "b" for name in streams.gradual("a", "b", 4000)], 8)
     assert first.mean() < 0.12 and last.mean() > 0.88
     assert streams.turns(("a", "b"), 2, 2) == ["a", "a", "b", "b"] * 2
+    mixed = streams.mixed(("a", "b", "c"), 600)
+    assert all(150 < mixed.count(name) < 250 for name in "abc") and len(set(mixed[:9])) == 3
 
 
 def test_a_day_is_lived_through_window_by_window(

@@ -103,10 +103,16 @@ POINTS: dict[str, Point] = {
 BASELINES = ("static", "ngram", "suffix")
 SYSTEM, CAPTURE, GATE, OBJECTIVES = "system", "capture", "gate", "objectives"
 COST = "cost"  # only when asked for
+# Drafts of classes, on the three domains at once; only when asked for. `BOUND` is offline.
+POOLS = "pools"
+BOUND, STATIC, SINGLE, TAGGED, CLUSTERED = (
+    "pools-bound", "pools-static", "pools-single", "pools-tagged", "pools-clustered"
+)  # fmt: skip
+POOL_CELLS = (BOUND, STATIC, SINGLE, TAGGED, CLUSTERED)
 # In the order of their worth, should an hour end too soon.
 PARTS = ("baselines", "curves", GATE, SYSTEM, OBJECTIVES, CAPTURE)
 LATE = ("no-replay",)
-NAMES = (*PARTS, COST, *CURVES, *POINTS)  # what can be asked for alone
+NAMES = (*PARTS, COST, POOLS, *CURVES, *POINTS, *POOL_CELLS)  # what can be asked for alone
 
 
 def plan(*, seeds: int, requests: int, only: Sequence[str] = PARTS) -> Iterator[Cell]:
@@ -114,7 +120,7 @@ def plan(*, seeds: int, requests: int, only: Sequence[str] = PARTS) -> Iterator[
     every = [
         cell
         for seed in range(seeds)
-        for part in (*PARTS, COST)
+        for part in (*PARTS, COST, POOLS)
         for cell in cells_of(part, seed, requests)
     ]
     chosen = [cell for cell in every if cell.part in only or cell.name in only]
@@ -131,6 +137,10 @@ def cells_of(part: str, seed: int, requests: int) -> Iterator[Cell]:
         yield from (
             Cell(part, name, seed, {"requests": part_of(requests, 0.35)}) for name in POINTS
         )
+    elif part == POOLS:
+        for name in POOL_CELLS:
+            share = 0.05 if name == BOUND else 0.5
+            yield Cell(part, name, seed, {"requests": part_of(requests, share)})
     elif part == GATE:
         yield Cell(part, GATE, seed, {"requests": part_of(requests, 0.1)})
     elif part == OBJECTIVES:

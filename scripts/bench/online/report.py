@@ -15,6 +15,7 @@ from scripts.bench.online.cells import BASELINES, CURVES, SECOND, THIRD
 from scripts.bench.online.cost import cost_summary, cost_table
 from scripts.bench.online.figures import WINDOW, Answers, moving, pooled_alpha, pooled_tau
 from scripts.bench.online.measures import over_seeds, results
+from scripts.bench.online.pool_tables import bound_table, pools_summary, pools_table
 
 Report = dict[str, Any]
 SUDDEN = ("sudden", "sudden-headers", "no-replay")
@@ -28,6 +29,8 @@ def tables(report: Report) -> str:
         goals(rows),
         streams(rows),
         cost_table(rows),
+        bound_table(rows),
+        pools_table(rows),
         objectives(rows),
         trials(rows),
         system(rows),
@@ -315,6 +318,8 @@ def summary(report: Report) -> Report:
             )
         elif row["cell"]["part"] == "cost":
             result = cost_summary(result)
+        elif row["cell"]["part"] == "pools":
+            result = pools_summary(result)
         elif row["cell"]["part"] == "baselines":
             result = {
                 name: {

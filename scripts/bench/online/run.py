@@ -24,6 +24,7 @@ from scripts.bench.online.cells import (
     NAMES,
     OBJECTIVES,
     PARTS,
+    POOLS,
     REQUESTS,
     SYSTEM,
     Cell,
@@ -34,6 +35,7 @@ from scripts.bench.online.curves import run_baselines, run_curve
 from scripts.bench.online.domains import PROMPT_TOKENS
 from scripts.bench.online.faults import run_gate
 from scripts.bench.online.objectives import run_objectives
+from scripts.bench.online.pools import run_pools
 from scripts.bench.online.report import draw, summary, tables
 from scripts.bench.online.setting import Setting, open_setting
 from scripts.bench.online.system import run_capture, run_system
@@ -48,6 +50,7 @@ RUN: dict[str, Callable[[Setting, Cell], dict[str, Any]]] = {
     SYSTEM: run_system,
     CAPTURE: run_capture,
     COST: run_cost,
+    POOLS: run_pools,
 }
 
 

@@ -1,5 +1,5 @@
-"""Which domain each request of a stream is from: sudden, gradual, oscillating and recurring shifts.
-Torch-free."""
+"""Which domain each request of a stream is from: sudden, gradual, oscillating and recurring shifts,
+and all at once. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ def gradual(first: str, second: str, count: int, *, seed: int = 0) -> Stream:
     return [
         second if generator.random() < (index + 0.5) / count else first for index in range(count)
     ]
+
+
+def mixed(domains: Sequence[str], count: int, *, seed: int = 0) -> Stream:
+    """Each request of any of the domains, all as likely."""
+    generator = random.Random(seed)
+    return [generator.choice(domains) for _ in range(count)]
 
 
 def turns(domains: Sequence[str], count: int, times: int) -> Stream:

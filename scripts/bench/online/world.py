@@ -19,7 +19,7 @@ import torch
 
 from draftsmith.distill.buffer.buffer import BufferReader, Reading
 from draftsmith.distill.buffer.traffic import OpenRequests, ServedText
-from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig
+from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig, PoolConfig
 from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import NoGuard, Throttle
@@ -29,14 +29,19 @@ from draftsmith.drafters.published import versions
 from draftsmith.drafters.target.target import Target
 from draftsmith.record import RoundRecord, SinkCounts
 from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.drafts.swap import Swap
 from draftsmith.serve.engine.build import build_engine
+from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.requests.request import Request, RequestOptions
+from draftsmith.serve.requests.route import LIVE
 from draftsmith.serve.sampling.params import SamplingParams
+from draftsmith.serve.watch import VersionWatcher
 from scripts.bench.online.domains import Ask
 
 K = 3
 BATCH = 16
 SAMPLING = SamplingParams(temperature=0.7, max_tokens=48, ignore_eos=True)
+NO_POOL = PoolConfig(most=0)
 CYCLE = 8  # finished requests between two turns of the learner
 
 
@@ -53,6 +58,7 @@ class Answer:
     passes: int  # of the target, the one that read the prompt included
     serve_s: float  # spent by the engine until it ended, of this thread's CPU time
     learn_s: float  # and by the learner
+    draft: str = LIVE  # that drafted it
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -124,7 +130,9 @@ class Server:
         sink: Any = None,
         version: int = 0,
         record_taps: int = 0,
+        is_tagged: bool = True,
     ):
+        self.is_tagged = is_tagged  # requests name their domain
         config = EngineConfig(
             k=K, max_batch=BATCH, max_queue=4 * BATCH, seed=seed, max_length=128,
             prefix_cache=False, record_taps=record_taps,
@@ -156,8 +164,9 @@ class Server:
                 self.learn_s += time.thread_time() - begun_s
 
     def _submit(self, ask: Ask) -> Request:
+        tag = ask.domain if self.is_tagged else ""
         return self.engine.submit(
-            ask.prompt, SAMPLING, options=RequestOptions(text=False, request_class=ask.domain)
+            ask.prompt, SAMPLING, options=RequestOptions(text=False, request_class=tag)
         )
 
     def _answer(self, request: Request, ask: Ask) -> Answer:
@@ -169,8 +178,20 @@ class Server:
         return Answer(
             ask.number, ask.domain, int(self.engine.stats.draft_version), sum(stats.accepted),
             tried,
-            stats.num_committed, stats.num_passes, self.serve_s, self.learn_s,
+            stats.num_committed, stats.num_passes, self.serve_s, self.learn_s, request.route.draft,
         )  # fmt: skip
+
+
+class Unstarted(EngineLoop):
+    """A loop whose engine is stepped by others: what is swapped in waits for the next round."""
+
+    def swap(
+        self, folder: str, version: str, *, draft: str = LIVE, timeout_s: float = 60.0
+    ) -> Swap:
+        return self.engine.drafts.prepare(folder, version, draft=draft)
+
+    def retire(self, draft: str) -> None:
+        self.engine.drafts.retire(draft)
 
 
 class World:
@@ -188,11 +209,13 @@ class World:
         seed: int,
         pipe: type[Pipe] = Pipe,
         record_taps: int = 0,
+        pool: PoolConfig = NO_POOL,
+        is_tagged: bool = True,
     ):
         config = DistillConfig(
             target=target.name, draft=str(draft), buffer=str(folder / "buffer"),
             versions=str(folder / "versions"),
-            learn=learn, gate=gate, seed=seed, save_s=1e9, dtype="float32",
+            learn=learn, gate=gate, pool=pool, seed=seed, save_s=1e9, dtype="float32",
         )  # fmt: skip
         self.target, self.root = target, folder / "versions"
         self.log = io.StringIO()
@@ -205,8 +228,10 @@ class World:
         )
         self.pipe = self.daemon.reader = pipe(folder / "buffer")
         self.server = Server(
-            target, live, seed=seed, sink=self.pipe, version=self.live, record_taps=record_taps
-        )
+            target, live, seed=seed, sink=self.pipe, version=self.live, record_taps=record_taps,
+            is_tagged=is_tagged,
+        )  # fmt: skip
+        self.watcher = VersionWatcher(Unstarted(self.server.engine), self.root, serving=self.live)
 
     @property
     def live(self) -> int:
@@ -222,8 +247,4 @@ class World:
         self.follow()
 
     def follow(self) -> None:
-        live = versions.latest(self.root)
-        if live is not None and str(live) != self.server.engine.stats.draft_version:
-            self.server.engine.drafts.prepare(
-                str(versions.open_version(self.root, live)), str(live)
-            )
+        self.watcher.look()
