@@ -119,12 +119,12 @@ def test_drafts_by_class_are_served_and_told(
 
     monkeypatch.setattr(pool, "FIRST_CLUSTERS", 16)
     monkeypatch.setattr(script("pools"), "JUDGED", 4)
-    arguments = ["--work", work, "--out", tmp_path / "pools", "--seeds", 1, "--requests", 96]
+    arguments = ["--work", work, "--out", tmp_path / "pools", "--seeds", 1, "--requests", 64]
     names = ("pools-static", "pools-single", "pools-tagged", "pools-clustered")
     script("run").main([str(argument) for argument in [*arguments, "--only", *names]])
     report = json.loads((tmp_path / "pools.json").read_text())
     static, single, tagged, clustered = (row["result"] for row in report["rows"])
-    assert all(one["requests"] == 48 for one in (static, single, tagged, clustered))
+    assert all(one["requests"] == 32 for one in (static, single, tagged, clustered))
     assert static["alpha_by_kind"].keys() == {"code", "prose", "headers"}
     assert single["classes"] == [] and single["alphas"].keys() == {"shared"}
     begun = {one["class"] for one in tagged["classes"] if one["decision"] == "class learns"}
@@ -132,7 +132,7 @@ def test_drafts_by_class_are_served_and_told(
     assert {f"{name}, candidate" for name in begun} <= tagged["alphas"].keys()
     assert all(one["class"].startswith("(cluster") for one in clustered["classes"])
     told = (tmp_path / "pools.md").read_text()
-    assert "| static | 1 | 48 |" in told and "| by learned cluster | 1 | 48 |" in told
+    assert "| static | 1 | 32 |" in told and "| by learned cluster | 1 | 32 |" in told
 
 
 @pytest.mark.long
