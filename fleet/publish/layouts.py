@@ -54,6 +54,8 @@ class LayoutWriter:
         # Loads torch and transformers: not before the first layout.
         from draftsmith.train.export.command import open_source, run
         from draftsmith.train.export.config import ExportConfig
+        from draftsmith.train.export.layouts.serving import VLLM_SPECULATORS
+        from draftsmith.train.export.layouts.table import WRITERS
 
         config = ExportConfig(
             draft=str(folder),
@@ -63,10 +65,17 @@ class LayoutWriter:
             prove=self.prove,
             trust_remote_code=self.trust_remote_code,
         )
-        if open_source(config).is_stitched:
+        source = open_source(config)
+        if source.is_stitched:
             raise UserError(
                 f"a draft in layout {layout!r} that is a part of its target's checkpoint cannot be "
                 f"swapped while serving; publish {str(folder)!r} without --layouts {layout}"
+            )
+        is_written = layout in WRITERS.get(source.family, {})
+        if layout == "speculators" and is_written and source.family not in VLLM_SPECULATORS:
+            raise UserError(
+                f"{str(folder)!r} is a draft of family {source.family!r}, which engines cannot "
+                f"read in layout {layout!r}; publish it with --layouts vllm"
             )
         out.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.redirect_stdout(io.StringIO()):  # its lines are for a person at a terminal

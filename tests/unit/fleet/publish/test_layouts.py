@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -15,6 +16,7 @@ from draftsmith.files import write_json
 from draftsmith.fleet.publish.layouts import LayoutWriter
 from draftsmith.fleet.publish.mirror import Mirror
 from draftsmith.fleet.store.store import VersionStore
+from draftsmith.train.export import command
 from draftsmith.train.export.layouts.source import Source
 
 
@@ -73,3 +75,19 @@ def test_a_draft_without_the_layout_or_inside_its_target_is_refused(
     monkeypatch.setattr(Source, "is_stitched", True)
     with pytest.raises(UserError, match="cannot be swapped while serving; publish"):
         LayoutWriter(root, ["vllm"]).write(folder)
+
+
+@pytest.mark.parametrize("family", ["eagle1", "mtp"])
+def test_a_layout_that_no_engine_reads_is_refused_and_another_named(
+    root: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """The speculators library reads these families, vLLM does not read them as it writes them."""
+    source = SimpleNamespace(is_stitched=False, family=family)
+    monkeypatch.setattr(command, "open_source", lambda config: source)
+    monkeypatch.setattr(command, "run", lambda config: None)
+    folder = versions.folder_of(root, 1)
+    with pytest.raises(UserError, match=f"'{family}', which .*; publish it with --layouts vllm$"):
+        LayoutWriter(root, ["speculators"]).write(folder)
+    assert set(LayoutWriter(root, ["vllm"]).write(folder)) == {"vllm"}
+    source.family = "eagle3"
+    assert set(LayoutWriter(root, ["speculators"]).write(folder)) == {"speculators"}
