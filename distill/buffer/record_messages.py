@@ -201,7 +201,7 @@ def _sources(
         logits = torch.from_numpy(np.concatenate([one.arrays[0] for one in members]))
         source = LoggedLogits(
             logits.view(getattr(torch, kind)),
-            range(len(logits)),
+            None,
             [token for record in recorded for token in record.drafted],
             [record.temperature for record in recorded for _ in record.drafted] if is_p else None,
         )

@@ -6,7 +6,8 @@ Files in reading order:
 - `noise_compiled`: the noise of a whole vocabulary by a compiled kernel
 - `random_streams_triton`: the same streams inside Triton kernels
 - `top_tokens`: sparse distributions: top tokens and the mass outside
-- `logged`: the same as records hold them
+- `logged_compiled`: the same as records hold them, by a compiled kernel
+- `logged`: the same by either way, when they are read
 - `vocabulary`: draft logits over the target's vocabulary
 
 Other chapters import `filters`, `logged`, `random_streams`, `top_tokens` and `vocabulary`.

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from draftsmith.kernels.sampling import logged_compiled
 from draftsmith.kernels.sampling.top_tokens import top_probs
 from draftsmith.record import TOP, ProbArrays
 
@@ -62,7 +63,7 @@ class LoggedLogits:
 
     Args:
         table: [R, V] logits, in memory that stays as it is until `keep` at least.
-        rows: [n] of the positions in it.
+        rows: [n] of the positions in it; None for all of it, which stays as it is.
         tokens: [n] drafted there.
         temperatures: [n] of p; None for q, which has no norms.
     """
@@ -70,12 +71,12 @@ class LoggedLogits:
     def __init__(
         self,
         table: torch.Tensor,
-        rows: Sequence[int],
+        rows: Sequence[int] | None,
         tokens: Sequence[int],
         temperatures: Sequence[float] | None = None,
     ):
         self._table: torch.Tensor | None = table
-        self._rows: torch.Tensor | None = torch.tensor(rows, dtype=torch.int64)
+        self._rows = None if rows is None else torch.tensor(rows, dtype=torch.int64)
         self._tokens, self._temperatures = tokens, temperatures
         self._lock = threading.Lock()
         self._made: ProbArrays | None = None
@@ -115,9 +116,15 @@ class LoggedLogits:
         with self._lock:
             if self._made is None:
                 assert self._table is not None
-                norms = np.zeros(len(self._tokens), dtype=np.float32)
-                if self._temperatures is not None:
-                    norms = log_norms_of(self._table, self._temperatures)
-                self._made = prob_arrays(self._table, norms, self._tokens)
+                self._made = self._arrays(self._table)
                 self._table = None
             return self._made
+
+    def _arrays(self, logits: torch.Tensor) -> ProbArrays:
+        made = logged_compiled.prob_arrays(logits, self._tokens, self._temperatures)
+        if made is not None:
+            return made
+        norms = np.zeros(len(self._tokens), dtype=np.float32)
+        if self._temperatures is not None:
+            norms = log_norms_of(logits, self._temperatures)
+        return prob_arrays(logits, norms, self._tokens)
