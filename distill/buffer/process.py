@@ -10,6 +10,7 @@ from draftsmith.distill.buffer import buffer
 from draftsmith.distill.buffer.folder import Folder
 from draftsmith.distill.buffer.forget import forget
 from draftsmith.distill.buffer.record_messages import Batch
+from draftsmith.kernels.sampling import logged_compiled
 from draftsmith.record import RoundRecord, SinkCounts
 from draftsmith.shared_memory.child import CAPACITY, Child
 from draftsmith.shared_memory.ring import Ring
@@ -57,6 +58,8 @@ class ProcessWriter:
         self.folder.make()
         self.dropped = self.untapped = 0
         self._batch = Batch()
+        # For the process, and for rounds of a full ring.
+        logged_compiled.prepare()
         self.child = Child(
             WRITER, dataclasses.asdict(job), share=job.share, capacity=capacity, resumes=True
         )

@@ -10,5 +10,6 @@ Files in reading order:
 - `logged`: the same by either way, when they are read
 - `vocabulary`: draft logits over the target's vocabulary
 
-Other chapters import `filters`, `logged`, `random_streams`, `top_tokens` and `vocabulary`.
+Other chapters import `filters`, `logged`, `logged_compiled`, `random_streams`, `top_tokens` and
+`vocabulary`.
 """

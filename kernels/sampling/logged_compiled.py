@@ -33,6 +33,11 @@ def _kernel(dtype: torch.dtype) -> Any:
     return function
 
 
+def prepare() -> None:
+    """Compiles now, so that no round waits for it."""
+    compiled(SOURCE)
+
+
 def prob_arrays(
     logits: torch.Tensor, tokens: Sequence[int], temperatures: Sequence[float] | None
 ) -> ProbArrays | None:

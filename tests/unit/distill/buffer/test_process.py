@@ -21,6 +21,7 @@ from draftsmith.distill.buffer import process_writer
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.folder import Folder
 from draftsmith.distill.buffer.process import Job, ProcessWriter
+from draftsmith.kernels.sampling import logged_compiled
 from draftsmith.kernels.sampling.logged import LoggedLogits, OneHot
 from draftsmith.record import Distributions, RecordedTaps, RoundRecord, SinkCounts
 from draftsmith.shared_memory import child as child_module
@@ -172,6 +173,15 @@ def test_a_full_ring_takes_reduced_rows_then_none_and_waits_for_nothing(
     records = read(tmp_path / "buffer")
     assert [len(one.p[0].ids) for one in records] == [64, 64]
     assert small.share == 1.0 and small.counts == SinkCounts(written=2, dropped=10)
+
+
+def test_the_kernel_is_compiled_before_the_first_round(
+    sink: Callable[..., ProcessWriter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources: list[Path] = []
+    monkeypatch.setattr(logged_compiled, "compiled", sources.append)
+    sink()
+    assert sources == [logged_compiled.SOURCE]
 
 
 def test_states_without_room_are_left_out_before_records_are(
