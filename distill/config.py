@@ -131,7 +131,9 @@ class LearnConfig:
         choices=("live", "recorded"),
     )
     taps_gib: float = option(
-        4.0, "most memory for recorded hidden states of the texts kept, where they are read"
+        4.0,
+        "most memory of the host for the target's hidden states of the texts kept: recorded ones, "
+        "or those of its own passes, each of which then reads a text once",
     )
     lr: float = option(5e-4, "learning rate, constant after the first warm-up steps")
     warmup_steps: int = option(10, "steps over which the learning rate rises")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.learn.text_states import TextStates
 from draftsmith.distill.state import Counters
 from draftsmith.distill.throttle import Throttle
 from draftsmith.drafters.target.target import Target
@@ -20,3 +21,4 @@ class LearnerContext:
     report: Callable[[str], None]  # prints a line for people
     save: Callable[[], None]  # saves the state of all tracks
     cursor: Callable[[], Mapping[str, int]]  # records read so far, per writer of the buffer
+    states: TextStates  # of the target on the texts that are trained and scored

@@ -21,6 +21,7 @@ from draftsmith.distill.context import LearnerContext
 from draftsmith.distill.draft_track import DraftTrack
 from draftsmith.distill.learn.target_source import TargetSource
 from draftsmith.distill.learn.teachers import open_target
+from draftsmith.distill.learn.text_states import states_of
 from draftsmith.distill.monitor.monitor import Monitor
 from draftsmith.distill.pool.pool import ClassPool
 from draftsmith.distill.state import LEARNER, Counters, StateFolder
@@ -51,6 +52,7 @@ class Daemon:
         self.target = open_target(config, self.source.folder)
         self.counters, self.open = Counters(), OpenRequests()
         self.monitor = Monitor(config.monitor.false_alarm)
+        self.states = states_of(self.target, config.learn)
         context = LearnerContext(
             config,
             self.target,
@@ -59,6 +61,7 @@ class Daemon:
             status.event,
             self.save,
             lambda: self.reader.cursor,
+            self.states,
         )
         self.shared = DraftTrack(self.root, context, draft=config.draft)
         self.pool = ClassPool(self.root, context, self.shared)
@@ -207,6 +210,7 @@ class Daemon:
         if answers == self.forgotten:
             return
         self.open.forget(answers)
+        self.states.forget()
         for one in self.tracks.values():
             one.forget(answers)
         self.save()

@@ -49,6 +49,7 @@ class DraftTrack:
             context.target,
             self.config.learn,
             seed=self.config.seed,
+            states=context.states,
         )
         self.lifecycle = VersionLifecycle(self.live, self.learner, context)
         self.fresh: list[ServedText] = []
@@ -202,13 +203,20 @@ class DraftTrack:
         if self.live.made_for:
             decision = enough(decision, self.config.gate)
         if decision.decision == "accept":
-            self.lifecycle.publish(decision, self.learner.averaged())
+            self._publish(decision)
             self.is_gate_due = False
             return
         self.is_gate_due = False
         self.lifecycle.record(decision)
         if decision.decision == "refuse" or self._has_fallen_behind(decision):
             self.lifecycle.start_over()
+
+    def _publish(self, decision: Decision) -> None:
+        """Publishes the candidate. Where it goes live, its scores are those of the live version."""
+        left = self.live.version
+        self.lifecycle.publish(decision, self.learner.averaged())
+        if self.live.version != left and decision.judged is not None:
+            self.live.scorer.take_over(decision.judged)
 
     def _has_fallen_behind(self, decision: Decision) -> bool:
         """True for a candidate that is worse with evidence: the live draft is the better start."""

@@ -31,7 +31,7 @@ class LiveVersion:
     def _new_scorer(self) -> Scorer:
         target = self.context.target
         length = min(self.context.config.learn.max_length, target.max_positions)
-        return Scorer(self.draft, target, max_length=length)
+        return Scorer(self.draft, target, max_length=length, states=self.context.states)
 
     @property
     def version(self) -> int:

@@ -93,6 +93,8 @@ class Decision:
     predicted: Predicted | None = None
     # rounds of the texts by how their engines draft, which alpha is for
     samplers: Mapping[str, int] = field(default_factory=dict)
+    # scores of the candidate on the texts, for the version that it may become
+    judged: Scorer | None = field(default=None, compare=False, repr=False)
 
     @property
     def p_value(self) -> float:
@@ -129,8 +131,8 @@ def decide(
         return Decision("refuse", "the candidate has weights that are not finite")
     if len(texts) < config.requests:
         return Decision("hold", f"{len(texts)} held-out requests, {config.requests} are needed")
-    both = [live, Scorer(candidate, live.target, max_length=live.max_length)]
-    scored, judged = score_together(both, texts, max_depth=max_depth)
+    judge = live.of(candidate)
+    scored, judged = score_together([live, judge], texts, max_depth=max_depth)
     agreeing = [index for index, one in enumerate(scored) if one.is_consistent]
     if len(agreeing) < config.requests:
         count = len(texts) - len(agreeing)
@@ -150,6 +152,7 @@ def decide(
         weigh(compare(before, after), value, config),
         predicted=predicted(old, new),
         samplers=samplers_of(chosen),
+        judged=judge,
     )
 
 

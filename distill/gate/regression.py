@@ -21,7 +21,6 @@ from draftsmith.distill.gate.gate import Comparison, compare, differences_of
 from draftsmith.distill.gate.scoring import Scored, Scorer, score_together
 from draftsmith.distill.gate.sequential import Ledger
 from draftsmith.distill.publisher import Publisher
-from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.record import sampler_of
 
 # Rules of verification that keep a drafted token at least as often as alpha says; "" is not known.
@@ -87,9 +86,6 @@ class LiveWatch:
         for one in self.earlier or ():
             one.scorer.forget(answers)
 
-    def _scorer(self, drafter: TrainedDrafter) -> Scorer:
-        return Scorer(drafter, self.publisher.target, max_length=self.live.max_length)
-
     def _earlier(self) -> list[Earlier]:
         """Earlier versions, the parent first. The parent has to be better by `drop`, since learning
         goes on; the floor, as a candidate, by the least gain worth a swap."""
@@ -98,9 +94,9 @@ class LiveWatch:
         found = []
         if publisher.parent_version is not None and publisher.parent is not None:
             least = self.config.gain if floor is None else self.config.drop
-            found.append(Earlier(publisher.parent_version, self._scorer(publisher.parent), least))
+            found.append(Earlier(publisher.parent_version, self.live.of(publisher.parent), least))
         if floor_version is not None and floor is not None:
-            found.append(Earlier(floor_version, self._scorer(floor), self.config.gain))
+            found.append(Earlier(floor_version, self.live.of(floor), self.config.gain))
         return found
 
     @property

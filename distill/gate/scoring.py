@@ -41,6 +41,7 @@ from draftsmith.kernels.acceptance import likeliest_mass, overlap
 from draftsmith.kernels.sampling.filters import process
 from draftsmith.kernels.sampling.vocabulary import scatter_to_target_vocab
 from draftsmith.train.data.batches import mask_of, padded
+from draftsmith.train.objective.teacher import StateReader
 from draftsmith.train.objective.unrolled_loss import Unrollable
 
 # Rows of full-vocabulary logits held at once.
@@ -92,9 +93,26 @@ class Scorer:
     """Draft with its cached scores: a live draft is scored on a text at every decision, in several
     windows."""
 
-    def __init__(self, drafter: Unrollable, target: Target, *, max_length: int):
+    def __init__(
+        self,
+        drafter: Unrollable,
+        target: Target,
+        *,
+        max_length: int,
+        states: StateReader | None = None,
+    ):
+        """`states` reads the target's states in its place."""
         self.drafter, self.target, self.max_length = drafter, target, max_length
+        self.states = states
         self._known: dict[tuple[str, int], Scored] = {}
+
+    def of(self, drafter: Unrollable) -> Scorer:
+        """Scorer of another draft for the same target."""
+        return Scorer(drafter, self.target, max_length=self.max_length, states=self.states)
+
+    def take_over(self, other: Scorer) -> None:
+        """Adopts the scores of a draft with the same weights."""
+        self._known = {**other._known, **self._known}
 
     def score(self, texts: Sequence[ServedText], *, max_depth: int) -> list[Scored]:
         return score_together([self], texts, max_depth=max_depth)[0]
@@ -143,6 +161,7 @@ def score_together(
             chosen,
             max_depth=max_depth,
             max_length=scorers[0].max_length,
+            states=scorers[0].states,
         )
         for index, scored in zip(lack, found, strict=True):
             new[index] |= {text.request: one for text, one in zip(chosen, scored, strict=True)}
@@ -172,15 +191,17 @@ def score_drafters(
     max_depth: int,
     max_length: int,
     batch: int = 8,
+    states: StateReader | None = None,
 ) -> list[list[Scored]]:
     """Scores by drafter; those that read the same states share the target's pass."""
+    reader = target if states is None else states
     scored: list[list[Scored]] = [[] for _ in drafters]
     for begin in range(0, len(texts), batch):
         part = texts[begin : begin + batch]
         read: dict[tuple[int, ...], TargetSide] = {}
         for one, found in zip(drafters, scored, strict=True):
             if one.taps not in read:
-                read[one.taps] = TargetSide.of(target, one.taps, part, max_length)
+                read[one.taps] = TargetSide.of(target, reader, one.taps, part, max_length)
             found += _score_batch(one, target, part, read[one.taps], max_depth, max_length)
     return scored
 
@@ -198,7 +219,12 @@ class TargetSide:
 
     @classmethod
     def of(
-        cls, target: Target, layers: tuple[int, ...], texts: Sequence[ServedText], max_length: int
+        cls,
+        target: Target,
+        reader: StateReader,
+        layers: tuple[int, ...],
+        texts: Sequence[ServedText],
+        max_length: int,
     ) -> TargetSide:
         is_outline = isinstance(target, TargetOutline)
         reads_records = is_outline and bool(layers)
@@ -213,7 +239,7 @@ class TargetSide:
         ]
         ids, mask = padded(rows), mask_of(rows)
         if not is_outline:
-            return cls(ids, mask, *target.states(ids, mask, layers))
+            return cls(ids, mask, *reader.states(ids, mask, layers))
         width = len(layers) * target.hidden_size
         taps = padded_taps(known, ids.shape[1], width, target.device) if reads_records else None
         return cls(ids, mask, taps, None)

@@ -22,13 +22,14 @@ from draftsmith.distill.config import LIMITS, POSITIONS, LearnConfig
 from draftsmith.distill.learn.adapters import adapt, rebase
 from draftsmith.distill.learn.optimizer import CandidateOptimizer, trained
 from draftsmith.distill.learn.teachers import (
-    TEACHERS,
     Batch,
     LearningRow,
     Span,
     check_positions,
     check_teacher,
+    teacher_of,
 )
+from draftsmith.distill.learn.text_states import TextStates, states_of
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.divergence.kind import kind_of
@@ -100,7 +101,7 @@ class Reservoir:
 
 class Learner:
     """Owner of the candidate's optimizer and of the reservoir. Randomness depends on `seed` and the
-    number of the update alone."""
+    number of the update alone. `states` of the target may be shared with others."""
 
     def __init__(
         self,
@@ -109,11 +110,13 @@ class Learner:
         config: LearnConfig,
         *,
         seed: int,
+        states: TextStates | None = None,
     ):
         check(config)
         self.drafter, self.target, self.config, self.seed = drafter, target, config, seed
         check_positions(config, drafter)
-        self.teacher = TEACHERS[config.teacher](target, drafter.taps)
+        known = states_of(target, config) if states is None else states
+        self.teacher = teacher_of(config, target, drafter.taps, known)
         self.reservoir = Reservoir(config.reservoir, self.teacher.keeps_p, taps_share(config))
         self.weights = role_weights(config.positions)
         if config.lora is not None:

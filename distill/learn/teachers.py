@@ -22,6 +22,7 @@ import torch
 from draftsmith.distill.buffer.known_taps import known_taps, num_readable, padded_taps
 from draftsmith.distill.config import DistillConfig, LearnConfig
 from draftsmith.distill.learn.target_outline import load_outline
+from draftsmith.distill.learn.text_states import TextStates
 from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.target.device import load_target
 from draftsmith.drafters.target.target import Target
@@ -67,13 +68,14 @@ class Batch(NamedTuple):
 
 
 class LiveTeacher:
-    """The target's own pass over every batch: distributions at all positions, and taps."""
+    """The target's own pass over every text: distributions at all positions, and taps."""
 
     keeps_p = False  # trained texts need no recorded distributions
 
-    def __init__(self, target: Target, taps: tuple[int, ...] = ()):
-        """`taps` of a draft come from the pass, too."""
-        self.target, self.source = target, LiveSource(target)
+    def __init__(self, target: Target, states: TextStates | None = None):
+        """Passes are made by `states`, where given, one per text. Taps of a draft come from the
+        pass, too."""
+        self.target, self.source = target, LiveSource(target, states)
         self.taps: tuple[int, ...] = ()
 
     def reads(self, records: Sequence[RoundRecord]) -> bool:
@@ -180,10 +182,15 @@ def recorded_of(spans: Sequence[Span], vocab_size: int) -> RecordedDistributions
     return RecordedDistributions(spans, [len(part.tail) for part in parts], top)
 
 
-TEACHERS: dict[str, type[LiveTeacher] | type[RecordedTeacher]] = {
-    "live": LiveTeacher,
-    "recorded": RecordedTeacher,
-}
+TEACHERS = ("live", "recorded")
+
+
+def teacher_of(
+    config: LearnConfig, target: Target, taps: tuple[int, ...], states: TextStates
+) -> LiveTeacher | RecordedTeacher:
+    if config.teacher == "live":
+        return LiveTeacher(target, states)
+    return RecordedTeacher(target, taps)
 
 
 def check_teacher(config: LearnConfig) -> None:

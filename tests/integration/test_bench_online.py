@@ -106,6 +106,8 @@ def test_what_is_gained_is_read_off_beside_its_cost(script: Script) -> None:
         {"cell": {"part": "cost", "name": name, "seed": 0}, "result": result}
         for name, result in (("8-per-8", dear), ("4-per-8", cheap))
     ]
+    half = cost.POINTS["half-batch"]
+    assert cost.learn_config(half).batch == 4 and cost.told(half) == "8 per 8, 4 texts a step"
     assert cost.relative_cost(dear) == pytest.approx(2.0)
     assert cost.training_share(dear) == pytest.approx(0.5)  # the last answer has 17.8 s of learning
     *_, last = cost.cost_table(rows)

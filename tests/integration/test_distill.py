@@ -3,6 +3,7 @@ way is in `test_faults.py`."""
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,7 +22,10 @@ from safetensors.torch import load_file
 from draftsmith.distill import command as daemon
 from draftsmith.distill.config import GateConfig, LearnConfig
 from draftsmith.distill.daemon import Daemon
+from draftsmith.distill.gate import scoring
 from draftsmith.distill.state import StateFolder
+from draftsmith.distill.status import Status
+from draftsmith.distill.throttle import NoGuard, Throttle
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import OPTIONS as DEFAULTS
 from draftsmith.drafters.options import LoraOptions
@@ -112,6 +117,35 @@ def test_running_engine_takes_a_published_version(loop: Callable[..., Any]) -> N
         torch.equal(a, b)
         for a, b in zip(drafter.state_dict().values(), published.state_dict().values(), strict=True)
     )
+
+
+def test_each_text_is_read_and_each_draft_scored_once(
+    loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training, the gate and the version that goes live ask for the same texts."""
+    made = loop()
+    made.serve(60)
+    quiet = Status(made.versions, io.StringIO())
+    learner = Daemon(made.config, quiet, Throttle(1.0, NoGuard(), threading.Event()))
+    for _ in range(10):
+        if learner.shared.live.version == 1:
+            learner.cycle()
+    assert learner.shared.live.version == 2
+    shared, states = learner.shared, learner.states
+    assert states.num_passes <= 60 < learner.config.learn.steps * learner.config.learn.batch
+    window, live = shared.window, shared.live.scorer
+    fresh = live.of(live.drafter).score(window, max_depth=shared.depth)
+    before = states.num_passes
+    with monkeypatch.context() as patched:
+        patched.setattr(scoring, "score_drafters", None)
+        known = live.score(window, max_depth=shared.depth)
+    assert len(window) >= made.config.gate.requests
+    for one, other in zip(known, fresh, strict=True):
+        np.testing.assert_allclose(one.alpha, other.alpha, atol=1e-6)
+    learner.forget(frozenset({window[0].request.partition("-")[0]}))
+    assert before == states.num_passes and states.num_bytes == 0
+    live.of(live.drafter).score(window[:1], max_depth=shared.depth)
+    assert states.num_passes == before + 1
 
 
 def test_a_version_that_is_worse_live_is_rolled_back_to_the_best_before_it(

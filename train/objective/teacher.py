@@ -35,14 +35,26 @@ class TargetSource(Protocol):
         ...
 
 
-class LiveSource:
-    """The running target, in one pass over the text."""
+class StateReader(Protocol):
+    """States of texts, as `Target.states` gives them."""
 
-    def __init__(self, target: Target):
-        self.target = target
+    def states(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        taps: tuple[int, ...],
+        segments: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]: ...
+
+
+class LiveSource:
+    """The running target, in one pass over the text. `reader` reads the states in its place."""
+
+    def __init__(self, target: Target, reader: StateReader | None = None):
+        self.target, self.reader = target, target if reader is None else reader
 
     def read(self, text: TextBatch, taps: tuple[int, ...]) -> TargetSignals:
-        tapped, hidden = self.target.states(
+        tapped, hidden = self.reader.states(
             text.input_ids, text.attention_mask, taps, text.segments
         )
         return TargetSignals(tapped, logits_at(self.target, hidden))

@@ -81,6 +81,7 @@ class Point:
 
     steps: int = 8  # optimizer steps per update
     fresh: int = 8  # texts per update
+    batch: int = 8  # texts per step
     depths: int = 3  # drafted positions unrolled
     rate: float = 1.0  # of the setting's learning rate
     teacher: str = "live"
@@ -91,6 +92,7 @@ POINTS: dict[str, Point] = {
     "8-per-8": Point(),
     "recorded": Point(teacher="recorded"),
     "one-depth": Point(depths=1),
+    "half-batch": Point(batch=4),
     "4-per-8": Point(steps=4),
     "8-per-16": Point(fresh=16),
     "2-per-8": Point(steps=2),

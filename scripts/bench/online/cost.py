@@ -37,6 +37,7 @@ def learn_config(point: Point) -> LearnConfig:
         LEARN,
         steps=point.steps,
         fresh=point.fresh,
+        batch=point.batch,
         lr=point.rate * LEARN.lr,
         warmup_steps=warmup,
         unroll=replace(LEARN.unroll, steps=point.depths),
@@ -144,6 +145,8 @@ def share(results: dict[int, Row], dearest: dict[int, Row], gain: Callable[[Row]
 
 def told(point: Point) -> str:
     extras = []
+    if point.batch != Point.batch:
+        extras.append(f"{point.batch} texts a step")
     if point.depths != Point.depths:
         extras.append(f"{point.depths} of {Point.depths} depths")
     if point.rate != Point.rate:

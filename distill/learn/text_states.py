@@ -1,0 +1,89 @@
+"""Hidden states of the target on served texts, each text read once.
+
+A text is trained on several times, fresh and replayed, and scored at every gate decision; its
+states under one target never change.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from draftsmith.distill.config import LearnConfig
+from draftsmith.drafters.target.target import Target
+from draftsmith.train.data.batches import padded
+
+Key = tuple[tuple[int, ...], bytes]  # taps, token ids
+
+
+class TextState(NamedTuple):
+    """States of one text of n tokens, on the CPU."""
+
+    taps: torch.Tensor | None  # [n, len(taps) * H]
+    hidden: torch.Tensor  # [n, H], for the target's head
+
+    @property
+    def num_bytes(self) -> int:
+        return self.hidden.nbytes + (0 if self.taps is None else self.taps.nbytes)
+
+
+class TextStates:
+    """States of texts under `target`, kept up to `limit_bytes`; those not read for longest are
+    dropped first.
+
+    A text is read in a pass of its own, so that its states depend on nothing else: not on the batch
+    it is trained in, nor on what a learner has read before it was started again.
+    """
+
+    def __init__(self, target: Target, limit_bytes: float):
+        self.target, self.limit_bytes = target, limit_bytes
+        self.num_bytes = self.num_passes = 0
+        self._known: dict[Key, TextState] = {}  # the latest read last
+
+    def states(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        taps: tuple[int, ...],
+        segments: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """As `Target.states`, with 0 behind the end of a text; packed rows are read as they are."""
+        if segments is not None:
+            return self.target.states(input_ids, attention_mask, taps, segments)
+        lengths = attention_mask.sum(dim=1).tolist()
+        rows = [
+            self._of(row[:length], taps) for row, length in zip(input_ids, lengths, strict=True)
+        ]
+        hidden = padded([one.hidden for one in rows]).to(input_ids.device)
+        tapped = [one.taps for one in rows if one.taps is not None]
+        return padded(tapped).to(input_ids.device) if tapped else None, hidden
+
+    def _of(self, ids: torch.Tensor, taps: tuple[int, ...]) -> TextState:
+        key = tuple(taps), ids.cpu().numpy().tobytes()
+        known = self._known.pop(key, None)
+        if known is None:
+            known = self._read(ids, taps)
+            self.num_bytes += known.num_bytes
+        self._known[key] = known
+        self._drop()
+        return known
+
+    def _read(self, ids: torch.Tensor, taps: tuple[int, ...]) -> TextState:
+        self.num_passes += 1
+        tapped, hidden = self.target.states(ids[None], torch.ones_like(ids[None]), taps)
+        return TextState(None if tapped is None else tapped[0].cpu(), hidden[0].cpu())
+
+    def _drop(self) -> None:
+        while self._known and self.num_bytes > self.limit_bytes:
+            oldest = next(iter(self._known))
+            self.num_bytes -= self._known.pop(oldest).num_bytes
+
+    def forget(self) -> None:
+        """Drops all states."""
+        self._known, self.num_bytes = {}, 0
+
+
+def states_of(target: Target, config: LearnConfig) -> TextStates:
+    """States of no text yet, within `learn.taps_gib`."""
+    return TextStates(target, config.taps_gib * 2**30)

@@ -1,0 +1,115 @@
+"""Hidden states of texts: those of the target's pass, each text read once, in any company."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from draftsmith.distill.buffer.traffic import ServedText, stitch
+from draftsmith.distill.config import LearnConfig, LearnUnroll
+from draftsmith.distill.gate.scoring import Scorer
+from draftsmith.distill.learn.learner import Learner
+from draftsmith.distill.learn.text_states import TextStates
+from draftsmith.drafters.target.target import Target
+from draftsmith.record import RoundRecord
+from draftsmith.train.data.batches import mask_of, padded
+from draftsmith.train.objective.teacher import LiveSource
+
+TAPS = (0, 1)
+GENEROUS = 1 << 30
+
+
+@pytest.fixture
+def texts() -> list[torch.Tensor]:
+    chance = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 288, (size,), generator=chance) for size in (5, 17, 9, 30)]
+
+
+@pytest.fixture
+def served(
+    target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
+) -> list[ServedText]:
+    grouped: dict[str, list[RoundRecord]] = {}
+    for record in serving(target, bigram(288), prompts(12), traffic()):
+        grouped.setdefault(record.request, []).append(record)
+    return [text for records in grouped.values() if (text := stitch(records)) is not None]
+
+
+def read(
+    states: TextStates | Target, texts: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return states.states(padded(texts), mask_of(texts), TAPS)
+
+
+def test_states_are_those_of_the_target(target: Target, texts: list[torch.Tensor]) -> None:
+    is_text = mask_of(texts).bool()
+    states = TextStates(target, GENEROUS)
+    for _ in range(2):
+        for found, expected in zip(read(states, texts), read(target, texts), strict=True):
+            assert found.shape == expected.shape and found.dtype == expected.dtype
+            torch.testing.assert_close(found[is_text], expected[is_text], rtol=1e-4, atol=1e-5)
+    hidden = states.states(padded(texts), mask_of(texts), ())[1]
+    torch.testing.assert_close(hidden, read(states, texts)[1])
+
+
+def test_a_text_is_read_once_and_alike_in_any_company(
+    target: Target, texts: list[torch.Tensor]
+) -> None:
+    states, others = TextStates(target, GENEROUS), TextStates(target, GENEROUS)
+    whole = read(states, texts)
+    assert states.num_passes == 4
+    # In pairs, so that every text is padded to another width, and in another order.
+    for part in ([3, 0], [2, 1], [1]):
+        for found, expected in zip(
+            read(others, [texts[index] for index in part]), whole, strict=True
+        ):
+            for row, index in enumerate(part):
+                size = len(texts[index])
+                assert torch.equal(found[row, :size], expected[index, :size])
+    assert others.num_passes == 4
+    read(states, texts)
+    assert states.num_passes == 4
+    states.states(padded(texts), mask_of(texts), (1,))
+    assert states.num_passes == 8, "other taps are not known"
+    states.forget()
+    read(states, texts[:1])
+    assert states.num_passes == 9
+
+
+def test_states_stay_within_their_bytes(target: Target, texts: list[torch.Tensor]) -> None:
+    width = (len(TAPS) + 1) * target.hidden_size * 4
+    states = TextStates(target, 22 * width)
+    for kept in ([texts[0]], [texts[1]], [texts[0]], [texts[2]]):
+        read(states, kept)
+    # 5 + 17 tokens fit, then the text of 17, not read for longest, makes room for 9.
+    assert states.num_bytes == 14 * width
+    before = states.num_passes
+    read(states, [texts[0], texts[2]])
+    assert states.num_passes == before
+    found = read(states, [texts[3]])[1]
+    assert states.num_bytes == 0, "a text over the limit is read and not kept"
+    torch.testing.assert_close(found, read(target, [texts[3]])[1], rtol=1e-4, atol=1e-5)
+
+
+def test_training_and_gate_share_one_pass_a_text(
+    target: Target, bigram: Callable, served: list[ServedText]
+) -> None:
+    config = LearnConfig(lr=1e-2, unroll=LearnUnroll(steps=1), replay=0.5, batch=4)
+    states, weights = TextStates(target, GENEROUS), []
+    for reader in (states, target):
+        learner = Learner(bigram(288), target, config, seed=0, states=states)
+        learner.teacher.source = LiveSource(target, reader)
+        learner.update(served[:6])
+        learner.update(served[6:])
+        weights.append(learner.drafter.head.detach().clone())
+    assert states.num_passes == len(served), "though each is trained on in several steps"
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-3, atol=1e-5)
+    plain = Scorer(learner.drafter, target, max_length=512).score(served, max_depth=3)
+    scorer = Scorer(learner.drafter, target, max_length=512, states=states)
+    for one in (scorer, scorer.of(learner.drafter)):
+        scored = one.score(served, max_depth=3)
+        for found, expected in zip(scored, plain, strict=True):
+            assert found.alpha == pytest.approx(expected.alpha, abs=1e-5)
+    assert states.num_passes == len(served)
