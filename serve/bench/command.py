@@ -8,7 +8,7 @@ import importlib.util
 import random
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any
 
@@ -44,18 +44,17 @@ def run(config: BenchConfig) -> int:
         config.prompts, count=config.num_prompts, chars=config.prompt_chars, seed=config.seed
     )
     with ExitStack() as servers:
-        urls = {}
+        urls: dict[str, str] = {}
         for tree in (CHAIN, *config.tree):
-            server = (
-                nullcontext(config.url)
-                if config.url is not None
-                else started(
-                    server_arguments(config, tree),
-                    timeout_s=config.timeout_s,
-                    api_key=config.api_key,
-                )
+            if config.url is not None:
+                urls[tree] = config.url
+                continue
+            server = started(
+                server_arguments(config, tree),
+                timeout_s=config.timeout_s,
+                api_key=config.api_key,
             )
-            urls[tree] = servers.enter_context(server)
+            urls[tree] = servers.enter_context(server).url
         cases, cost = asyncio.run(measure(config, urls, prompts))
     if config.synthetic_acceptance is not None:
         print("synthetic acceptance: speeds are for sizing, the text means nothing")

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 
@@ -17,9 +18,22 @@ from draftsmith.api_key import with_key
 from draftsmith.errors import UserError
 
 
+class ServerProcess(NamedTuple):
+    url: str
+    pid: int
+
+    def http_cpu_s(self) -> float | None:
+        """CPU time of the event loop's thread, the process's first; None where the system does not
+        say (it is Linux that does)."""
+        times = Path(f"/proc/{self.pid}/task/{self.pid}/schedstat")
+        return int(times.read_text().split()[0]) / 1e9 if times.exists() else None
+
+
 @contextmanager
-def started(arguments: list[str], *, timeout_s: float, api_key: str | None = None) -> Iterator[str]:
-    """`draftsmith serve ARGUMENTS` on a free port; yields its URL and stops it afterwards."""
+def started(
+    arguments: list[str], *, timeout_s: float, api_key: str | None = None
+) -> Iterator[ServerProcess]:
+    """`draftsmith serve ARGUMENTS` on a free port, stopped afterwards."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -29,7 +43,7 @@ def started(arguments: list[str], *, timeout_s: float, api_key: str | None = Non
         try:
             url = f"http://127.0.0.1:{port}"
             _wait(process, url, Path(folder) / "log", timeout_s)
-            yield url
+            yield ServerProcess(url, process.pid)
         finally:
             process.terminate()
             try:

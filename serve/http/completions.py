@@ -7,7 +7,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -204,41 +203,42 @@ async def _disconnected(request: Request) -> None:
 
 async def _stream(
     server: Server, streams: RequestStreams, responder: Responder
-) -> AsyncIterator[str]:
+) -> AsyncIterator[bytes]:
+    """Server-sent events of an answer. Those of updates that came together are one part."""
+    metrics, num_choices = server.metrics, responder.num_choices
+    updated_s: dict[int, float] = {}
     try:
-        async for body in _chunks(server, streams, responder):
-            yield responder.frame(body)
+        if openings := responder.openings(len(streams.requests)):
+            yield "".join(map(responder.frame, openings)).encode()
+        async for events in streams.rounds():
+            now_s = time.monotonic()
+            frames: list[str] = []
+            refusal: Refusal | None = None
+            for index, request, update in events:
+                if index in updated_s:
+                    metrics.gaps.observe(now_s - updated_s[index])
+                updated_s[index] = now_s
+                if update.finish_reason is not None:
+                    metrics.finished(request, num_choices=num_choices)
+                    if (refusal := failure(request)) is not None:
+                        break
+                # Also without text (half a character, say): a client measures the arrival of
+                # tokens by it.
+                frames.append(responder.frames(index, request, update))
+            if refusal is not None:
+                # The status line is long gone, so the error comes as an event, as OpenAI and vLLM
+                # send it.
+                frames.append(responder.frame(responder.failed(refusal.body())))
+            yield "".join(frames).encode()
+            if refusal is not None:
+                break
+        else:
+            metrics.answered([request.num_output for request in streams.requests], num_choices)
+            if closings := responder.closings(streams.requests):
+                yield "".join(map(responder.frame, closings)).encode()
     except asyncio.TimeoutError:
         refused = timed_out(server.limits.timeout_s or 0.0).body()
-        yield responder.frame(responder.failed(refused))
-    except Refusal as refusal:
-        # The status line is long gone, so the error comes as an event, as OpenAI and vLLM send it.
-        yield responder.frame(responder.failed(refusal.body()))
+        yield responder.frame(responder.failed(refused)).encode()
     finally:
         streams.cancel()
-    yield responder.last_frame
-
-
-async def _chunks(
-    server: Server, streams: RequestStreams, responder: Responder
-) -> AsyncIterator[dict[str, Any]]:
-    for opening in responder.openings(len(streams.requests)):
-        yield opening
-    previous_s: dict[int, float] = {}
-    async for index, request, update in streams.events():
-        now_s = time.monotonic()
-        if index in previous_s:
-            server.metrics.updated(now_s - previous_s[index])
-        previous_s[index] = now_s
-        if update.finish_reason is not None:
-            server.metrics.finished(request, num_choices=responder.num_choices)
-            if (refusal := failure(request)) is not None:
-                raise refusal
-        # Also without text (half a character, say): a client measures the arrival of tokens by it.
-        for body in responder.events(index, request, update):
-            yield body
-    server.metrics.answered(
-        [request.num_output for request in streams.requests], responder.num_choices
-    )
-    for closing in responder.closings(streams.requests):
-        yield closing
+    yield responder.last_frame.encode()

@@ -6,12 +6,12 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from draftsmith.serve.http.speculation_report import Level, speculation_report
-from draftsmith.serve.http.streams import sent_event
+from draftsmith.serve.http.streams import encoded, sent_event
 from draftsmith.serve.http.tokens import Prompt
 from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
 from draftsmith.serve.tools.answer import AnswerForm, AnswerParser, joined
@@ -59,6 +59,8 @@ class Responder(ABC):
     created: int = field(default_factory=lambda: int(time.time()))
     offsets: dict[int, int] = field(default_factory=dict)  # characters streamed, by choice
     counts: dict[int, int] = field(default_factory=dict)  # tokens streamed, by choice
+    # of chunks, before and behind their text, by choice
+    around_text: dict[int, tuple[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
@@ -177,6 +179,33 @@ class Responder(ABC):
         """Bodies of one round of a stream."""
         return [self.update(index, request, update)]
 
+    def frames(self, index: int, request: Request, update: Update) -> str:
+        """Events of one round, as part of a stream."""
+        return "".join(map(self.frame, self.events(index, request, update)))
+
+    def brings_text(self, request: Request, update: Update) -> bool:
+        """True where the chunk of a round, unless a choice's first, has nothing of its own but
+        text."""
+        return (
+            update.finish_reason is None
+            and request.params.logprobs is None
+            and not self.options.token_ids
+            and not self.options.running_usage
+        )
+
+    def text_frame(self, index: int, text: str, choice: Callable[[int, str], Body]) -> str:
+        """A chunk that brings text. What is around it is encoded once for each choice.
+
+        Args:
+            choice: choice of the chunk with this index and text.
+        """
+        around = self.around_text.get(index)
+        if around is None:
+            mark = uuid.uuid4().hex
+            before, after = self.frame(self.chunk([choice(index, mark)])).split(f'"{mark}"')
+            around = self.around_text[index] = (before, after)
+        return encoded(text).join(around)
+
     def closings(self, requests: Sequence[Request]) -> list[Body]:
         """Bodies with which a stream ends."""
         closing = self.closing(requests)
@@ -217,6 +246,12 @@ class CompletionResponder(Responder):
             index, request, update.text, update.logprobs, update.finish_reason, first=first
         )
 
+    def frames(self, index: int, request: Request, update: Update) -> str:
+        first = index not in self.offsets
+        if first or self.options.prompt_only or not self.brings_text(request, update):
+            return super().frames(index, request, update)
+        return self.text_frame(index, update.text, _text_choice)
+
     def _piece(
         self,
         index: int,
@@ -243,12 +278,7 @@ class CompletionResponder(Responder):
             logprobs = self._logprobs(
                 prompt.tokens[0], [*known, *entries], offset, request.params.logprobs
             )
-        body = {
-            "index": index,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": finish_name(reason),
-        }
+        body = _text_choice(index, text, logprobs, reason)
         body |= {"prompt_token_ids": prompt.tokens} if first and self.options.token_ids else {}
         return body | (self.prompt_logprobs(request) if first else {})
 
@@ -317,8 +347,15 @@ class ChatResponder(Responder):
         )
         return chunk | (self._prompt_tokens() if index == 0 else {})
 
+    def frames(self, index: int, request: Request, update: Update) -> str:
+        if self.form.is_text and update.text and self.brings_text(request, update):
+            return self.text_frame(index, update.text, _content_choice)
+        return super().frames(index, request, update)
+
     def delta(self, index: int, request: Request, update: Update) -> Body:
-        parser = self.parsers.setdefault(index, self.form.parser())
+        parser = self.parsers.get(index)
+        if parser is None:
+            parser = self.parsers[index] = self.form.parser()
         piece = parser.push(update.text)
         if update.finish_reason is not None:
             piece = joined([piece, parser.finish()])
@@ -378,6 +415,26 @@ class ChatResponder(Responder):
         # replacement character.
         data = None if "\ufffd" in text else list(text.encode())
         return {"token": text, "logprob": finite(logprob), "bytes": data}
+
+
+def _text_choice(
+    index: int, text: str, logprobs: Body | None = None, reason: FinishReason | None = None
+) -> Body:
+    return {
+        "index": index,
+        "text": text,
+        "logprobs": logprobs,
+        "finish_reason": finish_name(reason),
+    }
+
+
+def _content_choice(index: int, text: str) -> Body:
+    return {
+        "index": index,
+        "delta": {"content": text},
+        "logprobs": None,
+        "finish_reason": None,
+    }
 
 
 def new_call_id() -> str:

@@ -1,4 +1,4 @@
-"""The engine requests of one HTTP request: submitted together, their updates in one asyncio queue,
+"""The engine requests of one HTTP request: submitted together, their updates in one inbox,
 cancelled together."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
 from draftsmith.serve.engine.loop import EngineLoop
-from draftsmith.serve.http.threads import ThreadBridge, TokenizerThread
+from draftsmith.serve.http.threads import Inbox, ThreadBridge, TokenizerThread
 from draftsmith.serve.requests.request import OnUpdate, Request, RequestOptions, Update
 from draftsmith.serve.sampling.params import SamplingParams
 
@@ -35,7 +35,7 @@ class RequestStreams:
         self.loop, self._tokenizer_thread, self._bridge = loop, tokenizer_thread, bridge
         self.requests: list[Request] = []
         self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: Inbox[Event] = Inbox()
 
     async def submit(
         self,
@@ -69,26 +69,27 @@ class RequestStreams:
 
         return forward
 
-    async def events(self) -> AsyncIterator[Event]:
-        """Until every request has finished; leaving early cancels the rest."""
+    async def rounds(self) -> AsyncIterator[list[Event]]:
+        """Events that came together, in order, until every request has finished; leaving early
+        cancels the rest."""
         unfinished = len(self.requests)
         try:
             while unfinished:
-                event = await self._next()
-                unfinished -= event.update.finish_reason is not None
-                yield event
+                events = await self._next()
+                unfinished -= sum(event.update.finish_reason is not None for event in events)
+                yield events
         finally:
             self.cancel()
 
-    async def _next(self) -> Event:
+    async def _next(self) -> list[Event]:
         if self._deadline_s is None:
-            return await self._events.get()
+            return await self._events.take()
         return await asyncio.wait_for(
-            self._events.get(), max(0.0, self._deadline_s - time.monotonic())
+            self._events.take(), max(0.0, self._deadline_s - time.monotonic())
         )
 
     async def finished(self) -> list[Request]:
-        async for _ in self.events():
+        async for _ in self.rounds():
             pass
         return self.requests
 
@@ -104,7 +105,13 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
 
 
+def encoded(value: Any) -> str:
+    """JSON that no client takes for the end of a line."""
+    text = _encode(value)
+    return text if text.isascii() else text.translate(LINE_ENDS)
+
+
 def sent_event(body: dict[str, Any], name: str = "") -> str:
     """A body as a server-sent event, with a name or without."""
     head = f"event: {name}\n" if name else ""
-    return f"{head}data: {_encode(body).translate(LINE_ENDS)}\n\n"
+    return f"{head}data: {encoded(body)}\n\n"

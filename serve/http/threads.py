@@ -12,17 +12,39 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
+class Inbox(Generic[T]):
+    """Items for one task of the event loop, which takes all that are there. Every call is made on
+    the loop's thread."""
+
+    def __init__(self) -> None:
+        self._items: list[T] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: T) -> None:
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[T]:
+        """At least one item; waits for it."""
+        if not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        items, self._items = self._items, []
+        return items
+
+
 class ThreadBridge(Generic[T]):
-    """Items from any thread to queues of one event loop, many items per wake-up. A wake-up costs
+    """Items from any thread to inboxes of one event loop, many items per wake-up. A wake-up costs
     more than its item: system calls, and the two threads take Python's lock from each other in the
     middle of a round."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._items: deque[tuple[asyncio.Queue[T], T]] = deque()
+        self._items: deque[tuple[Inbox[T], T]] = deque()
         self._woken = False
 
-    def put(self, reader: asyncio.Queue[T], item: T) -> None:
+    def put(self, reader: Inbox[T], item: T) -> None:
         """Callable from any thread."""
         # The client's event loop may be gone while the engine still finishes a round.
         if self._loop.is_closed():
@@ -37,7 +59,7 @@ class ThreadBridge(Generic[T]):
         self._woken = False
         while self._items:
             reader, item = self._items.popleft()
-            reader.put_nowait(item)
+            reader.put(item)
 
 
 class TokenizerThread:

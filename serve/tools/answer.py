@@ -20,6 +20,11 @@ class AnswerForm(NamedTuple):
     reasoning: ReasoningFormat | None = None
     thinking: Thinking = Thinking.MAYBE
 
+    @property
+    def is_text(self) -> bool:
+        """True where an answer is its text, whatever stands in it."""
+        return self.calls is None and self.reasoning is None
+
     def parser(self) -> AnswerParser:
         return AnswerParser(self)
 

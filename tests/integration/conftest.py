@@ -129,23 +129,23 @@ def chat_target(tiny_target: Callable[..., str], tool_template: str) -> Target:
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """`scripted(text)`: the text of every answer from now on, whatever the model's is."""
-    events, text, step = RequestStreams.events, "", 3
+    rounds, text, step = RequestStreams.rounds, "", 3
 
     async def replaced(streams: RequestStreams) -> Any:
         last = None
-        async for event in events(streams):
-            last = event
+        async for events in rounds(streams):
+            last = events[-1]
         assert last is not None
         last.request.text, last.request.finish_reason = text, FinishReason.STOP
         pieces = [text[at : at + step] for at in range(0, len(text), step)]
         for piece in pieces:
-            yield last._replace(update=last.update._replace(text=piece, finish_reason=None))
-        yield last._replace(update=last.update._replace(text="", finish_reason=FinishReason.STOP))
+            yield [last._replace(update=last.update._replace(text=piece, finish_reason=None))]
+        yield [last._replace(update=last.update._replace(text="", finish_reason=FinishReason.STOP))]
 
     def script(answer: str) -> None:
         nonlocal text
         text = answer
-        monkeypatch.setattr(RequestStreams, "events", replaced)
+        monkeypatch.setattr(RequestStreams, "rounds", replaced)
 
     return script
 

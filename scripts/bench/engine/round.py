@@ -23,7 +23,7 @@ from draftsmith.drafters.checkpoint import load
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.bench.client import Client
 from draftsmith.serve.bench.prompts import read_prompts
-from draftsmith.serve.bench.server import started
+from draftsmith.serve.bench.server import ServerProcess, started
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
@@ -57,12 +57,15 @@ def inside(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams)
     }
 
 
-def over_http(url: str, prompts: Sequence[dict[str, Any]], body: dict[str, Any]) -> Row:
+def over_http(
+    server: ServerProcess, prompts: Sequence[dict[str, Any]], body: dict[str, Any]
+) -> Row:
     """The same against a server: ms of wall time a round and what its engine says of it, means;
-    prompts are read in it."""
+    prompts are read in it. "loop" is ms of CPU time of the event loop's thread by chunk of an
+    answer."""
 
     async def measure() -> float:
-        client = Client(url, api_key=None, timeout_s=TIMEOUT_S)
+        client = Client(server.url, api_key=None, timeout_s=TIMEOUT_S)
         try:
             return (
                 await client.measure(prompts, body | {"model": await client.model()}, len(prompts))
@@ -70,13 +73,17 @@ def over_http(url: str, prompts: Sequence[dict[str, Any]], body: dict[str, Any])
         finally:
             await client.http.aclose()
 
-    before = counters(url)
+    before, begun_s = counters(server.url), server.http_cpu_s()
     wall_s = asyncio.run(measure())
-    spent = {name: value - before[name] for name, value in counters(url).items()}
-    rounds = spent.pop("rounds")
-    return {"http": 1e3 * wall_s / rounds} | {
+    ended_s = server.http_cpu_s()
+    spent = {name: value - before[name] for name, value in counters(server.url).items()}
+    rounds, chunks = spent.pop("rounds"), spent.pop("gaps") + len(prompts)
+    row = {"http": 1e3 * wall_s / rounds} | {
         f"http {name}": 1e3 * value / rounds for name, value in spent.items()
     }
+    if begun_s is None or ended_s is None:
+        return row
+    return row | {"loop": 1e3 * (ended_s - begun_s) / chunks}
 
 
 def counters(url: str) -> dict[str, float]:
@@ -85,7 +92,9 @@ def counters(url: str) -> dict[str, float]:
         r'^draftsmith_time_seconds_total\{.*phase="(\w+)".*\} (\S+)$', text, re.MULTILINE
     )
     rounds = re.findall(r"^draftsmith_rounds_total(?:\{.*\})? (\S+)$", text, re.MULTILINE)
-    return {name: float(value) for name, value in phases} | {"rounds": float(rounds[0])}
+    gaps = re.findall(r"^vllm:inter_token_latency_seconds_count\{.*\} (\S+)$", text, re.MULTILINE)
+    found = {name: float(value) for name, value in phases}
+    return found | {"rounds": float(rounds[0]), "gaps": float(gaps[0])}
 
 
 def measure(target: Path, draft: Path | None, options: argparse.Namespace) -> list[Row]:
@@ -103,7 +112,7 @@ def measure(target: Path, draft: Path | None, options: argparse.Namespace) -> li
     rows = []
     with started(
         arguments + ([] if draft is None else ["--draft", str(draft)]), timeout_s=TIMEOUT_S
-    ) as url:
+    ) as server:
         for temperature in options.temperature:
             for streams in options.streams:
                 body = {
@@ -118,7 +127,7 @@ def measure(target: Path, draft: Path | None, options: argparse.Namespace) -> li
                 for _ in range(options.repeats + 1):
                     found.append(
                         inside(engine, ids[:streams], params)
-                        | over_http(url, prompts[:streams], body)
+                        | over_http(server, prompts[:streams], body)
                     )
                 row = {name: statistics.median(one[name] for one in found[1:]) for name in found[0]}
                 label = "no draft" if draft is None else draft.name
@@ -130,7 +139,8 @@ def measure(target: Path, draft: Path | None, options: argparse.Namespace) -> li
 def line(row: Row) -> str:
     cells = [row["label"], f"{row['temperature']:g}", str(row["streams"]), f"{row['tokens']:.2f}"]
     cells += [f"{row[name]:.2f}" for name in (*PHASES, "round", "http")]
-    return "| " + " | ".join([*cells, f"{row['http'] - row['round']:.2f}"]) + " |"
+    cells += [f"{row['http'] - row['round']:.2f}", f"{row['loop']:.3f}" if "loop" in row else "-"]
+    return "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:
@@ -156,10 +166,10 @@ def main() -> None:
     load_before = os.getloadavg()[0]
     print(
         "| draft | T | streams | tokens | "
-        + " | ".join([*PHASES, "engine", "over HTTP", "HTTP adds"])
+        + " | ".join([*PHASES, "engine", "over HTTP", "HTTP adds", "loop, a chunk"])
         + " |"
     )
-    print("|" + "---|" * 11, flush=True)
+    print("|" + "---|" * 12, flush=True)
     rows: list[Row] = []
     for draft in (None, options.draft or options.run / "eagle3"):
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:

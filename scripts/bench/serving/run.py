@@ -70,7 +70,7 @@ def our_systems(stack: ExitStack, bench: Bench) -> Iterator[System]:
         }
         if chosen:
             arguments = ["--target", str(bench.target), "--dtype", bench.dtype, *options]
-            url = stack.enter_context(started(arguments, timeout_s=TIMEOUT_S))
+            url = stack.enter_context(started(arguments, timeout_s=TIMEOUT_S)).url
             yield from (Served(name, url, extra=extra) for name, extra in chosen.items())
 
 
