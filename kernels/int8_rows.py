@@ -1,0 +1,156 @@
+"""Products with weights of 8 bits on a CPU with a C++ compiler: a code of -127 to 127 for each
+weight, and one float32 scale for each output.
+
+Decoding and verification wait for the weights, of which codes are half as many bytes as bfloat16. A
+few rows are a compiled kernel's, which makes numbers of the codes in registers; for more rows they
+are made once, for oneDNN. Sums are of states times codes, which both types of states hold exactly,
+and are scaled afterwards.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from draftsmith.kernels.host_compiler import compiled
+from draftsmith.kernels.huge_pages import empty_in_huge_pages
+
+SOURCE = Path(__file__).with_name("int8_rows_cpu.cpp")
+MOST_ROWS = 32  # of the kernel: `kMostRows` of the source
+KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+LARGEST = 127  # code
+STEP = 4  # the width is a multiple of it
+_GROUP = 48  # outputs whose codes lie together: `kGroup` of the source
+
+_pointer, _number = ctypes.c_void_p, ctypes.c_int64
+
+
+class _Kernel(NamedTuple):
+    multiply: Any
+    lay_out: Any
+    open: Any
+
+
+@cache
+def _kernel(dtype: torch.dtype) -> _Kernel | None:
+    library = compiled(SOURCE) if dtype in KINDS else None
+    if library is None:
+        return None
+    names = ("multiply", "lay_out", "open")
+    found = _Kernel(*(getattr(library, f"{name}_{KINDS[dtype]}") for name in names))
+    found.multiply.argtypes = [_pointer, _pointer, _number, _pointer, *[_number] * 3, ctypes.c_int]
+    for one in (found.lay_out, found.open):
+        one.argtypes = [_pointer, _pointer, _number, _number, ctypes.c_int]
+    for each in found:
+        each.restype = None
+    return found
+
+
+def available() -> bool:
+    """True where the kernel can be compiled."""
+    return _kernel(torch.float32) is not None
+
+
+class Int8Weight(NamedTuple):
+    """A linear layer's weight [out, in] as codes, laid out for states of one type."""
+
+    codes: torch.Tensor  # [groups * 48 * in] uint8, in an order that depends on the processor
+    scales: torch.Tensor  # [out] float32
+
+
+def quantised(weight: torch.Tensor, dtype: torch.dtype) -> Int8Weight:
+    """`weight` [out, in], of which each output is divided by the 127th part of its largest
+    magnitude and rounded to nearest; for states of `dtype`. Raises `ValueError` for a width that is
+    no multiple of 4, and where `available` is False."""
+    outputs, width = weight.shape
+    kernel = _kernel(dtype)
+    if kernel is None or width % STEP:
+        raise ValueError(f"weights [{outputs}, {width}] are not multiplied as int8 in {dtype}")
+    wide = weight.detach().float()
+    scales = wide.abs().amax(dim=1) / LARGEST
+    # An output of zeros has any scale.
+    steps = torch.where(scales > 0, scales, 1.0)
+    plain = (wide / steps[:, None]).round_().clamp_(-LARGEST, LARGEST).to(torch.int8)
+    codes = empty_in_huge_pages(-(-outputs // _GROUP) * _GROUP * width, torch.uint8)
+    threads = torch.get_num_threads()
+    kernel.lay_out(plain.data_ptr(), codes.data_ptr(), width, outputs, threads)
+    return Int8Weight(codes, scales)
+
+
+def opened(weight: Int8Weight, dtype: torch.dtype) -> torch.Tensor:
+    """Codes [out, in] as numbers of `dtype`, the type that they were laid out for."""
+    outputs = len(weight.scales)
+    width = len(weight.codes) // (-(-outputs // _GROUP) * _GROUP)
+    out = torch.empty(outputs, width, dtype=dtype)
+    kernel = _kernel(dtype)
+    assert kernel is not None  # or there were no such weight
+    kernel.open(weight.codes.data_ptr(), out.data_ptr(), width, outputs, torch.get_num_threads())
+    return out
+
+
+class Int8Rows:
+    """Products of the same rows with several weights, all for states of `dtype` and of one width.
+    A few rows' products do not depend on the other rows, nor on their number."""
+
+    def __init__(
+        self,
+        weights: Sequence[Int8Weight],
+        biases: Sequence[torch.Tensor | None],
+        dtype: torch.dtype,
+    ):
+        kernel = _kernel(dtype)
+        assert kernel is not None
+        self.dtype, self._multiply = dtype, kernel.multiply
+        self.sizes = [len(weight.scales) for weight in weights]
+        self.width = len(weights[0].codes) // (-(-self.sizes[0] // _GROUP) * _GROUP)
+        self._weights = list(weights)
+        self._biases = [None if bias is None else bias.to(dtype).contiguous() for bias in biases]
+        self._total = sum(self.sizes)
+        begins = [sum(self.sizes[:index]) for index in range(len(self.sizes))]
+        layers = [
+            (*(tensor.data_ptr() for tensor in weight), 0 if bias is None else bias.data_ptr())
+            for weight, bias in zip(self._weights, self._biases, strict=True)
+        ]
+        fields = [
+            field
+            for layer, begin, size in zip(layers, begins, self.sizes, strict=True)
+            for field in (*layer, begin, size)
+        ]
+        self._layers = torch.tensor(fields, dtype=torch.int64)  # `Layer` of the source
+        self._pointer = self._layers.data_ptr()
+
+    def __call__(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        """[..., in] -> [..., out_i] of every weight, sums in float32. Raises `ValueError` for
+        another width or dtype."""
+        if rows.shape[-1] != self.width or rows.dtype != self.dtype:
+            raise ValueError(
+                f"rows are {list(rows.shape)} of {rows.dtype}; give width {self.width} in "
+                f"{self.dtype}"
+            )
+        count = rows.numel() // self.width
+        if count > MOST_ROWS:
+            return [_many(rows, *layer) for layer in zip(self._weights, self._biases, strict=True)]
+        rows = rows.contiguous()
+        joined = rows.new_empty(*rows.shape[:-1], self._total)
+        self._multiply(
+            rows.data_ptr(),
+            self._pointer,
+            len(self.sizes),
+            joined.data_ptr(),
+            count,
+            self.width,
+            self._total,
+            torch.get_num_threads(),
+        )
+        return (joined,) if len(self.sizes) == 1 else torch.split_with_sizes(joined, self.sizes, -1)
+
+
+def _many(rows: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    product = torch.nn.functional.linear(rows, opened(weight, rows.dtype))
+    scaled = product.float().mul_(weight.scales)
+    return (scaled if bias is None else scaled.add_(bias)).to(rows.dtype)

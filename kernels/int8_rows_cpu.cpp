@@ -1,0 +1,263 @@
+// Products of a few rows with weights of 8 bits, on a CPU: codes are read once, in the order of
+// memory, and become numbers in registers. int8_rows.py compiles it and says what the arguments are.
+//
+// Outputs are taken in groups of 48, as in few_rows_cpu.cpp. The codes of a group lie together: for
+// each step along the width, a register's worth for the first outputs, for the next, and so on.
+
+#include "host_numbers.h"
+
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#include <immintrin.h>
+#define DRAFTSMITH_TABLES 1
+#endif
+
+namespace {
+
+// One register of numbers, and the most rows at once: their sums stay in registers.
+#if defined(__AVX512F__)
+constexpr int64_t kLanes = 16, kTogether = 6;
+#elif defined(__AVX__)
+constexpr int64_t kLanes = 8, kTogether = 2;
+#else
+constexpr int64_t kLanes = 4, kTogether = 2;
+#endif
+constexpr int64_t kGroup = 48;
+constexpr int64_t kBlocks = kGroup / kLanes;  // registers of a group
+typedef float Lanes __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Integers __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+constexpr int64_t kMostRows = 32;
+// Of the width: its products are summed apart, and its codes stay near until all rows met them.
+constexpr int64_t kPart = 512;
+constexpr int64_t kAhead = 256;  // bytes of codes that are asked for early
+
+// One step along the width: codes of `kLanes` outputs, and what they meet of a row.
+constexpr int64_t kWidth = 4;
+template <typename T>
+struct Step {
+  struct Weights {
+    Lanes of[kWidth];
+  };
+  static inline int64_t place(int64_t lane, int64_t step) { return lane * kWidth + step; }
+  static inline uint8_t encoded(int8_t code) { return uint8_t(code); }
+  static inline Weights open(const uint8_t* from) {
+    Words words;
+    memcpy(&words, from, sizeof words);
+    Weights w;
+    for (int64_t step = 0; step < kWidth; step++)  // signed: the last byte of a word has the sign
+      w.of[step] = __builtin_convertvector((Integers)(words << (24 - 8 * step)) >> 24, Lanes);
+    return w;
+  }
+  static inline void add(Lanes& sum, const Weights& w, const T* row) {
+    for (int64_t step = 0; step < kWidth; step++) sum += w.of[step] * widened(row[step]);
+  }
+  static inline void spread(const Weights& w, T* to) {
+    for (int64_t step = 0; step < kWidth; step++)
+      for (int64_t lane = 0; lane < kLanes; lane++)
+        narrow(w.of[step][lane], to + lane * kWidth + step);
+  }
+};
+
+#if defined(DRAFTSMITH_TABLES)
+// A code is a sign and a magnitude below 128, whose two bytes as bfloat16 are looked up.
+struct Tables {
+  alignas(64) uint8_t high[128], low[128];
+  Tables() {
+    for (int magnitude = 0; magnitude < 128; magnitude++) {
+      Bfloat16 number;
+      narrow(float(magnitude), &number);
+      high[magnitude] = number.bits >> 8;
+      low[magnitude] = number.bits & 0xFF;
+    }
+  }
+};
+const Tables kTables;
+
+template <>
+struct Step<Bfloat16> {
+  struct Weights {
+    __m512bh first, last;  // pairs of the first two numbers of the width, and of the last two
+  };
+  static inline int64_t place(int64_t lane, int64_t step) {
+    return lane / 4 * 16 + step / 2 * 8 + lane % 4 * 2 + step % 2;
+  }
+  static inline uint8_t encoded(int8_t code) {
+    return code < 0 ? uint8_t(0x80 - code) : uint8_t(code);
+  }
+  static inline Weights open(const uint8_t* from) {
+    const __m512i codes = _mm512_loadu_si512(from);
+    const __m512i magnitudes = _mm512_permutex2var_epi8(_mm512_load_si512(kTables.high), codes,
+                                                        _mm512_load_si512(kTables.high + 64));
+    const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(kTables.low), codes,
+                                                 _mm512_load_si512(kTables.low + 64));
+    const __m512i high =  // magnitudes | (codes & sign)
+        _mm512_ternarylogic_epi64(magnitudes, codes, _mm512_set1_epi8(char(0x80)), 0xF8);
+    return {(__m512bh)_mm512_unpacklo_epi8(low, high), (__m512bh)_mm512_unpackhi_epi8(low, high)};
+  }
+  static inline void add(Lanes& sum, const Weights& w, const Bfloat16* row) {
+    int32_t first, last;
+    memcpy(&first, row, sizeof first);
+    memcpy(&last, row + 2, sizeof last);
+    sum = (Lanes)_mm512_dpbf16_ps((__m512)sum, w.first, (__m512bh)_mm512_set1_epi32(first));
+    sum = (Lanes)_mm512_dpbf16_ps((__m512)sum, w.last, (__m512bh)_mm512_set1_epi32(last));
+  }
+  static inline void spread(const Weights& w, Bfloat16* to) {
+    uint32_t pairs[2][kLanes];
+    memcpy(pairs[0], &w.first, sizeof pairs[0]);
+    memcpy(pairs[1], &w.last, sizeof pairs[1]);
+    for (int64_t lane = 0; lane < kLanes; lane++)
+      for (int64_t half = 0; half < 2; half++)
+        memcpy(to + lane * kWidth + half * 2, &pairs[half][lane], sizeof pairs[half][lane]);
+  }
+};
+#endif
+
+// One linear layer; its products stand from `begin` on in each row of the output.
+template <typename T>
+struct Layer {
+  const uint8_t* codes;
+  const float* scales;
+  const T* bias;
+  int64_t begin, num_outputs;
+};
+
+template <typename T>
+struct Product {
+  const T* rows;
+  T* out;
+  int64_t num_rows, width, stride;  // of rows, and of rows of the output
+};
+
+// Adds the products of `kRows` rows and one group of outputs over `begin <= d < end` of the width.
+template <typename T, int kRows>
+inline void add_rows(const T* rows, const uint8_t* codes, int64_t width, int64_t begin, int64_t end,
+                     Lanes (*all)[kBlocks]) {
+  typedef Step<T> S;
+  Lanes sums[kRows][kBlocks] = {};
+  for (int64_t d = begin; d < end; d += kWidth) {
+    const uint8_t* at = codes + d * kGroup;
+#pragma GCC unroll 16
+    for (int b = 0; b < kBlocks; b++) {
+      __builtin_prefetch(at + b * kWidth * kLanes + kAhead);
+      const typename S::Weights w = S::open(at + b * kWidth * kLanes);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; r++) S::add(sums[r][b], w, rows + r * width + d);
+    }
+  }
+  for (int r = 0; r < kRows; r++)
+    for (int b = 0; b < kBlocks; b++) all[r][b] += sums[r][b];
+}
+
+// As many rows at once as are given: the number must be known to the compiler.
+template <typename T, int kRows = kTogether>
+inline void add(const T* rows, int64_t count, const uint8_t* codes, int64_t width, int64_t begin,
+                int64_t end, Lanes (*sums)[kBlocks]) {
+  if constexpr (kRows > 1) {
+    if (count < kRows) return add<T, kRows - 1>(rows, count, codes, width, begin, end, sums);
+  }
+  add_rows<T, kRows>(rows, codes, width, begin, end, sums);
+}
+
+template <typename T>
+void multiply_group(const Product<T>& p, const Layer<T>& layer, int64_t group) {
+  Lanes sums[kMostRows][kBlocks];
+  memset(sums, 0, p.num_rows * sizeof sums[0]);
+  const uint8_t* codes = layer.codes + group * p.width * kGroup;
+  // Shares of one size: codes that two rows alone meet are opened almost for nothing.
+  const int64_t shares = (p.num_rows + kTogether - 1) / kTogether;
+  for (int64_t begin = 0; begin < p.width; begin += kPart) {
+    const int64_t end = begin + kPart < p.width ? begin + kPart : p.width;
+    for (int64_t share = 0; share < shares; share++) {
+      const int64_t first = share * p.num_rows / shares;
+      const int64_t count = (share + 1) * p.num_rows / shares - first;
+      add(p.rows + first * p.width, count, codes, p.width, begin, end, sums + first);
+    }
+  }
+  const int64_t first = group * kGroup, rest = layer.num_outputs - first;
+  const int64_t count = rest < kGroup ? rest : kGroup;
+  for (int64_t r = 0; r < p.num_rows; r++) {
+    float found[kGroup];
+    memcpy(found, sums[r], sizeof found);
+    T* out = p.out + r * p.stride + layer.begin + first;
+    for (int64_t i = 0; i < count; i++) {
+      const float scaled = found[i] * layer.scales[first + i];
+      narrow(layer.bias ? scaled + widened(layer.bias[first + i]) : scaled, out + i);
+    }
+  }
+}
+
+inline int64_t groups_of(int64_t num_outputs) { return (num_outputs + kGroup - 1) / kGroup; }
+
+// Layers that read the same rows, of which they are the shares of one output.
+template <typename T>
+void multiply(const Product<T>& p, const Layer<T>* layers, int64_t num_layers, int threads) {
+  int64_t all = 0;
+  for (int64_t i = 0; i < num_layers; i++) all += groups_of(layers[i].num_outputs);
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int64_t number = 0; number < all; number++) {
+    int64_t group = number;
+    const Layer<T>* layer = layers;
+    for (; group >= groups_of(layer->num_outputs); layer++) group -= groups_of(layer->num_outputs);
+    multiply_group(p, *layer, group);
+  }
+}
+
+// Where the code of an output of a group and of a number of the width lies in the group's codes.
+template <typename T>
+inline int64_t place(int64_t output, int64_t d) {
+  typedef Step<T> S;
+  const int64_t block = output / kLanes * kWidth * kLanes;
+  return d / kWidth * kWidth * kGroup + block + S::place(output % kLanes, d % kWidth);
+}
+
+// Lays out `codes` [num_outputs, width]; outputs that a last group lacks are zeros.
+template <typename T>
+void lay_out(const int8_t* codes, uint8_t* out, int64_t width, int64_t num_outputs, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int64_t group = 0; group < groups_of(num_outputs); group++)
+    for (int64_t i = 0; i < kGroup; i++) {
+      const int64_t output = group * kGroup + i;
+      for (int64_t d = 0; d < width; d++)
+        out[group * width * kGroup + place<T>(i, d)] =
+            Step<T>::encoded(output < num_outputs ? codes[output * width + d] : 0);
+    }
+}
+
+// The reverse: codes of some outputs as numbers [num_outputs, width].
+template <typename T>
+void open(const uint8_t* codes, T* out, int64_t width, int64_t num_outputs, int threads) {
+  typedef Step<T> S;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int64_t group = 0; group < groups_of(num_outputs); group++)
+    for (int64_t b = 0; b < kBlocks; b++) {
+      const uint8_t* from = codes + group * width * kGroup + b * kWidth * kLanes;
+      const int64_t first = group * kGroup + b * kLanes;
+      for (int64_t d = 0; d < width; d += kWidth) {
+        T numbers[kLanes * kWidth];
+        S::spread(S::open(from + d * kGroup), numbers);
+        for (int64_t lane = 0; lane < kLanes && first + lane < num_outputs; lane++)
+          memcpy(out + (first + lane) * width + d, numbers + lane * kWidth,
+                 kWidth * sizeof(T));
+      }
+    }
+}
+
+}  // namespace
+
+#define PRODUCTS(name, T)                                                                          \
+  extern "C" void multiply_##name(const T* rows, const void* layers, int64_t num_layers, T* out,   \
+                                  int64_t num_rows, int64_t width, int64_t stride, int threads) {  \
+    multiply<T>({rows, out, num_rows, width, stride}, (const Layer<T>*)layers, num_layers,         \
+                threads);                                                                          \
+  }                                                                                                \
+  extern "C" void lay_out_##name(const int8_t* codes, uint8_t* out, int64_t width,                 \
+                                 int64_t num_outputs, int threads) {                               \
+    lay_out<T>(codes, out, width, num_outputs, threads);                                           \
+  }                                                                                                \
+  extern "C" void open_##name(const uint8_t* codes, T* out, int64_t width, int64_t num_outputs,    \
+                              int threads) {                                                       \
+    open<T>(codes, out, width, num_outputs, threads);                                              \
+  }
+
+PRODUCTS(float32, float)
+PRODUCTS(bfloat16, Bfloat16)
