@@ -19,7 +19,7 @@ from draftsmith.config import (
     LimitsTable,
     option,
 )
-from draftsmith.drafters.config import DTYPES, TRUST_HELP
+from draftsmith.drafters.config import TARGET_DTYPES, TRUST_HELP
 from draftsmith.drafters.options import LoraOptions
 from draftsmith.kernels.divergence.kind import DIVERGENCE_HELP
 from draftsmith.train.config import WEIGHTS
@@ -96,7 +96,7 @@ class GenerateOptions:
         "GPU has free, 2 GiB on a CPU",
     )
     shard: int = option(512, "answers per file")
-    dtype: str = option("auto", "of the target's weights", choices=DTYPES)
+    dtype: str = option("auto", "of the target's weights, as served", choices=TARGET_DTYPES)
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
     trust_remote_code: bool = option(False, TRUST_HELP)
 
@@ -291,7 +291,7 @@ class DistillConfig:
     )
     tpot_ms: float | None = option(None, "bound on the p95 of that server's time per output token")
     seed: int = option(0, "of the replay")
-    dtype: str = option("auto", "of the target's weights", choices=DTYPES)
+    dtype: str = option("auto", "of the target's weights, as served", choices=TARGET_DTYPES)
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
     trust_remote_code: bool = option(False, TRUST_HELP)
 

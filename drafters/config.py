@@ -14,6 +14,8 @@ TRUST_HELP = (
 )
 SAMPLINGS = ("sampled", "greedy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+# int8 is that of the weights of linear layers alone.
+TARGET_DTYPES = (*DTYPES, "int8")
 
 
 @dataclass(frozen=True, kw_only=True)

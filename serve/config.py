@@ -16,7 +16,7 @@ from draftsmith.config import (
     LimitsTable,
     option,
 )
-from draftsmith.drafters.config import DTYPES, SAMPLINGS, Pair
+from draftsmith.drafters.config import SAMPLINGS, TARGET_DTYPES, Pair
 from draftsmith.drafters.options import SuffixOptions
 from draftsmith.errors import UserError
 from draftsmith.serve.control.control import MAX_AUTO_K, MAX_K, parse_schedule
@@ -284,8 +284,9 @@ class ServeConfig(DraftedPair):
     )
     dtype: str = option(
         "auto",
-        "weights' type; auto: the checkpoint's own, float32 on a CPU",
-        choices=DTYPES,
+        "weights' type; auto: the checkpoint's own, float32 on a CPU; int8: linear layers in 8 "
+        "bits, rounded at load, on a CPU",
+        choices=TARGET_DTYPES,
     )
     device: str | None = option(None, "torch device; default: the first CUDA device, else the CPU")
     threads: int | None = option(None, "CPU threads of torch; default: all cores but one")

@@ -117,6 +117,11 @@ def _check_adapters(config: ServeConfig) -> None:
             f"lora is given with tensor_parallel {config.tensor_parallel}, whose layers are "
             "sharded; merge the adapter into the target, or serve on one device"
         )
+    if names and config.dtype == "int8":
+        raise UserError(
+            "lora is given with dtype int8, to whose layers no adapter is added; name the "
+            "adapter's folder as the target, which merges it first, or give another dtype"
+        )
 
 
 def _check_drafts(config: ServeConfig) -> None:

@@ -14,7 +14,7 @@ from draftsmith.config import (
     LimitsTable,
     option,
 )
-from draftsmith.drafters.config import SAMPLINGS, TRUST_HELP
+from draftsmith.drafters.config import SAMPLINGS, TARGET_DTYPES, TRUST_HELP
 from draftsmith.drafters.options import (
     OPTIONS,
     DflashOptions,
@@ -180,6 +180,11 @@ class TrainConfig(FamilyShapes):
         "of the arithmetic; auto is bfloat16 autocast where the machine is fast at it",
         choices=("auto", "float32", "bfloat16"),
     )
+    target_dtype: str = option(
+        "auto",
+        "int8 where the target is served so; auto: as `dtype` has it",
+        choices=("auto", "int8"),
+    )
     deepspeed: str | None = option(
         None, "DeepSpeed JSON such as recipes/zero2.json; start under torchrun"
     )
@@ -256,6 +261,7 @@ class EvalConfig:
     seed: int = option(0, "seed of sampled answers and of the bootstrap")
     batch_size: int = option(8, "sequences in one forward pass")
     max_length: int = option(2048, "longer sequences are cut to this many tokens")
+    dtype: str = option("auto", "of the target's weights, as served", choices=TARGET_DTYPES)
     out: str | None = option(None, "write the figures to this JSON file")
     store: bool = option(
         False, "write the figures into the draft's draftsmith.json, from where `export` takes them"

@@ -129,6 +129,11 @@ def check_processes(config: TrainConfig) -> None:
             f"option 'deepspeed' is {config.deepspeed!r} but no launcher started this process; "
             "use torchrun --nproc_per_node N -m draftsmith.cli train ..."
         )
+    if config.target_shares > 1 and config.target_dtype == "int8":
+        raise UserError(
+            f"option 'target_shares' is {config.target_shares} and 'target_dtype' is int8, whose "
+            "layers are not spread; leave one of them out"
+        )
     if config.target_shares > 1 and int(os.environ.get("WORLD_SIZE", "1")) % config.target_shares:
         raise UserError(
             f"option 'target_shares' is {config.target_shares} but "

@@ -69,7 +69,7 @@ def load_target(config: TrainConfig, placement: Placement) -> Target:
     if config.target_shares == 1:
         return Target.load(
             config.target,
-            dtype=placement.target_dtype,
+            dtype=torch.int8 if config.target_dtype == "int8" else placement.target_dtype,
             device=placement.device,
             max_length=config.max_length,
             trust_remote_code=trust,

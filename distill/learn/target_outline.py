@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.drafters.checkpoint import locate
 from draftsmith.drafters.init_from_target import shares_embeddings
+from draftsmith.drafters.int8_linear import int8_revision
 from draftsmith.drafters.patches.table import implementation
 from draftsmith.drafters.target.attention import register
 from draftsmith.drafters.target.causal_lm import CausalLM, Probe
@@ -50,6 +51,7 @@ class TargetOutline(Target):
         CausalLM.__init__(self, model, name, shapes_of, max_length=max_length)
         self.trust_remote_code, self._place = trust_remote_code, place
         self.revision = revision + ("-long" if self.has_long_factors else "")
+        self.loaded_revision = self.revision
         self.same_as = getattr(model.config, SAME_AS, None)
         self._tokenizer = None
 
@@ -95,13 +97,14 @@ def shapes_of(lm: CausalLM) -> Probe:
 def load_outline(
     path: str,
     *,
+    dtype: str = "auto",
     device: str | None = None,
     max_length: int | None = None,
     trust_remote_code: bool,
 ) -> TargetOutline:
-    """Outline of a local folder or Hub id. Weights are read for the revision alone: 64 values of
-    each parameter where the files have the model's own names, else all of them, once. Raises
-    `UserError`."""
+    """Outline of a local folder or Hub id, served in `dtype`. Weights are read for the revision
+    alone: 64 values of each parameter where the files have the model's own names, else all of
+    them, once. Raises `UserError`."""
     config = load_config(path, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model = build_model(
@@ -119,7 +122,7 @@ def load_outline(
     return TargetOutline(
         model.eval(),
         str(path),
-        revision=revision,
+        revision=int8_revision(revision) if dtype == "int8" else revision,
         place=device_of(device),
         max_length=max_length,
         trust_remote_code=trust_remote_code,

@@ -237,4 +237,6 @@ def open_target(config: DistillConfig, folder: str) -> Target:
         return load_target(
             folder, dtype=config.dtype, device=device, max_length=length, trust_remote_code=trust
         )
-    return load_outline(folder, device=device, max_length=length, trust_remote_code=trust)
+    return load_outline(
+        folder, dtype=config.dtype, device=device, max_length=length, trust_remote_code=trust
+    )

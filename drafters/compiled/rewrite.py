@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from draftsmith.drafters.compiled.packed_linear import PackedLinear, packable
+from draftsmith.drafters.int8_linear import int8_linear
+from draftsmith.kernels.int8_rows import Int8Rows, Int8Weight
 from draftsmith.kernels.row_steps import RowSteps, row_steps
 
 aten = torch.ops.aten
+Product = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 # Torch's own functions do the same as the operators of a capture and are called with half the
 # overhead.
 DIRECT: dict[Any, Callable[..., Any]] = {
@@ -45,6 +48,7 @@ def rewrite(module: GraphModule, *, copies: int) -> list[PackedLinear]:
     fuse_rotations(module)
     fuse_gates(module.graph)
     packed = pack_linears(module, copies) if copies else []
+    join_int8(module)
     for node in module.graph.nodes:
         if node.target in DIRECT:
             node.target = DIRECT[node.target]
@@ -364,14 +368,35 @@ def pack_linears(module: GraphModule, copies: int) -> list[PackedLinear]:
 
 
 def _pack(module: GraphModule, name: str, nodes: list[Node], copies: int) -> PackedLinear:
-    graph = module.graph
     biases = [node.args[2] if len(node.args) > 2 else None for node in nodes]
     packed = PackedLinear(
         [_tensor(module, node.args[1]) for node in nodes],
         [None if bias is None else _tensor(module, bias) for bias in biases],
         copies=copies,
     )
-    module.__dict__[name] = packed
+    _join(module, name, nodes, packed)
+    return packed
+
+
+def join_int8(module: GraphModule) -> None:
+    """Products of one input with codes of 8 bits become one call, which reads them where they
+    lie."""
+    groups: dict[Node, list[Node]] = defaultdict(list)
+    for node in module.graph.find_nodes(op="call_function", target=int8_linear):
+        groups[node.args[0]].append(node)
+    for index, (rows, nodes) in enumerate(groups.items()):
+        weights, biases = [], []
+        for node in nodes:
+            codes, scales, bias = (arg and _tensor(module, arg) for arg in node.args[1:])
+            weights.append(Int8Weight(codes, scales))
+            biases.append(bias)
+        _join(module, f"_int8_{index}", nodes, Int8Rows(weights, biases, _value(rows).dtype))
+
+
+def _join(module: GraphModule, name: str, nodes: list[Node], product: Product) -> None:
+    """One call in place of `nodes`, each of which is one of its outputs."""
+    graph = module.graph
+    module.__dict__[name] = product
     with graph.inserting_before(nodes[0]):
         # Not `graph.get_attr`, which warns of whatever is neither a tensor nor a module.
         attribute = graph.create_node("get_attr", name)
@@ -381,11 +406,10 @@ def _pack(module: GraphModule, name: str, nodes: list[Node], copies: int) -> Pac
         ]
     for node, output in zip(nodes, outputs):
         _replace(graph, node, output)
-    return packed
 
 
-def multiply(packed: PackedLinear, rows: torch.Tensor) -> Any:
-    return packed(rows)
+def multiply(product: Product, rows: torch.Tensor) -> Any:
+    return product(rows)
 
 
 def _tensor(module: GraphModule, node: Node) -> torch.Tensor:

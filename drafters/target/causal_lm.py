@@ -26,6 +26,7 @@ from draftsmith.drafters.target.packed_pass import PackedPass
 from draftsmith.drafters.target.quantised import effective_weight, has_numbers
 from draftsmith.drafters.target.segments import positions_of
 from draftsmith.drafters.target.taps import FINAL, body_name, captured, check_taps, decoder_layers
+from draftsmith.drafters.weights import weight_bytes
 from draftsmith.kernels.attention.pool import LayerShape, PagedPool
 
 # Longest text of a model that counts no positions, as Mamba.
@@ -101,7 +102,7 @@ class CausalLM:
         self._captured: CapturedLm | None = None
         self.state_layers = StateLayers()
         self._probe = check(self)
-        self._table = _own_table(model)
+        self._table = _whole_table(model)
 
     def replay(self, forwards: CapturedLm | None) -> None:
         """Runs `paged` and `head` from captured `forwards` (`compiled.captured.capture_lm`): the
@@ -156,8 +157,18 @@ class CausalLM:
 
     @property
     def output_weight(self) -> torch.Tensor:
-        """[V, H], what the head multiplies its states by, whole."""
-        return self.model.get_output_embeddings().weight if self._table is None else self._table
+        """[V, H], what the head multiplies its states by, whole. Of a quantised head its numbers,
+        made when they are first asked for."""
+        head = self.model.get_output_embeddings()
+        if self._table is None and not has_numbers(getattr(head, "weight", None)):
+            like = torch.empty(0, dtype=self.dtype, device=self.device)
+            self._table = effective_weight(head, like=like)
+        return head.weight if self._table is None else self._table
+
+    def pass_bytes(self) -> int:
+        """Bytes of weights that a pass reads."""
+        has_table = has_numbers(getattr(self.model.get_output_embeddings(), "weight", None))
+        return weight_bytes([self.model], *([self.output_weight] if has_table else []))
 
     @property
     def num_positions(self) -> int:
@@ -329,14 +340,11 @@ def _head_alone(model: PreTrainedModel, body_name: str) -> PreTrainedModel:
     return head
 
 
-def _own_table(model: PreTrainedModel) -> torch.Tensor | None:
-    """The head's table where the model does not hold it as one: put together from the processes of
-    a sharded model, which all come by here, or the numbers of a quantised one."""
-    head = model.get_output_embeddings()
-    if not has_numbers(getattr(head, "weight", None)):
-        like = torch.empty(0, dtype=model.dtype, device=model.device)
-        return effective_weight(head, like=like)
-    return whole(head.weight) if isinstance(head.weight, DTensor) else None
+def _whole_table(model: PreTrainedModel) -> torch.Tensor | None:
+    """The table of a sharded model's head, put together from its processes, which all come by
+    here."""
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    return whole(weight) if isinstance(weight, DTensor) else None
 
 
 def whole(weight: torch.Tensor) -> torch.Tensor:

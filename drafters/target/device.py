@@ -9,6 +9,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from draftsmith.drafters.config import DTYPES as NAMES
+from draftsmith.drafters.config import TARGET_DTYPES
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 
@@ -64,12 +65,12 @@ def device_of(name: str | None = None) -> torch.device:
 def weight_dtype(name: str, device: torch.device) -> torch.dtype | Literal["auto"]:
     """Precision of a target's weights. "auto" is the checkpoint's own, but float32 on a CPU, where
     half precision is slower for few rows and greedy choices depend more on the other rows of a
-    batch. Raises `UserError`."""
+    batch. int8 is that of linear layers alone. Raises `UserError`."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
-    if name not in DTYPES:
-        raise UserError(f"dtype is {name!r}; it must be one of {', '.join(NAMES)}")
-    return DTYPES[name]
+    if name not in TARGET_DTYPES:
+        raise UserError(f"dtype is {name!r}; it must be one of {', '.join(TARGET_DTYPES)}")
+    return torch.int8 if name == "int8" else DTYPES[name]
 
 
 def load_target(

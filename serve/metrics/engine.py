@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from draftsmith.drafters.weights import TellsReads, weight_bytes
+from draftsmith.drafters.weights import TellsReads
 from draftsmith.kernels.contexts import label_of
 from draftsmith.record import SinkCounts
 from draftsmith.serve.engine.engine import Engine
@@ -284,9 +284,7 @@ class EngineCollector(Collector):
             "its tokens."
         )
         family = GaugeMetricFamily("draftsmith_step_bytes", text, labels=["model_name", "step"])
-        family.add_metric(
-            [self.model, "target_pass"], weight_bytes([target.model], target.output_weight)
-        )
+        family.add_metric([self.model, "target_pass"], target.pass_bytes())
         if isinstance(drafter, TellsReads):
             for step, count in drafter.read_bytes()._asdict().items():
                 family.add_metric([self.model, step], count)

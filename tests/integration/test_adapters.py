@@ -173,6 +173,8 @@ def test_options_are_refused_in_one_sentence(adapted):
         check_serve(ServeConfig(target="t", http=HttpOptions(name="a"), lora=("a=b",)))
     with pytest.raises(UserError, match="lora is given with tensor_parallel 2"):
         check_serve(ServeConfig(target="t", lora=("a=b",), tensor_parallel=2))
+    with pytest.raises(UserError, match="lora is given with dtype int8"):
+        check_serve(ServeConfig(target="t", lora=("a=b",), dtype="int8"))
     target, adapters = adapted
     with pytest.raises(UserError, match="adapter 'absent' is not served here"):
         build_engine(target, None, CONFIG, adapters=adapters).submit(

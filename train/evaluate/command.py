@@ -16,7 +16,7 @@ from draftsmith.drafters.checkpoint import draft_sampling_of
 from draftsmith.drafters.target.device import load_target
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import parse_tree
-from draftsmith.drafters.weights import TellsReads, weight_bytes
+from draftsmith.drafters.weights import TellsReads
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
 from draftsmith.kernels.acceptance import DraftCost
@@ -58,6 +58,7 @@ def run(config: EvalConfig) -> int:
     # In the precision that the target is served with, for exact figures.
     target = load_target(
         config.target,
+        dtype=config.dtype,
         max_length=config.max_length,
         trust_remote_code=config.trust_remote_code,
     )
@@ -254,7 +255,7 @@ def draft_cost(target: Target, drafter: Any) -> DraftCost | None:
     """Cost in weights read; None of a draft whose proposals do not all read alike."""
     if not isinstance(drafter, TellsReads):
         return None
-    whole = weight_bytes([target.model], target.output_weight)
+    whole = target.pass_bytes()
     return DraftCost(*(count / whole for count in drafter.read_bytes()))
 
 
