@@ -5,27 +5,41 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import statistics
 from collections.abc import Callable
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import nn
 
 from draftsmith.corpus import CORPORA, held_out
+from draftsmith.drafters import checkpoint
 from draftsmith.drafters.compiled.captured import capture_lm
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.few_rows import few_rows
 from draftsmith.kernels.int8_rows import Int8Rows, quantised
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine.build import build_engine
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.sampling.params import SamplingParams
 from scripts.bench.engine.step import Variants, measure, target_pass
 
 ROWS = (1, 4, 5, 8, 16)
+K, TURNS = 3, 5  # draft tokens of a round, and turns in which engines decode
+PROMPTS = (
+    "def read(path):\n    with open(path) as file:\n",
+    "class Stack:\n    def __init__(self):\n",
+    "import os\nimport sys\n\n\ndef main():\n",
+)
 GROUP = 32  # weights that share a scale in torch's product with 4 bits
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--target", default="scripts/quickstart_target")
+    parser.add_argument("--draft", help="decodes with this draft too")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=5, help="timed steps a turn")
     parser.add_argument("--documents", type=int, default=32, help="held-out texts that are read")
@@ -51,6 +65,45 @@ def main() -> None:
     print({name: f"{size / 1e6:.0f} MB read by a pass" for name, size in sizes.items()}, "\n")
     show("one pass, tokens", passes)
     show("its products alone, rows", products)
+    decoded(targets, options)
+
+
+def decoded(targets: dict[str, Target], options: argparse.Namespace) -> None:
+    """Prints tok/s of one greedy stream in the engine, median of turns, and its ratio."""
+    drafts = ["none", *([options.draft] if options.draft else [])]
+    print(
+        f"| draft | {' | '.join(targets)} | int8 / bfloat16 | lowest and highest |\n|---|---|---|---|---|"
+    )
+    for draft in drafts:
+        engines = {
+            name: build_engine(
+                target,
+                None if draft == "none" else checkpoint.load(draft, target),
+                EngineConfig(k=0 if draft == "none" else K, max_batch=1, max_length=256),
+            )
+            for name, target in targets.items()
+        }
+        turns = [
+            {name: speed(engine) for name, engine in engines.items()} for _ in range(TURNS + 1)
+        ]
+        turns = turns[1:]  # the first met every shape for the first time
+        medians = [statistics.median(turn[name] for turn in turns) for name in targets]
+        ratios = [turn["int8"] / turn["bfloat16"] for turn in turns]
+        print(
+            f"| {'none' if draft == 'none' else f'k = {K}'} | "
+            f"{' | '.join(f'{median:.0f}' for median in medians)} | "
+            f"{statistics.median(ratios):.2f} | {min(ratios):.2f} to {max(ratios):.2f} |"
+        )
+
+
+def speed(engine: Engine) -> float:
+    """Committed tokens a second of the same three prompts, one after the other."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+    begun_s, count = perf_counter(), 0
+    for text in PROMPTS:
+        ids = engine.target.tokenizer()(text)["input_ids"]
+        count += len(engine.generate([ids], sampling)[0].tokens)
+    return count / (perf_counter() - begun_s)
 
 
 def show(title: str, found: dict[int, dict[str, dict[str, float]]]) -> None:
