@@ -43,7 +43,7 @@ def _kernel(dtype: torch.dtype) -> _Kernel | None:
         return None
     names = ("multiply", "lay_out", "open")
     found = _Kernel(*(getattr(library, f"{name}_{KINDS[dtype]}") for name in names))
-    found.multiply.argtypes = [_pointer, _pointer, _number, _pointer, *[_number] * 3, ctypes.c_int]
+    found.multiply.argtypes = [*[_pointer] * 4, *[_number] * 3, ctypes.c_int]
     for one in (found.lay_out, found.open):
         one.argtypes = [_pointer, _pointer, _number, _number, ctypes.c_int]
     for each in found:
@@ -105,7 +105,7 @@ class Int8Rows:
     ):
         kernel = _kernel(dtype)
         assert kernel is not None
-        self.dtype, self._multiply = dtype, kernel.multiply
+        self.dtype, self.function = dtype, kernel.multiply
         self.sizes = [len(weight.scales) for weight in weights]
         self.width = len(weights[0].codes) // (-(-self.sizes[0] // _GROUP) * _GROUP)
         self._weights = list(weights)
@@ -121,8 +121,9 @@ class Int8Rows:
             for layer, begin, size in zip(layers, begins, self.sizes, strict=True)
             for field in (*layer, begin, size)
         ]
-        self._layers = torch.tensor(fields, dtype=torch.int64)  # `Layer` of the source
-        self._pointer = self._layers.data_ptr()
+        # `Layers` of the source
+        self._layers = torch.tensor([len(layers), *fields], dtype=torch.int64)
+        self.pointers = (self._layers.data_ptr(), None)  # as `FewRows` has them
 
     def __call__(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
         """[..., in] -> [..., out_i] of every weight, sums in float32. Raises `ValueError` for
@@ -137,10 +138,9 @@ class Int8Rows:
             return [_many(rows, *layer) for layer in zip(self._weights, self._biases, strict=True)]
         rows = rows.contiguous()
         joined = rows.new_empty(*rows.shape[:-1], self._total)
-        self._multiply(
+        self.function(
             rows.data_ptr(),
-            self._pointer,
-            len(self.sizes),
+            *self.pointers,
             joined.data_ptr(),
             count,
             self.width,

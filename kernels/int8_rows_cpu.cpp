@@ -121,6 +121,13 @@ struct Layer {
   int64_t begin, num_outputs;
 };
 
+// Layers that read the same rows, of which they are the shares of one output.
+template <typename T>
+struct Layers {
+  int64_t count;
+  Layer<T> of[1];  // `count` of them
+};
+
 template <typename T>
 struct Product {
   const T* rows;
@@ -188,15 +195,14 @@ void multiply_group(const Product<T>& p, const Layer<T>& layer, int64_t group) {
 
 inline int64_t groups_of(int64_t num_outputs) { return (num_outputs + kGroup - 1) / kGroup; }
 
-// Layers that read the same rows, of which they are the shares of one output.
 template <typename T>
-void multiply(const Product<T>& p, const Layer<T>* layers, int64_t num_layers, int threads) {
+void multiply(const Product<T>& p, const Layers<T>& layers, int threads) {
   int64_t all = 0;
-  for (int64_t i = 0; i < num_layers; i++) all += groups_of(layers[i].num_outputs);
+  for (int64_t i = 0; i < layers.count; i++) all += groups_of(layers.of[i].num_outputs);
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (int64_t number = 0; number < all; number++) {
     int64_t group = number;
-    const Layer<T>* layer = layers;
+    const Layer<T>* layer = layers.of;
     for (; group >= groups_of(layer->num_outputs); layer++) group -= groups_of(layer->num_outputs);
     multiply_group(p, *layer, group);
   }
@@ -245,10 +251,11 @@ void open(const uint8_t* codes, T* out, int64_t width, int64_t num_outputs, int 
 }  // namespace
 
 #define PRODUCTS(name, T)                                                                          \
-  extern "C" void multiply_##name(const T* rows, const void* layers, int64_t num_layers, T* out,   \
+  /* Arguments as few_rows_cpu.cpp has them, for lists of calls. */                                \
+  extern "C" void multiply_##name(const T* rows, const void* layers, const T* no_bias, T* out,     \
                                   int64_t num_rows, int64_t width, int64_t stride, int threads) {  \
-    multiply<T>({rows, out, num_rows, width, stride}, (const Layer<T>*)layers, num_layers,         \
-                threads);                                                                          \
+    (void)no_bias;                                                                                 \
+    multiply<T>({rows, out, num_rows, width, stride}, *(const Layers<T>*)layers, threads);         \
   }                                                                                                \
   extern "C" void lay_out_##name(const int8_t* codes, uint8_t* out, int64_t width,                 \
                                  int64_t num_outputs, int threads) {                               \

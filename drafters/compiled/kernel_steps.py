@@ -22,6 +22,8 @@ from draftsmith.drafters.compiled.rewrite import fixed, multiply
 from draftsmith.kernels.attention import paged_compiled
 from draftsmith.kernels.attention.pool import LayerShape
 from draftsmith.kernels.call_list import Kind
+from draftsmith.kernels.few_rows import FewRows
+from draftsmith.kernels.int8_rows import Int8Rows
 from draftsmith.kernels.row_steps import RowSteps, row_steps
 
 Shape = tuple[int | None, ...]  # None: T
@@ -29,6 +31,11 @@ Shape = tuple[int | None, ...]  # None: T
 
 class Unlike(Exception):
     """The forward does something that no kernel does."""
+
+
+def compiled_product(product: PackedLinear | Int8Rows) -> FewRows | Int8Rows | None:
+    """What multiplies a few rows; None where that is oneDNN."""
+    return product.few if isinstance(product, PackedLinear) else product
 
 
 class View(NamedTuple):
@@ -59,7 +66,7 @@ class Step(NamedTuple):
 
     kind: Kind
     function: Any
-    places: Sequence[View | PackedLinear | torch.Tensor | None]
+    places: Sequence[View | PackedLinear | Int8Rows | torch.Tensor | None]
     numbers: Sequence[int]
     reals: Sequence[float]
 
@@ -199,7 +206,7 @@ class KernelSteps:
 
     def _multiply(self, node: Node) -> None:
         packed, rows = self.constants[node.args[0]], self._view(node.args[1])
-        if packed.few is None or rows.stride != rows.width:
+        if compiled_product(packed) is None or rows.stride != rows.width:
             raise Unlike("a product that is oneDNN's")
         out = self._new((*rows.shape[:-1], sum(packed.sizes)))
         self._do(Kind.MULTIPLY, None, (rows, packed, out), (rows.width, out.width))

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from draftsmith.drafters.compiled.kernel_steps import KernelSteps, Shape, Step, Unlike, View
+from draftsmith.drafters.compiled.kernel_steps import (
+    KernelSteps,
+    Shape,
+    Step,
+    Unlike,
+    View,
+    compiled_product,
+)
 from draftsmith.drafters.compiled.packed_linear import PackedLinear
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.kernels.attention import paged_compiled
@@ -22,6 +29,7 @@ from draftsmith.kernels.attention.paged_compiled import CompiledContext
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.call_list import Call, CallList, Place, RowAddresses, at, call_list
 from draftsmith.kernels.few_rows import MOST_ROWS
+from draftsmith.kernels.int8_rows import Int8Rows
 
 log = logging.getLogger(__name__)
 _SCRATCH, _STATES, _GIVEN = 1, 2, 3  # bases of places; `_GIVEN` and on: torch's tensors
@@ -185,10 +193,11 @@ def _call(lowered: KernelSteps, step: Step) -> Call:
         if isinstance(value, View):
             base, per_token = lowered.buffers[value.buffer].place
             places.append(Place(base, per_token, value.offset * lowered.dtype.itemsize))
-        elif isinstance(value, PackedLinear):
-            assert value.few is not None
-            function = value.few.function
-            places += map(at, value.few.pointers)
+        elif isinstance(value, (PackedLinear, Int8Rows)):
+            product = compiled_product(value)
+            assert product is not None
+            function = product.function
+            places += map(at, product.pointers)
         else:
             places.append(at(None if value is None else value.data_ptr()))
     return Call(step.kind, function, places, step.numbers, step.reals)
@@ -198,7 +207,9 @@ def one_call(graph: Graph, constants: Mapping[Node, Any]) -> OneCall | None:
     """`graph` is rewritten and `constants` are the values of its last inputs. None where a forward
     holds anything but kernels and views behind its first kernel, or hardly any of them."""
     dtypes = {
-        packed.weights[0].dtype for packed in constants.values() if isinstance(packed, PackedLinear)
+        product.dtype
+        for product in constants.values()
+        if isinstance(product, (PackedLinear, Int8Rows))
     }
     try:
         if len(dtypes) != 1:

@@ -64,6 +64,10 @@ class PackedLinear:
             self._packed = _laid_out(joined)
         self._versions = versions
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights[0].dtype
+
     def _joined_bias(self) -> torch.Tensor | None:
         if all(bias is None for bias in self.biases):
             return None

@@ -84,6 +84,7 @@ def test_a_captured_forward_reads_the_same_codes(
     # Joined: query, key and value; gate and up; and none of them by its own operation any more.
     graph = str(target._captured.body.graph)  # type: ignore[union-attr]
     assert "int8_linear" not in graph
+    assert target._captured.body._one_call is not None  # type: ignore[union-attr]
     for count, expected in own.items():
         apart = (logits(target, IDS[:, :count]) - expected).float().norm(dim=-1)
         assert (apart <= TOLERANCE[dtype] * expected.float().norm(dim=-1)).all()
