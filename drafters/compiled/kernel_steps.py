@@ -34,7 +34,7 @@ class Unlike(Exception):
 
 
 def compiled_product(product: PackedLinear | Int8Rows) -> FewRows | Int8Rows | None:
-    """What multiplies a few rows; None where that is oneDNN."""
+    """Kernel that multiplies a few rows; None where that is oneDNN."""
     return product.few if isinstance(product, PackedLinear) else product
 
 
