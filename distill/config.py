@@ -195,6 +195,12 @@ class GateConfig:
         "as rollouts of a policy are",
         choices=("prompt", "request"),
     )
+    fresh: bool = option(
+        True,
+        "new training texts count as evidence too: the newest gate.window of an update are scored "
+        "before the candidate is trained on them; a publication needs its gain on held-out "
+        "requests all the same",
+    )
     error: float = option(
         0.05, "chance of publishing any candidate that is no better, between two promotions"
     )

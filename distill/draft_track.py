@@ -5,6 +5,7 @@ It reads no buffer itself. Changes of the live version are in `version_lifecycle
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from draftsmith.distill.buffer.traffic import (
 )
 from draftsmith.distill.context import LearnerContext
 from draftsmith.distill.decisions import DecisionLog
-from draftsmith.distill.gate.gate import Decision, decide
+from draftsmith.distill.gate.gate import Decision, decide, pairs_of
 from draftsmith.distill.gate.quarantine import enough, regate
 from draftsmith.distill.learn import learner as learning
 from draftsmith.distill.learn.learner import Learner, UpdateReport, taps_share
@@ -109,7 +110,7 @@ class DraftTrack:
             return
         held = taps_share(self.config.learn)
         if not is_held_out(text, gate.held_out, gate.held_out_by):
-            fresh = [*self.fresh, self.learner.reservoir.slim(text)]
+            fresh = self._slimmed([*self.fresh, text])
             if not self.uses_each:
                 # More than the reservoir holds would only be waited for: the newest traffic
                 # matters most.
@@ -118,6 +119,13 @@ class DraftTrack:
         elif text.is_scorable:
             self.window = newest_within([*self.window, text][-gate.window :], held)
             self.num_unscored += 1
+
+    def _slimmed(self, fresh: list[ServedText]) -> list[ServedText]:
+        """Keeps what the gate reads of the newest texts alone, which may be scored."""
+        edge = len(fresh) - 1 - (self.config.gate.window if self.config.gate.fresh else 0)
+        if edge >= 0:
+            fresh[edge] = self.learner.reservoir.slim(fresh[edge])
+        return fresh
 
     def forget(self, answers: frozenset[str]) -> None:
         self.fresh, self.window = without(self.fresh, answers), without(self.window, answers)
@@ -167,6 +175,7 @@ class DraftTrack:
     def update(self) -> None:
         was_masked = self.is_masked
         taken = self.fresh[: self.config.learn.most_fresh]
+        self.weigh_fresh(taken)
         self.latest_update = self.learner.update(taken, self.context.throttle.rest)
         self.context.counters.texts += len(taken)
         self.context.counters.updates += 1
@@ -182,6 +191,18 @@ class DraftTrack:
             reason = "training gave gradients that are not finite"
             self.lifecycle.record(Decision("refuse", reason))
             self.lifecycle.start_over()
+
+    def weigh_fresh(self, fresh: Sequence[ServedText]) -> None:
+        """Adds evidence by texts that the candidate is about to be trained on. One without a step
+        is the live draft."""
+        gate = self.config.gate
+        texts = [text for text in fresh if text.is_scorable][-gate.window :]
+        is_compared = self.lifecycle.canary.trial is None and not self.live.made_for
+        if not (gate.fresh and texts and is_compared and self.learner.steps):
+            return
+        with self.context.throttle.work(), self.learner.averaged() as candidate:
+            pairs = pairs_of(self.live.scorer, candidate, texts, max_depth=depth_of(texts))
+        self.live.ledger.gate.add_fresh(pairs.differences)
 
     @property
     def is_masked(self) -> bool:

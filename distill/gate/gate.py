@@ -95,6 +95,7 @@ class Decision:
     samplers: Mapping[str, int] = field(default_factory=dict)
     # scores of the candidate on the texts, for the version that it may become
     judged: Scorer | None = field(default=None, compare=False, repr=False)
+    num_fresh: int = 0  # texts of this look that the candidate was trained on since
 
     @property
     def p_value(self) -> float:
@@ -112,8 +113,34 @@ class Decision:
             "evidence": self.evidence,
             "level": self.level,
             "samplers": dict(self.samplers),
+            "fresh_requests": self.num_fresh,
             **(self.predicted._asdict() if self.predicted else {}),
         }
+
+
+class Pairs(NamedTuple):
+    """Scores of both drafts on the texts that agree with the target."""
+
+    texts: list[ServedText]
+    live: list[Scored]
+    candidate: list[Scored]
+
+    @property
+    def alphas(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        return [one.alpha for one in self.live], [one.alpha for one in self.candidate]
+
+    @property
+    def differences(self) -> dict[str, float]:
+        return differences_of(self.texts, *self.alphas)
+
+
+def pairs_of(
+    live: Scorer, candidate: Scorer, texts: Sequence[ServedText], *, max_depth: int
+) -> Pairs:
+    scored, judged = score_together([live, candidate], texts, max_depth=max_depth)
+    agreeing = [index for index, one in enumerate(scored) if one.is_consistent]
+    some = ([values[index] for index in agreeing] for values in (texts, scored, judged))
+    return Pairs(*some)
 
 
 def decide(
@@ -132,27 +159,24 @@ def decide(
     if len(texts) < config.requests:
         return Decision("hold", f"{len(texts)} held-out requests, {config.requests} are needed")
     judge = live.of(candidate)
-    scored, judged = score_together([live, judge], texts, max_depth=max_depth)
-    agreeing = [index for index, one in enumerate(scored) if one.is_consistent]
-    if len(agreeing) < config.requests:
-        count = len(texts) - len(agreeing)
+    pairs = pairs_of(live, judge, texts, max_depth=max_depth)
+    if len(pairs.texts) < config.requests:
+        count = len(texts) - len(pairs.texts)
         return Decision(
             "refuse",
             f"{count} of {len(texts)} held-out requests contradict this target in their logged "
             "distributions",
         )
-    chosen = [texts[index] for index in agreeing]
-    new = [judged[index] for index in agreeing]
-    if not all(one.is_finite for one in new):
+    if not all(one.is_finite for one in pairs.candidate):
         return Decision("refuse", "the candidate gives distributions that are not finite")
-    old = [scored[index] for index in agreeing]
-    before, after = [one.alpha for one in old], [one.alpha for one in new]
-    value = evidence.look(differences_of(chosen, before, after), config.error)
+    num_fresh = len(evidence.fresh)
+    value = evidence.look(pairs.differences, config.error)
     return dataclasses.replace(
-        weigh(compare(before, after), value, config),
-        predicted=predicted(old, new),
-        samplers=samplers_of(chosen),
+        weigh(compare(*pairs.alphas), value, config),
+        predicted=predicted(pairs.live, pairs.candidate),
+        samplers=samplers_of(pairs.texts),
         judged=judge,
+        num_fresh=num_fresh,
     )
 
 

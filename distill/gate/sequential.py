@@ -25,6 +25,8 @@ import numpy as np
 
 # Of logs of money: beyond it nothing is decided differently, and exp would overflow.
 MOST_LOG = 500.0
+# Differences of fresh texts that wait for a look; older ones are dropped.
+MOST_FRESH = 512
 # Sizes of the bets, in units of one over the typical |d|: an advantage of mu such units is found
 # fastest with a bet of about mu.
 BETS = (0.1, 0.3, 1.0)
@@ -74,14 +76,25 @@ class Evidence:
 
     once: TurningEvidence = field(default_factory=TurningEvidence)
     aside: float = 0.0  # won by the bets on whole windows
+    # by request: differences of texts before the candidate was trained on them, for the next look
+    fresh: dict[str, float] = field(default_factory=dict)
 
     @property
     def value(self) -> float:
         return 0.5 * self.once.value + 0.5 * self.aside
 
+    def add_fresh(self, differences: Mapping[str, float]) -> None:
+        """Keeps differences of new training texts, by the candidate before it was trained on them,
+        for the next look. Each is bet on once and never again: a window that is bet on anew holds
+        no text that the candidate was trained on."""
+        kept = list((self.fresh | dict(differences)).items())
+        self.fresh = dict(kept[-MOST_FRESH:])
+
     def look(self, differences: Mapping[str, float], error: float) -> float:
-        """Adds a look, as `TurningEvidence.look`; the returned value is compared with 1 / error."""
-        self.once.look(differences)
+        """Adds a look, as `TurningEvidence.look`, at the held-out window and the fresh texts since
+        the look before; the returned value is compared with 1 / error."""
+        self.once.look({**self.fresh, **differences})
+        self.fresh = {}
         self._bet_anew(np.array(list(differences.values())), error)
         return self.value
 
@@ -97,10 +110,12 @@ class Evidence:
         """Gives up the winnings of the candidates before, since another one takes their place."""
         self.once.give_up()
         self.aside = 0.0
+        self.fresh = {}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Evidence:
-        return cls(TurningEvidence(**values["once"]), values["aside"])
+        once = TurningEvidence(**values["once"])
+        return cls(once, values["aside"], dict(values.get("fresh", {})))
 
 
 def share_of(look: int) -> float:

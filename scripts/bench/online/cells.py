@@ -10,6 +10,7 @@ from typing import Any
 from scripts.bench.online.streams import Stream, blocks, gradual, turns
 
 LEARNED, NO_REPLAY, PERIODIC = "learning", "no-replay", "periodic"
+HELD_OUT = "held-out"  # evidence from held-out requests alone
 WARM, COLD = "warm", "cold"
 # the warm draft was trained on answers to the first
 FIRST, SECOND, THIRD = "code", "prose", "headers"
@@ -39,6 +40,7 @@ class Curve:
     learner: str = LEARNED
     start: str = WARM
     is_compared: bool = False  # at its end, with a draft distilled offline from the same texts
+    is_paired: bool = False  # with the static draft on the same texts
     ends_at_warm: bool = False  # as soon as it drafts as the warm draft does
 
 
@@ -58,17 +60,30 @@ def there(second: str, before: float, after: float) -> Callable[[int], Stream]:
     )
 
 
+def gradually(requests: int) -> Stream:
+    return gradual(FIRST, SECOND, part_of(requests, 0.3))
+
+
+def to_and_fro(requests: int) -> Stream:
+    return turns((FIRST, SECOND), part_of(requests, 0.025), 6)
+
+
+def again(requests: int) -> Stream:
+    return turns((FIRST, SECOND, THIRD), part_of(requests, 0.05), 2)
+
+
 CURVES: dict[str, Curve] = {
     "sudden": Curve(there_and_back, is_compared=True),
     "sudden-periodic": Curve(there(SECOND, 0.05, 0.3), PERIODIC),
     "sudden-headers": Curve(there(THIRD, 0.05, 0.3)),
     "no-replay": Curve(there_and_back, NO_REPLAY),
-    "gradual": Curve(lambda requests: gradual(FIRST, SECOND, part_of(requests, 0.3))),
-    "oscillating": Curve(lambda requests: turns((FIRST, SECOND), part_of(requests, 0.025), 6)),
-    "recurring": Curve(lambda requests: turns((FIRST, SECOND, THIRD), part_of(requests, 0.05), 2)),
-    "recurring-periodic": Curve(
-        lambda requests: turns((FIRST, SECOND, THIRD), part_of(requests, 0.05), 2), PERIODIC
-    ),
+    "gradual": Curve(gradually, is_paired=True),
+    "oscillating": Curve(to_and_fro, is_paired=True),
+    "recurring": Curve(again, is_paired=True),
+    "gradual-held-out": Curve(gradually, HELD_OUT, is_paired=True),
+    "oscillating-held-out": Curve(to_and_fro, HELD_OUT, is_paired=True),
+    "recurring-held-out": Curve(again, HELD_OUT, is_paired=True),
+    "recurring-periodic": Curve(again, PERIODIC),
     "cold": Curve(
         lambda requests: blocks((FIRST, part_of(requests, 0.5))), start=COLD, ends_at_warm=True
     ),
@@ -113,7 +128,7 @@ BOUND, STATIC, SINGLE, TAGGED, CLUSTERED = (
 POOL_CELLS = (BOUND, STATIC, SINGLE, TAGGED, CLUSTERED)
 # In the order of their worth, should an hour end too soon.
 PARTS = ("baselines", "curves", GATE, SYSTEM, OBJECTIVES, CAPTURE)
-LATE = ("no-replay",)
+LATE = ("no-replay", *(name for name, one in CURVES.items() if one.learner == HELD_OUT))
 NAMES = (*PARTS, COST, POOLS, *CURVES, *POINTS, *POOL_CELLS)  # what can be asked for alone
 
 

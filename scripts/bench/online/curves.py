@@ -15,6 +15,7 @@ from draftsmith.drafters.text.suffix import Suffix
 from scripts.bench.online.cells import BASELINES, CURVES, FIRST, REQUESTS, SECOND, Cell
 from scripts.bench.online.domains import DOMAINS, asks
 from scripts.bench.online.figures import pooled_tau
+from scripts.bench.online.paired import Shadow, paired
 from scripts.bench.online.setting import LEARN, Setting, learning
 from scripts.bench.online.world import Answer, World
 
@@ -32,6 +33,7 @@ def run_curve(setting: Setting, cell: Cell) -> dict[str, Any]:
         draft = setting.draft(cell.seed, curve.start)
         world = World(setting.target, draft, folder, chosen.learn, gate=chosen.gate, seed=cell.seed)
         taught = Taught(world)
+        shadow = Shadow(world) if curve.is_paired else None
         goal = warm_tau(setting, cell) if curve.ends_at_warm else float("inf")
         answers = list(until(world.serve(stream), goal * WARM_SHARE))
         compared = compare(setting, cell, world, taught.texts) if curve.is_compared else None
@@ -42,6 +44,7 @@ def run_curve(setting: Setting, cell: Cell) -> dict[str, Any]:
             "trained_texts": world.daemon.counters.texts,
             "goal": goal if curve.ends_at_warm else None,
             "compared": compared,
+            "paired": paired(setting, world, shadow, cell.seed) if shadow else None,
         }
 
 

@@ -28,6 +28,7 @@ def tables(report: Report) -> str:
     parts = [
         goals(rows),
         streams(rows),
+        pairs(rows),
         cost_table(rows),
         bound_table(rows),
         pools_table(rows),
@@ -179,6 +180,28 @@ def streams(rows: Sequence[Any]) -> list[str]:
                 over_seeds(static).text(),
                 over_seeds([pooled_tau(answers) for answers in by_seed.values()]).text(2), *taus,
                 f"{mean(cost[0] for cost in costs):.0f}", f"{mean(cost[1] for cost in costs):.0f}",
+            )
+        )  # fmt: skip
+    return lines
+
+
+def pairs(rows: Sequence[Any]) -> list[str]:
+    """Streams of which the static draft was scored on the same texts."""
+    head = ["stream", "seeds", "static alpha", "alpha", "gain", "gain without a gate", "versions"]
+    lines = header(*head)
+    for name in CURVES:
+        found = [one for one in results(rows, "curves", name).values() if one.get("paired")]
+        if not found:
+            continue
+        some = [one["paired"] for one in found]
+        accepts = [sum(d["decision"] == "accept" for d in one["decisions"]) for one in found]
+        lines.append(
+            line(
+                name, len(found), over_seeds([one["static"] for one in some]).text(),
+                over_seeds([one["live"] for one in some]).text(),
+                over_seeds([one["live"] - one["static"] for one in some]).text(),
+                over_seeds([one["at_once"] - one["static"] for one in some]).text(),
+                ", ".join(map(str, accepts)),
             )
         )  # fmt: skip
     return lines

@@ -78,6 +78,60 @@ def sequential_p(window: dict[str, float]) -> float:
     return math.erfc(float(values.sum()) / math.sqrt(2 * float((values**2).sum()))) / 2
 
 
+def with_fresh(
+    generator: np.random.Generator, effect: float, looks: int, *, per_look: int = 12
+) -> list[tuple[dict[str, float], dict[str, float]]]:
+    """Windows, each with the differences of the fresh texts since the look before."""
+    windows = lineage(generator, effect, looks, first=12)
+    spread = effect + generator.standard_normal((looks, per_look))
+    fresh = [
+        {f"f{look} {at}": 0.03 * d for at, d in enumerate(row)} for look, row in enumerate(spread)
+    ]
+    return list(zip(fresh, windows, strict=True))
+
+
+def promoted_with_fresh(pairs: list[tuple[dict[str, float], dict[str, float]]]) -> int | None:
+    evidence = Evidence()
+    for look, (fresh, window) in enumerate(pairs, 1):
+        evidence.add_fresh(fresh)
+        if evidence.look(window, ERROR) >= 1 / ERROR:
+            return look
+    return None
+
+
+def test_fresh_texts_promote_no_more_without_a_gain_and_sooner_with_one() -> None:
+    generator = np.random.default_rng(11)
+    none = [promoted_with_fresh(with_fresh(generator, 0.0, 60)) for _ in range(400)]
+    assert rate(none) <= MOST_FALSE
+    some = [with_fresh(generator, 0.4, 12) for _ in range(100)]
+    ours = rate([promoted_with_fresh(one) for one in some])
+    alone = rate([promoted_at([window for _, window in one]) for one in some])
+    assert ours > alone + 0.3, (ours, alone)
+
+
+def test_each_fresh_text_is_bet_on_once_at_the_next_look() -> None:
+    evidence, window = Evidence(), {str(place): 0.0 for place in range(20)}
+    evidence.add_fresh({"a": 0.1, "b": 0.1})
+    saved = json.loads(json.dumps(Ledger(gate=evidence).to_dict()))
+    again = Ledger.from_dict(saved).gate
+    value = evidence.look(window, ERROR)
+    assert value == again.look(window, ERROR) > 0.5 and not evidence.fresh
+    money = list(evidence.once.money)
+    evidence.look(window, ERROR)
+    stake = sequential.share_of(2) / len(money)
+    assert evidence.once.money == pytest.approx([one + stake for one in money])
+    del saved["gate"]["fresh"]  # as saved before there was any
+    assert Ledger.from_dict(saved).gate.fresh == {}
+
+
+def test_fresh_texts_go_with_their_candidate_and_are_bounded() -> None:
+    evidence = Evidence()
+    evidence.add_fresh({str(place): 0.1 for place in range(sequential.MOST_FRESH + 5)})
+    assert len(evidence.fresh) == sequential.MOST_FRESH and "4" not in evidence.fresh
+    evidence.new_candidate()
+    assert evidence.fresh == {}
+
+
 def test_looks_with_repeated_bets_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Betting on a request again and again is no fair game; the simulation must see it."""
 
