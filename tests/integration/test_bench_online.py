@@ -78,6 +78,48 @@ def test_streams_are_served_learned_from_told_and_kept(
     }
 
 
+def test_drafts_of_a_stream_are_compared_on_its_texts(
+    script: Script, work: Path, tmp_path: Path
+) -> None:
+    names = ["oscillating-held-out", "oscillating-bounds"]
+    arguments = ["--work", work, "--out", tmp_path / "pairs", "--seeds", 1, "--requests", 24]
+    script("run").main([str(argument) for argument in [*arguments, "--only", *names]])
+    report = json.loads((tmp_path / "pairs.json").read_text())
+    stream, bounds = (row["result"] for row in report["rows"])
+    pair = stream["paired"]
+    assert pair["requests"] == 96 and stream["published"] == 0
+    # Nothing was published: what was served is the static draft, at the same positions.
+    assert pair["live"] == pytest.approx(pair["static"], abs=1e-12) and pair["at_once"] > 0
+    assert pair["at_once"] != pair["static"]
+    assert bounds["bank_at_once"] >= bounds["published"] - 1e-12 and 0 < bounds["own"] < 1
+    told = (tmp_path / "pairs.md").read_text()
+    assert "| oscillating-held-out | 1 |" in told and "| gain without a gate |" in told
+    assert "| oscillating | 1 |" in told and "| a draft per domain at once |" in told
+
+
+def planted(values: list[float]) -> list[Any]:
+    """Scores of texts with 20 positions of the same alpha."""
+    scored = importlib.import_module("draftsmith.distill.gate.scoring").Scored
+    return [
+        scored(np.full(20, value), np.zeros(20), ["1"] * 20, True, np.zeros((20, 2)))
+        for value in values
+    ]
+
+
+def test_a_bank_returns_to_a_version_by_evidence_and_an_oracle_at_once(script: Script) -> None:
+    bounds = script("bounds")
+    domains = ["prose"] * 40 + ["code"] * 80
+    live = [1] * 8 + [2] * 112
+    # the second version is better on prose and worse on code
+    scores = {1: planted([0.4] * 120), 2: planted([0.5] * 40 + [0.3] * 80)}
+    means = [float(one.mean()) for one in bounds.with_bank(scores, live)]
+    assert means[:8] == [0.4] * 8 and means[8:40] == [0.5] * 32
+    back = means.index(0.4, 40)
+    assert 40 < back <= 96 and set(means[back:]) == {0.4}
+    best = [float(one.mean()) for one in bounds.best_by_domain(scores, live, domains)]
+    assert best == [0.4] * 8 + [0.5] * 32 + [0.4] * 80
+
+
 def test_learning_is_priced_by_its_options(script: Script, work: Path, tmp_path: Path) -> None:
     names = ["8-per-8", "recorded", "1-per-8"]
     arguments = ["--work", work, "--out", tmp_path / "cost", "--seeds", 1, "--requests", 120]

@@ -119,7 +119,9 @@ POINTS: dict[str, Point] = {
 # remembers.
 BASELINES = ("static", "ngram", "suffix")
 SYSTEM, CAPTURE, GATE, OBJECTIVES = "system", "capture", "gate", "objectives"
-COST = "cost"  # only when asked for
+COST, BOUNDS = "cost", "bounds"  # only when asked for
+BOUNDED = ("gradual", "oscillating", "recurring")
+BOUND_CELLS = tuple(f"{name}-{BOUNDS}" for name in BOUNDED)
 # Drafts of classes, on the three domains at once; only when asked for. `BOUND` is offline.
 POOLS = "pools"
 BOUND, STATIC, SINGLE, TAGGED, CLUSTERED = (
@@ -129,7 +131,8 @@ POOL_CELLS = (BOUND, STATIC, SINGLE, TAGGED, CLUSTERED)
 # In the order of their worth, should an hour end too soon.
 PARTS = ("baselines", "curves", GATE, SYSTEM, OBJECTIVES, CAPTURE)
 LATE = ("no-replay", *(name for name, one in CURVES.items() if one.learner == HELD_OUT))
-NAMES = (*PARTS, COST, POOLS, *CURVES, *POINTS, *POOL_CELLS)  # what can be asked for alone
+# what can be asked for alone
+NAMES = (*PARTS, COST, POOLS, BOUNDS, *CURVES, *POINTS, *POOL_CELLS, *BOUND_CELLS)
 
 
 def plan(*, seeds: int, requests: int, only: Sequence[str] = PARTS) -> Iterator[Cell]:
@@ -137,7 +140,7 @@ def plan(*, seeds: int, requests: int, only: Sequence[str] = PARTS) -> Iterator[
     every = [
         cell
         for seed in range(seeds)
-        for part in (*PARTS, COST, POOLS)
+        for part in (*PARTS, COST, POOLS, BOUNDS)
         for cell in cells_of(part, seed, requests)
     ]
     chosen = [cell for cell in every if cell.part in only or cell.name in only]
@@ -158,6 +161,8 @@ def cells_of(part: str, seed: int, requests: int) -> Iterator[Cell]:
         for name in POOL_CELLS:
             share = 0.05 if name == BOUND else 0.5
             yield Cell(part, name, seed, {"requests": part_of(requests, share)})
+    elif part == BOUNDS:
+        yield from (Cell(part, name, seed, {"requests": requests}) for name in BOUND_CELLS)
     elif part == GATE:
         yield Cell(part, GATE, seed, {"requests": part_of(requests, 0.1)})
     elif part == OBJECTIVES:

@@ -25,8 +25,9 @@ class Shadow:
     the number of texts before it."""
 
     def __init__(self, world: World):
-        self.learner = world.daemon.shared.learner
+        self.world, self.learner = world, world.daemon.shared.learner
         self.texts: list[ServedText] = []
+        self.live: list[int] = []  # version of each text
         self.candidates: list[tuple[int, Weights]] = []
         self._sort_in, self._update = world.daemon.sort_in, self.learner.update
         world.daemon.sort_in = self._sorted  # type: ignore[method-assign]
@@ -34,6 +35,7 @@ class Shadow:
 
     def _sorted(self, text: ServedText) -> None:
         self.texts.append(text)
+        self.live.append(self.world.live)
         self._sort_in(text)
 
     def _updated(self, fresh: Sequence[ServedText], rest: Rest = no_rest) -> UpdateReport:

@@ -11,7 +11,7 @@ from typing import Any
 from scripts.bench.drafters.figures import Figure
 from scripts.bench.markdown_table import header, line
 from scripts.bench.online import measures as measures
-from scripts.bench.online.cells import BASELINES, CURVES, SECOND, THIRD
+from scripts.bench.online.cells import BASELINES, BOUNDS, CURVES, SECOND, THIRD
 from scripts.bench.online.cost import cost_summary, cost_table
 from scripts.bench.online.figures import WINDOW, Answers, moving, pooled_alpha, pooled_tau
 from scripts.bench.online.measures import over_seeds, results
@@ -29,6 +29,7 @@ def tables(report: Report) -> str:
         goals(rows),
         streams(rows),
         pairs(rows),
+        bounds(rows),
         cost_table(rows),
         bound_table(rows),
         pools_table(rows),
@@ -204,6 +205,27 @@ def pairs(rows: Sequence[Any]) -> list[str]:
                 ", ".join(map(str, accepts)),
             )
         )  # fmt: skip
+    return lines
+
+
+def bounds(rows: Sequence[Any]) -> list[str]:
+    """What could be had of a stream, as alpha over that of the static draft."""
+    kinds = {
+        "published": "as published",
+        "at_once": "without a gate",
+        "bank": "returning by evidence",
+        "bank_at_once": "best version per domain at once",
+        "own": "a draft per domain at once",
+    }
+    lines = header("stream", "seeds", "static alpha", *kinds.values())
+    for name in CURVES:
+        found = list(results(rows, BOUNDS, f"{name}-{BOUNDS}").values())
+        if found:
+            gains = (
+                over_seeds([one[kind] - one["static"] for one in found]).text() for kind in kinds
+            )
+            static = over_seeds([one["static"] for one in found]).text()
+            lines.append(line(name, len(found), static, *gains))
     return lines
 
 

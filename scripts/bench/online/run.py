@@ -17,7 +17,9 @@ import torch
 
 from draftsmith.files import read_json, write_json, write_text
 from draftsmith.progress import Progress
+from scripts.bench.online.bounds import run_bounds
 from scripts.bench.online.cells import (
+    BOUNDS,
     CAPTURE,
     COST,
     GATE,
@@ -51,6 +53,7 @@ RUN: dict[str, Callable[[Setting, Cell], dict[str, Any]]] = {
     CAPTURE: run_capture,
     COST: run_cost,
     POOLS: run_pools,
+    BOUNDS: run_bounds,
 }
 
 
