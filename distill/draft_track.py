@@ -195,8 +195,9 @@ class DraftTrack:
     def weigh_fresh(self, fresh: Sequence[ServedText]) -> None:
         """Adds evidence by texts that the candidate is about to be trained on. One without a step
         is the live draft."""
-        gate = self.config.gate
-        texts = [text for text in fresh if text.is_scorable][-gate.window :]
+        gate, revision = self.config.gate, self.context.target.revision
+        known = [text for text in fresh if text.is_scorable and text.is_of(revision)]
+        texts = known[-gate.window :]
         is_compared = self.lifecycle.canary.trial is None and not self.live.made_for
         if not (gate.fresh and texts and is_compared and self.learner.steps):
             return

@@ -209,7 +209,7 @@ def pairs(rows: Sequence[Any]) -> list[str]:
 
 
 def bounds(rows: Sequence[Any]) -> list[str]:
-    """What could be had of a stream, as alpha over that of the static draft."""
+    """Gains that a stream leaves, of alpha over that of the static draft."""
     kinds = {
         "published": "as published",
         "at_once": "without a gate",
