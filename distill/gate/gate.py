@@ -139,8 +139,11 @@ def pairs_of(
 ) -> Pairs:
     scored, judged = score_together([live, candidate], texts, max_depth=max_depth)
     agreeing = [index for index, one in enumerate(scored) if one.is_consistent]
-    some = ([values[index] for index in agreeing] for values in (texts, scored, judged))
-    return Pairs(*some)
+    return Pairs(
+        [texts[index] for index in agreeing],
+        [scored[index] for index in agreeing],
+        [judged[index] for index in agreeing],
+    )
 
 
 def decide(
