@@ -85,7 +85,8 @@ def test_drafts_of_a_stream_are_compared_on_its_texts(
     arguments = ["--work", work, "--out", tmp_path / "pairs", "--seeds", 1, "--requests", 24]
     script("run").main([str(argument) for argument in [*arguments, "--only", *names]])
     report = json.loads((tmp_path / "pairs.json").read_text())
-    stream, bounds = (row["result"] for row in report["rows"])
+    found = {row["cell"]["name"]: row["result"] for row in report["rows"]}
+    stream, bounds = (found[name] for name in names)
     pair = stream["paired"]
     # but for what ended after the learner's last turn
     assert 96 - 16 < pair["requests"] <= 96
