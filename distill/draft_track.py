@@ -201,8 +201,9 @@ class DraftTrack:
         is_compared = self.lifecycle.canary.trial is None and not self.live.made_for
         if not (gate.fresh and texts and is_compared and self.learner.steps):
             return
+        live = self.live.scorer
         with self.context.throttle.work(), self.learner.averaged() as candidate:
-            pairs = pairs_of(self.live.scorer, candidate, texts, max_depth=depth_of(texts))
+            pairs = pairs_of(live, live.of(candidate), texts, max_depth=depth_of(texts))
         self.live.ledger.gate.add_fresh(pairs.differences)
 
     @property

@@ -38,7 +38,8 @@ def test_a_text_is_scored_before_the_candidate_is_trained_on_it(
 
     def noted(self: Learner, fresh: Sequence[ServedText], *rest: Any) -> Any:
         with self.averaged() as candidate:
-            expected = pairs_of(track.live.scorer, candidate, fresh, max_depth=3).differences
+            live = track.live.scorer
+            expected = pairs_of(live, live.of(candidate), fresh, max_depth=3).differences
         known = track.live.ledger.gate.fresh
         # the first candidate is the live draft itself
         assert {one: known[one] for one in expected} == expected if trained else not known
