@@ -78,27 +78,6 @@ def test_streams_are_served_learned_from_told_and_kept(
     }
 
 
-def test_drafts_of_a_stream_are_compared_on_its_texts(
-    script: Script, work: Path, tmp_path: Path
-) -> None:
-    names = ["oscillating-held-out", "oscillating-bounds"]
-    arguments = ["--work", work, "--out", tmp_path / "pairs", "--seeds", 1, "--requests", 24]
-    script("run").main([str(argument) for argument in [*arguments, "--only", *names]])
-    report = json.loads((tmp_path / "pairs.json").read_text())
-    found = {row["cell"]["name"]: row["result"] for row in report["rows"]}
-    stream, bounds = (found[name] for name in names)
-    pair = stream["paired"]
-    # but for what ended after the learner's last turn
-    assert 96 - 16 < pair["requests"] <= 96
-    # Where nothing was published, what was served is the static draft at the same positions.
-    is_same = pair["live"] == pytest.approx(pair["static"], abs=1e-12)
-    assert is_same == (stream["published"] == 0) and pair["at_once"] != pair["static"]
-    assert all(0 < bounds[kind] < 1 for kind in ("bank", "bank_at_once", "own", "at_once"))
-    told = (tmp_path / "pairs.md").read_text()
-    assert "| oscillating-held-out | 1 |" in told and "| gain without a gate |" in told
-    assert "| oscillating | 1 |" in told and "| a draft per domain at once |" in told
-
-
 def planted(values: list[float]) -> list[Any]:
     """Scores of texts with 20 positions of the same alpha."""
     scored = importlib.import_module("draftsmith.distill.gate.scoring").Scored
