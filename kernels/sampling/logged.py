@@ -121,7 +121,7 @@ class LoggedLogits:
             return self._made
 
     def _arrays(self, logits: torch.Tensor) -> ProbArrays:
-        made = logged_compiled.prob_arrays(logits, self._tokens, self._temperatures)
+        made = logged_compiled.prob_arrays(logits, self._tokens, self._temperatures, TOP)
         if made is not None:
             return made
         norms = np.zeros(len(self._tokens), dtype=np.float32)

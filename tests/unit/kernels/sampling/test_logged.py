@@ -116,6 +116,9 @@ def test_what_the_kernel_cannot_read_is_left_to_torch() -> None:
     logits = logits_of(300)
     for other in (logits.double(), logits.half(), logits.T.contiguous().T):
         assert logged_compiled.prob_arrays(other, [0] * 6, None) is None
+    most = logged_compiled.MOST_KEPT
+    assert logged_compiled.prob_arrays(logits, [0] * 6, None, most) is not None
+    assert logged_compiled.prob_arrays(logits, [0] * 6, None, most + 1) is None
     with pytest.raises(IndexError, match="token 300 is beyond a vocabulary of 300"):
         compiled(logits[:1], [300], [1.0])
 
