@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from typing import Any
 
 # What vLLM calls the families it drafts with. P-EAGLE is EAGLE-3 with one more word.
@@ -56,7 +57,7 @@ def vllm_command(family: str, target: str, draft: str, k: int, *, stitched: bool
     options = vllm_options(family, target, draft, k, stitched=stitched)
     flags = [
         f"--{key.replace('_', '-')} "
-        + (value if isinstance(value, str) else f"'{json.dumps(value)}'")
+        + shlex.quote(value if isinstance(value, str) else json.dumps(value))
         for key, value in options.items()
         if key != "model"
     ]
