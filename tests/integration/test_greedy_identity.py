@@ -32,6 +32,7 @@ from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.kernels.attention.window import Chunk
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
+from draftsmith.serve.requests.request import Completion
 from draftsmith.serve.sampling.params import SamplingParams
 
 ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma", "gpt_neox", "qwen3_moe"]
@@ -206,6 +207,18 @@ def assert_same(tokens: list[int], expected: tuple[list[int], list[float]]) -> N
             return
 
 
+def together_as_plain(
+    target: Target, drafter: ServingDrafter, batch: list[list[int]], expected: list[Greedy]
+) -> list[Completion]:
+    """Answers of an engine that drafts for the whole batch, each the target's own."""
+    engine = build_engine(target, drafter, EngineConfig(k=4, max_batch=8))
+    together = engine.generate(batch, GREEDY)
+    for completion, right in zip(together, expected):
+        assert_same(completion.tokens, right)
+    assert not engine.stats.fallbacks and engine.stats.num_draft_tokens > 0
+    return together
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_speculation_does_not_change_greedy_output(
     arch: str, load: Callable[[str], Target]
@@ -222,11 +235,7 @@ def test_speculation_does_not_change_greedy_output(
         for used in (drafter, Oracle(drafter, known)):
             alone = build_engine(target, used, EngineConfig(k=3)).generate(batch[:1], GREEDY)
             assert_same(alone[0].tokens, expected[0])
-            engine = build_engine(target, used, EngineConfig(k=4, max_batch=8))
-            together = engine.generate(batch, GREEDY)
-            for completion, right in zip(together, expected):
-                assert_same(completion.tokens, right)
-            assert not engine.stats.fallbacks and engine.stats.num_draft_tokens > 0
+            together = together_as_plain(target, used, batch, expected)
         # The oracle must have exercised every accepted count, or this test says little about
         # caches.
         seen = {accepted for completion in together for accepted in completion.speculation.accepted}

@@ -20,6 +20,7 @@ from tests.integration.test_greedy_identity import (
     make_drafter,
     plain_greedy,
     prompts,
+    together_as_plain,
 )
 from tests.integration.test_sampled_distribution import (
     FALSE_ALARM,
@@ -64,11 +65,7 @@ def test_speculation_does_not_change_greedy_output(
     for family in ("ngram", "eagle3", "draft-lm"):
         drafter = make_drafter(family, target)
         for used in (drafter, Oracle(drafter, known)):
-            engine = build_engine(target, used, EngineConfig(k=4, max_batch=8))
-            together = engine.generate(batch, GREEDY)
-            for completion, right in zip(together, expected):
-                assert_same(completion.tokens, right)
-            assert not engine.stats.fallbacks and engine.stats.num_draft_tokens > 0
+            together = together_as_plain(target, used, batch, expected)
         seen = {accepted for completion in together for accepted in completion.speculation.accepted}
         assert seen >= {0, 1, 2, 3, 4}
 
