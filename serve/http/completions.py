@@ -216,7 +216,7 @@ async def _stream(
             refusal: Refusal | None = None
             for index, request, update in events:
                 if index in updated_s:
-                    metrics.gaps.observe(now_s - updated_s[index])
+                    metrics.updated(now_s - updated_s[index])
                 updated_s[index] = now_s
                 if update.finish_reason is not None:
                     metrics.finished(request, num_choices=num_choices)

@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from bisect import bisect_left
-from collections.abc import Iterator
-from itertools import accumulate
-
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.serve.engine.engine import Engine
@@ -22,6 +14,7 @@ COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50
 FEW = (0, 1, 2, 5, 10, 20, 50, 100)
 LATENCIES = {
     "vllm:time_to_first_token_seconds": "Arrival to first token.",
+    "vllm:inter_token_latency_seconds": "Time between two rounds that gave a request tokens.",
     "vllm:request_time_per_output_token_seconds": (
         "Mean time of the tokens after the first, by request."
     ),
@@ -54,44 +47,12 @@ MAX_CLASSES = 32  # a label that a client chooses must not grow the exposition w
 OTHER_CLASSES = "other"
 
 
-class Gaps(Collector):
-    """Histogram of the time between two updates of a stream. Observed for every chunk, on one
-    thread alone, so it takes no lock."""
-
-    NAME, TEXT = (
-        "vllm:inter_token_latency_seconds",
-        "Time between two rounds that gave a request tokens.",
-    )
-
-    def __init__(self, model: str):
-        self._labels = {"model_name": model}
-        self._counts = [0] * (len(SECONDS) + 1)
-        self._total_s, self._created_s = 0.0, time.time()
-
-    def observe(self, seconds: float) -> None:
-        self._counts[bisect_left(SECONDS, seconds)] += 1
-        self._total_s += seconds
-
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        bounds = [floatToGoString(bound) for bound in (*SECONDS, float("inf"))]
-        family = HistogramMetricFamily(self.NAME, self.TEXT, labels=list(self._labels))
-        family.add_metric(
-            list(self._labels.values()),
-            list(zip(bounds, accumulate(self._counts), strict=True)),
-            self._total_s,
-        )
-        family.add_sample(f"{self.NAME}_created", self._labels, self._created_s)
-        yield family
-
-
 class ServerMetrics:
     """One registry per server, so that several servers of one process do not share counts."""
 
     def __init__(self, engine: Engine, model: str):
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine, model))
-        self.gaps = Gaps(model)
-        self.registry.register(self.gaps)
         self._model = model
         histograms = {
             name: Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets)
@@ -148,6 +109,11 @@ class ServerMetrics:
 
     def responded(self, status: int) -> None:
         self._responses.labels(self._model, str(status)).inc()
+
+    def updated(self, seconds: float) -> None:
+        """Observe the time between two updates of a streaming request; a round may bring several
+        tokens."""
+        self._observe("vllm:inter_token_latency_seconds", seconds)
 
     def _count_class(self, request: Request) -> None:
         label = self._class_label(request.acceptance_class)
