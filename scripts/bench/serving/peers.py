@@ -44,7 +44,7 @@ class Bench:
     eagle3: Path
     draft_lm: Path
     exports: Path  # of the drafts, a folder for each engine and draft
-    dtype: str
+    dtype: str  # int8: stored in bfloat16, rounded by each engine in its own way
     k: int
     streams: int  # most at once
     wanted: re.Pattern[str]
@@ -68,7 +68,8 @@ class Bench:
 
 
 def in_dtype(source: Path, out: Path, dtype: str) -> Path:
-    """A copy of a checkpoint whose weights are stored in `dtype`."""
+    """A copy of a checkpoint whose weights are stored in `dtype`, in bfloat16 for int8."""
+    dtype = "bfloat16" if dtype == "int8" else dtype
     shutil.copytree(source, out, dirs_exist_ok=True)
     weights = load_file(out / "model.safetensors")
     weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}
@@ -90,6 +91,19 @@ def generator(bench: Bench, draft: Path | None) -> Iterator[subprocess.Popen]:
         ask(worker, None)
         yield worker
         worker.kill()
+
+
+def other_systems(stack: ExitStack, bench: Bench) -> Iterator[System]:
+    """Those of the variables DRAFTSMITH_VLLM_PYTHON and DRAFTSMITH_LLAMA_SERVER, and transformers. Of
+    these llama.cpp alone rounds a target to int8 that is stored otherwise."""
+    vllm, llama = (os.environ.get(f"DRAFTSMITH_{name}") for name in ("VLLM_PYTHON", "LLAMA_SERVER"))
+    if bench.dtype != "int8":
+        yield from transformers_systems(stack, bench)
+        if vllm:
+            print("bench_serving: starting vLLM, about a minute each time", flush=True)
+            yield from vllm_systems(stack, bench, vllm)
+    if llama:
+        yield from llama_systems(stack, bench, llama)
 
 
 def transformers_systems(stack: ExitStack, bench: Bench) -> Iterator[System]:
@@ -193,6 +207,9 @@ def llama_systems(stack: ExitStack, bench: Bench, program: str) -> Iterator[Syst
     with_target = bench.exported(bench.draft_lm, "gguf", "--with-target")
     if with_target is None:
         return
+    weights = with_target / "target.gguf"
+    if bench.dtype == "int8":
+        weights = rounded(weights, program)
     for name, draft in chosen.items():
         options = ngram if name == "n-gram" else []
         if draft is not None:
@@ -200,10 +217,23 @@ def llama_systems(stack: ExitStack, bench: Bench, program: str) -> Iterator[Syst
             if folder is None:
                 continue
             options = ["-md", str(folder / "draft.gguf"), *draft[1]]
-        command = [program, "-m", str(with_target / "target.gguf"), "-t", "1", "--offline"]
+        command = [program, "-m", str(weights), "-t", "1", "--offline"]
         command += ["--no-ui", "-np", str(bench.streams), "-c", str(1024 * bench.streams)]
         url, _ = stack.enter_context(server("llama.cpp", [*command, *options], {}))
         yield Served(f"llama.cpp, {name}", url, extra=PLAIN_SAMPLING)
+
+
+def rounded(weights: Path, server_program: str) -> Path:
+    """A GGUF with weights of 8 bits (Q8_0), by the llama-quantize beside the server."""
+    out = weights.with_name("target-q8_0.gguf")
+    program = Path(server_program).with_name("llama-quantize")
+    if not program.exists():
+        sys.exit(f"bench_serving: {program} is not there; build it with llama-server, for int8")
+    command = [str(program), str(weights), str(out), "Q8_0"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.exit(f"bench_serving: llama-quantize failed: {done.stderr[-500:]}")
+    return out
 
 
 @contextmanager

@@ -25,9 +25,7 @@ from draftsmith.serve.bench.server import started
 from scripts.bench.serving.peers import (
     Bench,
     in_dtype,
-    llama_systems,
-    transformers_systems,
-    vllm_systems,
+    other_systems,
 )
 from scripts.bench.serving.report import table
 from scripts.bench.serving.systems import TIMEOUT_S, Load, Pass, Served, System, Workload
@@ -140,7 +138,7 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("--eagle3", type=Path, help="another EAGLE-3 draft than the run's")
     parser.add_argument(
-        "--dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16"],
+        "--dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16", "int8"],
         help="of all systems; each dtype is measured apart, one after the other",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
@@ -171,13 +169,7 @@ def options() -> argparse.Namespace:
 
 def systems_of(stack: ExitStack, bench: Bench) -> list[System]:
     """All systems asked for, started."""
-    vllm, llama = (os.environ.get(f"DRAFTSMITH_{name}") for name in ("VLLM_PYTHON", "LLAMA_SERVER"))
-    found: list[System] = list(transformers_systems(stack, bench))
-    if vllm:
-        print("bench_serving: starting vLLM, about a minute each time", flush=True)
-        found += vllm_systems(stack, bench, vllm)
-    if llama:
-        found += llama_systems(stack, bench, llama)
+    found = list(other_systems(stack, bench))
     found += our_systems(stack, bench)
     if not found:
         sys.exit(

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+import re
+from contextlib import ExitStack
+from pathlib import Path
 
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from scripts.bench.serving import peers
 from scripts.bench.serving.report import table
 from scripts.bench.serving.run import measure
 from scripts.bench.serving.systems import Load, Pass, Workload
@@ -46,3 +54,40 @@ def test_ratios_are_of_passes_of_the_same_turn():
     greedy = [row for row in rows([0.1] * 4, [0.1] * 4) if row["temperature"] == 0]
     assert "| draftsmith, no draft | 100 | 100 - 100 | - | 2.00 | 1 |" in table(greedy)
     assert greedy[1]["tokens_per_s"] == pytest.approx(100)
+
+
+def test_eight_bits_are_stored_in_bfloat16(tmp_path: Path):
+    source = tmp_path / "target"
+    source.mkdir()
+    save_file({"a": torch.ones(2)}, source / "model.safetensors", {"format": "pt"})
+    (source / "config.json").write_text("{}")
+    out = peers.in_dtype(source, tmp_path / "out", "int8")
+    assert load_file(out / "model.safetensors")["a"].dtype == torch.bfloat16
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "dtype, asked", [("int8", ["llama.cpp"]), ("bfloat16", ["transformers", "vllm", "llama.cpp"])]
+)
+def test_engines_that_round_no_weights_are_left_out_with_eight_bits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: str, asked: list[str]
+):
+    names = {
+        "transformers_systems": "transformers",
+        "vllm_systems": "vllm",
+        "llama_systems": "llama.cpp",
+    }
+    for function, name in names.items():
+        monkeypatch.setattr(peers, function, lambda *given, name=name: [name])
+    monkeypatch.setenv("DRAFTSMITH_VLLM_PYTHON", "python")
+    monkeypatch.setenv("DRAFTSMITH_LLAMA_SERVER", "llama-server")
+    bench = peers.Bench(
+        target=tmp_path, eagle3=tmp_path, draft_lm=tmp_path, exports=tmp_path, dtype=dtype, k=3,
+        streams=1, wanted=re.compile(""),
+    )  # fmt: skip
+    assert list(peers.other_systems(ExitStack(), bench)) == asked
+
+
+def test_a_server_without_llama_quantize_is_refused(tmp_path: Path):
+    with pytest.raises(SystemExit, match="llama-quantize is not there; build it"):
+        peers.rounded(tmp_path / "target.gguf", str(tmp_path / "llama-server"))
