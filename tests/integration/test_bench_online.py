@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -102,20 +103,36 @@ def test_a_bank_returns_to_a_version_by_evidence_and_an_oracle_at_once(script: S
 
 
 def test_learning_is_priced_by_its_options(script: Script, work: Path, tmp_path: Path) -> None:
-    names = ["8-per-8", "recorded", "1-per-8"]
+    names = ["8-per-8", "recorded", "1-per-8", "osd"]
     arguments = ["--work", work, "--out", tmp_path / "cost", "--seeds", 1, "--requests", 120]
     script("run").main([str(argument) for argument in [*arguments, "--only", *names]])
     report = json.loads((tmp_path / "cost.json").read_text())
-    dear, recorded, cheap = (row["result"] for row in report["rows"])
+    dear, recorded, cheap, osd = (row["result"] for row in report["rows"])
     assert dear["steps"] == 8 * cheap["steps"] > 0 and dear["texts"] == cheap["texts"]
     assert dear["positions"] > 4 * cheap["positions"]
     # Not which is dearer: at this size one compilation costs more than eight steps.
     assert min(row["training_s"] for row in (dear, recorded, cheap)) > 0
     # the bonus token and the prompt's last one are not recorded
     assert 0 < recorded["positions"] < dear["positions"]
+    # each eight texts of an own step, at their first rejected tokens alone
+    assert 8 * osd["steps"] == osd["texts"] > 0
+    assert osd["positions"] / osd["steps"] < cheap["positions"] / cheap["steps"]
     told = (tmp_path / "cost.md").read_text()
     assert "| 8 per 8 | 1 |" in told and "| 1 per 8 | 1 |" in told
     assert "| 8 per 8, `learn.teacher=recorded` | 1 |" in told
+    assert "| 1 per 8, `osd.yaml` | 1 |" in told
+
+
+def test_a_recipe_is_measured_with_its_own_options(script: Script) -> None:
+    cost, setting = script("cost"), script("setting")
+    osd, at_our_rate = cost.learn_config("osd"), cost.learn_config("osd-our-rate")
+    assert osd.positions == ("first-rejected",) and osd.divergence == "forward-kl"
+    assert (osd.steps, osd.fresh, osd.batch, osd.replay, osd.average) == (1, 8, 8, 0.0, 0.0)
+    assert (osd.lr, osd.warmup_steps, osd.unroll.steps) == (1e-4, 0, setting.K)
+    assert replace(at_our_rate, lr=osd.lr, warmup_steps=0) == osd
+    # as many texts of warm-up as the setting, in an eighth of its steps
+    assert (at_our_rate.lr, at_our_rate.warmup_steps) == (setting.LEARN.lr, 12)
+    assert cost.told("osd-our-rate") == "1 per 8, `osd.yaml`, at our learning rate"
 
 
 def test_what_is_gained_is_read_off_beside_its_cost(script: Script) -> None:
@@ -129,8 +146,8 @@ def test_what_is_gained_is_read_off_beside_its_cost(script: Script) -> None:
         {"cell": {"part": "cost", "name": name, "seed": 0}, "result": result}
         for name, result in (("8-per-8", dear), ("4-per-8", cheap))
     ]
-    half = cost.POINTS["half-batch"]
-    assert cost.learn_config(half).batch == 4 and cost.told(half) == "8 per 8, 4 texts a step"
+    assert cost.learn_config("half-batch").batch == 4
+    assert cost.told("half-batch") == "8 per 8, 4 texts a step"
     assert cost.relative_cost(dear) == pytest.approx(2.0)
     assert cost.training_share(dear) == pytest.approx(0.5)  # the last answer has 17.8 s of learning
     *_, last = cost.cost_table(rows)

@@ -102,6 +102,14 @@ class Point:
     teacher: str = "live"
 
 
+@dataclass(frozen=True)
+class Pipeline:
+    """A recipe whose stage `learn` is measured beside the points."""
+
+    recipe: str  # its name in recipes/pipelines
+    is_at_our_rate: bool = False  # the setting's learning rate and warm-up in place of its own
+
+
 # From the dearest to the cheapest; the first is what the others are compared with.
 POINTS: dict[str, Point] = {
     "8-per-8": Point(),
@@ -114,6 +122,12 @@ POINTS: dict[str, Point] = {
     "2-per-8-fast": Point(steps=2, rate=2.0),
     "8-per-32": Point(fresh=32),
     "1-per-8": Point(steps=1),
+}
+# Recipes of pipelines at the same stream, with their own options of learning; without their drafts
+# by topic.
+PIPELINES: dict[str, Pipeline] = {
+    "osd": Pipeline("osd"),
+    "osd-our-rate": Pipeline("osd", is_at_our_rate=True),
 }
 # Without learning; what they keep does not depend on when a request comes, but for suffix, which
 # remembers.
@@ -132,7 +146,7 @@ POOL_CELLS = (BOUND, STATIC, SINGLE, TAGGED, CLUSTERED)
 PARTS = ("baselines", "curves", GATE, SYSTEM, OBJECTIVES, CAPTURE)
 LATE = ("no-replay", *(name for name, one in CURVES.items() if one.learner == HELD_OUT))
 # what can be asked for alone
-NAMES = (*PARTS, COST, POOLS, BOUNDS, *CURVES, *POINTS, *POOL_CELLS, *BOUND_CELLS)
+NAMES = (*PARTS, COST, POOLS, BOUNDS, *CURVES, *POINTS, *PIPELINES, *POOL_CELLS, *BOUND_CELLS)
 
 
 def plan(*, seeds: int, requests: int, only: Sequence[str] = PARTS) -> Iterator[Cell]:
@@ -155,7 +169,8 @@ def cells_of(part: str, seed: int, requests: int) -> Iterator[Cell]:
         yield from (Cell(part, name, seed, {"requests": requests}) for name in CURVES)
     elif part == COST:
         yield from (
-            Cell(part, name, seed, {"requests": part_of(requests, 0.35)}) for name in POINTS
+            Cell(part, name, seed, {"requests": part_of(requests, 0.35)})
+            for name in (*POINTS, *PIPELINES)
         )
     elif part == POOLS:
         for name in POOL_CELLS:

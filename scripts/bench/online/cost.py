@@ -1,5 +1,5 @@
 """Gain of learning after a sudden shift beside its cost: fewer steps, larger updates, fewer
-depths, and distributions from the records."""
+depths, distributions from the records, and recipes of pipelines."""
 
 from __future__ import annotations
 
@@ -9,17 +9,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from draftsmith.config import build, read_yaml
 from draftsmith.distill.config import LearnConfig
 from draftsmith.distill.draft_track import DraftTrack
 from draftsmith.drafters.published import versions
 from scripts.bench.markdown_table import header, line
-from scripts.bench.online.cells import FIRST, POINTS, SECOND, Cell, Point, part_of
+from scripts.bench.online.cells import (
+    FIRST,
+    PIPELINES,
+    POINTS,
+    SECOND,
+    Cell,
+    Pipeline,
+    Point,
+    part_of,
+)
 from scripts.bench.online.domains import asks
 from scripts.bench.online.figures import final_alpha, pooled_alpha
 from scripts.bench.online.measures import cpu_seconds, of_domain, over_seeds
 from scripts.bench.online.setting import GATE, LEARN, MAX_LENGTH, Setting
 from scripts.bench.online.streams import blocks
-from scripts.bench.online.world import World
+from scripts.bench.online.world import K, World
+from scripts.paths import ROOT
 
 Row = dict[str, Any]
 Result = TypeVar("Result")
@@ -28,18 +39,36 @@ JUDGED, JUDGED_AT = 48, 10**6  # texts that drafts are compared on, away from th
 DRAFTED = ("accepted", "first-rejected")  # what records hold distributions of
 
 
-def learn_config(point: Point) -> LearnConfig:
-    """The setting's options with those of the point. The warm-up lasts over as many texts as the
-    setting's."""
-    per_text = point.steps / point.fresh
-    warmup = round(LEARN.warmup_steps * per_text * LEARN.fresh / LEARN.steps)
+def learn_config(name: str) -> LearnConfig:
+    """Options of learning of one row of the table."""
+    return recipe_config(PIPELINES[name]) if name in PIPELINES else point_config(POINTS[name])
+
+
+def recipe_config(pipeline: Pipeline) -> LearnConfig:
+    """The recipe's options of learning, at the stream's k and length of texts."""
+    recipe = read_yaml(ROOT / "recipes" / "pipelines" / f"{pipeline.recipe}.yaml")
+    (stage,) = (one for one in recipe["stages"] if one["name"] == "learn")
+    found = build(LearnConfig, stage["options"]["learn"])
+    found = replace(found, unroll=replace(found.unroll, steps=K), max_length=MAX_LENGTH)
+    if not pipeline.is_at_our_rate:
+        return found
+    return replace(found, lr=LEARN.lr, warmup_steps=warmup_steps(found.steps, found.fresh))
+
+
+def warmup_steps(steps: int, fresh: int) -> int:
+    """Steps of a warm-up over as many texts as the setting's, with `steps` for `fresh` texts."""
+    return round(LEARN.warmup_steps * steps / fresh * LEARN.fresh / LEARN.steps)
+
+
+def point_config(point: Point) -> LearnConfig:
+    """The setting's options with those of the point."""
     return replace(
         LEARN,
         steps=point.steps,
         fresh=point.fresh,
         batch=point.batch,
         lr=point.rate * LEARN.lr,
-        warmup_steps=warmup,
+        warmup_steps=warmup_steps(point.steps, point.fresh),
         unroll=replace(LEARN.unroll, steps=point.depths),
         teacher=point.teacher,
         positions=DRAFTED if point.teacher == "recorded" else LEARN.positions,
@@ -48,16 +77,16 @@ def learn_config(point: Point) -> LearnConfig:
 
 def run_cost(setting: Setting, cell: Cell) -> Row:
     """One point of the curve: a stream that shifts once, served and learned from."""
-    point, requests = POINTS[cell.name], int(cell.arguments["requests"])
+    requests = int(cell.arguments["requests"])
     stream = asks(
         setting.prompts(cell.seed), blocks((FIRST, part_of(requests, BEFORE)), (SECOND, requests))
     )
     with setting.room(f"cost-{cell.name}-{cell.seed}") as folder:
         draft = setting.draft(cell.seed)
-        learn = learn_config(point)
+        learn = learn_config(cell.name)
         world = World(
             setting.target, draft, folder, learn, gate=GATE, seed=cell.seed,
-            record_taps=MAX_LENGTH if point.teacher == "recorded" else 0,
+            record_taps=MAX_LENGTH if learn.teacher == "recorded" else 0,
         )  # fmt: skip
         training = Timed.of(world.daemon.shared)
         answers = [answer.to_dict() for answer in world.serve(stream)]
@@ -104,7 +133,7 @@ class Timed:
 
 
 def cost_table(rows: Sequence[Row]) -> list[str]:
-    found = {name: by_seed(rows, name) for name in POINTS}
+    found = {name: by_seed(rows, name) for name in (*POINTS, *PIPELINES)}
     dearest = found[next(iter(POINTS))]
     lines = header(
         "steps per texts", "seeds", "CPU s of learning per CPU s of serving", "of it training",
@@ -124,7 +153,7 @@ def cost_table(rows: Sequence[Row]) -> list[str]:
             over_seeds([gain_at_end(one) for one in values]).text(),
             share(results, dearest, gain_at_end), share(results, dearest, mean_gain),
         ]  # fmt: skip
-        lines.append(line(told(POINTS[name]), len(values), *cells))
+        lines.append(line(told(name), len(values), *cells))
     return lines if len(lines) > 2 else []
 
 
@@ -143,7 +172,17 @@ def share(results: dict[int, Row], dearest: dict[int, Row], gain: Callable[[Row]
     return over_seeds(values).text(2)
 
 
-def told(point: Point) -> str:
+def told(name: str) -> str:
+    return told_recipe(PIPELINES[name]) if name in PIPELINES else told_point(POINTS[name])
+
+
+def told_recipe(pipeline: Pipeline) -> str:
+    learn = recipe_config(pipeline)
+    rate = ", at our learning rate" if pipeline.is_at_our_rate else ""
+    return f"{learn.steps} per {learn.fresh}, `{pipeline.recipe}.yaml`{rate}"
+
+
+def told_point(point: Point) -> str:
     extras = []
     if point.batch != Point.batch:
         extras.append(f"{point.batch} texts a step")
