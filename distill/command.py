@@ -3,7 +3,6 @@ turns out worse."""
 
 from __future__ import annotations
 
-import os
 import threading
 from contextlib import ExitStack
 
@@ -14,6 +13,7 @@ from draftsmith.config import check_limits
 from draftsmith.distill.config import LIMITS, DistillConfig
 from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.learn import learner as learning
+from draftsmith.distill.learn.processes import OneProcess, check_processes, joined, started
 from draftsmith.distill.lock import learner_lock
 from draftsmith.distill.status import Status, StatusServer
 from draftsmith.distill.throttle import (
@@ -24,6 +24,7 @@ from draftsmith.distill.throttle import (
     nothing,
     scraper,
 )
+from draftsmith.drafters.target.ranks import leave_group
 from draftsmith.errors import UserError
 from draftsmith.stopping import stopping
 
@@ -35,12 +36,20 @@ def run(config: DistillConfig, stop: threading.Event | None = None) -> int:
     stop = stop or threading.Event()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    with learner_lock(config.versions), stopping(stop):
-        learn(config, stop)
+    if started() == 1:
+        with learner_lock(config.versions), stopping(stop):
+            learn(config, stop, OneProcess())
+    elif (first := joined(config)) is not None:
+        try:
+            with learner_lock(config.versions), stopping(stop):
+                learn(config, stop, first)
+        finally:
+            first.stop()
+            leave_group()
     return 0
 
 
-def learn(config: DistillConfig, stop: threading.Event) -> None:
+def learn(config: DistillConfig, stop: threading.Event, processes: OneProcess) -> None:
     status, throttle = (
         Status(config.versions),
         Throttle(config.learn.budget, guard_of(config), stop),
@@ -50,7 +59,7 @@ def learn(config: DistillConfig, stop: threading.Event) -> None:
             server = StatusServer(status, config.status_host, config.status_port)
             closing.callback(server.close)
             status.event(f"status at http://{config.status_host}:{server.port}")
-        daemon: Daemon | None = begin(config, status, throttle)
+        daemon: Daemon | None = begin(config, status, throttle, processes)
         while daemon is not None:
             daemon.loop(stop)
             if not daemon.is_outdated:
@@ -60,28 +69,34 @@ def learn(config: DistillConfig, stop: threading.Event) -> None:
             # Its target and drafts go before the next ones come.
             throttle.look_up = nothing
             del daemon
-            daemon = begin_again(config, status, throttle, stop)
+            daemon = begin_again(config, status, throttle, processes, stop)
             if daemon is not None and daemon.target.revision != left:
                 daemon.predict(left, before)
 
 
 def begin_again(
-    config: DistillConfig, status: Status, throttle: Throttle, stop: threading.Event
+    config: DistillConfig,
+    status: Status,
+    throttle: Throttle,
+    processes: OneProcess,
+    stop: threading.Event,
 ) -> Daemon | None:
     """Begins with the weights that lie there now, again and again until they can be read; None once
     `stop` is set."""
     while not stop.is_set():
         try:
-            return begin(config, status, throttle)
+            return begin(config, status, throttle, processes)
         except (UserError, OSError, ValueError, SafetensorError) as error:
             status.event(f"{str(error).splitlines()[0]}; trying again")
             stop.wait(config.poll_s)
     return None
 
 
-def begin(config: DistillConfig, status: Status, throttle: Throttle) -> Daemon:
+def begin(
+    config: DistillConfig, status: Status, throttle: Throttle, processes: OneProcess
+) -> Daemon:
     try:
-        return Daemon(config, status, throttle)
+        return Daemon(config, status, throttle, processes)
     except OSError as error:
         raise UserError(
             f"the learner cannot begin ({error}); make room, or give another --versions or --buffer"
@@ -94,18 +109,9 @@ def guard_of(config: DistillConfig) -> Guard:
     return LatencyGuard(scraper(config.server), config.tpot_ms / 1000)
 
 
-def check_one_process() -> None:
-    size = os.environ.get("WORLD_SIZE") or "1"
-    if size != "1":
-        raise UserError(
-            f"WORLD_SIZE is {size}, but the learner runs in one process; start it without a "
-            "launcher of several"
-        )
-
-
 def check(config: DistillConfig) -> None:
-    check_one_process()
     check_limits(config, LIMITS)
+    check_processes(config)
     learning.check(config.learn)
     if (config.server is None) != (config.tpot_ms is None):
         raise UserError("server and tpot_ms belong together; give both or neither")

@@ -299,6 +299,10 @@ class DistillConfig:
     seed: int = option(0, "of the replay")
     dtype: str = option("auto", "of the target's weights, as served", choices=TARGET_DTYPES)
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
+    target_shares: int = option(
+        1,
+        "processes that hold one copy of the target between them; more than 1 when it is too large",
+    )
     trust_remote_code: bool = option(False, TRUST_HELP)
 
 
@@ -370,6 +374,7 @@ LIMITS: LimitsTable = {
         "until_idle_s": NOT_NEGATIVE,
         "max_updates": NOT_NEGATIVE,
         "threads": AT_LEAST_1,
+        "target_shares": AT_LEAST_1,
         "status_port": Limits(0, 2**16),
         "tpot_ms": POSITIVE,
     },

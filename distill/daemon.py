@@ -19,8 +19,8 @@ from draftsmith.distill.buffer.traffic import SILENCE_S, OpenRequests, ServedTex
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.context import LearnerContext
 from draftsmith.distill.draft_track import DraftTrack
+from draftsmith.distill.learn.processes import OneProcess
 from draftsmith.distill.learn.target_source import TargetSource
-from draftsmith.distill.learn.teachers import open_target
 from draftsmith.distill.learn.text_states import states_of
 from draftsmith.distill.monitor.monitor import Monitor
 from draftsmith.distill.pool.pool import ClassPool
@@ -39,7 +39,13 @@ class Daemon:
     """Owner of the tracks, the reader, the saved state and the status. A full disk may fail every
     part of a cycle without ending the loop."""
 
-    def __init__(self, config: DistillConfig, status: Status, throttle: Throttle):
+    def __init__(
+        self,
+        config: DistillConfig,
+        status: Status,
+        throttle: Throttle,
+        processes: OneProcess | None = None,
+    ):
         self.config, self.status, self.throttle = config, status, throttle
         self.root = Path(config.versions)
         classes = pool_root(self.root)
@@ -49,10 +55,10 @@ class Daemon:
         # other weights have come into the target's folder since
         self.is_outdated = False
         self.revisions: list[str] = []  # that the target had before
-        self.target = open_target(config, self.source.folder)
+        self.target, read = (processes or OneProcess()).open(config, self.source.folder)
         self.counters, self.open = Counters(), OpenRequests()
         self.monitor = Monitor(config.monitor.false_alarm)
-        self.states = states_of(self.target, config.learn)
+        self.states = states_of(self.target, config.learn, read)
         context = LearnerContext(
             config,
             self.target,

@@ -10,6 +10,7 @@ from typing import Any
 
 from draftsmith.config import check_limits, to_dict
 from draftsmith.drafters.options import OPTIONS, DrafterOptions, MedusaOptions, MtpOptions
+from draftsmith.drafters.target.sharded import check_shares
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.kernels.divergence.kind import kind_of
@@ -134,13 +135,7 @@ def check_processes(config: TrainConfig) -> None:
             f"option 'target_shares' is {config.target_shares} and 'target_dtype' is int8, whose "
             "layers are not spread; leave one of them out"
         )
-    if config.target_shares > 1 and int(os.environ.get("WORLD_SIZE", "1")) % config.target_shares:
-        raise UserError(
-            f"option 'target_shares' is {config.target_shares} but "
-            f"{os.environ.get('WORLD_SIZE', '1')} processes run; start a "
-            f"multiple of {config.target_shares} with torchrun --nproc_per_node N -m "
-            "draftsmith.cli train ..."
-        )
+    check_shares(config.target_shares, "train")
 
 
 def check_options(config: TrainConfig) -> None:

@@ -235,7 +235,12 @@ def open_target(config: DistillConfig, folder: str) -> Target:
     length = config.learn.max_length
     if config.learn.teacher == "live":
         return load_target(
-            folder, dtype=config.dtype, device=device, max_length=length, trust_remote_code=trust
+            folder,
+            dtype=config.dtype,
+            device=device,
+            max_length=length,
+            shares=config.target_shares,
+            trust_remote_code=trust,
         )
     return load_outline(
         folder, dtype=config.dtype, device=device, max_length=length, trust_remote_code=trust

@@ -6,6 +6,7 @@ states under one target never change.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,16 @@ class TextState(NamedTuple):
         return self.hidden.nbytes + (0 if self.taps is None else self.taps.nbytes)
 
 
+# Token ids [n] of texts, and layers -> the state of each text.
+Read = Callable[[Sequence[torch.Tensor], tuple[int, ...]], list[TextState]]
+
+
+def read_one(target: Target, ids: torch.Tensor, taps: tuple[int, ...]) -> TextState:
+    """State of the text `ids` [n] by a pass of its own."""
+    tapped, hidden = target.states(ids[None], torch.ones_like(ids[None]), taps)
+    return TextState(None if tapped is None else tapped[0].cpu(), hidden[0].cpu())
+
+
 class TextStates:
     """States of texts under `target`, kept up to `limit_bytes`; those not read for longest are
     dropped first.
@@ -36,8 +47,10 @@ class TextStates:
     it is trained in, nor on what a learner has read before it was started again.
     """
 
-    def __init__(self, target: Target, limit_bytes: float):
+    def __init__(self, target: Target, limit_bytes: float, read: Read | None = None):
+        """`read` in place of passes one after another."""
         self.target, self.limit_bytes = target, limit_bytes
+        self._read = read or self._read_each
         self.num_bytes = self.num_passes = 0
         self._known: dict[Key, TextState] = {}  # the latest read last
 
@@ -52,27 +65,25 @@ class TextStates:
         if segments is not None:
             return self.target.states(input_ids, attention_mask, taps, segments)
         lengths = attention_mask.sum(dim=1).tolist()
-        rows = [
-            self._of(row[:length], taps) for row, length in zip(input_ids, lengths, strict=True)
-        ]
+        texts = [row[:length] for row, length in zip(input_ids, lengths, strict=True)]
+        rows = self._of(texts, tuple(taps))
         hidden = padded([one.hidden for one in rows]).to(input_ids.device)
         tapped = [one.taps for one in rows if one.taps is not None]
         return padded(tapped).to(input_ids.device) if tapped else None, hidden
 
-    def _of(self, ids: torch.Tensor, taps: tuple[int, ...]) -> TextState:
-        key = tuple(taps), ids.cpu().numpy().tobytes()
-        known = self._known.pop(key, None)
-        if known is None:
-            known = self._read(ids, taps)
-            self.num_bytes += known.num_bytes
-        self._known[key] = known
+    def _of(self, texts: Sequence[torch.Tensor], taps: tuple[int, ...]) -> list[TextState]:
+        keys = [(taps, ids.cpu().numpy().tobytes()) for ids in texts]
+        unknown = {key: ids for key, ids in zip(keys, texts, strict=True) if key not in self._known}
+        found = dict(zip(unknown, self._read(list(unknown.values()), taps), strict=True))
+        self.num_passes += len(found)
+        self.num_bytes += sum(one.num_bytes for one in found.values())
+        wanted = {key: found.get(key) or self._known.pop(key) for key in dict.fromkeys(keys)}
+        self._known |= wanted
         self._drop()
-        return known
+        return [wanted[key] for key in keys]
 
-    def _read(self, ids: torch.Tensor, taps: tuple[int, ...]) -> TextState:
-        self.num_passes += 1
-        tapped, hidden = self.target.states(ids[None], torch.ones_like(ids[None]), taps)
-        return TextState(None if tapped is None else tapped[0].cpu(), hidden[0].cpu())
+    def _read_each(self, texts: Sequence[torch.Tensor], taps: tuple[int, ...]) -> list[TextState]:
+        return [read_one(self.target, ids, taps) for ids in texts]
 
     def _drop(self) -> None:
         while self._known and self.num_bytes > self.limit_bytes:
@@ -84,6 +95,6 @@ class TextStates:
         self._known, self.num_bytes = {}, 0
 
 
-def states_of(target: Target, config: LearnConfig) -> TextStates:
+def states_of(target: Target, config: LearnConfig, read: Read | None = None) -> TextStates:
     """States of no text yet, within `learn.taps_gib`."""
-    return TextStates(target, config.taps_gib * 2**30)
+    return TextStates(target, config.taps_gib * 2**30, read)

@@ -10,6 +10,7 @@ from transformers.utils import logging as transformers_logging
 
 from draftsmith.drafters.config import DTYPES as NAMES
 from draftsmith.drafters.config import TARGET_DTYPES
+from draftsmith.drafters.target.sharded import load_spread
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 
@@ -79,13 +80,23 @@ def load_target(
     dtype: str = "auto",
     device: str | None = None,
     max_length: int | None = None,
+    shares: int = 1,
     trust_remote_code: bool,
 ) -> Target:
-    """Target on `device` in `weight_dtype`, for texts of `max_length` tokens. Raises
-    `UserError`."""
+    """Target on `device` in `weight_dtype`, for texts of `max_length` tokens; one copy of it by
+    `shares` neighbouring processes, all of which make every pass. Raises `UserError`."""
     # Commands show one progress line, their own.
     transformers_logging.disable_progress_bar()
     there = device_of(device)
+    if shares > 1:
+        model = load_spread(
+            path,
+            dtype=weight_dtype(dtype, there),
+            device=there,
+            shares=shares,
+            trust_remote_code=trust_remote_code,
+        )
+        return Target(model, path, max_length=max_length, trust_remote_code=trust_remote_code)
     return Target.load(
         path,
         dtype=weight_dtype(dtype, there),

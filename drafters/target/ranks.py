@@ -12,7 +12,7 @@ import datetime
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,6 +47,18 @@ class Channel:
         with meeting():
             dist.broadcast_object_list(message, src=LEADER, group=self._group)
         return _moved(message[0], device)
+
+    def give(self, value: torch.Tensor) -> None:
+        """To rank 0, which takes it."""
+        with meeting():
+            dist.send(_bytes(value.cpu()), LEADER, group=self._group)
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> torch.Tensor:
+        """The tensor that the rank `source` gives, on the CPU."""
+        value = torch.empty(*shape, dtype=dtype)
+        with meeting():
+            dist.recv(_bytes(value), source, group=self._group)
+        return value
 
 
 @contextmanager
@@ -100,6 +112,11 @@ def leave_group() -> None:
     if dist.is_available() and dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _bytes(value: torch.Tensor) -> torch.Tensor:
+    """The same memory as bytes: gloo has not every type."""
+    return value.contiguous().flatten().view(torch.uint8)
 
 
 def _moved(value: Any, device: torch.device | str) -> Any:

@@ -21,12 +21,13 @@ from transformers import PreTrainedModel
 
 from draftsmith.drafters.target.load import load_model
 from draftsmith.drafters.target.taps import body_name, decoder_layers
+from draftsmith.errors import UserError
 
 
 def load_spread(
     path: str,
     *,
-    dtype: torch.dtype,
+    dtype: torch.dtype | str,
     device: torch.device,
     shares: int,
     trust_remote_code: bool = False,
@@ -71,6 +72,16 @@ def spread(model: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel:
         ignored_params={p for p in model.parameters() if p not in in_layers},
     )
     return model
+
+
+def check_shares(shares: int, command: str) -> None:
+    """Raises `UserError` where the processes of `command` make no whole number of copies."""
+    running = os.environ.get("WORLD_SIZE") or "1"
+    if shares > 1 and int(running) % shares:
+        raise UserError(
+            f"option 'target_shares' is {shares} but {running} processes run; start a multiple of "
+            f"{shares} with torchrun --nproc_per_node N -m draftsmith.cli {command} ..."
+        )
 
 
 @contextmanager

@@ -303,13 +303,3 @@ def test_sigterm_ends_the_command_cleanly(loop: Callable[..., Any]) -> None:
 def test_bad_options_are_one_sentence(loop: Callable[..., Any], changes: dict, says: str) -> None:
     with pytest.raises(UserError, match=says):
         daemon.run(replace(loop().config, **changes))
-
-
-def test_a_launcher_of_several_processes_is_refused(
-    loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = loop()
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="WORLD_SIZE is 2, but the learner runs in one process"):
-        daemon.run(made.config)
-    assert not (made.versions / "learner.lock").exists()
