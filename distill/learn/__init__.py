@@ -4,10 +4,12 @@ Files in reading order:
 - `learner`: the learner
 - `teachers`: distributions to match, of the running target or of records
 - `text_states`: hidden states of the target, each text read once
+- `processes`: passes of the target on several devices
 - `optimizer`: gradient and step
 - `adapters`: low-rank candidates
 - `target_source`: the target, whose weights may change meanwhile
 - `target_outline`: the target without weights
 
-Other chapters import `learner`, `teachers`, `text_states`, `target_source` and `target_outline`.
+Other chapters import `learner`, `processes`, `teachers`, `text_states`, `target_source` and
+`target_outline`.
 """
