@@ -4,6 +4,7 @@ a session."""
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import json
 import os
@@ -308,6 +309,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Imported modules are left out of every later collection: transformers' Trainer makes one per
+    run, of a third of a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def make_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:

@@ -14,9 +14,18 @@ import torch
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
 from draftsmith.drafters.target.target import Target
 from draftsmith.files import write_json
+from draftsmith.train import session
 from draftsmith.train.config import OptimConfig, TrainConfig
 
 FAST = OptimConfig(lr=1e-2)
+
+
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second a run; drawing has tests of its own."""
+    monkeypatch.setattr(
+        session, "draw_curves", lambda metrics, picture: picture.write_bytes(b"\x89PNG")
+    )
 
 
 class TableDrafter(torch.nn.Module):

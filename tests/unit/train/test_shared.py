@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.drafters.options import DraftLmOptions, LoraOptions
-from draftsmith.train import session, shared
+from draftsmith.train import shared
 from draftsmith.train.checkpoints import RunFolder
 from draftsmith.train.command import run
 from draftsmith.train.config import TrainConfig, UnrollConfig
@@ -22,13 +22,8 @@ STEPS, ACCUMULATE = 3, 2
 
 
 @pytest.fixture
-def config(
-    configure: Callable[..., TrainConfig],
-    tiny_target: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> TrainConfig:
+def config(configure: Callable[..., TrainConfig], tiny_target: Callable[..., str]) -> TrainConfig:
     """A draft without random numbers beside one with dropout."""
-    monkeypatch.setattr(session, "draw_curves", lambda metrics, picture: picture.touch())
     return configure(
         steps=STEPS,
         accumulate=ACCUMULATE,
