@@ -266,6 +266,10 @@ class EvalConfig:
     store: bool = option(
         False, "write the figures into the draft's draftsmith.json, from where `export` takes them"
     )
+    target_shares: int = option(
+        1,
+        "processes that hold the target between them; more than 1 when it is too large",
+    )
     trust_remote_code: bool = option(False, TRUST_HELP)
 
 
@@ -313,5 +317,6 @@ LIMITS: LimitsTable = {
         "prompts": AT_LEAST_1,
         "max_tokens": AT_LEAST_1,
         "batch_size": AT_LEAST_1,
+        "target_shares": AT_LEAST_1,
     },
 }

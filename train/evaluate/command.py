@@ -3,17 +3,21 @@ intervals."""
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from draftsmith.config import check_limits
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.checkpoint import draft_sampling_of
-from draftsmith.drafters.target.device import load_target
+from draftsmith.drafters.target.device import device_of, load_target
+from draftsmith.drafters.target.ranks import join, leave_group
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.drafters.weights import TellsReads
@@ -55,11 +59,29 @@ DRAFTS = {
 def run(config: EvalConfig) -> int:
     check(config)
     quiet()
+    if config.target_shares == 1:
+        evaluate(config)
+        return 0
+    # All processes do the same on their shares of the target, and the first one reports.
+    join(device_of())
+    try:
+        if dist.get_rank() == 0:
+            evaluate(config)
+        else:
+            with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
+                evaluate(replace(config, out=None, store=False))
+    finally:
+        leave_group()
+    return 0
+
+
+def evaluate(config: EvalConfig) -> None:
     # In the precision that the target is served with, for exact figures.
     target = load_target(
         config.target,
         dtype=config.dtype,
         max_length=config.max_length,
+        shares=config.target_shares,
         trust_remote_code=config.trust_remote_code,
     )
     target.check_length(config.max_length, "option 'max_length'")
@@ -90,7 +112,6 @@ def run(config: EvalConfig) -> int:
     cost = draft_cost(target, drafter)
     show(config, found, trees, cost)
     report(config, target, found, trees, cost)
-    return 0
 
 
 class OfFolders(NamedTuple):
@@ -106,12 +127,26 @@ def chosen_of(config: EvalConfig, mixture: Mixture) -> list[TokenSequence]:
 
 def check(config: EvalConfig) -> None:
     check_options(config)
+    check_processes(config)
     # Before minutes are spent on figures that could not be written.
     if config.store:
         checkpoint.read_metadata(config.draft)
     if config.out is not None and Path(config.out).is_dir():
         raise UserError(
             f"option 'out' is {config.out!r}, a folder; give a file such as figures.json"
+        )
+
+
+def check_processes(config: EvalConfig) -> None:
+    if (running := os.environ.get("WORLD_SIZE") or "1") != str(config.target_shares):
+        raise UserError(
+            f"option 'target_shares' is {config.target_shares} but {running} processes run; start "
+            f"{config.target_shares} with torchrun --nproc_per_node N -m draftsmith.cli eval ..."
+        )
+    if config.target_shares > 1 and config.dtype == "int8":
+        raise UserError(
+            f"option 'target_shares' is {config.target_shares} and 'dtype' is int8, whose layers "
+            "are not spread; leave one of them out"
         )
 
 

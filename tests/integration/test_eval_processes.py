@@ -1,0 +1,69 @@
+"""An evaluation whose target is spread over two processes has the figures of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from draftsmith.drafters.checkpoint import save
+from draftsmith.drafters.options import Eagle3Options
+from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
+from draftsmith.train.config import EvalConfig
+from draftsmith.train.evaluate.command import run
+from tests.forked import Forked, Ranks
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.fixture
+def words(tiny_target: Callable[..., str], tmp_path: Path) -> list[str]:
+    """`eval` of an untrained EAGLE-3 on the target's greedy answers; those at T = 1 are new."""
+    folder = tiny_target("llama")
+    target = Target.load(folder, dtype="float32")
+    save(FAMILIES["eagle3"].create(Eagle3Options(), target, seed=0), tmp_path / "draft", target)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"def f{n}(a):"}) + "\n" for n in range(6)))
+    command = ["-m", "draftsmith.cli", "generate", "--target", folder, "--prompts", str(prompts)]
+    command += ["--out", str(tmp_path / "data"), "--max-tokens", "12", "--temperature", "0"]
+    finish(Forked([sys.executable, *command, "--dtype", "float32"], env=os.environ | ENVIRONMENT))
+    command = ["-m", "draftsmith.cli", "eval", "--target", folder, "--dtype", "float32"]
+    command += ["--draft", str(tmp_path / "draft"), "--data", str(tmp_path / "data")]
+    command += ["--held-out", "1", "--k", "3", "--max-tokens", "12", "--tree", "dynamic"]
+    return [sys.executable, *command]
+
+
+def finish(process: Forked | Ranks) -> str:
+    said, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    return said
+
+
+def test_a_spread_target_gives_the_figures_of_a_whole_one(words: list[str], tmp_path: Path) -> None:
+    one, spread = tmp_path / "one.json", tmp_path / "spread.json"
+    environment = os.environ | ENVIRONMENT
+    finish(Forked([*words, "--out", str(one)], env=environment))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = Ranks([*words, "--out", str(spread), "--target-shares", "2"], 2, port, environment)
+    finish(ranks)
+    assert json.loads(spread.read_text()) == json.loads(one.read_text())
+
+
+def test_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EvalConfig(target="t", draft="d", data=("x",), target_shares=2)
+    with pytest.raises(UserError, match="'target_shares' is 2 but 1 processes run"):
+        run(config)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="'target_shares' is 1 but 2 processes run"):
+        run(EvalConfig(target="t", draft="d", data=("x",)))
+    with pytest.raises(UserError, match="layers are not spread"):
+        run(EvalConfig(target="t", draft="d", data=("x",), target_shares=2, dtype="int8"))
