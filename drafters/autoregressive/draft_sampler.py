@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.drafters.interface import Adjust, DraftInputs, Proposal
-from draftsmith.kernels.sampling.filters import SamplingRows, process
-from draftsmith.kernels.sampling.random_streams import Purpose, sample
+from draftsmith.kernels.sampling.draw import draw
+from draftsmith.kernels.sampling.filters import SamplingRows
+from draftsmith.kernels.sampling.random_streams import Purpose
 from draftsmith.kernels.sampling.vocabulary import check_sampled_head, scatter_to_target_vocab
 
 
@@ -55,10 +56,11 @@ def draw_tokens(
         best, tokens = logits.max(dim=-1)  # the first of equal logits
         distribution = None
     else:
-        best, distribution = None, process(logits, sampling)
+        best = None
+        tokens, distribution = draw(logits, sampling, seeds, positions, Purpose.DRAFT)
         # A distribution without mass (NaN weights) draws -1; token 0 at -inf means the same and can
         # be embedded.
-        tokens = sample(distribution, seeds, positions, Purpose.DRAFT).clamp(min=0)
+        tokens = tokens.clamp(min=0)
     return DraftStep(tokens if vocab_map is None else vocab_map[tokens], distribution, best)
 
 

@@ -4,12 +4,14 @@ Files in reading order:
 - `filters`: temperature, top-k, top-p and min-p
 - `random_streams`: counter-based random streams
 - `noise_compiled`: the noise of a whole vocabulary by a compiled kernel
+- `draw_compiled`: filters and a draw in one call, by a compiled kernel
+- `draw`: the same by either way
 - `random_streams_triton`: the same streams inside Triton kernels
 - `top_tokens`: sparse distributions: top tokens and the mass outside
 - `logged_compiled`: the same as records hold them, by a compiled kernel
 - `logged`: the same by either way, when they are read
 - `vocabulary`: draft logits over the target's vocabulary
 
-Other chapters import `filters`, `logged`, `logged_compiled`, `random_streams`, `top_tokens` and
-`vocabulary`.
+Other chapters import `draw`, `draw_compiled`, `filters`, `logged`, `logged_compiled`,
+`random_streams`, `top_tokens` and `vocabulary`.
 """

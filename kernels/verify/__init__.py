@@ -10,6 +10,7 @@ Files in reading order:
 - `chain_few`: token by token, of a few rows on a CPU
 - `chain`: the same of any rows; the reference
 - `chain_triton`: the same in Triton
+- `chain_compiled`: the same from raw logits, by a compiled kernel for a CPU
 - `block`: all tokens of a proposal together
 - `block_triton`: the same in Triton
 - `draft_tree`: the shape of a tree of drafted tokens
@@ -18,5 +19,6 @@ Files in reading order:
 - `rows_triton`: rows of logits as distributions inside Triton kernels
 - `lossy`: rules that change the output distribution, labelled so
 
-Other chapters import `chain`, `block`, `tree`, `draft_tree`, `verdict` and `lossy`.
+Other chapters import `chain`, `chain_compiled`, `block`, `tree`, `draft_tree`, `verdict` and
+`lossy`.
 """

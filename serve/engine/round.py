@@ -34,7 +34,7 @@ class RowSampling:
     def __init__(self, rows: Sequence[Row], device: torch.device):
         self.params, self.device = [row.request.params for row in rows], device
         self.all_greedy = all(params.temperature == 0 for params in self.params)
-        self._streams = [(row.request.seed, row.request.num_tokens) for row in rows]
+        self.streams = [(row.request.seed, row.request.num_tokens) for row in rows]
         self.adjust = Adjustments.of(
             [row.request.sampling_state for row in rows], [row.request.tokens for row in rows]
         )
@@ -43,14 +43,18 @@ class RowSampling:
     def seeds(self) -> torch.Tensor:
         """[B] int64 of the requests. As what follows not made for a greedy round without drafts,
         which reads none."""
-        seeds = [seed for seed, _ in self._streams]
+        seeds = [seed for seed, _ in self.streams]
         return torch.tensor(seeds, dtype=torch.int64, device=self.device)
 
     @cached_property
     def positions(self) -> torch.Tensor:
         """[B] int64, absolute, of each row's next token."""
-        positions = [position for _, position in self._streams]
+        positions = [position for _, position in self.streams]
         return torch.tensor(positions, dtype=torch.int64, device=self.device)
+
+    def distributions(self) -> SamplingRows:
+        """Of every row."""
+        return _distributions(tuple(_options(params) for params in self.params), self.device)
 
     def repeated(self, counts: Sequence[int]) -> SamplingRows:
         """The distribution of row b `counts[b]` times."""

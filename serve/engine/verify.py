@@ -15,6 +15,7 @@ from draftsmith.kernels.sampling.filters import process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
+from draftsmith.kernels.verify.chain_compiled import Drafts, verify_chain_compiled
 from draftsmith.kernels.verify.lossy import verify_synthetic, verify_typical
 from draftsmith.kernels.verify.tree import verify_tree
 from draftsmith.kernels.verify.verdict import Verdict
@@ -79,6 +80,12 @@ def verify_round(
         and (verified := _verify_greedily(logits, chains, parents)) is not None
     ):
         return verified
+    if (
+        rule.verify is verify_chain
+        and tree is None
+        and (verified := _verify_compiled(logits, proposal, sampling)) is not None
+    ):
+        return verified
     counts = [len(chain) + 1 for chain in chains]
     p_logits = process(logits, sampling.repeated(counts))
     verified = VerifyOutput([], [])
@@ -95,6 +102,19 @@ def verify_round(
         if tree is not None:
             verified.paths.extend([] for _ in bonus)
     return verified
+
+
+def _verify_compiled(
+    logits: torch.Tensor, proposal: RoundProposal | None, sampling: RowSampling
+) -> VerifyOutput | None:
+    """Chains from raw logits by one call; None where that is not to be had."""
+    if not reads_freely(logits.device):
+        return None
+    drafts = None
+    if proposal is not None:
+        drafts = Drafts(proposal.tokens, proposal.lengths, proposal.logits)
+    emitted = verify_chain_compiled(logits, sampling.distributions(), drafts, sampling.streams)
+    return None if emitted is None else VerifyOutput(emitted, [])
 
 
 def _verify(

@@ -112,19 +112,23 @@ def test_no_two_drafted_tokens_share_noise(family: str, way: str, target: Target
 def test_one_noise_for_all_depths_is_seen(
     family: str, way: str, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module, name in (
-        (draft_sampler, "sample"),
-        (tree_distributions, "sample_without_replacement"),
+    for module, name, place in (
+        (draft_sampler, "draw", 3),
+        (tree_distributions, "sample_without_replacement", 2),
     ):
-        monkeypatch.setattr(module, name, at_one_position(getattr(module, name)))
+        monkeypatch.setattr(module, name, at_one_position(getattr(module, name), place))
     seen = repeats(target, family, way)
     assert seen.same_depths > 0.5 * seen.num_depths
 
 
-def at_one_position(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return lambda logits, seeds, positions, *rest: draw(
-        logits, seeds, torch.zeros_like(positions), *rest
-    )
+def at_one_position(draw: Callable[..., Any], place: int) -> Callable[..., Any]:
+    """`draw`, whose argument `place` are the positions."""
+
+    def drawn(*arguments: Any) -> Any:
+        at = torch.zeros_like(arguments[place])
+        return draw(*arguments[:place], at, *arguments[place + 1 :])
+
+    return drawn
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import os
 import platform
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -30,9 +31,11 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.kernels import few_rows
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.sampling import random_streams
-from draftsmith.kernels.sampling.filters import SamplingRows
-from draftsmith.kernels.sampling.random_streams import Purpose, sample
+from draftsmith.kernels.sampling.draw import draw, draw_torch
+from draftsmith.kernels.sampling.filters import SamplingRows, process
+from draftsmith.kernels.sampling.random_streams import Purpose
 from draftsmith.kernels.verify.chain import verify_chain
+from draftsmith.kernels.verify.chain_compiled import Drafts, verify_chain_compiled
 
 TOKENS = (1, 4, 8)
 DRAFTS = {"eagle3": Eagle3Options(), "mtp": MtpOptions(), "draft-lm": DraftLmOptions()}
@@ -271,19 +274,34 @@ def draft_round(drafter: Any, target: Target, k: int) -> Callable[[], Any]:
 
 
 def sampling_variants(vocab_size: int, k: int) -> dict[str, Variants]:
-    """Verification of a drafted chain and a draw of one token at temperature 1, as now and as
-    before: the reference, and torch's operations for the noise of a vocabulary."""
+    """Verification of a drafted chain and a draw of one token at temperature 1, from raw logits:
+    in one call, by operations and calls of kernels, and as before these: the reference, and torch's
+    operations for the noise of a vocabulary."""
     generator = torch.Generator().manual_seed(0)
     p = 3 * torch.randn(k + 1, vocab_size, generator=generator)
-    q = p[None, :k] + torch.randn(1, k, vocab_size, generator=generator) / 2
-    seeds, positions = torch.tensor([0]), torch.tensor([CONTEXT])
-    tokens = sample(q[0], seeds, positions + torch.arange(k), Purpose.DRAFT)[None]
-    arguments = (p, tokens, torch.tensor([k]), q, seeds, positions)
-    verify = {"captured": lambda: verify_chain(*arguments)}
-    draw = {"captured": lambda: sample(p[:1], seeds, positions, Purpose.BONUS)}
-    verify["unfused"] = lambda: with_torchs_noise(lambda: verify_chain(*arguments, impl="torch"))
-    draw["unfused"] = lambda: with_torchs_noise(draw["captured"])
-    return {f"verification, k = {k}": verify, "draw of a token": draw}
+    raw = p[:k] + torch.randn(k, vocab_size, generator=generator) / 2
+    seeds, positions, lengths = torch.tensor([0]), torch.tensor([CONTEXT]), torch.tensor([k])
+    found: dict[str, Variants] = {}
+    for label, filters in ({"": {}, ", top-p": {"top_p": [0.9]}}).items():
+        rows = SamplingRows.of([1.0], **filters)
+        repeated = rows.repeat([k + 1])
+        drawn = draw_torch(raw, rows.repeat([k]), seeds, positions + torch.arange(k), Purpose.DRAFT)
+        drafts = Drafts(drawn.tokens[None], lengths, drawn.logits[None])
+        chain = (drafts.tokens, lengths, drafts.logits, seeds, positions)
+        found[f"verification, k = {k}{label}"] = {
+            "captured": partial(verify_chain_compiled, p, rows, drafts, [(0, CONTEXT)]),
+            "many calls": lambda rows=repeated, chain=chain: verify_chain(process(p, rows), *chain),
+            "unfused": lambda rows=repeated, chain=chain: with_torchs_noise(
+                lambda: verify_chain(process(p, rows), *chain, impl="torch")
+            ),
+        }
+        one = (p[:1], rows, seeds, positions, Purpose.BONUS)
+        found[f"draw of a token{label}"] = {
+            "captured": partial(draw, *one),
+            "many calls": partial(draw_torch, *one),
+            "unfused": lambda one=one: with_torchs_noise(partial(draw_torch, *one)),
+        }
+    return found
 
 
 def with_torchs_noise(run: Callable[[], Any]) -> Any:
@@ -300,13 +318,13 @@ def no_kernel(keys: torch.Tensor, offsets: torch.Tensor) -> None: ...
 
 def show(report: dict[str, Any]) -> None:
     kinds = list(next(iter(report["passes"].values())))
-    print(f"{'least ms':24}" + "".join(f"{kind:>14}" for kind in (*kinds, "own/captured")))
+    print(f"{'least ms':28}" + "".join(f"{kind:>14}" for kind in (*kinds, "own/captured")))
     for part in ("passes", "draft_rounds", "sampling"):
         for name, row in report[part].items():
             cells = [row[kind]["least_ms"] if kind in row else None for kind in kinds]
             ratio = row.get("own", row["captured"])["least_ms"] / row["captured"]["least_ms"]
             shown = "".join(f"{'-' if one is None else f'{one:.3f}':>14}" for one in cells)
-            print(f"{name:24}{shown}{ratio:14.2f}")
+            print(f"{name:28}{shown}{ratio:14.2f}")
     print(f"\n{'products, least ms':24}" + "".join(f"{name:>14}" for name in PRODUCTS))
     for part in ("matmuls", "draft_matmuls"):
         for name, row in report[part].items():

@@ -18,6 +18,8 @@ from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.trees import candidates as tree_distributions
+from draftsmith.kernels.sampling.draw import Drawn
+from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.random_streams import Purpose
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import verify as decide_module
@@ -57,6 +59,22 @@ class Watch:
             for position, row in zip(positions.tolist(), distribution.clone(), strict=True):
                 self.drawn.setdefault(position, []).append(row)
             return usual(distribution, seeds, positions, purpose, *more)
+
+        return watched
+
+    def drawer(self, usual: Callable[..., Drawn]) -> Callable[..., Drawn]:
+        def watched(
+            logits: torch.Tensor,
+            rows: SamplingRows,
+            seeds: torch.Tensor,
+            positions: torch.Tensor,
+            purpose: Purpose,
+        ) -> Drawn:
+            assert purpose is Purpose.DRAFT
+            drawn = usual(logits, rows, seeds, positions, purpose)
+            for position, row in zip(positions.tolist(), drawn.logits.clone(), strict=True):
+                self.drawn.setdefault(position, []).append(row)
+            return drawn
 
         return watched
 
@@ -128,7 +146,7 @@ def test_chains_are_judged_by_what_they_were_drawn_from(
     family: str, verification: str, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = Watch()
-    monkeypatch.setattr(draft_sampler, "sample", watch.sampler(draft_sampler.sample))
+    monkeypatch.setattr(draft_sampler, "draw", watch.drawer(draft_sampler.draw))
     run(target, family, watch, k=K, verification=verification)
     assert watch.depths == set(range(K)) and watch.num_compared > 10
 
@@ -152,7 +170,7 @@ def test_a_q_that_is_a_little_sharper_is_seen(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = Watch()
-    monkeypatch.setattr(draft_sampler, "sample", watch.sampler(draft_sampler.sample))
+    monkeypatch.setattr(draft_sampler, "draw", watch.drawer(draft_sampler.draw))
 
     class Sharper(Watch):
         def compare(self, position: int, depth: int, q: torch.Tensor) -> None:

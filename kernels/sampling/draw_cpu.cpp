@@ -1,0 +1,405 @@
+// Draws from a request's distribution, and verification of a chain by it, from raw logits. The
+// reference is torch's: filters.py, random_streams.py and chain.py say what is computed.
+// draw_compiled.py and chain_compiled.py compile it.
+//
+// Sums and logarithms are rounded otherwise than torch rounds them. Wherever that might change which
+// token is drawn or kept nothing is decided, and the caller takes torch's way: so tokens are the same.
+
+#include <float.h>
+#include <math.h>
+#include <stdint.h>
+
+#include <vector>
+
+#include "../host_numbers.h"
+
+namespace {
+
+constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
+constexpr int64_t kPurposes = 8, kAccept = 1, kResidual = 2, kBonus = 3;
+constexpr int kLanes = 16;
+// Bounds of what torch's rounding and this file's differ by: relative for a probability over the
+// token's time of arrival, absolute for a logprob, and for a sum of probabilities.
+constexpr float kRaceError = 1e-5f, kLogprobError = 1e-5f, kMassError = 5e-6f;
+constexpr float kMostError = 1e-2f;  // beyond it bounds say nothing
+
+uint64_t mix(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  return x ^ (x >> 31);
+}
+
+uint64_t stream_key(int64_t seed, int64_t position, int64_t purpose) {
+  const uint64_t counter = uint64_t(position) * kPurposes + uint64_t(purpose);
+  return mix(mix(uint64_t(seed) + kGolden) + counter * kGolden);
+}
+
+// ln x of normal x > 0.
+inline float logarithm(float x) {
+  int32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  const int32_t shifted = bits - 0x3F3504F3;  // of the square root of a half
+  const float exponent = float(shifted >> 23);
+  bits = (shifted & 0x7FFFFF) + 0x3F3504F3;
+  float m;
+  memcpy(&m, &bits, sizeof m);
+  m -= 1.0f;
+  float y = 7.0376836292e-2f;
+  y = y * m - 1.1514610310e-1f;
+  y = y * m + 1.1676998740e-1f;
+  y = y * m - 1.2420140846e-1f;
+  y = y * m + 1.4249322787e-1f;
+  y = y * m - 1.6668057665e-1f;
+  y = y * m + 2.0000714765e-1f;
+  y = y * m - 2.4999993993e-1f;
+  y = y * m + 3.3333331174e-1f;
+  y = y * m * m * m - 0.5f * m * m;
+  return (m + y) + 0.69314718056f * exponent;
+}
+
+// Times of arrival E ~ Exp(1) of every token: -log1p(-u).
+void arrivals(uint64_t key, float* out, int64_t tokens) {
+  for (int64_t v = 0; v < tokens; v++) {
+    const uint64_t x = mix(key + uint64_t(v + 1) * kGolden);
+    const float u = (float(int64_t(x >> 12)) + 0.5f) * 0x1p-52f;
+    out[v] = u < 1 - 0x1p-24f ? u : 1 - 0x1p-24f;
+  }
+  for (int64_t v = 0; v < tokens; v++) {
+    const float u = out[v];
+    const float series =
+        u * (1.0f + u * (0.5f + u * (0.33333334f + u * (0.25f + u * (0.2f + u * 0.16666667f)))));
+    out[v] = u < 0x1p-5f ? series : -logarithm(1.0f - u);
+  }
+}
+
+float largest(const float* x, int64_t count) {
+  float lanes[kLanes];
+  for (int j = 0; j < kLanes; j++) lanes[j] = -INFINITY;
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes)
+    for (int j = 0; j < kLanes; j++) lanes[j] = x[i + j] > lanes[j] ? x[i + j] : lanes[j];
+  for (; i < count; i++) lanes[0] = x[i] > lanes[0] ? x[i] : lanes[0];
+  for (int j = 1; j < kLanes; j++) lanes[0] = lanes[j] > lanes[0] ? lanes[j] : lanes[0];
+  return lanes[0];
+}
+
+// Integers in the order of the numbers; both zeros have one.
+inline int32_t rank(float x) {
+  int32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  bits = bits == INT32_MIN ? 0 : bits;
+  return bits ^ ((bits >> 31) & 0x7FFFFFFF);
+}
+
+float of_rank(int64_t rank) {
+  const int32_t bits = int32_t(rank) ^ ((int32_t(rank) >> 31) & 0x7FFFFFFF);
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+struct Options {
+  const float* temperature;
+  const int64_t* top_k;
+  const double* top_p;
+  const float* min_p;
+};
+
+// A distribution: its filters keep the tokens whose logits are `sure` or more, and none below
+// `least`; torch decides on those between.
+struct Distribution {
+  const float* logits;
+  int64_t tokens;
+  float top, sure, least;
+  double log_mass;
+  float error;  // of a logprob
+};
+
+struct Scratch {
+  std::vector<float> p, e, upper, masses;
+  void hold(int64_t tokens) {
+    if (int64_t(p.size()) < tokens)
+      for (auto* one : {&p, &e, &upper, &masses}) one->resize(tokens);
+  }
+};
+
+Scratch& scratch(int64_t tokens) {
+  static thread_local Scratch own;
+  own.hold(tokens);
+  return own;
+}
+
+void keep_top_k(Distribution* d, int64_t most) {
+  if (most >= d->tokens) return;
+  int64_t low = rank(-INFINITY), high = int64_t(rank(d->top)) + 1;
+  while (high - low > 1) {  // the largest rank that `most` tokens reach
+    const int32_t middle = int32_t(low + (high - low) / 2);
+    int64_t count = 0;
+    for (int64_t v = 0; v < d->tokens; v++) count += rank(d->logits[v]) >= middle;
+    (count >= most ? low : high) = middle;
+  }
+  const float last = of_rank(low);
+  d->sure = d->least = last > -FLT_MAX ? last : -FLT_MAX;
+}
+
+// The smallest rank above whose tokens there is less than `mass`; `highest` is one.
+int64_t reached(const Distribution& d, const float* masses, double mass, int64_t highest) {
+  int64_t low = int64_t(rank(-INFINITY)) - 1, high = highest;
+  while (high - low > 1) {
+    const int32_t middle = int32_t(low + (high - low) / 2);
+    double above = 0;
+    for (int64_t v = 0; v < d.tokens; v++)
+      above += rank(d.logits[v]) > middle ? double(masses[v]) : 0.0;
+    (above < mass ? high : low) = middle;
+  }
+  return high;
+}
+
+bool keep_top_p(Distribution* d, double top_p, float* masses) {
+  double total = 0;
+  for (int64_t v = 0; v < d->tokens; v++) {
+    const float x = d->logits[v];
+    masses[v] = x >= d->least ? exponential(x - d->top) : 0.0f;
+    total += double(masses[v]);
+  }
+  const double error = kMassError + 5e-10 * double(d->tokens);
+  if (top_p <= error) return false;
+  int64_t sure = reached(*d, masses, (top_p - error) * total, rank(d->top));
+  const int64_t least = reached(*d, masses, (top_p + error) * total, sure);
+  // Of several that are equally likely the order decides.
+  int64_t count = 0;
+  for (int64_t v = 0; v < d->tokens; v++) count += rank(d->logits[v]) == int32_t(sure);
+  sure += count > 1;
+  const float sure_logit = of_rank(sure), least_logit = of_rank(least);
+  d->sure = sure_logit > d->sure ? sure_logit : d->sure;
+  d->least = least_logit > d->least ? least_logit : d->least;
+  return true;
+}
+
+void keep_min_p(Distribution* d, float min_p) {
+  const double last = double(d->top) + log(double(min_p));
+  const double error = kLogprobError + 2.4e-7 * (fabs(double(d->top)) + fabs(last));
+  const float sure = float(last + error), least = float(last - error);
+  d->sure = sure > d->sure ? (sure < d->top ? sure : d->top) : d->sure;
+  d->least = least > d->least ? least : d->least;
+}
+
+// Row `row` of raw logits by its options, into `out`. False where torch has to decide.
+bool prepare(const float* raw, const Options& options, int64_t row, int64_t tokens, float* out,
+             float* masses, Distribution* d) {
+  const float temperature = options.temperature[row];
+  const bool greedy = temperature == 0;
+  const float divisor = greedy ? 1.0f : temperature;
+  for (int64_t v = 0; v < tokens; v++) {
+    float x = raw[v] == raw[v] ? raw[v] : -INFINITY;
+    x = (x < FLT_MAX ? x : FLT_MAX) / divisor;
+    out[v] = x < FLT_MAX ? x : FLT_MAX;
+  }
+  *d = {out, tokens, largest(out, tokens), -FLT_MAX, -FLT_MAX, 0, 0};
+  if (d->top == -INFINITY) return false;
+  if (greedy) {
+    d->sure = d->least = d->top;
+    int64_t best = 0;  // the first of equal ones
+    while (out[best] != d->top) best++;
+    for (int64_t v = 0; v < tokens; v++) out[v] = -INFINITY;
+    out[best] = d->top = d->sure = d->least = 0;
+    return true;
+  }
+  if (options.top_k[row] > 0) keep_top_k(d, options.top_k[row]);
+  if (options.top_p[row] < 1 && !keep_top_p(d, options.top_p[row], masses)) return false;
+  if (options.min_p[row] > 0) keep_min_p(d, options.min_p[row]);
+  return true;
+}
+
+// Its normaliser. False where the bounds say nothing.
+bool normalise(Distribution* d) {
+  float sure = 0, unsure = 0;
+  for (int64_t v = 0; v < d->tokens; v++) {
+    const float x = d->logits[v], mass = exponential(x - d->top);
+    sure += x >= d->sure ? mass : 0.0f;
+    unsure += x >= d->least && x < d->sure ? mass : 0.0f;
+  }
+  if (!(sure > 0)) return false;
+  d->log_mass = double(d->top) + log(double(sure));
+  d->error = kLogprobError + 1e-9f * float(d->tokens) + unsure / sure;
+  return d->error < kMostError;
+}
+
+// The one token whose upper bound reaches the largest lower bound; -1 where there are several.
+int64_t winner(const float* upper, float bound, int64_t tokens) {
+  if (!(bound > 0)) return -1;
+  int64_t count = 0, sum = 0;
+  for (int64_t v = 0; v < tokens; v++) {
+    const int64_t reaches = upper[v] >= bound;
+    count += reaches;
+    sum += reaches ? v : 0;
+  }
+  return count == 1 ? sum : -1;
+}
+
+// The token that `d` draws by the stream `key`, without token `banned`; -1: not decided.
+int64_t race(const Distribution& d, uint64_t key, int64_t banned, Scratch& own) {
+  const float error = kRaceError + 2.4e-7f * fabsf(d.top);
+  if (!(error < kMostError)) return -1;
+  arrivals(key, own.e.data(), d.tokens);
+  float *upper = own.upper.data(), *lower = own.e.data();
+  const float more = 1 + error, less = 1 - error, top = d.top, sure = d.sure, least = d.least;
+  for (int64_t v = 0; v < d.tokens; v++) {
+    const float x = d.logits[v], first = exponential(x - top) / lower[v];
+    upper[v] = x >= least ? first * more : 0.0f;
+    lower[v] = x >= sure ? first * less : 0.0f;
+  }
+  if (banned >= 0) upper[banned] = lower[banned] = 0;
+  return winner(upper, largest(lower, d.tokens), d.tokens);
+}
+
+// The same of max(p - q, 0).
+int64_t race_of_residual(const Distribution& p, const Distribution& q, uint64_t key, Scratch& own) {
+  arrivals(key, own.e.data(), p.tokens);
+  float *upper = own.upper.data(), *lower = own.e.data();
+  const float error = p.error + q.error + kRaceError, more = 1 + error, less = 1 - error;
+  const float p_mass = float(p.log_mass), q_mass = float(q.log_mass), sure = p.sure,
+              least = p.least;
+  // Rounding of the difference of a logit and the normaliser.
+  const float wide = 1.2e-7f * (fabsf(p_mass) + fabsf(q_mass));
+  if (!(wide < kMostError)) return -1;
+  for (int64_t v = 0; v < p.tokens; v++) {
+    const float x = p.logits[v], y = q.logits[v];
+    const float a = exponential(x < p_mass ? x - p_mass : 0.0f);
+    const float b = y == y ? exponential(y < q_mass ? y - q_mass : 0.0f) : 0.0f;
+    const float over = 1 / lower[v];
+    const float high = (a * (more + wide) - b * (less - wide)) * more * over;
+    const float low = (a * (less - wide) - b * (more + wide)) * less * over;
+    upper[v] = x >= least ? high : 0.0f;
+    lower[v] = x >= sure ? low : 0.0f;
+  }
+  return winner(upper, largest(lower, p.tokens), p.tokens);
+}
+
+double log_uniform(uint64_t key) { return log((double(mix(key) >> 12) + 0.5) * 0x1p-52); }
+
+// q as it was sampled from: 0 where nothing is to be decided by it.
+bool drawn_from(const float* logits, int64_t tokens, Distribution* q) {
+  *q = {logits, tokens, largest(logits, tokens), -FLT_MAX, -FLT_MAX, 0, 0};
+  return q->top > -INFINITY && q->top < FLT_MAX && normalise(q);
+}
+
+struct Chain {
+  const int64_t* tokens;
+  int64_t length;
+  const float* q;  // [length, V], or null for sure drafts
+  int64_t seed, position;
+};
+
+struct Decision {
+  int64_t accepted, token;
+};
+
+// False where torch has to decide.
+bool verify(const float* raw, int64_t stride, const Options& options, int64_t row, int64_t tokens,
+            const Chain& chain, Decision* found) {
+  Scratch& own = scratch(tokens);
+  Distribution p, q;
+  for (int64_t kept = 0;; kept++) {
+    if (!prepare(raw + kept * stride, options, row, tokens, own.p.data(), own.masses.data(), &p))
+      return false;
+    const bool last = kept == chain.length;
+    const uint64_t key =
+        stream_key(chain.seed, chain.position + kept, last ? kBonus : kResidual);
+    if (last) {
+      *found = {kept, race(p, key, -1, own)};
+      return found->token >= 0;
+    }
+    const int64_t token = chain.tokens[kept];
+    bool drawn = token >= 0 && token < tokens;
+    double log_q = 0;
+    if (drawn && chain.q) {
+      if (!drawn_from(chain.q + kept * tokens, tokens, &q)) return false;
+      drawn = q.logits[token] > -INFINITY;
+      log_q = drawn ? double(q.logits[token]) - q.log_mass : 0;
+    }
+    if (drawn) {
+      if (!normalise(&p)) return false;
+      const float x = p.logits[token];
+      if (x >= p.least && x < p.sure) return false;
+      if (x >= p.sure && x > -INFINITY) {
+        const uint64_t test = stream_key(chain.seed, chain.position + kept, kAccept);
+        const double gap = (double(x) - p.log_mass) - (log_uniform(test) + log_q);
+        const double error = double(p.error) + (chain.q ? double(q.error) : 0.0) +
+                             2.4e-7 * fabs(double(x) - p.log_mass) + 2.4e-7 * fabs(log_q);
+        if (!(fabs(gap) > error)) return false;
+        if (gap > 0) continue;
+      }
+    }
+    if (!drawn)
+      *found = {kept, race(p, key, -1, own)};
+    else if (chain.q)
+      *found = {kept, race_of_residual(p, q, key, own)};
+    else
+      *found = {kept, race(p, key, token, own)};
+    return found->token >= 0;
+  }
+}
+
+// The token that a row draws, whose distribution goes into `out`; -1: not decided.
+int64_t draw_row(const float* raw, const Options& options, int64_t row, int64_t tokens,
+                 uint64_t key, float* out) {
+  Scratch& own = scratch(tokens);
+  Distribution d;
+  if (!prepare(raw, options, row, tokens, out, own.masses.data(), &d)) return -1;
+  const int64_t token = race(d, key, -1, own);
+  int64_t unsure = 0;
+  for (int64_t v = 0; v < tokens; v++) {
+    unsure += out[v] >= d.least && out[v] < d.sure;
+    out[v] = out[v] >= d.sure ? out[v] : -INFINITY;
+  }
+  return unsure ? -1 : token;
+}
+
+}  // namespace
+
+// One token of each row; its distribution into `processed`. False where torch has to decide.
+extern "C" bool draw(const float* logits, int64_t stride, const float* temperature,
+                     const int64_t* top_k, const double* top_p, const float* min_p,
+                     const int64_t* seeds, const int64_t* positions, int64_t purpose,
+                     float* processed, int64_t* drawn, int64_t rows, int64_t tokens, int threads) {
+  const Options options = {temperature, top_k, top_p, min_p};
+  bool decided = true;
+#pragma omp parallel for num_threads(threads) reduction(&& : decided) if (threads > 1 && rows > 1)
+  for (int64_t row = 0; row < rows; row++) {
+    const uint64_t key = stream_key(seeds[row], positions[row], purpose);
+    drawn[row] =
+        draw_row(logits + row * stride, options, row, tokens, key, processed + row * tokens);
+    decided = decided && drawn[row] >= 0;
+  }
+  return decided;
+}
+
+// Accepted tokens of each row and the token after them; the first `num_drafting` have drafts.
+extern "C" bool verify_chains(const float* logits, int64_t stride, const float* temperature,
+                              const int64_t* top_k, const double* top_p, const float* min_p,
+                              const int64_t* drafts, const int64_t* lengths, const float* q,
+                              int64_t num_drafting, int64_t num_draft, const int64_t* seeds,
+                              const int64_t* positions, int64_t* accepted, int64_t* emitted,
+                              int64_t rows, int64_t tokens, int threads) {
+  const Options options = {temperature, top_k, top_p, min_p};
+  std::vector<int64_t> begins(rows, 0);
+  for (int64_t row = 1; row < rows; row++)
+    begins[row] = begins[row - 1] + 1 + (row <= num_drafting ? lengths[row - 1] : 0);
+  bool decided = true;
+#pragma omp parallel for num_threads(threads) reduction(&& : decided) if (threads > 1 && rows > 1)
+  for (int64_t row = 0; row < rows; row++) {
+    Chain chain = {nullptr, 0, nullptr, seeds[row], positions[row]};
+    if (row < num_drafting) {
+      chain.tokens = drafts + row * num_draft;
+      chain.length = lengths[row];
+      chain.q = q ? q + row * num_draft * tokens : nullptr;
+    }
+    Decision found = {0, -1};
+    decided = verify(logits + begins[row] * stride, stride, options, row, tokens, chain, &found) &&
+              decided;
+    accepted[row] = found.accepted;
+    emitted[row] = found.token;
+  }
+  return decided;
+}

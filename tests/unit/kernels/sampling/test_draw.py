@@ -1,0 +1,172 @@
+"""Draws by the compiled kernel: the reference's tokens and distributions, or none."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftsmith.kernels.sampling import draw as module
+from draftsmith.kernels.sampling.draw import draw, draw_torch
+from draftsmith.kernels.sampling.draw_compiled import _kernel, draw_compiled
+from draftsmith.kernels.sampling.filters import SamplingRows
+from draftsmith.kernels.sampling.random_streams import Purpose
+from draftsmith.kernels.statistics import g_test
+
+compiler = pytest.mark.skipif(_kernel() is None, reason="there is no C++ compiler")
+
+options = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 1e-6, 0.3, 0.7, 1.0, 1.5, 100.0]),
+        "top_k": st.sampled_from([0, 0, 1, 2, 20, 10**6]),
+        "top_p": st.sampled_from([1.0, 1.0, 0.0, 1e-6, 0.5, 0.9, 0.999]),
+        "min_p": st.sampled_from([0.0, 0.0, 0.01, 0.2, 1.0]),
+    }
+)
+
+
+def rows_of(values: list[dict[str, float]]) -> SamplingRows:
+    columns = {name: [one[name] for one in values] for name in values[0]}
+    return SamplingRows.of(columns.pop("temperature"), **columns)  # type: ignore[arg-type]
+
+
+def logits_of(seed: int, rows: int, tokens: int, scale: float) -> torch.Tensor:
+    """With many equal numbers in a third of the rows, and some that are not finite in another."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = scale * torch.randn(rows, tokens, generator=generator)
+    logits[::3] = logits[::3].round()
+    for value in (math.nan, math.inf, -math.inf):
+        share = 0.3 if value == -math.inf else 0.02
+        logits[1::3][torch.rand(logits[1::3].shape, generator=generator) < share] = value
+    return logits
+
+
+def streams(count: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    seeds = torch.randint(-(2**62), 2**62, (count,), generator=generator)
+    return seeds, torch.randint(0, 100_000, (count,), generator=generator)
+
+
+@compiler
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.lists(options, min_size=1, max_size=4),
+    st.sampled_from([1, 2, 15, 17, 300, 513, 1025, 4096]),
+    st.sampled_from([0.0, 0.1, 3.0, 30.0]),
+    st.sampled_from(list(Purpose)),
+)
+def test_what_the_kernel_decides_is_what_torch_decides(
+    seed: int, values: list[dict[str, float]], tokens: int, scale: float, purpose: Purpose
+) -> None:
+    rows, logits = rows_of(values), logits_of(seed, len(values), tokens, scale)
+    found = draw_compiled(logits, rows, *streams(len(values), seed=seed), purpose)
+    if found is not None:
+        expected = draw_torch(logits, rows, *streams(len(values), seed=seed), purpose)
+        assert found[0].tolist() == expected.tokens.tolist()
+        assert torch.equal(found[1], expected.logits)
+
+
+@compiler
+@pytest.mark.parametrize(
+    ("values", "least"),
+    [({}, 0.99), ({"top_k": 50}, 0.99), ({"top_p": 0.9}, 0.9), ({"min_p": 0.05}, 0.95)],
+)
+def test_the_kernel_decides_nearly_always_and_as_torch(
+    values: dict[str, float], least: float
+) -> None:
+    filters = {name: [value] for name, value in values.items()}
+    decided = 0
+    for seed in range(200):
+        logits = 3 * torch.randn(1, 1024, generator=torch.Generator().manual_seed(seed))
+        arguments = (logits, SamplingRows.of([0.8], **filters), *streams(1, seed=seed))  # type: ignore[arg-type]
+        found = draw_compiled(*arguments, Purpose.BONUS)
+        if found is not None:
+            decided += 1
+            expected = draw_torch(*arguments, Purpose.BONUS)
+            assert found[0].tolist() == expected.tokens.tolist()
+            assert torch.equal(found[1], expected.logits)
+    assert decided >= least * 200
+
+
+@compiler
+def test_rows_that_lie_apart_and_several_threads() -> None:
+    table = 3 * torch.randn(6, 2, 700, generator=torch.Generator().manual_seed(0))
+    rows, threads = SamplingRows.of([1.0] * 6, top_k=[40] * 6), torch.get_num_threads()
+    expected = draw_torch(table[:, 1], rows, *streams(6), Purpose.DRAFT)
+    torch.set_num_threads(3)
+    try:
+        found = draw_compiled(table[:, 1], rows, *streams(6), Purpose.DRAFT)
+    finally:
+        torch.set_num_threads(threads)
+    assert found is not None
+    assert found[0].tolist() == expected.tokens.tolist()
+    assert torch.equal(found[1], expected.logits)
+
+
+@compiler
+@pytest.mark.parametrize(
+    "logits",
+    [
+        torch.full((1, 40), -math.inf),  # no distribution
+        torch.full((1, 40), math.nan),
+        torch.full((1, 40), 1e30),  # differences are beyond float32
+    ],
+)
+def test_what_rounding_or_nothing_decides_is_left_to_torch(logits: torch.Tensor) -> None:
+    rows = SamplingRows.of([1.0])
+    assert draw_compiled(logits, rows, *streams(1), Purpose.DRAFT) is None
+    drawn = draw(logits, rows, *streams(1), Purpose.DRAFT)
+    expected = draw_torch(logits, rows, *streams(1), Purpose.DRAFT)
+    assert drawn.tokens.tolist() == expected.tokens.tolist()
+
+
+@compiler
+def test_a_filter_that_ends_within_equal_tokens_is_left_to_torch() -> None:
+    """torch keeps those of equal ones that come last in its order."""
+    logits = torch.zeros(1, 10)
+    rows = SamplingRows.of([1.0], top_p=[0.55])
+    assert draw_compiled(logits, rows, *streams(1), Purpose.DRAFT) is None
+    assert int((draw(logits, rows, *streams(1), Purpose.DRAFT).logits > -math.inf).sum()) == 6
+
+
+@compiler
+def test_logits_of_another_type_are_torchs() -> None:
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
+    for other in (logits.double(), logits.bfloat16(), logits.T.contiguous().T[:, ::2]):
+        rows = SamplingRows.of([1.0])
+        assert draw_compiled(other, rows, *streams(1), Purpose.DRAFT) is None
+        found = draw(other, rows, *streams(1), Purpose.DRAFT)
+        assert torch.equal(found.logits, draw_torch(other, rows, *streams(1), Purpose.DRAFT).logits)
+
+
+def test_without_a_compiler_torch_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "draw_compiled", lambda *_: None)
+    logits, rows = torch.randn(2, 30), SamplingRows.of([0.0, 0.9])
+    found = draw(logits, rows, *streams(2), Purpose.DRAFT)
+    assert torch.equal(found.logits, draw_torch(logits, rows, *streams(2), Purpose.DRAFT).logits)
+
+
+@compiler
+def test_draws_follow_the_distribution_of_float64() -> None:
+    """20,000 draws beside top-p of 0.9 in float64, and not beside no filter at all."""
+    count, part = 20_000, 200
+    logits = 1.5 * torch.randn(1, 24, generator=torch.Generator().manual_seed(1))
+    rows = SamplingRows.of([0.8] * part, top_p=[0.9] * part)
+    tokens, decided = [], 0
+    for begin in range(0, count, part):
+        seeds = torch.arange(begin, begin + part)
+        arguments = logits.expand(part, -1), rows, seeds, torch.zeros_like(seeds), Purpose.BONUS
+        decided += draw_compiled(*arguments) is not None
+        tokens += draw(*arguments).tokens.tolist()
+    assert decided > 0.9 * count / part  # one row of a part that is not makes it torch's
+    probs = (logits[0].double() / 0.8).softmax(-1)
+    order = probs.argsort(descending=True)
+    kept = order[: int((probs[order].cumsum(0) < 0.9).sum()) + 1]
+    filtered = torch.zeros_like(probs).index_copy(0, kept, probs[kept])
+    counts = torch.bincount(torch.tensor(tokens), minlength=24)
+    assert g_test(counts, filtered / filtered.sum()).p_value > 1e-4
+    assert g_test(counts, probs).p_value < 1e-9

@@ -1,0 +1,196 @@
+"""Chains verified from raw logits by the compiled kernel: the reference's tokens, or none."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftsmith.kernels.sampling.filters import SamplingRows, process
+from draftsmith.kernels.sampling.random_streams import Purpose, round_seeds, sample, uniform
+from draftsmith.kernels.statistics import g_test
+from draftsmith.kernels.verify.chain import verify_chain_torch
+from draftsmith.kernels.verify.chain_compiled import Drafts, _kernel, verify_chain_compiled
+
+pytestmark = pytest.mark.skipif(_kernel() is None, reason="there is no C++ compiler")
+
+FILTERS: list[dict[str, Any]] = [
+    {}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05},
+    {"top_k": 30, "top_p": 0.8, "min_p": 0.02},
+]  # fmt: skip
+
+
+class Case(NamedTuple):
+    logits: torch.Tensor  # [R, V]
+    rows: SamplingRows
+    drafts: Drafts
+    seeds: torch.Tensor
+    positions: torch.Tensor
+
+    def compiled(self, logits: torch.Tensor | None = None) -> list[list[int]] | None:
+        streams = list(zip(self.seeds.tolist(), self.positions.tolist()))
+        logits = self.logits if logits is None else logits
+        return verify_chain_compiled(logits, self.rows, self.drafts, streams)
+
+    def reference(self, logits: torch.Tensor | None = None) -> list[list[int]]:
+        """Rows without drafts too: their chains have length 0."""
+        count = len(self.seeds) - len(self.drafts.tokens)
+        pad = torch.nn.functional.pad
+        lengths = pad(self.drafts.lengths, (0, count))
+        tokens, q = pad(self.drafts.tokens, (0, 0, 0, count)), self.drafts.logits
+        verdict = verify_chain_torch(
+            process(
+                self.logits if logits is None else logits,
+                self.rows.repeat((lengths + 1).tolist()),
+            ),
+            tokens,
+            lengths,
+            None if q is None else pad(q, (0, 0, 0, 0, 0, count)),
+            self.seeds,
+            self.positions,
+        )
+        kept = zip(verdict.tokens.tolist(), verdict.accepted.tolist())
+        return [row[: count + 1] for row, count in kept]
+
+
+def case(
+    seed: int,
+    *,
+    rows: int = 3,
+    drafting: int = 2,
+    depth: int = 3,
+    size: int = 300,
+    scale: float = 3.0,
+    near: float = 1.0,
+    drawn: bool = True,
+    any_token: bool = False,
+    filters: dict[str, Any] | None = None,
+) -> Case:
+    """Targets `near` to the drafts' distributions; the last row that drafts is greedy where there
+    are several."""
+    generator = torch.Generator().manual_seed(seed)
+    raw = scale * torch.randn(drafting, depth, size, generator=generator)
+    seeds = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
+    positions = torch.randint(0, 100_000, (rows,), generator=generator)
+    options = {name: [value] * rows for name, value in (filters or {}).items()}
+    temperature = [(1.0, 0.7, 1.4)[row % 3] for row in range(rows)]
+    if drafting > 1:
+        temperature[drafting - 1] = 0.0
+    sampling = SamplingRows.of(temperature, **options)
+    own = round_seeds(seeds[:drafting], positions[:drafting])
+    q = [process(raw[:, at], sampling.select(slice(drafting))) for at in range(depth)]
+    tokens = [
+        sample(one, own, positions[:drafting] + at, Purpose.DRAFT) for at, one in enumerate(q)
+    ]
+    drafted = torch.stack(tokens, dim=1)
+    if any_token:
+        drafted = torch.randint(-1, size, drafted.shape, generator=generator)
+    lengths = torch.randint(0, depth + 1, (drafting,), generator=generator)
+    lasts = scale * torch.randn(rows, 1, size, generator=generator)
+    parts = [torch.cat([raw[row, : lengths[row]], lasts[row]]) for row in range(drafting)]
+    logits = torch.cat([*parts, *lasts[drafting:]])
+    logits += near * torch.randn(logits.shape, generator=generator)
+    drafts = Drafts(drafted, lengths, torch.stack(q, dim=1) if drawn else None)
+    return Case(logits, sampling, drafts, seeds, positions)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    rows=st.integers(2, 4),
+    drafting=st.integers(1, 2),
+    depth=st.integers(1, 4),
+    size=st.sampled_from([1, 2, 15, 100, 513, 2048]),
+    scale=st.sampled_from([0.1, 3.0, 20.0]),
+    near=st.sampled_from([0.0, 1e-4, 0.3, 3.0]),
+    drawn=st.booleans(),
+    any_token=st.booleans(),
+    filters=st.sampled_from(FILTERS),
+)
+def test_what_the_kernel_decides_is_what_torch_decides(**options: Any) -> None:
+    given = case(**options)
+    found = given.compiled()
+    if found is not None:
+        assert found == given.reference()
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+@pytest.mark.parametrize("filters", FILTERS)
+def test_the_kernel_decides_nearly_always(filters: dict[str, Any], drawn: bool) -> None:
+    decided, lengths = 0, set()
+    for seed in range(60):
+        given = case(seed, filters=filters, drawn=drawn, near=0.5)
+        found = given.compiled()
+        if found is not None:
+            decided += 1
+            assert found == given.reference()
+            lengths |= {len(tokens) for tokens in found}
+    assert decided >= 55
+    assert len(lengths) >= (4 if drawn else 2)
+
+
+def test_logits_that_are_not_finite() -> None:
+    for seed in range(40):
+        given = case(seed, size=60)
+        logits = given.logits.clone()
+        generator = torch.Generator().manual_seed(seed)
+        for value in (math.nan, -math.inf):
+            logits[torch.rand(logits.shape, generator=generator) < 0.1] = value
+        found = given.compiled(logits)
+        assert found is not None
+        assert found == given.reference(logits)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
+def test_rows_without_a_distribution_are_left_to_torch(value: float) -> None:
+    given = case(0)
+    assert given.compiled(torch.full_like(given.logits, value)) is None
+
+
+def test_a_test_on_its_threshold_is_left_to_torch() -> None:
+    """p and q are such that u is p(x) / q(x) up to a rounding of float32."""
+    seeds, positions = torch.tensor([5]), torch.tensor([9])
+    streams = [(5, 9)]
+    u = uniform(seeds, positions, Purpose.ACCEPT).item()
+    p = torch.tensor([[math.log(u), math.log(1 - u)]] * 2)
+    drafts = Drafts(torch.tensor([[0]]), torch.tensor([1]), None)
+    rows = SamplingRows.of([1.0])
+    assert verify_chain_compiled(p, rows, drafts, streams) is None
+    for change, kept in ((1e-3, 1), (-1e-3, 0)):
+        q = p + torch.tensor([change, 0.0])
+        found = verify_chain_compiled(q, rows, drafts, streams)
+        assert found is not None
+        assert len(found[0]) == kept + 1
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("filters", FILTERS)
+def test_tokens_follow_the_targets_distribution_of_float64(
+    filters: dict[str, Any], biased: bool
+) -> None:
+    """20,000 rounds with one draft of a distribution of its own; the negative control is told of
+    another q than the one that was drawn from."""
+    count, part, size = 20_000, 200, 12
+    raw_p, raw_q = 1.5 * torch.randn(2, size, generator=torch.Generator().manual_seed(3))
+    options = {name: [value] * part for name, value in filters.items()}
+    rows = SamplingRows.of([0.9] * part, **options)
+    q = process(raw_q.expand(part, -1), rows)
+    told = q[:, None] - (2.0 * (torch.arange(size) == q[0].argmax()) if biased else 0.0)
+    ones, counts, decided = torch.ones(part, dtype=torch.int64), torch.zeros(size), 0
+    for begin in range(0, count, part):
+        seeds, positions = torch.arange(begin, begin + part), torch.full((part,), 7)
+        tokens = sample(q, round_seeds(seeds, positions), positions, Purpose.DRAFT)[:, None]
+        logits = raw_p.expand(2 * part, -1).contiguous()
+        given = Case(logits, rows, Drafts(tokens, ones, told), seeds, positions)
+        found = given.compiled()
+        decided += found is not None
+        first = [row[0] for row in (given.reference() if found is None else found)]
+        counts += torch.bincount(torch.tensor(first), minlength=size)
+    assert decided > 0.9 * count / part  # one row of a part that is not makes it torch's
+    probs = process(raw_p[None].double(), rows.select(slice(1)))[0].double().softmax(-1)
+    p_value = g_test(counts, probs).p_value
+    assert p_value < 1e-9 if biased else p_value > 1e-4
