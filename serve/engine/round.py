@@ -53,7 +53,7 @@ class RowSampling:
         return torch.tensor(positions, dtype=torch.int64, device=self.device)
 
     def distributions(self) -> SamplingRows:
-        """Of every row."""
+        """Distributions of every row."""
         return _distributions(tuple(_options(params) for params in self.params), self.device)
 
     def repeated(self, counts: Sequence[int]) -> SamplingRows:
