@@ -15,7 +15,14 @@ from draftsmith.kernels.sampling.filters import SamplingRows
 
 SOURCE = Path(__file__).with_name("draw_cpu.cpp")
 _pointer, _number = ctypes.c_void_p, ctypes.c_int64
-ROWS = [_pointer, _number, _pointer, _pointer, _pointer, _pointer]  # `rows_of`'s arguments
+ROWS: list[Any] = [
+    _pointer,
+    _number,
+    _pointer,
+    _pointer,
+    _pointer,
+    _pointer,
+]  # `rows_of`'s arguments
 _ARGUMENTS = [*ROWS, _pointer, _pointer, _number, _pointer, _pointer, _number, _number]
 _ARGUMENTS += [ctypes.c_int]
 

@@ -18,7 +18,15 @@ from draftsmith.kernels.sampling.draw_compiled import ROWS, SOURCE, rows_of, tak
 from draftsmith.kernels.sampling.filters import SamplingRows
 
 _pointer, _number = ctypes.c_void_p, ctypes.c_int64
-_ARGUMENTS = [*ROWS, *[_pointer] * 3, _number, _number, *[_pointer] * 4, _number, _number]
+_ARGUMENTS: list[Any] = [
+    *ROWS,
+    *[_pointer] * 3,
+    _number,
+    _number,
+    *[_pointer] * 4,
+    _number,
+    _number,
+]
 _ARGUMENTS += [ctypes.c_int]
 
 

@@ -274,34 +274,41 @@ def draft_round(drafter: Any, target: Target, k: int) -> Callable[[], Any]:
 
 
 def sampling_variants(vocab_size: int, k: int) -> dict[str, Variants]:
-    """Verification of a drafted chain and a draw of one token at temperature 1, from raw logits:
-    in one call, by operations and calls of kernels, and as before these: the reference, and torch's
-    operations for the noise of a vocabulary."""
+    """Verification of a drafted chain and a draw of one token at temperature 1, from raw logits."""
+    found: dict[str, Variants] = {}
+    for label, rows in (
+        ("", SamplingRows.of([1.0])),
+        (", top-p", SamplingRows.of([1.0], top_p=[0.9])),
+    ):
+        verify, drawn = sampled(vocab_size, k, rows)
+        found |= {f"verification, k = {k}{label}": verify, f"draw of a token{label}": drawn}
+    return found
+
+
+def sampled(vocab_size: int, k: int, rows: SamplingRows) -> tuple[Variants, Variants]:
+    """In one call, by operations and calls of kernels, and as before these: the reference, and
+    torch's operations for the noise of a vocabulary."""
     generator = torch.Generator().manual_seed(0)
     p = 3 * torch.randn(k + 1, vocab_size, generator=generator)
     raw = p[:k] + torch.randn(k, vocab_size, generator=generator) / 2
-    seeds, positions, lengths = torch.tensor([0]), torch.tensor([CONTEXT]), torch.tensor([k])
-    found: dict[str, Variants] = {}
-    for label, filters in ({"": {}, ", top-p": {"top_p": [0.9]}}).items():
-        rows = SamplingRows.of([1.0], **filters)
-        repeated = rows.repeat([k + 1])
-        drawn = draw_torch(raw, rows.repeat([k]), seeds, positions + torch.arange(k), Purpose.DRAFT)
-        drafts = Drafts(drawn.tokens[None], lengths, drawn.logits[None])
-        chain = (drafts.tokens, lengths, drafts.logits, seeds, positions)
-        found[f"verification, k = {k}{label}"] = {
-            "captured": partial(verify_chain_compiled, p, rows, drafts, [(0, CONTEXT)]),
-            "many calls": lambda rows=repeated, chain=chain: verify_chain(process(p, rows), *chain),
-            "unfused": lambda rows=repeated, chain=chain: with_torchs_noise(
-                lambda: verify_chain(process(p, rows), *chain, impl="torch")
-            ),
-        }
-        one = (p[:1], rows, seeds, positions, Purpose.BONUS)
-        found[f"draw of a token{label}"] = {
-            "captured": partial(draw, *one),
-            "many calls": partial(draw_torch, *one),
-            "unfused": lambda one=one: with_torchs_noise(partial(draw_torch, *one)),
-        }
-    return found
+    seeds, positions = torch.tensor([0]), torch.tensor([CONTEXT])
+    drawn = draw_torch(raw, rows.repeat([k]), seeds, positions + torch.arange(k), Purpose.DRAFT)
+    drafts = Drafts(drawn.tokens[None], torch.tensor([k]), drawn.logits[None])
+    repeated, one = rows.repeat([k + 1]), (p[:1], rows, seeds, positions, Purpose.BONUS)
+
+    def by_operations(impl: str) -> Any:
+        return verify_chain(process(p, repeated), *drafts, seeds, positions, impl=impl)
+
+    verify: Variants = {
+        "captured": partial(verify_chain_compiled, p, rows, drafts, [(0, CONTEXT)]),
+        "many calls": partial(by_operations, "auto"),
+        "unfused": partial(with_torchs_noise, partial(by_operations, "torch")),
+    }
+    return verify, {
+        "captured": partial(draw, *one),
+        "many calls": partial(draw_torch, *one),
+        "unfused": partial(with_torchs_noise, partial(draw_torch, *one)),
+    }
 
 
 def with_torchs_noise(run: Callable[[], Any]) -> Any:
