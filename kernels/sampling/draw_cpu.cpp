@@ -179,8 +179,10 @@ bool keep_top_p(Distribution* d, double top_p, float* masses) {
 void keep_min_p(Distribution* d, float min_p) {
   const double last = double(d->top) + log(double(min_p));
   const double error = kLogprobError + 2.4e-7 * (fabs(double(d->top)) + fabs(last));
-  const float sure = float(last + error), least = float(last - error);
-  d->sure = sure > d->sure ? (sure < d->top ? sure : d->top) : d->sure;
+  float sure = float(last + error);
+  const float least = float(last - error);
+  sure = sure < d->top ? sure : d->top;  // the likeliest are kept
+  d->sure = sure > d->sure ? sure : d->sure;
   d->least = least > d->least ? least : d->least;
 }
 

@@ -128,7 +128,7 @@ def test_what_rounding_or_nothing_decides_is_left_to_torch(logits: torch.Tensor)
 def test_a_filter_that_ends_within_equal_tokens_is_left_to_torch() -> None:
     """torch keeps those of equal ones that come last in its order."""
     logits = torch.zeros(1, 10)
-    rows = SamplingRows.of([1.0], top_p=[0.55])
+    rows = SamplingRows.of([1.0], top_p=[0.55], min_p=[1.0])
     assert draw_compiled(logits, rows, *streams(1), Purpose.DRAFT) is None
     assert int((draw(logits, rows, *streams(1), Purpose.DRAFT).logits > -math.inf).sum()) == 6
 
