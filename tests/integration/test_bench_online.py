@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,35 @@ def test_a_recipe_is_measured_with_its_own_options(script: Script) -> None:
     assert cost.told("osd-our-rate") == "1 per 8, `osd.yaml`, at our learning rate"
 
 
+def test_changes_of_the_learner_are_measured_beside_it(
+    script: Script, work: Path, tmp_path: Path
+) -> None:
+    arguments = ["--work", work, "--out", tmp_path / "changes", "--seeds", 1, "--requests", 128]
+    script("run").main([str(argument) for argument in [*arguments, "--only", "changes"]])
+    report = json.loads((tmp_path / "changes.json").read_text())
+    replay, rate = (row["result"] for row in report["rows"])
+    assert replay["requests"] == 48
+    assert replay["as it is"] != replay["of the same domain first"] != replay["static"]
+    assert rate["texts"] >= 24
+    # the falling rate changes what the last update learns
+    assert len(set(rate["alphas"].values())) == 4
+    told = (tmp_path / "changes.md").read_text()
+    assert "| of the same domain first | 1 |" in told and "| falling | 1 |" in told
+
+
+def test_replay_by_domain_takes_its_texts_first(script: Script) -> None:
+    def text(domain: str, token: int) -> Any:
+        return SimpleNamespace(tokens=[token], records=[SimpleNamespace(request_class=domain)])
+
+    texts = [text("code", number) for number in range(6)]
+    texts += [text("prose", number) for number in range(6, 10)]
+    kind = script("changes").AlikeReservoir
+    reservoir = kind(16, texts=texts, latest=texts[3:], domain="prose")
+    some = reservoir.sample(6, random.Random(0))
+    assert len({one.tokens[0] for one in some}) == 6
+    assert [one.records[0].request_class for one in some] == ["prose"] * 4 + ["code"] * 2
+
+
 def test_what_is_gained_is_read_off_beside_its_cost(script: Script) -> None:
     cost = script("cost")
     dear = {
@@ -146,8 +176,8 @@ def test_what_is_gained_is_read_off_beside_its_cost(script: Script) -> None:
         {"cell": {"part": "cost", "name": name, "seed": 0}, "result": result}
         for name, result in (("8-per-8", dear), ("4-per-8", cheap))
     ]
-    assert cost.learn_config("half-batch").batch == 4
-    assert cost.told("half-batch") == "8 per 8, 4 texts a step"
+    assert cost.learn_config("quarter-batch").batch == 2
+    assert cost.told("quarter-batch") == "8 per 8, 2 texts a step"
     assert cost.relative_cost(dear) == pytest.approx(2.0)
     assert cost.training_share(dear) == pytest.approx(0.5)  # the last answer has 17.8 s of learning
     *_, last = cost.cost_table(rows)

@@ -116,6 +116,7 @@ POINTS: dict[str, Point] = {
     "recorded": Point(teacher="recorded"),
     "one-depth": Point(depths=1),
     "half-batch": Point(batch=4),
+    "quarter-batch": Point(batch=2),
     "4-per-8": Point(steps=4),
     "8-per-16": Point(fresh=16),
     "2-per-8": Point(steps=2),
@@ -133,7 +134,9 @@ PIPELINES: dict[str, Pipeline] = {
 # remembers.
 BASELINES = ("static", "ngram", "suffix")
 SYSTEM, CAPTURE, GATE, OBJECTIVES = "system", "capture", "gate", "objectives"
-COST, BOUNDS = "cost", "bounds"  # only when asked for
+COST, BOUNDS, CHANGES = "cost", "bounds", "changes"  # only when asked for
+ALIKE, FALLING = "alike-replay", "falling-rate"
+CHANGE_CELLS = (ALIKE, FALLING)
 BOUNDED = ("gradual", "oscillating", "recurring")
 BOUND_CELLS = tuple(f"{name}-{BOUNDS}" for name in BOUNDED)
 # Drafts of classes, on the three domains at once; only when asked for. `BOUND` is offline.
@@ -146,7 +149,10 @@ POOL_CELLS = (BOUND, STATIC, SINGLE, TAGGED, CLUSTERED)
 PARTS = ("baselines", "curves", GATE, SYSTEM, OBJECTIVES, CAPTURE)
 LATE = ("no-replay", *(name for name, one in CURVES.items() if one.learner == HELD_OUT))
 # what can be asked for alone
-NAMES = (*PARTS, COST, POOLS, BOUNDS, *CURVES, *POINTS, *PIPELINES, *POOL_CELLS, *BOUND_CELLS)
+NAMES = (
+    *PARTS, COST, POOLS, BOUNDS, CHANGES,
+    *CURVES, *POINTS, *PIPELINES, *POOL_CELLS, *BOUND_CELLS, *CHANGE_CELLS,
+)  # fmt: skip
 
 
 def plan(*, seeds: int, requests: int, only: Sequence[str] = PARTS) -> Iterator[Cell]:
@@ -154,7 +160,7 @@ def plan(*, seeds: int, requests: int, only: Sequence[str] = PARTS) -> Iterator[
     every = [
         cell
         for seed in range(seeds)
-        for part in (*PARTS, COST, POOLS, BOUNDS)
+        for part in (*PARTS, COST, POOLS, BOUNDS, CHANGES)
         for cell in cells_of(part, seed, requests)
     ]
     chosen = [cell for cell in every if cell.part in only or cell.name in only]
@@ -178,6 +184,9 @@ def cells_of(part: str, seed: int, requests: int) -> Iterator[Cell]:
             yield Cell(part, name, seed, {"requests": part_of(requests, share)})
     elif part == BOUNDS:
         yield from (Cell(part, name, seed, {"requests": requests}) for name in BOUND_CELLS)
+    elif part == CHANGES:
+        yield Cell(part, ALIKE, seed, {"requests": requests})
+        yield Cell(part, FALLING, seed, {"requests": part_of(requests, 0.25)})
     elif part == GATE:
         yield Cell(part, GATE, seed, {"requests": part_of(requests, 0.1)})
     elif part == OBJECTIVES:

@@ -12,6 +12,7 @@ from scripts.bench.drafters.figures import Figure
 from scripts.bench.markdown_table import header, line
 from scripts.bench.online import measures as measures
 from scripts.bench.online.cells import BASELINES, BOUNDS, CURVES, SECOND, THIRD
+from scripts.bench.online.changes import rate_table, replay_table
 from scripts.bench.online.cost import cost_summary, cost_table
 from scripts.bench.online.figures import WINDOW, Answers, moving, pooled_alpha, pooled_tau
 from scripts.bench.online.measures import over_seeds, results
@@ -31,6 +32,8 @@ def tables(report: Report) -> str:
         pairs(rows),
         bounds(rows),
         cost_table(rows),
+        replay_table(rows),
+        rate_table(rows),
         bound_table(rows),
         pools_table(rows),
         objectives(rows),

@@ -21,6 +21,7 @@ from scripts.bench.online.bounds import run_bounds
 from scripts.bench.online.cells import (
     BOUNDS,
     CAPTURE,
+    CHANGES,
     COST,
     GATE,
     NAMES,
@@ -32,6 +33,7 @@ from scripts.bench.online.cells import (
     Cell,
     plan,
 )
+from scripts.bench.online.changes import run_changes
 from scripts.bench.online.cost import run_cost
 from scripts.bench.online.curves import run_baselines, run_curve
 from scripts.bench.online.domains import PROMPT_TOKENS
@@ -54,6 +56,7 @@ RUN: dict[str, Callable[[Setting, Cell], dict[str, Any]]] = {
     COST: run_cost,
     POOLS: run_pools,
     BOUNDS: run_bounds,
+    CHANGES: run_changes,
 }
 
 
