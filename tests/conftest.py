@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.record import SinkCounts
+from draftsmith.record import RecordSink, SinkCounts
 
 # Triton reads it when it is imported, as transformers does with torch 2.11, and any test may.
 os.environ["TRITON_INTERPRET"] = (
@@ -507,13 +507,11 @@ def save_native_target(folder: Path, kind: str, shape: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(values))
 
 
-class Records(list[Any]):
+class Records(list[Any], RecordSink):
     """A sink of rounds that keeps them."""
 
     share = 1.0
     counts = SinkCounts()
-
-    def end_round(self) -> None: ...
 
     def put(self, record: Any) -> None:
         self.append(record)

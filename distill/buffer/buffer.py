@@ -32,7 +32,7 @@ from draftsmith.distill.buffer.folder import (
     retain,
 )
 from draftsmith.distill.buffer.forget import SETTLE_S, forget
-from draftsmith.record import RoundRecord, SinkCounts
+from draftsmith.record import RecordSink, RoundRecord, SinkCounts
 
 logger = logging.getLogger("draftsmith.buffer")
 
@@ -57,7 +57,7 @@ class Batch(NamedTuple):
     refused: int  # records that Arrow cannot hold
 
 
-class BufferWriter:
+class BufferWriter(RecordSink):
     """`draftsmith.record.Sink` whose `put` only appends to a bounded queue. A thread writes a shard
     per second, or whenever `flush_records` are queued.
 
@@ -142,9 +142,6 @@ class BufferWriter:
         self._queue.append(record)
         if len(self._queue) >= self.flush_records or self._tap_bytes >= FLUSH_TAP_BYTES:
             self._wake.set()
-
-    def end_round(self) -> None:
-        """The writing thread needs no round's end: it reads what the engine keeps for it."""
 
     def forget(self, answer: str) -> int:
         """Deletes the records of one answer, by the id that its client was given, and returns their

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from draftsmith.distill.buffer import buffer
 from draftsmith.distill.buffer.folder import Folder
 from draftsmith.distill.buffer.forget import forget
-from draftsmith.distill.buffer.record_messages import Batch
+from draftsmith.distill.buffer.record_messages import send
 from draftsmith.kernels.sampling import logged_compiled
-from draftsmith.record import RoundRecord, SinkCounts
+from draftsmith.record import RecordedRound, SinkCounts
 from draftsmith.shared_memory.child import CAPACITY, Child
 from draftsmith.shared_memory.ring import Ring
 
@@ -43,8 +43,9 @@ class Job:
 
 
 class ProcessWriter:
-    """`draftsmith.record.Sink` whose `put` copies a record into shared memory. A process beside the
-    server, of lower priority, finds the likeliest tokens and writes shards as `BufferWriter` does.
+    """`draftsmith.record.Sink` whose `put_round` copies records into shared memory. A process
+    beside the server, of lower priority, finds the likeliest tokens and writes shards as
+    `BufferWriter` does.
 
     The records of a round are copied at its end. Where their logits find no room, they are reduced
     there; where they find none then, they are dropped and counted. A ring that is more than half
@@ -57,7 +58,6 @@ class ProcessWriter:
         self.folder = Folder(job.buffer)
         self.folder.make()
         self.dropped = self.untapped = 0
-        self._batch = Batch()
         # For the process, and for rounds of a full ring.
         logged_compiled.prepare()
         self.child = Child(
@@ -84,26 +84,15 @@ class ProcessWriter:
             untapped=self.untapped + int(counts[UNTAPPED]),
         )
 
-    def put(self, record: RoundRecord) -> None:
-        if not self._batch.continues(record):
-            self._send()
-        self._batch.add(record)
-        if record.last:
-            self._send()
-
-    def end_round(self) -> None:
-        self._send()
-
-    def _send(self) -> None:
-        """Copies the records of a round into the ring."""
-        batch, self._batch = self._batch, Batch()
-        if not batch.records or batch.send(self.ring):
+    def put_round(self, round: RecordedRound) -> None:
+        if send(self.ring, round):
             return
-        tapped = batch.without_taps()
-        if tapped and batch.send(self.ring):
+        tapped = sum(row.taps is not None for row in round.rows)
+        bare = round._replace(rows=[row._replace(taps=None) for row in round.rows])
+        if tapped and send(self.ring, bare):
             self.untapped += tapped
         else:
-            self.dropped += len(batch.records)
+            self.dropped += len(round.rows)
 
     def forget(self, answer: str) -> int:
         """As `BufferWriter.forget`: the writer reads the mark."""
@@ -111,7 +100,6 @@ class ProcessWriter:
 
     def close(self) -> None:
         """Wait until everything is written, at most `CLOSE_S`; a slower writer goes on alone."""
-        self._send()
         self.child.close(patience_s=CLOSE_S)
         if self.child.alive:
             logger.error("buffer %s hangs; its writer goes on alone", self.folder.url)

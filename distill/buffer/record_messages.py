@@ -1,136 +1,147 @@
 """Round records as messages in a ring, each whole: a writer that is started anew reads on.
 
 A message holds the records of one round of the engine. p and q are sent as logits where they are
-not reduced yet, so that the sender only copies. n positions of a message, V vocabulary.
+not reduced yet, so that the sender only copies. What the records of a request share is encoded once
+and copied into each of its messages. n positions of a message, V vocabulary.
 """
 
 from __future__ import annotations
 
-import json
-import operator
+import ctypes
+import struct
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from draftsmith.kernels.sampling.logged import LoggedLogits, OneHot
-from draftsmith.record import Distribution, Distributions, ProbArrays, RecordedTaps, RoundRecord
+from draftsmith.kernels.sampling.logged_round import COPIED, Copy, LoggedRound
+from draftsmith.record import (
+    Distributions,
+    ProbArrays,
+    RecordedRound,
+    RecordedTaps,
+    RecordHead,
+    RoundRecord,
+    RoundRow,
+)
 from draftsmith.shared_memory import arrays as ring_arrays
-from draftsmith.shared_memory.arrays import Spec
+from draftsmith.shared_memory.arrays import CODES, Room, Spec, room_of
 from draftsmith.shared_memory.ring import Ring
 
-FIELDS = tuple(name for name in RoundRecord.__dataclass_fields__ if name not in ("p", "q", "taps"))
-_FIELDS_OF = operator.attrgetter(*FIELDS)
 NOTHING, ONE_HOT, REDUCED = "", "one-hot", "reduced"
-# torch's dtypes of logits, and numpy's of the same size
-LOGITS = {"float32": "f4", "bfloat16": "u2", "float16": "u2"}
-NUM_ARRAYS = {NOTHING: 0, ONE_HOT: 0, REDUCED: 3, **dict.fromkeys(LOGITS, 1)}
+# Kinds of logits by torch's dtype, each with the code of an array of numbers of its size.
+LOGITS = {
+    dtype: (
+        str(dtype).removeprefix("torch."),
+        CODES[np.dtype("f4" if dtype.itemsize == 4 else "u2")],
+    )
+    for dtype in COPIED
+}
+DTYPES = {kind: dtype for dtype, (kind, _) in LOGITS.items()}
+KINDS = (NOTHING, ONE_HOT, REDUCED, *DTYPES)
+CODE = {kind: code for code, kind in enumerate(KINDS)}
+NUM_ARRAYS = {NOTHING: 0, ONE_HOT: 0, REDUCED: 3, **dict.fromkeys(DTYPES, 1)}
+BYTES = CODES[np.dtype("u1")]
+# Before the numbers of a message: time of the round, how many numbers follow, kinds of p and q.
+PREFIX = struct.Struct("<d3i")
+# Of each record, before its states' layers and its tokens: round, position, accepted, emitted,
+# last, whether it has p and q, position of its first state; numbers of layers, of tokens of
+# context, drafted and committed; bytes of its head.
+NUM_NUMBERS = 12
 
 
 class Part(NamedTuple):
-    """Array of a message, and what writes it there."""
+    """Array of a message, and what writes it to an address."""
 
-    spec: Spec
-    fill: Callable[[np.ndarray], None]
-
-
-def part_of(array: np.ndarray) -> Part:
-    return Part(Spec(array.dtype, array.shape), lambda place: np.copyto(place, array))
+    room: Room
+    fill: Callable[[int], None]
 
 
-class Span:
-    """p, or q, of a message's records: neighbours in the arrays of one source."""
+def part_of(values: np.ndarray) -> Part:
+    whole = np.ascontiguousarray(values)
+    room = room_of(Spec(whole.dtype, whole.shape))
+    return Part(room, lambda address: _copy_array(address, whole))
 
-    def __init__(self) -> None:
-        self.counts: list[int] = []  # positions of each record
-        self.source: Callable[[], ProbArrays] | None = None
-        self.begin = self.end = 0
 
-    def continues(self, part: Sequence[Distribution]) -> bool:
-        if len(part) == 0 or self.source is None:
+def _copy_array(address: int, values: np.ndarray) -> None:
+    ctypes.memmove(address, values.ctypes.data, values.nbytes)
+
+
+def send(ring: Ring, round: RecordedRound) -> bool:
+    """Write a message; where there is no room for logits, they are reduced first. False where the
+    ring is full."""
+    probed = [row for row in round.rows if row.place >= 0]
+    if not probed or round.logits is None:
+        return _send(ring, round, NOTHING, NOTHING, [])
+    copies = round.logits.copies(probed) if isinstance(round.logits, LoggedRound) else None
+    if copies is not None:
+        (p_kind, p), (q_kind, q) = map(_copied, copies)
+        if _send(ring, round, p_kind, q_kind, [*p, *q]):
             return True
-        source, begin, _ = Distributions.of(part).part
-        return source is self.source and begin == self.end
-
-    def add(self, part: Sequence[Distribution]) -> None:
-        self.counts.append(len(part))
-        if len(part):
-            source, begin, self.end = Distributions.of(part).part
-            if self.source is None:
-                self.source, self.begin = source, begin
-
-    def sent(self, *, raw: bool) -> tuple[str, list[Part]]:
-        """Kind, and arrays [n, ...]."""
-        source = self.source
-        if source is None:
-            return NOTHING, []
-        if isinstance(source, OneHot):
-            return ONE_HOT, []
-        if raw and isinstance(source, LoggedLogits):
-            kind = str(source.dtype).removeprefix("torch.")
-            if kind in LOGITS:
-                shape = (self.end - self.begin, source.vocab_size)
-                return kind, [Part(Spec(np.dtype(LOGITS[kind]), shape), self._copy_logits)]
-        arrays = source().slice(self.begin, self.end)
-        rest = np.stack([arrays.tail, arrays.log_norms, arrays.drafted_or_nan], axis=1)
-        return REDUCED, [part_of(arrays.ids), part_of(arrays.logprobs), part_of(rest)]
-
-    def _copy_logits(self, place: np.ndarray) -> None:
-        assert isinstance(self.source, LoggedLogits) and self.source.dtype is not None
-        bits = place.view(np.int16) if place.dtype == np.uint16 else place
-        self.source.copy_into(torch.from_numpy(bits).view(self.source.dtype), self.begin)
+    (p_kind, p), (q_kind, q) = map(_reduced, round.logits.sources(probed))
+    return _send(ring, round, p_kind, q_kind, [*p, *q])
 
 
-class Batch:
-    """Records of one message."""
+def _copied(copy: Copy | None) -> tuple[str, list[Part]]:
+    """Kind, and logits [n, V] to copy."""
+    if copy is None:
+        return ONE_HOT, []
+    kind, code = LOGITS[copy.table.dtype]
+    return kind, [Part(Room(code, copy.num_rows, copy.size, copy.nbytes), copy.into)]
 
-    def __init__(self) -> None:
-        self.records: list[RoundRecord] = []
-        self.p, self.q = Span(), Span()
 
-    def continues(self, record: RoundRecord) -> bool:
-        """True when the record's p and q follow those of the records before."""
-        return self.p.continues(record.p) and self.q.continues(record.q)
+def _reduced(source: Callable[[], ProbArrays]) -> tuple[str, list[Part]]:
+    """Kind, and arrays [n, ...] of what is stored."""
+    if isinstance(source, OneHot):
+        return ONE_HOT, []
+    made = source()
+    rest = np.stack([made.tail, made.log_norms, made.drafted_or_nan], axis=1)
+    return REDUCED, [part_of(made.ids), part_of(made.logprobs), part_of(rest)]
 
-    def add(self, record: RoundRecord) -> None:
-        self.records.append(record)
-        self.p.add(record.p)
-        self.q.add(record.q)
 
-    def send(self, ring: Ring) -> bool:
-        """Write a message; where there is no room for logits, they are reduced first. False where
-        the ring is full."""
-        return self._send(ring, raw=True) or self._send(ring, raw=False)
+def _send(ring: Ring, round: RecordedRound, p_kind: str, q_kind: str, parts: list[Part]) -> bool:
+    head = _head(round, CODE[p_kind], CODE[q_kind])
+    taps = [part_of(row.taps.values) for row in round.rows if row.taps is not None]
+    parts = [*parts, *taps]
+    rooms = [Room(BYTES, len(head), -1, len(head)), *[part.room for part in parts]]
+    places = ring_arrays.place(ring, 0, len(round.rows), rooms)
+    if places is None:
+        return False
+    at = places[0]
+    ring.view[at : at + len(head)] = head
+    for place, part in zip(places[1:], parts):
+        part.fill(ring.address + place)
+    ring.commit()
+    return True
 
-    def without_taps(self) -> int:
-        """Leaves the hidden states out and returns the number of records that had some."""
-        tapped = [record for record in self.records if record.taps is not None]
-        for record in tapped:
-            record.taps = None
-        return len(tapped)
 
-    def _send(self, ring: Ring, *, raw: bool) -> bool:
-        p_kind, p = self.p.sent(raw=raw)
-        q_kind, q = self.q.sent(raw=raw)
-        taps = [record.taps for record in self.records]
-        meta = [
-            list(map(_FIELDS_OF, self.records)),
-            [p_kind, self.p.counts],
-            [q_kind, self.q.counts],
-            [one and [one.layers, one.begin] for one in taps],
-        ]
-        head = np.frombuffer(json.dumps(meta).encode(), np.uint8)
-        parts = [part_of(head), *p, *q, *[part_of(one.values) for one in taps if one is not None]]
-        places = ring_arrays.begin(ring, 0, len(self.records), [part.spec for part in parts])
-        if places is None:
-            return False
-        for part, place in zip(parts, places):
-            part.fill(place)
-        ring.commit()
-        return True
+def _head(round: RecordedRound, p_kind: int, q_kind: int) -> bytes:
+    """All of a message but its arrays."""
+    numbers: list[int] = []
+    heads = []
+    for row in round.rows:
+        head, taps = row.head.encoded, row.taps
+        heads.append(head)
+        layers, begin = ((), 0) if taps is None else (taps.layers, taps.begin)
+        context, drafted, committed = row.context, row.drafted, row.committed
+        numbers += (
+            row.round, row.position, row.accepted, row.emitted, row.last, row.place >= 0, begin,
+            len(layers), len(context), len(drafted), len(committed), len(head),
+            *layers, *context, *drafted, *committed,
+        )  # fmt: skip
+    prefix = PREFIX.pack(round.time_s, len(numbers), p_kind, q_kind)
+    return b"".join((prefix, array("i", numbers), *heads))
+
+
+@lru_cache(maxsize=4096)  # of every record of every running request
+def _decoded(head: bytes) -> RecordHead:
+    return RecordHead.decoded(head)
 
 
 @dataclass
@@ -159,26 +170,54 @@ class Message:
 
 def parse(room: np.ndarray) -> Message:
     """A message, free of the ring's memory."""
-    meta, *parts = (array.copy() for array in ring_arrays.parse(room).arrays)
-    fields, p, q, taps = json.loads(meta.tobytes())
+    message = ring_arrays.parse(room)
+    head, *parts = (values.copy() for values in message.arrays)
+    kinds, round, places = _rows(head.tobytes(), message.number)
+    records = round.records()
+    counts = [len(row.drafted) if row.place >= 0 else 0 for row in round.rows]
     arrays = iter(parts)
-    records = [RoundRecord(**dict(zip(FIELDS, values, strict=True))) for values in fields]
-    p_received, q_received = (
+    p, q = (
         Received(kind, counts, [next(arrays) for _ in range(NUM_ARRAYS[kind])], records)
-        for kind, counts in (p, q)
+        for kind in kinds
     )
-    for record, tapped in zip(records, taps, strict=True):
-        if tapped is not None:
-            layers, begin = tapped
-            record.taps = RecordedTaps(tuple(layers), begin, next(arrays))
-    return Message(records, p_received, q_received)
+    for record, (layers, begin) in zip(records, places, strict=True):
+        if layers:
+            record.taps = RecordedTaps(layers, begin, next(arrays))
+    return Message(records, p, q)
+
+
+def _rows(
+    data: bytes, count: int
+) -> tuple[tuple[str, str], RecordedRound, list[tuple[tuple[int, ...], int]]]:
+    """Kinds of p and q; records; layers and first position of each record's states."""
+    time_s, total, *kinds = PREFIX.unpack_from(data)
+    at = PREFIX.size + 4 * total
+    numbers = array("i", data[PREFIX.size : at]).tolist()
+    rows, places, offset = [], [], 0
+    for _ in range(count):
+        number, position, accepted, emitted, last, probed, begin, *sizes, head_size = numbers[
+            offset : offset + NUM_NUMBERS
+        ]
+        ends = list(accumulate(sizes, initial=offset + NUM_NUMBERS))
+        layers, context, drafted, committed = (numbers[first:end] for first, end in pairwise(ends))
+        offset = ends[-1]
+        head = _decoded(data[at : at + head_size])
+        at += head_size
+        rows.append(
+            RoundRow(
+                head, number, position, context, drafted, accepted, committed, emitted,
+                bool(last), None, 0 if probed else -1,
+            )
+        )  # fmt: skip
+        places.append((tuple(layers), begin))
+    return (KINDS[kinds[0]], KINDS[kinds[1]]), RecordedRound(rows, time_s), places
 
 
 def records_of(messages: Sequence[Message]) -> list[RoundRecord]:
     """Records of messages; the likeliest tokens of all that came as logits are found at once."""
     for name in ("p", "q"):
         received = [getattr(one, name) for one in messages]
-        sources = _sources([one for one in received if one.kind in LOGITS], is_p=name == "p")
+        sources = _sources([one for one in received if one.kind in DTYPES], is_p=name == "p")
         for one in received:
             source, begin = sources.get(id(one)) or (_without_logits(one), 0)
             for record, count in zip(one.records, one.counts, strict=True):
@@ -200,7 +239,7 @@ def _sources(
         recorded = [record for one in members for record in one.recorded]
         logits = torch.from_numpy(np.concatenate([one.arrays[0] for one in members]))
         source = LoggedLogits(
-            logits.view(getattr(torch, kind)),
+            logits.view(DTYPES[kind]),
             None,
             [token for record in recorded for token in record.drafted],
             [record.temperature for record in recorded for _ in record.drafted] if is_p else None,

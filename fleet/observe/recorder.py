@@ -19,7 +19,7 @@ from draftsmith.fleet.observe.exchange import Exchange
 from draftsmith.fleet.observe.rounds import Origin, records_of, steps_of
 from draftsmith.fleet.observe.sampling import sampling_of
 from draftsmith.fleet.observe.tokens import Unknown, tokens_of
-from draftsmith.record import Sink
+from draftsmith.record import RecordSink
 
 logger = logging.getLogger("draftsmith.observe")
 
@@ -37,7 +37,7 @@ class Recorder:
         self,
         config: ObserveConfig,
         counters: Counters,
-        sink: Sink,
+        sink: RecordSink,
         models: Models,
         tokenizer: Tokenizer | None = None,
     ):

@@ -17,7 +17,7 @@ from draftsmith.fleet.log import once
 from draftsmith.fleet.observe.rounds import Origin, records_of
 from draftsmith.fleet.observe.sampling import Sampling
 from draftsmith.fleet.observe.tokens import Tokens
-from draftsmith.record import Sink
+from draftsmith.record import RecordSink
 
 Reward = Callable[..., Any]
 
@@ -43,7 +43,7 @@ class Rollouts:
     goes on.
     """
 
-    def __init__(self, sink: Sink, *, most: int = 32):
+    def __init__(self, sink: RecordSink, *, most: int = 32):
         self.sink, self.most = sink, most
         self.step = 0
         self.recorded = 0

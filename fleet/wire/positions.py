@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from draftsmith.fleet.wire.messages import Message, StepMeta
-from draftsmith.kernels.sampling.logged import log_norms_of, one_hot, prob_arrays
+from draftsmith.kernels.sampling.logged import LoggedLogits, one_hot
 from draftsmith.record import Distributions, ProbArrays
 
 
@@ -58,12 +58,12 @@ def _from_raw(
     values: list[np.ndarray], meta: StepMeta, temperatures: list[float], drafted: list[int]
 ) -> tuple[ProbArrays, ProbArrays]:
     p_logits = torch.from_numpy(values[0]).view(getattr(torch, meta.dtype))
-    p = prob_arrays(p_logits, log_norms_of(p_logits, temperatures), drafted)
+    p = LoggedLogits(p_logits, None, drafted, temperatures)()
     if not values[1].size:
         return p, one_hot(drafted)
     q_values = torch.from_numpy(values[1]).float()
     q_logits = q_values.log() if meta.q_is_probs else q_values
-    return p, prob_arrays(q_logits, np.zeros(len(drafted), np.float32), drafted)
+    return p, LoggedLogits(q_logits, None, drafted)()
 
 
 def _from_reduced(values: list[np.ndarray], drafted: list[int]) -> tuple[ProbArrays, ProbArrays]:

@@ -24,6 +24,7 @@ from draftsmith.fleet.wire.messages import Kind, Message, RequestMeta, parse
 from draftsmith.fleet.wire.positions import Round, rounds_of
 from draftsmith.fleet.wire.requests import Job, Requests
 from draftsmith.fleet.wire.served import Served
+from draftsmith.kernels.sampling import logged_compiled
 from draftsmith.record import RoundRecord
 from draftsmith.shared_memory.child import NICE, REFUSED, end_of_engine
 from draftsmith.shared_memory.ring import Ring
@@ -41,6 +42,7 @@ RETRY_S = 1.0
 
 class Writer:
     def __init__(self, job: Job):
+        logged_compiled.prepare()  # no step waits for it later
         self.requests = Requests(job)
         self.served = Served(job.engine)
         self.buffer = BufferWriter(job.buffer, share=job.share)

@@ -82,15 +82,6 @@ class LoggedLogits:
         self._made: ProbArrays | None = None
 
     @property
-    def dtype(self) -> torch.dtype | None:
-        """Dtype of the logits; None where they are gone."""
-        return None if self._table is None else self._table.dtype
-
-    @property
-    def vocab_size(self) -> int:
-        return 0 if self._table is None else self._table.shape[-1]
-
-    @property
     def nbytes(self) -> int:
         table = self._table
         return 0 if table is None else len(self._tokens) * table.shape[-1] * table.element_size()
@@ -102,14 +93,6 @@ class LoggedLogits:
         with self._lock:
             if self._table is not None and self._rows is not None:
                 self._table, self._rows = self._table[self._rows.to(self._table.device)], None
-
-    def copy_into(self, place: torch.Tensor, begin: int) -> None:
-        """Copies the logits of positions from `begin` on into `place` [n, V]."""
-        assert self._table is not None
-        if self._rows is None:
-            place.copy_(self._table[begin : begin + len(place)])
-        else:
-            torch.index_select(self._table, 0, self._rows[begin : begin + len(place)], out=place)
 
     def __call__(self) -> ProbArrays:
         self.keep()

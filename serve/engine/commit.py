@@ -18,8 +18,8 @@ from draftsmith.serve.engine.output import (
     token_logprobs,
 )
 from draftsmith.serve.engine.propose import Proposer, keep_taps
-from draftsmith.serve.engine.recorder import Recorder, RoundDistributions
-from draftsmith.serve.engine.round import OnRound, Round, RowOutput, Source
+from draftsmith.serve.engine.recorder import Recorder
+from draftsmith.serve.engine.round import OnRound, Round, RowOutput
 from draftsmith.serve.engine.runner import state_read
 from draftsmith.serve.engine.scheduler import Scheduler
 from draftsmith.serve.requests.request import FinishReason, Request
@@ -63,13 +63,11 @@ class Committer:
 
     def commit(self, round: Round) -> None:
         now_s = time.monotonic()
-        distributions = self.distributions(round)
         for row in round.row_outputs():
             try:
-                self._commit_row(round, row, distributions, now_s)
+                self._commit_row(round, row, now_s)
             except Exception as error:
                 self._fail(row.row.request, error)
-        del distributions  # so that only records hold it
         self.recorder.end_round()
         if self.overlaps and self.scheduler.busy:
             self._end_failed()
@@ -80,7 +78,6 @@ class Committer:
         self,
         round: Round,
         row: RowOutput,
-        distributions: RoundDistributions | None,
         now_s: float,
     ) -> None:
         request = row.row.request
@@ -100,13 +97,12 @@ class Committer:
             finite = not bool(row.logits[row.accepted].isnan().any())
             request.error = error_message(request, logits_finite=finite)
         elif (
-            distributions is not None
-            and version is not None
+            version is not None
             and row.drafted
             and kept.committed
             and self.recorder.records(request)
         ):
-            self.recorder.round(row, kept.committed, distributions, version)
+            self.recorder.round(row, kept.committed, round, version)
         alternatives = request.params.logprobs
         logprobs = (
             [] if alternatives is None else token_logprobs(row.logits, kept.committed, alternatives)
@@ -172,24 +168,6 @@ class Committer:
             self.stats.count_round(
                 offered, row.accepted, committed, version=version, context=context
             )
-
-    def distributions(self, round: Round) -> RoundDistributions | None:
-        """p and q of the drafted positions, None when no request of the round is recorded."""
-        proposal = round.proposal
-        # Tokens of the fallback say nothing about the draft.
-        if (
-            proposal is None
-            or all(source is Source.NONE for source in proposal.sources)
-            or not any(proposal.chains)
-        ):
-            return None
-        temperatures = [
-            row.request.params.temperature if self.recorder.records(row.request) else None
-            for row in round.schedule.drafting
-        ]
-        if all(temperature is None for temperature in temperatures):
-            return None
-        return RoundDistributions(round.output.logits, proposal, temperatures)
 
     def cancel(self, request: Request, reason: FinishReason) -> None:
         """End a request; its reader gets the tokens so far and then the reason."""

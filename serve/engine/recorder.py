@@ -6,23 +6,24 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from draftsmith.kernels.sampling.logged import LoggedLogits, OneHot
+from draftsmith.kernels.sampling.logged import LoggedLogits
+from draftsmith.kernels.sampling.logged_round import LoggedRound
 from draftsmith.record import (
-    Distributions,
+    RecordedRound,
     RecordedTaps,
-    RoundRecord,
+    RecordHead,
+    RoundRow,
     Sink,
     hashed,
     uniform,
 )
 from draftsmith.serve.control.draft_temperature import sampler_name
-from draftsmith.serve.engine.round import RoundProposal, RowOutput
+from draftsmith.serve.engine.round import Round, RowOutput
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.requests.tap_log import TapLog
 
@@ -31,50 +32,6 @@ log = logging.getLogger(__name__)
 # Most bytes of logits whose distributions the sink has not read yet; beyond it the engine's thread
 # makes the oldest distributions itself.
 MAX_RAW_BYTES = 128 << 20
-
-
-class RoundDistributions:
-    """p and q at every drafted position of one engine round. On a CPU the engine's thread finds
-    nothing in them: the likeliest tokens are found where the sink reads them. Until `keep` they are
-    in the engine's memory, which the next round may use.
-
-    Args:
-        raw: [R, V] unprocessed target logits; drafting row b owns `len(chains[b]) + 1` consecutive
-        ones.
-        temperatures: of each drafting row, None where its distributions are not recorded.
-    """
-
-    def __init__(
-        self, raw: torch.Tensor, proposal: RoundProposal, temperatures: Sequence[float | None]
-    ):
-        recorded = [temperature is not None for temperature in temperatures]
-        lengths = [len(chain) * flag for chain, flag in zip(proposal.chains, recorded)]
-        self.begins = [0, *accumulate(lengths)]
-        firsts = [0, *accumulate(len(chain) + 1 for chain in proposal.chains)]
-        rows = [first + depth for first, length in zip(firsts, lengths) for depth in range(length)]
-        self.drawn = proposal.drawn
-        tokens = [
-            token for chain, flag in zip(proposal.chains, recorded) if flag for token in chain
-        ]
-        spread = [
-            t for t, length in zip(temperatures, lengths) if t is not None for _ in range(length)
-        ]
-        self.p_source = LoggedLogits(raw, rows, tokens, spread)
-        self.q_source: LoggedLogits | OneHot = OneHot(tokens)
-        if proposal.logits is not None:
-            depth = proposal.logits.shape[1]
-            rows = [row * depth + at for row, length in enumerate(lengths) for at in range(length)]
-            self.q_source = LoggedLogits(proposal.logits.flatten(0, 1), rows, tokens)
-        if raw.is_cuda:
-            # There it costs a launch, and the memory of many rounds' logits would be the models'.
-            self.p_source()
-            self.q_source()
-
-    def p(self, index: int) -> Distributions:
-        return Distributions(self.p_source, self.begins[index], self.begins[index + 1])
-
-    def q(self, index: int) -> Distributions:
-        return Distributions(self.q_source, self.begins[index], self.begins[index + 1])
 
 
 class Recorder:
@@ -105,21 +62,21 @@ class Recorder:
         self.sink, self.target, self.target_revision = sink, target, target_revision
         self.rule, self.greedy, self.engine = rule, greedy, engine
         self.num_records = 0
-        # Logits of this round, and those of earlier ones that the sink keeps.
-        self._present: list[weakref.ref[LoggedLogits]] = []
+        # Records of this round, and its logits; logits of earlier ones that the sink keeps.
+        self._rows: list[RoundRow] = []
+        self._logged: LoggedRound | None = None
         self._unmade: deque[weakref.ref[LoggedLogits]] = deque()
 
     def records(self, request: Request) -> bool:
         """True when the request's rounds are recorded: decided once, so that records hold whole
         requests."""
-        if self.sink is None or not request.options.learn or request.repeatable:
+        if self.sink is None:
             return False
-        if request.options.adapter:
-            # Learning has the base for its target, whose distribution is another.
-            return False
-        state = request.recording
+        state, options = request.recording, request.options
         if state.share is None:
-            share = self.sink.share
+            # Learning has the base for its target: an adapter has another distribution.
+            allowed = options.learn and not request.repeatable and not options.adapter
+            share = self.sink.share if allowed else 0.0
             state.share = share if uniform(request.id) < share else 0.0
         return state.share > 0
 
@@ -139,11 +96,8 @@ class Recorder:
         log.add(position, wanted.view(torch.int16).cpu().numpy().view(np.uint16))
         self.num_untapped += log.has_hole
 
-    def _new_taps(self, request: Request) -> RecordedTaps | None:
+    def _new_taps(self, request: Request, log: TapLog) -> RecordedTaps | None:
         """States of the request's text that no record holds yet."""
-        log = request.recording.tap_log
-        if log is None:
-            return None
         begin, end = log.recorded, min(log.end, request.num_tokens)
         values = log.between(begin, end)
         if values is None:
@@ -151,52 +105,39 @@ class Recorder:
         log.recorded = end
         return RecordedTaps(self.taps, begin, values)
 
-    def round(
-        self,
-        row: RowOutput,
-        committed: list[int],
-        distributions: RoundDistributions,
-        version: str,
-    ) -> None:
-        """Record one round with drafted tokens. `committed` is in `request.tokens` already."""
-        request = row.row.request
+    def round(self, row: RowOutput, committed: list[int], round: Round, version: str) -> None:
+        """Record the part of a request with drafted tokens in a round. `committed` is in
+        `request.tokens` already."""
+        request, proposal = row.row.request, round.proposal
+        assert proposal is not None
+        if self._logged is None:
+            self._logged = LoggedRound(round.output.logits, proposal.logits, proposal.chains)
+        head = self._head(request, version, proposal.drawn[row.index])
         position = request.num_tokens - len(committed)
-        record = self._record(
-            request, position, request.tokens[request.recording.num_tokens : position], version
+        place = row.index if request.recording.has_distributions else -1
+        self._add(
+            request, head, position, row.drafted, row.accepted, committed, row.emitted[-1], place
         )
-        record.drafted, record.accepted = row.drafted, row.accepted
-        record.committed, record.emitted = committed, row.emitted[-1]
-        record.sampler = sampler_name(
-            request.params, drawn=distributions.drawn[row.index], greedy=self.greedy
-        )
-        if not request.params.adjusts:
-            record.p, record.q = distributions.p(row.index), distributions.q(row.index)
-            sources = (distributions.p_source, distributions.q_source)
-            self._present = [weakref.ref(one) for one in sources if isinstance(one, LoggedLogits)]
-        self._put(request, record)
 
     def finish(self, request: Request) -> None:
         """Record the tokens committed since the last record, which completes the text, and the
         end."""
-        rest = request.tokens[request.recording.num_tokens :]
-        record = self._record(request, request.num_tokens, rest, "")
-        record.last = True
+        self._add(request, self._head(request, "", None), request.num_tokens, last=True)
         request.recording.tap_log = None
-        self._put(request, record)
+        self._send()
 
     def end_round(self) -> None:
         """Called after the records of a round, before the engine uses the memory of its logits
         again. What a sink has then copied is gone; what it keeps is copied here, and bounded."""
-        self._safely(lambda sink: sink.end_round())
-        if not self._present:
+        self._send()
+        logged, self._logged = self._logged, None
+        kept = [] if logged is None else logged.kept()
+        if not kept:
             return
-        kept = [one for reference in self._present if (one := reference()) is not None]
-        self._present = []
         for one in kept:
             one.keep()
         self._unmade += map(weakref.ref, kept)
-        if self._unmade:
-            self._bound()
+        self._bound()
 
     def _bound(self) -> None:
         unmade = [one for reference in self._unmade if (one := reference()) and one.nbytes]
@@ -207,46 +148,65 @@ class Recorder:
             oldest()
         self._unmade = deque(map(weakref.ref, unmade))
 
-    def _record(
-        self, request: Request, position: int, context: list[int], version: str
-    ) -> RoundRecord:
-        params, state = request.params, request.recording
+    def _head(self, request: Request, version: str, drawn: bool | None) -> RecordHead:
+        """Properties that the request's records share while `version` drafts for it."""
+        state = request.recording
+        if state.head is not None and state.head_of == (version, drawn):
+            return state.head
+        params = request.params
+        sampler = "" if drawn is None else sampler_name(params, drawn=drawn, greedy=self.greedy)
         assert state.share is not None
-        return RoundRecord(
+        state.has_distributions = not params.adjusts
+        state.head_of = version, drawn
+        state.head = RecordHead(
             request=hashed(request.id),
-            round=state.num_records,
             request_class=request.options.request_class,
             target=self.target,
             target_revision=self.target_revision,
             draft_version=version,
-            time_s=time.time(),
             temperature=params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,
             min_p=params.min_p,
-            position=position,
-            context=context,
-            drafted=[],
-            accepted=0,
-            committed=[],
-            emitted=-1,
             share=state.share,
             rule=self.rule,
             engine=self.engine,
-            taps=self._new_taps(request),
+            sampler=sampler,
         )
+        return state.head
 
-    def _put(self, request: Request, record: RoundRecord) -> None:
-        request.recording.num_records += 1
-        request.recording.num_tokens = request.num_tokens
+    def _add(
+        self,
+        request: Request,
+        head: RecordHead,
+        position: int,
+        drafted: Sequence[int] = (),
+        accepted: int = 0,
+        committed: Sequence[int] = (),
+        emitted: int = -1,
+        place: int = -1,
+        *,
+        last: bool = False,
+    ) -> None:
+        state = request.recording
+        context = request.tokens[state.num_tokens : position]
+        taps = None if state.tap_log is None else self._new_taps(request, state.tap_log)
+        self._rows.append(
+            RoundRow(
+                head, state.num_records, position, context, drafted, accepted, committed, emitted,
+                last, taps, place,
+            )
+        )  # fmt: skip
+        state.num_records += 1
+        state.num_tokens = request.num_tokens
         self.num_records += 1
-        self._safely(lambda sink: sink.put(record))
 
-    def _safely(self, work: Callable[[Sink], None]) -> None:
-        if self.sink is None:
+    def _send(self) -> None:
+        rows, self._rows = self._rows, []
+        if not rows or self.sink is None:
             return
         try:
-            work(self.sink)
+            self.sink.put_round(RecordedRound(rows, time.time(), self._logged))
         except Exception:
             # A sink must not raise; one that does must still not stop a request.
             log.exception("the round sink failed; recording stops")

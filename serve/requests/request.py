@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from draftsmith.drafters.recurrent.kept import KeptState
+from draftsmith.record import RecordHead
 from draftsmith.serve.control.stopping import Stopping
 from draftsmith.serve.requests.route import UNROUTED, Route
 from draftsmith.serve.requests.tap_log import TapLog
@@ -143,6 +144,10 @@ class RecordingState:
     num_tokens: int = 0  # tokens[:num_tokens] are in records already
     # the chance it had of being recorded; 0 where it is not, None until that is decided
     share: float | None = None
+    # what its latest records share, and of which version and choice of drafted tokens
+    head: RecordHead | None = None
+    head_of: tuple[str, bool | None] = ("", None)
+    has_distributions: bool = False  # False: sampled from others than a record's fields describe
     tap_log: TapLog | None = None  # None: its records hold no hidden states
 
 

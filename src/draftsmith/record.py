@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, overload
+from typing import Any, NamedTuple, Protocol, overload
 
 import numpy as np
 
@@ -224,6 +225,102 @@ class RoundRecord:
         return 0 if self.taps is None else self.taps.values.nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class RecordHead:
+    """Fields of `RoundRecord` that a request's records share while one draft proposes for it."""
+
+    request: str
+    request_class: str
+    target: str
+    target_revision: str
+    draft_version: str
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    share: float
+    rule: str
+    engine: str
+    sampler: str
+    encoded: bytes = field(init=False, repr=False, compare=False)  # the others, as JSON
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "encoded", json.dumps(self.values).encode())
+
+    @property
+    def values(self) -> list[Any]:
+        return [getattr(self, name) for name in HEAD_FIELDS]
+
+    @classmethod
+    def decoded(cls, data: bytes) -> RecordHead:
+        return cls(*json.loads(data))
+
+
+HEAD_FIELDS = tuple(name for name in RecordHead.__dataclass_fields__ if name != "encoded")
+
+
+class RoundRow(NamedTuple):
+    """One record of an engine's round: its head, and fields of `RoundRecord`."""
+
+    head: RecordHead
+    round: int
+    position: int
+    context: list[int]
+    drafted: Sequence[int]
+    accepted: int
+    committed: Sequence[int]
+    emitted: int
+    last: bool
+    taps: RecordedTaps | None
+    place: int  # of its logits among the round's rows; -1: it has no p and q
+
+    def record(self, time_s: float) -> RoundRecord:
+        """The record but for its p and q."""
+        return RoundRecord(
+            **dict(zip(HEAD_FIELDS, self.head.values)),
+            round=self.round,
+            time_s=time_s,
+            position=self.position,
+            context=self.context,
+            drafted=list(self.drafted),
+            accepted=self.accepted,
+            committed=list(self.committed),
+            emitted=self.emitted,
+            last=self.last,
+            taps=self.taps,
+        )
+
+
+class RoundLogits(Protocol):
+    """Logits of a round in the engine's memory."""
+
+    def sources(
+        self, rows: Sequence[RoundRow]
+    ) -> tuple[Callable[[], ProbArrays], Callable[[], ProbArrays]]:
+        """Sources of p and of q at all drafted positions of `rows`, one row after another."""
+        ...
+
+
+class RecordedRound(NamedTuple):
+    """Records of an engine's round, of which nothing is made before a sink asks."""
+
+    rows: Sequence[RoundRow]
+    time_s: float
+    logits: RoundLogits | None = None  # None where no row has p and q
+
+    def records(self) -> list[RoundRecord]:
+        probed = [row for row in self.rows if row.place >= 0]
+        sources = self.logits.sources(probed) if self.logits is not None and probed else None
+        made, end = [], 0
+        for row in self.rows:
+            record = row.record(self.time_s)
+            if sources is not None and row.place >= 0:
+                begin, end = end, end + len(row.drafted)
+                record.p, record.q = (Distributions(one, begin, end) for one in sources)
+            made.append(record)
+        return made
+
+
 def sampler_of(record: RoundRecord) -> str:
     """Choice of the drafted tokens. An older record shows it by q: one-hot or not."""
     if record.sampler or len(record.q) == 0:
@@ -261,7 +358,8 @@ class SinkCounts(NamedTuple):
 
 
 class Sink(Protocol):
-    """Receiver of records from the engine's thread; `put` must never block and never raise."""
+    """Receiver of records from the engine's thread; `put_round` must never block and never
+    raise."""
 
     @property
     def share(self) -> float:
@@ -272,11 +370,9 @@ class Sink(Protocol):
     @property
     def counts(self) -> SinkCounts: ...
 
-    def put(self, record: RoundRecord) -> None: ...
-
-    def end_round(self) -> None:
-        """Called after the records of an engine's round: what has been copied of their p and q by
-        now need not be copied by the engine, which uses the memory again. Must never block."""
+    def put_round(self, round: RecordedRound) -> None:
+        """Called once a round. What has been copied of p and q when it returns need not be copied
+        by the engine, which uses the memory again; of what records keep it is told nothing else."""
         ...
 
     def forget(self, answer: str) -> int:
@@ -285,3 +381,13 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class RecordSink(Sink, Protocol):
+    """Sink of records one by one, for what it is to inherit from."""
+
+    def put(self, record: RoundRecord) -> None: ...
+
+    def put_round(self, round: RecordedRound) -> None:
+        for record in round.records():
+            self.put(record)

@@ -16,7 +16,7 @@ from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.errors import UserError
-from draftsmith.record import RoundRecord, SinkCounts
+from draftsmith.record import RecordSink, RoundRecord, SinkCounts
 from draftsmith.serve.config import EngineConfig, HttpOptions, ServeConfig
 from draftsmith.serve.config_checks import check_serve
 from draftsmith.serve.engine.build import build_engine
@@ -31,7 +31,7 @@ CONFIG = EngineConfig(k=3, max_batch=4, num_blocks=64, block_size=8)
 NAMES = ["", "sql", "prose"]
 
 
-class Kept:
+class Kept(RecordSink):
     """A sink that keeps the records."""
 
     share = 1.0
@@ -39,8 +39,6 @@ class Kept:
 
     def __init__(self) -> None:
         self.records: list[RoundRecord] = []
-
-    def end_round(self) -> None: ...
 
     def put(self, record: RoundRecord) -> None:
         self.records.append(record)

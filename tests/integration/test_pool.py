@@ -33,7 +33,7 @@ from draftsmith.drafters.published import versions
 from draftsmith.drafters.published.pool import DraftPool, read_pool
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from draftsmith.record import RoundRecord, SinkCounts
+from draftsmith.record import RecordSink, RoundRecord, SinkCounts
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.drafts.swap import Swap
 from draftsmith.serve.engine.build import build_engine
@@ -138,7 +138,7 @@ def make_draft(target: Target) -> TrainedDrafter:
     return draft
 
 
-class Rounds:
+class Rounds(RecordSink):
     """A sink that hands over whole shards when asked to."""
 
     share = 1.0
@@ -146,8 +146,6 @@ class Rounds:
 
     def __init__(self, url: str):
         self.url, self.records = url, list[RoundRecord]()
-
-    def end_round(self) -> None: ...
 
     def put(self, record: RoundRecord) -> None:
         self.records.append(record)

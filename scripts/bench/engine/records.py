@@ -101,6 +101,7 @@ class Way:
     cpus_s: list[float] = field(default_factory=list)
     threads_s: list[float] = field(default_factory=list)  # of the engine's thread, by turn
     engine_s: float = 0.0
+    rounds: int = 0
     writer_s: float = 0.0
 
     def place(self, engine: Engine) -> None:
@@ -113,12 +114,13 @@ class Meter:
     def __init__(self) -> None:
         self.way: Way | None = None
 
-    def around(self, work: Callable[..., Any]) -> Callable[..., Any]:
+    def around(self, work: Callable[..., Any], *, is_round: bool = False) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
             begun_s = thread_time()
             result = work(*arguments)
             if self.way is not None:
                 self.way.engine_s += thread_time() - begun_s
+                self.way.rounds += is_round
             return result
 
         return timed
@@ -142,8 +144,6 @@ def measure(
     )
     engine = build_engine(target, load(options.draft, target), config)
     meter = Meter()
-    timed = meter.around(engine.committer.distributions)
-    engine.committer.distributions = timed  # type: ignore[method-assign]
     ways = ways_of(engine, options, Path(folder), meter)
     for turn in range(options.turns + 1):
         asked = prompts[turn * options.batch : (turn + 1) * options.batch]
@@ -175,7 +175,8 @@ def ways_of(
         taps = engine.proposer.taps if most else ()
         recorder = new_recorder(writer, taps=taps, tap_positions=most)
         for part in ("round", "end_round", "finish", "keep_taps"):
-            setattr(recorder, part, meter.around(getattr(recorder, part)))
+            work = meter.around(getattr(recorder, part), is_round=part == "end_round")
+            setattr(recorder, part, work)
         ways[name] = Way(recorder, writer)
     return ways
 
@@ -227,6 +228,7 @@ def figures(
             "engine_thread": round(1e6 * way.engine_s / recorded, 1),
             "writer": round(1e6 * way.writer_s / recorded, 1),
         },
+        "engine_thread_us_a_round": round(1e6 * way.engine_s / way.rounds, 1),
         "bytes_a_position": round(stored / positions, 1),
         "bytes_a_token": round(
             stored / sum(len(record.context) + len(record.committed) for record in records), 1

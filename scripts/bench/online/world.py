@@ -27,7 +27,7 @@ from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.published import versions
 from draftsmith.drafters.target.target import Target
-from draftsmith.record import RoundRecord, SinkCounts
+from draftsmith.record import RecordSink, RoundRecord, SinkCounts
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.drafts.swap import Swap
 from draftsmith.serve.engine.build import build_engine
@@ -64,7 +64,7 @@ class Answer:
         return asdict(self)
 
 
-class Pipe(BufferReader):
+class Pipe(BufferReader, RecordSink):
     """Sink and reader in one: what the engine records, the daemon reads at its next turn."""
 
     share = 1.0
@@ -73,9 +73,6 @@ class Pipe(BufferReader):
     def __init__(self, folder: Path):
         super().__init__(str(folder))
         self.waiting: list[RoundRecord] = []
-
-    def end_round(self) -> None:
-        """Records keep what they need."""
 
     def put(self, record: RoundRecord) -> None:
         self.waiting.append(record)
@@ -92,7 +89,7 @@ class Pipe(BufferReader):
         return Reading(records, {}, False, 0)
 
 
-class Texts:
+class Texts(RecordSink):
     """A sink that stitches what it is given; `taken` are the requests that are over."""
 
     share = 1.0
@@ -100,9 +97,6 @@ class Texts:
 
     def __init__(self) -> None:
         self.open = OpenRequests()
-
-    def end_round(self) -> None:
-        """Records keep what they need."""
 
     def put(self, record: RoundRecord) -> None:
         self.open.add([record])

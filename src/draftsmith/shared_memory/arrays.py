@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -33,20 +34,46 @@ class Arrays(NamedTuple):
     arrays: list[np.ndarray]  # in the ring's memory: copies are taken of what is kept
 
 
-def message_size(specs: Sequence[Spec]) -> int:
-    return _round(8 * (3 + 3 * len(specs))) + sum(_round(spec.nbytes) for spec in specs)
+class Room(NamedTuple):
+    """Code of a dtype, two dimensions, the second -1 where there is one, and bytes of an array."""
+
+    code: int
+    first: int
+    second: int
+    nbytes: int
+
+
+def room_of(spec: Spec) -> Room:
+    shape = spec.shape
+    return Room(CODES[spec.dtype], shape[0], shape[1] if len(shape) == 2 else -1, spec.nbytes)
+
+
+def place(ring: Ring, kind: int, number: int, rooms: Sequence[Room]) -> list[int] | None:
+    """Offsets in the ring's memory of the arrays of a new message, which `ring.commit` publishes;
+    None where it is full. Makes no array."""
+    head = [kind, number, len(rooms)]
+    offset = _round(8 * (3 + 3 * len(rooms)))
+    offsets = []
+    for code, first, second, nbytes in rooms:
+        head += code, first, second
+        offsets.append(offset)
+        offset += _round(nbytes)
+    begin = ring.place(offset)
+    if begin is None:
+        return None
+    struct.pack_into(f"={len(head)}q", ring.memory, begin, *head)
+    return [begin + one for one in offsets]
 
 
 def begin(ring: Ring, kind: int, number: int, specs: Sequence[Spec]) -> list[np.ndarray] | None:
     """Writable arrays of a new message, which `ring.commit` publishes; None where it is full."""
-    room = ring.reserve(message_size(specs))
-    if room is None:
+    offsets = place(ring, kind, number, [room_of(spec) for spec in specs])
+    if offsets is None:
         return None
-    head: list[int] = [kind, number, len(specs)]
-    for spec in specs:
-        head += [CODES[spec.dtype], spec.shape[0], spec.shape[1] if len(spec.shape) == 2 else -1]
-    room[: 8 * len(head)].view(np.int64)[:] = head
-    return _arrays(room, specs)
+    return [
+        np.ndarray(spec.shape, spec.dtype, ring.memory, offset)
+        for spec, offset in zip(specs, offsets)
+    ]
 
 
 def send(ring: Ring, kind: int, number: int, arrays: Sequence[np.ndarray]) -> bool:
@@ -67,17 +94,13 @@ def parse(room: np.ndarray) -> Arrays:
         Spec(KINDS[code], (first,) if second < 0 else (first, second))
         for code, first, second in rows.tolist()
     ]
-    return Arrays(kind, number, _arrays(room, specs))
-
-
-def _round(size: int) -> int:
-    return -(-size // ALIGN) * ALIGN
-
-
-def _arrays(room: np.ndarray, specs: Sequence[Spec]) -> list[np.ndarray]:
-    arrays, offset = [], _round(8 * (3 + 3 * len(specs)))
+    arrays, offset = [], _round(8 * (3 + 3 * count))
     for spec in specs:
         values = room[offset : offset + spec.nbytes].view(spec.dtype)
         arrays.append(values.reshape(spec.shape))
         offset += _round(spec.nbytes)
-    return arrays
+    return Arrays(kind, number, arrays)
+
+
+def _round(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN

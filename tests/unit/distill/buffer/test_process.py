@@ -15,15 +15,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from draftsmith import record as record_module
 from draftsmith.distill.buffer import process as process_module
 from draftsmith.distill.buffer import process_writer
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.folder import Folder
 from draftsmith.distill.buffer.process import Job, ProcessWriter
-from draftsmith.kernels.sampling import logged_compiled
-from draftsmith.kernels.sampling.logged import LoggedLogits, OneHot
-from draftsmith.record import Distributions, RecordedTaps, RoundRecord, SinkCounts
+from draftsmith.kernels.sampling import logged_compiled, logged_round
+from draftsmith.kernels.sampling.logged import LoggedLogits
+from draftsmith.kernels.sampling.logged_round import LoggedRound
+from draftsmith.record import (
+    RecordedRound,
+    RecordedTaps,
+    RecordHead,
+    RoundRecord,
+    RoundRow,
+    SinkCounts,
+)
 from draftsmith.shared_memory import child as child_module
 from draftsmith.shared_memory.ring import Ring
 
@@ -31,37 +41,36 @@ VOCAB = 300
 TOKENS = [3, 4, 5]
 
 
-def plain(number: int = 0, request: str = "a-0", **changes: Any) -> RoundRecord:
-    record = RoundRecord(
-        request=request, round=number, request_class="code", target="t", target_revision="r",
-        draft_version="7", time_s=1.5, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, position=4,
-        context=[1, 2], drafted=[], accepted=0, committed=[], emitted=-1,
-    )  # fmt: skip
-    return dataclasses.replace(record, **changes)
+HEAD = RecordHead(
+    request="a-0", request_class="code", target="t", target_revision="r", draft_version="7",
+    temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, share=1.0, rule="chain", engine="",
+    sampler="",
+)  # fmt: skip
+PLAIN = RoundRow(HEAD, 0, 4, [1, 2], [], 0, [], -1, last=False, taps=None, place=-1)
+
+
+def plain(number: int = 0, request: str = "a-0", **changes: Any) -> RecordedRound:
+    """A record of its own, without drafted tokens."""
+    head = dataclasses.replace(HEAD, request=request)
+    return RecordedRound([PLAIN._replace(head=head, round=number, **changes)], 1.5)
 
 
 def round_of(
     count: int, *, number: int = 0, dtype: torch.dtype = torch.float32, one_hot: bool = False,
     temperature: float = 0.7, seed: int = 0, **changes: Any,
-) -> list[RoundRecord]:  # fmt: skip
+) -> RecordedRound:  # fmt: skip
     """Records of `count` requests in one round; of each fourth row of p nothing is recorded."""
     torch.manual_seed(seed)
-    tokens = TOKENS * count
-    rows = [4 * index + depth for index in range(count) for depth in range(3)]
-    p = LoggedLogits(
-        torch.randn(4 * count, VOCAB).to(dtype), rows, tokens, [temperature] * len(tokens)
-    )
-    q_table = torch.randn(3 * count, VOCAB)
-    q = OneHot(tokens) if one_hot else LoggedLogits(q_table, range(3 * count), tokens)
-    return [
-        plain(
-            number, f"{'abcdefgh'[index]}-0", drafted=TOKENS, accepted=1, committed=[3, 9],
-            emitted=9, temperature=temperature, rule="chain",
-            p=Distributions(p, 3 * index, 3 * index + 3),
-            q=Distributions(q, 3 * index, 3 * index + 3), **changes,
-        )
+    p = torch.randn(4 * count, VOCAB).to(dtype)
+    q = None if one_hot else torch.randn(count, 3, VOCAB)
+    rows = [
+        RoundRow(
+            dataclasses.replace(HEAD, request=f"{'abcdefgh'[index]}-0", temperature=temperature),
+            number, 4, [1, 2], TOKENS, 1, [3, 9], 9, last=False, taps=None, place=index,
+        )._replace(**changes)
         for index in range(count)
     ]  # fmt: skip
+    return RecordedRound(rows, 1.5 + number, LoggedRound(p, q, [TOKENS] * count))
 
 
 class NoChild:
@@ -93,27 +102,32 @@ def read(folder: Path) -> list[RoundRecord]:
     return BufferReader(str(folder), with_taps=True).read().records
 
 
-def rounds() -> list[list[RoundRecord]]:
+def rounds() -> list[RecordedRound]:
     taps = RecordedTaps((1, 3), 2, np.arange(12, dtype=np.uint16).reshape(3, 4))
+    penalty, tapped = round_of(3, number=3, seed=2), round_of(1, number=4, taps=taps, seed=3)
+    shorter = round_of(3, number=5, seed=4)
     return [
         round_of(3),
         round_of(2, number=1, one_hot=True, temperature=0.0),
         round_of(2, number=2, dtype=torch.bfloat16, seed=1),
         # One with a penalty between two others: text alone.
-        [
-            dataclasses.replace(one, p=[], q=[]) if index == 1 else one
-            for index, one in enumerate(round_of(3, number=3, seed=2))
-        ],
-        [plain(4, taps=taps), *round_of(1, number=4, taps=taps, seed=3)],
-        [plain(5, last=True, context=[])],
+        penalty._replace(
+            rows=[row._replace(place=-1 if row.place == 1 else row.place) for row in penalty.rows]
+        ),
+        tapped._replace(rows=[*plain(4, taps=taps).rows, *tapped.rows]),
+        # Two drafted tokens in the first row, whose logits are two rows and the third's behind it.
+        RecordedRound(
+            [shorter.rows[0]._replace(drafted=TOKENS[:2]), shorter.rows[2]],
+            0.1 + 0.2,
+            LoggedRound(torch.randn(11, VOCAB), torch.randn(3, 3, VOCAB), [[3, 4], TOKENS, TOKENS]),
+        ),
+        plain(6, last=True, context=[], request='of "é"-1'),
     ]
 
 
-def put(sink: Any, made: list[list[RoundRecord]]) -> None:
-    for records in made:
-        for record in records:
-            sink.put(record)
-        sink.end_round()
+def put(sink: Any, made: list[RecordedRound]) -> None:
+    for round in made:
+        sink.put_round(round)
 
 
 def test_rows_are_those_that_the_thread_writes(
@@ -125,25 +139,50 @@ def test_rows_are_those_that_the_thread_writes(
     put(other, rounds())
     other.close()
     found, expected = read(tmp_path / "buffer"), read(tmp_path / "other")
-    assert len(found) == len(expected) == 13
-    assert written.counts == other.counts == SinkCounts(written=13)
+    assert len(found) == len(expected) == 15
+    assert written.counts == other.counts == SinkCounts(written=15)
     for one, same in zip(found, expected):
-        assert [len(one.p), len(one.q)] == [len(same.p), len(same.q)]
-        for part, twin in ((one.p, same.p), (one.q, same.q)):
-            assert [p.ids for p in part] == [p.ids for p in twin]
-            for p, t in zip(part, twin):
-                np.testing.assert_allclose(p.logprobs, t.logprobs, atol=2e-3)
-                np.testing.assert_allclose(
-                    [p.tail, p.log_norm, p.drafted or 0.0],
-                    [t.tail, t.log_norm, t.drafted or 0.0],
-                    atol=1e-5,
-                )
-        assert (one.taps is None) == (same.taps is None)
-        if one.taps is not None and same.taps is not None:
-            assert one.taps[:2] == same.taps[:2]
-            np.testing.assert_array_equal(one.taps.values, same.taps.values)
-        bare = [dataclasses.replace(each, p=[], q=[], taps=None) for each in (one, same)]
-        assert bare[0] == bare[1]
+        same_records(one, same)
+
+
+def same_records(one: RoundRecord, same: RoundRecord) -> None:
+    """To the bit."""
+    assert [len(one.p), len(one.q)] == [len(same.p), len(same.q)]
+    for part, twin in ((one.p, same.p), (one.q, same.q)):
+        assert list(part) == list(twin)
+    assert (one.taps is None) == (same.taps is None)
+    if one.taps is not None and same.taps is not None:
+        assert one.taps[:2] == same.taps[:2]
+        np.testing.assert_array_equal(one.taps.values, same.taps.values)
+    bare = [dataclasses.replace(each, p=[], q=[], taps=None) for each in (one, same)]
+    assert bare[0] == bare[1]
+
+
+def test_what_requests_share_is_encoded_once(
+    sink: Callable[..., ProcessWriter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's thread encodes nothing, and makes no array of numpy and no operation of torch:
+    each costs it as much as copying the logits of several positions."""
+    made, told = sink(), round_of(4)
+    calls: list[str] = []
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None):
+            calls.append(str(call))
+            return call(*args, **(kwargs or {}))
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(record_module.json, "dumps", fail)
+    monkeypatch.setattr(logged_round.LoggedRound, "sources", fail)
+    for name in ("frombuffer", "array", "copyto", "ndarray", "empty"):
+        monkeypatch.setattr(np, name, fail)
+    with Watched():
+        made.put_round(told)
+        made.put_round(told)
+    monkeypatch.undo()
+    assert calls == [] and made.ring.used > 2 * 24 * VOCAB * 4
 
 
 def test_logits_are_copied_at_the_rounds_end_and_not_before_a_sink_keeps_them() -> None:
@@ -188,7 +227,7 @@ def test_states_without_room_are_left_out_before_records_are(
     sink: Callable[..., ProcessWriter], tmp_path: Path
 ) -> None:
     small = sink(capacity=8192)
-    put(small, [[plain(taps=RecordedTaps((1,), 0, np.zeros((64, 256), np.uint16)))]])
+    put(small, [plain(taps=RecordedTaps((1,), 0, np.zeros((64, 256), np.uint16)))])
     write(small)
     assert small.counts == SinkCounts(written=1, untapped=1)
     assert [one.taps for one in read(tmp_path / "buffer")] == [None]
@@ -205,7 +244,7 @@ def test_tokens_alone_and_masked_texts(
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "hooks_of_process.py").write_text("def all(text): return [(0, len(text))]\n")
     masked = sink()
-    put(masked, [round_of(1, number=0), [plain(1, request="a-0", last=True, position=6)]])
+    put(masked, [round_of(1, number=0), plain(1, last=True, position=6)])
     write(masked, redact="hooks_of_process:all", tokenizer=tiny_target("llama"))
     found = read(tmp_path / "buffer")[1:]
     # Round 0 was 1, 2, 3, 9; 1 is the token that masks.
@@ -224,7 +263,7 @@ def test_a_disk_that_refuses_is_one_sentence_and_counted(
     full = sink()
     put(full, rounds())
     write(full)
-    assert full.counts == SinkCounts(dropped=13)
+    assert full.counts == SinkCounts(dropped=15)
     assert [line.message.count("Read-only file system") for line in caplog.records] == [1]
 
 
@@ -305,9 +344,10 @@ def test_a_round_of_which_nothing_can_be_made_costs_only_itself(
     sink: Callable[..., ProcessWriter], tmp_path: Path
 ) -> None:
     made = sink()
-    outside = LoggedLogits(torch.randn(1, VOCAB), [0], [VOCAB + 1], [1.0])
-    strange = plain(1, drafted=[VOCAB + 1], p=Distributions(outside, 0, 1))
-    put(made, [round_of(2), [strange], round_of(1, number=2)])
+    strange = plain(1, drafted=[VOCAB + 1], place=0)._replace(
+        logits=LoggedRound(torch.randn(2, VOCAB), None, [[VOCAB + 1]])
+    )
+    put(made, [round_of(2), strange, round_of(1, number=2)])
     write(made)
     assert made.counts == SinkCounts(written=3, dropped=1)
     assert [one.round for one in read(tmp_path / "buffer")] == [0, 0, 2]

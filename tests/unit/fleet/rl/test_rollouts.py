@@ -24,7 +24,7 @@ from draftsmith.drafters.published import versions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.fleet.rl.rollouts import Rollouts
-from draftsmith.record import SinkCounts
+from draftsmith.record import RecordSink, SinkCounts
 
 # As TRL's trainer calls a reward function, beside the columns of the data set.
 MORE = {"trainer_state": None, "log_extra": None, "log_metric": None, "answer": ["a", "b"]}
@@ -36,7 +36,7 @@ def reward(prompts: Any, completions: Any, **_: Any) -> list[float]:
     return [float(len(one)) for one in completions]
 
 
-class Texts:
+class Texts(RecordSink):
     """A sink that stitches; `taken` are the texts."""
 
     share = 1.0
@@ -44,8 +44,6 @@ class Texts:
 
     def __init__(self) -> None:
         self.open = OpenRequests()
-
-    def end_round(self) -> None: ...
 
     def put(self, record: Any) -> None:
         self.open.add([record])

@@ -13,7 +13,7 @@ import torch
 
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.target.target import Target
-from draftsmith.record import SinkCounts
+from draftsmith.record import RecordSink, SinkCounts
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
@@ -123,13 +123,11 @@ PLANTED: dict[str, Callable[[Engine, Request, int], None]] = {
 }
 
 
-class Ignored:
+class Ignored(RecordSink):
     """A sink of rounds."""
 
     share = 1.0
     counts = SinkCounts()
-
-    def end_round(self) -> None: ...
 
     def put(self, record: object) -> None:
         return
