@@ -372,7 +372,7 @@ class Sink(Protocol):
 
     def put_round(self, round: RecordedRound) -> None:
         """Called once a round. What has been copied of p and q when it returns need not be copied
-        by the engine, which uses the memory again; of what records keep it is told nothing else."""
+        by the engine, which uses the memory again and keeps what records then refer to."""
         ...
 
     def forget(self, answer: str) -> int:

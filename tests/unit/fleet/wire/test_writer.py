@@ -27,6 +27,7 @@ from draftsmith.fleet.wire.child import Child
 from draftsmith.fleet.wire.messages import Kind, RequestMeta, StepMeta, meta_array
 from draftsmith.fleet.wire.requests import Job, record_name
 from draftsmith.fleet.wire.writer import run
+from draftsmith.kernels.sampling import logged_compiled
 from draftsmith.record import RoundRecord, hashed_answer
 from draftsmith.shared_memory import child as child_module
 from draftsmith.shared_memory.arrays import send
@@ -95,6 +96,29 @@ def written(tmp_path: Path) -> Callable[..., dict[str, list[RoundRecord]]]:
         return records
 
     return write
+
+
+def test_the_likeliest_tokens_are_found_by_the_compiled_kernel(
+    written: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[bool] = []
+    read: list[int] = []
+    real = logged_compiled.prob_arrays
+
+    def prob_arrays(logits: torch.Tensor, *arguments: Any) -> Any:
+        read.append(len(logits))
+        return real(logits, *arguments)
+
+    monkeypatch.setattr(logged_compiled, "prob_arrays", prob_arrays)
+    monkeypatch.setattr(logged_compiled, "prepare", lambda: prepared.append(not read))
+
+    def act(engine: Engine) -> None:
+        engine.begin(1, [10, 11, 12])
+        engine.verify(1, [14, 15, 16], [14, 15, 99])
+        engine.end(1)
+
+    (records,) = written(act).values()
+    assert prepared == [True] and read == [3] and len(records[0].p) == 3
 
 
 def test_records_of_a_request_are_its_text_with_p_and_q(written: Callable[..., Any]) -> None:
