@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 from draftsmith.serve.control.control import (
@@ -164,7 +165,7 @@ class AutoControl:
             bucket.k = min(self._known_k(load.number, bucket.k), load.deepest)
             return
         bucket.due = bucket.rounds + DECIDE_EVERY
-        rates = [self._rate(bucket, load, k) for k in range(load.deepest + 1)]
+        rates = self._rates(bucket, load)
         measured = [k for k in range(len(rates)) if self.latency.measured(load.number, k)]
         best = max(measured, key=rates.__getitem__)
         if rates[best] > (1.0 + GAIN_WANTED) * rates[bucket.k]:
@@ -182,13 +183,15 @@ class AutoControl:
         )
         return otherwise if near is None else self._buckets[near].k
 
-    def _rate(self, bucket: _Bucket, load: _Load, k: int) -> float:
-        """Expected tokens per second at depth k."""
-        tokens = float(load.rows.total())
+    def _rates(self, bucket: _Bucket, load: _Load) -> list[float]:
+        """Expected tokens per second at each depth from 0 on."""
+        tokens = [float(load.rows.total())] * (load.deepest + 1)
         for budget, count in load.rows.items():
-            chances = self.survival.chances(budget.request_class, bucket.k_of(budget, k))
-            tokens += count * sum(chances)
-        return tokens / self._seconds(load, k)
+            chances = self.survival.chances(budget.request_class, load.deepest)
+            kept = list(accumulate(chances, initial=0.0))
+            for k in range(1, load.deepest + 1):
+                tokens[k] += count * kept[bucket.k_of(budget, k)]
+        return [count / self._seconds(load, k) for k, count in enumerate(tokens)]
 
     def _seconds(self, load: _Load, k: int) -> float:
         """Expected seconds of a round at depth k, less those of prompts, beside which a draft would
@@ -201,8 +204,10 @@ class AutoControl:
         return max(seconds - self._prompts_s(load), 0.1 * seconds)
 
     def _prompts_s(self, load: _Load) -> float:
-        without_s = self.latency.seconds(load.number, 0)
         alone = bucket_of(load.rows.total())
+        if alone == load.number:
+            return 0.0
+        without_s = self.latency.seconds(load.number, 0)
         return without_s - min(without_s, self.latency.seconds(alone, 0))
 
     def _caps(self, bucket: _Bucket, load: _Load) -> dict[str, int]:

@@ -136,13 +136,17 @@ class MarginalCost:
     def __init__(self) -> None:
         self.seconds = 0.0
         # of 1, tokens, seconds, squares of tokens, products
-        self._sums = [0.0] * 5
+        self._sums = 0.0, 0.0, 0.0, 0.0, 0.0
 
     def add(self, num_drafted: int, seconds: float) -> None:
         fade = 1.0 - 1.0 / self.MEMORY
-        values = (1.0, num_drafted, seconds, num_drafted**2, num_drafted * seconds)
-        self._sums = [fade * total + value for total, value in zip(self._sums, values, strict=True)]
         rounds, tokens, total_s, squares, products = self._sums
+        rounds = fade * rounds + 1.0
+        tokens = fade * tokens + num_drafted
+        total_s = fade * total_s + seconds
+        squares = fade * squares + num_drafted**2
+        products = fade * products + num_drafted * seconds
+        self._sums = rounds, tokens, total_s, squares, products
         variance = rounds * squares - tokens**2
         if variance > self.LEAST_VARIANCE * rounds**2:
             self.seconds = max(0.0, (rounds * products - tokens * total_s) / variance)

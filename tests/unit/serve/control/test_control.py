@@ -311,7 +311,7 @@ def test_a_stall_measured_as_a_prompt_leaves_every_rate_positive() -> None:
         control.latency.add(number, k, seconds)
         control.latency.add(number, k, seconds)
     load = _Load(24, Counter([RowBudget("", 3)] * 8), 3)
-    assert all(control._rate(_Bucket(3), load, k) > 0 for k in range(4))
+    assert min(control._rates(_Bucket(3), load)) > 0
 
 
 @pytest.mark.parametrize(("draft_ms", "pays"), [(3.9, False), (1.2, True)])
@@ -507,6 +507,23 @@ def test_one_stall_of_the_machine_does_not_ruin_a_measurement() -> None:
     for seconds in (1.0, 1.0, 1.0, 1.0, 60.0):
         table.add(1, 2, seconds)
     assert table.seconds(1, 2) < 1.5
+
+
+def test_a_decision_takes_little_of_a_short_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small model's round is 1.7 ms. Survival is asked for once per class, not once per k."""
+    asked = []
+    chances = Survival.chances
+
+    def counted(self: Survival, request_class: str, k: int) -> list[float]:
+        asked.append(k)
+        return chances(self, request_class, k)
+
+    control = AutoControl()
+    play(control, Machine(lambda name, number: 0.1), ["a"], 50)
+    monkeypatch.setattr(Survival, "chances", counted)
+    for _ in range(8):
+        control.choose([RowBudget("a", MOST)], 1)
+    assert set(asked) == {MOST} and len(asked) <= 3  # decisions: probes may have ended
 
 
 def test_survival_learns_by_class_and_leans_on_the_others_until_then() -> None:
