@@ -34,6 +34,7 @@ from draftsmith.distill.buffer.folder import LEFTOVER_AGE_S, Folder, retain
 from draftsmith.distill.buffer.traffic import SILENCE_S
 from draftsmith.distill.gate.gate import Decision
 from draftsmith.distill.learn.learner import Learner, UpdateReport
+from draftsmith.distill.learn.processes import OneProcess
 from draftsmith.distill.lock import learner_lock
 from draftsmith.distill.publisher import Publisher
 from draftsmith.distill.state import StateFolder
@@ -322,9 +323,8 @@ def test_a_request_whose_records_are_on_their_way_is_waited_for(
     made = loop()
     made.serve(1)
     records = BufferReader(made.config.buffer).read().records
-    learner = daemon.begin(
-        made.config, Status(made.versions), Throttle(1.0, NoGuard(), threading.Event())
-    )
+    throttle = Throttle(1.0, NoGuard(), threading.Event())
+    learner = daemon.begin(made.config, Status(made.versions), throttle, OneProcess())
     (name,) = {record.request for record in records}
 
     def is_waited_for(found: list[RoundRecord], *, more: bool, silent_s: float) -> bool:
