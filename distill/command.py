@@ -13,7 +13,7 @@ from draftsmith.config import check_limits
 from draftsmith.distill.config import LIMITS, DistillConfig
 from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.learn import learner as learning
-from draftsmith.distill.learn.processes import OneProcess, check_processes, joined, started
+from draftsmith.distill.learn.processes import OneProcess, check_processes, joined
 from draftsmith.distill.lock import learner_lock
 from draftsmith.distill.status import Status, StatusServer
 from draftsmith.distill.throttle import (
@@ -24,7 +24,7 @@ from draftsmith.distill.throttle import (
     nothing,
     scraper,
 )
-from draftsmith.drafters.target.ranks import leave_group
+from draftsmith.drafters.target.ranks import leave_group, started
 from draftsmith.errors import UserError
 from draftsmith.stopping import stopping
 

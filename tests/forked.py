@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import random
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -106,6 +107,12 @@ class Forked:
 
     def __exit__(self, *_: object) -> None:
         self.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 class Ranks:

@@ -2,6 +2,7 @@
 
 Files in reading order:
 - `command`: the command
+- `processes`: several processes that write one dataset
 - `ways`: temperature and thinking of each answer
 - `prompts`: prompts
 - `chat_mask`: masks of chats

@@ -8,7 +8,7 @@ rename.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,18 +130,18 @@ class AnswerFolder:
 
 
 class Arrivals:
-    """Rows of a folder in the order in which they are finished, written at least `size` at a time,
-    and where they complete a shard."""
+    """Rows of some shards in the order in which they are finished, written at least `size` at a
+    time, and where they complete a shard."""
 
-    def __init__(self, folder: AnswerFolder, size: int):
-        self.folder, self.size = folder, size
+    def __init__(self, folder: AnswerFolder, size: int, shards: Iterable[int]):
+        self.folder, self.size, self.shards = folder, size, shards
         self.rows: dict[int, list[dict[str, Any]]] = {}  # by shard
         self.left: dict[int, int] = {}
 
     def unanswered(self) -> list[int]:
         """Indices of the prompts that have no row yet; joins the shards that have all."""
         found = []
-        for shard in range(self.folder.num_shards):
+        for shard in self.shards:
             done = self.folder.done(shard)
             left = [index for index in self.folder.prompts_of(shard) if index not in done]
             self.left[shard] = len(left)

@@ -19,6 +19,7 @@ from draftsmith.config import check_limits
 from draftsmith.distill.config import LIMITS, GenerateOptions
 from draftsmith.distill.generate import prompts as prompt_source
 from draftsmith.distill.generate.answers import AnswerFolder, Arrivals
+from draftsmith.distill.generate.processes import Processes, check_processes, joined
 from draftsmith.distill.generate.prompts import Prompt
 from draftsmith.distill.generate.stored_states import check_cost, layout_of, store_taps
 from draftsmith.distill.generate.ways import columns_of, recorded, temperatures
@@ -66,6 +67,11 @@ NewAnswers = Callable[[Target, int], Answers]
 
 def run(config: GenerateOptions, new_answers: NewAnswers) -> int:
     check(config)
+    with joined() as processes:
+        return _run(config, new_answers, processes)
+
+
+def _run(config: GenerateOptions, new_answers: NewAnswers, processes: Processes) -> int:
     reference = open_reference(config)
     found = prompt_source.load(config, reference.tokenizer, eos_token_ids=reference.eos_token_ids)
     room = 0 if config.keep_answers else config.max_tokens
@@ -82,25 +88,30 @@ def run(config: GenerateOptions, new_answers: NewAnswers) -> int:
         check_cost(config.out, reference.loaded(), layout, most_tokens(config, prompts))
     longest = max(len(prompt.ids) for prompt in prompts) + room
     writer, origin = new_writer(config, reference, new_answers, longest)
-    folder = AnswerFolder(
-        config.out,
-        total=len(prompts),
-        size=config.shard,
-        has_distributions=config.top_logprobs > 0,
-        columns=columns_of(config),
-        provenance={
-            **describe(config, reference, prompts),
-            **origin,
-            "left_out": len(found) - len(prompts),
-        },
+    folder = processes.leader_first(
+        lambda: AnswerFolder(
+            config.out,
+            total=len(prompts),
+            size=config.shard,
+            has_distributions=config.top_logprobs > 0,
+            columns=columns_of(config),
+            provenance={
+                **describe(config, reference, prompts),
+                **origin,
+                "left_out": len(found) - len(prompts),
+            },
+        )
     )
-    answer_all(config, writer, reference.target, prompts, folder)
-    summary = folder.close()
-    print(f"{summary['answers']} answers, {summary['tokens']} tokens in {config.out}")
+    shards = processes.shards(folder)
+    answer_all(config, writer, reference.target, prompts, folder, shards)
+    processes.wait()
+    if processes.leads:
+        summary = folder.close()
+        print(f"{summary['answers']} answers, {summary['tokens']} tokens in {config.out}")
     if isinstance(writer, TargetWriter) and (written := writer.answers.report()):
         print(written)
     if layout is not None:
-        store_taps(config, reference.loaded(), layout, folder)
+        store_taps(config, reference.loaded(), layout, folder, shards)
     if len(found) > len(prompts):
         print(
             f"{len(found) - len(prompts)} prompts were too long for the target's context and are "
@@ -166,11 +177,14 @@ def answer_all(
     target: Target | None,
     prompts: list[Prompt],
     folder: AnswerFolder,
+    shards: Sequence[int],
 ) -> None:
-    arrivals = Arrivals(folder, config.batch)
+    """Answers to the prompts of some shards that have none."""
+    arrivals = Arrivals(folder, config.batch, shards)
     left = arrivals.unanswered()
-    done = len(prompts) - len(left)
-    progress = Progress("generate", len(prompts), unit="answers", start=done)
+    total = sum(len(folder.prompts_of(shard)) for shard in shards)
+    done = total - len(left)
+    progress = Progress("generate", total, unit="answers", start=done)
     begun_s, tokens = time.monotonic(), 0
     seeds = [seed_of(config.seed, index) for index in left]
     with closing(writer.write([prompts[index] for index in left], seeds)) as texts:
@@ -257,6 +271,7 @@ def _digest(value: Any) -> str:
 
 def check(config: GenerateOptions) -> None:
     check_limits(config, LIMITS)
+    check_processes(config)
     if config.url is not None and config.keep_answers:
         raise UserError(
             "--url and --keep-answers both say where answers come from; give one of them"

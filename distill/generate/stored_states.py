@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,11 +78,17 @@ def seconds_a_token(target: Target, layout: TapLayout) -> float:
 
 
 def store_taps(
-    config: GenerateOptions, target: Target, layout: TapLayout, folder: AnswerFolder
+    config: GenerateOptions,
+    target: Target,
+    layout: TapLayout,
+    folder: AnswerFolder,
+    shards: Sequence[int],
 ) -> None:
-    progress = Progress("store taps", folder.total, unit="texts")
+    """States of the answers of some shards."""
+    total = sum(len(folder.prompts_of(shard)) for shard in shards)
+    progress = Progress("store taps", total, unit="texts")
     done = 0
-    for shard in range(folder.num_shards):
+    for shard in shards:
         part = folder.part(shard)
         if not _is_stored(part, layout, target):
             _store_shard(part, layout, target, config.batch)

@@ -9,7 +9,6 @@ nothing, so a kill loses what it would lose of one process.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,6 +27,7 @@ from draftsmith.drafters.target.ranks import (
     join,
     leave_group,
     leave_signals_to_the_leader,
+    started,
 )
 from draftsmith.drafters.target.sharded import check_shares
 from draftsmith.drafters.target.target import Target
@@ -151,11 +151,6 @@ def follow(config: DistillConfig, channel: Channel) -> None:
                                 channel.give(part)
                 case Stop():
                     return
-
-
-def started() -> int:
-    """Number of processes that a launcher started together, this one included."""
-    return int(os.environ.get("WORLD_SIZE") or "1")
 
 
 def joined(config: DistillConfig) -> FirstProcess | None:

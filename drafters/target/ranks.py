@@ -91,6 +91,11 @@ def in_step() -> Iterator[None]:
         os._exit(FAILED)
 
 
+def started() -> int:
+    """Number of processes that a launcher started together, this one included."""
+    return int(os.environ.get("WORLD_SIZE") or "1")
+
+
 def leave_signals_to_the_leader() -> None:
     """torchrun signals every process at once; rank 0 ends its work and says when to stop."""
     for number in (signal.SIGTERM, signal.SIGINT):

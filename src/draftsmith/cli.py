@@ -50,6 +50,11 @@ def _dispatch(argv: list[str]) -> int:
         raise UserError(
             configuration.unknown_key(name, list(COMMANDS)).replace("option", "command")
         )
+    processes = os.environ.get("WORLD_SIZE") or "1"
+    if COMMANDS[name].alone and processes != "1":
+        raise UserError(
+            f"WORLD_SIZE is {processes}, but {name} is one process; start it without a launcher"
+        )
     cls = load(COMMANDS[name].config)
     parser = parser_for(name, cls)
     arguments = parse(parser, argv[1:])

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import shutil
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,16 +16,19 @@ import datasets
 import pyarrow.parquet as pq
 import pytest
 import torch
+import torch.distributed as dist
 
 from draftsmith.commands import generate
 from draftsmith.commands.generate import GenerateConfig
 from draftsmith.distill.generate.answers import AnswerFolder
+from draftsmith.distill.generate.processes import Processes
 from draftsmith.distill.generate.writers import TargetWriter, Texts, seed_of
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import build
 from tests import forked
+from tests.forked import free_port
 
 
 def config(target: str, out: Path, **changes: object) -> GenerateConfig:
@@ -36,6 +42,12 @@ def config(target: str, out: Path, **changes: object) -> GenerateConfig:
         "seed": 5,
     }
     return GenerateConfig(target=target, out=str(out), **{**values, **changes})
+
+
+WORDS = [
+    "--prompts", "stdlib:prose", "--count", "22", "--prompt-tokens", "12", "--max-tokens", "16",
+    "--batch", "4", "--shard", "8", "--seed", "5", "--store-taps", "bf16",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -173,6 +185,73 @@ def test_killed_generation_resumes_to_the_same_answers(
     generate.run(config(path, tmp_path / "cut"))
     assert sum(answered) == 22 - on_disk
     assert not list((tmp_path / "cut").glob(".batch-*"))
+
+
+def test_processes_of_a_launcher_write_what_one_writes(
+    tiny_target: Callable[..., str], tmp_path: Path
+) -> None:
+    """Three shards by two processes, one of which was killed before; states are stored, too."""
+    path = tiny_target("llama")
+    words = [sys.executable, "-m", "draftsmith.cli", "generate", "--target", path, *WORDS]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    whole = forked.run([*words, "--out", tmp_path / "whole"], env=environment)
+    assert whole.returncode == 0
+    together = [*words, "--out", tmp_path / "together"]
+    # The first process alone: what one that was killed, and its launcher, leave.
+    shutil.copytree(tmp_path / "whole", tmp_path / "together")
+    for left in ("part-00001.parquet", "part-00002.parquet"):
+        (tmp_path / "together" / left).unlink()
+        (tmp_path / "together" / f"taps-{left[5:10]}.safetensors").unlink()
+    before = (tmp_path / "together" / "part-00000.parquet").stat().st_mtime_ns
+    processes = forked.Ranks(together, 2, free_port(), environment)
+    said, _ = processes.communicate(timeout=240)
+    assert processes.returncode == 0 and said.count("22 answers") == 1, said
+    names = sorted(one.name for one in (tmp_path / "whole").iterdir())
+    assert sorted(one.name for one in (tmp_path / "together").iterdir()) == names
+    assert (tmp_path / "together" / "part-00000.parquet").stat().st_mtime_ns == before
+    for name in names:
+        found = [(tmp_path / folder / name).read_bytes() for folder in ("whole", "together")]
+        assert found[0] == found[1], name
+
+
+def test_processes_meet_and_the_first_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two has the folder opened by the first before it opens it, and no work begins before
+    both have."""
+    events: list[str] = []
+    barrier = threading.Barrier(2)
+    monkeypatch.setattr(dist, "barrier", lambda: barrier.wait(10))
+
+    def process(rank: int) -> None:
+        processes = Processes(rank, 2)
+        processes.leader_first(lambda: events.append(f"{rank} opens"))
+        events.append(f"{rank} works")
+
+    threads = [threading.Thread(target=process, args=(rank,)) for rank in (1, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert events[:2] == ["0 opens", "1 opens"] and sorted(events[2:]) == ["0 works", "1 works"]
+
+
+def test_the_end_of_another_process_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone() -> None:
+        raise RuntimeError("Connection closed by peer. Look at the logs.")
+
+    monkeypatch.setattr(dist, "barrier", gone)
+    with pytest.raises(UserError, match=r"process 1 of 2 ends .*Connection closed by peer\)"):
+        Processes(1, 2).wait()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"), [({"url": "http://one"}, "--url is"), ({"device": "cuda:1"}, "device is")]
+)
+def test_what_several_processes_cannot_do_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict, says: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=f"{says}.*WORLD_SIZE is 2"):
+        generate.check(config("target", tmp_path / "d", **changes))
 
 
 @pytest.mark.usefixtures("uncaptured")

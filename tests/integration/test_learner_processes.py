@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from draftsmith.distill import command
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.state import StateFolder
 from draftsmith.errors import UserError
-from tests.forked import Forked, Ranks
+from tests.forked import Forked, Ranks, free_port
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -34,12 +33,6 @@ def distil(config: DistillConfig, processes: int = 1) -> Forked | Ranks:
     if processes == 1:
         return Forked(words, env=environment)
     return Ranks(words, processes, free_port(), environment)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def finish(process: Forked | Ranks) -> None:

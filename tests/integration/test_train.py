@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,7 +28,7 @@ from draftsmith.files import write_json
 from draftsmith.train.checkpoints import Checkpoint, RunFolder
 from draftsmith.train.command import run
 from draftsmith.train.config import OptimConfig, TrainConfig
-from tests.forked import Forked, Ranks
+from tests.forked import Forked, Ranks, free_port
 
 ROOT = Path(__file__).parents[2]
 Process = subprocess.Popen | Forked | Ranks
@@ -130,12 +129,6 @@ def train(target_folder: str, data: Path, tmp_path: Path) -> Callable[..., Proce
         )
 
     return start
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def config(target_folder: str, data: Path, out: Path, **changes: object) -> TrainConfig:

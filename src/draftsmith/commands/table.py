@@ -13,6 +13,7 @@ class Command(NamedTuple):
     extra: str | None = None  # whose packages the command cannot begin without
     # of its options alone, before anything is read: what a pipeline does with all its stages
     check: str | None = None
+    alone: bool = False  # refused where a launcher has started several processes
 
 
 COMMANDS = {
@@ -84,17 +85,20 @@ COMMANDS = {
         "draftsmith.train.doctor.config:DoctorConfig",
         "draftsmith.train.doctor.command:run",
         "what would go wrong with this target, draft and data",
+        alone=True,
     ),
     "plan": Command(
         "draftsmith.train.plan.config:PlanConfig",
         "draftsmith.train.plan.command:run",
         "which draft for this target, what it gains and what the run takes",
         check="draftsmith.train.plan.command:check",
+        alone=True,
     ),
     "run": Command(
         "draftsmith.train.pipeline.config:RunConfig",
         "draftsmith.commands.run:run",
         "a pipeline of these commands from one recipe, resumed, with a report",
+        alone=True,
     ),
     "top": Command(
         "draftsmith.serve.dashboard.config:TopConfig",

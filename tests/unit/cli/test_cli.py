@@ -66,6 +66,15 @@ def test_every_option_explains_itself(name: str) -> None:
         assert field.metadata.get("help"), f"{name} {'.'.join(path)} has no help text"
 
 
+@pytest.mark.parametrize("name", ["plan", "doctor", "run"])
+def test_a_command_of_one_process_is_refused_under_a_launcher(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert main([name, "x"]) == 2
+    assert f"WORLD_SIZE is 4, but {name} is one process" in capsys.readouterr().err
+
+
 def test_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
