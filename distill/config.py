@@ -135,6 +135,12 @@ class LearnConfig:
         "most memory of the host for the target's hidden states of the texts kept: recorded ones, "
         "or those of its own passes, each of which then reads a text once",
     )
+    dtype: str = option(
+        "auto",
+        "of a step's arithmetic, over float32 weights; auto is bfloat16 on a GPU that has it, else "
+        "float32",
+        choices=("auto", "float32", "bfloat16"),
+    )
     lr: float = option(5e-4, "learning rate, constant after the first warm-up steps")
     warmup_steps: int = option(10, "steps over which the learning rate rises")
     weight_decay: float = option(0.0, "AdamW's")

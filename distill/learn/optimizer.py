@@ -10,6 +10,7 @@ import torch
 
 from draftsmith.distill.config import LearnConfig
 from draftsmith.distill.learn.teachers import Batch
+from draftsmith.drafters.target.device import fast_at_bf16
 from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.train.objective.depth_weights import step_weighting
 from draftsmith.train.objective.unrolled_loss import StepSums, unrolled_loss
@@ -21,6 +22,8 @@ class CandidateOptimizer:
     def __init__(self, drafter: torch.nn.Module, config: LearnConfig):
         self.drafter, self.config = drafter, config
         self.weighting = step_weighting(config.unroll.weights, config.unroll.decay)
+        self.device = next(drafter.parameters()).device
+        self.in_bf16 = computes_in_bf16(config.dtype, self.device)
         self.forget()
 
     def step(self, batch: Batch, *, lr: float) -> StepSums | None:
@@ -38,14 +41,15 @@ class CandidateOptimizer:
         return sums
 
     def _backward(self, batch: Batch) -> StepSums:
-        unrolled = unrolled_loss(
-            self.drafter,
-            batch.source,
-            batch.text,
-            num_steps=self.config.unroll.steps,
-            weighting=self.weighting,
-            kind=kind_of(self.config.divergence),
-        )
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.in_bf16):
+            unrolled = unrolled_loss(
+                self.drafter,
+                batch.source,
+                batch.text,
+                num_steps=self.config.unroll.steps,
+                weighting=self.weighting,
+                kind=kind_of(self.config.divergence),
+            )
         (unrolled.total / (unrolled.scale * batch.weight)).backward()
         return unrolled.sums
 
@@ -73,6 +77,13 @@ class CandidateOptimizer:
             lr=self.config.lr,
             weight_decay=self.config.weight_decay,
         )
+
+
+def computes_in_bf16(dtype: str, device: torch.device) -> bool:
+    """True where the arithmetic of `learn.dtype` is bfloat16."""
+    if dtype == "auto":
+        return device.type == "cuda" and fast_at_bf16(device)
+    return dtype == "bfloat16"
 
 
 def trained(drafter: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

@@ -316,6 +316,24 @@ def test_ranks_go_on_from_their_checkpoint(stage, train, tmp_path, one_process):
     same_run(metrics(tmp_path / "ranks"), one_process)
 
 
+def test_bfloat16_arithmetic_follows_float32_on_two_processes_too(
+    target_folder, data, train, tmp_path, one_process
+):
+    """bfloat16 has 8 bits: the losses of the first steps are near those of float32, and not theirs.
+    DeepSpeed keeps the model in bfloat16 beside its own float32 weights, and so it is saved."""
+    run(
+        config(target_folder, data, tmp_path / "one", accumulate=2, **SHORT | {"dtype": "bfloat16"})
+    )
+    recipe = str(ROOT / "recipes/zero2.json")
+    words = ("--steps", "8", "--dtype", "bfloat16", "--deepspeed", recipe)
+    finish(train("two", *SHORT_FLAGS, *words, processes=2))
+    for name, dtype in (("one", torch.float32), ("two", torch.bfloat16)):
+        assert load_file(tmp_path / name / "model.safetensors")["fc.weight"].dtype == dtype
+        for ours, theirs in zip(metrics(tmp_path / name), one_process, strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=0.02), (name, ours["step"])
+            assert ours["loss"] != theirs["loss"]
+
+
 def test_another_step_is_another_loss(one_process):
     """Negative control of `same_run`: neighbouring steps differ by far more than its tolerance."""
     with pytest.raises(AssertionError):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 import torch
 
 from draftsmith.distill.config import LearnConfig, LearnUnroll
-from draftsmith.distill.learn.optimizer import CandidateOptimizer
+from draftsmith.distill.learn.optimizer import CandidateOptimizer, computes_in_bf16
 from draftsmith.distill.learn.teachers import Batch, LearningRow, LiveTeacher
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.data.roles import Row
@@ -44,3 +45,30 @@ def test_the_gradient_is_the_mean_over_the_weight_of_the_rows(
     # Negative control: without the weights of the parts the mean is another.
     even = sum(one[0] / len(parts) for one in alone)
     assert not torch.allclose(even, whole[0], rtol=1e-2)
+
+
+def test_a_step_in_bfloat16_keeps_float32_weights_and_nearly_their_gradient(
+    target: Target, bigram: Callable
+) -> None:
+    chance = np.random.default_rng(0)
+    rows = [Row(chance.integers(3, 288, 20).tolist(), np.ones(20, dtype=np.float32))]
+    drafter = bigram(288)
+    exact, rounded = (
+        CandidateOptimizer(drafter, LearnConfig(unroll=LearnUnroll(steps=1), dtype=dtype))
+        for dtype in ("float32", "bfloat16")
+    )
+    batch = LiveTeacher(target).batch([LearningRow(row, []) for row in rows])
+    for one, other in zip(gradient(exact, batch), gradient(rounded, batch), strict=True):
+        assert other.dtype == torch.float32 and not torch.equal(one, other)
+        assert torch.cosine_similarity(one.flatten(), other.flatten(), dim=0) > 0.999
+    assert rounded.step(batch, lr=1e-3) is not None
+    assert all(parameter.dtype == torch.float32 for parameter in drafter.parameters())
+
+
+def test_only_a_gpu_computes_in_bfloat16_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert computes_in_bf16("auto", cuda) and not computes_in_bf16("auto", cpu)
+    assert computes_in_bf16("bfloat16", cpu) and not computes_in_bf16("float32", cuda)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    assert not computes_in_bf16("auto", cuda)
