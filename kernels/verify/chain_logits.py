@@ -14,6 +14,11 @@ from draftsmith.kernels.verify.chain import verify_chain_torch
 from draftsmith.kernels.verify.chain_compiled import Drafts
 
 
+def takes_rounds(device: torch.device) -> bool:
+    """True where `verify_logits` decides a round without a look at the device."""
+    return choose("auto", device, torch.float32) == "triton"
+
+
 def verify_logits(
     logits: torch.Tensor,
     rows: SamplingRows,

@@ -12,7 +12,9 @@ import torch
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels.verify import chain, chain_triton
+from draftsmith.kernels.sampling.filters import SamplingRows
+from draftsmith.kernels.verify import chain_logits, chain_triton
+from draftsmith.kernels.verify.chain_logits import verify_logits_torch
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
@@ -63,14 +65,18 @@ class Served:
         return [request.output for request in requests]
 
 
+def tempered(logits: torch.Tensor, temperatures: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return verify_logits_torch(logits, SamplingRows.of(temperatures.tolist()), *rest)
+
+
 # (waits, uploads) of a round, outside of the drafter.
 CASES = {
-    (None, "greedy"): (GREEDY, 6, 5),
-    (None, "sampled"): (SAMPLED, 8, 7),
-    (None, "top-p"): (TOP_P, 8, 7),
-    ("eagle3", "greedy"): (GREEDY, 10, 8),
-    ("eagle3", "sampled"): (SAMPLED, 10, 8),
-    ("eagle3", "top-p"): (TOP_P, 10, 8),
+    (None, "greedy"): (GREEDY, 1, 2),
+    (None, "sampled"): (SAMPLED, 1, 2),
+    (None, "top-p"): (TOP_P, 1, 2),
+    ("eagle3", "greedy"): (GREEDY, 1, 3),
+    ("eagle3", "sampled"): (SAMPLED, 1, 3),
+    ("eagle3", "top-p"): (TOP_P, 1, 3),
 }
 
 
@@ -85,14 +91,12 @@ def test_a_round_waits_for_its_result(
     expected = Served(tiny_target("llama"), family, None).texts(values)
     with device_stand_in.device(monkeypatch) as device:
         monkeypatch.setattr(
-            chain,
+            chain_logits,
             "choose",
             lambda impl, device, dtype: "torch" if device.type == "cpu" else "triton",
         )
         monkeypatch.setattr(
-            chain_triton,
-            "verify_chain_triton",
-            kernel(device, "verify_chain", chain.verify_chain_torch),
+            chain_triton, "verify_logits_triton", kernel(device, "verify_logits", tempered)
         )
         found = Served(tiny_target("llama"), family, device).texts(values)
         events = "\n".join(map(str, device.events))
