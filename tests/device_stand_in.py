@@ -76,6 +76,12 @@ class StandIn(TorchDispatchMode):
         self.events.clear()
         self.launches.clear()
 
+    def copy(self) -> StandIn:
+        """What was counted so far."""
+        made = StandIn()
+        made.events, made.launches = list(self.events), self.launches.copy()
+        return made
+
     def count(self, kind: str, *, drafting: bool = False) -> int:
         return sum(event.kind == kind and event.drafting == drafting for event in self.events)
 
