@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -36,6 +37,16 @@ def reads_freely(device: torch.device) -> bool:
     """True where looking at a value costs nothing. Elsewhere it waits for all that was launched,
     and no CUDA graph can hold it."""
     return device.type == "cpu"
+
+
+def sent(device: torch.device, *columns: Sequence[int] | torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """int64 columns [n] of the host, each of its own length, on `device`: by one copy, from
+    page-locked memory, so that the host does not wait for it."""
+    host = torch.cat([torch.as_tensor(column, dtype=torch.int64) for column in columns])
+    if not reads_freely(device):
+        # Torch keeps the memory until the copy is over.
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True).split([len(column) for column in columns])
 
 
 def interpreted() -> bool:

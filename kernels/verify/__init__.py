@@ -9,8 +9,9 @@ Files in reading order:
 - `residual`: acceptance test and residual distribution
 - `chain_few`: token by token, of a few rows on a CPU
 - `chain`: the same of any rows; the reference
-- `chain_triton`: the same in Triton
+- `chain_triton`: the same in Triton, in one launch
 - `chain_compiled`: the same from raw logits, by a compiled kernel for a CPU
+- `chain_logits`: the same from raw logits, of a whole round on a device
 - `block`: all tokens of a proposal together
 - `block_triton`: the same in Triton
 - `draft_tree`: the shape of a tree of drafted tokens
@@ -19,6 +20,6 @@ Files in reading order:
 - `rows_triton`: rows of logits as distributions inside Triton kernels
 - `lossy`: rules that change the output distribution, labelled so
 
-Other chapters import `chain`, `chain_compiled`, `block`, `tree`, `draft_tree`, `verdict` and
-`lossy`.
+Other chapters import `chain`, `chain_compiled`, `chain_logits`, `block`, `tree`, `draft_tree`,
+`verdict` and `lossy`.
 """

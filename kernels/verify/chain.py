@@ -78,13 +78,15 @@ def verify_chain_torch(
     positions: torch.Tensor,
     *,
     draws: Draws = STREAMS,
+    room: torch.Tensor | None = None,
 ) -> Verdict:
     """The reference. Computes in the dtype of the logits, float32 at least; random numbers come
-    from `draws`."""
+    from `draws`. Row b owns `room[b] + 1` rows of logits, `lengths[b] + 1` where none is given."""
     num_rows, num_draft = draft_tokens.shape
     device = p_logits.device
     log_p = log_distribution(p_logits)
-    first_rows = torch.cumsum(lengths + 1, 0) - (lengths + 1)
+    owned = (lengths if room is None else room) + 1
+    first_rows = torch.cumsum(owned, 0) - owned
     depths = torch.arange(num_draft, device=device)
     offered = (depths < lengths[:, None]) & (draft_tokens >= 0)
     p_rows = torch.where(offered, first_rows[:, None] + depths, 0)

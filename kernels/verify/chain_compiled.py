@@ -36,6 +36,13 @@ class Drafts(NamedTuple):
     tokens: torch.Tensor  # [D, K] int64
     lengths: torch.Tensor  # [D] int64
     logits: torch.Tensor | None  # [D, K, V] processed; None where drafting was deterministic
+    # [D] int64, >= lengths: rows of target logits that each row owns beside its first one; None:
+    # its length
+    rooms: torch.Tensor | None = None
+
+    @property
+    def room(self) -> torch.Tensor:
+        return self.lengths if self.rooms is None else self.rooms
 
 
 @cache

@@ -1,15 +1,14 @@
-"""Chain verification in Triton: four launches that read the distributions once, and the deciding
-rows twice.
+"""Chain verification in Triton, of raw logits or of processed ones, in one launch: temperature,
+tests, residuals and draws. No buffer of size [rows, V] is made; what is kept is O(rows x blocks).
 
-1. `row_stats`: maximum and sum of exponentials of every block of every row; together the row's
-  normaliser.
-2. `_decide`: one program per request walks its drafted tokens and counts the kept ones.
-3. `_race`: one program per block of each deciding row; log of the residual max(p - q, 0), or of p
-  for a bonus, minus log E.
-4. `emit`: the winner of the blocks, and the row of output tokens.
+A program takes a ticket, and tickets are worked off in their order: first those that measure a
+block of a row (maximum and sum of exponentials of p, and of q), then those that race over a block
+of a request's deciding row. A race waits until its request is measured. The measuring programs have
+begun by then and wait for nothing, so that the wait ends whatever the order in which a device
+starts programs. Every race works out what was kept by itself; the last one of a request writes its
+row of the output.
 
-No buffer of size [rows, V] is made; what is kept is O(rows x blocks). `verify.verify_chain_torch`
-is the reference.
+Legend as in `chain.py`; D of the B requests have drafted tokens, and come first.
 """
 
 from __future__ import annotations
@@ -26,132 +25,210 @@ from draftsmith.kernels.sampling.random_streams_triton import (
     stream_key,
     uniform,
 )
+from draftsmith.kernels.verify.chain_compiled import Drafts
 from draftsmith.kernels.verify.rows_triton import (
+    LARGEST,
     MINUS_INF,
-    block_stats,
     clean,
     contiguous_rows,
-    emit,
+    finite,
     keep_best,
     log_residual,
     logprob,
-    normaliser,
+    winner,
 )
 from draftsmith.kernels.verify.verdict import Verdict
 
 BLOCK = 4096
+# Most requests whose rows each program adds up by itself.
+MOST_SUMMED = 1024
 
 
 @triton.jit
-def _decide(
-    p_logits,  # [R, V]
-    p_stride,  # of a row of p_logits
-    p_maxima,  # [R, blocks] float32
-    p_sums,  # [R, blocks] float32, of exp(p - maximum)
-    q_logits,  # [B * K, V]
-    q_stride,  # of a row of q_logits
-    q_maxima,  # [B * K, blocks] float32
-    q_sums,  # [B * K, blocks] float32
-    draft_tokens,  # [B, K] int64
-    lengths,  # [B] int64
-    first_rows,  # [B] int64, first row of p of each request
-    seeds,  # [B] int64
-    positions,  # [B] int64
-    accepted,  # [B] int64, written
-    num_draft,  # K
-    num_blocks,
-    HAS_Q: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
-    """Program b counts the kept prefix of request b."""
-    b = tl.program_id(0).to(tl.int64)
-    length = tl.load(lengths + b)
-    first = tl.load(first_rows + b)
-    seed, position = tl.load(seeds + b), tl.load(positions + b)
-    kept = tl.zeros((), tl.int64)
-    alive = length >= 0
-    for depth in range(num_draft):
-        token = tl.load(draft_tokens + b * num_draft + depth)
-        alive = alive & (depth < length) & (token >= 0)
-        if alive:
-            row = first + depth
-            p = clean(tl.load(p_logits + row * p_stride + token))
-            p_top, p_log_sum = normaliser(p_maxima, p_sums, row, num_blocks, BLOCKS)
-            log_p = logprob(p, p_top, p_log_sum)
-            log_q = tl.zeros((), tl.float32)
-            if HAS_Q:
-                q_row = b * num_draft + depth
-                q = clean(tl.load(q_logits + q_row * q_stride + token))
-                q_top, q_log_sum = normaliser(q_maxima, q_sums, q_row, num_blocks, BLOCKS)
-                log_q = logprob(q, q_top, q_log_sum)
-            log_u = tl.log(uniform(stream_key(seed, position + depth, ACCEPT), 0))
-            keep = (log_u + log_q.to(tl.float64) < log_p.to(tl.float64)) & (log_q > MINUS_INF)
-            kept += keep.to(tl.int64)
-            alive = keep
-    tl.store(accepted + b, kept)
+def _tempered(x, temperature):
+    """Cleaned float32 logits by a temperature; a greedy row's stay as they are."""
+    divisor = tl.where(temperature > 0, temperature, 1.0)
+    return tl.minimum(tl.div_rn(clean(x), divisor), LARGEST)
 
 
 @triton.jit
-def _race(
-    p_logits,  # [R, V]
-    p_stride,  # of a row of p_logits
-    p_maxima,  # [R, blocks] float32
-    p_sums,  # [R, blocks] float32, of exp(p - maximum)
-    q_logits,  # [B * K, V]
+def _first_row(owned, b, num_drafting, REQUESTS: tl.constexpr):
+    """First row of logits of request b."""
+    if REQUESTS == 0:
+        first = tl.load(owned + b)
+    else:
+        before = tl.arange(0, REQUESTS)
+        rows = tl.load(owned + before, mask=(before < b) & (before < num_drafting), other=0)
+        first = tl.sum(rows, axis=0) + b
+    return first
+
+
+@triton.jit
+def _measure(x, columns, maxima, sums, places, place):
+    """Writes the maximum of a block, its token and the sum of exponentials below it."""
+    top, at = tl.max(x, axis=0, return_indices=True)
+    tl.store(maxima + place, top)
+    tl.store(sums + place, tl.sum(tl.exp(x - finite(top)), axis=0))
+    tl.store(places + place, tl.min(columns, axis=0) + at)
+
+
+@triton.jit
+def _normalisers(maxima, sums, rows, valid, num_blocks, BLOCKS: tl.constexpr):
+    """(maximum, log of the sum relative to it, its first block) of `rows` [DEPTHS]; (-inf, 0) for
+    a row without mass."""
+    blocks = tl.arange(0, BLOCKS)
+    at = rows[:, None] * num_blocks + blocks[None, :]
+    inside = valid[:, None] & (blocks < num_blocks)[None, :]
+    tops = tl.load(maxima + at, mask=inside, other=MINUS_INF, cache_modifier=".cg")
+    totals = tl.load(sums + at, mask=inside, other=0.0, cache_modifier=".cg")
+    top, block = tl.max(tops, axis=1, return_indices=True)
+    total = tl.sum(totals * tl.exp(tops - finite(top)[:, None]), axis=1)
+    return top, tl.log(tl.where(total > 0, total, 1.0)), block
+
+
+@triton.jit
+def _at(values, depths, depth):
+    """The one of `values` [DEPTHS] at `depth`."""
+    return tl.max(tl.where(depths == depth, values, float("-inf")), axis=0)
+
+
+@triton.jit
+def _verify(
+    logits,  # [R, V] raw
+    stride,  # of a row of logits
+    temperatures,  # [B] float32, 0 is greedy
+    q_logits,  # [D * K, V] processed
     q_stride,  # of a row of q_logits
-    q_maxima,  # [B * K, blocks] float32
-    q_sums,  # [B * K, blocks] float32
-    draft_tokens,  # [B, K] int64
-    lengths,  # [B] int64
-    first_rows,  # [B] int64, first row of p of each request
+    draft_tokens,  # [D, K] int64
+    lengths,  # [D] int64
+    owned,  # [D] int64: rows of logits beside the first one; with REQUESTS 0 [B]: first rows
     seeds,  # [B] int64
     positions,  # [B] int64
-    accepted,  # [B] int64
+    maxima,  # [2 (p, q), B, K + 1, blocks] float32, written
+    sums,  # [2, B, K + 1, blocks] float32, written
+    places,  # [2, B, K + 1, blocks] int32, written: tokens of the maxima
     scores,  # [B, blocks, 2] float64, written
     winners,  # [B, blocks, 2] int32, written
+    counters,  # [1 + 2 B] int32, zeros: tickets; measured and raced blocks of each request
+    verdicts,  # [B, K + 2] int64, written: accepted, tokens
+    num_requests,  # B
+    num_drafting,  # D
     num_draft,  # K
     num_tokens,  # V
     num_blocks,
     HAS_Q: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    DEPTHS: tl.constexpr,
+    REQUESTS: tl.constexpr,
 ):
-    """Program (b, block): the best token of the block for the residual (slot 0) and for p itself
-    (slot 1, the fallback)."""
-    b = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    kept = tl.load(accepted + b)
-    rejected = kept < tl.load(lengths + b)
-    columns = block * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < num_tokens
-    row = tl.load(first_rows + b) + kept
-    p = clean(tl.load(p_logits + row * p_stride + columns, mask=inside, other=MINUS_INF))
-    purpose = tl.where(rejected, RESIDUAL, BONUS)
-    noise = log_noise(
-        stream_key(tl.load(seeds + b), tl.load(positions + b) + kept, purpose), columns
-    )
-    distribution = p
-    if rejected:
-        p_top, p_log_sum = normaliser(p_maxima, p_sums, row, num_blocks, BLOCKS)
-        log_p = logprob(p, p_top, p_log_sum)
-        token = tl.load(draft_tokens + b * num_draft + kept)
+    """Program of one ticket."""
+    ticket = tl.atomic_add(counters, 1).to(tl.int64)
+    rows = num_draft + 1
+    num_measures = num_requests * rows * num_blocks
+    measured = counters + 1
+    raced = counters + 1 + num_requests
+    q_begin = num_requests * rows * num_blocks
+    if ticket < num_measures:
+        block = ticket % num_blocks
+        depth = ticket // num_blocks % rows
+        b = ticket // (num_blocks * rows)
+        length = tl.load(lengths + b, mask=b < num_drafting, other=0)
+        columns = block * BLOCK + tl.arange(0, BLOCK)
+        inside = columns < num_tokens
+        if depth <= length:
+            row = _first_row(owned, b, num_drafting, REQUESTS) + depth
+            x = tl.load(logits + row * stride + columns, mask=inside, other=MINUS_INF)
+            x = _tempered(x, tl.load(temperatures + b))
+            _measure(x, columns, maxima, sums, places, ticket)
+        if HAS_Q and depth < length:
+            q_row = b * num_draft + depth
+            x = tl.load(q_logits + q_row * q_stride + columns, mask=inside, other=MINUS_INF)
+            _measure(clean(x), columns, maxima, sums, places, q_begin + ticket)
+        tl.debug_barrier()  # all of the program's writes come before its count
+        tl.atomic_add(measured + b, 1, sem="release")
+    else:
+        block = (ticket - num_measures) % num_blocks
+        b = (ticket - num_measures) // num_blocks
+        count = tl.atomic_add(measured + b, 0, sem="acquire")
+        while count < rows * num_blocks:
+            count = tl.atomic_add(measured + b, 0, sem="acquire")
+        depths = tl.arange(0, DEPTHS)
+        length = tl.load(lengths + b, mask=b < num_drafting, other=0)
+        first = _first_row(owned, b, num_drafting, REQUESTS)
+        seed, position = tl.load(seeds + b), tl.load(positions + b)
+        temperature = tl.load(temperatures + b)
+        # What is kept of all depths at once: those before the first one that fails.
+        tokens = tl.load(draft_tokens + b * num_draft + depths, mask=depths < length, other=-1)
+        offered = tokens >= 0
+        p_rows = b * rows + depths
+        top, log_sum, top_block = _normalisers(
+            maxima, sums, p_rows, depths <= length, num_blocks, BLOCKS
+        )
+        likeliest = tl.load(
+            places + p_rows * num_blocks + top_block, mask=depths <= length, other=0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+        x = tl.load(logits + (first + depths) * stride + tokens, mask=offered, other=MINUS_INF)
+        log_p = logprob(_tempered(x, temperature), top, log_sum)
+        if temperature == 0:
+            log_p = tl.where((tokens == likeliest) & (top > MINUS_INF), 0.0, MINUS_INF)
+        log_q = tl.zeros([DEPTHS], tl.float32)
+        q_top, q_log_sum = log_q, log_q
         if HAS_Q:
-            q_row = b * num_draft + kept
-            # A token that q could not have drawn is no draft: as if q had no mass, p answers.
-            drawn = (
-                clean(
-                    tl.load(q_logits + q_row * q_stride + token, mask=token >= 0, other=MINUS_INF)
-                )
-                > MINUS_INF
+            q_rows = num_requests * rows + p_rows
+            q_top, q_log_sum, _ = _normalisers(
+                maxima, sums, q_rows, depths < length, num_blocks, BLOCKS
             )
-            q = clean(tl.load(q_logits + q_row * q_stride + columns, mask=inside, other=MINUS_INF))
-            q_top, q_log_sum = normaliser(q_maxima, q_sums, q_row, num_blocks, BLOCKS)
-            log_q = tl.where(drawn, logprob(q, q_top, q_log_sum), MINUS_INF)
-        else:
-            log_q = tl.where(columns == token, 0.0, MINUS_INF)
-        distribution = log_residual(log_p, log_q)
-    keep_best(distribution, noise, scores, winners, b, block, num_blocks, 0, BLOCK)
-    keep_best(p, noise, scores, winners, b, block, num_blocks, 1, BLOCK)
+            x = tl.load(
+                q_logits + (b * num_draft + depths) * q_stride + tokens,
+                mask=offered, other=MINUS_INF,
+            )  # fmt: skip
+            log_q = logprob(clean(x), q_top, q_log_sum)
+        log_u = tl.log(uniform(stream_key(seed, position + depths, ACCEPT), 0))
+        keep = offered & (log_u + log_q.to(tl.float64) < log_p.to(tl.float64))
+        keep = keep & (log_q > MINUS_INF)
+        kept = tl.min(tl.where(keep, DEPTHS, depths), axis=0).to(tl.int64)
+        rejected = kept < length
+        # The race over this block of the deciding row.
+        columns = block * BLOCK + tl.arange(0, BLOCK)
+        inside = columns < num_tokens
+        p = tl.load(logits + (first + kept) * stride + columns, mask=inside, other=MINUS_INF)
+        p = _tempered(p, temperature)
+        p_top = _at(top, depths, kept)
+        p_log_sum = _at(log_sum, depths, kept)
+        if temperature == 0:
+            best = tl.max(tl.where(depths == kept, likeliest, -1), axis=0)
+            p_top = tl.where(p_top == MINUS_INF, MINUS_INF, 0.0)
+            p = tl.where(columns == best, p_top, MINUS_INF)
+            p_log_sum = tl.zeros_like(p_log_sum)
+        purpose = tl.where(rejected, RESIDUAL, BONUS)
+        noise = log_noise(stream_key(seed, position + kept, purpose), columns)
+        distribution = p
+        if rejected:
+            if HAS_Q:
+                q = tl.load(
+                    q_logits + (b * num_draft + kept) * q_stride + columns,
+                    mask=inside, other=MINUS_INF,
+                )  # fmt: skip
+                # A token that q could not have drawn is no draft: as if q had no mass, p answers.
+                drawn = _at(log_q, depths, kept) > MINUS_INF
+                q = logprob(clean(q), _at(q_top, depths, kept), _at(q_log_sum, depths, kept))
+                q = tl.where(drawn, q, MINUS_INF)
+            else:
+                token = tl.max(tl.where(depths == kept, tokens, -1), axis=0)
+                q = tl.where(columns == token, 0.0, MINUS_INF)
+            distribution = log_residual(logprob(p, p_top, p_log_sum), q)
+        keep_best(distribution, noise, scores, winners, b, block, num_blocks, 0, BLOCK)
+        keep_best(p, noise, scores, winners, b, block, num_blocks, 1, BLOCK)
+        tl.debug_barrier()
+        if tl.atomic_add(raced + b, 1, sem="acq_rel") == num_blocks - 1:
+            token = winner(scores, winners, b, 0, num_blocks, BLOCKS)
+            token = tl.where(token < 0, winner(scores, winners, b, 1, num_blocks, BLOCKS), token)
+            row = tl.where(depths < kept, tokens, tl.where(depths == kept, token, -1))
+            place = verdicts + b * (rows + 1)
+            tl.store(place, kept)
+            tl.store(place + 1 + depths, row.to(tl.int64), mask=depths < rows)
 
 
 def verify_chain_triton(
@@ -162,66 +239,80 @@ def verify_chain_triton(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     *,
-    block: int = BLOCK,
+    block: int | None = None,
 ) -> Verdict:
-    """`verify.verify_chain` in float32; `block` tokens of the vocabulary per program."""
-    num_requests, num_draft = draft_tokens.shape
-    num_tokens = p_logits.shape[-1]
-    block = min(block, triton.next_power_of_2(num_tokens))
+    """`chain.verify_chain` in float32; `block` tokens of the vocabulary per program."""
+    ones = torch.ones(len(seeds), dtype=torch.float32, device=seeds.device)
+    drafts = Drafts(draft_tokens, lengths, q_logits)
+    verdicts = verify_logits_triton(p_logits, ones, drafts, seeds, positions, block=block)
+    return Verdict(verdicts[:, 0], verdicts[:, 1:])
+
+
+def verify_logits_triton(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    drafts: Drafts,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    block: int | None = None,
+) -> torch.Tensor:
+    """As `chain_logits.verify_logits`, of temperatures [B] float32 alone; `block` tokens of the
+    vocabulary per program."""
+    num_requests, (num_drafting, num_draft) = len(seeds), drafts.tokens.shape
+    num_tokens = logits.shape[-1]
+    block = min(block or BLOCK, triton.next_power_of_2(num_tokens))
     num_blocks = triton.cdiv(num_tokens, block)
-    device = p_logits.device
-    draft_tokens, lengths, seeds, positions = (
-        t.contiguous() for t in (draft_tokens, lengths, seeds, positions)
+    tokens, lengths, owned = (
+        tensor.contiguous() for tensor in (drafts.tokens, drafts.lengths, drafts.room)
     )
-    first_rows = torch.cumsum(lengths + 1, 0) - (lengths + 1)
-    p_logits = contiguous_rows(p_logits)
-    p_stats = block_stats(p_logits, lengths, 0, block, num_blocks)
-    # Without draft distributions the kernels get p in their place and never read it.
-    given = None if num_draft == 0 else q_logits
-    has_q = given is not None
-    q_rows = p_logits if given is None else contiguous_rows(given.flatten(0, 1))
-    q_stats = block_stats(q_rows, lengths, num_draft, block, num_blocks) if has_q else p_stats
-    accepted = torch.empty(num_requests, dtype=torch.int64, device=device)
-    scores = torch.empty(num_requests, num_blocks, 2, dtype=torch.float64, device=device)
-    winners = torch.empty(num_requests, num_blocks, 2, dtype=torch.int32, device=device)
-    tokens = torch.empty(num_requests, num_draft + 1, dtype=torch.int64, device=device)
-    blocks = triton.next_power_of_2(num_blocks)
-    distributions = (p_logits, p_logits.stride(0), *p_stats, q_rows, q_rows.stride(0), *q_stats)
-    requests = (draft_tokens, lengths, first_rows, seeds, positions, accepted)
-    if num_requests:
-        _decide[(num_requests,)](
-            *distributions,
-            *requests,
-            num_draft,
-            num_blocks,
-            HAS_Q=has_q,
-            BLOCKS=blocks,
-            num_warps=1,
-        )
-        _race[(num_requests, num_blocks)](
-            *distributions,
-            *requests,
-            scores,
-            winners,
-            num_draft,
-            num_tokens,
-            num_blocks,
-            HAS_Q=has_q,
-            BLOCK=block,
-            BLOCKS=blocks,
-            num_warps=8,
-        )
-        columns = triton.next_power_of_2(num_draft + 1)
-        emit[(num_requests,)](
-            draft_tokens,
-            accepted,
-            scores,
-            winners,
-            tokens,
-            num_draft,
-            num_blocks,
-            COLUMNS=columns,
-            BLOCKS=blocks,
-            num_warps=1,
-        )
-    return Verdict(accepted, tokens)
+    requests = triton.next_power_of_2(num_requests)
+    if num_requests > MOST_SUMMED:
+        requests = 0
+        counts = torch.nn.functional.pad(owned, (0, num_requests - num_drafting)) + 1
+        owned = counts.cumsum(0) - counts
+    logits = contiguous_rows(logits)
+    has_q = drafts.logits is not None and num_draft > 0
+    # Without draft distributions the kernel gets p in their place and never reads it.
+    q_rows = logits
+    if drafts.logits is not None and num_draft > 0:
+        q_rows = contiguous_rows(drafts.logits.flatten(0, 1))
+
+    def room(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device=logits.device)
+
+    measures = (2, num_requests, num_draft + 1, num_blocks)
+    verdicts = room(num_requests, num_draft + 2, dtype=torch.int64)
+    if num_requests == 0:
+        return verdicts
+    _verify[(num_requests * (num_draft + 2) * num_blocks,)](
+        logits,
+        logits.stride(0),
+        temperatures,
+        q_rows,
+        q_rows.stride(0),
+        tokens,
+        lengths,
+        owned,
+        seeds.contiguous(),
+        positions.contiguous(),
+        room(*measures, dtype=torch.float32),
+        room(*measures, dtype=torch.float32),
+        room(*measures, dtype=torch.int32),
+        room(num_requests, num_blocks, 2, dtype=torch.float64),
+        room(num_requests, num_blocks, 2, dtype=torch.int32),
+        torch.zeros(1 + 2 * num_requests, dtype=torch.int32, device=logits.device),
+        verdicts,
+        num_requests,
+        num_drafting,
+        num_draft,
+        num_tokens,
+        num_blocks,
+        HAS_Q=has_q,
+        BLOCK=block,
+        BLOCKS=triton.next_power_of_2(num_blocks),
+        DEPTHS=triton.next_power_of_2(num_draft + 1),
+        REQUESTS=requests,
+        num_warps=8,
+    )
+    return verdicts

@@ -22,11 +22,11 @@ from draftsmith.serve.engine.commit import Committer
 from draftsmith.serve.engine.output import OutputQueue
 from draftsmith.serve.engine.propose import Proposer
 from draftsmith.serve.engine.recorder import Recorder
-from draftsmith.serve.engine.round import OnRound, Round, RowSampling, Source
+from draftsmith.serve.engine.round import OnRound, Round, RowSampling, Source, settle
 from draftsmith.serve.engine.runner import BlockTables, TargetRunner
 from draftsmith.serve.engine.scheduler import Row, Scheduler
 from draftsmith.serve.engine.trees import collapse_to_chain, move_kept
-from draftsmith.serve.engine.verify import ChainRule, verify_round
+from draftsmith.serve.engine.verify import ChainRule, decides_late, verify_round
 from draftsmith.serve.requests.input_processor import InputProcessor
 from draftsmith.serve.requests.request import (
     DEFAULT_OPTIONS,
@@ -224,11 +224,12 @@ class Engine:
                 self.committer.emit()
                 return None
             self._note_admissions(rows)
+            sampling = RowSampling(schedule.drafting + schedule.sampling, self.tables.device)
             return Round(
                 schedule,
                 rows,
-                self.tables.of([row.request for row in rows]),
-                RowSampling(schedule.drafting + schedule.sampling, self.tables.device),
+                sampling.send(self.tables.of([row.request for row in rows])),
+                sampling,
                 sum(row.request.num_tokens - row.request.draft.cached for row in schedule.drafting),
                 begun_s,
             )
@@ -260,12 +261,23 @@ class Engine:
                 sampling.draft_seeds(count),
                 adjust=sampling.adjust,
                 least_survival=0.0 if plan is None else plan.least_survival,
+                budgets=self._late_budgets(round),
             )
+
+    def _late_budgets(self, round: Round) -> torch.Tensor | None:
+        """k of the drafting rows where drafted tokens may stay on the device until they are
+        verified."""
+        sampling = round.sampling
+        if sampling.adjust is not None or not decides_late(self.rule, sampling):
+            return None
+        return sampling.budgets[: len(round.schedule.drafting)]
 
     def _run(self, round: Round) -> None:
         with self.stats.phase("verify"):
             taps = self.proposer.taps if any(row.request.k > 0 for row in round.rows) else ()
-            round.output = self.runner.run(round.rows, round.chains, round.tables, taps, round.tree)
+            round.output = self.runner.run(
+                round.rows, round.chains, round.tables, taps, round.tree, round.late_tokens
+            )
         if self.committer.overlaps:
             with self.stats.phase("host"):
                 self.outputs.flush()  # of the round before, while the device works
@@ -281,6 +293,9 @@ class Engine:
                 round.sampling,
                 self.rule,
             )
+            if round.proposal is not None and round.verified.report is not None:
+                report, rows = round.verified.report, round.schedule.drafting
+                settle(round, self.proposer.settle(round.proposal, report, rows))
 
     def _commit(self, round: Round) -> None:
         with self.stats.phase("host"):

@@ -26,6 +26,7 @@ from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.constants import NULL_BLOCK
 from draftsmith.kernels.cuda_graphs import Capturer, CudaCapturer, Graph, row_buckets, sizes_up_to
+from draftsmith.kernels.dispatch import sent
 from draftsmith.serve.parallel import LeadingTarget
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,20 @@ class PassInputs(NamedTuple):
     logit_rows: list[int]  # [R] indices into T
     tables: torch.Tensor  # [B, blocks] int64 on the device
     tree: TreeLayout | None
+    late: LateIds | None = None
+
+
+class LateIds(NamedTuple):
+    """Ids of a pass that the host does not have: drafted tokens, which stay on the device."""
+
+    tokens: torch.Tensor  # [B, K] int64, on the device
+    sources: list[int]  # [n] of the flattened tokens
+    places: list[int]  # [n] indices into T
+
+    def write(self, ids: torch.Tensor) -> None:
+        """Write them into the pass's `ids` [T]."""
+        sources, places = sent(ids.device, self.sources, self.places)
+        ids.index_copy_(0, places, self.tokens.flatten()[sources])
 
 
 class Shape(NamedTuple):
@@ -95,6 +110,8 @@ class StaticInputs:
         self._host.copy_(torch.tensor(numbers, dtype=torch.int64))
         # The copy is over before the host writes again: every round waits for its tokens.
         self._flat.copy_(self._host, non_blocking=True)
+        if inputs.late is not None:
+            inputs.late.write(self.ids)
         self.tables[:num_rows, : inputs.tables.shape[1]].copy_(inputs.tables)
         self.tables[num_rows:] = NULL_BLOCK
         if self.tree is not None:

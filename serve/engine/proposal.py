@@ -8,13 +8,14 @@ of trees.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from draftsmith.drafters.interface import Proposal
 from draftsmith.kernels.verify.draft_tree import DraftTree, chain_tree
-from draftsmith.serve.engine.round import RoundProposal, RoundTree, Source
+from draftsmith.serve.engine.round import RoundProposal, RoundTree, Source, UnreadChains
 from draftsmith.serve.engine.trees import check_tree
 
 
@@ -28,22 +29,79 @@ def checked(proposal: Proposal, allowed: Sequence[int], vocab_size: int) -> Roun
     Args:
         allowed: [B] most drafted tokens per row.
     """
-    width = proposal.tokens.shape[1]
     # The round's one copy of the drafted tokens from the device.
+    host_rows: list[list[int]] = _report(proposal, _has_mass(proposal)).tolist()
+    lengths = [row[0] for row in host_rows]
+    chains = _chains(host_rows, allowed, vocab_size)
+    width = proposal.tokens.shape[1]
+    masses = [row[1 + width :] for row in host_rows]
+    if proposal.parents is not None:
+        return _checked_trees(proposal, chains, lengths, masses)
+    return _checked_chains(proposal, chains, lengths, masses)
+
+
+def _report(proposal: Proposal, mass: torch.Tensor | None) -> torch.Tensor:
+    """[B, 1 + K or 1 + 2 K] int64: lengths, tokens and, where it has to be looked at, mass."""
     parts = [proposal.lengths[:, None], proposal.tokens]
-    if (mass := _has_mass(proposal)) is not None:
-        parts.append(mass.long())
-    host_rows: list[list[int]] = torch.cat(parts, dim=1).tolist()
+    return torch.cat(parts if mass is None else [*parts, mass.long()], dim=1)
+
+
+def _chains(
+    host_rows: Sequence[list[int]], allowed: Sequence[int], vocab_size: int
+) -> list[list[int]]:
+    """Tokens of a report, if they are such as were asked for."""
     lengths = [row[0] for row in host_rows]
     if len(lengths) != len(allowed) or any(length > most for length, most in zip(lengths, allowed)):
         raise BadProposal(f"drafted {lengths} tokens where {list(allowed)} were allowed")
     chains = [row[1 : 1 + length] for row, length in zip(host_rows, lengths)]
     if any(not 0 <= token < vocab_size for chain in chains for token in chain):
         raise BadProposal(f"drafted {chains}, with a token outside the vocabulary of {vocab_size}")
-    masses = [row[1 + width :] for row in host_rows]
-    if proposal.parents is not None:
-        return _checked_trees(proposal, chains, lengths, masses)
-    return _checked_chains(proposal, chains, lengths, masses)
+    return chains
+
+
+def unread(
+    proposal: Proposal, allowed: Sequence[int], budgets: torch.Tensor, vocab_size: int
+) -> RoundProposal:
+    """Chains whose tokens stay on the device until `read_late`. What `checked` would not let pass
+    is not usable: one strange token or length leaves all rows without drafts.
+
+    Args:
+        budgets: `allowed`, on the device.
+    """
+    tokens, lengths = proposal.tokens, proposal.lengths
+    num_rows, width = tokens.shape
+    if num_rows != len(allowed):
+        raise BadProposal(f"drafted for {num_rows} rows where {len(allowed)} were allowed")
+    mass, rooms = _has_mass(proposal), budgets.clamp(max=width)
+    offered = torch.arange(width, device=tokens.device) < lengths[:, None]
+    inside = tokens.clamp(0, vocab_size - 1)
+    strange = (offered & (inside != tokens)).any() | (lengths > rooms).any()
+    usable = lengths
+    if mass is not None:
+        usable = torch.minimum(lengths, (mass | ~offered).long().cumprod(dim=1).sum(dim=1))
+    return RoundProposal(
+        [[0] * min(most, width) for most in allowed],
+        *_origins(proposal, num_rows),
+        [True] * num_rows,
+        inside,
+        usable.masked_fill(strange, 0),
+        proposal.logits,
+        unread=UnreadChains(_report(proposal, mass), rooms),
+    )
+
+
+def read_late(
+    proposal: RoundProposal, host_rows: Sequence[list[int]], vocab_size: int
+) -> RoundProposal:
+    """The proposal that `checked` would have made of an `unread` one, from its report. Raises
+    `BadProposal`."""
+    chains = _chains(host_rows, [len(chain) for chain in proposal.chains], vocab_size)
+    width = proposal.tokens.shape[1]
+    usable, has_mass = _usable(
+        [row[0] for row in host_rows], [row[1 + width :] for row in host_rows]
+    )
+    chains = [chain[:kept] for chain, kept in zip(chains, usable)]
+    return replace(proposal, chains=chains, has_mass=has_mass, unread=None)
 
 
 def _checked_trees(
@@ -68,19 +126,33 @@ def _checked_trees(
 def _checked_chains(
     proposal: Proposal, chains: list[list[int]], lengths: list[int], masses: list[list[int]]
 ) -> RoundProposal:
-    # NaN weights end here. Tokens drafted before them are verified all the same: dropping a token
-    # for what followed it would be choosing among the draws (invariant 4). Entries beyond a row's
-    # length may be anything.
-    usable = [leading(mass[:length], length) for mass, length in zip(masses, lengths)]
-    has_mass = [kept == length for kept, length in zip(usable, lengths)]
+    usable, has_mass = _usable(lengths, masses)
     chains = [chain[:kept] for chain, kept in zip(chains, usable)]
     used = (
         proposal.lengths if all(has_mass) else torch.tensor(usable, device=proposal.lengths.device)
     )
-    copied = [row in proposal.copied for row in range(len(chains))]
-    sources = [Source.TEXT if from_text else Source.DRAFT for from_text in copied]
-    drawn = [proposal.logits is not None and not from_text for from_text in copied]
+    sources, drawn = _origins(proposal, len(chains))
     return RoundProposal(chains, sources, drawn, has_mass, proposal.tokens, used, proposal.logits)
+
+
+def _usable(
+    lengths: Sequence[int], masses: Sequence[Sequence[int]]
+) -> tuple[list[int], list[bool]]:
+    """(number of usable tokens, all of them are) of each row.
+
+    NaN weights end here. Tokens drafted before them are verified all the same: dropping a token for
+    what followed it would be choosing among the draws (invariant 4). Entries beyond a row's length
+    may be anything.
+    """
+    usable = [leading(mass[:length], length) for mass, length in zip(masses, lengths)]
+    return usable, [kept == length for kept, length in zip(usable, lengths)]
+
+
+def _origins(proposal: Proposal, num_rows: int) -> tuple[list[Source], list[bool]]:
+    """(origin, drawn from a distribution) of each row's tokens."""
+    copied = [row in proposal.copied for row in range(num_rows)]
+    sources = [Source.TEXT if from_text else Source.DRAFT for from_text in copied]
+    return sources, [proposal.logits is not None and not from_text for from_text in copied]
 
 
 def leading(flags: Sequence[int], length: int) -> int:

@@ -27,11 +27,12 @@ from draftsmith.drafters.interface import (
 from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.kernels.dispatch import reads_freely, sent
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.serve.audit.misreport import Misreport
 from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.drafts.served import ServedDraft
-from draftsmith.serve.engine.proposal import BadProposal, Part, checked, joined
+from draftsmith.serve.engine.proposal import BadProposal, Part, checked, joined, read_late, unread
 from draftsmith.serve.engine.round import RoundProposal, Source
 from draftsmith.serve.engine.scheduler import Row
 from draftsmith.serve.requests.request import Request
@@ -82,6 +83,7 @@ class Proposer:
         *,
         adjust: Adjust | None = None,
         least_survival: float = 0.0,
+        budgets: torch.Tensor | None = None,
     ) -> RoundProposal | None:
         """Drafted tokens of `rows`, None when no row has any; never raises.
 
@@ -89,8 +91,10 @@ class Proposer:
             tables: [B, blocks] block ids of the rows.
             seeds: [B] int64 draft seeds of the round.
             least_survival: chance of being kept below which a row's drafting ends.
+            budgets: [B] int64, k of the rows; chains whose lengths follow from it may stay unread
+                on the device, until `settle`. None: the host needs all tokens.
         """
-        asked = ProposalRequest(rows, tables, sampling, seeds, adjust, least_survival)
+        asked = ProposalRequest(rows, tables, sampling, seeds, adjust, least_survival, budgets)
         awake = {name for name, draft in self.drafts.served.items() if draft.take_turn()}
         names = [row.request.route.draft for row in rows]
         if len(set(names)) == 1:
@@ -111,10 +115,10 @@ class Proposer:
             return None
         draft = self.drafts.served[name]
         try:
-            inputs = self._inputs(asked)
+            inputs, budgets = self._inputs(asked), self._late_budgets(asked)
             if name not in awake:
                 return self._from_fallback(inputs, asked.rows)
-            proposal = self._checked(self._proposal(draft.drafter, inputs), asked.rows)
+            proposal = self._checked(self._proposal(draft.drafter, inputs), asked.rows, budgets)
         except Exception as error:
             # Any failure of a drafter is a matter of speed, never of the request (invariant 6).
             cause = "raised" if not isinstance(error, BadProposal) else "invalid"
@@ -122,20 +126,44 @@ class Proposer:
                 draft, cause, error, rests=not any(row.request.repeatable for row in asked.rows)
             )
             return None
+        if proposal.unread is None:
+            self._count(draft, proposal, asked.rows)
+        return proposal
+
+    def settle(
+        self, proposal: RoundProposal, report: Sequence[list[int]], rows: Sequence[Row]
+    ) -> RoundProposal | None:
+        """The proposal of `rows` that stayed unread, by its report; None where it was malformed.
+        The round was verified as it would have been with this one."""
+        draft = self.drafts.served[rows[0].request.route.draft]
+        try:
+            read = read_late(proposal, report, self.vocab_size)
+        except BadProposal as error:
+            rests = not any(row.request.repeatable for row in rows)
+            self._failed(draft, "invalid", error, rests=rests)
+            return None
+        self._count(draft, read, rows)
+        return read
+
+    def _late_budgets(self, asked: ProposalRequest) -> torch.Tensor | None:
+        """Budgets of rows whose chains have their lengths from them, so that the pass can be laid
+        out without a look at the device; None where a draft ends as it goes, or is made wrong."""
+        ends = asked.least_survival > 0 or self.least_confidence > 0 or self.tree is not None
+        return None if ends or self.misreport is not None else asked.budgets
+
+    def _count(self, draft: ServedDraft, proposal: RoundProposal, rows: Sequence[Row]) -> None:
+        """Whether the draft has to rest after a proposal."""
         # Rows whose draws can be repeated do not decide whether it rests: later rounds with the
         # same draws would depend on them.
-        counted = [
-            fine for fine, row in zip(proposal.has_mass, asked.rows) if not row.request.repeatable
-        ]
+        counted = [fine for fine, row in zip(proposal.has_mass, rows) if not row.request.repeatable]
         if not all(proposal.has_mass):
             self._failed(draft, "nan", "a draft distribution without mass", rests=not all(counted))
         if counted and all(counted):
             draft.succeeded()
-        return proposal
 
     def _from_fallback(self, inputs: DraftInputs, rows: Sequence[Row]) -> RoundProposal:
         assert self.fallback is not None
-        proposal = self._checked(self.fallback.propose(inputs), rows)
+        proposal = self._checked(self.fallback.propose(inputs), rows, None)
         # The drafter has read nothing, so its cache must not advance.
         return replace(proposal, has_mass=[False] * len(rows), sources=[Source.NONE] * len(rows))
 
@@ -144,10 +172,15 @@ class Proposer:
             return drafter.propose_tree(inputs, self.tree)
         return drafter.propose(inputs)
 
-    def _checked(self, proposal: Proposal, rows: Sequence[Row]) -> RoundProposal:
+    def _checked(
+        self, proposal: Proposal, rows: Sequence[Row], budgets: torch.Tensor | None
+    ) -> RoundProposal:
         if self.misreport is not None:
             proposal = self.misreport.apply(proposal, self.vocab_size)
-        return checked(proposal, [row.k for row in rows], self.vocab_size)
+        allowed = [row.k for row in rows]
+        if budgets is None:
+            return checked(proposal, allowed, self.vocab_size)
+        return unread(proposal, allowed, budgets, self.vocab_size)
 
     def _failed(self, draft: ServedDraft, cause: str, error: object, *, rests: bool) -> None:
         self.stats.fallbacks[cause] += 1
@@ -188,7 +221,7 @@ class Proposer:
             tokens += request.tokens[request.draft.cached :]
         taps = [tap for request in requests for tap in request.draft.taps]
         return DraftInputs(
-            tokens=torch.tensor(tokens, device=asked.tables.device),
+            tokens=_on_device(tokens, asked.tables.device),
             starts=torch.tensor([request.draft.cached for request in requests]),
             lengths=torch.tensor(
                 [request.num_tokens - request.draft.cached for request in requests]
@@ -217,6 +250,7 @@ class ProposalRequest(NamedTuple):
     seeds: torch.Tensor  # [B]
     adjust: Adjust | None
     least_survival: float
+    budgets: torch.Tensor | None  # [B]
 
     def select(self, indices: list[int]) -> ProposalRequest:
         at = torch.tensor(indices, device=self.tables.device)
@@ -229,6 +263,7 @@ class ProposalRequest(NamedTuple):
             self.seeds[at],
             adjust,
             self.least_survival,
+            None,  # of one draft among several
         )
 
 
@@ -259,3 +294,7 @@ def drop_taps(request: Request, cached: int) -> None:
 
 def _concatenated(taps: list[torch.Tensor]) -> torch.Tensor:
     return taps[0] if len(taps) == 1 else torch.cat(taps)
+
+
+def _on_device(tokens: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(tokens) if reads_freely(device) else sent(device, tokens)[0]

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.drafters.trees.layout import node_depths
+from draftsmith.kernels.dispatch import reads_freely, sent
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.random_streams import round_seeds
 from draftsmith.kernels.verify.draft_tree import DraftTree
@@ -35,6 +36,7 @@ class RowSampling:
         self.params, self.device = [row.request.params for row in rows], device
         self.all_greedy = all(params.temperature == 0 for params in self.params)
         self.streams = [(row.request.seed, row.request.num_tokens) for row in rows]
+        self._budgets = [row.k for row in rows]
         self.adjust = Adjustments.of(
             [row.request.sampling_state for row in rows], [row.request.tokens for row in rows]
         )
@@ -51,6 +53,22 @@ class RowSampling:
         """[B] int64, absolute, of each row's next token."""
         positions = [position for _, position in self.streams]
         return torch.tensor(positions, dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def budgets(self) -> torch.Tensor:
+        """[B] int64, most tokens that each row may draft."""
+        return torch.tensor(self._budgets, dtype=torch.int64, device=self.device)
+
+    def send(self, tables: torch.Tensor) -> torch.Tensor:
+        """Everything of the host's that a round reads on its device, in one copy; `tables` [rows,
+        blocks] come back from there. On a CPU what follows is made when it is asked for."""
+        if reads_freely(self.device):
+            return tables
+        seeds, positions = zip(*self.streams) if self.streams else ((), ())
+        flat, self.seeds, self.positions, self.budgets = sent(
+            self.device, tables.flatten(), seeds, positions, self._budgets
+        )
+        return flat.view(tables.shape)
 
     def distributions(self) -> SamplingRows:
         """Distributions of every row."""
@@ -109,6 +127,13 @@ class Source(enum.Enum):
     NONE = enum.auto()
 
 
+class UnreadChains(NamedTuple):
+    """Chains that are laid out by their budgets, of which fewer tokens may be usable."""
+
+    report: torch.Tensor  # [B, 1 + K or more] int64, what `proposal.read` makes the chains of
+    rooms: torch.Tensor  # [B] int64, tokens that each row has in the pass
+
+
 @dataclass(frozen=True)
 class RoundProposal:
     """Drafted tokens of the drafting rows, one entry per row in every field."""
@@ -123,6 +148,9 @@ class RoundProposal:
     lengths: torch.Tensor  # [B] int64
     logits: torch.Tensor | None  # [B, K, V] processed; of trees [Q, V]
     tree: RoundTree | None = None  # parents of the tokens when they are no chains
+    # None: the host has the tokens. Else they are on the device alone until the round's result is
+    # read, and `chains` hold zeros in their place.
+    unread: UnreadChains | None = None
 
     @property
     def as_planned(self) -> bool:
@@ -168,6 +196,7 @@ class VerifyOutput(NamedTuple):
     # each row's accepted tokens, then its residual or bonus token (-1 if its logits are not finite)
     emitted: list[list[int]]
     paths: list[list[int]]  # each row's accepted nodes when trees were drafted; empty for chains
+    report: list[list[int]] | None = None  # the proposal's, where its chains were unread
 
 
 class RowOutput(NamedTuple):
@@ -210,6 +239,12 @@ class Round:
         return chains + [[]] * (len(self.rows) - len(chains))
 
     @property
+    def late_tokens(self) -> torch.Tensor | None:
+        """[B, K] drafted tokens that the host does not have; None where it has them."""
+        unread = self.proposal is not None and self.proposal.unread is not None
+        return self.proposal.tokens if unread and self.proposal is not None else None
+
+    @property
     def as_planned(self) -> bool:
         """True unless most of the rows that were to draft did not."""
         if self.proposal is None:
@@ -243,6 +278,21 @@ class Round:
                 self.output.prompt_logits[prompt_begin:prompt_end],
             )
             begin, prompt_begin = end, prompt_end
+
+
+def settle(round: Round, proposal: RoundProposal | None) -> None:
+    """Give a round its proposal, whose chains were unread so far, and leave out the logits of what
+    was not usable."""
+    wanted: list[int] = []
+    laid_out, begin = round.chains, 0
+    round.proposal = proposal
+    for row, places, chain in zip(round.rows, laid_out, round.chains, strict=True):
+        if row.samples:
+            wanted += range(begin, begin + len(chain) + 1)
+            begin += len(places) + 1
+    if len(wanted) < begin:
+        logits = round.output.logits
+        round.output = round.output._replace(logits=logits[sent(logits.device, wanted)[0]])
 
 
 def prompt_positions(row: Row) -> range:

@@ -22,7 +22,8 @@ from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.constants import NULL_BLOCK
 from draftsmith.kernels.cuda_graphs import CudaCapturer
-from draftsmith.serve.engine.graphs import PassGraphs, PassInputs, can_capture
+from draftsmith.kernels.dispatch import reads_freely, sent
+from draftsmith.serve.engine.graphs import LateIds, PassGraphs, PassInputs, can_capture
 from draftsmith.serve.engine.round import PassOutput, RoundTree, prompt_positions
 from draftsmith.serve.engine.scheduler import Row
 from draftsmith.serve.engine.trees import lay_out
@@ -39,7 +40,7 @@ class BlockTables:
         self._written: list[tuple[tuple[str, int], int]] = [(("", 0), 0)] * max_batch
 
     def of(self, requests: Sequence[Request]) -> torch.Tensor:
-        """[B, most blocks of any of them] int64."""
+        """[B, most blocks of any of them] int64, on the host."""
         for request in requests:
             holder, written = self._written[request.slot]
             # A preempted request comes back with other blocks under the same id.
@@ -56,8 +57,8 @@ class BlockTables:
             # Of one row there is nothing to pick, which is dear on a CPU. It is written between
             # rounds alone.
             slot = requests[0].slot
-            return self.host[slot : slot + 1, :width].to(self.device)
-        return self.host[[request.slot for request in requests], :width].to(self.device)
+            return self.host[slot : slot + 1, :width]
+        return self.host[[request.slot for request in requests], :width]
 
 
 class PackedRows(NamedTuple):
@@ -110,6 +111,7 @@ class TargetRunner:
         tables: torch.Tensor,
         taps: Sequence[int],
         tree: RoundTree | None = None,
+        late: torch.Tensor | None = None,
     ) -> PassOutput:
         """Run the pass.
 
@@ -117,6 +119,7 @@ class TargetRunner:
             drafts: drafted tokens of each row, chains or nodes of `tree`; rows that do not sample
                 come last.
             tables: [rows, blocks] block ids.
+            late: [B, K] the drafted tokens, where `drafts` has them by their number alone.
         """
         packed = pack(rows, drafts)
         positions, layout = packed.positions, None
@@ -125,7 +128,10 @@ class TargetRunner:
         # A pass of prompt pieces alone decides nothing; a head cannot run on no rows, so it runs on
         # one that is not read.
         logit_rows = (packed.logit_rows + packed.prompt_rows) or [0]
-        inputs = PassInputs(packed.ids, positions, packed.lengths, logit_rows, tables, layout)
+        late_ids = None if late is None else place_late(rows, drafts, packed.begins, late)
+        inputs = PassInputs(
+            packed.ids, positions, packed.lengths, logit_rows, tables, layout, late_ids
+        )
         split = None if self.states is None else self._split(rows, drafts)
         adapted = adapted_tokens(rows, packed.begins, packed.lengths, self.device)
         if self.adapters is None or not adapted:
@@ -150,18 +156,41 @@ class TargetRunner:
     def _forward(
         self, inputs: PassInputs, taps: Sequence[int], split: Split | None
     ) -> TargetOutput:
-        device = self.device
-        positions = torch.tensor(inputs.positions, device=device)
-        lengths = torch.tensor(inputs.lengths, device=device)
+        ids, positions, lengths, logit_rows = pass_tensors(inputs, self.device)
         context: AttentionContext = PagedPass(
             self.pool, inputs.tables, positions, lengths, tree=inputs.tree
         )
         if split is not None:
             context = StatePass(context, split)
-        logit_rows = torch.tensor(inputs.logit_rows, device=device)
-        return self.target.forward(
-            torch.tensor([inputs.ids], device=device), positions[None], context, logit_rows, taps
-        )
+        return self.target.forward(ids[None], positions[None], context, logit_rows, taps)
+
+
+def pass_tensors(inputs: PassInputs, device: torch.device) -> Sequence[torch.Tensor]:
+    """Ids [T], positions [T], lengths [B] and rows of logits [R] of a pass on its device."""
+    columns = inputs[:4]
+    if reads_freely(device):
+        return [torch.tensor(column) for column in columns]
+    if inputs.late is None:
+        return sent(device, *columns)
+    *parts, sources, places = sent(device, *columns, inputs.late.sources, inputs.late.places)
+    parts[0].index_copy_(0, places, inputs.late.tokens.flatten()[sources])
+    return parts
+
+
+def place_late(
+    rows: Sequence[Row],
+    drafts: Sequence[Sequence[int]],
+    begins: Sequence[int],
+    tokens: torch.Tensor,
+) -> LateIds:
+    """Places in a pass of drafted tokens [B, K] that are on the device alone."""
+    width = tokens.shape[1]
+    sources: list[int] = []
+    places: list[int] = []
+    for index, (row, drafted, begin) in enumerate(zip(rows, drafts, begins, strict=True)):
+        sources += range(index * width, index * width + len(drafted))
+        places += range(begin + row.count, begin + row.count + len(drafted))
+    return LateIds(tokens, sources, places)
 
 
 def state_read(layers: StateLayers, row: Row, num_drafted: int) -> RowRead:
@@ -178,7 +207,7 @@ def adapted_tokens(
     for row, begin, length in zip(rows, begins, lengths, strict=True):
         if adapter := row.request.options.adapter:
             found.setdefault(adapter, []).extend(range(begin, begin + length))
-    return {name: torch.tensor(indices, device=device) for name, indices in found.items()}
+    return {name: sent(device, indices)[0] for name, indices in found.items()}
 
 
 def make_runner(

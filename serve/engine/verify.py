@@ -9,6 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from draftsmith.kernels.dispatch import reads_freely
 from draftsmith.kernels.sampling.filters import process
@@ -16,6 +17,7 @@ from draftsmith.kernels.sampling.random_streams import Purpose, sample
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.chain_compiled import Drafts, verify_chain_compiled
+from draftsmith.kernels.verify.chain_logits import takes_rounds, verify_logits
 from draftsmith.kernels.verify.lossy import verify_synthetic, verify_typical
 from draftsmith.kernels.verify.tree import verify_tree
 from draftsmith.kernels.verify.verdict import Verdict
@@ -74,6 +76,8 @@ def verify_round(
             chain_prefixes(chains) if parents is None else tree_prefixes(chains, parents)
         )
         logits = sampling.adjust.apply(logits, owners, prefixes)
+    if tree is None and decides_late(rule, sampling):
+        return _verify_at_once(logits, len(chains), proposal, sampling)
     if (
         sampling.all_greedy
         and rule.argmax
@@ -102,6 +106,36 @@ def verify_round(
         if tree is not None:
             verified.paths.extend([] for _ in bonus)
     return verified
+
+
+def decides_late(rule: ChainRule, sampling: RowSampling) -> bool:
+    """True where a round of chains is decided without a look at the device before its result."""
+    exact = rule.verify is verify_chain or (sampling.all_greedy and rule.argmax)
+    return exact and takes_rounds(sampling.device)
+
+
+def _verify_at_once(
+    logits: torch.Tensor, num_rows: int, proposal: RoundProposal | None, sampling: RowSampling
+) -> VerifyOutput:
+    """Chains by one launch, which may be unread: one copy from the device has them all."""
+    drafts = report = None
+    if proposal is not None:
+        rooms = None if proposal.unread is None else proposal.unread.rooms
+        drafts = Drafts(proposal.tokens, proposal.lengths, proposal.logits, rooms)
+        report = None if proposal.unread is None else proposal.unread.report
+    verdicts = verify_logits(
+        logits, sampling.distributions(), drafts, sampling.seeds, sampling.positions
+    )
+    host_rows: list[list[int]]
+    if report is None:
+        host_rows, reported = verdicts.tolist(), None
+    else:
+        # Each row's part of the report behind its part of the verdict; the report's rows are fewer.
+        padded = pad(report, (0, 0, 0, num_rows - len(report)))
+        width = verdicts.shape[1]
+        both: list[list[int]] = torch.cat([verdicts, padded], dim=1).tolist()
+        host_rows, reported = both, [row[width:] for row in both[: len(report)]]
+    return VerifyOutput([row[1 : row[0] + 2] for row in host_rows], [], reported)
 
 
 def _verify_compiled(

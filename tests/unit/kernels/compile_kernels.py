@@ -78,13 +78,31 @@ def main() -> int:
 
 
 def chain() -> int:
-    done = 0
-    for has_q in (True, False):
-        done += check(verify_triton._decide, CHAIN, {"HAS_Q": has_q, "BLOCKS": 32})
-        # A depth or a block count of 1 is specialised to a constant by the launcher.
-        constants = {"HAS_Q": has_q, "BLOCK": 4096, "BLOCKS": 1, "num_draft": 1, "num_blocks": 1}
-        done += check(verify_triton._race, CHAIN, constants, num_warps=8)
-    return done
+    pointers = {
+        **REQUESTS,
+        "logits": "*bf16",
+        "q_logits": F32,
+        "temperatures": F32,
+        "owned": I64,
+        "maxima": F32,
+        "sums": F32,
+        "places": "*i32",
+        "scores": "*fp64",
+        "winners": "*i32",
+        "counters": "*i32",
+        "verdicts": I64,
+    }
+    sizes = {"BLOCK": 4096, "BLOCKS": 32, "DEPTHS": 8, "REQUESTS": 4}
+    # What is 1 is specialised to a constant by the launcher.
+    alone = {
+        **sizes, "BLOCKS": 1, "DEPTHS": 1, "REQUESTS": 0,
+        "num_requests": 1, "num_draft": 1, "num_blocks": 1,
+    }  # fmt: skip
+    return sum(
+        check(verify_triton._verify, pointers, {"HAS_Q": has_q, **constants}, num_warps=8)
+        for has_q in (True, False)
+        for constants in (sizes, alone)
+    )
 
 
 def block() -> int:

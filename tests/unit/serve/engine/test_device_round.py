@@ -1,0 +1,255 @@
+"""What a round on a device copies and waits for, counted on a stand-in, and its tokens, which are
+those of a round on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from draftsmith.drafters.interface import Proposal
+from draftsmith.drafters.options import OPTIONS
+from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.kernels.sampling.filters import SamplingRows
+from draftsmith.kernels.verify import chain_logits, chain_triton
+from draftsmith.kernels.verify.chain_logits import verify_logits_torch
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine.build import build_engine
+from draftsmith.serve.sampling.params import SamplingParams
+from tests import device_stand_in
+from tests.device_stand_in import StandIn, kernel, move, on_device
+
+PROMPTS = [[5, 60, 7, 200], [11, 12, 13], [9, 8, 7, 6, 5, 4]]
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+SAMPLED: dict[str, Any] = {"temperature": 1.0}
+TOP_P: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9}
+COUNTED = 4  # round whose costs are counted, in which all requests draft
+
+Change = Callable[[int, Proposal], Proposal]
+
+
+class Answers(NamedTuple):
+    tokens: list[list[int]]
+    fallbacks: dict[str, int]
+    rounds: list[tuple[list[int], int]]  # drafted tokens and the number of accepted ones
+
+
+class Served:
+    """A target and a draft, on the CPU until `move`."""
+
+    def __init__(self, path: str, family: str | None):
+        self.target, self.drafter = Target.load(path), None
+        self.device: StandIn | None = None
+        if family == "ngram":
+            self.drafter: Any = Ngram(min_n=1, max_n=3)
+        elif family is not None:
+            self.drafter = FAMILIES[family].create(OPTIONS[family](), self.target, seed=1).eval()
+
+    def move(self, device: StandIn) -> None:
+        self.device = device
+        move(self.target.model)
+        self.target._unused_mask = on_device(self.target._unused_mask)
+        if isinstance(self.drafter, torch.nn.Module):
+            move(self.drafter)
+
+    def answers(
+        self, *values: dict[str, Any], change: Change | None = None, **options: Any
+    ) -> Answers:
+        """Answers of the prompts; of the device, the costs of one round are left in its counts."""
+        if change is not None:
+            propose, calls = type(self.drafter).propose, iter(range(1000))
+            self.drafter.propose = lambda inputs: change(
+                next(calls), propose(self.drafter, inputs)
+            )
+        config = EngineConfig(k=3, max_length=64, num_blocks=40, compile="off", **options)
+        engine = build_engine(self.target, self.drafter, config)
+        rounds: list[tuple[list[int], int]] = []
+        engine.observe_rounds(lambda request, drafted, count, _: rounds.append((drafted, count)))
+        requests = [
+            engine.submit(
+                prompt,
+                SamplingParams(
+                    seed=seed, max_tokens=16, ignore_eos=True, **values[seed % len(values)]
+                ),
+            )
+            for seed, prompt in enumerate(PROMPTS)
+        ]
+        number = 0
+        while engine.busy:
+            number += 1
+            if self.device is not None and number <= COUNTED:
+                self.device.clear()
+            engine.step()
+            if number == COUNTED and self.device is not None:
+                self.counted = self.device.copy()
+        return Answers(
+            [request.output for request in requests], dict(engine.stats.fallbacks), rounds
+        )
+
+
+def tempered(logits: torch.Tensor, temperatures: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return verify_logits_torch(logits, SamplingRows.of(temperatures.tolist()), *rest)
+
+
+@pytest.fixture
+def both(
+    tiny_target: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., StandIn]]:
+    """`both(family, ...)` gives the costs of a round on the device, when the answers are the
+    CPU's."""
+
+    def run(family: str | None, *values: dict[str, Any], **options: Any) -> StandIn:
+        expected = Served(tiny_target("llama"), family).answers(*values, **options)
+        served = Served(tiny_target("llama"), family)
+        with monkeypatch.context() as patch, device_stand_in.device(monkeypatch) as device:
+            patch.setattr(
+                chain_logits,
+                "choose",
+                lambda impl, device, dtype: "torch" if device.type == "cpu" else "triton",
+            )
+            patch.setattr(
+                chain_triton, "verify_logits_triton", kernel(device, "verify_logits", tempered)
+            )
+            served.move(device)
+            assert served.answers(*values, **options) == expected
+        run.expected = expected  # type: ignore[attr-defined]
+        return served.counted
+
+    return run
+
+
+# Waits and uploads of a round, outside of the drafter. Once it was 6 and 5 without a draft and
+# greedy, 8 and 7 sampled, 10 and 8 with a draft.
+CASES = {
+    (None, "greedy"): (GREEDY, 1, 2),
+    (None, "sampled"): (SAMPLED, 1, 2),
+    (None, "top-p"): (TOP_P, 1, 2),
+    ("eagle3", "greedy"): (GREEDY, 1, 3),
+    ("eagle3", "sampled"): (SAMPLED, 1, 3),
+    ("eagle3", "top-p"): (TOP_P, 1, 3),
+}
+
+
+@pytest.mark.parametrize("family, name", CASES)
+def test_a_round_waits_for_its_result_alone(
+    family: str | None, name: str, both: Callable[..., StandIn]
+) -> None:
+    values, waits, uploads = CASES[family, name]
+    counted = both(family, values)
+    events = "\n".join(map(str, counted.events))
+    assert (counted.count("wait"), counted.count("upload")) == (waits, uploads), events
+    assert counted.launches["verify_logits"] == 1
+
+
+@pytest.mark.parametrize("rule, waits", [("chain", 1), ("block", 2)])
+def test_requests_of_other_parameters_share_a_round(
+    rule: str, waits: int, both: Callable[..., StandIn]
+) -> None:
+    """Greedy, sampled and undrafted ones, of different k."""
+    counted = both(
+        "eagle3", {**SAMPLED, "k": 2}, {**GREEDY, "k": 3}, {**TOP_P, "k": 0}, verification=rule
+    )
+    if rule == "chain":
+        assert counted.count("wait") == waits
+
+
+def test_a_greedy_round_of_another_rule_waits_once(both: Callable[..., StandIn]) -> None:
+    assert both("eagle3", GREEDY, verification="block").count("wait") == 1
+
+
+def outside(call: int, proposal: Proposal) -> Proposal:
+    """A token that is none, in every third round."""
+    tokens = proposal.tokens.clone()
+    if call % 3 == 1:
+        tokens[0, 1] = 288
+    return replace(proposal, tokens=tokens)
+
+
+def too_long(call: int, proposal: Proposal) -> Proposal:
+    lengths = proposal.lengths + (1 if call % 3 == 1 else 0)
+    return replace(proposal, lengths=lengths)
+
+
+def broken(call: int, proposal: Proposal) -> Proposal:
+    """A distribution without mass behind the first token."""
+    if proposal.logits is None:
+        assert proposal.has_mass is not None
+        has_mass = proposal.has_mass.clone()
+        has_mass[-1, 1] = call % 2 == 0
+        return replace(proposal, has_mass=has_mass)
+    logits = proposal.logits.clone()
+    logits[-1, 1] = float("nan") if call % 2 else logits[-1, 1]
+    return replace(proposal, logits=logits)
+
+
+def shorter(call: int, proposal: Proposal) -> Proposal:
+    lengths = (proposal.lengths - call % 3).clamp(min=0)
+    return replace(proposal, lengths=lengths)
+
+
+@pytest.mark.parametrize("values", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "change, cause",
+    [(outside, "invalid"), (too_long, "invalid"), (broken, "nan"), (shorter, None)],
+)
+def test_a_bad_draft_slows_as_it_does_on_a_cpu(
+    change: Change, cause: str | None, values: dict[str, Any], both: Callable[..., StandIn]
+) -> None:
+    """Found when the round's result is read: the same tokens, records and counts."""
+    counted = both("eagle3", values, change=change)
+    fallbacks = both.expected.fallbacks  # type: ignore[attr-defined]
+    assert counted.count("wait") == 1
+    assert fallbacks.get(cause, 0) >= 2 if cause else not any(fallbacks.values())
+
+
+@pytest.mark.parametrize(
+    "values, options",
+    [
+        ({**SAMPLED, "repetition_penalty": 1.2}, {}),
+        ({**GREEDY, "bad_words": ((7,),)}, {}),
+        (SAMPLED, {"least_confidence": 0.02}),
+        (SAMPLED, {"tree": "sampled:2x2"}),
+        (GREEDY, {"tree": "dynamic:nodes=6,depth=3,width=2"}),
+        (SAMPLED, {"verification": "block"}),
+    ],
+    ids=["penalty", "bans", "confidence", "sampled tree", "dynamic tree", "block"],
+)
+def test_what_needs_the_tokens_before_is_drafted_and_read(
+    values: dict[str, Any], options: dict[str, Any], both: Callable[..., StandIn]
+) -> None:
+    assert both("eagle3", values, **options).count("wait") > 1
+
+
+def test_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with device_stand_in.device(monkeypatch) as device:
+        here = device_stand_in.DEVICE
+        numbers = torch.tensor([3, 1, 2], device=here)
+        assert (device.count("wait"), device.count("upload")) == (1, 1)
+        device.clear()
+        sent = torch.tensor([3, 1, 2]).pin_memory().to(here, non_blocking=True)
+        table = torch.zeros(4, 5, device=here)
+        table[sent, 1] = 2.0
+        table.masked_fill_(table > 1, 3.0)
+        assert (device.count("wait"), device.count("upload")) == (0, 1)
+        torch.tensor([3, 1, 2]).to(here, non_blocking=True)  # not page-locked
+        assert (device.count("wait"), device.count("upload")) == (1, 2)
+        for look in (
+            lambda: numbers.tolist(),
+            lambda: int(numbers[0]),
+            lambda: bool((numbers > 1).any()),
+            lambda: numbers.cpu(),
+            lambda: numbers[numbers > 1],
+            lambda: numbers.nonzero(),
+            lambda: torch.repeat_interleave(numbers),
+            lambda: numbers[[0, 1]],
+        ):
+            device.clear()
+            look()
+            assert device.count("wait") == 1, device.events
+        with pytest.raises(RuntimeError, match="on the host and on the device"):
+            numbers + torch.tensor([1, 2, 3])
