@@ -4,7 +4,8 @@ are worth a graph of their own."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -26,23 +27,84 @@ class Capturer(Protocol):
 
 class CudaCapturer:
     """All graphs share one memory pool: they never run at the same time, and their outputs are used
-    up before the next runs."""
+    up before the next runs.
 
-    def __init__(self) -> None:
-        self._memory = torch.cuda.graph_pool_handle()
+    Args:
+        device: of the tensors; None: the current one.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        if device is None or device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._device = device
+        with torch.cuda.device(self._device):
+            # One stream for warm-up and capture: libraries keep a workspace for each.
+            self._stream = torch.cuda.Stream(self._device)
+            self._memory = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], Output]) -> tuple[Graph, Output]:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                run()
-        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # A version may be loading on another thread, which is none of the capture's business.
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            output = run()
+        with torch.cuda.device(self._device):
+            callers = torch.cuda.current_stream()
+            self._stream.wait_stream(callers)
+            # Not `torch.cuda.graph`: where a capture has failed that leaves this thread on the
+            # stream of the capture, and its memory pool taken for one that is being filled.
+            with torch.cuda.stream(self._stream):
+                for _ in range(_WARM_UPS):
+                    run()
+                # What the runs took must be free for the graph, which cannot ask for it.
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+                output = self._captured(graph, run)
+            callers.wait_stream(self._stream)
         return graph, output
+
+    def _captured(self, graph: Any, run: Callable[[], Output]) -> Output:
+        # A version may be loading on another thread, which is none of the capture's business.
+        graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+        try:
+            output = run()
+        except BaseException:
+            # The error that counts is the one of `run`.
+            with suppress(RuntimeError):
+                self._end(graph)
+            raise
+        self._end(graph)
+        return output
+
+    def _end(self, graph: Any) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            # A capture in which something forbidden was called throws here before it gives back the
+            # pool; the next capture, and any `empty_cache`, would meet it there.
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._device.index, self._memory)
+                torch._C._cuda_releasePool(self._device.index, self._memory)
+            raise
+
+
+class CountedCapturer:
+    """Counts what another capturer captures, for metrics.
+
+    A lack of memory is no failure: the shape is left out, and smaller ones may fit.
+    """
+
+    def __init__(self, capturer: Capturer):
+        self._capturer = capturer
+        self.num_graphs = 0
+        self.broken = False  # some work cannot be captured
+
+    def capture(self, run: Callable[[], Output]) -> tuple[Graph, Output]:
+        try:
+            captured = self._capturer.capture(run)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            self.broken = True
+            raise
+        self.num_graphs += 1
+        return captured
 
 
 def row_buckets(max_batch: int) -> list[int]:
