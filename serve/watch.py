@@ -16,7 +16,7 @@ from draftsmith.drafters.published.pool import DraftPool, pool_root, read_pool
 from draftsmith.drafters.published.versions import folder_of, latest, open_version, stranger
 from draftsmith.errors import UserError
 from draftsmith.files import Signature, signature
-from draftsmith.kernels.current_device import use_device
+from draftsmith.kernels.dispatch import use_device
 from draftsmith.serve.drafts.served import PROBE
 from draftsmith.serve.drafts.swap import SwapLate
 from draftsmith.serve.engine.loop import EngineLoop

@@ -32,7 +32,7 @@ from draftsmith.drafters.patches.table import implementation
 from draftsmith.drafters.target.attention import register
 from draftsmith.drafters.target.quantised import check_quantisation, quantisation
 from draftsmith.errors import UserError
-from draftsmith.kernels.current_device import use_device
+from draftsmith.kernels.dispatch import use_device
 
 mimo.register()
 

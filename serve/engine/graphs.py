@@ -25,8 +25,7 @@ from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.constants import NULL_BLOCK
-from draftsmith.kernels.cuda_graphs import Capturer, Graph
-from draftsmith.kernels.graph_shapes import Shape, Shapes
+from draftsmith.kernels.cuda_graphs import Capturer, Graph, Shape, Shapes
 from draftsmith.serve.control.control import MAX_AUTO_K
 from draftsmith.serve.parallel import LeadingTarget
 
@@ -48,13 +47,13 @@ class PassInputs(NamedTuple):
 
     @property
     def decides_all(self) -> bool:
-        """True where the logits of every token are wanted, in order: no piece of a prompt is
+        """True where every token's logits are asked for, in order: no piece of a prompt is
         there."""
         count = len(self.ids)
         return len(self.logit_rows) == count and self.logit_rows == list(range(count))
 
 
-def most_wanted(max_batch: int, per_row: int) -> int:
+def longest_round(max_batch: int, per_row: int) -> int:
     """Tokens of the longest round, but for requests that ask for more than the engine's k; of one
     that runs alone also those that `auto` goes up to."""
     return max(max_batch * per_row, 1 + MAX_AUTO_K if per_row > 1 else 1)
@@ -177,7 +176,7 @@ class PassGraphs:
             max_batch=max_batch,
             per_row=per_row,
             most_tokens=min(
-                MOST_TOKENS, MOST_LOGITS // target.vocab_size, most_wanted(max_batch, per_row)
+                MOST_TOKENS, MOST_LOGITS // target.vocab_size, longest_round(max_batch, per_row)
             ),
         )
         self.broken = False  # passes cannot be captured
@@ -192,17 +191,11 @@ class PassGraphs:
         return len(self._graphs)
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Capture all shapes. What they read and write is padding."""
-        for shape in self.shapes:
-            self._has(shape)
-
-    @torch.inference_mode()
     def run(self, inputs: PassInputs, taps: tuple[int, ...]) -> TargetOutput | None:
         if not inputs.decides_all or not self._knows(inputs, taps):
             return None
         shape = self.shapes.of(len(inputs.lengths), len(inputs.ids))
-        if shape is None or not self._has(shape):
+        if shape is None or not self.prepare(shape):
             return None
         self._inputs.fill(shape, inputs)
         self._graphs[shape].replay()
@@ -214,8 +207,10 @@ class PassGraphs:
     def _knows(self, inputs: PassInputs, taps: tuple[int, ...]) -> bool:
         return tuple(taps) in ((), self.taps) and (inputs.tree is None or self._has_trees)
 
-    def _has(self, shape: Shape) -> bool:
-        """True where there is a graph of the shape, or can be one."""
+    @torch.inference_mode()
+    def prepare(self, shape: Shape) -> bool:
+        """Capture the shape; True where it has a graph now. What that reads and writes is
+        padding."""
         if shape in self._graphs:
             return True
         if self.broken or shape in self._left_out:

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from draftsmith.drafters.published.pool import DraftPool
 from draftsmith.errors import UserError
-from draftsmith.kernels.current_device import use_device
+from draftsmith.kernels.dispatch import use_device
 from draftsmith.serve.drafts.swap import Swap, SwapLate
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.scheduler import QueueFull

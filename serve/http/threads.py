@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from draftsmith.kernels.current_device import use_device
+from draftsmith.kernels.dispatch import use_device
 
 T = TypeVar("T")
 

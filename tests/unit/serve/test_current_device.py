@@ -13,7 +13,7 @@ import torch
 
 from draftsmith.drafters.target.load import load_model
 from draftsmith.errors import UserError
-from draftsmith.kernels.current_device import use_device
+from draftsmith.kernels.dispatch import use_device
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.http.threads import TokenizerThread
 from draftsmith.serve.watch import VersionWatcher

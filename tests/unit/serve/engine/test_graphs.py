@@ -14,15 +14,14 @@ from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.constants import NULL_BLOCK
-from draftsmith.kernels.cuda_graphs import CudaCapturer, row_buckets
-from draftsmith.kernels.graph_shapes import Shape, Shapes, token_buckets
+from draftsmith.kernels.cuda_graphs import CudaCapturer, Shape, Shapes, row_buckets, token_buckets
 from draftsmith.serve.engine.graphs import (
     MOST_LOGITS,
     MOST_TOKENS,
     PassGraphs,
     PassInputs,
     can_capture,
-    most_wanted,
+    longest_round,
 )
 from draftsmith.serve.parallel import LeadingTarget
 
@@ -58,6 +57,11 @@ def make_graphs(target: Target, capturer: object, **options: object) -> PassGrap
     return PassGraphs(
         target, target.new_pool(40, BLOCK), max_blocks=MAX_BLOCKS, capturer=capturer, **given
     )
+
+
+def warm_up(graphs: PassGraphs) -> None:
+    for shape in graphs.shapes:
+        graphs.prepare(shape)
 
 
 def tables_of(num_rows: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -193,7 +197,7 @@ def test_pieces_of_prompts_are_not_captured(target):
 
 
 def shapes_of(max_batch: int, k: int, vocab_size: int = 128_256) -> Shapes:
-    most = min(MOST_TOKENS, MOST_LOGITS // vocab_size, most_wanted(max_batch, 1 + k))
+    most = min(MOST_TOKENS, MOST_LOGITS // vocab_size, longest_round(max_batch, 1 + k))
     return Shapes(max_batch=max_batch, per_row=1 + k, most_tokens=most)
 
 
@@ -249,7 +253,7 @@ def test_one_output_serves_all_shapes(target):
     """Not one kept logits tensor a graph: at a vocabulary of 128k those were gigabytes."""
     capturer = FakeCapturer()
     graphs = make_graphs(target, capturer)
-    graphs.warm_up()
+    warm_up(graphs)
     assert graphs.num_graphs == len(graphs.shapes) > 10
     rows, width = graphs.shapes.most_tokens, target.vocab_size + 2 * target.hidden_size
     outputs = 4 * rows * width
@@ -260,7 +264,7 @@ def test_one_output_serves_all_shapes(target):
 def test_after_the_warm_up_no_round_captures(target):
     capturer, rng = FakeCapturer(), random.Random(0)
     graphs = make_graphs(target, capturer)
-    graphs.warm_up()
+    warm_up(graphs)
     warmed = capturer.captures
     for seed in range(200):
         lengths = [rng.randint(1, PER_ROW) for _ in range(rng.randint(1, MAX_BATCH))]
@@ -274,7 +278,7 @@ def test_the_warm_up_writes_the_null_block_alone_and_begins_with_the_largest(tar
     graphs = make_graphs(target, FakeCapturer())
     sizes = [shape.num_tokens for shape in graphs.shapes]
     assert sizes == sorted(sizes, reverse=True)
-    graphs.warm_up()
+    warm_up(graphs)
     for part in (*graphs.pool.keys, *graphs.pool.values):
         assert not part[BLOCK:].any()
 
@@ -340,7 +344,7 @@ def test_a_lack_of_memory_leaves_the_shape_out(target, caplog):
     graphs, attempts = make_graphs(target, Small()), []
     clear = graphs._inputs.clear
     graphs._inputs.clear = lambda shape: (attempts.append(shape.num_tokens), clear(shape))
-    graphs.warm_up()
+    warm_up(graphs)
     assert len(attempts) == len(graphs.shapes)
     assert not graphs.broken
     assert graphs.num_graphs == sum(shape.num_tokens <= 4 for shape in graphs.shapes)
