@@ -49,6 +49,15 @@ def sent(device: torch.device, *columns: Sequence[int] | torch.Tensor) -> tuple[
     return host.to(device, non_blocking=True).split([len(column) for column in columns])
 
 
+def use_device(device: torch.device | str) -> None:
+    """Make `device` the current one of this thread, where Triton launches and streams are made. A
+    thread begins at the first device, wherever the tensors are. Nothing for a device other than
+    CUDA or without a number."""
+    there = torch.device(device)
+    if there.type == "cuda" and there.index is not None:
+        torch.cuda.set_device(there)
+
+
 def interpreted() -> bool:
     """Triton reads this variable when it is imported; its interpreter runs kernels on the CPU,
     slowly, for tests."""

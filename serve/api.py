@@ -22,6 +22,7 @@ from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.http.tokens import completion_prompts
 from draftsmith.serve.requests.request import Completion, FinishReason, Request, Update
 from draftsmith.serve.sampling.params import SamplingParams
+from draftsmith.serve.warm_up import warm_up
 
 Prompts = str | list[str] | list[int] | list[list[int]]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -81,9 +82,9 @@ class Engine:
         drafter = load_draft(pair, loaded) if isinstance(draft, (str, Path)) else draft
         self._tokenizer = loaded.tokenizer()
         version = "" if drafter is None else "0"
-        self._loop = EngineLoop(
-            build_engine(loaded, drafter, config or EngineConfig(), draft_version=version)
-        ).start()
+        engine = build_engine(loaded, drafter, config or EngineConfig(), draft_version=version)
+        warm_up(engine)
+        self._loop = EngineLoop(engine).start()
 
     def generate(self, prompts: Prompts, params: Params = None) -> list[Completion]:
         """One completion per prompt, in order. A prompt is text or token ids; `params` are for all

@@ -43,6 +43,7 @@ from draftsmith.serve.load import LoadedDraft, load_adapters, load_drafter, load
 from draftsmith.serve.metrics.log_line import StatsLog
 from draftsmith.serve.metrics.server import ServerMetrics
 from draftsmith.serve.parallel import LeadingTarget, follow, join
+from draftsmith.serve.warm_up import warm_up
 from draftsmith.serve.watch import VersionWatcher
 from draftsmith.stopping import sigterm_ignored
 
@@ -122,6 +123,7 @@ def serve_target(
         fallback=load_fallback(config.lookup),
         adapters=adapters,
     )
+    warm_up(engine)
     serve(config, engine, listener, draft=draft, sink=sink)
 
 

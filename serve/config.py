@@ -143,6 +143,9 @@ class EngineOptions:
     compile: str = option(
         "auto", "replay captured forwards on a CPU, CUDA graphs on a GPU", choices=("auto", "off")
     )
+    warm_up: bool = option(
+        True, "on a GPU, capture CUDA graphs and compile kernels before the first request"
+    )
     seed: int | None = option(None, SEED_HELP)
 
 

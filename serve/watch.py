@@ -16,6 +16,7 @@ from draftsmith.drafters.published.pool import DraftPool, pool_root, read_pool
 from draftsmith.drafters.published.versions import folder_of, latest, open_version, stranger
 from draftsmith.errors import UserError
 from draftsmith.files import Signature, signature
+from draftsmith.kernels.dispatch import use_device
 from draftsmith.serve.drafts.served import PROBE
 from draftsmith.serve.drafts.swap import SwapLate
 from draftsmith.serve.engine.loop import EngineLoop
@@ -202,6 +203,8 @@ class VersionWatcher:
             self._classes[name, folder].current()
 
     def _run(self) -> None:
+        # Versions are loaded, checked and made ready on this thread.
+        use_device(self.loop.engine.target.device)
         while not self._stopping.wait(self.poll_s):
             try:
                 self.look()

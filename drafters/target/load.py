@@ -32,6 +32,7 @@ from draftsmith.drafters.patches.table import implementation
 from draftsmith.drafters.target.attention import register
 from draftsmith.drafters.target.quantised import check_quantisation, quantisation
 from draftsmith.errors import UserError
+from draftsmith.kernels.dispatch import use_device
 
 mimo.register()
 
@@ -45,7 +46,9 @@ def load_model(
     shards: int = 1,
 ) -> PreTrainedModel:
     """A causal LM in evaluation mode with our attention. `dtype` "auto" is the checkpoint's own.
-    The folder of a LoRA adapter is its base with the adapter merged. Raises `UserError`."""
+    The folder of a LoRA adapter is its base with the adapter merged. `device` becomes the current
+    one of this thread. Raises `UserError`."""
+    use_device(device)
     if (base := adapter_base(path)) is not None:
         options: dict[str, Any] = {"dtype": dtype, "device": device, "shards": shards}
         return _merged(load_model(base, trust_remote_code=trust_remote_code, **options), path)

@@ -34,7 +34,7 @@ class PagedPass:
         block_tables: [B, max_blocks] int64.
         positions: [T] int64, absolute, ascending within a row without a tree; a row's context is
         everything up to its last kv index.
-        lengths: [B] int64, tokens of each row in this pass, each >= 1; sums to T.
+        lengths: [B] int64, tokens of each row in this pass; sums to T. Rows of none come last.
         tree: None when no row is a tree.
         impl: "auto", "triton" or "torch". With Triton nothing is read back from the device, so a
         CUDA graph can hold the pass.

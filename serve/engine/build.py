@@ -9,10 +9,12 @@ from functools import partial
 from draftsmith.drafters.adapters.adapters import Adapters
 from draftsmith.drafters.compiled.captured import capture_forwards
 from draftsmith.drafters.interface import ForwardCapturable, ServingDrafter, draft_positions
+from draftsmith.drafters.recurrent.kept import NUM_SIDES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.kernels.cuda_graphs import CountedCapturer, CudaCapturer
 from draftsmith.kernels.host_memory import keep_freed_memory
 from draftsmith.record import Sink
 from draftsmith.serve.audit.misreport import Misreport
@@ -29,11 +31,11 @@ from draftsmith.serve.control.trees import TreeControl
 from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.engine.commit import Committer
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.engine.graphs import can_capture, capture_drafts
+from draftsmith.serve.engine.graphs import PassGraphs, can_capture, capture_drafts
 from draftsmith.serve.engine.output import OutputQueue
 from draftsmith.serve.engine.propose import Proposer
 from draftsmith.serve.engine.recorder import Recorder
-from draftsmith.serve.engine.runner import BlockTables, make_runner
+from draftsmith.serve.engine.runner import BlockTables, TargetRunner
 from draftsmith.serve.engine.scheduler import Scheduler
 from draftsmith.serve.engine.verify import chain_rule, rule_name
 from draftsmith.serve.requests.input_processor import InputProcessor
@@ -75,19 +77,19 @@ def build_engine(
     scheduler = _scheduler(target, drafter, config, plan)
     max_blocks = scheduler.blocks.blocks_for(plan.max_length) + 1
     warn_of_positions(drafter, plan.max_length)
-    runner = make_runner(
-        target,
-        target.new_pool(plan.num_blocks, config.block_size),
-        max_batch=config.max_batch,
-        max_blocks=max_blocks,
-        compile=config.compile,
-        adapters=adapters,
-    )
     names = [] if adapters is None else adapters.names
     pool = None
     if drafter is not None:
         pool = drafter.new_pool(plan.num_blocks, config.block_size, target.device, target.dtype)
-    capture = partial(_capture, target=target, pool=pool, config=config, max_blocks=max_blocks)
+    captures = config.compile == "auto" and can_capture(target)
+    draft_graphs = CountedCapturer(CudaCapturer(target.device)) if captures else None
+    capture = partial(
+        capture_drafts,
+        pool=pool,
+        max_batch=config.max_batch,
+        max_blocks=max_blocks,
+        capturer=draft_graphs,
+    )
     drafts = DraftSet(
         drafter,
         target,
@@ -97,6 +99,7 @@ def build_engine(
     )
     proposer = _proposer(drafts, pool, config, tree, fallback)
     capture(drafter)
+    runner = _runner(target, config, plan, proposer, max_blocks=max_blocks, adapters=adapters)
     recorder = _recorder(sink, target, config, taps=proposer.taps, trees=tree is not None)
     outputs = OutputQueue(recorder)
     unread = 0 if drafter is None else most_unread(target, drafter, plan, config)
@@ -120,6 +123,7 @@ def build_engine(
         drafts=drafts,
         proposer=proposer,
         runner=runner,
+        draft_graphs=draft_graphs,
         rule=chain_rule(config.verification, config.synthetic_acceptance),
         recorder=recorder,
         adapters=names,
@@ -152,6 +156,40 @@ def _scheduler(
         control=control_of(config),
         draft_positions=draft_positions(drafter),
     )
+
+
+def _runner(
+    target: Target,
+    config: EngineConfig,
+    plan: BlockPlan,
+    proposer: Proposer,
+    *,
+    max_blocks: int,
+    adapters: Adapters | None,
+) -> TargetRunner:
+    """The target's passes over a pool of their own, by CUDA graphs where the device has them."""
+    pool = target.new_pool(plan.num_blocks, config.block_size)
+    states = target.new_states(NUM_SIDES * config.max_batch)
+    graphs = None
+    if config.compile == "auto" and can_capture(target) and states is None:
+        graphs = PassGraphs(
+            target,
+            pool,
+            max_batch=config.max_batch,
+            max_blocks=max_blocks,
+            capturer=CudaCapturer(target.device),
+            per_row=1 + most_drafted(proposer, config),
+            taps=proposer.taps,
+            has_trees=proposer.tree is not None,
+        )
+    return TargetRunner(target, pool, graphs, states, adapters)
+
+
+def most_drafted(proposer: Proposer, config: EngineConfig) -> int:
+    """Most drafted tokens of a row of a round, unless a request asks for more."""
+    if not proposer.drafts.served:
+        return 0
+    return config.k if proposer.tree is None else proposer.tree.nodes
 
 
 def _proposer(
@@ -200,19 +238,6 @@ def _make_ready(
     if config.compile == "auto" and isinstance(further, ForwardCapturable):
         further.capture_forward()
     capture(further)
-
-
-def _capture(
-    drafter: ServingDrafter | None,
-    *,
-    target: Target,
-    pool: PagedPool | None,
-    config: EngineConfig,
-    max_blocks: int,
-) -> None:
-    """Capture the drafter's passes as CUDA graphs where the device has them."""
-    if config.compile == "auto" and can_capture(target):
-        capture_drafts(drafter, pool, max_batch=config.max_batch, max_blocks=max_blocks)
 
 
 def check_recorded_taps(drafter: ServingDrafter | None, config: EngineConfig) -> None:

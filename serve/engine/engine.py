@@ -14,6 +14,7 @@ import torch
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
+from draftsmith.kernels.cuda_graphs import CountedCapturer
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.control import MAX_K, RoundResult, RowResult
 from draftsmith.serve.control.draft_temperature import draft_temperatures
@@ -62,6 +63,7 @@ class Engine:
     adapters: list[str]  # names of the target's LoRA adapters
     outputs: OutputQueue
     committer: Committer
+    draft_graphs: CountedCapturer | None = None  # what captures the drafts' steps
 
     def submit(
         self,

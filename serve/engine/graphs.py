@@ -1,11 +1,13 @@
 """CUDA graphs of the target's decoding passes: a pass of a few rows costs one launch instead of
 hundreds.
 
-A graph is captured once for each shape (rows, tokens, tree or not, taps) and replayed whenever a
-round fits into it: what is left over is filled with rows that read and write the null block, whose
-results are not read. It stays valid for the life of the engine, because everything it reads stays
-at its address: weights, pools and its own inputs. Passes that hold pieces of prompts run as they
-are; they are long enough to keep a device busy.
+Few shapes (rows, tokens) serve every round in which each token's logits decide something: what a
+round leaves over of its shape is padding in the null block, whose results are not read. Passes that
+hold pieces of prompts run as they are; they are long enough to keep a device busy.
+
+All shapes read the same inputs and write the same outputs, as large as the largest needs: a further
+graph costs no memory but its own nodes. It stays valid for the life of the engine, because
+everything it reads stays at its address: weights, pools, inputs and outputs.
 
 Never run on a device so far: the tests drive it with a capturer of their own on the CPU, and those
 marked `gpu` wait for one.
@@ -13,9 +15,7 @@ marked `gpu` wait for one.
 
 from __future__ import annotations
 
-import bisect
 import logging
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,14 +25,15 @@ from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.constants import NULL_BLOCK
-from draftsmith.kernels.cuda_graphs import Capturer, CudaCapturer, Graph, row_buckets, sizes_up_to
+from draftsmith.kernels.cuda_graphs import Capturer, Graph, Shape, Shapes
 from draftsmith.kernels.dispatch import sent
+from draftsmith.serve.control.control import MAX_AUTO_K
 from draftsmith.serve.parallel import LeadingTarget
 
 log = logging.getLogger(__name__)
 
 MOST_TOKENS = 512  # of a graph
-MOST_LOGITS = 1 << 26  # of a graph, whose every token has a place for its own: 256 MiB
+MOST_LOGITS = 1 << 26  # of the buffer, which has a row for each token of a graph: 256 MiB
 
 
 class PassInputs(NamedTuple):
@@ -45,6 +46,13 @@ class PassInputs(NamedTuple):
     tables: torch.Tensor  # [B, blocks] int64 on the device
     tree: TreeLayout | None
     late: LateIds | None = None
+
+    @property
+    def decides_all(self) -> bool:
+        """True where every token's logits are asked for, in order: no piece of a prompt is
+        there."""
+        count = len(self.ids)
+        return len(self.logit_rows) == count and self.logit_rows == list(range(count))
 
 
 class LateIds(NamedTuple):
@@ -60,83 +68,112 @@ class LateIds(NamedTuple):
         ids.index_copy_(0, places, self.tokens.flatten()[sources])
 
 
-class Shape(NamedTuple):
-    num_rows: int
-    num_tokens: int
-    has_tree: bool
-    taps: tuple[int, ...]
+def longest_round(max_batch: int, per_row: int) -> int:
+    """Tokens of the longest round, but for requests that ask for more than the engine's k; of one
+    that runs alone also those that `auto` goes up to."""
+    return max(max_batch * per_row, 1 + MAX_AUTO_K if per_row > 1 else 1)
+
+
+class Views(NamedTuple):
+    """The inputs of one shape."""
+
+    ids: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T]
+    lengths: torch.Tensor  # [B]
+    tables: torch.Tensor  # [B, max_blocks]
+    tree: TreeLayout | None
 
 
 class StaticInputs:
-    """The inputs of one shape at fixed addresses. The host's numbers arrive in one copy, from
-    memory that the device can read."""
+    """Inputs of all shapes at fixed addresses, each shape in the first of them. The host's numbers
+    arrive in one copy, from memory that the device can read."""
 
-    def __init__(self, shape: Shape, max_blocks: int, device: torch.device):
-        tokens, rows = shape.num_tokens, shape.num_rows
-        pinned = device.type == "cuda"
-        self._host = torch.zeros(3 * tokens + rows, dtype=torch.int64, pin_memory=pinned)
-        self._flat = torch.zeros(3 * tokens + rows, dtype=torch.int64, device=device)
-        self.ids, self.positions, self.logit_rows, self.lengths = self._flat.split(
-            [tokens, tokens, tokens, rows]
-        )
-        self.tables = torch.full((rows, max_blocks), NULL_BLOCK, dtype=torch.int64, device=device)
-        self.tree = None
-        if shape.has_tree:
-            self.tree = TreeLayout(
-                *(torch.zeros(tokens, dtype=torch.int64, device=device) for _ in range(3))
-            )
-        self.shape = shape
+    def __init__(self, shapes: Shapes, max_blocks: int, device: torch.device, *, has_trees: bool):
+        whole = {"dtype": torch.int64, "device": device}
+        self._flat = torch.zeros(2 * shapes.most_tokens + shapes.most_rows, **whole)
+        self._tables = torch.full((shapes.most_rows, max_blocks), NULL_BLOCK, **whole)
+        self._tree = None
+        if has_trees:
+            self._tree = TreeLayout(*torch.zeros(3, shapes.most_tokens, **whole))
 
-    def fill(self, inputs: PassInputs) -> None:
-        """The round's rows first, then padding: every surplus row one token, the last one all
-        tokens that are left."""
+    def of(self, shape: Shape) -> Views:
+        rows, tokens = shape
+        ids, positions, lengths = self._flat[: 2 * tokens + rows].split([tokens, tokens, rows])
+        tree = None
+        if self._tree is not None:
+            tree = TreeLayout(*(part[:tokens] for part in self._tree))
+        return Views(ids, positions, lengths, self._tables[:rows], tree)
+
+    def clear(self, shape: Shape) -> None:
+        """Padding alone."""
+        none = torch.zeros(0, 0, dtype=torch.int64, device=self._tables.device)
+        self.fill(shape, PassInputs([], [], [], [], none, None))
+
+    def fill(self, shape: Shape, inputs: PassInputs) -> None:
+        """The round's rows first, then one of all tokens that are left, then empty ones. Padding is
+        at position 0, so that it attends to as little as can be."""
         num_tokens, num_rows = len(inputs.ids), len(inputs.lengths)
-        spare_tokens, spare_rows = (
-            self.shape.num_tokens - num_tokens,
-            self.shape.num_rows - num_rows,
-        )
-        lengths = padding_lengths(spare_rows, spare_tokens)
-        positions = [position for length in lengths for position in range(length)]
-        logit_rows = inputs.logit_rows + [0] * (self.shape.num_tokens - len(inputs.logit_rows))
+        spare_tokens, spare_rows = shape.num_tokens - num_tokens, shape.num_rows - num_rows
         numbers = (
             inputs.ids
             + [0] * spare_tokens
             + inputs.positions
-            + positions
-            + logit_rows
+            + [0] * spare_tokens
             + inputs.lengths
-            + lengths
+            + [spare_tokens] * min(spare_rows, 1)
+            + [0] * (spare_rows - 1)
         )
-        self._host.copy_(torch.tensor(numbers, dtype=torch.int64))
-        # The copy is over before the host writes again: every round waits for its tokens.
-        self._flat.copy_(self._host, non_blocking=True)
+        pinned = self._flat.device.type == "cuda"
+        # Pinned memory is torch's own, which keeps it until the device has read it.
+        host = torch.tensor(numbers, dtype=torch.int64, pin_memory=pinned)
+        self._flat[: len(numbers)].copy_(host, non_blocking=True)
         if inputs.late is not None:
-            inputs.late.write(self.ids)
-        self.tables[:num_rows, : inputs.tables.shape[1]].copy_(inputs.tables)
-        self.tables[num_rows:] = NULL_BLOCK
-        if self.tree is not None:
-            self._fill_tree(inputs, num_tokens)
+            inputs.late.write(self.of(shape).ids)
+        self._tables[:num_rows, : inputs.tables.shape[1]].copy_(inputs.tables)
+        if spare_tokens:
+            self._tables[num_rows, 0] = NULL_BLOCK
+        if self._tree is not None:
+            self._fill_tree(self.of(shape), inputs)
 
-    def _fill_tree(self, inputs: PassInputs, num_tokens: int) -> None:
-        assert self.tree is not None and inputs.tree is not None
-        for static, given in zip(self.tree, inputs.tree):
-            static[:num_tokens].copy_(given)
-        self.tree.kv_indices[num_tokens:].copy_(self.positions[num_tokens:])
-        self.tree.ancestors[num_tokens:] = -1
-        self.tree.first[num_tokens:] = 0
+    def _fill_tree(self, views: Views, inputs: PassInputs) -> None:
+        """Tokens of no tree see all up to their own."""
+        assert views.tree is not None
+        count = 0
+        if inputs.tree is not None:
+            count = len(inputs.ids)
+            for static, given in zip(views.tree, inputs.tree, strict=True):
+                static[:count].copy_(given)
+        views.tree.kv_indices[count:].copy_(views.positions[count:])
+        views.tree.ancestors[count:] = -1
+        views.tree.first[count:] = 0
 
 
-def padding_lengths(num_rows: int, num_tokens: int) -> list[int]:
-    if num_rows == 0:
-        assert num_tokens == 0
-        return []
-    return [1] * (num_rows - 1) + [num_tokens - num_rows + 1]
+class StaticOutputs:
+    """Outputs of all shapes at fixed addresses, each shape in the first rows."""
+
+    def __init__(self, most_tokens: int, like: TargetOutput):
+        self.logits = _rows_like(like.logits, most_tokens)
+        self.taps = None if like.taps is None else _rows_like(like.taps, most_tokens)
+
+    def take(self, output: TargetOutput) -> None:
+        self.logits[: len(output.logits)].copy_(output.logits)
+        if self.taps is not None and output.taps is not None:
+            self.taps[: len(output.taps)].copy_(output.taps)
+
+
+def _rows_like(values: torch.Tensor, count: int) -> torch.Tensor:
+    return values.new_zeros(count, values.shape[1])
 
 
 class PassGraphs:
     """`run` gives a pass's output from a graph, or None where the pass is better run as it is.
 
     The output is only good until the next pass, but for taps, which requests keep.
+
+    Args:
+        per_row: most tokens of a row that drafts.
+        taps: that passes may ask for; all of them are always there.
+        has_trees: whether rows may be trees.
     """
 
     def __init__(
@@ -147,51 +184,64 @@ class PassGraphs:
         max_batch: int,
         max_blocks: int,
         capturer: Capturer,
+        per_row: int = 1,
+        taps: tuple[int, ...] = (),
+        has_trees: bool = False,
     ):
-        self.target, self.pool, self.max_blocks, self.capturer = target, pool, max_blocks, capturer
-        self.rows = row_buckets(max_batch)
-        self.tokens = token_buckets(min(MOST_TOKENS, MOST_LOGITS // target.vocab_size))
-        self._graphs: dict[Shape, tuple[StaticInputs, Graph, TargetOutput]] = {}
-        self._broken = False
+        self.target, self.pool, self.capturer, self.taps = target, pool, capturer, taps
+        self.shapes = Shapes(
+            max_batch=max_batch,
+            per_row=per_row,
+            most_tokens=min(
+                MOST_TOKENS, MOST_LOGITS // target.vocab_size, longest_round(max_batch, per_row)
+            ),
+        )
+        self.broken = False  # passes cannot be captured
+        self._has_trees = has_trees
+        self._inputs = StaticInputs(self.shapes, max_blocks, target.device, has_trees=has_trees)
+        self._outputs: StaticOutputs | None = None
+        self._graphs: dict[Shape, Graph] = {}
+        self._left_out: set[Shape] = set()  # for lack of memory
 
     @property
     def num_graphs(self) -> int:
         return len(self._graphs)
 
-    def run(self, inputs: PassInputs, taps: Sequence[int]) -> TargetOutput | None:
-        shape = self.shape_for(inputs, taps)
-        if shape is None or self._broken:
+    @torch.inference_mode()
+    def run(self, inputs: PassInputs, taps: tuple[int, ...]) -> TargetOutput | None:
+        if not inputs.decides_all or not self._knows(inputs, taps):
             return None
-        if shape not in self._graphs and not self._capture(shape, inputs):
+        shape = self.shapes.of(len(inputs.lengths), len(inputs.ids))
+        if shape is None or not self.prepare(shape):
             return None
-        static, graph, output = self._graphs[shape]
-        static.fill(inputs)
-        graph.replay()
-        logits = output.logits[: len(inputs.logit_rows)]
-        return TargetOutput(
-            logits, None if output.taps is None else output.taps[: len(inputs.ids)].clone()
-        )
+        self._inputs.fill(shape, inputs)
+        self._graphs[shape].replay()
+        outputs, count = self._outputs, len(inputs.ids)
+        assert outputs is not None
+        kept = outputs.taps[:count].clone() if taps and outputs.taps is not None else None
+        return TargetOutput(outputs.logits[:count], kept)
 
-    def shape_for(self, inputs: PassInputs, taps: Sequence[int]) -> Shape | None:
-        """The smallest that the pass fits into with a row for what is left over; None: it is too
-        large for any."""
-        num_rows, num_tokens = len(inputs.lengths), len(inputs.ids)
-        rest = (inputs.tree is not None, tuple(taps))
-        if num_rows in self.rows and num_tokens in self.tokens:
-            return Shape(num_rows, num_tokens, *rest)
-        row = bisect.bisect_left(self.rows, num_rows + 1)
-        if row == len(self.rows):
-            return None
-        token = bisect.bisect_left(self.tokens, num_tokens + self.rows[row] - num_rows)
-        return (
-            Shape(self.rows[row], self.tokens[token], *rest) if token < len(self.tokens) else None
-        )
+    def _knows(self, inputs: PassInputs, taps: tuple[int, ...]) -> bool:
+        return tuple(taps) in ((), self.taps) and (inputs.tree is None or self._has_trees)
 
-    def _capture(self, shape: Shape, inputs: PassInputs) -> bool:
-        static = StaticInputs(shape, self.max_blocks, self.target.device)
-        static.fill(inputs)
+    @torch.inference_mode()
+    def prepare(self, shape: Shape) -> bool:
+        """Capture the shape; True where it has a graph now. What that reads and writes is
+        padding."""
+        if shape in self._graphs:
+            return True
+        if self.broken or shape in self._left_out:
+            return False
         try:
-            graph, output = self.capturer.capture(lambda: self._forward(static))
+            self._capture(shape)
+        except torch.OutOfMemoryError:
+            if not self._left_out:
+                log.warning(
+                    "no memory for a CUDA graph of %d tokens: such passes run without, and larger "
+                    "ones; serve with a smaller memory_gib or max_batch",
+                    shape.num_tokens,
+                )
+            self._left_out.add(shape)
         except RuntimeError as error:
             # A model that looks at values on the host cannot be captured; it is served without
             # graphs.
@@ -199,18 +249,23 @@ class PassGraphs:
                 "the target's passes cannot be captured as CUDA graphs (%s)",
                 str(error).strip().splitlines()[0],
             )
-            self._broken = True
-            return False
-        self._graphs[shape] = (static, graph, output)
-        return True
+            self.broken = True
+        return shape in self._graphs
 
-    def _forward(self, static: StaticInputs) -> TargetOutput:
+    def _capture(self, shape: Shape) -> None:
+        self._inputs.clear(shape)
+        views = self._inputs.of(shape)
+        if self._outputs is None:
+            self._outputs = StaticOutputs(self.shapes.most_tokens, self._forward(views))
+        outputs = self._outputs
+        self._graphs[shape], _ = self.capturer.capture(lambda: outputs.take(self._forward(views)))
+
+    def _forward(self, views: Views) -> TargetOutput:
         context = PagedPass(
-            self.pool, static.tables, static.positions, static.lengths, tree=static.tree
+            self.pool, views.tables, views.positions, views.lengths, tree=views.tree
         )
-        return self.target.forward(
-            static.ids[None], static.positions[None], context, static.logit_rows, static.shape.taps
-        )
+        rows = torch.arange(len(views.ids), device=views.ids.device)
+        return self.target.forward(views.ids[None], views.positions[None], context, rows, self.taps)
 
 
 def can_capture(target: Target) -> bool:
@@ -219,14 +274,14 @@ def can_capture(target: Target) -> bool:
 
 
 def capture_drafts(
-    drafter: ServingDrafter | None, pool: PagedPool | None, *, max_batch: int, max_blocks: int
+    drafter: ServingDrafter | None,
+    pool: PagedPool | None,
+    *,
+    max_batch: int,
+    max_blocks: int,
+    capturer: Capturer | None,
 ) -> None:
-    """Lets a drafter draft by graphs from `pool`, if it can."""
-    if isinstance(drafter, Capturable) and pool is not None:
-        drafter.capture(pool, max_batch=max_batch, max_blocks=max_blocks, capturer=CudaCapturer())
-
-
-def token_buckets(most: int) -> list[int]:
-    """Every number up to 8, where a token more is a share that counts, then powers of two and the
-    numbers half way."""
-    return sorted({*range(1, min(most, 8) + 1), *sizes_up_to(most)})
+    """Lets a drafter draft by graphs from `pool`, if it can; `capturer` None: the device has no
+    graphs."""
+    if isinstance(drafter, Capturable) and pool is not None and capturer is not None:
+        drafter.capture(pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer)

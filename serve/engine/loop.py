@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from draftsmith.drafters.published.pool import DraftPool
 from draftsmith.errors import UserError
+from draftsmith.kernels.dispatch import use_device
 from draftsmith.serve.drafts.swap import Swap, SwapLate
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.scheduler import QueueFull
@@ -219,6 +220,7 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
+            use_device(self.engine.target.device)
             while not self._stopped:
                 self._take(block=not self.engine.busy)
                 if not self._stopped:

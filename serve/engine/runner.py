@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.drafters.adapters.adapters import Adapters
-from draftsmith.drafters.recurrent.kept import NUM_SIDES
 from draftsmith.drafters.recurrent.mixers import StateLayers
 from draftsmith.drafters.recurrent.pieces import RowRead, Split, StatePass, round_waves
 from draftsmith.drafters.recurrent.slots import StateSlots
@@ -21,9 +20,8 @@ from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.constants import NULL_BLOCK
-from draftsmith.kernels.cuda_graphs import CudaCapturer
 from draftsmith.kernels.dispatch import reads_freely, sent
-from draftsmith.serve.engine.graphs import LateIds, PassGraphs, PassInputs, can_capture
+from draftsmith.serve.engine.graphs import LateIds, PassGraphs, PassInputs
 from draftsmith.serve.engine.round import PassOutput, RoundTree, prompt_positions
 from draftsmith.serve.engine.scheduler import Row
 from draftsmith.serve.engine.trees import lay_out
@@ -208,21 +206,3 @@ def adapted_tokens(
         if adapter := row.request.options.adapter:
             found.setdefault(adapter, []).extend(range(begin, begin + length))
     return {name: sent(device, indices)[0] for name, indices in found.items()}
-
-
-def make_runner(
-    target: Target,
-    pool: PagedPool,
-    *,
-    max_batch: int,
-    max_blocks: int,
-    compile: str,
-    adapters: Adapters | None = None,
-) -> TargetRunner:
-    graphs = None
-    states = target.new_states(NUM_SIDES * max_batch)
-    if compile == "auto" and can_capture(target) and states is None:
-        graphs = PassGraphs(
-            target, pool, max_batch=max_batch, max_blocks=max_blocks, capturer=CudaCapturer()
-        )
-    return TargetRunner(target, pool, graphs, states, adapters)

@@ -30,7 +30,7 @@ class Server:
     limits: ServerLimits = field(default_factory=ServerLimits)
     report: Level = "none"  # of every response's drafts; a request may ask for more
     load: Load = field(default_factory=Load)
-    tokenizer_thread: TokenizerThread = field(default_factory=TokenizerThread)
+    tokenizer_thread: TokenizerThread = field(init=False)
     tool_parser: str = AUTO  # see `ChatTemplate`
     reasoning_parser: str = AUTO
     vocabulary: Any = field(init=False)
@@ -48,6 +48,7 @@ class Server:
         return self.loop.engine.target.tokenizer()
 
     def __post_init__(self) -> None:
+        self.tokenizer_thread = TokenizerThread(self.loop.engine.target.device)
         # A copy, for reading tokens on the event loop's thread while another text is encoded.
         self.vocabulary = copy.deepcopy(self.tokenizer)
         self.template = ChatTemplate(

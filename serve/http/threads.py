@@ -9,6 +9,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
+import torch
+
+from draftsmith.kernels.dispatch import use_device
+
 T = TypeVar("T")
 
 
@@ -65,10 +69,15 @@ class ThreadBridge(Generic[T]):
 class TokenizerThread:
     """One thread that tokenizes prompts and compiles grammars in order, so that a large request
     does not block the event loop. Encoding sets options of the tokenizer, so no other thread may
-    use that one meanwhile."""
+    use that one meanwhile. A request's own logits processors are tried on it, on `device`."""
 
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="draftsmith-intake")
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._thread = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix="draftsmith-intake",
+            initializer=use_device,
+            initargs=(device,),
+        )
 
     async def run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -31,6 +31,7 @@ class EngineCollector(Collector):
         yield from self._acceptance()
         yield from self._rounds()
         yield from self._swaps()
+        yield from self._graphs()
         yield from self._sizes()
 
     def _speculation(self) -> Iterator[Metric]:
@@ -273,6 +274,19 @@ class EngineCollector(Collector):
             "draftsmith_swap_pause_seconds_max",
             "Longest pause of a swap.",
             stats.longest_swap_pause_s,
+        )
+
+    def _graphs(self) -> Iterator[Metric]:
+        held = {"target": self.engine.runner.graphs, "draft": self.engine.draft_graphs}
+        text = "CUDA graphs, of the target's passes and of draft steps; none on a CPU."
+        family = GaugeMetricFamily("draftsmith_graphs", text, labels=["model_name", "what"])
+        for what, graphs in held.items():
+            family.add_metric([self.model, what], 0 if graphs is None else graphs.num_graphs)
+        yield family
+        yield self._gauge(
+            "draftsmith_graphs_broken",
+            "1 when passes or draft steps could not be captured as CUDA graphs and run without.",
+            float(any(graphs is not None and graphs.broken for graphs in held.values())),
         )
 
     def _sizes(self) -> Iterator[Metric]:

@@ -192,6 +192,22 @@ def attended(made: PagedPass, query: torch.Tensor) -> torch.Tensor:
     )
 
 
+@pytest.mark.parametrize("impl", ["auto", "torch", "triton"])
+@pytest.mark.parametrize("num_empty", [1, 3])
+def test_rows_of_no_tokens_at_the_end_change_nothing(impl: str, num_empty: int) -> None:
+    """A CUDA graph has more rows than most rounds."""
+    made, query = pass_of([9, 30, 3, 3], torch.float32, impl)
+    tables, lengths, _ = made.layout
+    padded = PagedPass(
+        made.pool,
+        torch.cat([tables, tables.new_zeros(num_empty, tables.shape[1])]),
+        torch.tensor([9, 30, 3, 3]),
+        torch.cat([lengths, lengths.new_zeros(num_empty)]),
+        impl=impl,
+    )
+    torch.testing.assert_close(attended(padded, query), attended(made, query))
+
+
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:

@@ -1,8 +1,9 @@
-"""Captured passes: the right shape for a round, padding that nobody sees, fixed addresses, one
-capture a shape."""
+"""Captured passes: few shapes that hold every round, padding that nobody sees, fixed addresses, one
+capture a shape, and what a failure ends."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from unittest.mock import Mock
 
@@ -13,46 +14,54 @@ from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.constants import NULL_BLOCK
-from draftsmith.kernels.cuda_graphs import CudaCapturer, row_buckets
+from draftsmith.kernels.cuda_graphs import CudaCapturer, Shape, Shapes, row_buckets, token_buckets
 from draftsmith.serve.engine.graphs import (
+    MOST_LOGITS,
+    MOST_TOKENS,
     PassGraphs,
     PassInputs,
     can_capture,
-    padding_lengths,
-    token_buckets,
+    longest_round,
 )
 from draftsmith.serve.parallel import LeadingTarget
 
-BLOCK, MAX_BLOCKS, MAX_BATCH = 4, 8, 5
+BLOCK, MAX_BLOCKS, MAX_BATCH, PER_ROW, TAPS = 4, 8, 5, 6, (0, 3)
 
 
 class ReplayingGraph:
-    """As a CUDA graph does: reads and writes the tensors it was captured with, whatever they hold
-    by then."""
+    """As a CUDA graph does: runs on the tensors it was captured with, whatever they hold by
+    then."""
 
-    def __init__(self, run: Callable[[], TargetOutput], output: TargetOutput):
-        self.run, self.output = run, output
+    def __init__(self, run: Callable[[], object]):
+        self.run = run
 
     def replay(self) -> None:
-        again = self.run()
-        self.output.logits.copy_(again.logits)
-        if self.output.taps is not None:
-            self.output.taps.copy_(again.taps)
+        self.run()
 
 
 class FakeCapturer:
     def __init__(self) -> None:
         self.captures = 0
+        self.kept: dict[int, int] = {}  # bytes of what captures gave out, by address
 
-    def capture(self, run: Callable[[], TargetOutput]) -> tuple[ReplayingGraph, TargetOutput]:
+    def capture(self, run: Callable[[], object]) -> tuple[ReplayingGraph, object]:
         self.captures += 1
         output = run()
-        return ReplayingGraph(run, output), output
+        for tensor in vars(output).values() if output is not None else ():
+            self.kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return ReplayingGraph(run), output
 
 
-def make_graphs(target: Target, capturer: object) -> PassGraphs:
-    pool = target.new_pool(40, BLOCK)
-    return PassGraphs(target, pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=capturer)
+def make_graphs(target: Target, capturer: object, **options: object) -> PassGraphs:
+    given = {"max_batch": MAX_BATCH, "per_row": PER_ROW, "taps": TAPS, "has_trees": True} | options
+    return PassGraphs(
+        target, target.new_pool(40, BLOCK), max_blocks=MAX_BLOCKS, capturer=capturer, **given
+    )
+
+
+def warm_up(graphs: PassGraphs) -> None:
+    for shape in graphs.shapes:
+        graphs.prepare(shape)
 
 
 def tables_of(num_rows: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -64,15 +73,15 @@ def tables_of(num_rows: int, device: torch.device | str = "cpu") -> torch.Tensor
 def round_of(
     lengths: list[int], begins: list[int], seed: int, device: torch.device | str = "cpu"
 ) -> PassInputs:
-    """Row b's tokens at `begins[b]` and on, logits wanted of all but its first token where it has
-    several."""
+    """Row b's tokens at `begins[b]` and on, logits wanted of all."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 200, (sum(lengths),), generator=generator).tolist()
-    positions, wanted, at = [], [], 0
-    for length, begin in zip(lengths, begins):
-        positions += range(begin, begin + length)
-        wanted += range(at + min(1, length - 1), at + length)
-        at += length
+    positions = [
+        position
+        for length, begin in zip(lengths, begins)
+        for position in range(begin, begin + length)
+    ]
+    wanted = list(range(len(ids)))
     return PassInputs(ids, positions, lengths, wanted, tables_of(len(lengths), device), None)
 
 
@@ -117,24 +126,28 @@ ROUNDS = [
 
 
 def assert_rounds_equal(target: Target, capturer: object, device: torch.device | str) -> None:
-    graphs, own = make_graphs(target, capturer), target.new_pool(40, BLOCK)
-    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for seed, (lengths, begins) in enumerate(ROUNDS * 2):
-        inputs = round_of(lengths, begins, seed, device)
-        if seed % 2:
-            inputs = with_tree(inputs)
-        taps = (0, 3) if seed % 3 else ()
-        found, expected = graphs.run(inputs, taps), eager(target, own, inputs, taps)
-        assert found is not None
-        torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=1e-4)
-        if taps:
-            kept.append((found.taps, expected.taps))
-    # Requests keep taps for rounds: later replays must not write into them.
-    for found_taps, expected_taps in kept:
-        torch.testing.assert_close(found_taps, expected_taps, atol=1e-4, rtol=1e-4)
-    for one, other in zip((*graphs.pool.keys, *graphs.pool.values), (*own.keys, *own.values)):
-        # All but the null block, which padding writes.
-        torch.testing.assert_close(one[BLOCK:], other[BLOCK:], atol=1e-4, rtol=1e-4)
+    for has_trees in (True, False):
+        graphs = make_graphs(target, capturer, has_trees=has_trees)
+        own = target.new_pool(40, BLOCK)
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for seed, (lengths, begins) in enumerate(ROUNDS * 2):
+            inputs = round_of(lengths, begins, seed, device)
+            if seed % 2 and has_trees:
+                inputs = with_tree(inputs)
+            taps = TAPS if seed % 3 else ()
+            found, expected = graphs.run(inputs, taps), eager(target, own, inputs, taps)
+            assert found is not None
+            torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=1e-4)
+            assert (found.taps is None) == (taps == ())
+            if taps:
+                kept.append((found.taps, expected.taps))
+        assert graphs.num_graphs > 1 and not graphs.broken
+        # Requests keep taps for rounds: later replays must not write into them.
+        for found_taps, expected_taps in kept:
+            torch.testing.assert_close(found_taps, expected_taps, atol=1e-4, rtol=1e-4)
+        for one, other in zip((*graphs.pool.keys, *graphs.pool.values), (*own.keys, *own.values)):
+            # All but the null block, which padding writes.
+            torch.testing.assert_close(one[BLOCK:], other[BLOCK:], atol=1e-4, rtol=1e-4)
 
 
 def test_replayed_rounds_are_the_eager_ones(target):
@@ -148,54 +161,149 @@ def test_cuda_graphs_are_the_eager_passes(tiny_target):
         assert_rounds_equal(target, CudaCapturer(), "cuda")
 
 
-def test_a_shape_is_captured_once_and_its_inputs_stay_where_they_are(target):
+def addresses(graphs: PassGraphs) -> list[int]:
+    tensors = [graphs._inputs._flat, graphs._inputs._tables, *graphs._inputs._tree]
+    return [tensor.data_ptr() for tensor in (*tensors, *vars(graphs._outputs).values())]
+
+
+def test_a_shape_is_captured_once_and_all_stays_where_it_is(target):
     capturer = FakeCapturer()
     graphs = make_graphs(target, capturer)
     places = set()
     for seed in range(6):
-        graphs.run(round_of([2, 1, 2], [seed, seed, seed], seed), ())
-        (static, _, output) = next(iter(graphs._graphs.values()))
-        places.add(
-            (
-                static.ids.data_ptr(),
-                static.tables.data_ptr(),
-                static.lengths.data_ptr(),
-                output.logits.data_ptr(),
-            )
-        )
+        output = graphs.run(round_of([2, 1, 2], [seed, seed, seed], seed), ())
+        places.add((output.logits.data_ptr(), *addresses(graphs)))
     assert (capturer.captures, graphs.num_graphs, len(places)) == (1, 1, 1)
 
 
-def test_few_shapes_serve_every_round(target):
+def test_taps_make_no_shape_of_their_own(target):
+    graphs = make_graphs(target, FakeCapturer())
+    inputs = round_of([2, 2], [0, 0], 0)
+    assert graphs.run(inputs, ()).taps is None
+    assert graphs.run(inputs, TAPS).taps.shape == (4, 2 * target.hidden_size)
+    assert graphs.num_graphs == 1
+    assert graphs.run(inputs, (1,)) is None  # no draft of this engine reads it
+
+
+def test_pieces_of_prompts_are_not_captured(target):
     capturer = FakeCapturer()
     graphs = make_graphs(target, capturer)
-    rounds = 0
-    for num_rows in range(1, MAX_BATCH + 1):
-        for longest in range(1, 7):
-            lengths = [1 + row % longest for row in range(num_rows)]
-            assert graphs.run(round_of(lengths, [0] * num_rows, 0), ()) is not None
-            rounds += 1
-    assert capturer.captures < rounds
-    assert capturer.captures <= len(graphs.rows) * len(graphs.tokens)
+    alone = round_of([6], [0], 0)._replace(logit_rows=[5])
+    beside = round_of([2, 6], [3, 0], 0)._replace(logit_rows=[0, 1, 7])
+    swapped = round_of([2, 2], [0, 0], 0)._replace(logit_rows=[2, 3, 0, 1])
+    for inputs in (alone, beside, swapped):
+        assert graphs.run(inputs, ()) is None
+    assert capturer.captures == 0
 
 
-def test_a_pass_without_padding_gets_exactly_its_shape(target):
+def shapes_of(max_batch: int, k: int, vocab_size: int = 128_256) -> Shapes:
+    most = min(MOST_TOKENS, MOST_LOGITS // vocab_size, longest_round(max_batch, 1 + k))
+    return Shapes(max_batch=max_batch, per_row=1 + k, most_tokens=most)
+
+
+def met_shapes(max_batch: int, k: int) -> set[Shape]:
+    """Of every round of a server: rows that draft 0 to k tokens each."""
+    shapes = shapes_of(max_batch, k)
+    met = {
+        shapes.of(num_rows, num_tokens)
+        for num_rows in range(1, max_batch + 1)
+        for num_tokens in range(num_rows, num_rows * (1 + k) + 1)
+    }
+    return met - {None}
+
+
+MOST_SHAPES = {1: 9, 8: 29, 64: 39, 256: 39}
+
+
+@pytest.mark.parametrize("max_batch", MOST_SHAPES)
+def test_the_shapes_of_a_server_are_few_and_known_before(max_batch):
+    for k in range(9):
+        known = set(shapes_of(max_batch, k))
+        assert met_shapes(max_batch, k) <= known
+        assert len(known) <= MOST_SHAPES[max_batch]
+    assert met_shapes(max_batch, 8) == known
+
+
+@pytest.mark.parametrize("max_batch, k", [(8, 4), (64, 4), (64, 8)])
+def test_a_round_in_which_all_draft_has_hardly_a_row_too_many(max_batch, k):
+    """Attention cuts contexts into as many parts as rows leave free."""
+    shapes = shapes_of(max_batch, k)
+    for num_rows in range(1, max_batch + 1):
+        shape = shapes.of(num_rows, num_rows * (1 + k))
+        if shape is not None:
+            assert shape.num_rows <= -(-shape.num_tokens // (1 + k))
+
+
+def storages(value: object, found: dict[int, int]) -> dict[int, int]:
+    """Bytes of every storage that an object holds, by address."""
+    if isinstance(value, torch.Tensor):
+        found[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+    elif isinstance(value, dict):
+        for one in value.values():
+            storages(one, found)
+    elif isinstance(value, (tuple, list)):
+        for one in value:
+            storages(one, found)
+    elif type(value).__module__.startswith("draftsmith.serve"):
+        storages({**vars(value), "target": None, "pool": None}, found)
+    return found
+
+
+def test_one_output_serves_all_shapes(target):
+    """Not one kept logits tensor a graph: at a vocabulary of 128k those were gigabytes."""
+    capturer = FakeCapturer()
+    graphs = make_graphs(target, capturer)
+    warm_up(graphs)
+    assert graphs.num_graphs == len(graphs.shapes) > 10
+    rows, width = graphs.shapes.most_tokens, target.vocab_size + 2 * target.hidden_size
+    outputs = 4 * rows * width
+    inputs = 8 * (5 * rows + graphs.shapes.most_rows * (1 + MAX_BLOCKS))
+    assert sum((storages(graphs, {}) | capturer.kept).values()) == outputs + inputs
+
+
+def test_after_the_warm_up_no_round_captures(target):
+    capturer, rng = FakeCapturer(), random.Random(0)
+    graphs = make_graphs(target, capturer)
+    warm_up(graphs)
+    warmed = capturer.captures
+    for seed in range(200):
+        lengths = [rng.randint(1, PER_ROW) for _ in range(rng.randint(1, MAX_BATCH))]
+        inputs = round_of(lengths, [0] * len(lengths), seed)
+        taps = rng.choice([(), TAPS])
+        assert graphs.run(with_tree(inputs) if seed % 4 == 0 else inputs, taps) is not None
+    assert (capturer.captures, warmed) == (len(graphs.shapes), len(graphs.shapes))
+
+
+def test_the_warm_up_writes_the_null_block_alone_and_begins_with_the_largest(target):
     graphs = make_graphs(target, FakeCapturer())
-    assert graphs.shape_for(round_of([1], [0], 0), ())[:2] == (1, 1)
-    assert graphs.shape_for(round_of([3, 3], [0, 0], 0), ())[:2] == (2, 6)
+    sizes = [shape.num_tokens for shape in graphs.shapes]
+    assert sizes == sorted(sizes, reverse=True)
+    warm_up(graphs)
+    for part in (*graphs.pool.keys, *graphs.pool.values):
+        assert not part[BLOCK:].any()
+
+
+def test_a_pass_without_padding_gets_exactly_its_shape():
+    shapes = shapes_of(MAX_BATCH, PER_ROW - 1)
+    assert shapes.of(1, 1) == (1, 1)
+    assert shapes.of(1, 3) == (1, 3)
+    assert shapes.of(3, 3) == (3, 3)
 
 
 def test_a_pass_too_large_for_every_graph_is_left_alone(target):
-    graphs = make_graphs(target, FakeCapturer())
-    graphs.tokens = token_buckets(8)
+    graphs = make_graphs(target, FakeCapturer(), max_batch=1, per_row=1)
     assert graphs.run(round_of([9], [0], 0), ()) is None
-    assert graphs.run(round_of([2, 2, 2], [0, 0, 0], 0), ()) is not None
+    assert graphs.run(round_of([1], [0], 0), ()) is not None
 
 
 def test_padding_stays_in_the_null_block(target):
     graphs = make_graphs(target, FakeCapturer())
+    # What an earlier round has left there must not be read as a padding row's blocks.
+    graphs.run(round_of([2] * 5, [0] * 5, 0), ())
+    for part in (*graphs.pool.keys, *graphs.pool.values):
+        part.zero_()
     inputs = round_of([2, 2, 2, 3], [0] * 4, 0)
-    shape = graphs.shape_for(inputs, ())
+    shape = graphs.shapes.of(4, 9)
     assert shape.num_tokens > 9
     graphs.run(inputs, ())
     own = set(inputs.tables.flatten().tolist())
@@ -203,28 +311,53 @@ def test_padding_stays_in_the_null_block(target):
         graphs.pool.keys[0].view(40, BLOCK, -1).abs().sum(dim=(1, 2)).nonzero().flatten().tolist()
     )
     assert set(written) <= own | {NULL_BLOCK}
-    static = graphs._graphs[shape][0]
-    assert static.tables[4:].eq(NULL_BLOCK).all()
-    assert int(static.lengths.sum()) == shape.num_tokens
+    views = graphs._inputs.of(shape)
+    assert views.tables[4, 0] == NULL_BLOCK
+    assert views.lengths.tolist() == [2, 2, 2, 3, shape.num_tokens - 9] + [0] * (shape.num_rows - 5)
 
 
 def test_a_model_that_cannot_be_captured_is_served_without_graphs(target, caplog):
     class Failing:
+        captures = 0
+
         def capture(self, run):
+            self.captures += 1
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    graphs = make_graphs(target, Failing())
-    for _ in range(2):
-        assert graphs.run(round_of([1, 1], [0, 0], 0), ()) is None
+    capturer = Failing()
+    graphs = make_graphs(target, capturer)
+    for lengths in ([1, 1], [1], [1, 1]):
+        assert graphs.run(round_of(lengths, [0] * len(lengths), 0), ()) is None
     assert caplog.text.count("cannot be captured") == 1
+    assert (graphs.broken, graphs.num_graphs, capturer.captures) == (True, 0, 1)
+
+
+def test_a_lack_of_memory_leaves_the_shape_out(target, caplog):
+    class Small(FakeCapturer):
+        """Has no room for more than 4 tokens."""
+
+        def capture(self, run):
+            if attempts[-1] > 4:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().capture(run)
+
+    graphs, attempts = make_graphs(target, Small()), []
+    clear = graphs._inputs.clear
+    graphs._inputs.clear = lambda shape: (attempts.append(shape.num_tokens), clear(shape))
+    warm_up(graphs)
+    assert len(attempts) == len(graphs.shapes)
+    assert not graphs.broken
+    assert graphs.num_graphs == sum(shape.num_tokens <= 4 for shape in graphs.shapes)
+    assert caplog.text.count("no memory for a CUDA graph") == 1
+    assert graphs.run(round_of([3, 3], [0, 0], 0), ()) is None
+    assert graphs.run(round_of([2, 2], [0, 0], 0), ()) is not None
+    assert len(attempts) == len(graphs.shapes)  # a shape is tried once
 
 
 def test_buckets():
     assert row_buckets(8) == [1, 2, 3, 4, 6, 8, 9]
     assert row_buckets(5) == [1, 2, 3, 4, 5, 6]
     assert token_buckets(32) == [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32]
-    assert padding_lengths(3, 7) == [1, 1, 5]
-    assert padding_lengths(0, 0) == []
 
 
 def test_a_sharded_target_is_not_captured():

@@ -1,0 +1,104 @@
+"""Warm-up of an engine on a GPU: what its first rounds would capture and compile, before any
+request waits for it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+from draftsmith.kernels.cuda_graphs import sizes_up_to
+from draftsmith.progress import Progress
+from draftsmith.serve.control.control import FixedControl
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.requests.request import FinishReason, RequestOptions
+from draftsmith.serve.sampling.params import SamplingParams
+
+log = logging.getLogger(__name__)
+
+ROUNDS = 3  # of a batch: the prompt, and two that draft, the second behind drafts of its own
+# Kinds of requests whose draft steps and samplers get graphs and compiled kernels.
+KINDS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7, top_p=0.9),
+)
+# Not recorded, not remembered by drafts from text, and no prefix of a client's prompt.
+UNSEEN = RequestOptions(text=False, learn=False, cache_salt="warm-up")
+
+
+def warm_up(engine: Engine) -> None:
+    """Capture and compile, on the caller's thread, before the engine has one. Nothing on a CPU, nor
+    where the option is off."""
+    if engine.config.warm_up and engine.target.device.type == "cuda":
+        rehearse(engine)
+
+
+def rehearse(engine: Engine) -> None:
+    """`warm_up` on any device. The engine's counters and controls do not see it."""
+    steps = [*_captures(engine), *_batches(engine)]
+    progress = Progress("warm up", total=len(steps), unit="shapes")
+    with unseen(engine):
+        for done, step in enumerate(steps, start=1):
+            step()
+            progress.update(done, note=_held(engine))
+    progress.close()
+
+
+def _captures(engine: Engine) -> list[Callable[[], object]]:
+    """The target's graphs; the largest come first."""
+    graphs = engine.runner.graphs
+    return [] if graphs is None else [partial(graphs.prepare, shape) for shape in graphs.shapes]
+
+
+def _batches(engine: Engine) -> list[Callable[[], object]]:
+    """Rounds of as many rows as draft steps have graphs for, and a pass of a prompt alone."""
+    config = engine.config
+    longest = min(config.max_round_tokens, engine.max_length - 1)
+    sizes = sizes_up_to(min(config.max_batch, config.max_queue))
+    return [
+        partial(_rounds, engine, 1, KINDS[0], length=longest),
+        *(partial(_rounds, engine, size, kind) for size in reversed(sizes) for kind in KINDS),
+    ]
+
+
+def _rounds(engine: Engine, num_rows: int, kind: SamplingParams, length: int = 1) -> None:
+    """A few rounds of so many requests, which are then ended. A seed makes them draft their k
+    whatever is accepted, and takes none from the engine's own."""
+    room = engine.max_length - length
+    most = max(1, min(room, ROUNDS * (1 + engine.max_draft_tokens)))
+    params = replace(kind, seed=0, ignore_eos=True, max_tokens=most)
+    requests = [engine.submit([0] * length, params, options=UNSEEN) for _ in range(num_rows)]
+    try:
+        for _ in range(ROUNDS):
+            engine.step()
+    except RuntimeError as error:
+        # A server would end such requests and go on.
+        log.warning("a round of the warm-up failed (%s)", str(error).strip().splitlines()[0])
+    finally:
+        for request in requests:
+            engine.cancel(request, FinishReason.ABORT)
+
+
+@contextmanager
+def unseen(engine: Engine) -> Iterator[None]:
+    """Leaves counters and controls as they are: these rounds compile, so their times say
+    nothing."""
+    scheduler, stats = engine.scheduler, vars(engine.stats)
+    control, preemptions = scheduler.control, scheduler.num_preemptions
+    before = copy.deepcopy(stats)
+    scheduler.control = FixedControl()
+    try:
+        yield
+    finally:
+        scheduler.control, scheduler.num_preemptions = control, preemptions
+        stats.update(before)
+
+
+def _held(engine: Engine) -> str:
+    graphs, drafts = engine.runner.graphs, engine.draft_graphs
+    target = 0 if graphs is None else graphs.num_graphs
+    return f"CUDA graphs: {target} target, {0 if drafts is None else drafts.num_graphs} draft"

@@ -1,0 +1,146 @@
+"""Warm-up before traffic, with a capturer of the test's own: afterwards no round captures anything,
+and nobody can tell that there was one."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.drafters.options import Eagle3Options
+from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.target.target import Target
+from draftsmith.kernels.cuda_graphs import CountedCapturer
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine.build import build_engine, most_drafted
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.graphs import PassGraphs
+from draftsmith.serve.sampling.params import SamplingParams
+from draftsmith.serve.warm_up import rehearse, warm_up
+
+MAX_BATCH, K = 4, 3
+
+
+class ReplayingGraph:
+    """Runs on the tensors it was captured with, and writes those that the capture gave out."""
+
+    def __init__(self, run: Callable[[], Any], output: Any):
+        self.run, self.output = run, output
+
+    def replay(self) -> None:
+        again = self.run()
+        for kept, new in zip(self.output or (), again or (), strict=True):
+            if kept is not None:
+                kept.copy_(new)
+
+
+class FakeCapturer:
+    def capture(self, run: Callable[[], Any]) -> tuple[ReplayingGraph, Any]:
+        output = run()
+        return ReplayingGraph(run, output), output
+
+
+def make_engine(target: Target, *, captured: bool = True, **options: Any) -> Engine:
+    """As on a device with graphs, but for the capturer."""
+    drafter = FAMILIES["eagle3"].create(Eagle3Options(), target, seed=0).to(torch.float32)
+    config = EngineConfig(
+        compile="off", max_batch=MAX_BATCH, k=K, max_length=96, num_blocks=40, seed=7, **options
+    )
+    engine = build_engine(target, drafter, config, draft_version="0")
+    if captured:
+        max_blocks = engine.tables.host.shape[1]
+        engine.draft_graphs = CountedCapturer(FakeCapturer())
+        drafter.capture(
+            engine.proposer.pool,
+            max_batch=MAX_BATCH,
+            max_blocks=max_blocks,
+            capturer=engine.draft_graphs,
+        )
+        engine.runner.graphs = PassGraphs(
+            target,
+            engine.runner.pool,
+            max_batch=MAX_BATCH,
+            max_blocks=max_blocks,
+            capturer=FakeCapturer(),
+            per_row=1 + most_drafted(engine.proposer, config),
+            taps=engine.proposer.taps,
+        )
+    return engine
+
+
+def answers(engine: Engine, seed: int = 0, count: int = 12) -> list[list[int]]:
+    """Of requests that come and go in a random order."""
+    rng, requests = random.Random(seed), []
+    kinds = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}]
+    for _ in range(count):
+        prompt = [rng.randrange(3, 200) for _ in range(rng.randint(1, 40))]
+        params = SamplingParams(
+            **rng.choice(kinds), max_tokens=rng.randint(1, 24), k=rng.choice([None, None, 0, 1])
+        )
+        requests.append(engine.submit(prompt, params))
+        for _ in range(rng.randint(0, 3)):
+            engine.step()
+    while engine.busy:
+        engine.step()
+    return [request.output for request in requests]
+
+
+def test_after_the_warm_up_no_round_captures(target, capsys):
+    engine = make_engine(target)
+    rehearse(engine)
+    graphs, drafts = engine.runner.graphs, engine.draft_graphs
+    warmed = graphs.num_graphs, drafts.num_graphs
+    assert warmed[0] == len(graphs.shapes) and warmed[1] > 0
+    assert not graphs.broken and not drafts.broken
+    for seed in range(3):
+        answers(engine, seed)
+    assert (graphs.num_graphs, drafts.num_graphs) == warmed
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("warm up: ") and "took" in line
+    assert line.endswith(f"CUDA graphs: {warmed[0]} target, {warmed[1]} draft")
+
+
+def test_nobody_can_tell_that_there_was_one(target):
+    """Same answers for the engine's seed, same counters, no block in use."""
+    engine, plain = make_engine(target), make_engine(target, captured=False)
+    control, before = engine.scheduler.control, copy.deepcopy(vars(engine.stats))
+    rehearse(engine)
+    assert vars(engine.stats) == before
+    assert engine.scheduler.control is control and not engine.busy
+    assert engine.scheduler.blocks.usage == 0
+    assert answers(engine) == answers(plain)
+
+
+def test_a_round_that_fails_is_told_and_the_rest_goes_on(target, caplog, monkeypatch):
+    engine = make_engine(target)
+    step, failures = engine.step, [RuntimeError("no room\nfor it")]
+
+    def failing() -> bool:
+        if failures:
+            raise failures.pop()
+        return step()
+
+    monkeypatch.setattr(engine, "step", failing)
+    rehearse(engine)
+    assert "a round of the warm-up failed (no room)" in caplog.text
+    assert engine.draft_graphs.num_graphs > 0 and not engine.busy
+
+
+@pytest.mark.parametrize("kind, option, expected", [
+    ("cpu", True, 0), ("cuda", False, 0), ("cuda", True, 1),
+])  # fmt: skip
+def test_only_on_a_gpu_and_where_it_is_not_switched_off(kind, option, expected, monkeypatch):
+    class Stub:
+        config = EngineConfig(warm_up=option)
+
+        class target:
+            device = torch.device(kind)
+
+    calls = []
+    monkeypatch.setattr("draftsmith.serve.warm_up.rehearse", calls.append)
+    warm_up(Stub)
+    assert len(calls) == expected
