@@ -23,8 +23,8 @@ from draftsmith.kernels.attention import paged_compiled
 from draftsmith.kernels.attention.pool import LayerShape
 from draftsmith.kernels.call_list import Kind
 from draftsmith.kernels.few_rows import FewRows
+from draftsmith.kernels.forward.row_steps import RowSteps, row_steps
 from draftsmith.kernels.int8_rows import Int8Rows
-from draftsmith.kernels.row_steps import RowSteps, row_steps
 
 Shape = tuple[int | None, ...]  # None: T
 

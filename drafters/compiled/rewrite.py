@@ -17,8 +17,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from draftsmith.drafters.compiled.packed_linear import PackedLinear, packable
 from draftsmith.drafters.int8_linear import int8_linear
+from draftsmith.kernels.forward.row_steps import RowSteps, row_steps
 from draftsmith.kernels.int8_rows import Int8Rows, Int8Weight
-from draftsmith.kernels.row_steps import RowSteps, row_steps
 
 aten = torch.ops.aten
 Product = Callable[[torch.Tensor], Sequence[torch.Tensor]]

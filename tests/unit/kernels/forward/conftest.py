@@ -1,0 +1,19 @@
+"""Interpreted steps round as a device does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.interpreted import rounding_to_nearest
+
+
+@pytest.fixture(scope="package", autouse=True)
+def rounded() -> Iterator[None]:
+    if os.environ["TRITON_INTERPRET"] == "0":
+        yield
+        return
+    with rounding_to_nearest():
+        yield
