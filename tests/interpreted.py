@@ -3,7 +3,9 @@ launch."""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +21,28 @@ _MADE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided
 # Operations whose result is a number or a shape that only values tell: the host would wait, and no
 # graph can hold them.
 READ = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2")
+
+
+@contextmanager
+def members_looked_up_once() -> Iterator[None]:
+    """The interpreter looks through all members of `triton.language` for its builtins at each call
+    of each function, which takes longer than most of our kernels at the tests' sizes."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    is_builtin, patch_attr = interpreter.tl.core.is_builtin, interpreter._patch_attr
+
+    @functools.cache
+    def names(package: Any) -> list[str]:
+        return [name for name, member in inspect.getmembers(package) if is_builtin(member)]
+
+    def patch_builtin(package: Any, *rest: Any) -> None:
+        for name in names(package):
+            # Within a call it is one no more.
+            if is_builtin(member := getattr(package, name)):
+                patch_attr(package, name, member, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_builtin", patch_builtin)
+        yield
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 
 from draftsmith.drafters.compiled.capture import attend
 from draftsmith.drafters.compiled.packed_linear import PackedLinear
-from draftsmith.drafters.compiled.rewrite import fixed, multiply
+from draftsmith.drafters.compiled.patterns import fixed, multiply
 from draftsmith.kernels.attention import paged_compiled
 from draftsmith.kernels.attention.pool import LayerShape
 from draftsmith.kernels.call_list import Kind

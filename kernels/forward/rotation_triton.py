@@ -139,7 +139,7 @@ def rotate(
 
 
 class Written(NamedTuple):
-    """What a pass writes into a layer of a paged pool, and where."""
+    """Keys and values that a pass writes into a layer of a paged pool, and their slots."""
 
     key: torch.Tensor  # [1, kv_heads, T, D], not yet rotated
     value: torch.Tensor  # [1, kv_heads, T, value_dim]

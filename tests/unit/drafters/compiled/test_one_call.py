@@ -99,6 +99,13 @@ def test_one_call_gives_the_bits_of_many(tiny_target, architecture, dtype, monke
     assert not torch.equal(found[2], found[6])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_is_twelve_kernels(tiny_target, dtype):
+    """Two norms, four products, two rotations, attention, a gate and two sums; one norm behind."""
+    target = made(tiny_target, "llama", dtype)
+    assert len(body(target)._one_call._calls._calls) == 12 * target.num_layers + 1
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_no_product_is_called_from_python(tiny_target, monkeypatch, threads):
     target = made(tiny_target, "llama")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 
@@ -12,8 +13,5 @@ from tests.interpreted import rounding_to_nearest
 
 @pytest.fixture(scope="package", autouse=True)
 def rounded() -> Iterator[None]:
-    if os.environ["TRITON_INTERPRET"] == "0":
-        yield
-        return
-    with rounding_to_nearest():
+    with nullcontext() if os.environ["TRITON_INTERPRET"] == "0" else rounding_to_nearest():
         yield
