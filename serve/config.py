@@ -141,7 +141,7 @@ class EngineOptions:
     )
     prefix_cache: bool = option(True, "keep blocks of finished text for requests that begin alike")
     compile: str = option(
-        "auto", "replay captured forwards on a CPU, CUDA graphs on a GPU", choices=("auto", "off")
+        "auto", "replay captured forwards, on a GPU within CUDA graphs", choices=("auto", "off")
     )
     warm_up: bool = option(
         True, "on a GPU, capture CUDA graphs and compile kernels before the first request"

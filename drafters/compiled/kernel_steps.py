@@ -18,13 +18,13 @@ from torch.fx import Graph, Node
 
 from draftsmith.drafters.compiled.capture import attend
 from draftsmith.drafters.compiled.packed_linear import PackedLinear
-from draftsmith.drafters.compiled.rewrite import fixed, multiply
+from draftsmith.drafters.compiled.patterns import fixed, multiply
 from draftsmith.kernels.attention import paged_compiled
 from draftsmith.kernels.attention.pool import LayerShape
 from draftsmith.kernels.call_list import Kind
 from draftsmith.kernels.few_rows import FewRows
+from draftsmith.kernels.forward.row_steps import RowSteps, row_steps
 from draftsmith.kernels.int8_rows import Int8Rows
-from draftsmith.kernels.row_steps import RowSteps, row_steps
 
 Shape = tuple[int | None, ...]  # None: T
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.fx import GraphModule
 
 from draftsmith.drafters.compiled.capture import capture
+from draftsmith.drafters.compiled.joined_linear import JoinedLinear
 from draftsmith.drafters.compiled.one_call import one_call
+from draftsmith.drafters.compiled.packed_linear import PackedLinear
 from draftsmith.drafters.compiled.rewrite import rewrite
 from draftsmith.drafters.target.attention import AttentionContext
 
@@ -19,19 +21,32 @@ class Replay:
     Python.
 
     Weights are the model's own tensors, so that new values copied into them count; `refresh` says
-    that this happened. `copies`: see `rewrite`.
+    that this happened. `copies`: see `rewrite`. `steps` between products are those for a CPU or
+    Triton's; see `captured.steps_for`.
     """
 
     def __init__(
-        self, function: Callable[..., Any], examples: Sequence[torch.Tensor], *, copies: int = 2
+        self,
+        function: Callable[..., Any],
+        examples: Sequence[torch.Tensor],
+        *,
+        copies: int = 2,
+        steps: Literal["cpu", "triton"] = "cpu",
     ):
         module = capture(function, examples)
-        self._packed = rewrite(module, copies=copies)
+        self._packed: Sequence[PackedLinear | JoinedLinear]
+        if steps == "cpu":
+            self._packed = rewrite(module, copies=copies)
+        else:
+            from draftsmith.drafters.compiled.device_rewrite import rewrite_for_device
+
+            self._packed = rewrite_for_device(module)
         constants = _lift_constants(module)
         self._constants = list(constants.values())
         module.recompile()
         self.graph = module.graph
-        self._run, self._one_call = module.forward, one_call(module.graph, constants)
+        self._run = module.forward
+        self._one_call = one_call(module.graph, constants) if steps == "cpu" else None
 
     def __call__(
         self, *inputs: torch.Tensor, attention_context: AttentionContext | None = None

@@ -3,15 +3,14 @@ on one with it."""
 
 from __future__ import annotations
 
-import functools
-import importlib
-import inspect
 import os
 from collections.abc import Iterator
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 import torch
+
+from tests.interpreted import members_looked_up_once
 
 
 @pytest.fixture
@@ -20,27 +19,8 @@ def device() -> torch.device:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def members_looked_up_once() -> Iterator[None]:
-    """Triton's interpreter looks through all members of `triton.language` for its builtins at each
-    call of each function, which takes longer than most of our kernels at the tests' sizes."""
-    if os.environ["TRITON_INTERPRET"] == "0":
-        yield
-        return
-    interpreter = importlib.import_module("triton.runtime.interpreter")
-    is_builtin, patch_attr = interpreter.tl.core.is_builtin, interpreter._patch_attr
-
-    @functools.cache
-    def names(package: Any) -> list[str]:
-        return [name for name, member in inspect.getmembers(package) if is_builtin(member)]
-
-    def patch_builtin(package: Any, *rest: Any) -> None:
-        for name in names(package):
-            # Within a call it is one no more.
-            if is_builtin(member := getattr(package, name)):
-                patch_attr(package, name, member, *rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_builtin", patch_builtin)
+def interpreted_faster() -> Iterator[None]:
+    with nullcontext() if os.environ["TRITON_INTERPRET"] == "0" else members_looked_up_once():
         yield
 
 

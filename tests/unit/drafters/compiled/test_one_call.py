@@ -19,7 +19,7 @@ from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.paged_compiled import MOST_QUERIES
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.few_rows import MOST_ROWS, FewRows
-from draftsmith.kernels.row_steps import row_steps
+from draftsmith.kernels.forward.row_steps import row_steps
 
 pytestmark = pytest.mark.skipif(row_steps(torch.float32) is None, reason="there is no C++ compiler")
 TAPS = (0, 2, 4)
@@ -97,6 +97,13 @@ def test_one_call_gives_the_bits_of_many(tiny_target, architecture, dtype, monke
         assert torch.equal(one, other)
     # What an earlier pass gave is not written again: all of it was compared after the last one.
     assert not torch.equal(found[2], found[6])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_is_twelve_kernels(tiny_target, dtype):
+    """Two norms, four products, two rotations, attention, a gate and two sums; one norm behind."""
+    target = made(tiny_target, "llama", dtype)
+    assert len(body(target)._one_call._calls._calls) == 12 * target.num_layers + 1
 
 
 @pytest.mark.parametrize("threads", [1, 2])

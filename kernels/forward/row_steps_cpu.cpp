@@ -1,7 +1,7 @@
 // Steps between the products of a layer, row by row: a row's result does not depend on the others.
 // row_steps.py compiles it and says what the arguments are.
 
-#include "host_numbers.h"
+#include "../host_numbers.h"
 
 namespace {
 

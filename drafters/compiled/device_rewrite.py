@@ -1,0 +1,230 @@
+"""Rewriting of a captured forward for a GPU: the same numbers, to float rounding, in fewer
+launches.
+
+A layer of a few tokens is mostly launches, each of which costs more than its numbers. What lies
+between products becomes Triton kernels, products of one input become one, and everything else stays
+torch's. A layer like Llama's is ten launches then, of 41.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, defaultdict
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from draftsmith.drafters.compiled.capture import attend
+from draftsmith.drafters.compiled.joined_linear import JoinedLinear, joinable
+from draftsmith.drafters.compiled.patterns import (
+    call_directly,
+    drop_no_operations,
+    fixed,
+    gate_activation,
+    join,
+    merge_equal,
+    norm_parts,
+    only_user,
+    replace,
+    rotates_heads,
+    rotation_parts,
+    stand_in,
+    tensor,
+)
+from draftsmith.drafters.compiled.rotated_attention import attend_rotated
+from draftsmith.kernels.forward.gate_triton import gate
+from draftsmith.kernels.forward.norm_triton import add_normalise, normalise
+
+aten = torch.ops.aten
+_NARROWING = (aten.to.dtype, aten.type_as.default, aten._to_copy.default)
+
+
+def rewrite_for_device(module: GraphModule) -> list[JoinedLinear]:
+    """Rewrites in place. Returns the holders of joined weights, the caller's to refresh."""
+    graph = module.graph
+    drop_no_operations(graph)
+    merge_equal(graph)
+    for fuse in (fuse_norms, fuse_sums, fuse_rotations, fuse_gates):
+        fuse(graph)
+        graph.eliminate_dead_code()
+    joined = join_linears(module)
+    call_directly(graph)
+    graph.eliminate_dead_code()
+    return joined
+
+
+class _Norm(NamedTuple):
+    x: Node
+    weight: Node | None
+    eps: float
+    offset: float
+    wide: bool
+    last: Node  # what the norm gives
+
+
+def fuse_norms(graph: Graph) -> None:
+    """RMS norms of every rounding as `normalise`."""
+    for root in list(graph.nodes):
+        if (norm := _norm(root)) is not None:
+            with graph.inserting_before(norm.last):
+                fused = graph.call_function(normalise, norm[:-1])
+            replace(graph, norm.last, fused)
+
+
+def _norm(root: Node) -> _Norm | None:
+    parts = norm_parts(root)
+    if parts is None or fixed(stand_in(root).shape[-1]) is None:
+        return None
+    x, eps, _ = parts
+    user = only_user(root)
+    if x.target is not aten.to.dtype:
+        weight, offset = _factor(user, root)
+        return _Norm(x, weight, eps, offset, True, root if weight is None else user or root)
+    x = x.args[0]
+    if user is None:
+        return None
+    if _narrows(user, x):
+        outer = only_user(user)
+        weight, _ = _factor(outer, user)
+        if outer is None or weight is None or stand_in(weight).dtype != stand_in(x).dtype:
+            return _Norm(x, None, eps, 0.0, False, user)
+        return _Norm(x, weight, eps, 0.0, False, outer)
+    weight, offset = _factor(user, root)
+    last = only_user(user)
+    if weight is None or last is None or not _narrows(last, x):
+        return None
+    return _Norm(x, weight, eps, offset, True, last)
+
+
+def _narrows(node: Node, x: Node) -> bool:
+    """True for the conversion of a norm in float32 to the type of `x`."""
+    return node.target in _NARROWING and stand_in(node).dtype == stand_in(x).dtype
+
+
+def _factor(outer: Node | None, normed: Node) -> tuple[Node | None, float]:
+    """Weight that `outer` multiplies `normed` by, and the offset that is added to it."""
+    if outer is None or outer.target is not aten.mul.Tensor or len(outer.args) != 2:
+        return None, 0.0
+    other = outer.args[0] if outer.args[1] is normed else outer.args[1]
+    if not isinstance(other, Node) or other is normed:
+        return None, 0.0
+    wide = stand_in(outer).dtype == torch.float32
+    weight, offset = other, 0.0
+    if wide and other.target is aten.add.Tensor and isinstance(other.args[1], float):
+        weight, offset = other.args
+    if wide and weight.target is aten.to.dtype and stand_in(weight).dtype == torch.float32:
+        weight = weight.args[0]
+    fits = (
+        weight.op == "get_attr"
+        and stand_in(weight).shape == stand_in(normed).shape[-1:]
+        and stand_in(weight).is_floating_point()
+    )
+    return (weight, offset) if fits else (None, 0.0)
+
+
+def fuse_sums(graph: Graph) -> None:
+    """A sum of states and the norm that reads it, as one call with both results."""
+    for node in list(graph.find_nodes(op="call_function", target=normalise)):
+        total, weight, *numbers = node.args
+        if not _adds_states(total, node):
+            continue
+        with graph.inserting_before(total):
+            # The weight may stand behind the sum.
+            factor = weight and graph.node_copy(weight)
+            call = graph.call_function(add_normalise, (*total.args, factor, *numbers))
+            results = [graph.call_function(operator.getitem, (call, index)) for index in (0, 1)]
+        replace(graph, node, results[1])
+        replace(graph, total, results[0])
+
+
+def _adds_states(total: Node, normed: Node) -> bool:
+    if total.target is not aten.add.Tensor or total.kwargs or len(total.args) != 2:
+        return False
+    states = [stand_in(one) for one in total.args if isinstance(one, Node)]
+    wanted = stand_in(normed)
+    return len(states) == 2 and all(
+        tuple(one.shape) == tuple(wanted.shape) and one.dtype == wanted.dtype for one in states
+    )
+
+
+def fuse_rotations(graph: Graph) -> None:
+    """Attention of rotated heads, and their norms, as one call."""
+    for node in list(graph.find_nodes(op="call_function", target=attend)):
+        context, query, key, value, *rest = node.args
+        parts = [rotation_parts(heads) for heads in (query, key)]
+        if parts[0] is None or parts[1] is None or parts[0][1:] != parts[1][1:]:
+            continue
+        cosine, sine = parts[0][1:3]
+        heads = [part[0] for part in parts if part is not None]
+        if not all(rotates_heads(one, angle) for one in heads for angle in (cosine, sine)):
+            continue
+        with graph.inserting_before(node):
+            norms = _head_norms(graph, heads)
+            if norms is not None:
+                heads = [_unnormalised(graph, one) for one in heads]
+            arguments = (context, *heads, value, cosine, sine, norms, *rest)
+            fused = graph.call_function(attend_rotated, arguments)
+        replace(graph, node, fused)
+
+
+def _head_norms(graph: Graph, heads: list[Node]) -> tuple[Any, ...] | None:
+    """The arguments of `attend_rotated` for norms of query and key that differ by weight alone."""
+    norms = [_normalised(one) for one in heads]
+    if norms[0] is None or norms[1] is None:
+        return None
+    (_, query_weight, *numbers), (_, key_weight, *others) = norms[0].args, norms[1].args
+    if numbers != others or query_weight is None or key_weight is None:
+        return None
+    return (query_weight, key_weight, *numbers)
+
+
+def _normalised(heads: Node) -> Node | None:
+    """The norm of each head in `heads` [1, heads, T, D], before or after a transposition."""
+    if heads.target is aten.transpose.int and heads.args[1:] == (1, 2):
+        heads = heads.args[0]
+    return heads if heads.target is normalise and stand_in(heads).ndim == 4 else None
+
+
+def _unnormalised(graph: Graph, heads: Node) -> Node:
+    if heads.target is normalise:
+        return heads.args[0]
+    return graph.call_function(aten.transpose.int, (heads.args[0].args[0], 1, 2))
+
+
+def fuse_gates(graph: Graph) -> None:
+    """activation(x) * factor as one call."""
+    for root in list(graph.find_nodes(op="call_function", target=aten.mul.Tensor)):
+        for opened, factor in (root.args, root.args[::-1]):
+            if (activation := gate_activation(opened, factor)) is not None:
+                with graph.inserting_before(root):
+                    fused = graph.call_function(gate, (opened.args[0], factor, activation))
+                replace(graph, root, fused)
+                break
+
+
+def join_linears(module: GraphModule) -> list[JoinedLinear]:
+    """Linears of one input become one multiplication. A weight that is read in several places
+    stays where it is."""
+    weights: dict[Node, torch.Tensor] = {}
+    for node in module.graph.find_nodes(op="call_function", target=aten.linear.default):
+        if node.args[1].op == "get_attr":
+            weights[node] = tensor(module, node.args[1])
+    reads = Counter(map(id, weights.values()))
+    groups: dict[Node, list[Node]] = defaultdict(list)
+    for node, weight in weights.items():
+        if reads[id(weight)] == 1 and joinable(weight):
+            groups[node.args[0]].append(node)
+    joined = []
+    for index, group in enumerate(groups.values()):
+        parts = [weights[node] for node in group]
+        if len(group) > 1 and len({part.dtype for part in parts}) == 1:
+            product = JoinedLinear(parts, [_bias(module, node) for node in group])
+            join(module, f"_joined{index}", group, product)
+            joined.append(product)
+    return joined
+
+
+def _bias(module: GraphModule, linear: Node) -> torch.Tensor | None:
+    bias = linear.args[2] if len(linear.args) > 2 else None
+    return bias and tensor(module, bias)
