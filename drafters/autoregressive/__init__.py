@@ -1,6 +1,7 @@
 """Drafting one token at a time from the drafter's own states.
 
 Files in reading order:
+- `rotary`: positions of its layers
 - `state`: states and protocols
 - `draft_sampler`: draws drafted tokens and keeps their distributions
 - `chain`: a chain of drafted tokens

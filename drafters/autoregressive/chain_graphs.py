@@ -95,7 +95,7 @@ class ChainGraphs:
         self.rows = row_buckets(max_batch)
         self._buffers: ChainBuffers | None = None
         self._graphs: dict[tuple[int, Passes], tuple[Graph, DraftStep]] = {}
-        self._broken = False
+        self.broken = False
 
     @property
     def num_graphs(self) -> int:
@@ -110,7 +110,7 @@ class ChainGraphs:
     ) -> bool:
         """Draft the depths after the first from `state` on, into `sampler`. False where they must
         be drafted without graphs."""
-        if not depths or self._broken or inputs.pool is not self.pool:
+        if not depths or self.broken or inputs.pool is not self.pool:
             return not depths
         if depths[0].kept is not None:
             state = state.select(depths[0].kept)
@@ -148,7 +148,7 @@ class ChainGraphs:
                 "draft steps cannot be captured as CUDA graphs (%s)",
                 str(error).strip().splitlines()[0],
             )
-            self._broken = True
+            self.broken = True
             return False
         return True
 

@@ -29,6 +29,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, sent
+from draftsmith.drafters.autoregressive.rotary import HasRotary
 from draftsmith.drafters.blocks.block_unroll import BlockPass
 from draftsmith.drafters.blocks.layer_passes import LayerPasses
 from draftsmith.drafters.blocks.shape import (
@@ -76,7 +77,7 @@ class Block(NamedTuple):
     tokens: torch.Tensor  # [R] the newest token
 
 
-class Dflash(nn.Module):
+class Dflash(HasRotary):
     """Embeddings and head are the target's, frozen and not part of the module, unless the draft
     brings its own."""
 
@@ -102,7 +103,6 @@ class Dflash(nn.Module):
             )
         self.config, self.taps, self.shape = config, taps, shape
         self._target = target
-        # Outside the module: its frequencies must stay in float32 whatever the module is cast to.
         self._rotary = (Qwen3RotaryEmbedding(config),)
         self.fc = nn.Linear(len(taps) * target.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)

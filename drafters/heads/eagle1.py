@@ -79,7 +79,6 @@ class Eagle1(FeatureHead):
         self.config = config
         self.windows = windows
         self._target = target
-        # Outside the module: its frequencies must stay in float32 whatever the module is cast to.
         self._rotary = (LlamaRotaryEmbedding(config),)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
         layer = LlamaDecoderLayer(config, layer_idx=0)

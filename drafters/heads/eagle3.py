@@ -111,7 +111,6 @@ class Eagle3(FeatureHead):
         )
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False)
-        # Outside the module: its frequencies must stay in float32 whatever the module is cast to.
         self._rotary = (kind_of(config).rotary(config),)
         self.embed_tokens = (
             nn.Embedding(config.vocab_size, config.hidden_size) if own_embeddings else None

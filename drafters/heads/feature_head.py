@@ -12,12 +12,12 @@ from abc import abstractmethod
 from collections.abc import Iterator
 
 import torch
-from torch import nn
 from transformers import LlamaConfig
 
 from draftsmith.drafters.autoregressive.chain import draft_chain
 from draftsmith.drafters.autoregressive.chain_graphs import ChainGraphs
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler
+from draftsmith.drafters.autoregressive.rotary import HasRotary
 from draftsmith.drafters.autoregressive.state import DraftPrefill, HeadStep
 from draftsmith.drafters.autoregressive.unroll import UnrollPass
 from draftsmith.drafters.heads.captured_head import CapturedHead, capture_head
@@ -40,7 +40,7 @@ from draftsmith.kernels.attention.pool import LayerShape, PagedPool
 from draftsmith.kernels.cuda_graphs import Capturer
 
 
-class FeatureHead(nn.Module, ForwardCapturable, Capturable):
+class FeatureHead(HasRotary, ForwardCapturable, Capturable):
     family: str
     taps: tuple[int, ...]
     config: LlamaConfig

@@ -101,7 +101,7 @@ class AppendedMtp(MtpHead):
             norm=partial(norm, config.hidden_size, eps=config.rms_norm_eps),
             # One more of the last layer's kind: the first ones have no experts.
             layer=partial(layer, config, layer_idx=index),
-            rotary=rotary_of(target),
+            rotary=copy.deepcopy(rotary_of(target)),  # it moves with the module
             feeds_normed=layout.feeds_normed,
             masks_first=layout.masks_first,
             last_norm=layout.last_norm,

@@ -49,7 +49,6 @@ class MtpHead(FeatureHead):
         self.taps = (tap,)
         self.feeds_normed, self.masks_first = feeds_normed, masks_first
         self._target = target
-        # Outside the module: its frequencies must stay in float32 whatever the module is cast to.
         self._rotary = (rotary,)
         self.enorm = norm()
         self.hnorm = norm()

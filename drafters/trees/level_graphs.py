@@ -64,14 +64,14 @@ class LevelGraphs:
         self.max_blocks = max_blocks + spare_blocks(pool)
         self.rows = row_buckets(max_batch)
         self._graphs: dict[tuple[int, int], tuple[LevelInputs, Graph, LevelOutput]] = {}
-        self._broken = False
+        self.broken = False
 
     @property
     def num_graphs(self) -> int:
         return len(self._graphs)
 
     def read(self, inputs: LevelInputs, pool: PagedPool) -> LevelOutput | None:
-        if self._broken or pool is not self.pool:
+        if self.broken or pool is not self.pool:
             return None
         num_rows, width = inputs.tokens.shape
         key = (self.rows[bisect.bisect_left(self.rows, num_rows)], width)
@@ -94,7 +94,7 @@ class LevelGraphs:
                 "levels of trees cannot be captured as CUDA graphs (%s)",
                 str(error).strip().splitlines()[0],
             )
-            self._broken = True
+            self.broken = True
             return False
         self._graphs[num_rows, width] = (static, graph, output)
         return True

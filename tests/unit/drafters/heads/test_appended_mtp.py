@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.heads.mtp_deepseek import AppendedMtp
+from draftsmith.drafters.heads.mtp_deepseek import AppendedMtp, rotary_of
 from draftsmith.drafters.interface import DraftInputs, UnrollBatch
+from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.filters import SamplingRows
@@ -111,6 +112,12 @@ def test_two_steps_are_the_published_modules(
         torch.testing.assert_close(first[:, : anchor + 1], read, rtol=1e-4, atol=1e-4)
         read, _ = module.run(IDS[:, 1 : anchor + 3], torch.cat([true, fed[:, -1:]], dim=1))
         torch.testing.assert_close(second[:, anchor + 1], read[:, -1], rtol=1e-4, atol=1e-4)
+
+
+def test_its_rotary_moves_and_leaves_the_targets_behind(target: Target) -> None:
+    new = AppendedMtp.create(MtpOptions(), target, seed=0).to("meta")
+    assert new._rotary[0].inv_freq.device.type == "meta"
+    assert rotary_of(target).inv_freq.device.type == "cpu"
 
 
 def test_what_is_drafted_is_what_unrolling_says(target: Target, drafter: AppendedMtp) -> None:
