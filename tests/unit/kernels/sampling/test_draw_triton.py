@@ -186,11 +186,11 @@ def mixed(num_rows: int, size: int) -> tuple[torch.Tensor, SamplingRows]:
 def test_a_mixed_batch_is_the_reference(
     dtype: torch.dtype, device: torch.device, poisoned_empty: None
 ) -> None:
-    logits, rows = mixed(12, 333)
+    logits, rows = mixed(6, 333)
     # Rows that lie apart, as a part of a batch does.
     apart = logits.to(device, dtype)[:, None].expand(-1, 2, -1).contiguous()[:, 1]
     rows = SamplingRows(*(option.to(device) for option in rows.options), rows.passes)
-    random = [part.to(device) for part in streams(12)]
+    random = [part.to(device) for part in streams(6)]
     found = draw(apart, rows, *random, Purpose.DRAFT, impl="triton")
     expected = draw(apart, rows, *random, Purpose.DRAFT, impl="torch")
     assert found.tokens.tolist() == expected.tokens.tolist()
