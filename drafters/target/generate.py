@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from draftsmith.kernels.sampling.filters import SamplingRows, process
-from draftsmith.kernels.sampling.random_streams import Purpose, sample
+from draftsmith.kernels.sampling.draw import draw
+from draftsmith.kernels.sampling.filters import SamplingRows
+from draftsmith.kernels.sampling.random_streams import Purpose
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +55,8 @@ class SeededDraw(LogitsProcessor):
         )
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        logits = process(scores, self.rows)
-        tokens = sample(logits, self.seeds, input_ids.shape[1] - self.padding, Purpose.BONUS)
+        positions = input_ids.shape[1] - self.padding
+        tokens = draw(scores, self.rows, self.seeds, positions, Purpose.BONUS).tokens
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 
 

@@ -5,8 +5,10 @@ Files in reading order:
 - `random_streams`: counter-based random streams
 - `noise_compiled`: the noise of a whole vocabulary by a compiled kernel
 - `draw_compiled`: filters and a draw in one call, by a compiled kernel
-- `draw`: the same by either way
 - `random_streams_triton`: the same streams inside Triton kernels
+- `filters_triton`: the filters of a row inside Triton kernels, without an order of its tokens
+- `draw_triton`: filters and a draw in Triton
+- `draw`: the same by either way
 - `top_tokens`: sparse distributions: top tokens and the mass outside
 - `logged_compiled`: the same as records hold them, by a compiled kernel
 - `logged`: the same by either way, when they are read

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from draftsmith.kernels.dispatch import choose
 from draftsmith.kernels.sampling.draw_compiled import draw_compiled
-from draftsmith.kernels.sampling.filters import SamplingRows, process
+from draftsmith.kernels.sampling.filters import SamplingRows, process_torch
 from draftsmith.kernels.sampling.random_streams import Purpose, sample
 
 
@@ -22,9 +23,20 @@ def draw(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     purpose: Purpose,
+    *,
+    impl: str = "auto",
 ) -> Drawn:
-    """`process` of raw logits [N, V], then `sample` by seeds and positions [N]."""
-    found = draw_compiled(logits, rows, seeds, positions, int(purpose))
+    """`process` of raw logits [N, V], then `sample` by seeds and positions [N]. `impl` is "auto",
+    "triton" or "torch"."""
+    if choose(impl, logits.device, logits.dtype) == "triton":
+        from draftsmith.kernels.sampling.draw_triton import draw_triton
+
+        streams = (seeds, positions, int(purpose))
+        kinds = {"greedy": rows.passes.greedy, "filtered": rows.passes.filtered}
+        return Drawn(*draw_triton(logits, rows.options, streams, **kinds))
+    found = None
+    if impl == "auto":
+        found = draw_compiled(logits, rows, seeds, positions, int(purpose))
     return draw_torch(logits, rows, seeds, positions, purpose) if found is None else Drawn(*found)
 
 
@@ -36,5 +48,5 @@ def draw_torch(
     purpose: Purpose,
 ) -> Drawn:
     """The reference."""
-    processed = process(logits, rows)
+    processed = process_torch(logits, rows)
     return Drawn(sample(processed, seeds, positions, purpose), processed)

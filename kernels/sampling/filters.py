@@ -16,7 +16,7 @@ import torch
 
 from draftsmith.errors import UserError
 from draftsmith.kernels.constants import MIN_TEMPERATURE
-from draftsmith.kernels.dispatch import reads_freely
+from draftsmith.kernels.dispatch import choose, reads_freely
 
 # Nearly always enough tokens to reach top-p, and far cheaper to find than an order of the whole
 # vocabulary.
@@ -59,6 +59,11 @@ class Passes(NamedTuple):
             top_p=any(top_p[row] < 1 for row in sampled),
             min_p=any(min_p[row] > 0 for row in sampled),
         )
+
+    @property
+    def filtered(self) -> bool:
+        """True where some row may have a filter."""
+        return self.top_k > 0 or self.top_p or self.min_p
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,11 @@ class SamplingRows:
         rows = [row for row, count in enumerate(counts) for _ in range(count)]
         return self.select(torch.tensor(rows, device=self.temperature.device))
 
+    @property
+    def options(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As the Triton kernels take them."""
+        return self.temperature, self.top_k, self.top_p, self.min_p
+
     def ranking(self) -> SamplingRows:
         """The distributions that order tokens by how likely they are: a greedy row has no
         second choices, and is taken at temperature 1 and unfiltered."""
@@ -137,14 +147,24 @@ def _check(name: str, values: Sequence[float], low: float, high: float) -> None:
             raise UserError(f"{name} is {value}; it must be between {low} and {high}")
 
 
-def process(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+def process(logits: torch.Tensor, rows: SamplingRows, *, impl: str = "auto") -> torch.Tensor:
     """Raw logits [N, V] -> processed float32 logits [N, V], a new tensor: divided by temperature,
     filtered tokens at -inf.
 
     A greedy row becomes 0 at its argmax (the lowest id on a tie) and -inf elsewhere. NaN counts as
     -inf, +inf as the largest float. Every filter keeps one of the likeliest tokens, so a row is all
-    -inf only when its input is.
+    -inf only when its input is. `impl` is "auto", "triton" or "torch".
     """
+    if choose(impl, logits.device, logits.dtype) == "triton":
+        from draftsmith.kernels.sampling.draw_triton import process_triton
+
+        kinds = {"greedy": rows.passes.greedy, "filtered": rows.passes.filtered}
+        return process_triton(logits, rows.options, **kinds)
+    return process_torch(logits, rows)
+
+
+def process_torch(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """The reference."""
     processed = clean(logits.float())
     passes, greedy = rows.passes, rows.temperature == 0
     if passes.all_greedy:

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from draftsmith.kernels.sampling.filters_triton import LARGEST, MINUS_INF, clean
 from draftsmith.kernels.sampling.random_streams_triton import (
     ACCEPT,
     BONUS,
@@ -27,9 +28,6 @@ from draftsmith.kernels.sampling.random_streams_triton import (
 )
 from draftsmith.kernels.verify.chain_compiled import Drafts
 from draftsmith.kernels.verify.rows_triton import (
-    LARGEST,
-    MINUS_INF,
-    clean,
     contiguous_rows,
     finite,
     keep_best,

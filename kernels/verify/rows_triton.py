@@ -14,15 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-LARGEST = tl.constexpr(3.4028234663852886e38)
-MINUS_INF = tl.constexpr(float("-inf"))
-
-
-@triton.jit
-def clean(x):
-    """float32 logits with NaN as -inf and +inf as the largest float."""
-    x = x.to(tl.float32)
-    return tl.minimum(tl.where(x != x, MINUS_INF, x), LARGEST)
+from draftsmith.kernels.sampling.filters_triton import MINUS_INF, clean
 
 
 @triton.jit

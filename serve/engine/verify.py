@@ -12,8 +12,9 @@ import torch
 from torch.nn.functional import pad
 
 from draftsmith.kernels.dispatch import reads_freely
+from draftsmith.kernels.sampling.draw import draw
 from draftsmith.kernels.sampling.filters import process
-from draftsmith.kernels.sampling.random_streams import Purpose, sample
+from draftsmith.kernels.sampling.random_streams import Purpose
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.chain_compiled import Drafts, verify_chain_compiled
@@ -91,17 +92,19 @@ def verify_round(
     ):
         return verified
     counts = [len(chain) + 1 for chain in chains]
-    p_logits = process(logits, sampling.repeated(counts))
+    rows = sampling.repeated(counts)
     verified = VerifyOutput([], [])
     num_drafting = len(proposal.chains) if proposal is not None else 0
     num_rows = sum(counts[:num_drafting])
     if proposal is not None:
         seeds, positions = sampling.seeds[:num_drafting], sampling.positions[:num_drafting]
-        verified = _verify(p_logits[:num_rows], proposal, seeds, positions, rule)
+        p_logits = process(logits[:num_rows], rows.select(slice(num_rows)))
+        verified = _verify(p_logits, proposal, seeds, positions, rule)
     if num_drafting < len(counts):
         # Nothing was drafted for these rows: their token is a bonus token.
         seeds, positions = sampling.seeds[num_drafting:], sampling.positions[num_drafting:]
-        bonus = sample(p_logits[num_rows:], seeds, positions, Purpose.BONUS)
+        rest = rows.select(slice(num_rows, None))
+        bonus = draw(logits[num_rows:], rest, seeds, positions, Purpose.BONUS).tokens
         verified.emitted.extend([token] for token in bonus.tolist())
         if tree is not None:
             verified.paths.extend([] for _ in bonus)

@@ -1,0 +1,349 @@
+"""Processed distributions and draws in Triton: without an order of the vocabulary, a look at a
+value or a shape that depends on one, so that a CUDA graph can hold them.
+
+1. `_scale`, one program per block of a row: divides by temperature; keeps the maxima of groups of
+   tokens of filtered rows, and runs the race of the others.
+2. `_narrow`, likewise, where a row is filtered or greedy: lays the tokens side by side that a bound
+   leaves of a filtered row, makes a greedy one one-hot.
+3. `_finish`, one program per row: filters what `_narrow` has left and runs its race; otherwise
+   finds the winner of the blocks.
+
+`draw.draw_torch` is the reference. Tokens and filtered sets are its own but for float32 rounding:
+of exponentials where a mass reaches 1 - top_p nearly, of logarithms where two tokens arrive at
+nearly the same time.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from draftsmith.kernels.sampling.filters_triton import (
+    LARGEST,
+    MINUS_INF,
+    bound_of,
+    clean,
+    filter_row,
+    key_of,
+    tile,
+)
+from draftsmith.kernels.sampling.random_streams_triton import log_noise, stream_key
+
+BLOCK = 4096
+GROUP = 64
+TILE = 2048  # tokens of a step of a program that filters a row
+WARPS = 16
+# What differs from call to call makes no variants of its own: parts of a batch begin anywhere.
+_VECTORS = ["temperature", "top_k", "top_p", "min_p", "seeds", "positions"]
+
+# Temperature, top-k, top-p and min-p of N rows, as `filters.SamplingRows` holds them.
+Options = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Streams = tuple[torch.Tensor, torch.Tensor, int]  # seeds [N] and positions [N] int64, a purpose
+
+
+@triton.jit
+def _is_filtered(row, temperature, top_k, top_p, min_p):
+    wanted = (tl.load(top_k + row) > 0) | (tl.load(top_p + row) < 1) | (tl.load(min_p + row) > 0)
+    return wanted & (tl.load(temperature + row) != 0)
+
+
+@triton.jit
+def _winner(scores, winners, row, num_blocks, BLOCKS: tl.constexpr):
+    """The best block's token; -1 when every score is -inf."""
+    blocks = tl.arange(0, BLOCKS)
+    best = tl.load(scores + row * num_blocks + blocks, mask=blocks < num_blocks, other=MINUS_INF)
+    score, at = tl.max(best, axis=0, return_indices=True)
+    return tl.where(score == MINUS_INF, -1, tl.load(winners + row * num_blocks + at))
+
+
+@triton.jit
+def _groups(maxima, row, num_groups, GROUPS: tl.constexpr):
+    lanes = tl.arange(0, GROUPS)
+    return tl.load(maxima + row * num_groups + lanes, mask=lanes < num_groups, other=MINUS_INF)
+
+
+@triton.jit(do_not_specialize=["purpose"], do_not_specialize_on_alignment=_VECTORS)
+def _scale(
+    logits,  # [N, V]
+    stride,  # of a row of logits
+    temperature,  # [N] float32
+    top_k,  # [N] int64
+    top_p,  # [N] float64
+    min_p,  # [N] float32
+    seeds,  # [N] int64
+    positions,  # [N] int64
+    purpose,
+    processed,  # [N, V] float32, written
+    scores,  # [N, blocks] float32, written
+    winners,  # [N, blocks] int32, written
+    maxima,  # [N, groups] float32, written
+    num_tokens,  # V
+    num_blocks,
+    FILTERED: tl.constexpr,
+    DRAWN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Program (row, block). `FILTERED`: some row may be. Not `DRAWN`: the winners are the likeliest
+    tokens, seeds and positions are not read."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < num_tokens
+    x = clean(tl.load(logits + row * stride + columns, mask=inside, other=MINUS_INF))
+    degree = tl.load(temperature + row)
+    x = tl.minimum(tl.div_rn(x, tl.zeros_like(x) + tl.where(degree == 0, 1.0, degree)), LARGEST)
+    tl.store(processed + row * num_tokens + columns, x, mask=inside)
+    raced = True
+    if FILTERED:
+        raced = not _is_filtered(row, temperature, top_k, top_p, min_p)
+        if not raced:
+            tops = tl.max(tl.reshape(x, [BLOCK // GROUP, GROUP]), axis=1)
+            places = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+            tl.store(maxima + row * num_blocks * (BLOCK // GROUP) + places, tops)
+    if raced:
+        if DRAWN:  # noqa: SIM102
+            if degree != 0:
+                key = stream_key(tl.load(seeds + row), tl.load(positions + row), purpose)
+                x -= log_noise(key, columns)
+        best, at = tl.max(x, axis=0, return_indices=True)
+        tl.store(scores + row * num_blocks + block, best)
+        tl.store(winners + row * num_blocks + block, block * BLOCK + at)
+
+
+@triton.jit(do_not_specialize_on_alignment=_VECTORS[:4])
+def _narrow(
+    temperature,  # [N] float32
+    top_k,  # [N] int64
+    top_p,  # [N] float64
+    min_p,  # [N] float32
+    processed,  # [N, V] float32, written
+    scores,  # [N, blocks] float32
+    winners,  # [N, blocks] int32
+    maxima,  # [N, groups] float32
+    values,  # [N, blocks, BLOCK] float32, written
+    ids,  # [N, blocks, BLOCK] int32, written
+    sizes,  # [N, blocks] int32, written
+    masses,  # [N, blocks] float32, written: of what is not laid down
+    num_tokens,  # V
+    num_blocks,
+    FILTERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Program (row, block)."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < num_tokens
+    logits = processed + row * num_tokens + columns
+    if tl.load(temperature + row) == 0:
+        token = _winner(scores, winners, row, num_blocks, BLOCKS)
+        tl.store(logits, tl.where(columns == token, 0.0, MINUS_INF), mask=inside)
+    if FILTERED:  # noqa: SIM102
+        if _is_filtered(row, temperature, top_k, top_p, min_p):
+            groups = _groups(maxima, row, num_blocks * (BLOCK // GROUP), GROUPS)
+            top = tl.max(groups, axis=0)
+            if top > MINUS_INF:
+                options = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+                bound = bound_of(groups, *options, num_tokens, GROUPS)
+                x = tl.load(logits, mask=inside, other=MINUS_INF)
+                left = inside & (x >= bound)
+                places = tl.cumsum(left.to(tl.int32), axis=0) - 1
+                begin = (row * num_blocks + block) * BLOCK
+                tl.store(values + begin + places, x, mask=left)
+                tl.store(ids + begin + places, columns, mask=left)
+                tl.store(logits, MINUS_INF, mask=inside & (x < bound))
+                place = row * num_blocks + block
+                tl.store(sizes + place, tl.sum(left.to(tl.int32), axis=0))
+                tl.store(masses + place, tl.sum(tl.where(left, 0.0, tl.exp(x - top)), axis=0))
+
+
+@triton.jit(do_not_specialize=["purpose"], do_not_specialize_on_alignment=[*_VECTORS, "tokens"])
+def _finish(
+    temperature,  # [N] float32
+    top_k,  # [N] int64
+    top_p,  # [N] float64
+    min_p,  # [N] float32
+    seeds,  # [N] int64
+    positions,  # [N] int64
+    purpose,
+    processed,  # [N, V] float32, written
+    scores,  # [N, blocks] float32
+    winners,  # [N, blocks] int32
+    maxima,  # [N, groups] float32
+    values,  # [N, blocks, BLOCK] float32
+    ids,  # [N, blocks, BLOCK] int32
+    sizes,  # [N, blocks] int32
+    masses,  # [N, blocks] float32
+    tokens,  # [N] int64, written
+    num_tokens,  # V
+    num_blocks,
+    FILTERED: tl.constexpr,
+    DRAWN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """Program (row)."""
+    row = tl.program_id(0).to(tl.int64)
+    raced = True
+    if FILTERED:
+        raced = not _is_filtered(row, temperature, top_k, top_p, min_p)
+        if not raced:
+            groups = _groups(maxima, row, num_blocks * (BLOCK // GROUP), GROUPS)
+            top = tl.max(groups, axis=0)
+            token = tl.full((), -1, tl.int32)
+            if top > MINUS_INF:
+                options = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+                bound = bound_of(groups, *options, num_tokens, GROUPS)
+                blocks = tl.arange(0, BLOCKS)
+                real = blocks < num_blocks
+                place = row * num_blocks
+                own_sizes = tl.load(sizes + place + blocks, mask=real, other=0)
+                mass = tl.load(masses + place + blocks, mask=real, other=0.0)
+                base = tl.sum(mass.to(tl.float64), axis=0)
+                own_values, own_ids = values + place * BLOCK, ids + place * BLOCK
+                cut, first_id = filter_row(
+                    own_values, own_ids, own_sizes, num_tokens, top, bound, base, options[0],
+                    options[1], BLOCK, BLOCKS, PART,
+                )  # fmt: skip
+                key = tl.zeros((), tl.int64)
+                if DRAWN:
+                    key = stream_key(tl.load(seeds + row), tl.load(positions + row), purpose)
+                token = _race(
+                    processed + row * num_tokens, own_values, own_ids, own_sizes, top, cut,
+                    first_id, options[2], key, DRAWN, BLOCK, BLOCKS, PART,
+                )  # fmt: skip
+            tl.store(tokens + row, token.to(tl.int64))
+    if raced:
+        token = _winner(scores, winners, row, num_blocks, BLOCKS)
+        tl.store(tokens + row, token.to(tl.int64))
+
+
+@triton.jit
+def _race(
+    logits,  # [V] float32 of the row, written: -inf for what is not kept
+    values,  # [blocks, BLOCK] float32
+    ids,  # [blocks, BLOCK] int32
+    sizes,  # [BLOCKS] int32
+    top,
+    cut,
+    first_id,
+    min_p,
+    key,
+    DRAWN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """The winner among the tokens that all filters keep; the lowest of equal ones."""
+    best, token = tl.full((), float("-inf"), tl.float32), tl.full((), -1, tl.int32)
+    for start in range(0, tl.max(sizes, axis=0), PART):
+        x, inside = tile(values, sizes, start, MINUS_INF, BLOCK, BLOCKS, PART)
+        own, _ = tile(ids, sizes, start, 0, BLOCK, BLOCKS, PART)
+        keys = key_of(x)
+        kept = (keys > cut) | ((keys == cut) & (own >= first_id))
+        kept = inside & kept & (tl.exp(x - top) >= min_p)
+        tl.store(logits + own, MINUS_INF, mask=inside & (kept == 0))
+        if DRAWN:
+            x = tl.where(kept, x - log_noise(key, own), MINUS_INF)
+            score = tl.max(tl.max(x, axis=1), axis=0)
+            first = tl.min(tl.min(tl.where(x == score, own, 0x7FFFFFFF), axis=1), axis=0)
+            ahead = (score > best) | ((score == best) & (first < token))
+            token = tl.where(ahead, first, token)
+            best = tl.maximum(score, best)
+    return token
+
+
+def process_triton(
+    logits: torch.Tensor, options: Options, *, greedy: bool, filtered: bool, block: int = BLOCK
+) -> torch.Tensor:
+    """`filters.process`. `greedy` and `filtered`: whether some row may be. `block` tokens of the
+    vocabulary per program."""
+    return _launch(logits, options, None, greedy, filtered, block)[1]
+
+
+def draw_triton(
+    logits: torch.Tensor,
+    options: Options,
+    streams: Streams,
+    *,
+    greedy: bool,
+    filtered: bool,
+    block: int = BLOCK,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`draw.draw`: (tokens [N], processed logits [N, V])."""
+    return _launch(logits, options, streams, greedy, filtered, block)
+
+
+def _launch(
+    logits: torch.Tensor,
+    options: Options,
+    streams: Streams | None,
+    greedy: bool,
+    filtered: bool,
+    block: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_rows, num_tokens = logits.shape
+    block = min(block, max(triton.next_power_of_2(num_tokens), 2))
+    group = min(GROUP, block // 2)
+    num_blocks = triton.cdiv(num_tokens, block)
+    num_groups = num_blocks * (block // group)
+    blocks = triton.next_power_of_2(num_blocks)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(num_rows, *shape, dtype=dtype, device=logits.device)
+
+    processed, tokens = empty(num_tokens), empty(dtype=torch.int64)
+    if num_rows == 0:
+        return tokens, processed
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    # Without streams nothing is read of what stands in their place; without filters neither of
+    # maxima and what is laid side by side.
+    seeds, positions, purpose = (options[1], options[1], 0) if streams is None else streams
+    vectors = [tensor.contiguous() for tensor in (*options, seeds, positions)]
+    group_room, room = (num_groups, num_blocks * block) if filtered else (1, 1)
+    whole = torch.int32
+    best = (processed, empty(num_blocks), empty(num_blocks, dtype=whole), empty(group_room))
+    left = (
+        empty(room),
+        empty(room, dtype=whole),
+        empty(num_blocks, dtype=whole),
+        empty(num_blocks),
+    )
+    drawn, sizes = streams is not None, (num_tokens, num_blocks)
+    flags = {"FILTERED": filtered, "BLOCK": block, "GROUP": group}
+    _scale[(num_rows, num_blocks)](
+        logits,
+        logits.stride(0),
+        *vectors,
+        purpose,
+        *best,
+        *sizes,
+        **flags,
+        DRAWN=drawn,
+        num_warps=8,
+    )
+    flags |= {"BLOCKS": blocks, "GROUPS": triton.next_power_of_2(num_groups)}
+    if greedy or filtered:
+        _narrow[(num_rows, num_blocks)](*vectors[:4], *best, *left, *sizes, **flags, num_warps=8)
+    if drawn or filtered:
+        _finish[(num_rows,)](
+            *vectors,
+            purpose,
+            *best,
+            *left,
+            tokens,
+            *sizes,
+            **flags,
+            DRAWN=drawn,
+            PART=max(min(block, TILE) // blocks, 1),
+            num_warps=WARPS if filtered else 1,
+        )
+    return tokens, processed
