@@ -8,6 +8,7 @@ pass depends on a model family: each looks for a pattern that is worth it wherev
 from __future__ import annotations
 
 import operator
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -72,6 +73,8 @@ def _does_nothing(node: Node) -> bool:
         return not node.args[2]
     if node.target is aten.mul.Tensor:
         return node.args[1] == 1.0 and _same_type(node)
+    if node.target is aten.slice.Tensor:
+        return node.args[2:] == (0, sys.maxsize)
     return node.target in (aten.to.dtype, aten.to.device, aten._to_copy.default) and _same_type(
         node
     )
