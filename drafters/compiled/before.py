@@ -30,7 +30,8 @@ class Before:
         kept = [node for node in wanted if number is not None and decided[node] is number]
         others = [node for node in wanted if node not in kept]
         self._all = _part(graph, wanted)
-        self._of_number, self._others = _part(graph, kept), _part(graph, others)
+        self._of_number = _part(graph, kept)
+        self._others = _part(graph, others, embedding=_embedding)
         self._order = [[*kept, *others].index(node) for node in wanted]
         self._kept: dict[int, tuple[torch.Tensor, ...]] = {}
 
@@ -75,13 +76,25 @@ def _deciding(node: Node, constants: Collection[Node]) -> Node | None:
     return inputs[0] if len(inputs) == 1 else None
 
 
-def _part(graph: Graph, wanted: Sequence[Node]) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """The part of the graph that gives `wanted`, with the same inputs."""
+def _embedding(table: torch.Tensor, ids: torch.Tensor, *options: object) -> torch.Tensor:
+    """As torch's; of one id the row where it lies, in a fraction of the time."""
+    if ids.numel() > 1:
+        return torch.embedding(table, ids, *options)
+    return table[ids.item()].view(*ids.shape, -1)
+
+
+def _part(
+    graph: Graph, wanted: Sequence[Node], embedding: Callable[..., torch.Tensor] = torch.embedding
+) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The part of the graph that gives `wanted`, with the same inputs, and with `embedding` in
+    torch's place."""
     needed = _needed(wanted)
     part = Graph()
     copies: dict[Node, Node] = {}
     for node in graph.nodes:
         if node.op == "placeholder" or node in needed:
             copies[node] = part.node_copy(node, copies.__getitem__)
+            if node.target is torch.embedding:
+                copies[node].target = embedding
     part.output(tuple(copies[node] for node in wanted))
     return GraphModule({}, part).forward
