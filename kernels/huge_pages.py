@@ -6,25 +6,64 @@ times the time (`scripts/bench_step`, products in small pages).
 from __future__ import annotations
 
 import mmap
+import threading
+import weakref
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
 
 PAGE_BYTES = 2 << 20
+# Less lies in a room that is shared, one behind the other in the order of asking: alone it would
+# have no whole page, or much of it behind the last one.
+ALONE_BYTES, ROOM_BYTES = 2 * PAGE_BYTES, 8 * PAGE_BYTES
+_LINE_BYTES = 64
 
 
 def empty_in_huge_pages(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """[count], not initialised, in huge pages where it has room for one and the system gives
-    them; ordinary memory otherwise."""
+    """[count], not initialised, in huge pages where the system gives them; ordinary memory
+    otherwise."""
     num_bytes = count * dtype.itemsize
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux alone has it
-    if num_bytes < PAGE_BYTES or advice is None:
+    if count == 0 or not hasattr(mmap, "MADV_HUGEPAGE"):  # Linux alone has it
         return torch.empty(count, dtype=dtype)
+    if num_bytes < ALONE_BYTES:
+        return _shared.empty(num_bytes).view(dtype)
+    # Whole pages alone, as the last one would be filled up beyond the end.
+    room, begin = _mapped(num_bytes, num_bytes // PAGE_BYTES)
+    return _bytes_of(room, begin, num_bytes).view(dtype)
+
+
+class _Shared:
+    """Memory of rooms, each of which is given back with the last tensor in it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._room: Callable[[], mmap.mmap | None] = lambda: None
+        self._begin, self._end = 0, 0  # of what is left of the room
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        with self._lock:
+            room = self._room()
+            if room is None or self._begin + num_bytes > self._end:
+                room, self._begin = _mapped(ROOM_BYTES, ROOM_BYTES // PAGE_BYTES)
+                self._room, self._end = weakref.ref(room), self._begin + ROOM_BYTES
+            found = _bytes_of(room, self._begin, num_bytes)
+            self._begin += -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
+            return found
+
+
+_shared = _Shared()
+
+
+def _mapped(num_bytes: int, num_pages: int) -> tuple[mmap.mmap, int]:
+    """Memory, and where `num_bytes` begin in it, the first pages of which are huge."""
     # Mapped anew: what the C library has at hand lies in small pages already.
     room = mmap.mmap(-1, num_bytes + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    flat = torch.frombuffer(room, dtype=torch.uint8)
-    begin = -flat.data_ptr() % PAGE_BYTES
+    begin = -torch.frombuffer(room, dtype=torch.uint8).data_ptr() % PAGE_BYTES
     with suppress(OSError):  # a kernel that was built without them
-        # Whole pages alone, as the last one would be filled up beyond the end.
-        room.madvise(advice, begin, num_bytes // PAGE_BYTES * PAGE_BYTES)
-    return flat[begin : begin + num_bytes].view(dtype)
+        room.madvise(mmap.MADV_HUGEPAGE, begin, num_pages * PAGE_BYTES)
+    return room, begin
+
+
+def _bytes_of(room: mmap.mmap, begin: int, count: int) -> torch.Tensor:
+    return torch.frombuffer(room, dtype=torch.uint8, offset=begin, count=count)

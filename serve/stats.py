@@ -4,8 +4,6 @@ time."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -18,6 +16,21 @@ MAX_VERSIONS = 16
 MAX_PAUSES = 256  # of swaps, kept for the percentile
 TEXT = "text"  # the version of what text drafted in place of a trained draft
 PHASES = ("draft", "verify", "sample", "host")
+
+
+class Phase:
+    """A `with` block of which the engine enters several a round, whose own time counts."""
+
+    __slots__ = ("_begun_s", "_name", "_time_s")
+
+    def __init__(self, time_s: dict[str, float], name: str):
+        self._time_s, self._name = time_s, name
+
+    def __enter__(self) -> None:
+        self._begun_s = perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self._time_s[self._name] += perf_counter() - self._begun_s
 
 
 @dataclass
@@ -73,13 +86,9 @@ class EngineStats:
         """Version of the live draft."""
         return self.draft_versions.get(LIVE, "")
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        begun_s = perf_counter()
-        try:
-            yield
-        finally:
-            self.time_s[name] += perf_counter() - begun_s
+    def phase(self, name: str) -> Phase:
+        """Adds the time of what is inside to `time_s`."""
+        return Phase(self.time_s, name)
 
     def count_round(
         self, offered: int, accepted: int, committed: int, *, version: str | None, context: int = 0

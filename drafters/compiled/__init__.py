@@ -7,6 +7,7 @@ Files in reading order:
 - `packed_linear`: linear layers of one input as one, on a CPU
 - `rewrite`: rewriting for a CPU that keeps the numbers
 - `kernel_steps`: the kernel calls of a rewritten graph
+- `before`: what comes before the first kernel
 - `one_call`: these as one call, for few tokens
 - `joined_linear`: linear layers of one input as one, on a GPU
 - `rotated_attention`: rotation and attention on a GPU

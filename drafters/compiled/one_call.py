@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
+from draftsmith.drafters.compiled.before import Before
 from draftsmith.drafters.compiled.kernel_steps import (
     KernelSteps,
     Shape,
@@ -38,22 +39,49 @@ _LINE_BYTES = 64
 _LEAST_CALLS = 3
 
 
+class _OutputPlace(NamedTuple):
+    part: int  # 0: the kernels' states, 1: torch's outputs
+    number: int
+
+
+class _Outputs(Sequence[torch.Tensor]):
+    """Outputs of a pass; each is cut out of `states` once it is asked for, as most passes need
+    one."""
+
+    def __init__(
+        self, places: Sequence[_OutputPlace], states: torch.Tensor, others: list[torch.Tensor]
+    ):
+        self._places, self._parts = places, (states, others)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: Any) -> Any:
+        part, number = self._places[index]
+        return self._parts[part][number]
+
+
 class OneCall:
     """A forward of a few tokens over a paged pool; made by `one_call`. The weights stay the
     caller's, kept alive there; `refresh` says that packed ones were laid out again."""
 
-    def __init__(self, graph: Graph, lowered: KernelSteps):
+    def __init__(self, graph: Graph, lowered: KernelSteps, constants: Collection[Node]):
         self._lowered, self._dtype = lowered, lowered.dtype
         self._most_group = max(layer.group for layer in lowered.layers)
-        self._outputs, self._states = _place_outputs(lowered)
+        outputs, self._states = _place_outputs(lowered)
         self._scratch_bytes = _place_others(lowered)
         given = [buffer for buffer in lowered.buffers if buffer.given is not None]
         for index, buffer in enumerate(given):
             buffer.place = (_GIVEN + index, 0)
         wanted = [buffer.given for buffer in given]
         # Outputs that are torch's come after what kernels read.
-        wanted += [node for node in self._outputs if isinstance(node, Node)]
-        self._num_given, self._before = len(given), _before(graph, wanted)
+        others = [node for node in outputs if isinstance(node, Node)]
+        wanted += others
+        self._outputs = [
+            _OutputPlace(1, others.index(one)) if isinstance(one, Node) else _OutputPlace(0, one)
+            for one in outputs
+        ]
+        self._num_given, self._before = len(given), Before(graph, wanted, constants)
         self._known: tuple[weakref.ref[PagedPool], torch.Tensor | None] | None = None
         self.refresh()
 
@@ -63,13 +91,14 @@ class OneCall:
         if found is None:
             raise Unlike("there is no compiler")
         self._calls: CallList = found
+        self._before.forget()
 
     def __call__(
         self,
         inputs: Sequence[torch.Tensor],
         context: AttentionContext | None,
         constants: Sequence[Any],
-    ) -> list[torch.Tensor] | None:
+    ) -> Sequence[torch.Tensor] | None:
         """The forward's outputs; None for a pass that the kernels do not take: more tokens, a
         tree, another context or pool."""
         tokens = inputs[0].shape[1]
@@ -77,14 +106,13 @@ class OneCall:
         layers = None if rows is None else self._layers(context.pool)  # type: ignore[union-attr]
         if rows is None or layers is None:
             return None
-        found = self._before(*inputs, context, *constants)
+        found = self._before(inputs, context, constants)
         given = [tensor.contiguous() for tensor in found[: self._num_given]]
         scratch = torch.empty(self._scratch_bytes * tokens, dtype=torch.uint8)
         states = torch.empty(self._states[0], *self._sized(tokens), dtype=self._dtype)
         addresses = [tensor.data_ptr() for tensor in (scratch, states, *given)]
         self._calls([0, *addresses], tokens, rows, layers)
-        own, others = states.unbind(0), iter(found[self._num_given :])
-        return [next(others) if isinstance(at, Node) else own[at] for at in self._outputs]
+        return _Outputs(self._outputs, states, list(found[self._num_given :]))
 
     def _sized(self, tokens: int) -> list[int]:
         return [tokens if size is None else size for size in self._states[1]]
@@ -168,24 +196,6 @@ def _place_others(lowered: KernelSteps) -> int:
     return most
 
 
-def _before(graph: Graph, wanted: Sequence[Node]) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """The part of the graph that gives `wanted`, with the same inputs."""
-    needed: set[Node] = set()
-    open_nodes = list(wanted)
-    while open_nodes:
-        node = open_nodes.pop()
-        if node not in needed:
-            needed.add(node)
-            open_nodes += node.all_input_nodes
-    before = Graph()
-    copies: dict[Node, Node] = {}
-    for node in graph.nodes:
-        if node.op == "placeholder" or node in needed:
-            copies[node] = before.node_copy(node, copies.__getitem__)
-    before.output(tuple(copies[node] for node in wanted))
-    return GraphModule({}, before).forward
-
-
 def _call(lowered: KernelSteps, step: Step) -> Call:
     places: list[Place] = []
     function = step.function
@@ -217,7 +227,7 @@ def one_call(graph: Graph, constants: Mapping[Node, Any]) -> OneCall | None:
         lowered = KernelSteps(graph, constants, dtypes.pop())
         if len(lowered.steps) < _LEAST_CALLS or not lowered.layers:
             raise Unlike("hardly any kernels")
-        return OneCall(graph, lowered)
+        return OneCall(graph, lowered, constants)
     except Unlike as reason:
         log.debug("a forward is not one call: %s", reason)
         return None

@@ -219,8 +219,8 @@ class CausalLM:
         check_taps(taps, self.num_layers)
         if self._captured is None or torch.is_grad_enabled():
             return _joined(self.own_paged(input_ids, positions, context, taps), taps)
-        final, *raw = self._captured.body(input_ids, positions, attention_context=context)
-        return _joined({FINAL: final, **dict(enumerate(raw))}, taps)
+        found = self._captured.body(input_ids, positions, attention_context=context)
+        return _joined({FINAL: found[0], **{tap: found[1 + tap] for tap in taps}}, taps)
 
     def own_paged(
         self,

@@ -133,7 +133,10 @@ class Target(CausalLM):
         """A serving pass: input_ids and positions [1, T], logits only at `logit_rows` [R] int64
         (indices into T)."""
         states = self.paged(input_ids, positions, attention_context, taps)
-        logits = self.head(states.final[0, logit_rows]).float()
+        rows = states.final[0]
+        if not len(rows) == len(logit_rows) == 1:  # to pick is dear on a CPU
+            rows = rows[logit_rows]
+        logits = super().head(rows).float()
         return TargetOutput(logits, None if states.taps is None else states.taps[0])
 
     @torch.no_grad()

@@ -20,6 +20,7 @@ from draftsmith.kernels.attention.pool import TreeLayout
 from draftsmith.kernels.attention.window import Chunk, Window, size_of
 from draftsmith.kernels.call_list import RowAddresses
 from draftsmith.kernels.host_compiler import compiled
+from draftsmith.kernels.repeated_numbers import repeated_numbers
 
 SOURCE = Path(__file__).with_name("paged_cpu.cpp")
 NAMES = {torch.float32: "attend_float32", torch.bfloat16: "attend_bfloat16"}
@@ -59,7 +60,8 @@ class CompiledContext(GatheredContext):
         self._tables, self._ends, self._lengths = (
             tensor.long().contiguous() for tensor in (block_tables, positions, lengths)
         )
-        self._begins = torch.tensor([0, *itertools.accumulate(self._row_lengths)])
+        begins = (0, *itertools.accumulate(self._row_lengths))
+        self._begins = repeated_numbers(begins, self._lengths.device)
         self._longest_row = max(self._row_lengths, default=0)
         self._rows = (
             self._tables.data_ptr(),

@@ -118,10 +118,13 @@ void attend_queries(const Pass<T>& p, int64_t row, int64_t begin, int64_t kv_hea
   const int64_t key_stride = p.kv_heads * key_dim, value_stride = p.kv_heads * value_dim;
   for (int64_t start = least; start < most; start += kSlots) {
     const int64_t end = start + kSlots < most ? start + kSlots : most;
-    for (int64_t at = start; at < end; at++) {
-      const int64_t slot = table[at / p.block_size] * p.block_size + at % p.block_size;
-      keys[at - start] = p.keys + slot * key_stride + kv_head * key_dim;
-      found[at - start] = p.values + slot * value_stride + kv_head * value_dim;
+    for (int64_t at = start; at < end;) {  // a division for each block, not for each slot
+      const int64_t block = at / p.block_size, next = (block + 1) * p.block_size;
+      const int64_t moved = (table[block] - block) * p.block_size;
+      for (const int64_t stop = next < end ? next : end; at < stop; at++) {
+        keys[at - start] = p.keys + (at + moved) * key_stride + kv_head * key_dim;
+        found[at - start] = p.values + (at + moved) * value_stride + kv_head * value_dim;
+      }
     }
     for (int64_t j = end - start; j < end - start + kTogether; j++)
       keys[j] = keys[j - 1], found[j] = found[j - 1];

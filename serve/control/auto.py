@@ -88,6 +88,8 @@ class AutoControl:
     before anything is known.
     """
 
+    learns = True
+
     def __init__(self, start: int = 3):
         self.start = start
         self.latency, self.survival = LatencyTable(), Survival()

@@ -59,6 +59,8 @@ class RoundResult:
 
 
 class Control(Protocol):
+    learns: bool  # False: `observe` need not be called
+
     def choose(self, budgets: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
         """The k of each row; `num_tokens` known tokens are expected in the pass."""
         ...
@@ -74,6 +76,8 @@ class Control(Protocol):
 
 class FixedControl:
     """Every request drafts its own k."""
+
+    learns = False
 
     def choose(self, budgets: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
         return RoundPlan([budget.most for budget in budgets])

@@ -34,6 +34,8 @@ class TreeControl:
     """Trees have one size, as `AutoControl` sees it 1: what it weighs against 0 by measured rounds
     and the depth kept so far. `depth` is that of the trees."""
 
+    learns = True
+
     def __init__(self, depth: int):
         self._control = AutoControl(start=1)
         self._control.survival = _Heights(depth)

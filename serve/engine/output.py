@@ -140,6 +140,8 @@ class OutputQueue:
     def take_failed(self) -> list[Failure]:
         """Requests whose text or last record could not be made; they got no update since, and the
         caller ends them."""
+        if not self._failed:
+            return []
         failed = list(self._failed.values())
         # Later items of theirs would be given after a hole, or after their end.
         self._pending = deque(item for item in self._pending if item.request.id not in self._failed)

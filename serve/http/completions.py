@@ -104,7 +104,11 @@ async def answer(
     prompts = responder.prompts = [_shortened(server, body, prompt) for prompt in prompts]
     _check_count(server, len(prompts), num_choices)
     streams = RequestStreams(
-        server.loop, server.tokenizer_thread, server.bridge, server.limits.timeout_s
+        server.loop,
+        server.tokenizer_thread,
+        server.bridge,
+        server.limits.timeout_s,
+        every_round=bool(body.stream),
     )
     try:
         await _submit(server, streams, request, body, prompts, answer=responder.id, plan=plan)

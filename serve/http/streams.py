@@ -23,7 +23,7 @@ class Event(NamedTuple):
 
 class RequestStreams:
     """`timeout_s` bounds the time from construction to the last update; `asyncio.TimeoutError` is
-    raised when it is over."""
+    raised when it is over. Without `every_round` there are events of the requests' ends alone."""
 
     def __init__(
         self,
@@ -31,10 +31,13 @@ class RequestStreams:
         tokenizer_thread: TokenizerThread,
         bridge: ThreadBridge[Event],
         timeout_s: float | None = None,
+        *,
+        every_round: bool = True,
     ):
         self.loop, self._tokenizer_thread, self._bridge = loop, tokenizer_thread, bridge
         self.requests: list[Request] = []
         self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._every_round = every_round
         self._events: Inbox[Event] = Inbox()
 
     async def submit(
@@ -65,7 +68,9 @@ class RequestStreams:
 
     def _forwarder(self, index: int) -> OnUpdate:
         def forward(request: Request, update: Update) -> None:
-            self._bridge.put(self._events, Event(index, request, update))
+            # The event loop is woken up for what it sends.
+            if self._every_round or update.finish_reason is not None:
+                self._bridge.put(self._events, Event(index, request, update))
 
         return forward
 

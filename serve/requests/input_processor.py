@@ -19,6 +19,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.random_streams import WORD, signed
 from draftsmith.serve.control.stopping import Stopping
+from draftsmith.serve.requests.decoder import decoder_of
 from draftsmith.serve.requests.request import (
     DEFAULT_OPTIONS,
     OnUpdate,
@@ -106,9 +107,9 @@ class InputProcessor:
 
     def _text_of(self, params: SamplingParams, shown: frozenset[int]) -> Tokenizer:
         if params.skip_special_tokens and not shown:
-            return self._decoder
+            return self._text_decoder
         return ShowsTokens(
-            self._decoder, self._special - shown if params.skip_special_tokens else ()
+            self._text_decoder, self._special - shown if params.skip_special_tokens else ()
         )
 
     @cached_property
@@ -125,6 +126,10 @@ class InputProcessor:
         # Its own copy: encoding may set options of the shared one, and a tokenizer that another
         # thread is reading refuses that.
         return copy.deepcopy(self.target.tokenizer())
+
+    @cached_property
+    def _text_decoder(self) -> Tokenizer:
+        return decoder_of(self._decoder)
 
     def draft_length(self, params: SamplingParams) -> int:
         if not self.has_drafter:

@@ -50,6 +50,24 @@ def test_weights_of_few_rows_lie_in_them() -> None:
     assert packed(torch.ones(1, 1024)).eq(1024).all()
 
 
+@given
+def test_small_weights_share_pages_one_behind_the_other_until_the_last_is_gone() -> None:
+    empty_in_huge_pages(PAGE_BYTES, torch.float32).fill_(1).sum()  # what torch loads at first use
+    before = own("AnonHugePages")
+    counts = [PAGE_BYTES // 4 - 3] * 12  # float32, nearly half of what would be given alone
+    found = [
+        empty_in_huge_pages(count, torch.float32).fill_(index) for index, count in enumerate(counts)
+    ]
+    assert own("AnonHugePages") - before >= 12 * PAGE_BYTES
+    assert all(one.eq(index).all() for index, one in enumerate(found))
+    assert all(one.data_ptr() % 64 == 0 for one in found)
+    assert found[1].data_ptr() - found[0].data_ptr() == PAGE_BYTES
+    del found[1:]
+    assert found[0].eq(0).all()
+    del found
+    assert own("AnonHugePages") == before
+
+
 @pytest.mark.parametrize("count", [0, 3, PAGE_BYTES // 2 - 1, PAGE_BYTES // 2, PAGE_BYTES + 5])
 def test_any_number_is_given(count: int) -> None:
     found = empty_in_huge_pages(count, torch.bfloat16).fill_(2)

@@ -63,9 +63,7 @@ class Served:
         """Answers of the prompts; of the device, the costs of one round are left in its counts."""
         if change is not None:
             propose, calls = type(self.drafter).propose, iter(range(1000))
-            self.drafter.propose = lambda inputs: change(
-                next(calls), propose(self.drafter, inputs)
-            )
+            self.drafter.propose = lambda inputs: change(next(calls), propose(self.drafter, inputs))
         config = EngineConfig(k=3, max_length=64, num_blocks=40, compile="off", **options)
         engine = build_engine(self.target, self.drafter, config)
         rounds: list[tuple[list[int], int]] = []
