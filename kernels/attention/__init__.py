@@ -4,11 +4,12 @@ in C++ for short rows on a CPU.
 Files in reading order:
 - `window`: how far back the queries of a layer look
 - `pool`: the pool, and the layout of one pass over it
+- `repeated_numbers`: tensors that are the same in most passes
 - `paged`: the interface: ragged batches, chains and trees
 - `masked_values`: masked values that are not finite
 - `paged_torch`: the reference
 - `paged_compiled`: the C++ kernel, `paged_cpu.cpp`
 - `paged_triton`: the Triton kernel
 
-Other chapters import `paged`, `pool` and `window`.
+Other chapters import `paged`, `pool`, `repeated_numbers` and `window`.
 """

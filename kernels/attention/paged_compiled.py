@@ -17,10 +17,10 @@ import torch
 
 from draftsmith.kernels.attention.paged_torch import GatheredContext
 from draftsmith.kernels.attention.pool import TreeLayout
+from draftsmith.kernels.attention.repeated_numbers import repeated_numbers
 from draftsmith.kernels.attention.window import Chunk, Window, size_of
 from draftsmith.kernels.call_list import RowAddresses
 from draftsmith.kernels.host_compiler import compiled
-from draftsmith.kernels.repeated_numbers import repeated_numbers
 
 SOURCE = Path(__file__).with_name("paged_cpu.cpp")
 NAMES = {torch.float32: "attend_float32", torch.bfloat16: "attend_bfloat16"}

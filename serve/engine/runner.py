@@ -20,9 +20,9 @@ from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.kernels.attention.repeated_numbers import repeated_numbers
 from draftsmith.kernels.constants import NULL_BLOCK
 from draftsmith.kernels.dispatch import reads_freely, sent
-from draftsmith.kernels.repeated_numbers import repeated_numbers
 from draftsmith.serve.engine.graphs import LateIds, PassGraphs, PassInputs
 from draftsmith.serve.engine.round import PassOutput, RoundTree, prompt_positions
 from draftsmith.serve.engine.scheduler import Row
