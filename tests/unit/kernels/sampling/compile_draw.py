@@ -92,9 +92,12 @@ def variants(capability: int, num_tokens: int, logits: str) -> list[dict[str, An
     cases += [(draw_triton._narrow, wide, 8), (draw_triton._narrow, plain, 8)]
     cases += [(draw_triton._finish, {**wide, **part}, draw_triton.WARPS)]
     cases += [(draw_triton._finish, {**wide, **part, "DRAWN": False}, draw_triton.WARPS)]
-    cases += [(draw_triton._finish, {**plain, **part}, 1)]
+    cases += [
+        (draw_triton._finish, {**plain, **part}, 1),
+        (draw_triton._score, {"BLOCK": BLOCK}, 8),
+    ]
     return [
-        {"vocabulary": num_tokens, "logits": logits, "filtered": constants["FILTERED"]}
+        {"vocabulary": num_tokens, "logits": logits, "filtered": constants.get("FILTERED")}
         | {"drawn": constants.get("DRAWN")}
         | compiled(kernel, logits, constants, capability, warps)
         for kernel, constants, warps in cases
