@@ -33,7 +33,9 @@ from draftsmith.kernels.sampling.random_streams_triton import log_noise, stream_
 BLOCK = 4096
 GROUP = 64
 TILE = 2048  # tokens of a step of a program that filters a row
-WARPS = 16
+# Of a program that filters a row. Left to itself the assembler takes half of these registers, for a
+# second program beside it, and spills.
+FILTERING = {"num_warps": 16, "maxnreg": 128}
 # What differs from call to call makes no variants of its own: parts of a batch begin anywhere.
 _VECTORS = ["temperature", "top_k", "top_p", "min_p", "seeds", "positions"]
 
@@ -386,6 +388,6 @@ def _launch(
             **flags,
             DRAWN=drawn,
             PART=max(min(block, TILE) // blocks, 1),
-            num_warps=WARPS if filtered else 1,
+            **(FILTERING if filtered else {"num_warps": 1}),
         )
     return tokens, processed
