@@ -14,8 +14,9 @@ import torch
 from draftsmith.drafters.autoregressive.draft_sampler import adjusted
 from draftsmith.drafters.interface import DraftInputs
 from draftsmith.drafters.trees.nodes import TreeNodes
+from draftsmith.kernels.sampling.draw import draw_several
 from draftsmith.kernels.sampling.filters import SamplingRows, process
-from draftsmith.kernels.sampling.random_streams import Purpose, sample_without_replacement
+from draftsmith.kernels.sampling.random_streams import Purpose
 from draftsmith.kernels.sampling.vocabulary import check_sampled_head, scatter_to_target_vocab
 
 
@@ -83,7 +84,7 @@ class TreeDistributions:
         distribution = self._distribution(parents, self.sampling)
         check_sampled_head(distribution, self.vocab_map, self.vocab_size)
         seeds, positions = self.seeds.repeat_interleave(width), positions.repeat_interleave(width)
-        ids = sample_without_replacement(distribution, seeds, positions, Purpose.DRAFT, count)
+        ids = draw_several(distribution, seeds, positions, Purpose.DRAFT, count)
         ids = torch.where(ids < 0, ids[:, :1], ids).clamp(min=0)
         tokens = self._target_ids(ids).unflatten(0, parents.at.shape)
         return tokens, scatter_to_target_vocab(distribution, self.vocab_map, self.vocab_size)

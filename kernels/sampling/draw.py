@@ -1,4 +1,4 @@
-"""A token of each row and the distribution that it was drawn from. N rows, V vocabulary."""
+"""A token of each row, or several, and the distribution it was drawn from. N rows, V vocabulary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ import torch
 from draftsmith.kernels.dispatch import choose
 from draftsmith.kernels.sampling.draw_compiled import draw_compiled
 from draftsmith.kernels.sampling.filters import SamplingRows, process_torch
-from draftsmith.kernels.sampling.random_streams import Purpose, sample
+from draftsmith.kernels.sampling.random_streams import (
+    Purpose,
+    first_arrivals,
+    sample,
+    sample_without_replacement,
+)
 
 
 class Drawn(NamedTuple):
@@ -38,6 +43,23 @@ def draw(
     if impl == "auto":
         found = draw_compiled(logits, rows, seeds, positions, int(purpose))
     return draw_torch(logits, rows, seeds, positions, purpose) if found is None else Drawn(*found)
+
+
+def draw_several(
+    processed: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    purpose: Purpose,
+    count: int,
+    *,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """`sample_without_replacement` of processed logits [N, V] -> ids [N, count] int64."""
+    if choose(impl, processed.device, processed.dtype) == "triton":
+        from draftsmith.kernels.sampling.draw_triton import scores_triton
+
+        return first_arrivals(scores_triton(processed, (seeds, positions, int(purpose))), count)
+    return sample_without_replacement(processed, seeds, positions, purpose, count)
 
 
 def draw_torch(

@@ -33,7 +33,9 @@ from draftsmith.kernels.sampling.random_streams_triton import log_noise, stream_
 BLOCK = 4096
 GROUP = 64
 TILE = 2048  # tokens of a step of a program that filters a row
-WARPS = 16
+# Of a program that filters a row. Left to itself the assembler takes half of these registers, for a
+# second program beside it, and spills.
+FILTERING = {"num_warps": 16, "maxnreg": 128}
 # What differs from call to call makes no variants of its own: parts of a batch begin anywhere.
 _VECTORS = ["temperature", "top_k", "top_p", "min_p", "seeds", "positions"]
 
@@ -261,6 +263,48 @@ def _race(
     return token
 
 
+@triton.jit(do_not_specialize=["purpose"], do_not_specialize_on_alignment=["seeds", "positions"])
+def _score(
+    processed,  # [N, V] float32
+    stride,  # of a row of processed
+    seeds,  # [N] int64
+    positions,  # [N] int64
+    purpose,
+    scores,  # [N, V] float32, written
+    num_tokens,  # V
+    BLOCK: tl.constexpr,
+):
+    """Program (row, block): what a race compares."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < num_tokens
+    x = tl.load(processed + row * stride + columns, mask=inside, other=MINUS_INF)
+    key = stream_key(tl.load(seeds + row), tl.load(positions + row), purpose)
+    tl.store(scores + row * num_tokens + columns, x - log_noise(key, columns), mask=inside)
+
+
+def scores_triton(processed: torch.Tensor, streams: Streams) -> torch.Tensor:
+    """Minus the logs of the times at which tokens arrive, of processed logits [N, V]; -inf for one
+    that never does."""
+    num_rows, num_tokens = processed.shape
+    processed = processed if processed.stride(-1) == 1 else processed.contiguous()
+    scores = torch.empty(processed.shape, dtype=torch.float32, device=processed.device)
+    block = min(BLOCK, triton.next_power_of_2(num_tokens))
+    if num_rows:
+        _score[(num_rows, triton.cdiv(num_tokens, block))](
+            processed,
+            processed.stride(0),
+            streams[0].contiguous(),
+            streams[1].contiguous(),
+            streams[2],
+            scores,
+            num_tokens,
+            BLOCK=block,
+            num_warps=8,
+        )
+    return scores
+
+
 def process_triton(
     logits: torch.Tensor, options: Options, *, greedy: bool, filtered: bool, block: int = BLOCK
 ) -> torch.Tensor:
@@ -344,6 +388,6 @@ def _launch(
             **flags,
             DRAWN=drawn,
             PART=max(min(block, TILE) // blocks, 1),
-            num_warps=WARPS if filtered else 1,
+            **(FILTERING if filtered else {"num_warps": 1}),
         )
     return tokens, processed

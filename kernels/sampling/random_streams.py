@@ -184,8 +184,13 @@ def sample_without_replacement(
     given the arrivals before, the next arrival follows the distribution renormalised over the
     others. -1 once the tokens with mass are used up.
     """
-    scores = _scores(logits, stream_keys(seeds, positions, purpose))
-    drawn = torch.topk(scores, min(count, logits.shape[-1]), dim=-1)
+    return first_arrivals(_scores(logits, stream_keys(seeds, positions, purpose)), count)
+
+
+def first_arrivals(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count` first tokens of races by minus the logs of their times [N, V] -> ids [N, count]
+    int64, -1 for those that never come."""
+    drawn = torch.topk(scores, min(count, scores.shape[-1]), dim=-1)
     ids = torch.where(drawn.values == -math.inf, -1, drawn.indices)
     return torch.nn.functional.pad(ids, (0, count - ids.shape[1]), value=-1)
 

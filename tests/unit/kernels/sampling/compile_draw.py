@@ -44,7 +44,7 @@ ALIGNED = {
 
 
 def compiled(
-    kernel: Any, logits: str, constants: dict[str, Any], capability: int, num_warps: int
+    kernel: Any, logits: str, constants: dict[str, Any], capability: int, launch: dict[str, int]
 ) -> dict[str, Any]:
     """Registers and bytes of the stack (where spills go) a thread, and shared memory."""
     aligned = {**ALIGNED, "logits": logits}
@@ -61,7 +61,7 @@ def compiled(
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=attributes)
     target = GPUTarget("cuda", capability, 32)
-    binary = triton.compile(source, target=target, options={"num_warps": num_warps})
+    binary = triton.compile(source, target=target, options=launch)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
@@ -74,7 +74,7 @@ def compiled(
         "registers": int(found["REG"]),
         "stack_bytes": int(found["STACK"]),
         "shared_bytes": binary.metadata.shared,
-        "warps": num_warps,
+        "warps": launch["num_warps"],
     }
 
 
@@ -88,16 +88,20 @@ def variants(capability: int, num_tokens: int, logits: str) -> list[dict[str, An
     part = {"DRAWN": True, "PART": max(draw_triton.TILE // blocks, 1)}
     plain = {**wide, "FILTERED": False}
     scale = [{**sizes, "FILTERED": filtered, "DRAWN": True} for filtered in (True, False)]
-    cases = [(draw_triton._scale, constants, 8) for constants in scale]
-    cases += [(draw_triton._narrow, wide, 8), (draw_triton._narrow, plain, 8)]
-    cases += [(draw_triton._finish, {**wide, **part}, draw_triton.WARPS)]
-    cases += [(draw_triton._finish, {**wide, **part, "DRAWN": False}, draw_triton.WARPS)]
-    cases += [(draw_triton._finish, {**plain, **part}, 1)]
+    eight, filtering = {"num_warps": 8}, draw_triton.FILTERING
+    cases = [(draw_triton._scale, constants, eight) for constants in scale]
+    cases += [(draw_triton._narrow, constants, eight) for constants in (wide, plain)]
+    cases += [
+        (draw_triton._finish, {**wide, **part, "DRAWN": drawn}, filtering)
+        for drawn in (True, False)
+    ]
+    cases += [(draw_triton._finish, {**plain, **part}, {"num_warps": 1})]
+    cases += [(draw_triton._score, {"BLOCK": BLOCK}, eight)]
     return [
-        {"vocabulary": num_tokens, "logits": logits, "filtered": constants["FILTERED"]}
+        {"vocabulary": num_tokens, "logits": logits, "filtered": constants.get("FILTERED")}
         | {"drawn": constants.get("DRAWN")}
-        | compiled(kernel, logits, constants, capability, warps)
-        for kernel, constants, warps in cases
+        | compiled(kernel, logits, constants, capability, launch)
+        for kernel, constants, launch in cases
     ]
 
 

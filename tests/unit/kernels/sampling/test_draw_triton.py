@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftsmith.drafters.autoregressive.draft_sampler import draw_tokens
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling import draw as draw_module
+from draftsmith.kernels.sampling import draw_triton as draw_triton_module
 from draftsmith.kernels.sampling import filters
-from draftsmith.kernels.sampling.draw import draw
+from draftsmith.kernels.sampling.draw import draw, draw_several
 from draftsmith.kernels.sampling.draw_triton import draw_triton
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose
@@ -82,7 +83,7 @@ KINDS = [
 
 
 @settings(
-    max_examples=90, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     st.integers(0, 10**6),
@@ -204,6 +205,20 @@ def test_no_rows() -> None:
     assert found.tokens.shape == (0,) and found.logits.shape == (0, 30)
 
 
+@pytest.mark.parametrize("size", [3, 300, 5000])
+def test_several_tokens_are_the_references(size: int, poisoned_empty: None) -> None:
+    rows = SamplingRows.of([0.7] * 4, top_k=[0, 2, 20, 0])
+    processed = process(adversarial("plain", 5, 4 * size).view(4, size), rows)
+    processed[3] = -math.inf
+    found, expected = (
+        draw_several(processed, *streams(4), Purpose.DRAFT, 5, impl=impl)
+        for impl in ("triton", "torch")
+    )
+    assert found.tolist() == expected.tolist()
+    one = draw(processed, SamplingRows.of([1.0] * 4), *streams(4), Purpose.DRAFT, impl="triton")
+    assert found[:, 0].tolist() == one.tokens.tolist()
+
+
 class Operations(TorchDispatchMode):
     """Names of all operations of torch's."""
 
@@ -232,7 +247,7 @@ def test_nothing_is_ordered_or_looked_at(monkeypatch: pytest.MonkeyPatch) -> Non
         draw(logits, rows, *random, Purpose.DRAFT, impl="triton")
     assert not LOOKS & set(interpreted.names)
     for name in ("_scale", "_narrow", "_finish"):
-        monkeypatch.setattr(f"draftsmith.kernels.sampling.draw_triton.{name}", NoLaunch())
+        monkeypatch.setattr(draw_triton_module, name, NoLaunch())
     with Operations() as around:
         draw(logits, rows, *random, Purpose.DRAFT, impl="triton")
     # Views and memory: nothing that a device would launch.
