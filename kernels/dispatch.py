@@ -40,13 +40,39 @@ def reads_freely(device: torch.device) -> bool:
 
 
 def sent(device: torch.device, *columns: Sequence[int] | torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """int64 columns [n] of the host, each of its own length, on `device`: by one copy, from
-    page-locked memory, so that the host does not wait for it."""
+    """int64 columns [n] of the host, each of its own length, on `device` by one copy that the host
+    does not wait for."""
     host = torch.cat([torch.as_tensor(column, dtype=torch.int64) for column in columns])
-    if not reads_freely(device):
-        # Torch keeps the memory until the copy is over.
-        host = host.pin_memory()
-    return host.to(device, non_blocking=True).split([len(column) for column in columns])
+    return sent_tensor(device, host).split([len(column) for column in columns])
+
+
+def sent_tensor(device: torch.device, host: torch.Tensor) -> torch.Tensor:
+    """A tensor of the host on `device`, from page-locked memory, which torch keeps until the copy
+    is over."""
+    if reads_freely(device):
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+class Reading:
+    """A copy of a device's tensor on its way to page-locked memory of the host. What is launched
+    later may write into the tensor."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._host.copy_(tensor, non_blocking=True)
+        self._arrival = _recorded_event(tensor.device)
+
+    def wait(self) -> torch.Tensor:
+        """The copy. Behind another wait for what was launched later it has arrived."""
+        self._arrival.synchronize()
+        return self._host
+
+
+def _recorded_event(device: torch.device) -> torch.Event:
+    event = torch.Event(device=device)
+    event.record()
+    return event
 
 
 def use_device(device: torch.device | str) -> None:

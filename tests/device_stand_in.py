@@ -70,6 +70,7 @@ class StandIn(TorchDispatchMode):
         super().__init__()
         self.events: list[Event] = []
         self.launches: Counter[str] = Counter()
+        self.num_waits = 0  # `clear` leaves it
         self._pinned: dict[int, torch.Tensor] = {}
 
     def clear(self) -> None:
@@ -100,6 +101,7 @@ class StandIn(TorchDispatchMode):
                 proposes = frame.f_code.co_name in ("propose", "propose_tree")
                 drafting = drafting or (line.startswith("drafters/") and proposes)
             frame = frame.f_back
+        self.num_waits += kind == "wait"
         self.events.append(Event(kind, where, drafting, what))
 
     def uploaded(self, what: str, *, waits: bool) -> None:
@@ -124,7 +126,7 @@ class StandIn(TorchDispatchMode):
         plain = [_on_host(one) for one in flat]
         args, kwargs = tree_unflatten(plain, spec)
         found = func(*args, **kwargs)
-        if leaves or (name == "copy_" and tensors[0] not in ours):
+        if leaves or (name == "copy_" and not isinstance(tensors[0], DeviceTensor)):
             return found
         # What an operation writes in place stays the same tensor.
         known = {id(one.held): one for one in ours}
@@ -161,6 +163,17 @@ class StandIn(TorchDispatchMode):
 
     def _is_free(self, host: torch.Tensor, non_blocking: Any) -> bool:
         return bool(non_blocking) and host.untyped_storage().data_ptr() in self._pinned
+
+
+class RecordedEvent:
+    """Behind all that was launched so far. A wait for what was launched later covers it."""
+
+    def __init__(self, device: StandIn):
+        self.device, self.num_waits = device, device.num_waits
+
+    def synchronize(self) -> None:
+        if self.device.num_waits == self.num_waits:
+            self.device.note("wait", "event")
 
 
 class PythonCalls(TorchFunctionMode):
@@ -264,4 +277,5 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
             ),
         )
         patch.setattr(dispatch, "_obstacle", lambda device: "")
+        patch.setattr(dispatch, "_recorded_event", lambda device: RecordedEvent(stand_in))
         yield stand_in

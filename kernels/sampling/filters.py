@@ -16,7 +16,7 @@ import torch
 
 from draftsmith.errors import UserError
 from draftsmith.kernels.constants import MIN_TEMPERATURE
-from draftsmith.kernels.dispatch import choose, reads_freely
+from draftsmith.kernels.dispatch import choose, reads_freely, sent_tensor
 
 # Nearly always enough tokens to reach top-p, and far cheaper to find than an order of the whole
 # vocabulary.
@@ -101,12 +101,18 @@ class SamplingRows:
         _check("top_k", top_k, 0, math.inf)
         _check("top_p", top_p, 0, 1)
         _check("min_p", min_p, 0, 1)
+        passes = Passes.of(temperature, top_k, top_p, min_p)
+        if not reads_freely(torch.device(device)):
+            # As float64, which holds all of them, so that one copy is enough.
+            columns = torch.tensor([temperature, top_k, top_p, min_p], dtype=torch.float64)
+            sent = sent_tensor(torch.device(device), columns)
+            return cls(sent[0].float(), sent[1].long(), sent[2], sent[3].float(), passes)
         return cls(
             torch.tensor(temperature, dtype=torch.float32, device=device),
             torch.tensor(top_k, dtype=torch.int64, device=device),
             torch.tensor(top_p, dtype=torch.float64, device=device),
             torch.tensor(min_p, dtype=torch.float32, device=device),
-            Passes.of(temperature, top_k, top_p, min_p),
+            passes,
         )
 
     def select(self, rows: torch.Tensor | slice) -> SamplingRows:

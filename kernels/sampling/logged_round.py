@@ -59,11 +59,28 @@ class LoggedRound:
     def __init__(self, p: torch.Tensor, q: torch.Tensor | None, chains: Sequence[Sequence[int]]):
         self.p, self.q, self.chains = p, q, chains
         self._made: list[weakref.ref[LoggedLogits]] = []
+        self._begun: tuple[Callable[[], ProbArrays], Callable[[], ProbArrays]] | None = None
+
+    @property
+    def is_late(self) -> bool:
+        """True where p and q are reduced on a device, and better asked for a round later."""
+        return self._begun is not None or not self.p.is_cpu
+
+    def begin(self, rows: Sequence[RoundRow]) -> None:
+        """Reduce p and q of `rows`, the only ones that will be asked for, on their device. The
+        memory of many rounds' logits would be the models'."""
+        self._begun = self.sources(rows)
+        for source in self._begun:
+            if isinstance(source, LoggedLogits):
+                source.begin()
+        self.p, self.q = self.p[:0], None
 
     def sources(
         self, rows: Sequence[RoundRow]
     ) -> tuple[Callable[[], ProbArrays], Callable[[], ProbArrays]]:
         """Sources of p and of q at the drafted positions of `rows`."""
+        if self._begun is not None:
+            return self._begun
         tokens = [token for row in rows for token in row.drafted]
         spread = [row.head.temperature for row in rows for _ in row.drafted]
         p = self._kept(LoggedLogits(self.p, _indices(self._p_runs(rows)), tokens, spread))
@@ -87,9 +104,6 @@ class LoggedRound:
 
     def _kept(self, made: LoggedLogits) -> LoggedLogits:
         self._made.append(weakref.ref(made))
-        if self.p.is_cuda:
-            # There it costs a launch, and the memory of many rounds' logits would be the models'.
-            made()
         return made
 
     def _p_runs(self, rows: Sequence[RoundRow]) -> list[tuple[int, int]]:

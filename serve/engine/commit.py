@@ -179,8 +179,9 @@ class Committer:
             self.emit()
 
     def emit(self) -> None:
-        """Give all updates to their readers."""
+        """Give all updates to their readers, and records to the sink."""
         self.outputs.flush()
+        self.recorder.put_late()
         self._end_failed()
 
     def _end_failed(self) -> None:

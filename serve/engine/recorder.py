@@ -66,6 +66,8 @@ class Recorder:
         self._rows: list[RoundRow] = []
         self._logged: LoggedRound | None = None
         self._unmade: deque[weakref.ref[LoggedLogits]] = deque()
+        # In order; the first one's distributions are on their way from a device.
+        self._late: list[RecordedRound] = []
 
     def records(self, request: Request) -> bool:
         """True when the request's rounds are recorded: decided once, so that records hold whole
@@ -129,6 +131,7 @@ class Recorder:
     def end_round(self) -> None:
         """Called after the records of a round, before the engine uses the memory of its logits
         again. What a sink has then copied is gone; what it keeps is copied here, and bounded."""
+        self.put_late()
         self._send()
         logged, self._logged = self._logged, None
         kept = [] if logged is None else logged.kept()
@@ -203,10 +206,28 @@ class Recorder:
 
     def _send(self) -> None:
         rows, self._rows = self._rows, []
-        if not rows or self.sink is None:
+        if not rows:
+            return
+        round, logged = RecordedRound(rows, time.time(), self._logged), self._logged
+        if logged is not None and logged.is_late:
+            # Until the next round's end, when its distributions have arrived: no wait for them.
+            logged.begin([row for row in rows if row.place >= 0])
+        elif not self._late:
+            self._put(round)
+            return
+        self._late.append(round)
+
+    def put_late(self) -> None:
+        """Hand over what was kept back for distributions that were on their way from a device."""
+        late, self._late = self._late, []
+        for round in late:
+            self._put(round)
+
+    def _put(self, round: RecordedRound) -> None:
+        if self.sink is None:
             return
         try:
-            self.sink.put_round(RecordedRound(rows, time.time(), self._logged))
+            self.sink.put_round(round)
         except Exception:
             # A sink must not raise; one that does must still not stop a request.
             log.exception("the round sink failed; recording stops")

@@ -18,6 +18,7 @@ from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.verify import chain_logits, chain_triton
 from draftsmith.kernels.verify.chain_logits import verify_logits_torch
+from draftsmith.record import RecordedRound, RoundRecord, SinkCounts
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
@@ -39,6 +40,22 @@ class Answers(NamedTuple):
     rounds: list[tuple[list[int], int]]  # drafted tokens and the number of accepted ones
 
 
+class Records(list[RoundRecord]):
+    """A sink that makes everything of a record as soon as it gets it."""
+
+    share, counts = 1.0, SinkCounts()
+
+    def put_round(self, round: RecordedRound) -> None:
+        self += round.records()
+        for record in self:
+            record.p, record.q = list(record.p), list(record.q)
+
+    def forget(self, answer: str) -> int:
+        return 0
+
+    def close(self) -> None: ...
+
+
 class Served:
     """A target and a draft, on the CPU until `move`."""
 
@@ -58,21 +75,26 @@ class Served:
             move(self.drafter)
 
     def answers(
-        self, *values: dict[str, Any], change: Change | None = None, **options: Any
+        self,
+        *values: dict[str, Any],
+        change: Change | None = None,
+        sink: Records | None = None,
+        **options: Any,
     ) -> Answers:
         """Answers of the prompts; of the device, the costs of one round are left in its counts."""
         if change is not None:
             propose, calls = type(self.drafter).propose, iter(range(1000))
             self.drafter.propose = lambda inputs: change(next(calls), propose(self.drafter, inputs))
         config = EngineConfig(k=3, max_length=64, num_blocks=40, compile="off", **options)
-        engine = build_engine(self.target, self.drafter, config)
+        engine = build_engine(self.target, self.drafter, config, sink=sink)
+        engine.committer.overlaps = self.device is not None  # as on CUDA
         rounds: list[tuple[list[int], int]] = []
         engine.observe_rounds(lambda request, drafted, count, _: rounds.append((drafted, count)))
         requests = [
             engine.submit(
                 prompt,
                 SamplingParams(
-                    seed=seed, max_tokens=16, ignore_eos=True, **values[seed % len(values)]
+                    max_tokens=16, ignore_eos=True, **{"seed": seed, **values[seed % len(values)]}
                 ),
             )
             for seed, prompt in enumerate(PROMPTS)
@@ -101,8 +123,11 @@ def both(
     """`both(family, ...)` gives the costs of a round on the device, when the answers are the
     CPU's."""
 
-    def run(family: str | None, *values: dict[str, Any], **options: Any) -> StandIn:
-        expected = Served(tiny_target("llama"), family).answers(*values, **options)
+    def run(
+        family: str | None, *values: dict[str, Any], records: bool = False, **options: Any
+    ) -> StandIn:
+        sinks = [Records(), Records()] if records else [None, None]
+        expected = Served(tiny_target("llama"), family).answers(*values, sink=sinks[0], **options)
         served = Served(tiny_target("llama"), family)
         with monkeypatch.context() as patch, device_stand_in.device(monkeypatch) as device:
             patch.setattr(
@@ -114,8 +139,8 @@ def both(
                 chain_triton, "verify_logits_triton", kernel(device, "verify_logits", tempered)
             )
             served.move(device)
-            assert served.answers(*values, **options) == expected
-        run.expected = expected  # type: ignore[attr-defined]
+            assert served.answers(*values, sink=sinks[1], **options) == expected
+        run.expected, run.sinks = expected, sinks  # type: ignore[attr-defined]
         return served.counted
 
     return run
@@ -142,6 +167,29 @@ def test_a_round_waits_for_its_result_alone(
     events = "\n".join(map(str, counted.events))
     assert (counted.count("wait"), counted.count("upload")) == (waits, uploads), events
     assert counted.launches["verify_logits"] == 1
+
+
+@pytest.mark.parametrize("values", [GREEDY, TOP_P], ids=["greedy", "sampled"])
+def test_a_recorded_round_waits_no_more(
+    values: dict[str, Any], both: Callable[..., StandIn]
+) -> None:
+    """Distributions come to the host while the next round runs; the records are the CPU's."""
+    counted = both("eagle3", {**values, "seed": None}, records=True, seed=3)
+    assert (counted.count("wait"), counted.count("upload")) == (1, 8 if values is TOP_P else 5)
+    found, expected = both.sinks[1], both.sinks[0]  # type: ignore[attr-defined]
+    assert len(found) == len(expected) > 12 and sum(record.last for record in found) == 3
+    for one, other in zip(found, expected, strict=True):
+        for name in ("round", "position", "context", "drafted", "accepted", "committed", "last"):
+            assert getattr(one, name) == getattr(other, name)
+        for kind in ("p", "q"):
+            pairs = list(zip(getattr(one, kind), getattr(other, kind), strict=True))
+            assert len(pairs) == len(one.drafted)
+            for mine, its in pairs:
+                assert mine.ids[:8] == its.ids[:8]
+                assert mine.logprobs == pytest.approx(its.logprobs, abs=1e-4)
+                assert mine.tail == pytest.approx(its.tail, abs=1e-5)
+                assert mine.log_norm == pytest.approx(its.log_norm, abs=1e-4)
+                assert mine.drafted == pytest.approx(its.drafted, abs=1e-4)
 
 
 @pytest.mark.parametrize("rule, waits", [("chain", 1), ("block", 2)])
