@@ -13,7 +13,7 @@ themselves are served as in vLLM, k + 1 slots long.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
-from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, sent
+from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler
 from draftsmith.drafters.autoregressive.rotary import HasRotary
 from draftsmith.drafters.blocks.block_unroll import BlockPass
 from draftsmith.drafters.blocks.layer_passes import LayerPasses
@@ -274,20 +274,21 @@ class Dflash(HasRotary):
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:
         sampler = DraftSampler(inputs, vocab_size=self.config.vocab_size, vocab_map=self.vocab_map)
-        self._read_context(inputs)
         # A block without any context was never trained.
         rows = ((inputs.num_draft > 0) & (inputs.starts + inputs.lengths > 1)).nonzero()[:, 0]
+        context, blocks = context_columns(inputs), self._block_columns(inputs, rows)
+        plan = sampler.plan(rows.tolist(), self.max_depth)
+        parts, depths = plan.sent(inputs.tokens.device, *context, *blocks)
+        self._read_context(inputs, *parts[: len(context)])
         if len(rows) == 0:
             return sampler.proposal()
-        block = self._read_blocks(inputs, rows)
+        block = self._read_blocks(inputs, parts[len(context) :])
         begins, newest, tokens = block.begins, block.newest, block.tokens
         head, skipped = self.head_weight().T, 0 if self.from_anchor else 1
         # the chance that all drafts of a row are kept, as guessed
         survival = torch.ones_like(tokens, dtype=torch.float32)
         offered = torch.zeros_like(sampler.lengths)
-        for depth, (chosen, kept, _) in enumerate(
-            sampler.rows_at_depth(rows.tolist(), self.max_depth)
-        ):
+        for depth, (chosen, kept, _) in enumerate(depths):
             if kept is not None:
                 begins, newest, tokens, survival = (
                     begins[kept],
@@ -320,14 +321,12 @@ class Dflash(HasRotary):
         shared = [output_table(self._target)] if self.lm_head is None else []
         return ReadBytes(proposal=weight_bytes([self], *shared), token=0)
 
-    def _read_context(self, inputs: DraftInputs) -> None:
-        """Writes keys and values of the positions whose true states are new."""
-        counts = inputs.lengths - 1
-        rows = torch.repeat_interleave(counts)
+    def _read_context(
+        self, inputs: DraftInputs, rows: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        """Writes keys and values of the positions [T] of `rows` [T] whose true states are new."""
         if len(rows) == 0:
             return
-        offsets = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
-        rows, positions = sent(inputs.tokens.device, rows, inputs.starts[rows] + offsets)
         slots = inputs.own_pool.slots_of(inputs.block_tables, rows, positions)
         pairs = self.context_keys(self.context(inputs.taps)[None], positions[None])
         for (keys, values), pool_keys, pool_values in zip(
@@ -336,15 +335,19 @@ class Dflash(HasRotary):
             pool_keys.index_copy_(0, slots, keys[0].transpose(0, 1).to(pool_keys.dtype))
             pool_values.index_copy_(0, slots, values[0].transpose(0, 1).to(pool_values.dtype))
 
-    def _read_blocks(self, inputs: DraftInputs, rows: torch.Tensor) -> Block:
-        """Read a block from the newest token of each of `rows` [R] (on the host) on."""
+    def _block_columns(self, inputs: DraftInputs, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What a device needs of the blocks of `rows` [R], which go from the newest token on."""
         newest = (inputs.starts + inputs.lengths - 1)[rows]
         counts = inputs.num_draft[rows].clamp(max=self.max_depth) + (0 if self.from_anchor else 1)
         begins = counts.cumsum(0) - counts
         which = torch.repeat_interleave(counts)
         slot = torch.arange(len(which)) - begins[which]
-        columns = (rows, begins, newest, counts, newest[which] + slot, newest[which], counts[which])
-        parts = sent(inputs.tokens.device, *columns, inputs.lengths.cumsum(0)[rows] - 1)
+        ends = inputs.lengths.cumsum(0)[rows] - 1
+        places = (newest[which] + slot, newest[which], counts[which])
+        return (rows, begins, newest, counts, *places, ends)
+
+    def _read_blocks(self, inputs: DraftInputs, parts: Sequence[torch.Tensor]) -> Block:
+        """`parts` are the `_block_columns`, on the device."""
         rows, begins, newest, counts, positions, first, size, ends = parts
         tokens = inputs.tokens[ends]
         ids = torch.full_like(positions, self.shape.mask_token).index_copy_(0, begins, tokens)
@@ -405,6 +408,14 @@ class Dflash(HasRotary):
         drafter.to(tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.float32)
         load_into(drafter, tensors, str(folder))
         return drafter
+
+
+def context_columns(inputs: DraftInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """(row [T], position [T]) of the true states that are new, on the host."""
+    counts = inputs.lengths - 1
+    rows = torch.repeat_interleave(counts)
+    offsets = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
+    return rows, inputs.starts[rows] + offsets
 
 
 def projected(

@@ -12,14 +12,14 @@ other, so q of a chain is a product, and there is nothing for a tree to branch o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, sent
+from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler
 from draftsmith.drafters.blocks.block_unroll import BlockPass
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.init_from_target import checked_mask_token, probed
@@ -108,22 +108,20 @@ class Peagle(Eagle3):
 
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:
-        if self._captured is not None:
-            self._captured.refresh()  # a swap writes new weights in place
+        self.refresh()
         sampler = DraftSampler(inputs, vocab_size=self.config.vocab_size, vocab_map=self.vocab_map)
         slots = Slots.of(inputs)
         if len(slots.row) == 0:
             return sampler.proposal()
-        states = self._read(inputs, slots)
         # A row draws from its last true state and the masks after it.
         rows = slots.rows[inputs.num_draft[slots.rows] > 0]
-        drafting = ((inputs.num_draft[slots.row] > 0) & (slots.depth >= 0)).nonzero()[:, 0]
+        plan = sampler.plan(rows.tolist())
+        drawn = ((inputs.num_draft[slots.row] > 0) & (slots.depth >= 0)).nonzero()[:, 0]
         budgets, newest = inputs.num_draft[rows], inputs.starts[rows] + inputs.lengths[rows] - 1
-        drafting, begins, newest = sent(
-            inputs.tokens.device, drafting, budgets.cumsum(0) - budgets, newest
-        )
-        logits = self.draft_logits(states[drafting])
-        for depth, (chosen, kept, _) in enumerate(sampler.rows_at_depth(rows.tolist())):
+        columns = (*slots.columns(), drawn, budgets.cumsum(0) - budgets, newest)
+        (*parts, drafting, begins, newest), depths = plan.sent(inputs.tokens.device, *columns)
+        logits = self.draft_logits(self._read(inputs, parts)[drafting])
+        for depth, (chosen, kept, _) in enumerate(depths):
             if kept is not None:
                 begins, newest = begins[kept], newest[kept]
             sampler.draw(chosen, depth, logits[begins + depth], newest + 1 + depth)
@@ -132,18 +130,10 @@ class Peagle(Eagle3):
     def read_bytes(self) -> ReadBytes:
         return ReadBytes(proposal=super().read_bytes().token, token=0)
 
-    def _read(self, inputs: DraftInputs, slots: Slots) -> torch.Tensor:
-        """True states and masks of all rows in one pass -> what the head multiplies [T, H]."""
-        masked = slots.depth > 0
-        columns = (
-            slots.rows,
-            slots.counts,
-            slots.position,
-            slots.token,
-            masked.nonzero()[:, 0],
-            (~masked).nonzero()[:, 0],
-        )
-        rows, counts, position, token, masks, true = sent(inputs.tokens.device, *columns)
+    def _read(self, inputs: DraftInputs, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """True states and masks of all rows in one pass -> what the head multiplies [T, H]; `parts`
+        are the `columns` of its slots, on the device."""
+        rows, counts, position, token, masks, true = parts
         ids = inputs.tokens[token].index_fill(0, masks, self.mask_token)
         hidden = (
             self.fuse(self.mask_hidden)
@@ -187,6 +177,12 @@ class Slots(NamedTuple):
     token: torch.Tensor
     # [T] 0 at a row's last true state, beyond at its masks, below at earlier states
     depth: torch.Tensor
+
+    def columns(self) -> tuple[torch.Tensor, ...]:
+        """What a device needs of them, the masks and the true states among them named apart."""
+        masked = self.depth > 0
+        places = (masked.nonzero()[:, 0], (~masked).nonzero()[:, 0])
+        return (self.rows, self.counts, self.position, self.token, *places)
 
     @classmethod
     def of(cls, inputs: DraftInputs) -> Slots:

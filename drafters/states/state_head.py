@@ -9,13 +9,13 @@ of the state, B rows, L columns, R rows that draft.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, sent
+from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler
 from draftsmith.drafters.autoregressive.state import HeadStep
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
 from draftsmith.drafters.target.taps import FINAL
@@ -94,10 +94,12 @@ class StateHead(nn.Module, ABC):
     def propose(self, inputs: DraftInputs) -> Proposal:
         sampler = DraftSampler(inputs, vocab_size=self.vocab_size)
         rows = (inputs.lengths > 1).nonzero()[:, 0]  # one token alone has no state before it
-        depths = sampler.rows_at_depth(rows.tolist(), self.max_depth)
-        if not depths or inputs.taps is None:
+        plan = sampler.plan(rows.tolist(), self.max_depth)
+        if not plan.alive or inputs.taps is None:
             return sampler.proposal()
-        tokens, state, positions = self.newest(inputs, inputs.taps, rows)
+        columns = newest_columns(inputs, rows)
+        parts, depths = plan.sent(inputs.tokens.device, *columns)
+        tokens, state, positions = self.newest(inputs, inputs.taps, parts)
         for depth, (chosen, kept, _) in enumerate(depths):
             if kept is not None:
                 positions, tokens, state = positions[kept], tokens[kept], state[kept]
@@ -108,16 +110,22 @@ class StateHead(nn.Module, ABC):
             state = step.next_hidden
         return sampler.proposal()
 
-    def newest(self, inputs: DraftInputs, taps: torch.Tensor, rows: torch.Tensor) -> NewestState:
-        """State of `rows` [R] (on the host), each with a token before its newest one; `taps` are
-        those of `inputs`."""
-        # Taps are ragged like the tokens, one fewer a row; only the last of each row counts.
-        columns = ((inputs.lengths - 1).cumsum(0)[rows] - 1, inputs.lengths.cumsum(0)[rows] - 1)
-        newest = (inputs.starts + inputs.lengths - 1)[rows]
-        tap_rows, token_rows, positions = sent(inputs.tokens.device, *columns, newest)
-        state = self.begin(taps[tap_rows])
-        return NewestState(inputs.tokens[token_rows], state, positions)
+    def newest(
+        self, inputs: DraftInputs, taps: torch.Tensor, parts: Sequence[torch.Tensor]
+    ) -> NewestState:
+        """`parts` are the `newest_columns` of R rows, on the device; `taps` are those of
+        `inputs`."""
+        tap_rows, token_rows, positions = parts
+        return NewestState(inputs.tokens[token_rows], self.begin(taps[tap_rows]), positions)
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
         """There is no cache; one state is needed, that before the newest token."""
         return last + accepted
+
+
+def newest_columns(inputs: DraftInputs, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Where `rows` [R] (on the host), each with a token before its newest one, have the newest
+    taps and tokens, and its position."""
+    # Taps are ragged like the tokens, one fewer a row; only the last of each row counts.
+    columns = ((inputs.lengths - 1).cumsum(0)[rows] - 1, inputs.lengths.cumsum(0)[rows] - 1)
+    return (*columns, (inputs.starts + inputs.lengths - 1)[rows])
