@@ -33,8 +33,14 @@ class ChainBuffers:
         self.top_k = torch.zeros(num_rows, **whole)
 
     def sampling(self, num_rows: int, passes: Passes) -> SamplingRows:
-        parts = (self.temperature, self.top_k, self.top_p, self.min_p)
-        return SamplingRows(*(part[:num_rows] for part in parts), passes=passes)
+        first = slice(num_rows)
+        return SamplingRows(
+            self.temperature[first],
+            self.top_k[first],
+            self.top_p[first],
+            self.min_p[first],
+            passes,
+        )
 
     def fill(
         self, state: ChainState, left: torch.Tensor, seeds: torch.Tensor, sampling: SamplingRows

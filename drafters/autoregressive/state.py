@@ -30,8 +30,14 @@ class DraftPrefill(NamedTuple):
 
     def select(self, chosen: torch.Tensor, indices: list[int]) -> DraftPrefill:
         """Keep `chosen` [R'] of the R rows, which are `indices` of the batch."""
-        parts = (part[chosen] for part in self[1:5])
-        return DraftPrefill(indices, *parts, step=self.step.select(chosen))
+        return DraftPrefill(
+            indices,
+            self.rows[chosen],
+            self.budgets[chosen],
+            self.positions[chosen],
+            self.tables[chosen],
+            self.step.select(chosen),
+        )
 
 
 class ReadsOwnDrafts(Protocol):

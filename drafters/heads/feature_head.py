@@ -24,6 +24,7 @@ from draftsmith.drafters.interface import (
     Capturable,
     DraftInputs,
     ForwardCapturable,
+    HoldsGraphs,
     Proposal,
     UnrollBatch,
     UnrolledStep,
@@ -165,14 +166,20 @@ class FeatureHead(HasRotary, ForwardCapturable, Capturable):
         return last
 
     def capture(
-        self, pool: PagedPool, *, max_batch: int, max_blocks: int, capturer: Capturer
+        self, pool: PagedPool | None, *, max_batch: int, max_blocks: int, capturer: Capturer
     ) -> None:
+        assert pool is not None
         self._graphs = ChainGraphs(
             self, pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer
         )
         self.level_graphs = LevelGraphs(
             self, pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer
         )
+
+    @property
+    def graphs(self) -> tuple[HoldsGraphs, ...]:
+        held = (self._graphs, self.level_graphs)
+        return tuple(one for one in held if one is not None)
 
     def read_committed(
         self,

@@ -19,11 +19,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler
+from draftsmith.drafters.autoregressive.call_graphs import CallGraphs, CallShape
+from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, DraftStep
+from draftsmith.drafters.autoregressive.padded_round import PaddedRound
 from draftsmith.drafters.blocks.block_unroll import BlockPass
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.init_from_target import checked_mask_token, probed
-from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
+from draftsmith.drafters.interface import (
+    DraftInputs,
+    HoldsGraphs,
+    Proposal,
+    UnrollBatch,
+    UnrolledStep,
+)
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.layouts.speculators import flattened
 from draftsmith.drafters.options import PeagleOptions
@@ -31,6 +39,8 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import ReadBytes, read_config
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
+from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.kernels.cuda_graphs import Capturer
 
 ARCHITECTURES = (
     "PEagleDraftModel",
@@ -46,6 +56,7 @@ class Peagle(Eagle3):
     family = "p-eagle"
     ends_chains = False  # all tokens come in one pass
     propose_tree = None  # not a drafter that grows trees
+    _calls: CallGraphs | None = None
 
     def __init__(self, *args: Any, mask_token: int | None = None, **shape: Any):
         super().__init__(*args, **shape)
@@ -110,6 +121,8 @@ class Peagle(Eagle3):
     def propose(self, inputs: DraftInputs) -> Proposal:
         self.refresh()
         sampler = DraftSampler(inputs, vocab_size=self.config.vocab_size, vocab_map=self.vocab_map)
+        if self._calls is not None and self._calls.draft(inputs, sampler):
+            return sampler.proposal()
         slots = Slots.of(inputs)
         if len(slots.row) == 0:
             return sampler.proposal()
@@ -126,6 +139,47 @@ class Peagle(Eagle3):
                 begins, newest = begins[kept], newest[kept]
             sampler.draw(chosen, depth, logits[begins + depth], newest + 1 + depth)
         return sampler.proposal()
+
+    def capture(
+        self, pool: PagedPool | None, *, max_batch: int, max_blocks: int, capturer: Capturer
+    ) -> None:
+        self._calls = CallGraphs(
+            self, pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer
+        )
+
+    @property
+    def graphs(self) -> tuple[HoldsGraphs, ...]:
+        return () if self._calls is None else (self._calls,)
+
+    def draft_padded(
+        self, padded: PaddedRound, shape: CallShape, pool: PagedPool | None
+    ) -> list[DraftStep]:
+        assert pool is not None
+        # The true states of a row, then its masks; the last of them again where it has fewer.
+        most = padded.last + (padded.budgets - 1).clamp(min=0)
+        size = shape.width + shape.depths - 1
+        index = torch.arange(size, device=most.device).minimum(most[:, None])
+        slots = index.minimum(padded.last[:, None])
+        masked, taps = index > slots, padded.taps(slots)
+        assert taps is not None
+        tokens = torch.where(masked, self.mask_token, padded.tokens(slots))
+        hidden = torch.where(masked[..., None], self.fuse(self.mask_hidden), self.fused(taps))
+        positions = (padded.starts[:, None] + index).flatten()
+        lengths = torch.full_like(most, size)
+        context = PagedPass(pool, padded.tables, positions, lengths)
+        step = self.read_ragged(
+            self.embed(tokens.flatten()), hidden.flatten(0, 1), positions, context
+        )
+        states = step.head_input.unflatten(0, (-1, size))
+        rows, newest = torch.arange(len(most), device=most.device), padded.starts + padded.last + 1
+        return [
+            padded.draw(
+                self.draft_logits(states[rows, padded.last + depth]),
+                newest + 1 + depth,
+                self.vocab_map,
+            )
+            for depth in range(shape.depths)
+        ]
 
     def read_bytes(self) -> ReadBytes:
         return ReadBytes(proposal=super().read_bytes().token, token=0)

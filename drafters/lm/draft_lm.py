@@ -27,6 +27,7 @@ from draftsmith.drafters.interface import (
     Capturable,
     DraftInputs,
     ForwardCapturable,
+    HoldsGraphs,
     Proposal,
     UnrollBatch,
     UnrolledStep,
@@ -197,11 +198,16 @@ class DraftLm(nn.Module, ForwardCapturable, Capturable):
         return sampler.proposal()
 
     def capture(
-        self, pool: PagedPool, *, max_batch: int, max_blocks: int, capturer: Capturer
+        self, pool: PagedPool | None, *, max_batch: int, max_blocks: int, capturer: Capturer
     ) -> None:
+        assert pool is not None
         self._graphs = ChainGraphs(
             self, pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer
         )
+
+    @property
+    def graphs(self) -> tuple[HoldsGraphs, ...]:
+        return () if self._graphs is None else (self._graphs,)
 
     def read_committed(
         self,
