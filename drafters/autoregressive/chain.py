@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from draftsmith.drafters.autoregressive.catch_up import Unread, read_unread
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, RowsAtDepth
-from draftsmith.drafters.autoregressive.state import ChainState, DraftPrefill, ReadsOwnDrafts
+from draftsmith.drafters.autoregressive.state import (
+    ChainState,
+    DraftPrefill,
+    ReadsCommitted,
+    ReadsOwnDrafts,
+)
 from draftsmith.drafters.interface import DraftInputs
 from draftsmith.kernels.attention.paged import PagedPass
 
@@ -20,34 +26,41 @@ if TYPE_CHECKING:
 
 
 def draft_chain(
-    drafter: ReadsOwnDrafts,
+    drafter: ReadsCommitted,
     inputs: DraftInputs,
-    prefill: DraftPrefill,
     sampler: DraftSampler,
     graphs: ChainGraphs | None,
 ) -> None:
-    """Draft as many tokens as each prefilled row may, into `sampler`."""
-    depths = sampler.rows_at_depth(prefill.indices)
-    if not depths:
+    """Read what the drafter has not, and draft as many tokens as each row may, into `sampler`."""
+    unread = Unread.of(inputs, drafter.ahead)
+    if not unread.rows:
         return
-    _, positions, tables, step = prefill
-    if depths[0].kept is not None:
-        positions, tables, step = (
-            positions[depths[0].kept],
-            tables[depths[0].kept],
-            step.select(depths[0].kept),
-        )
-    tokens = sampler.draw(
-        depths[0].rows, 0, drafter.draft_logits(step.head_input), positions + drafter.ahead
-    )
-    state = ChainState(tokens, step.next_hidden, positions, tables)
     # Penalties, bans and masks of a request are worked out on the host, and so are a chain's ends.
-    if (
-        graphs is None
-        or inputs.adjust is not None
-        or sampler.confidence is not None
-        or not graphs.draft(state, inputs, sampler, depths[1:])
-    ):
+    if inputs.adjust is not None or sampler.confidence is not None:
+        graphs = None
+    plan = sampler.plan(unread.rows)
+    if graphs is not None and graphs.draft_round(inputs, unread, plan, sampler):
+        return
+    prefill, depths = read_unread(drafter, inputs, unread, plan)
+    if depths:
+        draft_from(drafter, inputs, prefill, depths, sampler, graphs)
+
+
+def draft_from(
+    drafter: ReadsOwnDrafts,
+    inputs: DraftInputs,
+    prefill: DraftPrefill,
+    depths: list[RowsAtDepth],
+    sampler: DraftSampler,
+    graphs: ChainGraphs | None,
+) -> None:
+    """Draft all depths from the states of `prefill`, into `sampler`."""
+    if depths[0].kept is not None:
+        prefill = prefill.select(depths[0].kept, depths[0].indices)
+    logits = drafter.draft_logits(prefill.step.head_input)
+    tokens = sampler.draw(depths[0].rows, 0, logits, prefill.positions + drafter.ahead)
+    state = ChainState(tokens, prefill.step.next_hidden, prefill.positions, prefill.tables)
+    if graphs is None or not graphs.draft(state, prefill.budgets, inputs, sampler, depths[1:]):
         _draft_eagerly(drafter, inputs, state, sampler, depths)
 
 

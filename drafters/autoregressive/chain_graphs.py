@@ -12,145 +12,111 @@ R rows that draft, H hidden width, Vd draft vocabulary.
 
 from __future__ import annotations
 
-import bisect
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from draftsmith.drafters.autoregressive.catch_up import Unread
+from draftsmith.drafters.autoregressive.catch_up_graphs import CatchUpGraphs
+from draftsmith.drafters.autoregressive.chain_buffers import ChainBuffers, bucket, for_graphs
 from draftsmith.drafters.autoregressive.draft_sampler import (
+    DepthPlan,
     DraftSampler,
     DraftStep,
     RowsAtDepth,
     draw_tokens,
 )
+from draftsmith.drafters.autoregressive.graph_shapes import GraphShapes
 from draftsmith.drafters.interface import DraftInputs
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.constants import NULL_BLOCK
 from draftsmith.kernels.cuda_graphs import Capturer, Graph, row_buckets
-from draftsmith.kernels.sampling.filters import Passes, SamplingRows
+from draftsmith.kernels.sampling.filters import Passes
 
 if TYPE_CHECKING:
-    from draftsmith.drafters.autoregressive.state import ChainState, ReadsOwnDrafts
-
-log = logging.getLogger(__name__)
-
-
-class ChainBuffers:
-    """State of as many rows as a batch may have, at fixed addresses. A bucket uses the first of
-    them."""
-
-    def __init__(self, num_rows: int, max_blocks: int, hidden: torch.Tensor):
-        device = hidden.device
-        whole = {"dtype": torch.int64, "device": device}
-        self.tokens, self.positions, self.left, self.seeds = torch.zeros(4, num_rows, **whole)
-        self.tables = torch.full((num_rows, max_blocks), NULL_BLOCK, **whole)
-        self.hidden = torch.zeros(num_rows, hidden.shape[1], dtype=hidden.dtype, device=device)
-        self.temperature, self.min_p = torch.zeros(2, num_rows, dtype=torch.float32, device=device)
-        self.top_p = torch.ones(num_rows, dtype=torch.float64, device=device)
-        self.top_k = torch.zeros(num_rows, **whole)
-
-    def fill(
-        self, state: ChainState, left: torch.Tensor, seeds: torch.Tensor, sampling: SamplingRows
-    ) -> None:
-        """`left` [R]: how many tokens each row may still draft."""
-        count, width = state.tables.shape
-        self.left.zero_()
-        self.tables[:count, width:] = NULL_BLOCK
-        self.tables[:count, :width].copy_(state.tables)
-        pairs = [
-            (self.tokens, state.tokens),
-            (self.hidden, state.hidden),
-            (self.positions, state.positions),
-            (self.left, left),
-        ]
-        pairs += [
-            (self.seeds, seeds),
-            (self.temperature, sampling.temperature),
-            (self.min_p, sampling.min_p),
-        ]
-        pairs += [(self.top_p, sampling.top_p), (self.top_k, sampling.top_k)]
-        for buffer, values in pairs:
-            buffer[:count].copy_(values)
+    from draftsmith.drafters.autoregressive.state import ChainState, ReadsCommitted
 
 
 class ChainGraphs:
     def __init__(
         self,
-        drafter: ReadsOwnDrafts,
+        drafter: ReadsCommitted,
         pool: PagedPool,
         *,
         max_batch: int,
         max_blocks: int,
         capturer: Capturer,
     ):
-        self.drafter, self.pool, self.max_blocks, self.capturer = (
-            drafter,
-            pool,
-            max_blocks,
-            capturer,
-        )
+        self.drafter, self.pool, self.max_blocks = drafter, pool, max_blocks
         self.rows = row_buckets(max_batch)
+        self.steps = GraphShapes[tuple[int, Passes], DraftStep](capturer, "draft steps")
+        self.catch_ups = CatchUpGraphs(drafter, pool, self.rows, max_blocks, capturer)
         self._buffers: ChainBuffers | None = None
-        self._graphs: dict[tuple[int, Passes], tuple[Graph, DraftStep]] = {}
-        self.broken = False
 
     @property
     def num_graphs(self) -> int:
-        return len(self._graphs)
+        return self.steps.num_graphs + self.catch_ups.shapes.num_graphs
+
+    @property
+    def broken(self) -> bool:
+        return self.steps.broken or self.catch_ups.shapes.broken
+
+    def draft_round(
+        self, inputs: DraftInputs, unread: Unread, plan: DepthPlan, sampler: DraftSampler
+    ) -> bool:
+        """Read what a decoding round has to read and draft all depths, into `sampler`. False, and
+        nothing done, where it must be read without graphs."""
+        buffers, count = self._buffers, len(unread.rows)
+        if not plan.alive or buffers is None or inputs.pool is not self.pool:
+            return False
+        passes = for_graphs(inputs.sampling.passes)
+        steps = self._steps(count, passes) if len(plan.alive) > 1 else None
+        if steps is None and len(plan.alive) > 1:
+            return False
+        found = self.catch_ups.run(buffers, inputs, unread, plan, passes)
+        if found is None:
+            return False
+        drawn, depths = found
+        first, kept, _ = depths[0]
+        alive = slice(count) if kept is None else kept
+        sampler.keep(first, 0, drawn.select(alive))
+        if steps is not None:
+            replay_steps(steps, sampler, depths[1:], alive)
+        return True
 
     def draft(
         self,
         state: ChainState,
+        budgets: torch.Tensor,
         inputs: DraftInputs,
         sampler: DraftSampler,
         depths: Sequence[RowsAtDepth],
     ) -> bool:
-        """Draft the depths after the first from `state` on, into `sampler`. False where they must
-        be drafted without graphs."""
-        if not depths or self.broken or inputs.pool is not self.pool:
+        """Draft the depths after the first from `state` on, into `sampler`; `budgets` [R] are of
+        its rows. False where they must be drafted without graphs."""
+        if not depths or inputs.pool is not self.pool:
             return not depths
-        if depths[0].kept is not None:
-            state = state.select(depths[0].kept)
-        rows, passes = depths[0].rows, for_graphs(inputs.sampling.passes)
+        (rows, kept, _), passes = depths[0], for_graphs(inputs.sampling.passes)
+        if kept is not None:
+            state, budgets = state.select(kept), budgets[kept]
         if self._buffers is None:
             self._buffers = ChainBuffers(self.rows[-1], self.max_blocks, state.hidden)
-        key = (self.rows[bisect.bisect_left(self.rows, len(rows))], passes)
-        if key not in self._graphs and not self._capture(*key):
+        if (steps := self._steps(len(rows), passes)) is None:
             return False
-        left = torch.tensor(
-            [sampler.budgets[row] - 1 for row in depths[0].indices], device=rows.device
-        )
-        self._buffers.fill(state, left, inputs.seeds[rows], inputs.sampling.select(rows))
-        graph, drawn = self._graphs[key]
-        alive: torch.Tensor | slice = slice(len(rows))
-        for depth, (rows, kept, _) in enumerate(depths, start=1):
-            if depth > 1 and kept is not None:
-                alive = kept if isinstance(alive, slice) else alive[kept]
-            graph.replay()
-            sampler.keep(rows, depth, drawn.select(alive))
+        self._buffers.fill(state, budgets - 1, inputs.seeds[rows], inputs.sampling.select(rows))
+        replay_steps(steps, sampler, [depths[0]._replace(kept=None), *depths[1:]], slice(len(rows)))
         return True
 
-    def _capture(self, num_rows: int, passes: Passes) -> bool:
-        buffers = self._buffers
+    def _steps(self, count: int, passes: Passes) -> tuple[Graph, DraftStep] | None:
+        """The graph of a step of `count` rows."""
+        buffers, num_rows = self._buffers, bucket(self.rows, count)
         assert buffers is not None
-        # capturing runs the step: without a row that may draft it writes the null block alone
-        buffers.left.zero_()
-        try:
-            self._graphs[num_rows, passes] = self.capturer.capture(
-                lambda: self._step(buffers, num_rows, passes)
-            )
-        except RuntimeError as error:
-            # A model that looks at values on the host cannot be captured; it drafts without graphs.
-            log.warning(
-                "draft steps cannot be captured as CUDA graphs (%s)",
-                str(error).strip().splitlines()[0],
-            )
-            self.broken = True
-            return False
-        return True
+        # Without a row that may draft a step writes the null block alone.
+        return self.steps.find(
+            (num_rows, passes), lambda: self._step(buffers, num_rows, passes), idle=buffers.left
+        )
 
     def _step(self, buffers: ChainBuffers, num_rows: int, passes: Passes) -> DraftStep:
         first = slice(num_rows)
@@ -162,13 +128,7 @@ class ChainGraphs:
         context = PagedPass(self.pool, tables, positions, torch.ones_like(positions))
         step = self.drafter.read_drafts(buffers.tokens[first], hidden, positions, context)
         logits = self.drafter.draft_logits(step.head_input)
-        sampling = SamplingRows(
-            buffers.temperature[first],
-            buffers.top_k[first],
-            buffers.top_p[first],
-            buffers.min_p[first],
-            passes,
-        )
+        sampling = buffers.sampling(num_rows, passes)
         places = positions + self.drafter.ahead
         drawn = draw_tokens(logits, sampling, buffers.seeds[first], places, self.drafter.vocab_map)
         buffers.tokens[first].copy_(drawn.tokens)
@@ -178,9 +138,16 @@ class ChainGraphs:
         return drawn
 
 
-def for_graphs(passes: Passes) -> Passes:
-    """Few kinds, each of which can serve what needs less."""
-    if passes.all_greedy:
-        return passes
-    most = 1 << (passes.top_k - 1).bit_length() if passes.top_k else 0
-    return passes._replace(greedy=True, tempered=True, top_k=most)
+def replay_steps(
+    steps: tuple[Graph, DraftStep],
+    sampler: DraftSampler,
+    depths: Sequence[RowsAtDepth],
+    alive: torch.Tensor | slice,
+) -> None:
+    """Draft the depths after the first; `alive` are the rows of the graph that drafted it."""
+    graph, drawn = steps
+    for depth, (rows, kept, _) in enumerate(depths, start=1):
+        if kept is not None:
+            alive = kept if isinstance(alive, slice) else alive[kept]
+        graph.replay()
+        sampler.keep(rows, depth, drawn.select(alive))

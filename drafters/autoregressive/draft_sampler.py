@@ -7,8 +7,9 @@ vocabulary.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -17,6 +18,8 @@ from draftsmith.kernels.sampling.draw import draw
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.random_streams import Purpose
 from draftsmith.kernels.sampling.vocabulary import check_sampled_head, scatter_to_target_vocab
+
+Column: TypeAlias = "Sequence[int] | torch.Tensor"  # [n] of the host
 
 
 class DraftStep(NamedTuple):
@@ -41,6 +44,46 @@ class RowsAtDepth(NamedTuple):
     # [R] which of the rows of the depth before they are; None: all of them
     kept: torch.Tensor | None
     indices: list[int]  # the same rows on the host
+
+
+class DepthPlan(NamedTuple):
+    """Rows that draft at each depth, on the host: budgets are known there."""
+
+    budgets: list[int]  # [B]
+    alive: list[list[int]]  # rows of each depth
+    # two a depth: which of the rows before it are left, none where all are; the rows themselves,
+    # none where they are those before
+    columns: list[list[int]]
+
+    @classmethod
+    def of(cls, budgets: list[int], rows: Sequence[int], most: int) -> DepthPlan:
+        plan, before = cls(budgets, [], []), list(rows)
+        for depth in range(most):
+            kept = [index for index, row in enumerate(before) if budgets[row] > depth]
+            if not kept:
+                break
+            fewer = len(kept) < len(before)
+            if fewer:
+                before = [before[index] for index in kept]
+            plan.columns.append(kept if fewer else [])
+            plan.columns.append(before if fewer or depth == 0 else [])
+            plan.alive.append(before)
+        return plan
+
+    def budgets_of(self, rows: Sequence[int]) -> list[int]:
+        return [self.budgets[row] for row in rows]
+
+    def sent(
+        self, device: torch.device, *columns: Column
+    ) -> tuple[tuple[torch.Tensor, ...], list[RowsAtDepth]]:
+        """`columns` and the plan on `device`, in one transfer."""
+        parts = sent(device, *columns, *self.columns)
+        mine = parts[len(columns) :]
+        depths: list[RowsAtDepth] = []
+        for indices, kept, chosen in zip(self.alive, mine[::2], mine[1::2], strict=True):
+            rows = chosen if len(chosen) else depths[-1].rows
+            depths.append(RowsAtDepth(rows, kept if len(kept) else None, indices))
+        return parts[: len(columns)], depths
 
 
 def draw_tokens(
@@ -100,32 +143,10 @@ class DraftSampler:
         if inputs.least_confidence > 0:
             self.confidence = torch.ones(size, dtype=torch.float32, device=device)
 
-    def rows_at_depth(self, rows: Sequence[int], most: int | None = None) -> list[RowsAtDepth]:
-        """Rows among `rows` (ascending) that draft at each depth, up to `most` depths. Budgets are
-        known on the host, so all depths reach the device in one copy."""
-        alive: list[list[int]] = []
-        flat: list[int] = []
-        sizes: list[int] = []
-        before = list(rows)
-        for depth in range(self.depth if most is None else min(self.depth, most)):
-            kept = [index for index, row in enumerate(before) if self.budgets[row] > depth]
-            if not kept:
-                break
-            fewer = len(kept) < len(before)
-            if fewer:
-                before = [before[index] for index in kept]
-            new = [kept if fewer else [], before if fewer or depth == 0 else []]
-            flat += new[0] + new[1]
-            sizes += map(len, new)
-            alive.append(before)
-        if not alive:
-            return []
-        parts = torch.tensor(flat, dtype=torch.int64, device=self.tokens.device).split(sizes)
-        depths: list[RowsAtDepth] = []
-        for indices, kept_part, chosen in zip(alive, parts[::2], parts[1::2], strict=True):
-            rows_here = chosen if len(chosen) else depths[-1].rows
-            depths.append(RowsAtDepth(rows_here, kept_part if len(kept_part) else None, indices))
-        return depths
+    def plan(self, rows: Sequence[int], most: int | None = None) -> DepthPlan:
+        """Rows among `rows` (ascending) that draft at each depth, up to `most` depths."""
+        depth = self.depth if most is None else min(self.depth, most)
+        return DepthPlan.of(self.budgets, rows, depth)
 
     def draw(
         self, rows: torch.Tensor, depth: int, logits: torch.Tensor, positions: torch.Tensor
@@ -206,7 +227,17 @@ def adjusted(
     return torch.where(possible, changed, logits)
 
 
-def sent(device: torch.device, *columns: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Copy int64 columns [n] of the host, each of its own length, to `device` in one transfer:
-    every transfer is a wait."""
-    return torch.cat(columns).to(device).split([len(column) for column in columns])
+def sent(device: torch.device, *columns: Column) -> tuple[torch.Tensor, ...]:
+    """Copy int64 columns [n] of the host, each of its own length, to `device` in one transfer that
+    nothing waits for."""
+    lists = [one.tolist() if isinstance(one, torch.Tensor) else one for one in columns]
+    flat = torch.tensor(list(itertools.chain(*lists)), dtype=torch.int64)
+    return torch.split(to_device(flat, device), [len(one) for one in lists])
+
+
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of the host's `values`. A GPU reads page-locked memory by itself, which torch keeps
+    until it has; from other memory the host would have to wait."""
+    if device.type == "cuda":
+        return values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)

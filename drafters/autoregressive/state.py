@@ -22,6 +22,8 @@ class DraftPrefill(NamedTuple):
     to draft from."""
 
     indices: list[int]  # of the rows that can draft, ascending
+    rows: torch.Tensor  # [R] the same rows
+    budgets: torch.Tensor  # [R] tokens that each may draft
     positions: torch.Tensor  # [R] their last position with a state
     tables: torch.Tensor  # [R, max_blocks]
     step: HeadStep  # [R, H]
@@ -29,7 +31,12 @@ class DraftPrefill(NamedTuple):
     def select(self, chosen: torch.Tensor, indices: list[int]) -> DraftPrefill:
         """Keep `chosen` [R'] of the R rows, which are `indices` of the batch."""
         return DraftPrefill(
-            indices, self.positions[chosen], self.tables[chosen], self.step.select(chosen)
+            indices,
+            self.rows[chosen],
+            self.budgets[chosen],
+            self.positions[chosen],
+            self.tables[chosen],
+            self.step.select(chosen),
         )
 
 
@@ -51,6 +58,19 @@ class ReadsOwnDrafts(Protocol):
 
     def draft_logits(self, head_input: torch.Tensor) -> torch.Tensor:
         """[T, H] -> raw [T, Vd]."""
+        ...
+
+
+class ReadsCommitted(ReadsOwnDrafts, Protocol):
+    def read_committed(
+        self,
+        tokens: torch.Tensor,
+        taps: torch.Tensor | None,
+        positions: torch.Tensor,
+        context: AttentionContext,
+    ) -> HeadStep:
+        """Committed tokens [T], the target's states before them [T, n * H_t], where the drafter
+        reads any, and the positions of its own states [T]."""
         ...
 
 

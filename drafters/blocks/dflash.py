@@ -13,7 +13,7 @@ themselves are served as in vLLM, k + 1 slots long.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,9 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
-from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, sent
+from draftsmith.drafters.autoregressive.call_graphs import CallGraphs, CallShape
+from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, DraftStep
+from draftsmith.drafters.autoregressive.padded_round import PaddedRound
 from draftsmith.drafters.autoregressive.rotary import HasRotary
 from draftsmith.drafters.blocks.block_unroll import BlockPass
 from draftsmith.drafters.blocks.layer_passes import LayerPasses
@@ -47,7 +49,14 @@ from draftsmith.drafters.init_from_target import (
     fitted_norm,
     output_table,
 )
-from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
+from draftsmith.drafters.interface import (
+    Capturable,
+    DraftInputs,
+    HoldsGraphs,
+    Proposal,
+    UnrollBatch,
+    UnrolledStep,
+)
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.options import DflashOptions, default_taps
 from draftsmith.drafters.target.attention import AttentionContext
@@ -64,7 +73,9 @@ from draftsmith.drafters.weights import (
 from draftsmith.drafters.windows import windows_config
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
-from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
+from draftsmith.kernels.attention.pool import PagedPool, PassLayout, TreeLayout
+from draftsmith.kernels.constants import NULL_BLOCK
+from draftsmith.kernels.cuda_graphs import Capturer
 from draftsmith.kernels.dispatch import reads_freely
 
 
@@ -77,12 +88,13 @@ class Block(NamedTuple):
     tokens: torch.Tensor  # [R] the newest token
 
 
-class Dflash(HasRotary):
+class Dflash(HasRotary, Capturable):
     """Embeddings and head are the target's, frozen and not part of the module, unless the draft
     brings its own."""
 
     family = "dflash"
     architecture = "DFlashDraftModel"
+    _graphs: CallGraphs | None = None
     from_anchor = False  # whether the first draft is read off the newest token's own slot
 
     def __init__(
@@ -274,20 +286,23 @@ class Dflash(HasRotary):
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:
         sampler = DraftSampler(inputs, vocab_size=self.config.vocab_size, vocab_map=self.vocab_map)
-        self._read_context(inputs)
+        if self._graphs is not None and self._graphs.draft(inputs, sampler, self.max_depth):
+            return sampler.proposal()
         # A block without any context was never trained.
         rows = ((inputs.num_draft > 0) & (inputs.starts + inputs.lengths > 1)).nonzero()[:, 0]
+        context, blocks = context_columns(inputs), self._block_columns(inputs, rows)
+        plan = sampler.plan(rows.tolist(), self.max_depth)
+        parts, depths = plan.sent(inputs.tokens.device, *context, *blocks)
+        self._read_context(inputs, *parts[: len(context)])
         if len(rows) == 0:
             return sampler.proposal()
-        block = self._read_blocks(inputs, rows)
+        block = self._read_blocks(inputs, parts[len(context) :])
         begins, newest, tokens = block.begins, block.newest, block.tokens
         head, skipped = self.head_weight().T, 0 if self.from_anchor else 1
         # the chance that all drafts of a row are kept, as guessed
         survival = torch.ones_like(tokens, dtype=torch.float32)
         offered = torch.zeros_like(sampler.lengths)
-        for depth, (chosen, kept, _) in enumerate(
-            sampler.rows_at_depth(rows.tolist(), self.max_depth)
-        ):
+        for depth, (chosen, kept, _) in enumerate(depths):
             if kept is not None:
                 begins, newest, tokens, survival = (
                     begins[kept],
@@ -320,44 +335,117 @@ class Dflash(HasRotary):
         shared = [output_table(self._target)] if self.lm_head is None else []
         return ReadBytes(proposal=weight_bytes([self], *shared), token=0)
 
-    def _read_context(self, inputs: DraftInputs) -> None:
-        """Writes keys and values of the positions whose true states are new."""
-        counts = inputs.lengths - 1
-        rows = torch.repeat_interleave(counts)
-        if len(rows) == 0:
-            return
-        offsets = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
-        rows, positions = sent(inputs.tokens.device, rows, inputs.starts[rows] + offsets)
-        slots = inputs.own_pool.slots_of(inputs.block_tables, rows, positions)
-        pairs = self.context_keys(self.context(inputs.taps)[None], positions[None])
+    def _read_context(
+        self, inputs: DraftInputs, rows: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        """Writes keys and values of the positions [T] of `rows` [T] whose true states are new."""
+        if len(rows) > 0:
+            slots = inputs.own_pool.slots_of(inputs.block_tables, rows, positions)
+            self._write_context(inputs.own_pool, slots, self.context(inputs.taps), positions)
+
+    def _write_context(
+        self, pool: PagedPool, slots: torch.Tensor, context: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        """Keys and values of context states [T, H] go to `slots` [T]."""
+        pairs = self.context_keys(context[None], positions[None])
         for (keys, values), pool_keys, pool_values in zip(
-            pairs, inputs.own_pool.keys, inputs.own_pool.values, strict=True
+            pairs, pool.keys, pool.values, strict=True
         ):
             pool_keys.index_copy_(0, slots, keys[0].transpose(0, 1).to(pool_keys.dtype))
             pool_values.index_copy_(0, slots, values[0].transpose(0, 1).to(pool_values.dtype))
 
-    def _read_blocks(self, inputs: DraftInputs, rows: torch.Tensor) -> Block:
-        """Read a block from the newest token of each of `rows` [R] (on the host) on."""
+    def _block_columns(self, inputs: DraftInputs, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What a device needs of the blocks of `rows` [R], which go from the newest token on."""
         newest = (inputs.starts + inputs.lengths - 1)[rows]
         counts = inputs.num_draft[rows].clamp(max=self.max_depth) + (0 if self.from_anchor else 1)
         begins = counts.cumsum(0) - counts
         which = torch.repeat_interleave(counts)
         slot = torch.arange(len(which)) - begins[which]
-        columns = (rows, begins, newest, counts, newest[which] + slot, newest[which], counts[which])
-        parts = sent(inputs.tokens.device, *columns, inputs.lengths.cumsum(0)[rows] - 1)
+        ends = inputs.lengths.cumsum(0)[rows] - 1
+        places = (newest[which] + slot, newest[which], counts[which])
+        return (rows, begins, newest, counts, *places, ends)
+
+    def _read_blocks(self, inputs: DraftInputs, parts: Sequence[torch.Tensor]) -> Block:
+        """`parts` are the `_block_columns`, on the device."""
         rows, begins, newest, counts, positions, first, size, ends = parts
         tokens = inputs.tokens[ends]
         ids = torch.full_like(positions, self.shape.mask_token).index_copy_(0, begins, tokens)
-        # A causal block is a chain; in another every slot sees all of its block.
-        whole = TreeLayout(kv_indices=positions, ancestors=(1 << size) - 1, first=first)
-        tables = inputs.block_tables[rows]
+        layout = PassLayout(
+            inputs.block_tables[rows],
+            counts,
+            TreeLayout(kv_indices=positions, ancestors=(1 << size) - 1, first=first),
+        )
+        states = self._read_slots(inputs.own_pool, ids, positions, layout)
+        return Block(states, begins, newest, tokens)
+
+    def _read_slots(
+        self, pool: PagedPool, ids: torch.Tensor, positions: torch.Tensor, layout: PassLayout
+    ) -> torch.Tensor:
+        """Slots [T] of blocks -> normed states [T, H]. A causal block is a chain; in another every
+        slot sees all of its block, as the tree of `layout` says."""
         context = LayerPasses(
             self.shape.is_causal,
             lambda causal: PagedPass(
-                inputs.own_pool, tables, positions, counts, tree=None if causal else whole
+                pool,
+                layout.block_tables,
+                positions,
+                layout.lengths,
+                tree=None if causal else layout.tree,
             ),
         )
-        return Block(self.body(ids[None], positions[None], context)[0], begins, newest, tokens)
+        return self.body(ids[None], positions[None], context)[0]
+
+    def capture(
+        self, pool: PagedPool | None, *, max_batch: int, max_blocks: int, capturer: Capturer
+    ) -> None:
+        self._graphs = CallGraphs(
+            self, pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer
+        )
+
+    @property
+    def graphs(self) -> tuple[HoldsGraphs, ...]:
+        return () if self._graphs is None else (self._graphs,)
+
+    def draft_padded(
+        self, padded: PaddedRound, shape: CallShape, pool: PagedPool | None
+    ) -> list[DraftStep]:
+        slots = padded.slots(shape.width)
+        positions, taps = (padded.starts[:, None] + slots).flatten(), padded.taps(slots)
+        assert taps is not None and pool is not None
+        rows = torch.arange(len(slots), device=slots.device)
+        owners = rows[:, None].expand_as(slots).flatten()
+        places = pool.slots_of(padded.tables, owners, positions)
+        self._write_context(pool, places, self.context(taps.flatten(0, 1)), positions)
+        newest, tokens = padded.starts + padded.last + 1, padded.tokens(padded.last[:, None])[:, 0]
+        states = self._padded_blocks(padded, shape, pool, tokens)
+        head, skipped = self.head_weight().T, 0 if self.from_anchor else 1
+        drawn: list[DraftStep] = []
+        for depth in range(shape.depths):
+            head_input = self.head_input(states[:, depth + skipped], tokens)
+            drawn.append(padded.draw(head_input @ head, newest + 1 + depth, self.vocab_map))
+            tokens = drawn[-1].tokens
+        return drawn
+
+    def _padded_blocks(
+        self, padded: PaddedRound, shape: CallShape, pool: PagedPool, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """States [R, S, H] of the blocks from the newest `tokens` [R] on. The last slot of a row
+        that drafts less stands for the others, too."""
+        skipped = 0 if self.from_anchor else 1
+        sizes = padded.budgets.clamp(max=shape.depths) + skipped
+        width, newest = shape.depths + skipped, padded.starts + padded.last + 1
+        index = torch.arange(width, device=sizes.device).minimum((sizes - 1).clamp(min=0)[:, None])
+        ids = torch.where(index == 0, tokens[:, None], self.shape.mask_token).flatten()
+        positions = (newest[:, None] + index).flatten()
+        # A row that drafts nothing has no place for a block.
+        tables = torch.where((padded.budgets > 0)[:, None], padded.tables, NULL_BLOCK)
+        seen, first = (
+            one[:, None].expand_as(index).flatten()
+            for one in ((1 << sizes.clamp(min=1)) - 1, newest)
+        )
+        tree = TreeLayout(kv_indices=positions, ancestors=seen, first=first)
+        layout = PassLayout(tables, torch.full_like(sizes, width), tree)
+        return self._read_slots(pool, ids, positions, layout).unflatten(0, (-1, width))
 
     def save(self, folder: Path) -> None:
         write_weights(Path(folder), self.portable_config(), self.state_dict())
@@ -405,6 +493,14 @@ class Dflash(HasRotary):
         drafter.to(tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.float32)
         load_into(drafter, tensors, str(folder))
         return drafter
+
+
+def context_columns(inputs: DraftInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """(row [T], position [T]) of the true states that are new, on the host."""
+    counts = inputs.lengths - 1
+    rows = torch.repeat_interleave(counts)
+    offsets = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
+    return rows, inputs.starts[rows] + offsets
 
 
 def projected(

@@ -7,7 +7,6 @@ K draft positions, T ragged positions.
 
 from __future__ import annotations
 
-import itertools
 from abc import abstractmethod
 from collections.abc import Iterator
 
@@ -18,24 +17,24 @@ from draftsmith.drafters.autoregressive.chain import draft_chain
 from draftsmith.drafters.autoregressive.chain_graphs import ChainGraphs
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler
 from draftsmith.drafters.autoregressive.rotary import HasRotary
-from draftsmith.drafters.autoregressive.state import DraftPrefill, HeadStep
+from draftsmith.drafters.autoregressive.state import HeadStep
 from draftsmith.drafters.autoregressive.unroll import UnrollPass
 from draftsmith.drafters.heads.captured_head import CapturedHead, capture_head
 from draftsmith.drafters.interface import (
     Capturable,
     DraftInputs,
     ForwardCapturable,
+    HoldsGraphs,
     Proposal,
     UnrollBatch,
     UnrolledStep,
 )
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.tree_shape import FixedTree, TreeShape
-from draftsmith.drafters.trees.growth import grow
+from draftsmith.drafters.trees.growth import grow, read_for_trees
 from draftsmith.drafters.trees.level_graphs import LevelGraphs
 from draftsmith.drafters.weights import ReadBytes, weight_bytes
 from draftsmith.drafters.windows import WindowedContext, Windows
-from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import LayerShape, PagedPool
 from draftsmith.kernels.cuda_graphs import Capturer
 
@@ -140,67 +139,57 @@ class FeatureHead(HasRotary, ForwardCapturable, Capturable):
 
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:
-        prefill = self._prefill(inputs)
+        self.refresh()
         sampler = DraftSampler(inputs, vocab_size=self.config.vocab_size, vocab_map=self.vocab_map)
-        if prefill is not None:
-            draft_chain(self, inputs, prefill, sampler, self._graphs)
+        draft_chain(self, inputs, sampler, self._graphs)
         return sampler.proposal()
 
     @torch.no_grad()
     def propose_tree(self, inputs: DraftInputs, shape: TreeShape) -> Proposal:
         assert not isinstance(shape, FixedTree)
+        self.refresh()
         passes = inputs.sampling.passes
         greedy = [passes.all_greedy] * len(inputs.num_draft)
         if passes.greedy and not passes.all_greedy:
             # The only look at the device, while it has nothing else to do.
             greedy = (inputs.sampling.temperature == 0).tolist()
-        return grow(self, inputs, self._prefill(inputs), shape, greedy)
+        return grow(self, inputs, read_for_trees(self, inputs), shape, greedy)
+
+    def refresh(self) -> None:
+        """Take over weights that a swap has written in place."""
+        if self._captured is not None:
+            self._captured.refresh()
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
         """Drafted positions were written from the head's own states; they are read again with the
         target's."""
         return last
 
-    def _prefill(self, inputs: DraftInputs) -> DraftPrefill | None:
-        """Reads the true states of positions `starts .. starts + lengths - 2` of every row."""
-        if self._captured is not None:
-            self._captured.refresh()  # a swap writes new weights in place
-        rows: list[int] = []
-        lengths: list[int] = []
-        following: list[int] = []
-        places: list[int] = []
-        begin = 0
-        for row, (start, length) in enumerate(zip(inputs.starts.tolist(), inputs.lengths.tolist())):
-            if length > 1:  # the last token of each row has no state yet
-                rows.append(row)
-                lengths.append(length - 1)
-                following += range(begin + 1, begin + length)
-                places += range(start, start + length - 1)
-            begin += length
-        if not rows:
-            return None
-        last = [end - 1 for end in itertools.accumulate(lengths)]
-        # Everything from the host arrives in one copy.
-        parts = torch.tensor(
-            places + following + rows + lengths + last, device=inputs.tokens.device
-        )
-        positions, following, which, counts, ends = parts.split([len(places)] * 2 + [len(rows)] * 3)
-        tables = inputs.block_tables[which]
-        context = PagedPass(inputs.own_pool, tables, positions, counts)
-        step = self.read_ragged(
-            self.embed(inputs.tokens[following]), self.fused(inputs.taps), positions, context
-        )
-        return DraftPrefill(rows, positions[ends], tables, step.select(ends))
-
     def capture(
-        self, pool: PagedPool, *, max_batch: int, max_blocks: int, capturer: Capturer
+        self, pool: PagedPool | None, *, max_batch: int, max_blocks: int, capturer: Capturer
     ) -> None:
+        assert pool is not None
         self._graphs = ChainGraphs(
             self, pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer
         )
         self.level_graphs = LevelGraphs(
             self, pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer
         )
+
+    @property
+    def graphs(self) -> tuple[HoldsGraphs, ...]:
+        held = (self._graphs, self.level_graphs)
+        return tuple(one for one in held if one is not None)
+
+    def read_committed(
+        self,
+        tokens: torch.Tensor,
+        taps: torch.Tensor | None,
+        positions: torch.Tensor,
+        context: AttentionContext,
+    ) -> HeadStep:
+        assert taps is not None
+        return self.read_ragged(self.embed(tokens), self.fused(taps), positions, context)
 
     def read_drafts(
         self,

@@ -10,6 +10,7 @@ columns, T ragged positions, N modules.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,7 +18,8 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, RowsAtDepth
+from draftsmith.drafters.autoregressive.catch_up import Unread
+from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler
 from draftsmith.drafters.autoregressive.unroll import UnrollPass
 from draftsmith.drafters.heads.mtp_deepseek import AppendedMtp
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
@@ -100,45 +102,40 @@ class DeepMtp(nn.Module):
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:
         sampler = DraftSampler(inputs, vocab_size=self.config.vocab_size)
-        rows = [row for row, length in enumerate(inputs.lengths.tolist()) if length > 1]
-        if rows:
-            self._draft(inputs, rows, sampler)
+        unread = Unread.of(inputs, AppendedMtp.ahead)
+        if unread.rows:
+            self._draft(inputs, unread, sampler)
         return sampler.proposal()
 
-    def _draft(self, inputs: DraftInputs, rows: list[int], sampler: DraftSampler) -> None:
-        """`rows` of the batch have a state. Every module reads all of their positions, also where
-        none drafts so deep."""
-        device = inputs.tokens.device
-        chosen = torch.tensor(rows)
-        counts = inputs.lengths[chosen] - 1
-        starts = inputs.starts[chosen]
-        ends = (counts.cumsum(0) - 1).to(device)
-        places = [torch.arange(at, at + n) for at, n in zip(starts.tolist(), counts.tolist())]
-        positions = torch.cat(places).to(device)
-        begins = (inputs.lengths.cumsum(0) - inputs.lengths)[chosen]
-        following = [
-            torch.arange(at + 1, at + 1 + n) for at, n in zip(begins.tolist(), counts.tolist())
-        ]
-        tokens = inputs.tokens[torch.cat(following).to(device)]
-        tables = inputs.block_tables[chosen.to(device)]
-        context = PagedPass(inputs.own_pool, tables, positions, counts.to(device))
+    def _draft(self, inputs: DraftInputs, unread: Unread, sampler: DraftSampler) -> None:
+        """Every module reads all positions of the rows that have a state, also where none drafts so
+        deep."""
+        plan = sampler.plan(unread.rows, self.max_depth)
+        (positions, following, rows, counts, ends, *places), depths = plan.sent(
+            inputs.tokens.device,
+            unread.spread(unread.starts),
+            unread.spread(unread.begins),
+            unread.rows,
+            unread.counts,
+            [end - 1 for end in itertools.accumulate(unread.counts)],
+            # where the rows of each depth are among all
+            *([unread.rows.index(row) for row in alive] for alive in plan.alive),
+        )
+        tokens = inputs.tokens[following]
+        tables = inputs.block_tables[rows]
+        context = PagedPass(inputs.own_pool, tables, positions, counts)
         hidden = self.heads[0].fuse(inputs.taps)
-        depths = iter(sampler.rows_at_depth(rows, self.max_depth))
         for depth, head in enumerate(self.heads):
             step = head.step(head.embed(tokens)[None], hidden[None], positions[None], context)
             hidden = step.next_hidden[0]
             newest = tokens[ends]
-            if (here := next(depths, None)) is not None:
-                at = places_of(here, rows, device)
+            if depth < len(depths):
+                at = places[depth]
                 states = step.head_input[0][ends[at]]
                 logits = states @ head.head_weight().T
                 newest = newest.clone()
-                newest[at] = sampler.draw(here.rows, depth, logits, positions[ends[at]] + 2 + depth)
+                newest[at] = sampler.draw(
+                    depths[depth].rows, depth, logits, positions[ends[at]] + 2 + depth
+                )
             tokens = torch.roll(tokens, -1)
             tokens[ends] = newest  # of a row that drafts no more, whatever is there is read again
-
-
-def places_of(here: RowsAtDepth, rows: list[int], device: torch.device) -> torch.Tensor:
-    """Places of the rows of a depth among `rows`."""
-    number = {row: place for place, row in enumerate(rows)}
-    return torch.tensor([number[row] for row in here.indices], device=device)

@@ -12,18 +12,26 @@ other, so q of a chain is a product, and there is nothing for a tree to branch o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, sent
+from draftsmith.drafters.autoregressive.call_graphs import CallGraphs, CallShape
+from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, DraftStep
+from draftsmith.drafters.autoregressive.padded_round import PaddedRound
 from draftsmith.drafters.blocks.block_unroll import BlockPass
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.init_from_target import checked_mask_token, probed
-from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
+from draftsmith.drafters.interface import (
+    DraftInputs,
+    HoldsGraphs,
+    Proposal,
+    UnrollBatch,
+    UnrolledStep,
+)
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.layouts.speculators import flattened
 from draftsmith.drafters.options import PeagleOptions
@@ -31,6 +39,8 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import ReadBytes, read_config
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
+from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.kernels.cuda_graphs import Capturer
 
 ARCHITECTURES = (
     "PEagleDraftModel",
@@ -46,6 +56,7 @@ class Peagle(Eagle3):
     family = "p-eagle"
     ends_chains = False  # all tokens come in one pass
     propose_tree = None  # not a drafter that grows trees
+    _calls: CallGraphs | None = None
 
     def __init__(self, *args: Any, mask_token: int | None = None, **shape: Any):
         super().__init__(*args, **shape)
@@ -108,42 +119,75 @@ class Peagle(Eagle3):
 
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:
-        if self._captured is not None:
-            self._captured.refresh()  # a swap writes new weights in place
+        self.refresh()
         sampler = DraftSampler(inputs, vocab_size=self.config.vocab_size, vocab_map=self.vocab_map)
+        if self._calls is not None and self._calls.draft(inputs, sampler):
+            return sampler.proposal()
         slots = Slots.of(inputs)
         if len(slots.row) == 0:
             return sampler.proposal()
-        states = self._read(inputs, slots)
         # A row draws from its last true state and the masks after it.
         rows = slots.rows[inputs.num_draft[slots.rows] > 0]
-        drafting = ((inputs.num_draft[slots.row] > 0) & (slots.depth >= 0)).nonzero()[:, 0]
+        plan = sampler.plan(rows.tolist())
+        drawn = ((inputs.num_draft[slots.row] > 0) & (slots.depth >= 0)).nonzero()[:, 0]
         budgets, newest = inputs.num_draft[rows], inputs.starts[rows] + inputs.lengths[rows] - 1
-        drafting, begins, newest = sent(
-            inputs.tokens.device, drafting, budgets.cumsum(0) - budgets, newest
-        )
-        logits = self.draft_logits(states[drafting])
-        for depth, (chosen, kept, _) in enumerate(sampler.rows_at_depth(rows.tolist())):
+        columns = (*slots.columns(), drawn, budgets.cumsum(0) - budgets, newest)
+        (*parts, drafting, begins, newest), depths = plan.sent(inputs.tokens.device, *columns)
+        logits = self.draft_logits(self._read(inputs, parts)[drafting])
+        for depth, (chosen, kept, _) in enumerate(depths):
             if kept is not None:
                 begins, newest = begins[kept], newest[kept]
             sampler.draw(chosen, depth, logits[begins + depth], newest + 1 + depth)
         return sampler.proposal()
 
+    def capture(
+        self, pool: PagedPool | None, *, max_batch: int, max_blocks: int, capturer: Capturer
+    ) -> None:
+        self._calls = CallGraphs(
+            self, pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer
+        )
+
+    @property
+    def graphs(self) -> tuple[HoldsGraphs, ...]:
+        return () if self._calls is None else (self._calls,)
+
+    def draft_padded(
+        self, padded: PaddedRound, shape: CallShape, pool: PagedPool | None
+    ) -> list[DraftStep]:
+        assert pool is not None
+        # The true states of a row, then its masks; the last of them again where it has fewer.
+        most = padded.last + (padded.budgets - 1).clamp(min=0)
+        size = shape.width + shape.depths - 1
+        index = torch.arange(size, device=most.device).minimum(most[:, None])
+        slots = index.minimum(padded.last[:, None])
+        masked, taps = index > slots, padded.taps(slots)
+        assert taps is not None
+        tokens = torch.where(masked, self.mask_token, padded.tokens(slots))
+        hidden = torch.where(masked[..., None], self.fuse(self.mask_hidden), self.fused(taps))
+        positions = (padded.starts[:, None] + index).flatten()
+        lengths = torch.full_like(most, size)
+        context = PagedPass(pool, padded.tables, positions, lengths)
+        step = self.read_ragged(
+            self.embed(tokens.flatten()), hidden.flatten(0, 1), positions, context
+        )
+        states = step.head_input.unflatten(0, (-1, size))
+        rows, newest = torch.arange(len(most), device=most.device), padded.starts + padded.last + 1
+        return [
+            padded.draw(
+                self.draft_logits(states[rows, padded.last + depth]),
+                newest + 1 + depth,
+                self.vocab_map,
+            )
+            for depth in range(shape.depths)
+        ]
+
     def read_bytes(self) -> ReadBytes:
         return ReadBytes(proposal=super().read_bytes().token, token=0)
 
-    def _read(self, inputs: DraftInputs, slots: Slots) -> torch.Tensor:
-        """True states and masks of all rows in one pass -> what the head multiplies [T, H]."""
-        masked = slots.depth > 0
-        columns = (
-            slots.rows,
-            slots.counts,
-            slots.position,
-            slots.token,
-            masked.nonzero()[:, 0],
-            (~masked).nonzero()[:, 0],
-        )
-        rows, counts, position, token, masks, true = sent(inputs.tokens.device, *columns)
+    def _read(self, inputs: DraftInputs, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """True states and masks of all rows in one pass -> what the head multiplies [T, H]; `parts`
+        are the `columns` of its slots, on the device."""
+        rows, counts, position, token, masks, true = parts
         ids = inputs.tokens[token].index_fill(0, masks, self.mask_token)
         hidden = (
             self.fuse(self.mask_hidden)
@@ -187,6 +231,12 @@ class Slots(NamedTuple):
     token: torch.Tensor
     # [T] 0 at a row's last true state, beyond at its masks, below at earlier states
     depth: torch.Tensor
+
+    def columns(self) -> tuple[torch.Tensor, ...]:
+        """What a device needs of them, the masks and the true states among them named apart."""
+        masked = self.depth > 0
+        places = (masked.nonzero()[:, 0], (~masked).nonzero()[:, 0])
+        return (self.rows, self.counts, self.position, self.token, *places)
 
     @classmethod
     def of(cls, inputs: DraftInputs) -> Slots:

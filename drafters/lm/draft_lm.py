@@ -3,7 +3,6 @@ machinery as the target."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import tempfile
 from collections.abc import Iterator
@@ -22,12 +21,13 @@ from transformers import (
 from draftsmith.drafters.autoregressive.chain import draft_chain
 from draftsmith.drafters.autoregressive.chain_graphs import ChainGraphs
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler
-from draftsmith.drafters.autoregressive.state import DraftPrefill, HeadStep
+from draftsmith.drafters.autoregressive.state import HeadStep
 from draftsmith.drafters.compiled.captured import capture_lm
 from draftsmith.drafters.interface import (
     Capturable,
     DraftInputs,
     ForwardCapturable,
+    HoldsGraphs,
     Proposal,
     UnrollBatch,
     UnrolledStep,
@@ -52,7 +52,6 @@ from draftsmith.drafters.weights import (
 )
 from draftsmith.drafters.windows import new_windows, windows_config
 from draftsmith.errors import UserError
-from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.cuda_graphs import Capturer
 
@@ -195,35 +194,30 @@ class DraftLm(nn.Module, ForwardCapturable, Capturable):
     def propose(self, inputs: DraftInputs) -> Proposal:
         self.lm.refresh()  # a swap writes new weights in place
         sampler = DraftSampler(inputs, vocab_size=self.vocab_size, vocab_map=self.vocab_map)
-        draft_chain(self, inputs, self._prefill(inputs), sampler, self._graphs)
+        draft_chain(self, inputs, sampler, self._graphs)
         return sampler.proposal()
 
-    def _prefill(self, inputs: DraftInputs) -> DraftPrefill:
-        starts, lengths = inputs.starts.tolist(), inputs.lengths.tolist()
-        places = [
-            place
-            for start, length in zip(starts, lengths)
-            for place in range(start, start + length)
-        ]
-        ends = [end - 1 for end in itertools.accumulate(lengths)]
-        # Everything from the host arrives in one copy.
-        parts = torch.tensor(places + lengths + ends, device=inputs.tokens.device)
-        positions, counts, last = parts.split([len(places), len(lengths), len(lengths)])
-        context = PagedPass(inputs.own_pool, inputs.block_tables, positions, counts)
-        states = self.lm.paged(inputs.tokens[None], positions[None], context).final[0, last]
-        return DraftPrefill(
-            list(range(len(lengths))),
-            positions[last],
-            inputs.block_tables,
-            HeadStep(states, states),
-        )
-
     def capture(
-        self, pool: PagedPool, *, max_batch: int, max_blocks: int, capturer: Capturer
+        self, pool: PagedPool | None, *, max_batch: int, max_blocks: int, capturer: Capturer
     ) -> None:
+        assert pool is not None
         self._graphs = ChainGraphs(
             self, pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer
         )
+
+    @property
+    def graphs(self) -> tuple[HoldsGraphs, ...]:
+        return () if self._graphs is None else (self._graphs,)
+
+    def read_committed(
+        self,
+        tokens: torch.Tensor,
+        taps: torch.Tensor | None,
+        positions: torch.Tensor,
+        context: AttentionContext,
+    ) -> HeadStep:
+        states = self.lm.paged(tokens[None], positions[None], context).final[0]
+        return HeadStep(states, states)
 
     def read_drafts(
         self,
@@ -233,8 +227,7 @@ class DraftLm(nn.Module, ForwardCapturable, Capturable):
         context: AttentionContext,
     ) -> HeadStep:
         """The model goes by its keys and values, not by a state handed on."""
-        states = self.lm.paged(tokens[None], positions[None], context).final[0]
-        return HeadStep(states, states)
+        return self.read_committed(tokens, None, positions, context)
 
     def draft_logits(self, head_input: torch.Tensor) -> torch.Tensor:
         return self.lm.head(head_input)

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.drafters.autoregressive.state import DraftPrefill, HeadStep
-from draftsmith.drafters.interface import DraftInputs, UnrollBatch, UnrolledStep
+from draftsmith.drafters.autoregressive.state import HeadStep
+from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.load import load_model, load_tokenizer
@@ -68,17 +68,14 @@ class ForeignLm(DraftLm):
     def unroll(self, batch: UnrollBatch) -> Iterator[UnrolledStep]:
         return super().unroll(replace(batch, input_ids=self.to_draft[batch.input_ids]))
 
-    def _prefill(self, inputs: DraftInputs) -> DraftPrefill:
-        return super()._prefill(replace(inputs, tokens=self.to_draft[inputs.tokens]))
-
-    def read_drafts(
+    def read_committed(
         self,
         tokens: torch.Tensor,
-        hidden: torch.Tensor,
+        taps: torch.Tensor | None,
         positions: torch.Tensor,
         context: AttentionContext,
     ) -> HeadStep:
-        return super().read_drafts(self.to_draft[tokens], hidden, positions, context)
+        return super().read_committed(self.to_draft[tokens], taps, positions, context)
 
     def draft_logits(self, head_input: torch.Tensor) -> torch.Tensor:
         return super().draft_logits(head_input)[..., self.draft_ids]

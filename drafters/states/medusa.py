@@ -17,16 +17,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from draftsmith.drafters.autoregressive.draft_sampler import sent
 from draftsmith.drafters.autoregressive.state import HeadStep
 from draftsmith.drafters.draft_shape import check_fits
 from draftsmith.drafters.init_from_target import output_table
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.options import MedusaOptions
-from draftsmith.drafters.states.state_head import StateHead
+from draftsmith.drafters.states.state_head import StateHead, newest_columns
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import FixedTree, TreeShape
-from draftsmith.drafters.trees.fixed import choose_fixed
+from draftsmith.drafters.trees.candidates import TreeDistributions
+from draftsmith.drafters.trees.fixed import FixedLevels, choose_fixed
 from draftsmith.drafters.trees.nodes import no_trees
 from draftsmith.drafters.weights import (
     ReadBytes,
@@ -143,19 +145,19 @@ class Medusa(StateHead):
         rows = ((inputs.lengths > 1) & (inputs.num_draft > 0)).nonzero()[:, 0]
         if len(rows) == 0 or inputs.taps is None:
             return no_trees(inputs)
-        tokens, state, _ = self.newest(inputs, inputs.taps, rows)
+        levels = FixedLevels.of(shape, self.max_depth, apart=inputs.adjust is not None)
+        budgets, columns = inputs.num_draft[rows], newest_columns(inputs, rows)
+        parts = sent(inputs.tokens.device, *columns, rows, budgets, *levels.columns())
+        tokens, state, _ = self.newest(inputs, inputs.taps, parts[:3])
 
         def logits_at(depth: int) -> torch.Tensor:
             return self.advance(state, tokens, depth).head_input @ self.head_at(depth).T
 
-        return choose_fixed(
-            inputs,
-            rows.to(tokens.device),
-            logits_at,
-            shape,
-            vocab_size=self.vocab_size,
-            max_depth=self.max_depth,
+        distributions = TreeDistributions(
+            inputs, parts[3], vocab_size=self.vocab_size, vocab_map=None
         )
+        most = min(int(budgets.max()), levels.num_nodes)
+        return choose_fixed(distributions, logits_at, levels.on_device(parts[5:]), parts[4], most)
 
     def read_bytes(self) -> ReadBytes:
         """Heads wait for nothing, so a table that they share is read once."""

@@ -8,19 +8,29 @@ of the state, B rows, L columns, R rows that draft.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, sent
+from draftsmith.drafters.autoregressive.call_graphs import CallGraphs, CallShape
+from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, DraftStep
+from draftsmith.drafters.autoregressive.padded_round import PaddedRound
 from draftsmith.drafters.autoregressive.state import HeadStep
-from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
+from draftsmith.drafters.interface import (
+    Capturable,
+    DraftInputs,
+    HoldsGraphs,
+    Proposal,
+    UnrollBatch,
+    UnrolledStep,
+)
 from draftsmith.drafters.target.taps import FINAL
 from draftsmith.drafters.weights import ReadBytes
 from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.kernels.cuda_graphs import Capturer
 
 
 class NewestState(NamedTuple):
@@ -29,12 +39,13 @@ class NewestState(NamedTuple):
     positions: torch.Tensor  # [R] of the tokens
 
 
-class StateHead(nn.Module, ABC):
+class StateHead(nn.Module, Capturable):
     family: str
     taps: tuple[int, ...] = (FINAL,)
     vocab_map = None
     vocab_size: int
     max_depth: int  # tokens it can draft
+    _graphs: CallGraphs | None = None
 
     @abstractmethod
     def begin(self, taps: torch.Tensor) -> torch.Tensor:
@@ -93,11 +104,15 @@ class StateHead(nn.Module, ABC):
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:
         sampler = DraftSampler(inputs, vocab_size=self.vocab_size)
-        rows = (inputs.lengths > 1).nonzero()[:, 0]  # one token alone has no state before it
-        depths = sampler.rows_at_depth(rows.tolist(), self.max_depth)
-        if not depths or inputs.taps is None:
+        if self._graphs is not None and self._graphs.draft(inputs, sampler, self.max_depth):
             return sampler.proposal()
-        tokens, state, positions = self.newest(inputs, inputs.taps, rows)
+        rows = (inputs.lengths > 1).nonzero()[:, 0]  # one token alone has no state before it
+        plan = sampler.plan(rows.tolist(), self.max_depth)
+        if not plan.alive or inputs.taps is None:
+            return sampler.proposal()
+        columns = newest_columns(inputs, rows)
+        parts, depths = plan.sent(inputs.tokens.device, *columns)
+        tokens, state, positions = self.newest(inputs, inputs.taps, parts)
         for depth, (chosen, kept, _) in enumerate(depths):
             if kept is not None:
                 positions, tokens, state = positions[kept], tokens[kept], state[kept]
@@ -108,16 +123,47 @@ class StateHead(nn.Module, ABC):
             state = step.next_hidden
         return sampler.proposal()
 
-    def newest(self, inputs: DraftInputs, taps: torch.Tensor, rows: torch.Tensor) -> NewestState:
-        """State of `rows` [R] (on the host), each with a token before its newest one; `taps` are
-        those of `inputs`."""
-        # Taps are ragged like the tokens, one fewer a row; only the last of each row counts.
-        columns = ((inputs.lengths - 1).cumsum(0)[rows] - 1, inputs.lengths.cumsum(0)[rows] - 1)
-        newest = (inputs.starts + inputs.lengths - 1)[rows]
-        tap_rows, token_rows, positions = sent(inputs.tokens.device, *columns, newest)
-        state = self.begin(taps[tap_rows])
-        return NewestState(inputs.tokens[token_rows], state, positions)
+    def capture(
+        self, pool: PagedPool | None, *, max_batch: int, max_blocks: int, capturer: Capturer
+    ) -> None:
+        self._graphs = CallGraphs(
+            self, pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer
+        )
+
+    @property
+    def graphs(self) -> tuple[HoldsGraphs, ...]:
+        return () if self._graphs is None else (self._graphs,)
+
+    def draft_padded(
+        self, padded: PaddedRound, shape: CallShape, pool: PagedPool | None
+    ) -> list[DraftStep]:
+        last = padded.last[:, None]
+        taps, tokens = padded.taps(last), padded.tokens(last)[:, 0]
+        assert taps is not None
+        state, newest, drawn = self.begin(taps[:, 0]), padded.starts + padded.last + 1, []
+        for depth in range(shape.depths):
+            step = self.advance(state, tokens, depth)
+            logits = step.head_input @ self.head_at(depth).T
+            drawn.append(padded.draw(logits, newest + 1 + depth, self.vocab_map))
+            tokens, state = drawn[-1].tokens, step.next_hidden
+        return drawn
+
+    def newest(
+        self, inputs: DraftInputs, taps: torch.Tensor, parts: Sequence[torch.Tensor]
+    ) -> NewestState:
+        """`parts` are the `newest_columns` of R rows, on the device; `taps` are those of
+        `inputs`."""
+        tap_rows, token_rows, positions = parts
+        return NewestState(inputs.tokens[token_rows], self.begin(taps[tap_rows]), positions)
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
         """There is no cache; one state is needed, that before the newest token."""
         return last + accepted
+
+
+def newest_columns(inputs: DraftInputs, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Where `rows` [R] (on the host), each with a token before its newest one, have the newest
+    taps and tokens, and its position."""
+    # Taps are ragged like the tokens, one fewer a row; only the last of each row counts.
+    columns = ((inputs.lengths - 1).cumsum(0)[rows] - 1, inputs.lengths.cumsum(0)[rows] - 1)
+    return (*columns, (inputs.starts + inputs.lengths - 1)[rows])

@@ -16,6 +16,7 @@ from draftsmith.drafters.interface import (
     DraftInputs,
     EndsChains,
     ForwardCapturable,
+    HoldsGraphs,
     Proposal,
     ServingDrafter,
     draft_positions,
@@ -53,10 +54,14 @@ class TextFirst(ForwardCapturable, Capturable):
             self.model.capture_forward()
 
     def capture(
-        self, pool: PagedPool, *, max_batch: int, max_blocks: int, capturer: Capturer
+        self, pool: PagedPool | None, *, max_batch: int, max_blocks: int, capturer: Capturer
     ) -> None:
         if isinstance(self.model, Capturable):
             self.model.capture(pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer)
+
+    @property
+    def graphs(self) -> tuple[HoldsGraphs, ...]:
+        return self.model.graphs if isinstance(self.model, Capturable) else ()
 
     def new_pool(
         self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype

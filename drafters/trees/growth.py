@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from draftsmith.drafters.autoregressive.catch_up import Unread, read_unread
+from draftsmith.drafters.autoregressive.draft_sampler import DepthPlan, sent
 from draftsmith.drafters.autoregressive.state import DraftPrefill
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.tree_shape import DynamicTree, GrownShape, SampledShape, SampledTree
@@ -27,6 +29,19 @@ class Growth(NamedTuple):
     reader: TreeReader
     budgets: torch.Tensor  # [R] most nodes of each row, at least 1
     most: int  # the largest budget
+
+
+def read_for_trees(head: TreeDrafter, inputs: DraftInputs) -> DraftPrefill | None:
+    """Read what the drafter has not. The states of rows that may draft; None without any."""
+    unread = Unread.of(inputs, head.ahead)
+    if not unread.rows:
+        return None
+    plan = DepthPlan.of(inputs.num_draft.tolist(), unread.rows, most=1)
+    prefill, depths = read_unread(head, inputs, unread, plan)
+    if not depths:
+        return None
+    kept = depths[0].kept
+    return prefill if kept is None else prefill.select(kept, depths[0].indices)
 
 
 def grow(
@@ -64,23 +79,19 @@ def _grow_rows(
     shape: DynamicTree | SampledTree,
     wanted: list[bool],
 ) -> Proposal:
-    device, allowed = inputs.tokens.device, inputs.num_draft.tolist()
     indices = [] if prefill is None else prefill.indices
-    chosen = [at for at, row in enumerate(indices) if wanted[row] and allowed[row] > 0]
+    chosen = [at for at, row in enumerate(indices) if wanted[row]]
     if prefill is None or not chosen:
         return no_trees(inputs)
-    budgets = [min(allowed[indices[at]], shape.nodes) for at in chosen]
-    picked, limits, rows = torch.tensor(
-        [chosen, budgets, [indices[at] for at in chosen]], device=device
-    )
     if len(chosen) < len(indices):
+        (picked,) = sent(inputs.tokens.device, chosen)
         prefill = prefill.select(picked, [indices[at] for at in chosen])
+    limits, budgets = prefill.budgets.clamp(max=shape.nodes), inputs.num_draft[prefill.indices]
     distributions = TreeDistributions(
-        inputs, rows, vocab_size=head.config.vocab_size, vocab_map=head.vocab_map
+        inputs, prefill.rows, vocab_size=head.config.vocab_size, vocab_map=head.vocab_map
     )
-    growth = Growth(
-        inputs, distributions, TreeReader(head, inputs, prefill, limits), limits, max(budgets)
-    )
+    reader, most = TreeReader(head, inputs, prefill, limits), min(int(budgets.max()), shape.nodes)
+    growth = Growth(inputs, distributions, reader, limits, most)
     return (
         SampledGrowth(growth).grow(shape)
         if isinstance(shape, SampledTree)

@@ -7,19 +7,17 @@ level, H hidden width, Vd draft vocabulary.
 
 from __future__ import annotations
 
-import bisect
-import logging
 from typing import NamedTuple
 
 import torch
 
+from draftsmith.drafters.autoregressive.chain_buffers import bucket
+from draftsmith.drafters.autoregressive.graph_shapes import GraphShapes
 from draftsmith.drafters.autoregressive.state import ReadsOwnDrafts
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.constants import MAX_NODES, NULL_BLOCK
-from draftsmith.kernels.cuda_graphs import Capturer, Graph, row_buckets
-
-log = logging.getLogger(__name__)
+from draftsmith.kernels.cuda_graphs import Capturer, row_buckets
 
 
 class LevelInputs(NamedTuple):
@@ -60,44 +58,35 @@ class LevelGraphs:
         max_blocks: int,
         capturer: Capturer,
     ):
-        self.drafter, self.pool, self.capturer = drafter, pool, capturer
+        self.drafter, self.pool = drafter, pool
         self.max_blocks = max_blocks + spare_blocks(pool)
         self.rows = row_buckets(max_batch)
-        self._graphs: dict[tuple[int, int], tuple[LevelInputs, Graph, LevelOutput]] = {}
-        self.broken = False
+        self.shapes = GraphShapes[tuple[int, int], LevelOutput](capturer, "levels of trees")
+        self._static: dict[tuple[int, int], LevelInputs] = {}
 
     @property
     def num_graphs(self) -> int:
-        return len(self._graphs)
+        return self.shapes.num_graphs
+
+    @property
+    def broken(self) -> bool:
+        return self.shapes.broken
 
     def read(self, inputs: LevelInputs, pool: PagedPool) -> LevelOutput | None:
         if self.broken or pool is not self.pool:
             return None
         num_rows, width = inputs.tokens.shape
-        key = (self.rows[bisect.bisect_left(self.rows, num_rows)], width)
-        if key not in self._graphs and not self._capture(*key, inputs):
+        key = (bucket(self.rows, num_rows), width)
+        if key not in self._static:
+            self._static[key] = empty_level(*key, self.max_blocks, inputs.hidden)
+        static = self._static[key]
+        found = self.shapes.find(key, lambda: read_level(self.drafter, self.pool, static))
+        if found is None:
             return None
-        static, graph, output = self._graphs[key]
+        graph, output = found
         fill(static, inputs)
         graph.replay()
         return LevelOutput(*(part[: num_rows * width] for part in output))
-
-    def _capture(self, num_rows: int, width: int, like: LevelInputs) -> bool:
-        static = empty_level(num_rows, width, self.max_blocks, like.hidden)
-        try:
-            graph, output = self.capturer.capture(
-                lambda: read_level(self.drafter, self.pool, static)
-            )
-        except RuntimeError as error:
-            # A model that looks at values on the host cannot be captured; it drafts without graphs.
-            log.warning(
-                "levels of trees cannot be captured as CUDA graphs (%s)",
-                str(error).strip().splitlines()[0],
-            )
-            self.broken = True
-            return False
-        self._graphs[num_rows, width] = (static, graph, output)
-        return True
 
 
 def spare_blocks(pool: PagedPool) -> int:

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from transformers import LlamaConfig
 
-from draftsmith.drafters.autoregressive.state import DraftPrefill, ReadsOwnDrafts
+from draftsmith.drafters.autoregressive.state import DraftPrefill, ReadsCommitted
 from draftsmith.drafters.interface import DraftInputs
 from draftsmith.drafters.trees.level_graphs import (
     LevelGraphs,
@@ -20,7 +20,7 @@ from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.constants import MAX_NODES, NULL_BLOCK
 
 
-class TreeDrafter(ReadsOwnDrafts, Protocol):
+class TreeDrafter(ReadsCommitted, Protocol):
     """A drafter that reads all nodes of a tree's level in one pass."""
 
     config: LlamaConfig

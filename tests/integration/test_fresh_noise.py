@@ -109,7 +109,8 @@ class Planted:
         positions = inputs.starts + inputs.lengths
         phases = positions % len(self.sizes)
         sampler = DraftSampler(inputs, vocab_size=len(P))
-        for depth, (rows, _, _) in enumerate(sampler.rows_at_depth(range(len(phases)))):
+        _, depths = sampler.plan(range(len(phases))).sent(positions.device)
+        for depth, (rows, _, _) in enumerate(depths):
             likely = (phases[rows] == 0) & (depth > 0) | (phases[rows] == 1) & (depth == 0)
             logits = torch.where(likely[:, None], logits_of(P), logits_of((0, 0, 1, 0)))
             logits = self.damaged(logits, phases[rows], sampler.tokens[rows, :depth])

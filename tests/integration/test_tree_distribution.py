@@ -15,7 +15,8 @@ from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import FixedTree, TreeShape, parse_tree
-from draftsmith.drafters.trees.fixed import choose_fixed
+from draftsmith.drafters.trees.candidates import TreeDistributions
+from draftsmith.drafters.trees.fixed import FixedLevels, choose_fixed
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample_without_replacement
 from draftsmith.kernels.statistics import Fit, detectable_bias, g_test
@@ -209,13 +210,17 @@ class Heads(Near):
         for _ in range(3):
             told.append(torch.stack([self.logits(text) for text in texts]))
             texts = [(*text, int(row.argmax())) for text, row in zip(texts, told[-1], strict=True)]
+        levels = FixedLevels.of(shape, 3, apart=inputs.adjust is not None)
+        tensors = [torch.tensor(column) for column in levels.columns()]
+        distributions = TreeDistributions(
+            inputs, torch.arange(len(texts)), vocab_size=told[0].shape[1], vocab_map=None
+        )
         proposal = choose_fixed(
-            inputs,
-            torch.arange(len(texts)),
+            distributions,
             told.__getitem__,
-            shape,
-            vocab_size=told[0].shape[1],
-            max_depth=3,
+            levels.on_device(tensors),
+            inputs.num_draft,
+            min(int(inputs.num_draft.max()), levels.num_nodes),
         )
         if self.lie != "q":
             return proposal

@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import torch
 
-from draftsmith.drafters.autoregressive.chain import draft_chain
+from draftsmith.drafters.autoregressive.chain import draft_from
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler
 from draftsmith.drafters.autoregressive.state import DraftPrefill, HeadStep
 from draftsmith.drafters.interface import DraftInputs, Proposal
@@ -167,8 +167,13 @@ class GraphLm:
         if rows:
             tables = inputs.block_tables[rows]
             last = torch.tensor([len(inputs.histories[row]) for row in rows]) - self.ahead
-            prefill = DraftPrefill(rows, last, tables, self.at_end(tables))
-            draft_chain(self, inputs, prefill, sampler, None)
+            _, depths = sampler.plan(rows).sent(tables.device)
+            index = torch.tensor(rows)
+            prefill = DraftPrefill(
+                rows, index, inputs.num_draft[index], last, tables, self.at_end(tables)
+            )
+            if depths:
+                draft_from(self, inputs, prefill, depths, sampler, None)
         return sampler.proposal()
 
     def read_texts(self, inputs: DraftInputs) -> list[int]:

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.drafters.autoregressive.chain_graphs import ChainGraphs
-from draftsmith.drafters.autoregressive.draft_sampler import DraftStep
-from draftsmith.drafters.interface import DraftInputs, Proposal
+from draftsmith.drafters.autoregressive.draft_sampler import DraftStep, sent
+from draftsmith.drafters.interface import Capturable, DraftInputs, Proposal
 from draftsmith.drafters.options import (
     DflashOptions,
     DraftLmOptions,
@@ -30,14 +29,20 @@ from draftsmith.drafters.options import (
 )
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.tree_shape import DynamicTree, SampledShape, SampledTree, TreeShape
+from draftsmith.drafters.tree_shape import (
+    DynamicTree,
+    FixedTree,
+    SampledShape,
+    SampledTree,
+    TreeShape,
+)
 from draftsmith.drafters.trees.level_graphs import LevelGraphs
 from draftsmith.kernels.attention import paged as paged_attention
 from draftsmith.kernels.attention.paged_torch import reference_attention
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.cuda_graphs import CudaCapturer
 from draftsmith.kernels.sampling.filters import SamplingRows
-from tests.device_traffic import StandInCapturer
+from tests.device_traffic import ReplayingGraph, StandInCapturer, Traffic
 
 BLOCK, MAX_BLOCKS, MAX_BATCH = 4, 12, 5
 CHAINS = {
@@ -209,6 +214,85 @@ def test_a_chain_is_drafted_without_a_look(
             assert capturer.captures == drafter._graphs.num_graphs == 1
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_takes_one_message_from_the_host_at_any_k(
+    kind: str, tiny_target: Callable[..., str], distribution: dict, blind: None
+) -> None:
+    target = Target.load(tiny_target("llama"), dtype=torch.float32)
+    drafter = to_meta(make_drafter(kind, target), target)
+    pool = new_pool(drafter, target)
+    for captured in (False, True):
+        if captured and isinstance(drafter, Capturable):
+            drafter.capture(
+                pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=StandInCapturer()
+            )
+        for num_draft in ((2, 2, 2), (2, 2, 2), (4, 4, 4), (4, 0, 3), (0, 0, 0)):
+            inputs = inputs_for(drafter, target, (3, 0, 5), num_draft, distribution, pool)
+            with torch.no_grad(), Traffic().counted() as traffic:
+                drafter.propose(inputs)
+            assert len(traffic.uploads) <= 1 and not traffic.looks
+
+
+@pytest.mark.parametrize("kind", CHAINS)
+def test_a_decoding_round_is_a_few_launches(
+    kind: str, tiny_target: Callable[..., str], blind: None
+) -> None:
+    target = Target.load(tiny_target("llama"), dtype=torch.float32)
+    drafter = to_meta(make_drafter(kind, target), target)
+    pool, counts = new_pool(drafter, target), []
+    drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=StandInCapturer())
+    for k in (2, 2, 1, 2, 5):  # the first one makes the buffers, the second one captures
+        inputs = inputs_for(drafter, target, (3, 0, 5), (k, k, k), GREEDY, pool)
+        with torch.no_grad(), Traffic().counted() as traffic:
+            drafter.propose(inputs)
+        counts.append(traffic.num_operations)
+        assert len(counts) < 3 or traffic.operations["replay"] == k
+    # One for the catch-up and the first draw and one a step; the rest moves inputs and results.
+    assert counts[2] <= 22 and counts[4] - counts[3] == 3 * (counts[3] - counts[2]) <= 3 * 5
+
+
+def test_the_only_message_is_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU reads page-locked memory by itself."""
+    sent_as = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: sent_as.append("pinned") or self)
+    monkeypatch.setattr(
+        torch.Tensor,
+        "to",
+        lambda self, device, non_blocking=False: (
+            sent_as.append((device.type, non_blocking)) or self
+        ),
+    )
+    parts = sent(torch.device("cuda"), [1, 2], torch.tensor([3]), [])
+    assert sent_as == ["pinned", ("cuda", True)]
+    assert [part.tolist() for part in parts] == [[1, 2], [3], []]
+
+
+@pytest.mark.parametrize("kind", TREES)
+def test_a_tree_takes_one_message_from_the_host(
+    kind: str, tiny_target: Callable[..., str], blind: None
+) -> None:
+    target = Target.load(tiny_target("llama"), dtype=torch.float32)
+    drafter = to_meta(make_drafter(kind, target), target)
+    pool = new_pool(drafter, target)
+    for shape in (DynamicTree(nodes=12, depth=4, width=3), SampledTree(branches=(3, 2, 1))):
+        for num_draft in ((12, 12, 12), (5, 0, 1)):
+            inputs = inputs_for(drafter, target, (3, 0, 5), num_draft, SAMPLED, pool)
+            with torch.no_grad(), Traffic().counted() as traffic:
+                drafter.propose_tree(inputs, shape)
+            assert len(traffic.uploads) == 1 and not traffic.looks
+
+
+def test_a_tree_of_given_choices_takes_one_message_from_the_host(
+    tiny_target: Callable[..., str],
+) -> None:
+    target = Target.load(tiny_target("llama"), dtype=torch.float32)
+    drafter = to_meta(make_drafter("medusa", target), target)
+    inputs = inputs_for(drafter, target, (3, 0, 5), (6, 0, 4), GREEDY, None)
+    with torch.no_grad(), Traffic().counted() as traffic:
+        drafter.propose_tree(inputs, FixedTree(choices=((0,), (0, 0), (1,), (0, 1), (0, 0, 0))))
+    assert len(traffic.uploads) == 1 and not traffic.looks
+
+
 @pytest.mark.parametrize("kind", TREES)
 @pytest.mark.parametrize(
     "shape",
@@ -274,29 +358,37 @@ def assert_equal(found: Proposal, expected: Proposal) -> None:
 
 def assert_captured_rounds_are_the_plain_ones(
     kind: str, target: Target, capturer: Any, distribution: dict
-) -> ChainGraphs:
-    """Rounds of other rows, k and, half way, other weights. A drafter uses graphs with the pool
-    that they were made for alone."""
-    drafter = make_drafter(kind, target)
-    plain, captured = new_pool(drafter, target), new_pool(drafter, target)
+) -> Any:
+    """Rounds of other rows, k and, half way, other weights. A drafter that was not captured makes
+    the plain ones."""
+    drafter, eager = make_drafter(kind, target), make_drafter(kind, target)
+    plain, captured = new_pool(eager, target), new_pool(drafter, target)
     drafter.capture(captured, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=capturer)
     for seed, (starts, num_draft) in enumerate(ROUNDS * 2):
         if seed == len(ROUNDS):
-            for parameter in drafter.parameters():
+            for parameter in (*drafter.parameters(), *eager.parameters()):
                 parameter.data.mul_(1.1)
-        expected = drafter.propose(
-            inputs_for(drafter, target, starts, num_draft, distribution, plain, seed)
+        found, expected = (
+            one.propose(inputs_for(one, target, starts, num_draft, distribution, pool, seed))
+            for one, pool in ((drafter, captured), (eager, plain))
         )
-        assert_equal(
-            drafter.propose(
-                inputs_for(drafter, target, starts, num_draft, distribution, captured, seed)
-            ),
-            expected,
-        )
+        assert_equal(found, expected)
+        if plain is None or captured is None:
+            continue
         for one, other in zip((*captured.keys, *captured.values), (*plain.keys, *plain.values)):
             # All but the null block, which rows that are done write.
             torch.testing.assert_close(one[BLOCK:], other[BLOCK:], atol=1e-4, rtol=1e-4)
-    return drafter._graphs
+    (graphs,) = drafter.graphs[:1]
+    return graphs
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in CHAINS])
+def test_captured_calls_draft_the_same(kind: str, target: Target, distribution: dict) -> None:
+    capturer = StandInCapturer()
+    with torch.inference_mode():
+        graphs = assert_captured_rounds_are_the_plain_ones(kind, target, capturer, distribution)
+    # Five kinds of rounds, of which a drafter of few tokens takes some for one.
+    assert 2 <= capturer.captures == graphs.num_graphs <= 5 and not graphs.broken
 
 
 @pytest.mark.parametrize("kind", CHAINS)
@@ -305,7 +397,8 @@ def test_captured_steps_draft_the_same(kind: str, target: Target, distribution: 
     with torch.inference_mode():
         graphs = assert_captured_rounds_are_the_plain_ones(kind, target, capturer, distribution)
     # Three, two or one rows; a batch that happens to be all greedy has graphs of its own.
-    assert capturer.captures == graphs.num_graphs <= 4
+    assert capturer.captures == graphs.num_graphs and not graphs.broken
+    assert 0 < graphs.steps.num_graphs <= 4 and 0 < graphs.catch_ups.shapes.num_graphs <= 4
 
 
 def assert_captured_trees_are_the_plain_ones(
@@ -367,7 +460,8 @@ def test_a_graph_serves_every_k_and_stays_where_it_is(target: Target) -> None:
         addresses.add(
             (buffers.tokens.data_ptr(), buffers.hidden.data_ptr(), buffers.tables.data_ptr())
         )
-    assert capturer.captures == 1 and len(addresses) == 1
+    # the steps, and the reading of what each round committed
+    assert capturer.captures == 2 and len(addresses) == 1
 
 
 def test_broken_weights_leave_the_null_block_alone(target: Target) -> None:
@@ -400,8 +494,30 @@ def test_a_drafter_that_cannot_be_captured_drafts_without_graphs(
     assert caplog.text.count("cannot be captured") == 1
 
 
+def test_a_shape_without_memory_is_left_out(
+    target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Full(StandInCapturer):
+        def capture(self, run: Callable[[], Any]) -> tuple[ReplayingGraph, Any]:
+            if self.captures == 0:
+                self.captures += 1
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().capture(run)
+
+    drafter, capturer = make_drafter("eagle3", target), Full()
+    pool = new_pool(drafter, target)
+    drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=capturer)
+    for starts in ((3, 0), (3, 0), (3, 0, 5), (3, 0, 5)):
+        k = [3] * len(starts)
+        proposal = drafter.propose(inputs_for(drafter, target, starts, k, GREEDY, pool))
+        assert proposal.lengths.tolist() == k
+    graphs = drafter._graphs
+    assert (graphs.steps.num_graphs, graphs.catch_ups.shapes.num_graphs) == (1, 1)
+    assert not graphs.broken and caplog.text.count("no memory") == 1
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", CHAINS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_cuda_graphs_draft_the_same(
     kind: str, tiny_target: Callable[..., str], distribution: dict
 ) -> None:

@@ -1,0 +1,87 @@
+"""State of a chain's rows at fixed addresses, which graphs hand from step to step.
+
+R rows that draft, H hidden width.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from draftsmith.kernels.constants import NULL_BLOCK
+from draftsmith.kernels.sampling.filters import Passes, SamplingRows
+
+if TYPE_CHECKING:
+    from draftsmith.drafters.autoregressive.state import ChainState
+
+
+class ChainBuffers:
+    """State of as many rows as a batch may have, at fixed addresses. A bucket uses the first of
+    them."""
+
+    def __init__(self, num_rows: int, max_blocks: int, hidden: torch.Tensor):
+        device = hidden.device
+        whole = {"dtype": torch.int64, "device": device}
+        self.tokens, self.positions, self.left, self.seeds = torch.zeros(4, num_rows, **whole)
+        self.tables = torch.full((num_rows, max_blocks), NULL_BLOCK, **whole)
+        self.hidden = torch.zeros(num_rows, hidden.shape[1], dtype=hidden.dtype, device=device)
+        self.temperature, self.min_p = torch.zeros(2, num_rows, dtype=torch.float32, device=device)
+        self.top_p = torch.ones(num_rows, dtype=torch.float64, device=device)
+        self.top_k = torch.zeros(num_rows, **whole)
+
+    def sampling(self, num_rows: int, passes: Passes) -> SamplingRows:
+        first = slice(num_rows)
+        return SamplingRows(
+            self.temperature[first],
+            self.top_k[first],
+            self.top_p[first],
+            self.min_p[first],
+            passes,
+        )
+
+    def fill(
+        self, state: ChainState, left: torch.Tensor, seeds: torch.Tensor, sampling: SamplingRows
+    ) -> None:
+        """`left` [R]: how many tokens each row may still draft; further rows draft none."""
+        self.left.zero_()
+        self.tables[: len(left), state.tables.shape[1] :] = NULL_BLOCK
+        self.write(state, left, seeds, sampling)
+
+    def write(
+        self, state: ChainState, left: torch.Tensor, seeds: torch.Tensor, sampling: SamplingRows
+    ) -> None:
+        """The first R rows."""
+        count, width = state.tables.shape
+        pairs = [
+            (self.tables[:, :width], state.tables),
+            (self.tokens, state.tokens),
+            (self.hidden, state.hidden),
+            (self.positions, state.positions),
+            (self.left, left),
+            (self.seeds, seeds),
+        ]
+        if not sampling.passes.all_greedy:
+            pairs += [
+                (self.temperature, sampling.temperature),
+                (self.min_p, sampling.min_p),
+                (self.top_p, sampling.top_p),
+                (self.top_k, sampling.top_k),
+            ]
+        for buffer, values in pairs:
+            buffer[:count].copy_(values)
+
+
+def bucket(sizes: Sequence[int], size: int) -> int:
+    """The smallest of the ascending `sizes` that `size` fits into."""
+    return sizes[bisect.bisect_left(sizes, size)]
+
+
+def for_graphs(passes: Passes) -> Passes:
+    """Few kinds, each of which can serve what needs less."""
+    if passes.all_greedy:
+        return passes
+    most = 1 << (passes.top_k - 1).bit_length() if passes.top_k else 0
+    return passes._replace(greedy=True, tempered=True, top_k=most)

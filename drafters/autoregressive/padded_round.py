@@ -1,0 +1,128 @@
+"""A decoding round in the shape of a graph: few tokens of each row to read, all at fixed addresses.
+
+A row with fewer tokens than the shape has repeats its last one, at the same place; surplus rows
+read and write the null block. R rows of the graph, W tokens of each, B rows of the batch, H_t width
+of a tap.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from draftsmith.drafters.autoregressive.catch_up import Unread
+from draftsmith.drafters.autoregressive.draft_sampler import DepthPlan, DraftStep, draw_tokens
+from draftsmith.drafters.interface import DraftInputs
+from draftsmith.kernels.constants import NULL_BLOCK
+from draftsmith.kernels.sampling.filters import Passes, SamplingRows
+
+WIDTHS = (2, 4, 8, 16)  # tokens of a row that may be unread; prompts have more
+
+
+class RoundInputs:
+    """Inputs of a round of as many rows as a batch may have."""
+
+    def __init__(self, num_rows: int, max_blocks: int, like: DraftInputs):
+        most = num_rows * (WIDTHS[-1] + 1)  # the newest token may have no state yet
+        whole = {"dtype": torch.int64, "device": like.tokens.device}
+        # What the host says of each row of the graph, in the order of `numbers_of`.
+        self.numbers = torch.zeros(6, num_rows, **whole)
+        self.tokens = torch.zeros(most, **whole)
+        self.taps = None if like.taps is None else like.taps.new_zeros(most, like.taps.shape[1])
+        self.tables = torch.full((num_rows, max_blocks), NULL_BLOCK, **whole)
+        self.seeds = torch.zeros(num_rows, **whole)
+        given = like.sampling
+        self.sampling = SamplingRows(
+            given.temperature.new_zeros(num_rows),
+            given.top_k.new_zeros(num_rows),
+            given.top_p.new_ones(num_rows),
+            given.min_p.new_zeros(num_rows),
+            given.passes,
+        )
+
+    def fill(self, inputs: DraftInputs, numbers: torch.Tensor) -> None:
+        """`numbers` [6, R]."""
+        self.numbers[:, : numbers.shape[1]].copy_(numbers)
+        self.tokens[: len(inputs.tokens)].copy_(inputs.tokens)
+        if self.taps is not None and inputs.taps is not None:
+            self.taps[: len(inputs.taps)].copy_(inputs.taps)
+        count, width = inputs.block_tables.shape
+        if width < self.tables.shape[1]:
+            self.tables[:, width:] = NULL_BLOCK
+        self.tables[:count, :width].copy_(inputs.block_tables)
+        self.seeds[:count].copy_(inputs.seeds)
+        mine, theirs = self.sampling, inputs.sampling
+        if not theirs.passes.all_greedy:
+            mine.temperature[:count].copy_(theirs.temperature)
+            mine.top_k[:count].copy_(theirs.top_k)
+            mine.top_p[:count].copy_(theirs.top_p)
+            mine.min_p[:count].copy_(theirs.min_p)
+
+
+def numbers_of(unread: Unread, plan: DepthPlan, num_rows: int) -> list[int]:
+    """[6 * num_rows]: row of the batch, tokens to read, position of the first, where it and its
+    taps are, tokens to draft. Zeros for surplus rows."""
+    ends = list(itertools.accumulate(unread.counts))
+    taps = [end - count for end, count in zip(ends, unread.counts)]
+    columns = (*unread, taps, plan.budgets_of(unread.rows))
+    padding = [0] * (num_rows - len(unread.rows))
+    return [number for column in columns for number in (*column, *padding)]
+
+
+class PaddedRound(NamedTuple):
+    """What a graph makes of `RoundInputs`, on the device."""
+
+    inputs: RoundInputs
+    counts: torch.Tensor  # [R] tokens to read; 0: a surplus row
+    starts: torch.Tensor  # [R] position of the first
+    begins: torch.Tensor  # [R] where it is among the inputs' tokens
+    taps_at: torch.Tensor  # [R] where its taps are
+    budgets: torch.Tensor  # [R] tokens to draft
+    tables: torch.Tensor  # [R, max_blocks]
+    seeds: torch.Tensor  # [R]
+    sampling: SamplingRows  # of R rows
+
+    @classmethod
+    def of(cls, inputs: RoundInputs, num_rows: int, passes: Passes) -> PaddedRound:
+        which, counts, starts, begins, taps_at, budgets = inputs.numbers[:, :num_rows]
+        return cls(
+            inputs,
+            counts,
+            starts,
+            begins,
+            taps_at,
+            budgets,
+            tables=torch.where((counts > 0)[:, None], inputs.tables[which], NULL_BLOCK),
+            seeds=inputs.seeds[which],
+            sampling=replace(inputs.sampling.select(which), passes=passes),
+        )
+
+    @property
+    def last(self) -> torch.Tensor:
+        """[R] index of the last token to read among those of its row."""
+        return (self.counts - 1).clamp(min=0)
+
+    def slots(self, width: int) -> torch.Tensor:
+        """[R, width] which token of its row each slot reads."""
+        return torch.arange(width, device=self.counts.device).minimum(self.last[:, None])
+
+    def tokens(self, slots: torch.Tensor) -> torch.Tensor:
+        """Token ids [R, n] of `slots` [R, n]."""
+        return self.inputs.tokens[self.begins[:, None] + slots]
+
+    def taps(self, slots: torch.Tensor) -> torch.Tensor | None:
+        """Taps [R, n, H_t] of `slots` [R, n]; None where the drafter reads none."""
+        if self.inputs.taps is None:
+            return None
+        # A surplus row would read those of another, which may be NaN.
+        real = (self.counts > 0)[:, None, None]
+        return torch.where(real, self.inputs.taps[self.taps_at[:, None] + slots], 0.0)
+
+    def draw(
+        self, logits: torch.Tensor, positions: torch.Tensor, vocab_map: torch.Tensor | None
+    ) -> DraftStep:
+        """Raw draft logits [R, Vd] -> the tokens of the absolute `positions` [R]."""
+        return draw_tokens(logits, self.sampling, self.seeds, positions, vocab_map)
