@@ -2,12 +2,13 @@
 ranks run its passes along.
 
 Every pass of the target is the same call on every rank, so rank 0 sends each call to the others
-first: a few small tensors per round, over gloo whatever the weights' own backend is. The draft is
-whole on rank 0 alone.
+first: one message of numbers a round, over gloo whatever the weights' own backend is. The draft is
+whole on rank 0 alone, and so is the target's embedding, which drafts read at every step.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,42 +19,13 @@ import torch.distributed as dist
 
 from draftsmith.drafters.target import ranks
 from draftsmith.drafters.target.attention import AttentionContext
+from draftsmith.drafters.target.causal_lm import whole
 from draftsmith.drafters.target.ranks import Channel, in_step, leave_signals_to_the_leader
 from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
-from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
-
-
-class NewPool(NamedTuple):
-    num_blocks: int
-    block_size: int
-
-
-class Pass(NamedTuple):
-    input_ids: torch.Tensor  # [1, T]
-    positions: torch.Tensor  # [1, T]
-    block_tables: torch.Tensor
-    lengths: torch.Tensor
-    tree: TreeLayout | None
-    logit_rows: torch.Tensor
-    taps: tuple[int, ...]
-
-
-class Move(NamedTuple):
-    sources: torch.Tensor
-    slots: torch.Tensor
-
-
-class Embed(NamedTuple):
-    ids: torch.Tensor
-
-
-class Stop(NamedTuple):
-    pass
-
-
-Call = NewPool | Pass | Move | Embed | Stop
+from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.serve.rank_calls import Call, Move, NewPool, Pass, Stop, call_of, numbers_of
 
 
 class LeadingPool(PagedPool):
@@ -77,8 +49,11 @@ class LeadingTarget(Target):
 
     # none yet while the model is probed, which every rank does by itself
     _channel: Channel | None = None
+    _embedding: torch.nn.Module | None = None  # whole
 
     def lead(self, channel: Channel) -> LeadingTarget:
+        with in_step():
+            self._embedding = whole_embedding(self)
         self._channel = channel
         return self
 
@@ -88,12 +63,12 @@ class LeadingTarget(Target):
             yield
             return
         with in_step():
-            self._channel.send(call)
+            self._channel.send_numbers(numbers_of(call))
             yield
 
     def _send(self, call: Call) -> None:
         if self._channel is not None:
-            self._channel.send(call)
+            self._channel.send_numbers(numbers_of(call))
 
     def new_pool(
         self, num_blocks: int, block_size: int, device: Any = None, dtype: Any = None
@@ -126,13 +101,24 @@ class LeadingTarget(Target):
         ):
             return super().forward(input_ids, positions, attention_context, logit_rows, taps)
 
+    @torch.no_grad()
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        with self._together(Embed(ids)):
-            return super().embed(ids)
+        return super().embed(ids) if self._embedding is None else self._embedding(ids)
 
     def stop(self) -> None:
         """The other ranks' `follow` returns."""
         self._send(Stop())
+
+
+def whole_embedding(target: Target) -> torch.nn.Module:
+    """The target's embedding with all its rows, which every rank must ask for. It scales what it
+    reads as the model's own does."""
+    embedding = copy.copy(target.model.get_input_embeddings())
+    table = whole(embedding.weight.detach())
+    # Sharding has put a forward of its own in front of the class's.
+    vars(embedding).pop("forward", None)
+    embedding._parameters = {"weight": torch.nn.Parameter(table, requires_grad=False)}
+    return embedding
 
 
 def follow(target: Target, channel: Channel) -> None:
@@ -140,13 +126,14 @@ def follow(target: Target, channel: Channel) -> None:
     torchrun all others."""
     leave_signals_to_the_leader()
     with in_step():
+        whole_embedding(target)  # which takes all ranks; rank 0 keeps it
         _follow(target, channel)
 
 
 def _follow(target: Target, channel: Channel) -> None:
     pool: PagedPool | None = None
     while True:
-        call = channel.receive(target.device)
+        call = call_of(channel.receive_numbers(), target.device)
         match call:
             case NewPool():
                 pool = target.new_pool(call.num_blocks, call.block_size)
@@ -159,8 +146,6 @@ def _follow(target: Target, channel: Channel) -> None:
             case Move():
                 assert pool is not None
                 pool.move_slots(call.sources, call.slots)
-            case Embed():
-                target.embed(call.ids)
             case Stop():
                 return
 
