@@ -75,7 +75,7 @@ class Control(Protocol):
 
 
 class FixedControl:
-    """Every request drafts its own k."""
+    """Every request drafts its own k. What overrides `observe` also says that it learns."""
 
     learns = False
 

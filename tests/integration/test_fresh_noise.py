@@ -186,6 +186,7 @@ class Ending(Planted):
 class ByDrafted(FixedControl):
     """Drafts in no round after one whose drafts, two at least, ended before `K`."""
 
+    learns = True
     ended = False
 
     def choose(self, wishes: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
