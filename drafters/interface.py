@@ -338,5 +338,5 @@ class Capturable(ABC):
 
     @property
     def graphs(self) -> tuple[HoldsGraphs, ...]:
-        """What was captured so far."""
+        """Holders of all graphs captured so far."""
         return ()

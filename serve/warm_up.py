@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
+from draftsmith.drafters.autoregressive.padded_round import WIDTHS
 from draftsmith.kernels.cuda_graphs import sizes_up_to
 from draftsmith.progress import Progress
 from draftsmith.serve.control.control import FixedControl
@@ -55,13 +56,19 @@ def _captures(engine: Engine) -> list[Callable[[], object]]:
 
 
 def _batches(engine: Engine) -> list[Callable[[], object]]:
-    """Rounds of as many rows as draft steps have graphs for, and a pass of a prompt alone."""
+    """Rounds of as many rows, and of as many unread tokens in each, as draft steps have graphs for,
+    and a pass of a prompt alone. A draft reads a prompt with the token behind it."""
     config = engine.config
     longest = min(config.max_round_tokens, engine.max_length - 1)
     sizes = sizes_up_to(min(config.max_batch, config.max_queue))
     return [
         partial(_rounds, engine, 1, KINDS[0], length=longest),
-        *(partial(_rounds, engine, size, kind) for size in reversed(sizes) for kind in KINDS),
+        *(
+            partial(_rounds, engine, size, kind, length=min(width - 1, longest))
+            for size in reversed(sizes)
+            for kind in KINDS
+            for width in WIDTHS
+        ),
     ]
 
 

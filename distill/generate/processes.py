@@ -45,8 +45,8 @@ class Processes:
             ) from error
 
     def leader_first(self, make: Callable[[], Made]) -> Made:
-        """What `make` returns, called by the others when the first process has called it, and used
-        by none before all have."""
+        """Result of `make`, called by the others when the first process has called it, and used by
+        none before all have."""
         if not self.leads:
             self.wait()
         made = make()
