@@ -315,9 +315,6 @@ class ServeConfig(DraftedPair):
             "engine_name": name if self.learning.engine_name is None else self.learning.engine_name,
             "record_taps": self.learning.record_taps,
         }
-        if self.tensor_parallel > 1:
-            # Captured forwards cannot hold a sharded target's collectives.
-            own["compile"] = "off"
         return EngineConfig(**(vars(self.engine) | vars(self.speculation) | own))
 
 

@@ -25,7 +25,19 @@ from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.serve.rank_calls import Call, Move, NewPool, Pass, Stop, call_of, numbers_of
+from draftsmith.kernels.cuda_graphs import Capturer, CudaCapturer, Shape
+from draftsmith.serve.engine.graphs import PassGraphs, PassInputs
+from draftsmith.serve.rank_calls import (
+    Call,
+    Move,
+    NewGraphs,
+    NewPool,
+    Pass,
+    Prepare,
+    Stop,
+    call_of,
+    numbers_of,
+)
 
 
 class LeadingPool(PagedPool):
@@ -57,8 +69,11 @@ class LeadingTarget(Target):
         self._channel = channel
         return self
 
+    def least(self, value: int) -> int:
+        return value if self._channel is None else self._channel.least(value)
+
     @contextmanager
-    def _together(self, call: Call) -> Iterator[None]:
+    def together(self, call: Call) -> Iterator[None]:
         if self._channel is None:
             yield
             return
@@ -88,7 +103,7 @@ class LeadingTarget(Target):
     ) -> TargetOutput:
         assert isinstance(attention_context, PagedPass)
         layout = attention_context.layout
-        with self._together(
+        with self.together(
             Pass(
                 input_ids,
                 positions,
@@ -121,22 +136,55 @@ def whole_embedding(target: Target) -> torch.nn.Module:
     return embedding
 
 
-def follow(target: Target, channel: Channel) -> None:
+class Following:
+    """The other ranks as one that follows sees them: it sends no calls."""
+
+    def __init__(self, channel: Channel):
+        self._channel = channel
+
+    @contextmanager
+    def together(self, call: Call) -> Iterator[None]:
+        yield
+
+    def least(self, value: int) -> int:
+        return self._channel.least(value)
+
+
+MakeCapturer = Callable[[torch.device], Capturer]
+
+
+def follow(target: Target, channel: Channel, make_capturer: MakeCapturer = CudaCapturer) -> None:
     """Makes rank 0's calls on another rank until `Stop` arrives. A failure ends this process, and
     torchrun all others."""
     leave_signals_to_the_leader()
     with in_step():
         whole_embedding(target)  # which takes all ranks; rank 0 keeps it
-        _follow(target, channel)
+        _follow(target, channel, make_capturer)
 
 
-def _follow(target: Target, channel: Channel) -> None:
+def _follow(target: Target, channel: Channel, make_capturer: MakeCapturer) -> None:
     pool: PagedPool | None = None
+    graphs: PassGraphs | None = None
     while True:
         call = call_of(channel.receive_numbers(), target.device)
         match call:
             case NewPool():
                 pool = target.new_pool(call.num_blocks, call.block_size)
+            case NewGraphs():
+                assert pool is not None
+                graphs = PassGraphs(
+                    target,
+                    pool,
+                    capturer=make_capturer(target.device),
+                    ranks=Following(channel),
+                    **call._asdict(),
+                )
+            case Prepare():
+                assert graphs is not None
+                graphs.prepare(Shape(*call))
+            case Pass(by_graph=True):
+                assert graphs is not None
+                graphs.run(inputs_of(call), ())
             case Pass():
                 assert pool is not None
                 context = PagedPass(
@@ -148,6 +196,13 @@ def _follow(target: Target, channel: Channel) -> None:
                 pool.move_slots(call.sources, call.slots)
             case Stop():
                 return
+
+
+def inputs_of(call: Pass) -> PassInputs:
+    """Inputs of a pass in which every token decides."""
+    ids, positions = call.input_ids[0].tolist(), call.positions[0].tolist()
+    rows = list(range(len(ids)))
+    return PassInputs(ids, positions, call.lengths.tolist(), rows, call.block_tables, call.tree)
 
 
 class Place(NamedTuple):

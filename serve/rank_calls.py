@@ -4,8 +4,9 @@ layout: `[kind, sizes of the parts ..., the parts one after another]`, all int64
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -17,6 +18,23 @@ class NewPool(NamedTuple):
     block_size: int
 
 
+class NewGraphs(NamedTuple):
+    """CUDA graphs of passes over the pool; as the arguments of `PassGraphs`."""
+
+    max_batch: int
+    max_blocks: int
+    per_row: int
+    has_trees: bool
+    taps: tuple[int, ...]
+
+
+class Prepare(NamedTuple):
+    """Capture of a shape."""
+
+    num_rows: int
+    num_tokens: int
+
+
 class Pass(NamedTuple):
     input_ids: torch.Tensor  # [1, T]
     positions: torch.Tensor  # [1, T]
@@ -25,6 +43,7 @@ class Pass(NamedTuple):
     tree: TreeLayout | None
     logit_rows: torch.Tensor  # [R]
     taps: tuple[int, ...]
+    by_graph: bool = False  # of the shape that it fits into, with logits of every token
 
 
 class Move(NamedTuple):
@@ -36,8 +55,21 @@ class Stop(NamedTuple):
     pass
 
 
-Call = NewPool | Pass | Move | Stop
-KINDS: tuple[type[Call], ...] = (NewPool, Pass, Move, Stop)
+Call = NewPool | NewGraphs | Prepare | Pass | Move | Stop
+KINDS: tuple[type[Call], ...] = (NewPool, NewGraphs, Prepare, Pass, Move, Stop)
+
+
+@runtime_checkable
+class Ranks(Protocol):
+    """The ranks that share a target, as one of them sees the others. Rank 0's target is one."""
+
+    def together(self, call: Call) -> AbstractContextManager[None]:
+        """Around work that all ranks do; rank 0 sends the call first."""
+        ...
+
+    def least(self, value: int) -> int:
+        """The least of all ranks' values, which each gives at the same point."""
+        ...
 
 
 def numbers_of(call: Call) -> torch.Tensor:
@@ -57,14 +89,19 @@ def call_of(numbers: torch.Tensor, device: torch.device) -> Call:
     num_parts = _NUM_PARTS[kind]
     sizes: list[int] = numbers[1 : 1 + num_parts].tolist()
     body = numbers[1 + num_parts :]
-    if kind is NewPool:
-        return NewPool(*body.tolist())
+    if kind in (NewPool, Prepare):
+        return kind(*body.tolist())
+    if kind is NewGraphs:
+        max_batch, max_blocks, per_row, has_trees, *taps = body.tolist()
+        return NewGraphs(max_batch, max_blocks, per_row, bool(has_trees), tuple(taps))
     if kind is Stop:
         return Stop()
     if kind is Move:
         sources, slots = body.to(device).split(sizes)
         return Move(sources, slots)
-    taps = tuple(body[: sizes[0]].tolist())
+    by_graph, *taps = body[: sizes[0]].tolist()
+    if by_graph:
+        device = numbers.device  # the graph's inputs take them from there
     ids, positions, tables, lengths, rows, *tree = body[sizes[0] :].to(device).split(sizes[1:])
     return Pass(
         ids[None],
@@ -73,11 +110,19 @@ def call_of(numbers: torch.Tensor, device: torch.device) -> Call:
         lengths,
         TreeLayout(*tree) if len(tree[0]) else None,
         rows,
-        taps,
+        tuple(taps),
+        bool(by_graph),
     )
 
 
-_NUM_PARTS: dict[type[Call], int] = {NewPool: 1, Pass: 9, Move: 2, Stop: 0}
+_NUM_PARTS: dict[type[Call], int] = {
+    NewPool: 1,
+    NewGraphs: 1,
+    Prepare: 1,
+    Pass: 9,
+    Move: 2,
+    Stop: 0,
+}
 
 
 def _parts(call: Call) -> Iterable[torch.Tensor | tuple[int, ...]]:
@@ -87,7 +132,7 @@ def _parts(call: Call) -> Iterable[torch.Tensor | tuple[int, ...]]:
             none = call.lengths[:0]
             tree = (none, none, none) if call.tree is None else call.tree
             return (
-                call.taps,
+                (int(call.by_graph), *call.taps),
                 call.input_ids,
                 call.positions,
                 call.block_tables,
@@ -95,8 +140,10 @@ def _parts(call: Call) -> Iterable[torch.Tensor | tuple[int, ...]]:
                 call.logit_rows,
                 *tree,
             )
-        case NewPool():
-            return ((call.num_blocks, call.block_size),)
+        case NewGraphs():
+            return ((*call[:3], int(call.has_trees), *call.taps),)
+        case NewPool() | Prepare():
+            return (tuple(call),)
         case Move():
             return call
         case Stop():

@@ -71,6 +71,13 @@ class Channel:
         self._broadcast(rest)
         return torch.cat([frame[1:], rest])
 
+    def least(self, value: int) -> int:
+        """The least of all ranks' values, which each gives at the same point."""
+        values = torch.tensor([value], dtype=torch.int64)
+        with meeting():
+            dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self._group)
+        return int(values)
+
     def _broadcast(self, values: torch.Tensor) -> None:
         with meeting():
             dist.broadcast(values, src=LEADER, group=self._group)

@@ -38,6 +38,7 @@ from draftsmith.serve.engine.recorder import Recorder
 from draftsmith.serve.engine.runner import BlockTables, TargetRunner
 from draftsmith.serve.engine.scheduler import Scheduler
 from draftsmith.serve.engine.verify import chain_rule, rule_name
+from draftsmith.serve.rank_calls import Ranks
 from draftsmith.serve.requests.input_processor import InputProcessor
 from draftsmith.serve.requests.route import LIVE
 from draftsmith.serve.stats import EngineStats
@@ -70,7 +71,9 @@ def build_engine(
     plan = plan_blocks(target, drafter, config)
     if target.device.type == "cpu":
         keep_freed_memory()
-    if config.compile == "auto":
+    # Captured forwards cannot hold a sharded target's collectives.
+    captures_forwards = config.compile == "auto" and not isinstance(target, Ranks)
+    if captures_forwards:
         capture_forwards(target, drafter)
     stats = EngineStats(draft_versions={} if drafter is None else {LIVE: draft_version})
     tree = configured_tree(config)
@@ -94,7 +97,7 @@ def build_engine(
         drafter,
         target,
         stats,
-        make_ready=partial(_make_ready, capture=capture, config=config),
+        make_ready=partial(_make_ready, capture=capture, captures_forwards=captures_forwards),
         requests=scheduler.requests,
     )
     proposer = _proposer(drafts, pool, config, tree, fallback)
@@ -181,6 +184,7 @@ def _runner(
             per_row=1 + most_drafted(proposer, config),
             taps=proposer.taps,
             has_trees=proposer.tree is not None,
+            ranks=target if isinstance(target, Ranks) else None,
         )
     return TargetRunner(target, pool, graphs, states, adapters)
 
@@ -232,10 +236,10 @@ def _recorder(
 
 
 def _make_ready(
-    further: ServingDrafter, *, capture: Callable[[ServingDrafter], None], config: EngineConfig
+    further: ServingDrafter, *, capture: Callable[[ServingDrafter], None], captures_forwards: bool
 ) -> None:
     """Prepare a further draft for serving as the first one was."""
-    if config.compile == "auto" and isinstance(further, ForwardCapturable):
+    if captures_forwards and isinstance(further, ForwardCapturable):
         further.capture_forward()
     capture(further)
 

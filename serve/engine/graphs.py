@@ -15,7 +15,9 @@ marked `gpu` wait for one.
 
 from __future__ import annotations
 
+import enum
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -28,7 +30,7 @@ from draftsmith.kernels.constants import NULL_BLOCK
 from draftsmith.kernels.cuda_graphs import Capturer, Graph, Shape, Shapes
 from draftsmith.kernels.dispatch import sent
 from draftsmith.serve.control.control import MAX_AUTO_K
-from draftsmith.serve.parallel import LeadingTarget
+from draftsmith.serve.rank_calls import Call, NewGraphs, Pass, Prepare, Ranks
 
 log = logging.getLogger(__name__)
 
@@ -165,6 +167,14 @@ def _rows_like(values: torch.Tensor, count: int) -> torch.Tensor:
     return values.new_zeros(count, values.shape[1])
 
 
+class Outcome(enum.IntEnum):
+    """Outcome of a capture; of several ranks the least counts."""
+
+    IMPOSSIBLE = 0
+    NO_MEMORY = 1
+    CAPTURED = 2
+
+
 class PassGraphs:
     """`run` gives a pass's output from a graph, or None where the pass is better run as it is.
 
@@ -174,6 +184,7 @@ class PassGraphs:
         per_row: most tokens of a row that drafts.
         taps: that passes may ask for; all of them are always there.
         has_trees: whether rows may be trees.
+        ranks: that share the target: each captures and replays the same; None: there is one.
     """
 
     def __init__(
@@ -187,7 +198,9 @@ class PassGraphs:
         per_row: int = 1,
         taps: tuple[int, ...] = (),
         has_trees: bool = False,
+        ranks: Ranks | None = None,
     ):
+        self._ranks = ranks
         self.target, self.pool, self.capturer, self.taps = target, pool, capturer, taps
         self.shapes = Shapes(
             max_batch=max_batch,
@@ -202,6 +215,8 @@ class PassGraphs:
         self._outputs: StaticOutputs | None = None
         self._graphs: dict[Shape, Graph] = {}
         self._left_out: set[Shape] = set()  # for lack of memory
+        with self._together(NewGraphs(max_batch, max_blocks, per_row, has_trees, taps)):
+            pass
 
     @property
     def num_graphs(self) -> int:
@@ -214,8 +229,9 @@ class PassGraphs:
         shape = self.shapes.of(len(inputs.lengths), len(inputs.ids))
         if shape is None or not self.prepare(shape):
             return None
-        self._inputs.fill(shape, inputs)
-        self._graphs[shape].replay()
+        with self._together(_message(inputs) if self._ranks else None):
+            self._inputs.fill(shape, inputs)
+            self._graphs[shape].replay()
         outputs, count = self._outputs, len(inputs.ids)
         assert outputs is not None
         kept = outputs.taps[:count].clone() if taps and outputs.taps is not None else None
@@ -232,16 +248,28 @@ class PassGraphs:
             return True
         if self.broken or shape in self._left_out:
             return False
+        with self._together(Prepare(*shape)):
+            outcome = self._attempt(shape)
+            if self._ranks is not None:
+                outcome = Outcome(self._ranks.least(outcome))
+        if outcome is not Outcome.CAPTURED:
+            self._graphs.pop(shape, None)
+        if outcome is Outcome.NO_MEMORY:
+            self._left_out.add(shape)
+        self.broken = outcome is Outcome.IMPOSSIBLE
+        return shape in self._graphs
+
+    def _attempt(self, shape: Shape) -> Outcome:
         try:
             self._capture(shape)
         except torch.OutOfMemoryError:
             if not self._left_out:
                 log.warning(
-                    "no memory for a CUDA graph of %d tokens: such passes run without, and larger "
-                    "ones; serve with a smaller memory_gib or max_batch",
+                    "no memory for a CUDA graph of %d tokens: such passes run without; serve with "
+                    "a smaller memory_gib or max_batch",
                     shape.num_tokens,
                 )
-            self._left_out.add(shape)
+            return Outcome.NO_MEMORY
         except RuntimeError as error:
             # A model that looks at values on the host cannot be captured; it is served without
             # graphs.
@@ -249,8 +277,13 @@ class PassGraphs:
                 "the target's passes cannot be captured as CUDA graphs (%s)",
                 str(error).strip().splitlines()[0],
             )
-            self.broken = True
-        return shape in self._graphs
+            return Outcome.IMPOSSIBLE
+        return Outcome.CAPTURED
+
+    def _together(self, call: Call | None) -> AbstractContextManager[None]:
+        if self._ranks is None or call is None:
+            return nullcontext()
+        return self._ranks.together(call)
 
     def _capture(self, shape: Shape) -> None:
         self._inputs.clear(shape)
@@ -265,12 +298,25 @@ class PassGraphs:
             self.pool, views.tables, views.positions, views.lengths, tree=views.tree
         )
         rows = torch.arange(len(views.ids), device=views.ids.device)
-        return self.target.forward(views.ids[None], views.positions[None], context, rows, self.taps)
+        # Not rank 0's own, which would send the others a pass that they make by themselves.
+        return Target.forward(
+            self.target, views.ids[None], views.positions[None], context, rows, self.taps
+        )
+
+
+def _message(inputs: PassInputs) -> Pass:
+    """The pass as it is sent to other ranks."""
+    ids, positions, lengths = (
+        torch.tensor(numbers) for numbers in (inputs.ids, inputs.positions, inputs.lengths)
+    )
+    tree = None if inputs.tree is None else TreeLayout(*(part.cpu() for part in inputs.tree))
+    none = lengths[:0]
+    tables = inputs.tables.cpu()
+    return Pass(ids[None], positions[None], tables, lengths, tree, none, (), by_graph=True)
 
 
 def can_capture(target: Target) -> bool:
-    """A pass of a sharded target is a word to the other processes too, which no graph repeats."""
-    return target.device.type == "cuda" and not isinstance(target, LeadingTarget)
+    return target.device.type == "cuda"
 
 
 def capture_drafts(

@@ -3,6 +3,7 @@ every kind of drafting."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -222,6 +224,89 @@ def test_a_rank_that_fails_in_a_pass_ends_all(
     assert (
         f"rank {failing} is out of memory" in ended.stderr
         and "failed in a call that all ranks make" in ended.stderr
+    )
+
+
+GRAPHS = """
+import json
+import sys
+from draftsmith.drafters.checkpoint import load
+from draftsmith.drafters.target.ranks import LEADER, Channel, leave_group
+from draftsmith.drafters.target.target import Target
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine.build import build_engine
+from draftsmith.serve.engine.graphs import PassGraphs
+from draftsmith.serve.parallel import LeadingTarget, follow, join
+from draftsmith.serve.sampling.params import SamplingParams
+
+class Graph:
+    def __init__(self, run):
+        self.replay = run
+
+class Capturer:
+    captures = 0
+
+    def capture(self, run):
+        Capturer.captures += 1
+        return Graph(run), run()
+
+folder, draft, prompts = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+place = join(2, "cpu")
+kind = LeadingTarget if place.rank == LEADER else Target
+target = kind.load(folder, dtype="float32", device="cpu", shards=2)
+channel = Channel()
+if place.rank != LEADER:
+    follow(target, channel, lambda device: Capturer())
+    print(json.dumps({"follower": Capturer.captures}), flush=True)
+else:
+    drafter = load(draft, target.lead(channel))
+    engine = build_engine(target, drafter, EngineConfig(compile="auto", k=3, max_length=128))
+    engine.runner.graphs = graphs = PassGraphs(
+        target, engine.runner.pool, max_batch=8, max_blocks=engine.tables.host.shape[1],
+        capturer=Capturer(), per_row=4, taps=drafter.taps, ranks=target,
+    )
+    for shape in graphs.shapes:
+        graphs.prepare(shape)
+    sent, send = [0], channel._broadcast
+    channel._broadcast = lambda values: (sent.__setitem__(0, sent[0] + 1), send(values))
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    tokens = [answer.tokens for answer in engine.generate(prompts, params, text=False)]
+    target.stop()
+    print(json.dumps({
+        "leader": Capturer.captures, "shapes": len(graphs.shapes), "tokens": tokens,
+        "messages": sent[0] - 1, "rounds": engine.stats.num_rounds,
+    }), flush=True)
+leave_group()
+"""
+
+
+def test_two_processes_replay_graphs_in_step(
+    target_folder: str, drafts: dict[str, Path], tmp_path: Path
+) -> None:
+    """By capturers of the test's own, on both; one message a round, whatever is drafted."""
+    script = tmp_path / "graphs.py"
+    script.write_text(GRAPHS, encoding="utf-8")
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        f"--master_port={free_port()}",
+        str(script),
+        target_folder,
+        str(drafts["eagle3"]),
+        json.dumps(PROMPTS),
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ended = forked.run(command, env=environment, capture_output=True, timeout=90)
+    assert ended.returncode == 0, ended.stderr
+    found: dict[str, Any] = {}
+    for line in ended.stdout.splitlines():
+        found |= json.loads(line)
+    assert found["leader"] == found["follower"] == found["shapes"] > 10
+    assert found["messages"] == found["rounds"]
+    assert found["tokens"] == Target.load(target_folder, dtype="float32").answer(
+        PROMPTS, max_new_tokens=24, ignore_eos=True
     )
 
 

@@ -16,7 +16,17 @@ from draftsmith.kernels.attention.pool import TreeLayout
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.parallel import LeadingTarget
-from draftsmith.serve.rank_calls import Call, Move, NewPool, Pass, Stop, call_of, numbers_of
+from draftsmith.serve.rank_calls import (
+    Call,
+    Move,
+    NewGraphs,
+    NewPool,
+    Pass,
+    Prepare,
+    Stop,
+    call_of,
+    numbers_of,
+)
 from draftsmith.serve.sampling.params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -33,8 +43,11 @@ def passed(*, tree: bool, taps: tuple[int, ...], width: int = 5) -> Pass:
 
 CALLS = [
     NewPool(123, 16),
+    NewGraphs(8, 65, 5, True, (0, 3, -1)),
+    Prepare(9, 40),
     passed(tree=False, taps=()),
     passed(tree=True, taps=(0, 3, -1)),
+    passed(tree=True, taps=())._replace(by_graph=True),
     Move(some(6), some(6)),
     Move(some(0), some(0)),
     Stop(),

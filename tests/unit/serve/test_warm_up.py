@@ -115,6 +115,16 @@ def test_nobody_can_tell_that_there_was_one(target):
     assert answers(engine) == answers(plain)
 
 
+def test_controls_do_not_see_it(target, monkeypatch):
+    engine = make_engine(target, adaptive=True)
+    observed = []
+    monkeypatch.setattr(engine.scheduler.control, "observe", observed.append)
+    rehearse(engine)
+    assert not observed
+    answers(engine)
+    assert observed
+
+
 def test_a_round_that_fails_is_told_and_the_rest_goes_on(target, caplog, monkeypatch):
     engine = make_engine(target)
     step, failures = engine.step, [RuntimeError("no room\nfor it")]

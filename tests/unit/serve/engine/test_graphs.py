@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from unittest.mock import Mock
 
 import pytest
@@ -18,12 +19,14 @@ from draftsmith.kernels.cuda_graphs import CudaCapturer, Shape, Shapes, row_buck
 from draftsmith.serve.engine.graphs import (
     MOST_LOGITS,
     MOST_TOKENS,
+    Outcome,
     PassGraphs,
     PassInputs,
     can_capture,
     longest_round,
 )
-from draftsmith.serve.parallel import LeadingTarget
+from draftsmith.serve.parallel import inputs_of
+from draftsmith.serve.rank_calls import NewGraphs
 
 BLOCK, MAX_BLOCKS, MAX_BATCH, PER_ROW, TAPS = 4, 8, 5, 6, (0, 3)
 
@@ -360,11 +363,43 @@ def test_buckets():
     assert token_buckets(32) == [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32]
 
 
-def test_a_sharded_target_is_not_captured():
-    """Its passes are told to other processes, and a graph tells nobody."""
+def test_graphs_are_for_cuda_alone():
+    assert can_capture(Mock(spec=Target, device=torch.device("cuda:1")))
+    assert not can_capture(Mock(spec=Target, device=torch.device("cpu")))
 
-    def on(kind: type, place: str) -> Target:
-        return Mock(spec=kind, device=torch.device(place))
 
-    assert can_capture(on(Target, "cuda"))
-    assert not can_capture(on(LeadingTarget, "cuda")) and not can_capture(on(Target, "cpu"))
+class Ranks:
+    """Two ranks, of which this one tells and the other's outcomes are given."""
+
+    def __init__(self, others: list[int]):
+        self.others, self.told = others, []
+
+    def together(self, call: object) -> nullcontext:
+        self.told.append(call)
+        return nullcontext()
+
+    def least(self, value: int) -> int:
+        return min(value, self.others.pop(0))
+
+
+def test_every_rank_is_told_of_graphs_captures_and_replays(target):
+    """Each captures and replays for itself, and none is told of the passes within."""
+    ranks = Ranks([Outcome.CAPTURED])
+    graphs = make_graphs(target, FakeCapturer(), ranks=ranks)
+    inputs = round_of([2, 1], [3, 4], 0)
+    assert graphs.run(inputs, TAPS) is not None
+    made, prepared, passed = ranks.told
+    assert made == NewGraphs(MAX_BATCH, MAX_BLOCKS, PER_ROW, True, TAPS)
+    assert Shape(*prepared) == graphs.shapes.of(2, 3)
+    assert passed.by_graph and inputs_of(passed)[:4] == inputs[:4]
+    assert torch.equal(passed.block_tables, inputs.tables)
+
+
+def test_what_one_rank_cannot_capture_none_replays(target):
+    ranks = Ranks([Outcome.NO_MEMORY, Outcome.CAPTURED, Outcome.IMPOSSIBLE])
+    graphs = make_graphs(target, FakeCapturer(), ranks=ranks)
+    one, two, three = (round_of([1] * rows, [0] * rows, 0) for rows in (1, 2, 3))
+    assert graphs.run(one, ()) is None and not graphs.broken
+    assert graphs.run(two, ()) is not None
+    assert graphs.run(three, ()) is None and graphs.broken
+    assert graphs.num_graphs == 1
