@@ -309,6 +309,8 @@ def _message(inputs: PassInputs) -> Pass:
     ids, positions, lengths = (
         torch.tensor(numbers) for numbers in (inputs.ids, inputs.positions, inputs.lengths)
     )
+    if inputs.late is not None:
+        ids[inputs.late.places] = inputs.late.tokens.flatten()[inputs.late.sources].cpu()
     tree = None if inputs.tree is None else TreeLayout(*(part.cpu() for part in inputs.tree))
     none = lengths[:0]
     tables = inputs.tables.cpu()

@@ -19,6 +19,7 @@ from draftsmith.kernels.cuda_graphs import CudaCapturer, Shape, Shapes, row_buck
 from draftsmith.serve.engine.graphs import (
     MOST_LOGITS,
     MOST_TOKENS,
+    LateIds,
     Outcome,
     PassGraphs,
     PassInputs,
@@ -393,6 +394,16 @@ def test_every_rank_is_told_of_graphs_captures_and_replays(target):
     assert Shape(*prepared) == graphs.shapes.of(2, 3)
     assert passed.by_graph and inputs_of(passed)[:4] == inputs[:4]
     assert torch.equal(passed.block_tables, inputs.tables)
+
+
+def test_drafted_tokens_that_are_on_the_device_alone_reach_every_rank(target):
+    ranks = Ranks([Outcome.CAPTURED])
+    graphs = make_graphs(target, FakeCapturer(), ranks=ranks)
+    inputs = round_of([3, 2], [3, 4], 0)
+    late = LateIds(torch.tensor([[71, 72], [73, 0]]), [0, 1, 2], [1, 2, 4])
+    graphs.run(inputs._replace(late=late), ())
+    first, second = inputs.ids[0], inputs.ids[3]
+    assert inputs_of(ranks.told[-1]).ids == [first, 71, 72, second, 73]
 
 
 def test_what_one_rank_cannot_capture_none_replays(target):
