@@ -1,5 +1,6 @@
 """Compiles the steps between products for three generations of GPUs at the sizes of real models,
-asserts that none of them spills registers, and prints what they take; run by test_compile.py."""
+asserts that none of them spills registers, and prints what they take; run by
+test_compile_forward.py in a process that does not interpret."""
 
 from __future__ import annotations
 
@@ -9,7 +10,6 @@ import tempfile
 from typing import Any
 
 import triton
-from compile_kernels import F32, I64
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -23,7 +23,7 @@ HEAD_DIM = 128
 LLAMA, GEMMA = Norm(0.0), Norm(0.0, 1.0, True)
 TENSORS = ("x", "residual", "weight", "total", "out", "factor", "query", "key", "value", "cosine",
            "sine", "query_weight", "key_weight", "turned", "keys", "values")  # fmt: skip
-TYPES = {"eps": "fp32", "slots": I64}
+TYPES = {"eps": "fp32", "slots": "*i64"}
 
 
 def resources(kernel: Any, constants: dict[str, Any], *, architecture: int, dtype: str) -> str:
@@ -87,7 +87,7 @@ def variants() -> dict[str, tuple[Any, dict[str, Any], str]]:
         "gelu_tanh gate": (gate_triton._gate, gate(inner, "gelu_tanh")),
     }
     found |= {f"{name} {hidden}": (*pair, "*bf16") for name, pair in rest.items()}
-    found["sum and norm 8192 float32"] = (*found["sum and norm 8192"][:2], F32)
+    found["sum and norm 8192 float32"] = (*found["sum and norm 8192"][:2], "*fp32")
     return found
 
 
