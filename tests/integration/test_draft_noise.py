@@ -114,7 +114,7 @@ def test_one_noise_for_all_depths_is_seen(
 ) -> None:
     for module, name, place in (
         (draft_sampler, "draw", 3),
-        (tree_distributions, "sample_without_replacement", 2),
+        (tree_distributions, "draw_several", 2),
     ):
         monkeypatch.setattr(module, name, at_one_position(getattr(module, name), place))
     seen = repeats(target, family, way)

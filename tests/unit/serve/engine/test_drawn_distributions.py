@@ -158,8 +158,8 @@ def test_trees_are_judged_by_what_they_were_drawn_from(
     watch = Watch()
     monkeypatch.setattr(
         tree_distributions,
-        "sample_without_replacement",
-        watch.sampler(tree_distributions.sample_without_replacement),
+        "draw_several",
+        watch.sampler(tree_distributions.draw_several),
     )
     monkeypatch.setattr(decide_module, "verify_tree", watch.tree(decide_module.verify_tree))
     run(target, family, watch, tree="sampled:2x1x1")
