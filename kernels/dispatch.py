@@ -39,6 +39,11 @@ def reads_freely(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def pins(device: torch.device) -> bool:
+    """True where copies from and to page-locked memory run while the host goes on."""
+    return device.type == "cuda"
+
+
 def sent(device: torch.device, *columns: Sequence[int] | torch.Tensor) -> tuple[torch.Tensor, ...]:
     """int64 columns [n] of the host, each of its own length, on `device` by one copy that the host
     does not wait for."""
@@ -49,9 +54,7 @@ def sent(device: torch.device, *columns: Sequence[int] | torch.Tensor) -> tuple[
 def sent_tensor(device: torch.device, host: torch.Tensor) -> torch.Tensor:
     """A tensor of the host on `device`, from page-locked memory, which torch keeps until the copy
     is over."""
-    if reads_freely(device):
-        return host.to(device)
-    return host.pin_memory().to(device, non_blocking=True)
+    return host.pin_memory().to(device, non_blocking=True) if pins(device) else host.to(device)
 
 
 class Reading:

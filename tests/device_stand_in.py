@@ -24,6 +24,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from draftsmith.kernels import dispatch
 from draftsmith.kernels.attention import paged
+from draftsmith.kernels.sampling import logged_round, random_streams
+from draftsmith.serve.engine import round
 
 DEVICE = torch.device("meta")
 # Operations that give the host a number, and those whose size depends on values.
@@ -277,5 +279,15 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
             ),
         )
         patch.setattr(dispatch, "_obstacle", lambda device: "")
+        for module in (dispatch, logged_round):
+            patch.setattr(module, "pins", lambda device: device == DEVICE)
         patch.setattr(dispatch, "_recorded_event", lambda device: RecordedEvent(stand_in))
+        forget_tensors()
         yield stand_in
+        forget_tensors()
+
+
+def forget_tensors() -> None:
+    """Of a device of the same name: tests leave real ones of the meta device, too."""
+    random_streams._token_offsets.cache_clear()
+    round._distributions.cache_clear()

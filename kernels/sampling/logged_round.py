@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from draftsmith.kernels.dispatch import pins
 from draftsmith.kernels.sampling.logged import LoggedLogits, OneHot
 from draftsmith.record import ProbArrays, RoundRow
 
@@ -64,7 +65,7 @@ class LoggedRound:
     @property
     def is_late(self) -> bool:
         """True where p and q are reduced on a device, and better asked for a round later."""
-        return self._begun is not None or not self.p.is_cpu
+        return self._begun is not None or pins(self.p.device)
 
     def begin(self, rows: Sequence[RoundRow]) -> None:
         """Reduce p and q of `rows`, the only ones that will be asked for, on their device. The

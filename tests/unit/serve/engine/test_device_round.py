@@ -176,7 +176,10 @@ def test_a_recorded_round_waits_no_more(
     """Distributions come to the host while the next round runs; the records are the CPU's."""
     counted = both("eagle3", {**values, "seed": None}, records=True, seed=3)
     assert (counted.count("wait"), counted.count("upload")) == (1, 8 if values is TOP_P else 5)
-    found, expected = both.sinks[1], both.sinks[0]  # type: ignore[attr-defined]
+    assert_recorded_alike(*both.sinks)  # type: ignore[attr-defined]
+
+
+def assert_recorded_alike(expected: Records, found: Records) -> None:
     assert len(found) == len(expected) > 12 and sum(record.last for record in found) == 3
     for one, other in zip(found, expected, strict=True):
         for name in ("round", "position", "context", "drafted", "accepted", "committed", "last"):
@@ -251,6 +254,11 @@ def test_a_bad_draft_slows_as_it_does_on_a_cpu(
     fallbacks = both.expected.fallbacks  # type: ignore[attr-defined]
     assert counted.count("wait") == 1
     assert fallbacks.get(cause, 0) >= 2 if cause else not any(fallbacks.values())
+
+
+def test_logits_of_what_was_not_usable_are_left_out(both: Callable[..., StandIn]) -> None:
+    both("eagle3", {**SAMPLED, "seed": None}, change=shorter, records=True, seed=3)
+    assert_recorded_alike(*both.sinks)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
