@@ -338,5 +338,5 @@ class Capturable(ABC):
 
     @property
     def graphs(self) -> tuple[HoldsGraphs, ...]:
-        """What was captured so far."""
+        """Holders of what was captured so far."""
         return ()

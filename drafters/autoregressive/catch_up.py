@@ -17,7 +17,7 @@ from draftsmith.kernels.attention.paged import PagedPass
 
 
 class Unread(NamedTuple):
-    """What a round has to read, on the host."""
+    """Tokens that a round has to read, on the host."""
 
     rows: list[int]  # [R] of the batch, ascending
     counts: list[int]  # [R] tokens of each
