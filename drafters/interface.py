@@ -338,5 +338,5 @@ class Capturable(ABC):
 
     @property
     def graphs(self) -> tuple[HoldsGraphs, ...]:
-        """Holders of all graphs captured so far."""
+        """Holders of what was captured so far."""
         return ()

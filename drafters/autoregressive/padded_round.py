@@ -73,7 +73,7 @@ def numbers_of(unread: Unread, plan: DepthPlan, num_rows: int) -> list[int]:
 
 
 class PaddedRound(NamedTuple):
-    """`RoundInputs` as a graph makes them, on the device."""
+    """Rows of a graph, made from `RoundInputs` on the device."""
 
     inputs: RoundInputs
     counts: torch.Tensor  # [R] tokens to read; 0: a surplus row

@@ -355,7 +355,7 @@ class Dflash(HasRotary, Capturable):
             pool_values.index_copy_(0, slots, values[0].transpose(0, 1).to(pool_values.dtype))
 
     def _block_columns(self, inputs: DraftInputs, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Columns that a device needs of the blocks of `rows` [R], from the newest token on."""
+        """Numbers for the device of the blocks of `rows` [R], which go from the newest token on."""
         newest = (inputs.starts + inputs.lengths - 1)[rows]
         counts = inputs.num_draft[rows].clamp(max=self.max_depth) + (0 if self.from_anchor else 1)
         begins = counts.cumsum(0) - counts

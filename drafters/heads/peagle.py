@@ -233,7 +233,7 @@ class Slots(NamedTuple):
     depth: torch.Tensor
 
     def columns(self) -> tuple[torch.Tensor, ...]:
-        """Columns that a device needs of them, masks and true states named apart."""
+        """Numbers for the device, the places of masks and of true states among them."""
         masked = self.depth > 0
         places = (masked.nonzero()[:, 0], (~masked).nonzero()[:, 0])
         return (self.rows, self.counts, self.position, self.token, *places)

@@ -162,8 +162,8 @@ class StateHead(nn.Module, Capturable):
 
 
 def newest_columns(inputs: DraftInputs, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Indices of the newest taps and tokens of `rows` [R] (on the host), each with a token before
-    its newest one, and that one's position."""
+    """Places where `rows` [R] (on the host), each with a token before its newest one, have their
+    newest taps and tokens, and the position of the token."""
     # Taps are ragged like the tokens, one fewer a row; only the last of each row counts.
     columns = ((inputs.lengths - 1).cumsum(0)[rows] - 1, inputs.lengths.cumsum(0)[rows] - 1)
     return (*columns, (inputs.starts + inputs.lengths - 1)[rows])

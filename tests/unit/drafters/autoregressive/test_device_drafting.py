@@ -68,6 +68,7 @@ SAMPLED = {
     "min_p": (0.0, 0.02, 0.0),
 }
 GREEDY = {"temperature": (0.0, 0.0, 0.0)}
+GREEDY_5 = {"temperature": (0.0,) * 5}
 MIXED = SAMPLED | {"temperature": (0.7, 0.0, 1.4)}
 
 
@@ -253,6 +254,23 @@ def test_a_decoding_round_is_a_few_launches(
         assert len(counts) < 3 or traffic.operations["replay"] == k
     # One for the catch-up and the first draw and one a step; the rest moves inputs and results.
     assert counts[2] <= 22 and counts[4] - counts[3] == 3 * (counts[3] - counts[2]) <= 3 * 5
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in CHAINS])
+def test_a_decoding_round_of_drafts_made_at_once_is_one_launch(
+    kind: str, tiny_target: Callable[..., str], distribution: dict, blind: None
+) -> None:
+    target = Target.load(tiny_target("llama"), dtype=torch.float32)
+    drafter = to_meta(make_drafter(kind, target), target)
+    pool, counts = new_pool(drafter, target), []
+    drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=StandInCapturer())
+    for k in (2, 2, 4, 4):  # of each two the first one captures
+        inputs = inputs_for(drafter, target, (3, 0, 5), (k, k, k), distribution, pool)
+        with torch.no_grad(), Traffic().counted() as traffic:
+            drafter.propose(inputs)
+        counts.append(traffic.num_operations)
+        assert traffic.operations["replay"] == 1
+    assert counts[1] <= 24 and counts[3] - counts[1] <= 2 * 4
 
 
 def test_the_only_message_is_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,8 +486,9 @@ def test_a_graph_serves_every_k_and_stays_where_it_is(target: Target) -> None:
     assert capturer.captures == 2 and len(addresses) == 1
 
 
-def test_broken_weights_leave_the_null_block_alone(target: Target) -> None:
-    drafter = make_drafter("eagle3", target)
+@pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "dflash"])
+def test_broken_taps_leave_the_null_block_alone(kind: str, target: Target) -> None:
+    drafter = make_drafter(kind, target)
     pool = new_pool(drafter, target)
     drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=StandInCapturer())
     good = drafter.propose(inputs_for(drafter, target, (3, 0, 5), (3, 3, 3), GREEDY, pool))
@@ -478,6 +497,12 @@ def test_broken_weights_leave_the_null_block_alone(target: Target) -> None:
     broken = drafter.propose(inputs)
     assert good.has_mass.all() and not broken.has_mass[0].any() and broken.has_mass[1:].all()
     drafter.propose(inputs_for(drafter, target, (3, 0), (1, 4), GREEDY, pool))
+    inputs = inputs_for(drafter, target, (3, 0, 5, 2), (3, 3, 3, 3), GREEDY_5, pool)
+    inputs.taps[:2] = torch.nan
+    drafter.propose(inputs)
+    inputs = inputs_for(drafter, target, (3, 0, 5, 2, 4), (3,) * 5, GREEDY_5, pool)
+    inputs.taps[:2] = torch.nan
+    drafter.propose(inputs)
     assert all(torch.isfinite(tensor[:BLOCK]).all() for tensor in (*pool.keys, *pool.values))
 
 
