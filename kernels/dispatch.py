@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
-from typing import Literal
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
 from draftsmith.errors import UserError
 
 IMPLS = ("auto", "triton", "torch")
+
+Params = ParamSpec("Params")
+Output = TypeVar("Output")
 
 
 def choose(impl: str, device: torch.device, dtype: torch.dtype) -> Literal["triton", "torch"]:
@@ -42,6 +47,32 @@ def interpreted() -> bool:
     """Triton reads this variable when it is imported; its interpreter runs kernels on the CPU,
     slowly, for tests."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def on_its_device(launcher: Callable[Params, Output]) -> Callable[Params, Output]:
+    """Decorator of a function that launches Triton kernels: the device of its first tensor is the
+    current one until it returns.
+
+    Triton launches on the current device, which every thread starts at device 0, wherever the
+    tensors are.
+    """
+
+    @functools.wraps(launcher)
+    def launch(*args: Params.args, **kwargs: Params.kwargs) -> Output:
+        with torch.cuda.device_of(_first_tensor(args)):
+            return launcher(*args, **kwargs)
+
+    return launch
+
+
+def _first_tensor(args: Iterable[Any]) -> torch.Tensor:
+    """Looks into tuples too."""
+    for arg in args:
+        members = arg if isinstance(arg, tuple) else (arg,)
+        for member in members:
+            if isinstance(member, torch.Tensor):
+                return member
+    raise TypeError("a launcher of Triton kernels takes its first tensor by position")
 
 
 def _obstacle(device: torch.device) -> str:

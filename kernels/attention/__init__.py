@@ -8,6 +8,7 @@ Files in reading order:
 - `masked_values`: masked values that are not finite
 - `paged_torch`: the reference
 - `paged_compiled`: the C++ kernel, `paged_cpu.cpp`
+- `tiles`: sizes of the Triton kernel's tiles, by registers and shared memory
 - `paged_triton`: the Triton kernel
 
 Other chapters import `paged`, `pool` and `window`.

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from draftsmith.kernels.dispatch import on_its_device
+
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 MINUS_INF = tl.constexpr(float("-inf"))
 
@@ -160,6 +162,7 @@ def contiguous_rows(logits: torch.Tensor) -> torch.Tensor:
     return logits if logits.stride(-1) == 1 else logits.contiguous()
 
 
+@on_its_device
 def block_stats(
     rows: torch.Tensor, lengths: torch.Tensor, per_request: int, block: int, num_blocks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
