@@ -9,19 +9,20 @@ position, each has a kv index of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 
+from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged_compiled import CompiledContext, kernel
 from draftsmith.kernels.attention.paged_torch import GatheredContext
 from draftsmith.kernels.attention.pool import PagedPool, PassLayout, TreeLayout
 from draftsmith.kernels.attention.window import Window
-from draftsmith.kernels.dispatch import choose
+from draftsmith.kernels.dispatch import FLASH, choose, chooses_flash
 
 if TYPE_CHECKING:
+    from draftsmith.kernels.attention.paged_flash import FlashContext
     from draftsmith.kernels.attention.paged_triton import TritonContext
 
 
@@ -36,8 +37,8 @@ class PagedPass:
         everything up to its last kv index.
         lengths: [B] int64, tokens of each row in this pass, each >= 1; sums to T.
         tree: None when no row is a tree.
-        impl: "auto", "triton" or "torch". With Triton nothing is read back from the device, so a
-        CUDA graph can hold the pass.
+        impl: "auto", "triton", "flash" (FlashAttention-3; no trees) or "torch". With the two of a
+        device nothing is read back from it, so a CUDA graph can hold the pass.
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class PagedPass:
         self.pool = pool
         self.layout = PassLayout(block_tables, lengths, tree)
         self._kv_indices = positions if tree is None else tree.kv_indices
-        self.context = _context(impl, pool.keys[0])(
-            pool.block_size, block_tables, positions, lengths, tree
+        self.context = _context(
+            impl, pool.keys[0], pool.block_size, block_tables, positions, lengths, tree
         )
         if not isinstance(self.context, CompiledContext):
             _ = self.slots  # within the pass, where a graph may capture it
@@ -114,11 +115,27 @@ class PagedPass:
         return out.unsqueeze(0)
 
 
-def _context(impl: str, keys: torch.Tensor) -> Callable[..., GatheredContext | TritonContext]:
-    """Attention context class for the passes of a pool."""
+def _context(
+    impl: str,
+    keys: torch.Tensor,
+    block_size: int,
+    block_tables: torch.Tensor,
+    positions: torch.Tensor,
+    lengths: torch.Tensor,
+    tree: TreeLayout | None,
+) -> GatheredContext | TritonContext | FlashContext:
+    """Attention context of a pass over a pool with such keys."""
+    layout = (block_size, block_tables, positions, lengths)
+    is_decoding = len(positions) == len(lengths)
+    if impl == FLASH and tree is not None:
+        raise UserError("impl 'flash' cannot attend trees; use impl 'triton'")
+    if tree is None and chooses_flash(impl, keys.device, keys.dtype, is_decoding=is_decoding):
+        from draftsmith.kernels.attention.paged_flash import FlashContext
+
+        return FlashContext.of(*layout, may_fall_back=impl == "auto")
     if choose(impl, keys.device, keys.dtype) == "torch":
         compiled = impl == "auto" and keys.device.type == "cpu" and kernel(keys.dtype) is not None
-        return CompiledContext if compiled else GatheredContext
+        return (CompiledContext if compiled else GatheredContext)(*layout, tree)
     from draftsmith.kernels.attention.paged_triton import TritonContext
 
-    return TritonContext.of
+    return TritonContext.of(*layout, tree)

@@ -57,7 +57,7 @@ class Tiles(NamedTuple):
 
 
 class HeadKind(NamedTuple):
-    """What the sizes of a model's launches depend on."""
+    """Heads of a layer and the pass, which the sizes of a launch depend on."""
 
     groups: int  # query heads that share a kv head
     widths: Widths
@@ -96,7 +96,7 @@ def _tiles(kind: HeadKind, queries: int, keys: int) -> Tiles:
 
 
 def _most_keys(kind: HeadKind, queries: int) -> int:
-    """Of a step that registers hold."""
+    """Number of keys of a step that registers hold."""
     if kind.element_size > 2:
         return _FEWEST_KEYS
     width = kind.widths.keys + kind.widths.value
