@@ -89,7 +89,7 @@ class FlashContext:
             max_seqlen_q=self.most_tokens,
             softmax_scale=scaling,
             causal=True,  # the last token of a row sees its whole context
-            window_size=(-1, -1) if window is None else (window - 1, 0),
+            window_size=(window - 1, 0) if isinstance(window, int) else (-1, -1),
             softcap=softcap or 0.0,
         )
         return out
