@@ -9,6 +9,7 @@ position, each has a kv index of its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -54,9 +55,10 @@ class PagedPass:
         self.pool = pool
         self.layout = PassLayout(block_tables, lengths, tree)
         self._kv_indices = positions if tree is None else tree.kv_indices
-        self.context = _context(
-            impl, pool.keys[0], pool.block_size, block_tables, positions, lengths, tree
-        )
+        layout = (pool.block_size, block_tables, positions, lengths)
+        self.context = _flash_context(impl, pool.keys[0], *layout, tree) or _context(
+            impl, pool.keys[0]
+        )(*layout, tree)
         if not isinstance(self.context, CompiledContext):
             _ = self.slots  # within the pass, where a graph may capture it
 
@@ -115,7 +117,7 @@ class PagedPass:
         return out.unsqueeze(0)
 
 
-def _context(
+def _flash_context(
     impl: str,
     keys: torch.Tensor,
     block_size: int,
@@ -123,19 +125,27 @@ def _context(
     positions: torch.Tensor,
     lengths: torch.Tensor,
     tree: TreeLayout | None,
-) -> GatheredContext | TritonContext | FlashContext:
-    """Attention context of a pass over a pool with such keys."""
-    layout = (block_size, block_tables, positions, lengths)
-    is_decoding = len(positions) == len(lengths)
+) -> FlashContext | None:
+    """FlashAttention's context for the pass; None where another attends it."""
     if impl == FLASH and tree is not None:
         raise UserError("impl 'flash' cannot attend trees; use impl 'triton'")
-    if tree is None and chooses_flash(impl, keys.device, keys.dtype, is_decoding=is_decoding):
-        from draftsmith.kernels.attention.paged_flash import FlashContext
+    is_decoding = len(positions) == len(lengths)
+    if tree is not None or not chooses_flash(
+        impl, keys.device, keys.dtype, is_decoding=is_decoding
+    ):
+        return None
+    from draftsmith.kernels.attention.paged_flash import FlashContext
 
-        return FlashContext.of(*layout, may_fall_back=impl == "auto")
+    return FlashContext.of(
+        block_size, block_tables, positions, lengths, may_fall_back=impl == "auto"
+    )
+
+
+def _context(impl: str, keys: torch.Tensor) -> Callable[..., GatheredContext | TritonContext]:
+    """Attention context class for the passes of a pool."""
     if choose(impl, keys.device, keys.dtype) == "torch":
         compiled = impl == "auto" and keys.device.type == "cpu" and kernel(keys.dtype) is not None
-        return (CompiledContext if compiled else GatheredContext)(*layout, tree)
+        return CompiledContext if compiled else GatheredContext
     from draftsmith.kernels.attention.paged_triton import TritonContext
 
-    return TritonContext.of(*layout, tree)
+    return TritonContext.of
