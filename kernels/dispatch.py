@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
 from draftsmith.errors import UserError
 
 IMPLS = ("auto", "triton", "torch")
+FLASH = "flash"  # of attention only
+FLASH_MODULE = "flash_attn_interface"  # FlashAttention-3's
+
+Params = ParamSpec("Params")
+Output = TypeVar("Output")
 
 
 def choose(impl: str, device: torch.device, dtype: torch.dtype) -> Literal["triton", "torch"]:
@@ -31,6 +37,23 @@ def choose(impl: str, device: torch.device, dtype: torch.dtype) -> Literal["trit
     if impl == "auto" and obstacle:
         return "torch"
     return "triton"
+
+
+def chooses_flash(
+    impl: str, device: torch.device, dtype: torch.dtype, *, is_decoding: bool
+) -> bool:
+    """True where FlashAttention-3 attends a pass without trees. Asking for it where it cannot run
+    raises a `UserError`.
+
+    `"auto"` takes it for decoding only, one token a row: the library multiplies masked values by
+    zero, so that one drafted token whose values are not finite would spoil the tokens before it.
+    """
+    if impl != FLASH and (impl != "auto" or device.type != "cuda" or not is_decoding):
+        return False
+    obstacle = _flash_obstacle(device, dtype)
+    if impl == FLASH and obstacle:
+        raise UserError(f"impl 'flash' cannot run on {device}: {obstacle}")
+    return not obstacle
 
 
 def reads_freely(device: torch.device) -> bool:
@@ -93,6 +116,32 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+def on_its_device(launcher: Callable[Params, Output]) -> Callable[Params, Output]:
+    """Decorator of a function that launches Triton kernels: the device of its first tensor is the
+    current one until it returns.
+
+    Triton launches on the current device, which every thread starts at device 0, wherever the
+    tensors are.
+    """
+
+    @functools.wraps(launcher)
+    def launch(*args: Params.args, **kwargs: Params.kwargs) -> Output:
+        with torch.cuda.device_of(_first_tensor(args)):
+            return launcher(*args, **kwargs)
+
+    return launch
+
+
+def _first_tensor(args: Iterable[Any]) -> torch.Tensor:
+    """Looks into tuples too."""
+    for arg in args:
+        members = arg if isinstance(arg, tuple) else (arg,)
+        for member in members:
+            if isinstance(member, torch.Tensor):
+                return member
+    raise TypeError("a launcher of Triton kernels takes its first tensor by position")
+
+
 def _obstacle(device: torch.device) -> str:
     """Reason why Triton cannot run there; empty when it can."""
     if importlib.util.find_spec("triton") is None:
@@ -100,3 +149,22 @@ def _obstacle(device: torch.device) -> str:
     if device.type != "cuda" and not interpreted():
         return "it needs a CUDA tensor, or TRITON_INTERPRET=1 set before the start"
     return ""
+
+
+def _flash_obstacle(device: torch.device, dtype: torch.dtype) -> str:
+    """Reason why FlashAttention-3 cannot run there; empty when it can."""
+    if device.type != "cuda":
+        return "it needs a CUDA tensor; use impl 'torch'"
+    if not _is_installed(FLASH_MODULE):
+        return f"{FLASH_MODULE} (FlashAttention-3) is not installed; use impl 'triton'"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes float16 and bfloat16, not {dtype}; use impl 'triton'"
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] not in (8, 9):
+        return f"it takes sm_80 to sm_90, not sm_{''.join(map(str, capability))}; use impl 'triton'"
+    return ""
+
+
+@functools.cache
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None

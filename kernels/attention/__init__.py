@@ -9,7 +9,9 @@ Files in reading order:
 - `masked_values`: masked values that are not finite
 - `paged_torch`: the reference
 - `paged_compiled`: the C++ kernel, `paged_cpu.cpp`
+- `tiles`: sizes of the Triton kernel's tiles, by registers and shared memory
 - `paged_triton`: the Triton kernel
+- `paged_flash`: FlashAttention-3, where it is installed
 
 Other chapters import `paged`, `pool`, `repeated_numbers` and `window`.
 """

@@ -3,8 +3,8 @@ mix of rows.
 
 1. `_attend`: program (tile, kv head, split). A tile is some tokens of one row times the query heads
   that share the kv head, so
-   that each key is read once for all of them; a split is a share of the row's context (flash
-   decoding). Softmax runs online.
+   that each key is read once for all of them; more heads than a tile holds are several parts. A
+   split is a share of the row's context (flash decoding). Softmax runs online.
 2. `_merge`: puts the splits of a (token, head) together. Left out when there is one.
 
 The tokens that a token sees are worked out from positions, kv indices and ancestor bits block by
@@ -15,29 +15,38 @@ reference. Legend as in `paged.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
+from draftsmith.kernels.attention.tiles import (
+    HeadKind,
+    Widths,
+    choose_tiles,
+    limits_of,
+    next_power_of_2,
+)
 from draftsmith.kernels.attention.window import Chunk, Window, size_of
+from draftsmith.kernels.dispatch import on_its_device
 
 if TYPE_CHECKING:
     from draftsmith.kernels.attention.pool import TreeLayout
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _MINUS_INF = tl.constexpr(float("-inf"))
-_FAR = tl.constexpr(1 << 60)  # a kv index beyond every context
+_FAR = tl.constexpr(1 << 30)  # a kv index beyond every context
 
-# Queries of a tile (tokens times grouped heads): tensor cores need 16 at least, registers hold
-# results for no more than 64.
-_FEWEST_QUERIES, _MOST_QUERIES = 16, 64
 # A split shorter than this costs more in merging than it gains.
 _SHORTEST_SPLIT = 256
 _MOST_SPLITS = 64
+# Sizes of what a program looks at in one go, each a variant of its kernel: rows of a pass, and
+# splits of a context.
+_ROWS = (64, 512, 4096)
+_WIDTHS = (8, _MOST_SPLITS)
 
 
 @triton.jit
@@ -51,14 +60,21 @@ def _num_bits(x):
     return (x + (x >> 32)) & 0x7F
 
 
-@triton.jit
+# What differs from launch to launch of one server makes no variants of its own.
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_rows", "num_splits", "table_stride", "window"],
+    do_not_specialize_on_alignment=[
+        "maxima", "sums", "sinks", "block_tables", "starts", "positions", "kv_indices",
+        "ancestors", "first",
+    ],
+)  # fmt: skip
 def _attend(
     query,  # [heads, T, KEY_DIM]
     keys,  # [slots, KV_HEADS, KEY_DIM]
     values,  # [slots, KV_HEADS, VALUE_DIM]
     out,  # [T, heads, VALUE_DIM], or a part per split, written
-    maxima,  # [SPLITS, T, heads] float32, written
-    sums,  # [SPLITS, T, heads] float32, written
+    maxima,  # [splits, T, heads] float32, written
+    sums,  # [splits, T, heads] float32, written
     sinks,  # [heads]
     block_tables,  # [B, max_blocks] int64
     starts,  # [B + 1] int64
@@ -71,6 +87,7 @@ def _attend(
     table_stride,
     num_tokens,  # T
     num_rows,  # B
+    num_splits,
     scale,
     softcap,
     window,
@@ -81,11 +98,13 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    PARTS: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     KEY_WIDTH: tl.constexpr,
+    REST_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     HAS_TREE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CHUNKS: tl.constexpr,  # with a window, which is their size then
@@ -94,11 +113,17 @@ def _attend(
 ):
     """Attention of one tile of queries over one split of the context.
 
-    With one split `out` [T, heads, VALUE_DIM] gets the result; else its float32 [SPLITS, T, heads,
-    VALUE_DIM] sums of a split, `maxima` and `sums` [SPLITS, T, heads] what they are relative to
+    A tile is `TILE` tokens times one of the `PARTS` of the `GROUPS` heads that share a kv head. The
+    first `KEY_WIDTH` dimensions of keys and the `REST_WIDTH` after them are multiplied apart, so
+    that a dimension like 576 is not padded to 1024; 0: there is no rest.
+
+    Without splits `out` [T, heads, VALUE_DIM] gets the result; else its float32 [splits, T, heads,
+    VALUE_DIM] sums of a split, `maxima` and `sums` [splits, T, heads] what they are relative to
     (scores in units of log 2).
     """
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    SHARE: tl.constexpr = (GROUPS + PARTS - 1) // PARTS  # heads of a tile
+    tile, split = tl.program_id(0), tl.program_id(2)
+    kv_head, part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     # Row b owns tiles from starts[b] // TILE + b on: always enough of them, and known without
     # asking anyone.
     every = tl.arange(0, ROWS)
@@ -110,14 +135,16 @@ def _attend(
         return
 
     lanes = tl.arange(0, QUERIES)
-    tokens = begin_token + lanes // GROUPS
-    real = (lanes < TILE * GROUPS) & (tokens < end)
-    heads = kv_head * GROUPS + lanes % GROUPS
-    position = tl.load(positions + tokens, mask=real, other=_FAR)
-    kv_index = tl.load(kv_indices + tokens, mask=real, other=-1)
+    tokens = begin_token + lanes // SHARE
+    group = part * SHARE + lanes % SHARE
+    real = (lanes < TILE * SHARE) & (tokens < end) & (group < GROUPS)
+    heads = kv_head * GROUPS + group
+    # A context is shorter than 2^31, and scores are masked by these.
+    position = tl.load(positions + tokens, mask=real, other=_FAR).to(tl.int32)
+    kv_index = tl.load(kv_indices + tokens, mask=real, other=-1).to(tl.int32)
     context = tl.max(kv_index, axis=0) + 1
     nearest = tl.min(tl.where(real, kv_index, _FAR), axis=0)  # before it all queries see everything
-    lowest = tl.zeros((), tl.int64)
+    lowest = tl.zeros((), tl.int32)
     oldest = position - window + 1  # position that a query sees
     if HAS_CHUNKS:
         oldest = position // window * window
@@ -125,12 +152,13 @@ def _attend(
         lowest = tl.maximum(tl.min(oldest, axis=0), 0)
         nearest = lowest
     bits = tl.zeros((QUERIES,), tl.int64)
-    root = tl.zeros((QUERIES,), tl.int64)
-    nearest_root = tl.zeros((), tl.int64)
+    root = tl.zeros((QUERIES,), tl.int32)
+    nearest_root = tl.zeros((), tl.int32)
     if HAS_TREE:
         bits = tl.load(ancestors + tokens, mask=real, other=-1)
         # A token without a tree sees all up to its own index, as if its tree began beyond them.
-        root = tl.where(bits == -1, _FAR, tl.load(first + tokens, mask=real, other=_FAR))
+        root = tl.load(first + tokens, mask=real, other=_FAR)
+        root = tl.where(bits == -1, _FAR, root).to(tl.int32)
         nearest_root = tl.min(root, axis=0)
         nearest = tl.minimum(nearest, nearest_root)
 
@@ -141,6 +169,13 @@ def _attend(
         mask=real[:, None] & (key_dims[None, :] < KEY_DIM),
         other=0.0,
     )
+    if REST_WIDTH > 0:
+        rest_dims = KEY_WIDTH + tl.arange(0, REST_WIDTH)
+        q_rest = tl.load(
+            query + places_of_query[:, None] + rest_dims[None, :],
+            mask=real[:, None] & (rest_dims[None, :] < KEY_DIM),
+            other=0.0,
+        )
     top = tl.full((QUERIES,), _MINUS_INF, tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     if HAS_SINKS:  # noqa: SIM102
@@ -151,7 +186,7 @@ def _attend(
             total = total + 1.0
     gathered = tl.zeros((QUERIES, VALUE_WIDTH), tl.float32)
 
-    share = tl.cdiv(tl.cdiv(context - lowest, SPLITS), KEYS) * KEYS
+    share = tl.cdiv(tl.cdiv(context - lowest, num_splits), KEYS) * KEYS
     low = lowest + split * share
     high = tl.minimum(low + share, context)
     for begin_key in range(low, high, KEYS):
@@ -166,11 +201,19 @@ def _attend(
             mask=inside[None, :] & (key_dims[:, None] < KEY_DIM),
             other=0.0,
         )
-        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+        if REST_WIDTH > 0:
+            k_rest = tl.load(
+                keys + slot[None, :] * KEY_DIM + rest_dims[:, None],
+                mask=inside[None, :] & (rest_dims[:, None] < KEY_DIM),
+                other=0.0,
+            )
+            scores = tl.dot(q_rest, k_rest.to(q.dtype), scores, input_precision="ieee")
+        scores = scores * scale
         if HAS_SOFTCAP:
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
         seen = inside[None, :] & (at[None, :] <= kv_index[:, None])
-        place = tl.broadcast_to(at[None, :].to(tl.int64), (QUERIES, KEYS))  # its position
+        place = tl.broadcast_to(at[None, :], (QUERIES, KEYS))  # its position
         if HAS_TREE:  # noqa: SIM102
             # Blocks before the trees, nearly all of a long context, need no bits.
             if begin_key + KEYS > nearest_root:
@@ -181,7 +224,9 @@ def _attend(
                     # Positions of a path follow one another: the bits above an ancestor's count the
                     # steps to it.
                     above = (tl.maximum(bits[:, None], 0) >> node) >> 1
-                    place = tl.where(index < 0, place, position[:, None] - _num_bits(above))
+                    place = tl.where(
+                        index < 0, place, position[:, None] - _num_bits(above).to(tl.int32)
+                    )
         if HAS_WINDOW:
             seen = seen & (place >= oldest[:, None])
         scores = tl.where(seen, scores * _LOG2E, _MINUS_INF)
@@ -210,7 +255,7 @@ def _attend(
 
     flat = tokens * (KV_HEADS * GROUPS) + heads
     written = real[:, None] & (value_dims[None, :] < VALUE_DIM)
-    if SPLITS == 1:
+    if not IS_SPLIT:
         gathered = gathered / tl.where(real, total, 1.0)[:, None]
     else:
         flat = flat + split.to(tl.int64) * num_tokens * (KV_HEADS * GROUPS)
@@ -225,22 +270,25 @@ def _attend(
     )
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_pairs", "num_splits"],
+    do_not_specialize_on_alignment=["maxima", "sums"],
+)
 def _merge(
-    parts,  # [SPLITS, T, heads, VALUE_DIM] float32
-    maxima,  # [SPLITS, T, heads] float32
-    sums,  # [SPLITS, T, heads] float32
+    parts,  # [splits, T, heads, VALUE_DIM] float32
+    maxima,  # [splits, T, heads] float32
+    sums,  # [splits, T, heads] float32
     out,  # [T, heads, VALUE_DIM], written
     num_pairs,  # T * heads
+    num_splits,
     VALUE_DIM: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Program p: token and head p of `num_pairs`. WIDTH is SPLITS or the next power of two."""
+    """Program p: token and head p of `num_pairs`. WIDTH is a power of two, `num_splits` or more."""
     pair = tl.program_id(0).to(tl.int64)
     splits, dims = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
-    inside = splits < SPLITS
+    inside = splits < num_splits
     flat = splits * num_pairs + pair
     tops = tl.load(maxima + flat, mask=inside, other=_MINUS_INF)
     totals = tl.load(sums + flat, mask=inside, other=0.0)
@@ -277,6 +325,7 @@ class TritonContext:
         starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         return cls(block_size, block_tables, positions, starts, tree)
 
+    @on_its_device
     def attend(
         self,
         query: torch.Tensor,
@@ -295,26 +344,35 @@ class TritonContext:
         num_heads, num_tokens = query.shape[1], query.shape[2]
         (_, kv_heads, key_dim), value_dim = keys.shape, values.shape[2]
         num_rows, groups = len(self.block_tables), num_heads // kv_heads
-        tile, num_queries = _tile(num_tokens, num_rows, groups)
-        num_tiles = num_tokens // tile + num_rows
+        has_window, has_tree = window is not None, self.tree is not None
+        limits = limits_of(query.device)
+        widths = Widths.of(key_dim, value_dim)
+        kind = HeadKind(groups, widths, keys.element_size(), has_tree and has_window)
+        tiles = choose_tiles(kind, -(-num_tokens // num_rows), limits.shared_bytes)
+        num_tiles = num_tokens // tiles.tokens + num_rows
         max_context = self.block_tables.shape[1] * self.block_size
-        num_splits = self.num_splits or _num_splits(num_tiles * kv_heads, max_context, query.device)
+        num_programs = num_tiles * kv_heads * tiles.parts
+        num_splits = self.num_splits or _num_splits(
+            num_programs, max_context, limits.num_multiprocessors
+        )
         out = torch.empty(num_tokens, num_heads, value_dim, device=query.device, dtype=query.dtype)
-        parts, maxima = out, out
+        parts = maxima = sums = out
         if num_splits > 1:
             parts = torch.empty(num_splits, *out.shape, device=query.device, dtype=torch.float32)
-            maxima = torch.empty(2, *parts.shape[:-1], device=query.device, dtype=torch.float32)
+            maxima, sums = (
+                torch.empty(parts.shape[:-1], device=query.device, dtype=torch.float32)
+                for _ in range(2)
+            )
         # Unused pointers of a variant get any tensor.
         tree = self.tree
         kv_indices = self.positions if tree is None else tree.kv_indices
-        widths = [max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim)]
-        _attend[num_tiles, kv_heads, num_splits](
+        _attend[num_tiles, kv_heads * tiles.parts, num_splits](
             query,
             keys,
             values,
             parts,
-            maxima[0],
-            maxima[-1],
+            maxima,
+            sums,
             out if sinks is None else sinks,
             self.block_tables,
             self.starts,
@@ -327,6 +385,7 @@ class TritonContext:
             self.block_tables.stride(0),
             num_tokens,
             num_rows,
+            num_splits,
             scaling,
             1.0 if softcap is None else softcap,
             size_of(window),
@@ -335,64 +394,46 @@ class TritonContext:
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
             BLOCK_SIZE=self.block_size,
-            ROWS=triton.next_power_of_2(num_rows),
-            TILE=tile,
-            QUERIES=num_queries,
-            KEYS=_num_keys(sum(widths), keys.element_size()),
-            KEY_WIDTH=widths[0],
-            VALUE_WIDTH=widths[1],
-            SPLITS=num_splits,
-            HAS_TREE=tree is not None,
-            HAS_WINDOW=window is not None,
+            ROWS=_bucket(num_rows, _ROWS),
+            TILE=tiles.tokens,
+            PARTS=tiles.parts,
+            QUERIES=tiles.queries,
+            KEYS=tiles.keys,
+            KEY_WIDTH=widths.key,
+            REST_WIDTH=widths.rest,
+            VALUE_WIDTH=widths.value,
+            IS_SPLIT=num_splits > 1,
+            HAS_TREE=has_tree,
+            HAS_WINDOW=has_window,
             HAS_CHUNKS=isinstance(window, Chunk),
             HAS_SOFTCAP=softcap is not None,
             HAS_SINKS=sinks is not None,
-            num_warps=4 if num_queries <= 32 else 8,
+            num_warps=tiles.num_warps,
         )
         if num_splits > 1:
             num_pairs = num_tokens * num_heads
-            width = triton.next_power_of_2(num_splits)
             _merge[(num_pairs,)](
                 parts,
-                maxima[0],
-                maxima[1],
+                maxima,
+                sums,
                 out,
                 num_pairs,
+                num_splits,
                 VALUE_DIM=value_dim,
-                VALUE_WIDTH=widths[1],
-                SPLITS=num_splits,
-                WIDTH=width,
+                VALUE_WIDTH=widths.value,
+                WIDTH=_bucket(num_splits, _WIDTHS),
             )
         return out
 
 
-def _tile(num_tokens: int, num_rows: int, groups: int) -> tuple[int, int]:
-    """Tokens of a tile, and its queries padded to a power of two: as many as an average row of the
-    pass has use for."""
-    wanted = triton.next_power_of_2(groups * -(-num_tokens // num_rows))
-    num_queries = max(_FEWEST_QUERIES, min(wanted, _MOST_QUERIES), triton.next_power_of_2(groups))
-    return num_queries // groups, num_queries
-
-
-def _num_keys(width: int, element_size: int) -> int:
-    """Keys of a step: the pipeline holds three steps of keys and values in at most 160 KiB of
-    shared memory."""
-    fitting = 160 * 1024 // (3 * width * element_size)
-    return max(16, min(64, 1 << max(fitting, 1).bit_length() - 1))
-
-
-def _num_splits(num_programs: int, max_context: int, device: torch.device) -> int:
+def _num_splits(num_programs: int, max_context: int, num_multiprocessors: int) -> int:
     """Two programs a multiprocessor where the context can be cut so far; a power of two, so that
-    few variants are compiled."""
-    wanted = -(-2 * _num_multiprocessors(device) // num_programs)
+    splits are of similar length."""
+    wanted = -(-2 * num_multiprocessors // num_programs)
     most = min(max_context // _SHORTEST_SPLIT, _MOST_SPLITS)
-    return triton.next_power_of_2(max(1, min(wanted, most)))
+    return next_power_of_2(max(1, min(wanted, most)))
 
 
-@lru_cache(maxsize=16)
-def _num_multiprocessors(device: torch.device) -> int:
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 1
-    )
+def _bucket(number: int, sizes: Sequence[int]) -> int:
+    """The smallest of `sizes` that holds it, or the next power of two."""
+    return next((size for size in sizes if size >= number), next_power_of_2(number))

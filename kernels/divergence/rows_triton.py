@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from draftsmith.kernels.dispatch import on_its_device
 from draftsmith.kernels.divergence.kind import Kind
 from draftsmith.kernels.divergence.rows import (
     LEAST_ALPHA,
@@ -236,6 +237,7 @@ def _divergence_rows(
     tl.store(outsides + row, outside)
 
 
+@on_its_device
 def divergence_rows_triton(kind: Kind, rows: RowInputs, *, block: int = BLOCK) -> RowTerms:
     """`divergence_rows` in float32; `block` tokens of the vocabulary per step. The gradient lies
     over the draft logits."""

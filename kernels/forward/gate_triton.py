@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from draftsmith.kernels.dispatch import on_its_device
+
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 _BLOCK = 1024
 _HALF_ROOT = tl.constexpr(0.7071067811865476)  # 1 / sqrt(2)
@@ -45,6 +47,7 @@ def _gate(
     tl.store(out + token * WIDTH + at, (opened * factors.to(tl.float32)).to(dtype), mask=inside)
 
 
+@on_its_device
 def gate(x: torch.Tensor, factor: torch.Tensor, activation: str) -> torch.Tensor:
     """activation(x) * factor, both [1, T, H]; one of `ACTIVATIONS`."""
     x, factor = (one if one.stride(2) == 1 else one.contiguous() for one in (x, factor))
@@ -52,15 +55,14 @@ def gate(x: torch.Tensor, factor: torch.Tensor, activation: str) -> torch.Tensor
     out = x.new_empty((1, tokens, width))
     if out.numel() == 0:
         return out
-    with torch.cuda.device_of(x):
-        _gate[(tokens, triton.cdiv(width, _BLOCK))](
-            x,
-            factor,
-            out,
-            x.stride(1),
-            factor.stride(1),
-            WIDTH=width,
-            BLOCK=_BLOCK,
-            ACTIVATION=activation,
-        )
+    _gate[(tokens, triton.cdiv(width, _BLOCK))](
+        x,
+        factor,
+        out,
+        x.stride(1),
+        factor.stride(1),
+        WIDTH=width,
+        BLOCK=_BLOCK,
+        ACTIVATION=activation,
+    )
     return out

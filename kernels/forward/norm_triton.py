@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from draftsmith.kernels.dispatch import on_its_device
+
 
 class Norm(NamedTuple):
     """Numbers of an RMS norm beside its weight. `wide`: the weight, with `offset` added, multiplies
@@ -98,6 +100,7 @@ def _in_rows(x: torch.Tensor) -> bool:
     return x.is_contiguous() or (x.ndim in (3, 4) and len(x) == 1 and x.stride(-1) == 1)
 
 
+@on_its_device
 def _launch(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, norm: Norm
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,22 +114,21 @@ def _launch(
     total = out if residual is None else x.new_empty(x.shape)
     if num_rows == 0:
         return total, out
-    with torch.cuda.device_of(x):
-        _normalise[(num_rows,)](
-            x,
-            # Unused pointers of a variant get any tensor.
-            x if residual is None else residual,
-            x if weight is None else weight,
-            total,
-            out,
-            *strides,
-            norm.eps,
-            HEADS=heads,
-            HAS_RESIDUAL=residual is not None,
-            HAS_WEIGHT=weight is not None,
-            **norm_constants(norm),
-            **sizes(width),
-        )
+    _normalise[(num_rows,)](
+        x,
+        # Unused pointers of a variant get any tensor.
+        x if residual is None else residual,
+        x if weight is None else weight,
+        total,
+        out,
+        *strides,
+        norm.eps,
+        HEADS=heads,
+        HAS_RESIDUAL=residual is not None,
+        HAS_WEIGHT=weight is not None,
+        **norm_constants(norm),
+        **sizes(width),
+    )
     return total, out
 
 

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from draftsmith.kernels.dispatch import on_its_device
 from draftsmith.kernels.forward.norm_triton import Norm, norm_constants, weighted
 
 
@@ -167,6 +168,7 @@ def _side_by_side(states: torch.Tensor) -> torch.Tensor:
     return states if states.stride(3) == 1 else states.contiguous()
 
 
+@on_its_device
 def _launch(
     query: torch.Tensor,
     cosine: torch.Tensor,
@@ -183,29 +185,28 @@ def _launch(
     norm = Norm(0.0) if norms is None else Norm(*norms[2:])
     if tokens == 0:
         return turned.transpose(1, 2)
-    with torch.cuda.device_of(query):
-        _rotate[(tokens, heads + 2 * kv_heads)](
-            query,
-            key,
-            value,
-            cosine.contiguous(),
-            sine.contiguous(),
-            query if norms is None else norms.query_weight,
-            query if norms is None else norms.key_weight,
-            slots,
-            turned,
-            keys,
-            values,
-            *(states.stride(place) for states in (query, key, value) for place in (1, 2)),
-            norm.eps,
-            HEADS=heads,
-            KV_HEADS=kv_heads,
-            DIM=dim,
-            HALF=triton.next_power_of_2(dim // 2),
-            VALUE_DIM=value_dim,
-            VALUE_WIDTH=triton.next_power_of_2(value_dim),
-            HAS_NORM=norms is not None,
-            **norm_constants(norm),
-            num_warps=1,
-        )
+    _rotate[(tokens, heads + 2 * kv_heads)](
+        query,
+        key,
+        value,
+        cosine.contiguous(),
+        sine.contiguous(),
+        query if norms is None else norms.query_weight,
+        query if norms is None else norms.key_weight,
+        slots,
+        turned,
+        keys,
+        values,
+        *(states.stride(place) for states in (query, key, value) for place in (1, 2)),
+        norm.eps,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        HALF=triton.next_power_of_2(dim // 2),
+        VALUE_DIM=value_dim,
+        VALUE_WIDTH=triton.next_power_of_2(value_dim),
+        HAS_NORM=norms is not None,
+        **norm_constants(norm),
+        num_warps=1,
+    )
     return turned.transpose(1, 2)

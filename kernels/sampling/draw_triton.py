@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from draftsmith.kernels.dispatch import on_its_device
 from draftsmith.kernels.sampling.filters_triton import (
     LARGEST,
     MINUS_INF,
@@ -283,6 +284,7 @@ def _score(
     tl.store(scores + row * num_tokens + columns, x - log_noise(key, columns), mask=inside)
 
 
+@on_its_device
 def scores_triton(processed: torch.Tensor, streams: Streams) -> torch.Tensor:
     """Minus the logs of the times at which tokens arrive, of processed logits [N, V]; -inf for one
     that never does."""
@@ -326,6 +328,7 @@ def draw_triton(
     return _launch(logits, options, streams, greedy, filtered, block)
 
 
+@on_its_device
 def _launch(
     logits: torch.Tensor,
     options: Options,

@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from draftsmith.kernels.dispatch import on_its_device
 from draftsmith.kernels.sampling.random_streams_triton import (
     ACCEPT,
     BONUS,
@@ -229,6 +230,7 @@ def _race(
     keep_best(p, noise, scores, winners, b, block, num_blocks, 1, BLOCK)
 
 
+@on_its_device
 def verify_block_triton(
     p_logits: torch.Tensor,
     draft_tokens: torch.Tensor,

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from draftsmith.kernels.dispatch import on_its_device
 from draftsmith.kernels.sampling.filters_triton import LARGEST, MINUS_INF, clean
 from draftsmith.kernels.sampling.random_streams_triton import (
     ACCEPT,
@@ -246,6 +247,7 @@ def verify_chain_triton(
     return Verdict(verdicts[:, 0], verdicts[:, 1:])
 
 
+@on_its_device
 def verify_logits_triton(
     logits: torch.Tensor,
     temperatures: torch.Tensor,

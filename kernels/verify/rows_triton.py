@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from draftsmith.kernels.dispatch import on_its_device
 from draftsmith.kernels.sampling.filters_triton import MINUS_INF, clean
 
 
@@ -152,6 +153,7 @@ def contiguous_rows(logits: torch.Tensor) -> torch.Tensor:
     return logits if logits.stride(-1) == 1 else logits.contiguous()
 
 
+@on_its_device
 def block_stats(
     rows: torch.Tensor, lengths: torch.Tensor, per_request: int, block: int, num_blocks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

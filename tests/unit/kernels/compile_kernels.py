@@ -1,138 +1,126 @@
-"""Compiles the Triton kernels ahead of time and prints how many; run by test_compile.py in a
-process that does not interpret."""
+"""Compiles Triton kernels ahead of time exactly as their launchers would, without a device, and
+prints a line of JSON for each variant; run by test_compile.py in a process that does not
+interpret.
+
+    python -m tests.unit.kernels.compile_kernels few|80|90|100    # each variant and its resources
+    python -m tests.unit.kernels.compile_kernels count           # variants of a server's attention
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
 
-from draftsmith.kernels.verify import block_triton as verify_block_triton
-from draftsmith.kernels.verify import chain_triton as verify_triton
-from draftsmith.kernels.verify import rows_triton as rows_triton
-from draftsmith.kernels.verify import tree_triton as verify_tree_triton
+from tests.unit.kernels.compiled_cases import CASES, FEW, SERVED, Case, served_passes
+from tests.unit.kernels.launches import Launch, recorded
 
-HOPPER = GPUTarget("cuda", 90, 32)
-F32, I64, I32 = "*fp32", "*i64", "i32"
-
-STATS = {"lengths": I64, "maxima": F32, "sums": F32}
-DISTRIBUTIONS = {"p_maxima": F32, "p_sums": F32, "q_maxima": F32, "q_sums": F32}
-REQUESTS = {
-    "draft_tokens": I64,
-    "lengths": I64,
-    "first_rows": I64,
-    "seeds": I64,
-    "positions": I64,
-    "accepted": I64,
-}
-CHAIN = {
-    **DISTRIBUTIONS,
-    **REQUESTS,
-    "p_logits": F32,
-    "q_logits": F32,
-    "scores": "*fp64",
-    "winners": "*i32",
-}
-TREE = {
-    "tokens": I64,
-    "parents": I64,
-    "nodes": I64,
-    "drafts": I64,
-    "stands": I64,
-    "scales": F32,
-    "q_rows": I64,
-}
+_CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
-def check(
-    kernel: Any, pointers: dict[str, str], constants: dict[str, Any], *, num_warps: int = 4
-) -> int:
-    """Arguments that are neither pointers nor constants are int32."""
-    signature = {
-        name: "constexpr" if name in constants else pointers.get(name, I32)
-        for name in kernel.arg_names
-    }
-    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
-    compiled = triton.compile(source, target=HOPPER, options={"num_warps": num_warps})
-    return len(compiled.asm["cubin"]) > 0
+class _Pointer:
+    """A tensor as Triton looks at one. Memory that torch allocates is aligned."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.dtype = tensor.dtype
+        self._offset = tensor.storage_offset() * tensor.element_size()
+
+    def data_ptr(self) -> int:
+        return self._offset
 
 
-def main() -> int:
-    done = 0
-    for grouped in (True, False):
-        done += check(
-            rows_triton.row_stats, {**STATS, "logits": "*bf16"}, {"GROUPED": grouped, "BLOCK": 4096}
-        )
-    emit = {
-        "draft_tokens": I64,
-        "accepted": I64,
-        "scores": "*fp64",
-        "winners": "*i32",
-        "tokens": I64,
-    }
-    done += check(rows_triton.emit, emit, {"COLUMNS": 8, "BLOCKS": 32})
-    return done + chain() + block() + tree()
+class Variant(NamedTuple):
+    """What makes Triton compile a kernel anew."""
+
+    name: str
+    source: Any
+    options: Any
+    capability: int
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        source = self.source
+        parts = (source.signature, source.constants, source.attrs, vars(self.options))
+        return (self.name, self.capability, *(repr(sorted(part.items())) for part in parts))
 
 
-def chain() -> int:
-    pointers = {
-        **REQUESTS,
-        "logits": "*bf16",
-        "q_logits": F32,
-        "temperatures": F32,
-        "owned": I64,
-        "maxima": F32,
-        "sums": F32,
-        "places": "*i32",
-        "scores": "*fp64",
-        "winners": "*i32",
-        "counters": "*i32",
-        "verdicts": I64,
-    }
-    sizes = {"BLOCK": 4096, "BLOCKS": 32, "DEPTHS": 8, "REQUESTS": 4}
-    # What is 1 is specialised to a constant by the launcher.
-    alone = {
-        **sizes, "BLOCKS": 1, "DEPTHS": 1, "REQUESTS": 0,
-        "num_requests": 1, "num_draft": 1, "num_blocks": 1,
-    }  # fmt: skip
-    return sum(
-        check(verify_triton._verify, pointers, {"HAS_Q": has_q, **constants}, num_warps=8)
-        for has_q in (True, False)
-        for constants in (sizes, alone)
+def variant_of(launch: Launch, capability: int) -> Variant:
+    kernel = launch.kernel
+    backend = make_backend(GPUTarget("cuda", capability, 32))
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    args = [_Pointer(arg) if isinstance(arg, torch.Tensor) else arg for arg in launch.args]
+    given = {"debug": False, **launch.options}
+    bound, specialization, rest = binder(*args, **given)
+    options, signature, constants, attributes = kernel._pack_args(
+        backend, given, bound, specialization, rest
     )
+    source = ASTSource(kernel, signature, constants, attributes)
+    return Variant(kernel.fn.__name__, source, options, capability)
 
 
-def block() -> int:
-    pointers = {**CHAIN, "reaches": F32, "masses": F32, "lasts": I64}
-    blocks = {"BLOCKS": 32}
-    done = sum(
-        check(kernel, pointers, blocks)
-        for kernel in (verify_block_triton._reach, verify_block_triton._decide)
-    )
-    return done + sum(
-        check(kernel, pointers, {**blocks, "BLOCK": 4096})
-        for kernel in (verify_block_triton._mass, verify_block_triton._race)
-    )
+def variants_of(cases: Iterable[Case], capability: int) -> list[tuple[str, Variant]]:
+    """Labelled by the first case that launches each; those of equal keys are one."""
+    found: dict[tuple[object, ...], tuple[str, Variant]] = {}
+    for case in cases:
+        with recorded(capability) as launches:
+            case.launch()
+        for launch in launches:
+            variant = variant_of(launch, capability)
+            found.setdefault(variant.key, (f"{variant.name} of {case.label}", variant))
+    return list(found.values())
 
 
-def tree() -> int:
-    done = 0
-    for has_q in (True, False):
-        pointers = {**CHAIN, **TREE, "p_logits": "*bf16", "q_logits": "*bf16"}
-        done += check(
-            verify_tree_triton._walk,
-            pointers,
-            {"HAS_Q": has_q, "COLUMNS": 64, "BLOCK": 4096},
-            num_warps=16,
-        )
-        done += check(
-            verify_tree_triton._race, pointers, {"HAS_Q": has_q, "BLOCK": 4096}, num_warps=8
-        )
-    return done
+def resources_of(variant: Variant) -> dict[str, int]:
+    """Registers of a thread, bytes of its stack (what did not fit), shared memory of a program."""
+    target = GPUTarget("cuda", variant.capability, 32)
+    compiled = triton.compile(variant.source, target=target, options=vars(variant.options))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [_CUOBJDUMP, "-res-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True)
+    line = re.search(rf"Function {variant.name}:\s*(.*)", told.stdout + told.stderr)
+    assert line is not None, told.stdout + told.stderr
+    usage = {name: int(size) for name, size in re.findall(r"(REG|STACK):(\d+)", line[1])}
+    shared = compiled.metadata.shared
+    return {"registers": usage["REG"], "stack": usage["STACK"], "shared": shared}
+
+
+def count() -> dict[str, dict[str, int]]:
+    """Variants of each attention kernel in all passes of a server."""
+    found = {}
+    for layers, (shape, of_layers) in SERVED.items():
+        variants = variants_of(served_passes(shape, of_layers), 90)
+        names = [variant.name for _, variant in variants]
+        found[layers] = {name: names.count(name) for name in sorted(set(names))}
+    return found
+
+
+def main(which: str) -> None:
+    if which == "count":
+        print(json.dumps(count()))
+        return
+    if which == "few":
+        chosen = [(case, 90 if index else 80) for index, case in enumerate(FEW)]
+    else:
+        chosen = [(case, int(which)) for case in CASES]
+    for capability in sorted({capability for _, capability in chosen}):
+        cases = [case for case, of in chosen if of == capability]
+        for label, variant in variants_of(cases, capability):
+            told = {"label": label, "capability": capability, **resources_of(variant)}
+            print(json.dumps(told), flush=True)
 
 
 if __name__ == "__main__":
-    print(main())
+    main(sys.argv[1])

@@ -1,8 +1,9 @@
-"""Every Triton kernel compiles to a cubin for a Hopper GPU, without one: interpretation alone would
-not show a type error."""
+"""Triton kernels compile as they are launched for sm_80, sm_90 and sm_100, without such a device,
+and fit: interpretation alone would show neither a type error nor a tile that is too large."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,34 +11,68 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.kernels.launches import LIMITS
+
 # Minutes on a machine that is busy.
-pytestmark = pytest.mark.timeout(900)
-# The scripts, and how many variants each of them compiles.
-VARIANTS = {"compile_kernels": 15, "compile_divergence": 11, "compile_attention": 6}
-ALL = """
-import importlib, sys
-for name in sys.argv[1:]:
-    print(name, importlib.import_module(name).main(), flush=True)
-"""
+pytestmark = pytest.mark.timeout(3600)
+MOST_REGISTERS = 255
+# The compiler sometimes stores up to four registers rather than let fewer programs share a
+# multiprocessor.
+FEW_BYTES = 16
+# Eight registers at most, in prompts and in a dtype that no device serves; half as many keys a step
+# would mend them, which no device has timed.
+EXCEPTIONS = {
+    ("_attend of 80 bfloat16 prompt tree", 80): 32,
+    ("_attend of 96 float32 decode", 80): 24,
+    ("_attend of 256 bfloat16 prompt tree window softcap sinks", 90): 32,
+}
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
-    """One process that does not interpret."""
-    places = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {
-        "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cubins")),
-        "PYTHONPATH": os.pathsep.join(places),
-    }
-    command = [sys.executable, "-c", ALL, *VARIANTS]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=880)
+def compiled(which: str, cache: Path) -> list[dict]:
+    """What a process that does not interpret tells."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-m", "tests.unit.kernels.compile_kernels", which]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("script", VARIANTS)
-def test_kernels_compile_ahead_of_time(
-    script: str, compiled: subprocess.CompletedProcess[str]
-) -> None:
-    assert f"{script} {VARIANTS[script]}" in compiled.stdout.splitlines(), (
-        compiled.stdout + compiled.stderr[-3000:]
-    )
+def misfits(variants: list[dict]) -> list[dict]:
+    return [
+        told
+        for told in variants
+        if told["registers"] > MOST_REGISTERS
+        or told["shared"] > LIMITS[told["capability"]].shared_bytes
+        or told["stack"] > EXCEPTIONS.get((told["label"], told["capability"]), FEW_BYTES)
+    ]
+
+
+def test_what_is_served_most_compiles_and_fits(tmp_path: Path) -> None:
+    variants = compiled("few", tmp_path)
+    assert len(variants) == 10
+    assert misfits(variants) == []
+    assert max(told["stack"] for told in variants) == 0
+
+
+def test_a_server_meets_few_variants_of_attention(tmp_path: Path) -> None:
+    """The first pass of each kind waits a second for the compiler."""
+    [counts] = compiled("count", tmp_path)
+    print(counts)
+    assert counts["alike"]["_attend"] <= 24
+    assert counts["with windows"]["_attend"] <= 48
+    assert {of["_merge"] for of in counts.values()} == {2}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("capability", LIMITS)
+def test_every_variant_compiles_and_fits(capability: int, tmp_path: Path) -> None:
+    variants = compiled(str(capability), tmp_path)
+    assert len(variants) > 180
+    assert misfits(variants) == []
+
+
+def test_a_misfit_is_found() -> None:
+    fits = {"label": "", "registers": 255, "stack": 0, "shared": 166_912, "capability": 80}
+    assert misfits([fits]) == []
+    for change in ({"stack": 24}, {"shared": 166_913}, {"registers": 256}):
+        assert misfits([fits | change]) == [fits | change]

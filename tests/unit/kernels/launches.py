@@ -1,0 +1,195 @@
+"""Launches of Triton kernels as their launchers make them, without a device: the launchers run on
+tensors that say they lie on one and hold nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from draftsmith.kernels.attention import paged_triton
+from draftsmith.kernels.attention.paged_triton import TritonContext
+from draftsmith.kernels.attention.pool import TreeLayout
+from draftsmith.kernels.attention.tiles import DeviceLimits
+from draftsmith.kernels.attention.window import Window
+from draftsmith.kernels.divergence import rows_triton as divergence
+from draftsmith.kernels.divergence.kind import kind_of
+from draftsmith.kernels.divergence.rows import RowInputs
+from draftsmith.kernels.forward.gate_triton import gate
+from draftsmith.kernels.forward.norm_triton import add_normalise, normalise
+from draftsmith.kernels.forward.rotation_triton import rotate
+from draftsmith.kernels.sampling.draw_triton import draw_triton, scores_triton
+from draftsmith.kernels.verify.block_triton import verify_block_triton
+from draftsmith.kernels.verify.chain_compiled import Drafts
+from draftsmith.kernels.verify.chain_triton import verify_logits_triton
+from draftsmith.kernels.verify.draft_tree import DraftTree
+from draftsmith.kernels.verify.tree_triton import verify_tree_triton
+
+DEVICE = torch.device("cuda:1")  # not the one that is current by itself
+I64, F32, BF16 = torch.int64, torch.float32, torch.bfloat16
+# Multiprocessors, and bytes of shared memory that a program may have, by compute capability.
+LIMITS = {
+    80: DeviceLimits(108, 163 * 1024),
+    90: DeviceLimits(132, 227 * 1024),
+    100: DeviceLimits(148, 227 * 1024),
+}
+
+
+class Launch(NamedTuple):
+    kernel: Any
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    device: int  # current device; 0 where nobody set it
+
+
+@contextmanager
+def recorded(capability: int = 90) -> Iterator[list[Launch]]:
+    """Launches made within, in place of them."""
+    launches: list[Launch] = []
+    current = [0]
+
+    class Guard:
+        """Stands in for `torch.cuda.device_of`."""
+
+        def __init__(self, tensor: torch.Tensor):
+            self.index = tensor.device.index
+
+        def __enter__(self) -> None:
+            self.before, current[0] = current[0], self.index
+
+        def __exit__(self, *_: object) -> None:
+            current[0] = self.before
+
+    def run(kernel: Any, *args: Any, grid: object, warmup: bool, **options: Any) -> None:
+        launches.append(Launch(kernel, args, options, current[0]))
+
+    jitted = type(paged_triton._attend)
+    run_before, guard_before = jitted.run, torch.cuda.device_of
+    limits_before = paged_triton.limits_of
+    try:
+        jitted.run, torch.cuda.device_of = run, Guard  # type: ignore[misc]
+        paged_triton.limits_of = lambda device: LIMITS[capability]  # type: ignore[assignment]
+        with FakeTensorMode():
+            yield launches
+    finally:
+        jitted.run, torch.cuda.device_of = run_before, guard_before  # type: ignore[misc]
+        paged_triton.limits_of = limits_before
+
+
+def empty(*shape: int, dtype: torch.dtype = I64) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=DEVICE)
+
+
+class Heads(NamedTuple):
+    """Of a target's layer."""
+
+    num_heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: Window | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+
+
+def attend(
+    heads: Heads,
+    dtype: torch.dtype,
+    num_rows: int,
+    num_tokens: int,
+    *,
+    has_tree: bool = False,
+    num_splits: int | None = None,
+    max_blocks: int = 2048,
+    block_size: int = 16,
+    shift: int = 0,
+) -> None:
+    """A layer's pass of `num_tokens` over `num_rows`. Numbers of tokens lie `shift` numbers behind
+    the start of their memory, as parts of a larger tensor do."""
+
+    def of_tokens() -> torch.Tensor:
+        return empty(num_tokens + shift).split([shift, num_tokens])[1]
+
+    tree = TreeLayout(*(of_tokens() for _ in range(3))) if has_tree else None
+    context = TritonContext(
+        block_size,
+        empty(num_rows, max_blocks),
+        of_tokens(),
+        empty(num_rows + 1),
+        tree,
+        num_splits,
+    )
+    query = empty(1, num_tokens, heads.num_heads, heads.key_dim, dtype=dtype).transpose(1, 2)
+    context.attend(
+        query,
+        empty(4096, heads.kv_heads, heads.key_dim, dtype=dtype),
+        empty(4096, heads.kv_heads, heads.value_dim, dtype=dtype),
+        scaling=0.1,
+        window=heads.window,
+        softcap=heads.softcap,
+        sinks=empty(heads.num_heads, dtype=dtype) if heads.has_sinks else None,
+    )
+
+
+def verify(kind: str, dtype: torch.dtype, *, num_draft: int, vocab: int, has_q: bool) -> None:
+    """A round of 4 requests."""
+    rows = 4 * (num_draft + 1)
+    p, seeds, positions, lengths = empty(rows, vocab, dtype=dtype), empty(4), empty(4), empty(4)
+    drafts = empty(4, num_draft)
+    if kind == "tree":
+        q = empty(rows, vocab, dtype=dtype) if has_q else None
+        tree = DraftTree(drafts, empty(4, num_draft), lengths)
+        verify_tree_triton(p, tree, q, empty(4, num_draft) if has_q else None, seeds, positions)
+        return
+    q = empty(4, num_draft, vocab, dtype=dtype) if has_q else None
+    if kind == "block":
+        assert q is not None
+        verify_block_triton(p, drafts, lengths, q, seeds, positions)
+    else:
+        temperatures = empty(4, dtype=F32)
+        verify_logits_triton(p, temperatures, Drafts(drafts, lengths, q), seeds, positions)
+
+
+def diverge(name: str, dtype: torch.dtype, *, has_map: bool, has_tokens: bool, vocab: int) -> None:
+    num_draft = 32_000 if has_map else vocab
+    rows = RowInputs(
+        empty(64, num_draft, dtype=dtype),
+        empty(64, vocab, dtype=dtype),
+        empty(64, dtype=F32),
+        empty(num_draft) if has_map else None,
+        empty(64) if has_tokens else None,
+    )
+    divergence.divergence_rows_triton(kind_of(name), rows)
+
+
+def draw(*, filtered: bool) -> None:
+    """Of four rows, with scores of all tokens."""
+    options = (empty(4, dtype=F32), empty(4), empty(4, dtype=F32), empty(4, dtype=F32))
+    streams = (empty(4), empty(4), 0)
+    logits = empty(4, 128_256, dtype=BF16)
+    draw_triton(logits, options, streams, greedy=True, filtered=filtered)
+    scores_triton(empty(4, 128_256, dtype=F32), streams)
+
+
+def step() -> None:
+    """Steps of a layer: two norms, a rotation and a gate."""
+    states, weight = empty(1, 4, 4096, dtype=BF16), empty(4096, dtype=BF16)
+    normalise(states, weight, 1e-5)
+    add_normalise(states, states, weight, 1e-5)
+    query = empty(1, 32, 4, 128, dtype=BF16)
+    rotate(query, empty(1, 4, 128, dtype=BF16), empty(1, 4, 128, dtype=BF16), None)
+    gate(states, states, "silu")
+
+
+EVERY_LAUNCHER: dict[str, Callable[[], None]] = {
+    "attend": lambda: attend(Heads(32, 8, 128, 128), BF16, 2, 12),
+    "chain": lambda: verify("chain", BF16, num_draft=5, vocab=128_256, has_q=True),
+    "block": lambda: verify("block", BF16, num_draft=5, vocab=128_256, has_q=True),
+    "tree": lambda: verify("tree", BF16, num_draft=5, vocab=128_256, has_q=True),
+    "draw": lambda: draw(filtered=True),
+    "step": step,
+    "divergence": lambda: diverge("jsd", BF16, has_map=True, has_tokens=True, vocab=128_256),
+}
