@@ -152,7 +152,7 @@ class Proposer:
         return None if ends or self.misreport is not None else asked.budgets
 
     def _count(self, draft: ServedDraft, proposal: RoundProposal, rows: Sequence[Row]) -> None:
-        """Take a proposal as a success or a failure of its draft, which then rests."""
+        """Decide if the draft has to rest after a proposal."""
         # Rows whose draws can be repeated do not decide whether it rests: later rounds with the
         # same draws would depend on them.
         counted = [fine for fine, row in zip(proposal.has_mass, rows) if not row.request.repeatable]
