@@ -7,13 +7,13 @@ vocabulary.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
 
 from draftsmith.drafters.interface import Adjust, DraftInputs, Proposal
+from draftsmith.kernels.dispatch import sent
 from draftsmith.kernels.sampling.draw import draw
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.random_streams import Purpose
@@ -225,19 +225,3 @@ def adjusted(
     # A draft without any allowed token has not failed: what it draws instead is rejected.
     possible = (changed > -torch.inf).any(dim=-1, keepdim=True)
     return torch.where(possible, changed, logits)
-
-
-def sent(device: torch.device, *columns: Column) -> tuple[torch.Tensor, ...]:
-    """Copy int64 columns [n] of the host, each of its own length, to `device` in one transfer that
-    nothing waits for."""
-    lists = [one.tolist() if isinstance(one, torch.Tensor) else one for one in columns]
-    flat = torch.tensor(list(itertools.chain(*lists)), dtype=torch.int64)
-    return torch.split(to_device(flat, device), [len(one) for one in lists])
-
-
-def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of the host's `values`. A GPU reads page-locked memory by itself, which torch keeps
-    until it has; from other memory the host would have to wait."""
-    if device.type == "cuda":
-        return values.pin_memory().to(device, non_blocking=True)
-    return values.to(device)

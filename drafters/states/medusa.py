@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from draftsmith.drafters.autoregressive.draft_sampler import sent
 from draftsmith.drafters.autoregressive.state import HeadStep
 from draftsmith.drafters.draft_shape import check_fits
 from draftsmith.drafters.init_from_target import output_table
@@ -39,6 +38,7 @@ from draftsmith.drafters.weights import (
     write_weights,
 )
 from draftsmith.errors import UserError
+from draftsmith.kernels.dispatch import sent
 
 # How the original trainer names all heads together.
 PREFIXES = ("medusa_heads.", "medusa_head.")

@@ -12,13 +12,14 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.drafters.autoregressive.catch_up import Unread, read_unread
-from draftsmith.drafters.autoregressive.draft_sampler import DepthPlan, sent
+from draftsmith.drafters.autoregressive.draft_sampler import DepthPlan
 from draftsmith.drafters.autoregressive.state import DraftPrefill
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.tree_shape import DynamicTree, GrownShape, SampledShape, SampledTree
 from draftsmith.drafters.trees.candidates import Parents, TreeDistributions
 from draftsmith.drafters.trees.nodes import TreeNodes, merged, no_trees
 from draftsmith.drafters.trees.tree_reader import Level, TreeDrafter, TreeReader
+from draftsmith.kernels.dispatch import sent
 
 
 class Growth(NamedTuple):

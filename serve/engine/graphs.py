@@ -331,5 +331,5 @@ def capture_drafts(
 ) -> None:
     """Lets a drafter draft by graphs from `pool`, if it can; `capturer` None: the device has no
     graphs."""
-    if isinstance(drafter, Capturable) and pool is not None and capturer is not None:
+    if isinstance(drafter, Capturable) and capturer is not None:
         drafter.capture(pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.drafters.autoregressive.draft_sampler import DraftStep, sent
+from draftsmith.drafters.autoregressive.draft_sampler import DraftStep
 from draftsmith.drafters.interface import Capturable, DraftInputs, Proposal
 from draftsmith.drafters.options import (
     DflashOptions,
@@ -41,6 +41,7 @@ from draftsmith.kernels.attention import paged as paged_attention
 from draftsmith.kernels.attention.paged_torch import reference_attention
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.cuda_graphs import CudaCapturer
+from draftsmith.kernels.dispatch import sent
 from draftsmith.kernels.sampling.filters import SamplingRows
 from tests.device_traffic import ReplayingGraph, StandInCapturer, Traffic
 
@@ -162,19 +163,15 @@ def inputs_for(
     generator = torch.Generator().manual_seed(seed)
     order = 1 + torch.randperm(MAX_BATCH * MAX_BLOCKS, generator=torch.Generator().manual_seed(1))
     taps = torch.randn(2 * size, len(drafter.taps) * target.hidden_size, generator=generator)
-    with pytest.MonkeyPatch.context() as patched:
-        # `meta` has no page-locked memory; what a round sends is no part of a drafting call.
-        patched.setattr(torch.Tensor, "pin_memory", lambda self: self)
-        sampling = SamplingRows.of(
-            **{name: values[:size] for name, values in distribution.items()}, device=device
-        )
     return DraftInputs(
         tokens=torch.randint(3, target.vocab_size, (3 * size,), generator=generator).to(device),
         starts=torch.tensor(starts),
         lengths=torch.tensor([3] * size),
         taps=taps.to(device) if drafter.taps else None,
         num_draft=torch.tensor(num_draft),
-        sampling=sampling,
+        sampling=SamplingRows.of(
+            **{name: values[:size] for name, values in distribution.items()}, device=device
+        ),
         seeds=torch.arange(size, device=device) + 10 * seed,
         pool=pool,
         block_tables=order.view(MAX_BATCH, MAX_BLOCKS)[:size, : MAX_BLOCKS - 2].to(device),
