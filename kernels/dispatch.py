@@ -70,6 +70,8 @@ def pins(device: torch.device) -> bool:
 def sent(device: torch.device, *columns: Sequence[int] | torch.Tensor) -> tuple[torch.Tensor, ...]:
     """int64 columns [n] of the host, each of its own length, on `device` by one copy that the host
     does not wait for."""
+    if not columns:
+        return ()
     host = torch.cat([torch.as_tensor(column, dtype=torch.int64) for column in columns])
     return sent_tensor(device, host).split([len(column) for column in columns])
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draftsmith.kernels import dispatch
-from draftsmith.kernels.dispatch import choose
+from draftsmith.kernels.dispatch import choose, sent
 
 CPU, CUDA, F32 = torch.device("cpu"), torch.device("cuda"), torch.float32
 
@@ -47,3 +47,8 @@ def test_triton_that_cannot_run_raises(compiled: None, monkeypatch: pytest.Monke
 def test_unknown_names_are_listed() -> None:
     with pytest.raises(ValueError, match=", ".join(dispatch.IMPLS)):
         choose("cuda", CPU, F32)
+
+
+def test_nothing_is_sent_of_no_columns() -> None:
+    assert sent(torch.device("cpu")) == ()
+    assert [part.tolist() for part in sent(torch.device("cpu"), [1], [])] == [[1], []]

@@ -21,6 +21,7 @@ from draftsmith.drafters.target.target import FINAL, Target
 from draftsmith.kernels.attention import paged_triton
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.kernels.attention.tiles import DeviceLimits
 from draftsmith.kernels.forward.norm_triton import normalise
 from tests.interpreted import READ, Launches, members_looked_up_once, rounding_to_nearest
 
@@ -120,7 +121,7 @@ def launches(target: Target) -> Launches:
 
 @pytest.fixture
 def of_layers(tiny_target, monkeypatch) -> Callable[..., Target]:
-    monkeypatch.setattr(paged_triton, "_num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(paged_triton, "limits_of", lambda device: DeviceLimits(132, 227 * 1024))
 
     def target(arch: str, num_layers: int, *, captured: bool) -> Target:
         config = AutoConfig.from_pretrained(tiny_target(arch))
