@@ -7,7 +7,8 @@ use). Rounds with prompts, penalties, masks, or ends chosen by confidence are dr
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from abc import abstractmethod
+from typing import NamedTuple
 
 import torch
 
@@ -21,7 +22,7 @@ from draftsmith.drafters.autoregressive.padded_round import (
     RoundInputs,
     numbers_of,
 )
-from draftsmith.drafters.interface import DraftInputs
+from draftsmith.drafters.interface import Capturable, DraftInputs, HoldsGraphs
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.cuda_graphs import Capturer, row_buckets
 from draftsmith.kernels.sampling.filters import Passes
@@ -36,18 +37,10 @@ class CallShape(NamedTuple):
     passes: Passes
 
 
-class DraftsAtOnce(Protocol):
-    def draft_padded(
-        self, padded: PaddedRound, shape: CallShape, pool: PagedPool | None
-    ) -> list[DraftStep]:
-        """Drafts of all depths, for every row of the graph."""
-        ...
-
-
 class CallGraphs:
     def __init__(
         self,
-        drafter: DraftsAtOnce,
+        drafter: DraftsByCall,
         pool: PagedPool | None,
         *,
         max_batch: int,
@@ -114,3 +107,26 @@ class CallGraphs:
     def _run(self, static: RoundInputs, shape: CallShape) -> list[DraftStep]:
         padded = PaddedRound.of(static, shape.num_rows, shape.passes)
         return self.drafter.draft_padded(padded, shape, self.pool)
+
+
+class DraftsByCall(Capturable):
+    """A drafter whose drafting calls are captured whole."""
+
+    _calls: CallGraphs | None = None
+
+    def capture(
+        self, pool: PagedPool | None, *, max_batch: int, max_blocks: int, capturer: Capturer
+    ) -> None:
+        self._calls = CallGraphs(
+            self, pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer
+        )
+
+    @property
+    def graphs(self) -> tuple[HoldsGraphs, ...]:
+        return () if self._calls is None else (self._calls,)
+
+    @abstractmethod
+    def draft_padded(
+        self, padded: PaddedRound, shape: CallShape, pool: PagedPool | None
+    ) -> list[DraftStep]:
+        """Drafts of all depths, for every row of the graph."""

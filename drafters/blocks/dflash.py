@@ -28,7 +28,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
-from draftsmith.drafters.autoregressive.call_graphs import CallGraphs, CallShape
+from draftsmith.drafters.autoregressive.call_graphs import CallShape, DraftsByCall
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, DraftStep
 from draftsmith.drafters.autoregressive.padded_round import PaddedRound
 from draftsmith.drafters.autoregressive.rotary import HasRotary
@@ -50,9 +50,7 @@ from draftsmith.drafters.init_from_target import (
     output_table,
 )
 from draftsmith.drafters.interface import (
-    Capturable,
     DraftInputs,
-    HoldsGraphs,
     Proposal,
     UnrollBatch,
     UnrolledStep,
@@ -75,7 +73,6 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, PassLayout, TreeLayout
 from draftsmith.kernels.constants import NULL_BLOCK
-from draftsmith.kernels.cuda_graphs import Capturer
 from draftsmith.kernels.dispatch import reads_freely
 
 
@@ -88,13 +85,12 @@ class Block(NamedTuple):
     tokens: torch.Tensor  # [R] the newest token
 
 
-class Dflash(HasRotary, Capturable):
+class Dflash(HasRotary, DraftsByCall):
     """Embeddings and head are the target's, frozen and not part of the module, unless the draft
     brings its own."""
 
     family = "dflash"
     architecture = "DFlashDraftModel"
-    _graphs: CallGraphs | None = None
     from_anchor = False  # whether the first draft is read off the newest token's own slot
 
     def __init__(
@@ -286,7 +282,7 @@ class Dflash(HasRotary, Capturable):
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:
         sampler = DraftSampler(inputs, vocab_size=self.config.vocab_size, vocab_map=self.vocab_map)
-        if self._graphs is not None and self._graphs.draft(inputs, sampler, self.max_depth):
+        if self._calls is not None and self._calls.draft(inputs, sampler, self.max_depth):
             return sampler.proposal()
         # A block without any context was never trained.
         rows = ((inputs.num_draft > 0) & (inputs.starts + inputs.lengths > 1)).nonzero()[:, 0]
@@ -394,17 +390,6 @@ class Dflash(HasRotary, Capturable):
             ),
         )
         return self.body(ids[None], positions[None], context)[0]
-
-    def capture(
-        self, pool: PagedPool | None, *, max_batch: int, max_blocks: int, capturer: Capturer
-    ) -> None:
-        self._graphs = CallGraphs(
-            self, pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer
-        )
-
-    @property
-    def graphs(self) -> tuple[HoldsGraphs, ...]:
-        return () if self._graphs is None else (self._graphs,)
 
     def draft_padded(
         self, padded: PaddedRound, shape: CallShape, pool: PagedPool | None

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from draftsmith.drafters.autoregressive.call_graphs import CallGraphs, CallShape
+from draftsmith.drafters.autoregressive.call_graphs import CallShape, DraftsByCall
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, DraftStep
 from draftsmith.drafters.autoregressive.padded_round import PaddedRound
 from draftsmith.drafters.blocks.block_unroll import BlockPass
@@ -27,7 +27,6 @@ from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.init_from_target import checked_mask_token, probed
 from draftsmith.drafters.interface import (
     DraftInputs,
-    HoldsGraphs,
     Proposal,
     UnrollBatch,
     UnrolledStep,
@@ -40,7 +39,6 @@ from draftsmith.drafters.weights import ReadBytes, read_config
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.kernels.cuda_graphs import Capturer
 
 ARCHITECTURES = (
     "PEagleDraftModel",
@@ -52,11 +50,10 @@ ARCHITECTURES = (
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 
-class Peagle(Eagle3):
+class Peagle(DraftsByCall, Eagle3):
     family = "p-eagle"
     ends_chains = False  # all tokens come in one pass
     propose_tree = None  # not a drafter that grows trees
-    _calls: CallGraphs | None = None
 
     def __init__(self, *args: Any, mask_token: int | None = None, **shape: Any):
         super().__init__(*args, **shape)
@@ -139,17 +136,6 @@ class Peagle(Eagle3):
                 begins, newest = begins[kept], newest[kept]
             sampler.draw(chosen, depth, logits[begins + depth], newest + 1 + depth)
         return sampler.proposal()
-
-    def capture(
-        self, pool: PagedPool | None, *, max_batch: int, max_blocks: int, capturer: Capturer
-    ) -> None:
-        self._calls = CallGraphs(
-            self, pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer
-        )
-
-    @property
-    def graphs(self) -> tuple[HoldsGraphs, ...]:
-        return () if self._calls is None else (self._calls,)
 
     def draft_padded(
         self, padded: PaddedRound, shape: CallShape, pool: PagedPool | None

@@ -15,14 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from draftsmith.drafters.autoregressive.call_graphs import CallGraphs, CallShape
+from draftsmith.drafters.autoregressive.call_graphs import CallShape, DraftsByCall
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, DraftStep
 from draftsmith.drafters.autoregressive.padded_round import PaddedRound
 from draftsmith.drafters.autoregressive.state import HeadStep
 from draftsmith.drafters.interface import (
-    Capturable,
     DraftInputs,
-    HoldsGraphs,
     Proposal,
     UnrollBatch,
     UnrolledStep,
@@ -30,7 +28,6 @@ from draftsmith.drafters.interface import (
 from draftsmith.drafters.target.taps import FINAL
 from draftsmith.drafters.weights import ReadBytes
 from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.kernels.cuda_graphs import Capturer
 
 
 class NewestState(NamedTuple):
@@ -39,13 +36,12 @@ class NewestState(NamedTuple):
     positions: torch.Tensor  # [R] of the tokens
 
 
-class StateHead(nn.Module, Capturable):
+class StateHead(nn.Module, DraftsByCall):
     family: str
     taps: tuple[int, ...] = (FINAL,)
     vocab_map = None
     vocab_size: int
     max_depth: int  # tokens it can draft
-    _graphs: CallGraphs | None = None
 
     @abstractmethod
     def begin(self, taps: torch.Tensor) -> torch.Tensor:
@@ -104,7 +100,7 @@ class StateHead(nn.Module, Capturable):
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:
         sampler = DraftSampler(inputs, vocab_size=self.vocab_size)
-        if self._graphs is not None and self._graphs.draft(inputs, sampler, self.max_depth):
+        if self._calls is not None and self._calls.draft(inputs, sampler, self.max_depth):
             return sampler.proposal()
         rows = (inputs.lengths > 1).nonzero()[:, 0]  # one token alone has no state before it
         plan = sampler.plan(rows.tolist(), self.max_depth)
@@ -122,17 +118,6 @@ class StateHead(nn.Module, Capturable):
             )
             state = step.next_hidden
         return sampler.proposal()
-
-    def capture(
-        self, pool: PagedPool | None, *, max_batch: int, max_blocks: int, capturer: Capturer
-    ) -> None:
-        self._graphs = CallGraphs(
-            self, pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer
-        )
-
-    @property
-    def graphs(self) -> tuple[HoldsGraphs, ...]:
-        return () if self._graphs is None else (self._graphs,)
 
     def draft_padded(
         self, padded: PaddedRound, shape: CallShape, pool: PagedPool | None

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from draftsmith.drafters.interface import Capturable
 from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
@@ -24,6 +25,7 @@ from draftsmith.serve.engine.graphs import (
     PassGraphs,
     PassInputs,
     can_capture,
+    capture_drafts,
     longest_round,
 )
 from draftsmith.serve.parallel import inputs_of
@@ -414,3 +416,12 @@ def test_what_one_rank_cannot_capture_none_replays(target):
     assert graphs.run(two, ()) is not None
     assert graphs.run(three, ()) is None and graphs.broken
     assert graphs.num_graphs == 1
+
+
+def test_drafters_are_captured_without_keys_and_values_too() -> None:
+    drafter, capturer = Mock(spec=Capturable), Mock()
+    sizes = {"max_batch": 2, "max_blocks": 3}
+    capture_drafts(drafter, None, **sizes, capturer=None)
+    drafter.capture.assert_not_called()
+    capture_drafts(drafter, None, **sizes, capturer=capturer)
+    drafter.capture.assert_called_once_with(None, **sizes, capturer=capturer)
