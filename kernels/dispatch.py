@@ -45,8 +45,8 @@ def chooses_flash(
     """True where FlashAttention-3 attends a pass without trees. Asking for it where it cannot run
     raises a `UserError`.
 
-    `"auto"` takes it for decoding only, one token a row: the library multiplies masked values by
-    zero, so that one drafted token whose values are not finite would spoil the tokens before it.
+    `"auto"` takes it for decoding only, one token a row: where masked values are multiplied by
+    zero, one drafted token whose values are not finite would spoil the tokens before it.
     """
     if impl != FLASH and (impl != "auto" or device.type != "cuda" or not is_decoding):
         return False

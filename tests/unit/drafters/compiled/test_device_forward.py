@@ -16,7 +16,7 @@ from draftsmith.drafters.compiled import device_rewrite
 from draftsmith.drafters.compiled.captured import capture_lm, steps_for
 from draftsmith.drafters.compiled.joined_linear import JoinedLinear
 from draftsmith.drafters.compiled.replay import Replay
-from draftsmith.drafters.target.attention import IMPLEMENTATION
+from draftsmith.drafters.target.attention import register
 from draftsmith.drafters.target.target import FINAL, Target
 from draftsmith.kernels.attention import paged_triton
 from draftsmith.kernels.attention.paged import PagedPass
@@ -127,7 +127,7 @@ def of_layers(tiny_target, monkeypatch) -> Callable[..., Target]:
         config = AutoConfig.from_pretrained(tiny_target(arch))
         config.num_hidden_layers = num_layers
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=register())
         found = Target(model.to(torch.bfloat16).eval(), arch)
         if captured:
             capture_lm(found, impl="triton")
@@ -137,8 +137,11 @@ def of_layers(tiny_target, monkeypatch) -> Callable[..., Target]:
     return target
 
 
-@pytest.mark.parametrize(("arch", "most", "fewest_own"), [("llama", 10, 41), ("qwen3", 10, 50)])
-def test_a_layer_is_ten_launches(of_layers, arch, most, fewest_own, capsys) -> None:
+@pytest.mark.parametrize(
+    ("arch", "most", "most_beside", "fewest_own"),
+    [("llama", 10, 21, 41), ("qwen3", 10, 21, 57), ("gemma2", 12, 25, 60)],
+)
+def test_a_layer_is_ten_launches(of_layers, arch, most, most_beside, fewest_own, capsys) -> None:
     counts = {
         captured: [launches(of_layers(arch, layers, captured=captured)) for layers in (1, 3)]
         for captured in (False, True)
@@ -149,7 +152,7 @@ def test_a_layer_is_ten_launches(of_layers, arch, most, fewest_own, capsys) -> N
         print(f"\n{arch}: {own:g} launches a layer and {beside[0]:g} beside without a capture, "
               f"{fused:g} and {beside[1]:g} with one")  # fmt: skip
     assert fused <= most and own >= fewest_own
-    assert beside[1] < beside[0] and beside[1] <= 21
+    assert beside[1] < beside[0] and beside[1] <= most_beside
 
 
 def test_a_graph_can_hold_the_pass(of_layers) -> None:
