@@ -2,8 +2,9 @@
 as if it stood alone.
 
 Text by text, because a mask over whole rows computes L * L scores to use a small part of them, and
-because it is plain causal attention then, for which the fast kernels are made. Legend: B rows, L
-columns, D width of a head.
+because it is plain causal attention then, for which the fast kernels are made. Where a window, a
+soft cap or sinks need a mask, queries attend in bands, whose masks do not grow with the square of
+the length. Legend: B rows, L columns, D width of a head.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from draftsmith.drafters.recurrent.pieces import Piece, Split
-from draftsmith.drafters.target.segments import stretches_of
+from draftsmith.drafters.target.segments import band_mask, bands, stretches_of
 from draftsmith.kernels.attention.paged_torch import reference_attention
 from draftsmith.kernels.attention.window import Chunk, Window
+
+# Queries of a band.
+BAND = 128
 
 
 class PackedPass:
@@ -87,13 +91,18 @@ def _attend(
         return scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=True
         )
-    mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-    if window is not None:
-        mask = mask.triu(1 - window)
-    if softcap is None and sinks is None:
-        return scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True
+    width, parts = window or length, []
+    for band in bands(0, length, width, BAND):
+        part = query[:, :, band.begin : band.end]
+        keys, values = (states[:, :, band.first : band.end] for states in (key, value))
+        mask = band_mask(band, width, query.device)
+        parts.append(
+            scaled_dot_product_attention(
+                part, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True
+            )
+            if softcap is None and sinks is None
+            else reference_attention(
+                part, keys, values, mask, scaling=scaling, softcap=softcap, sinks=sinks
+            )
         )
-    return reference_attention(
-        query, key, value, mask, scaling=scaling, softcap=softcap, sinks=sinks
-    )
+    return torch.cat(parts, dim=2)

@@ -79,3 +79,25 @@ class Sights:
             return Sight(first, None, window)
         first = max(first, self.firsts[begin // self.size])
         return Sight(first, self.begins[:, begin:end], window)
+
+
+class Band(NamedTuple):
+    """Columns of queries, and those of all keys that any of them sees."""
+
+    begin: int
+    end: int
+    first: int  # keys of the columns from here to `end`
+
+
+def bands(begin: int, end: int, width: int, size: int) -> Iterator[Band]:
+    """Bands of `size` queries of a text's columns, each of which sees `width` columns, its own the
+    last of them."""
+    for low in range(begin, end, size):
+        yield Band(low, min(low + size, end), max(begin, low - width + 1))
+
+
+def band_mask(band: Band, width: int, device: torch.device) -> torch.Tensor:
+    """[queries, keys], True where a query sees a key."""
+    ahead = band.begin - band.first
+    seen = torch.ones(band.end - band.begin, band.end - band.first, dtype=torch.bool, device=device)
+    return seen.tril(ahead).triu(ahead - width + 1)
