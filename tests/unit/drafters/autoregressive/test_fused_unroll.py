@@ -1,0 +1,164 @@
+"""Fused attention of the unroll beside a dense mask over the keys of all steps, and its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from draftsmith.drafters.autoregressive import unroll
+from draftsmith.drafters.autoregressive.unroll import UnrollPass
+from draftsmith.drafters.target.segments import positions_of
+from tests.peak_memory import Memory, memory_of
+
+STEPS, HEADS, KV_HEADS, WIDTH = 4, 4, 2, 8
+SEGMENTS = torch.tensor([[0] * 150 + [1] * 3 + [2] * 130 + [-1] * 17, [0] * 20 + [1] * 280])
+
+
+def states(
+    rows: int, length: int, first: int, dtype: torch.dtype = torch.float64
+) -> list[list[torch.Tensor]]:
+    """Query, key and value of each step."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [
+        (rows, heads, length - (first if step else 0), WIDTH)
+        for step in range(STEPS)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+    made = [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+    return [[one.requires_grad_() for one in made[at : at + 3]] for at in range(0, len(made), 3)]
+
+
+def unrolled(
+    of_steps: list[list[torch.Tensor]],
+    segments: torch.Tensor | None,
+    first: int,
+    window: int | None,
+) -> list[torch.Tensor]:
+    """[B, heads, N, D] of each step."""
+    context, found = UnrollPass(segments, first=first), []
+    for query, key, value in of_steps:
+        output = context.attend(0, query, key, value, scaling=0.4, sliding_window=window)
+        found.append(output.transpose(1, 2))
+        context.next_step()
+    return found
+
+
+def dense(
+    of_steps: list[list[torch.Tensor]], begins: torch.Tensor, first: int, window: int | None
+) -> list[torch.Tensor]:
+    """The same by a mask over all keys of all steps; `begins` [B, L] of each column's text."""
+    found = []
+    for step, (query, *_) in enumerate(of_steps):
+        columns = torch.arange(first if step else 0, begins.shape[1])[:, None]
+        keys, values, seen = [], [], []
+        for made, (_, key, value) in enumerate(of_steps[: step + 1]):
+            others = torch.arange(first if made else 0, begins.shape[1])
+            back = columns - others
+            own = back == step - made if made else back >= step
+            own = own & (back < (window or back.numel()))
+            if not made:
+                own = own & (others >= begins[:, columns[:, 0], None])
+            seen.append(own.expand(len(query), -1, -1))
+            keys.append(key.repeat_interleave(HEADS // KV_HEADS, 1))
+            values.append(value.repeat_interleave(HEADS // KV_HEADS, 1))
+        scores = 0.4 * query @ torch.cat(keys, 2).transpose(-1, -2)
+        mask = torch.cat(seen, -1)[:, None]
+        found.append(scores.masked_fill(~mask, -torch.inf).softmax(-1) @ torch.cat(values, 2))
+    return found
+
+
+def check(segments: torch.Tensor | None, first: int, window: int | None) -> None:
+    rows, length = (2, 300) if segments is None else segments.shape
+    positions = (
+        torch.arange(length).expand(rows, -1) if segments is None else positions_of(segments)
+    )
+    begins = torch.arange(length) - positions
+    of_steps = states(rows, length, first)
+    leaves = [one for made in of_steps for one in made]
+    ways = (
+        unrolled(of_steps, segments, first, window),
+        dense(of_steps, begins, first, window),
+    )
+    gradients = []
+    for outputs in ways:
+        generator, total = torch.Generator().manual_seed(1), torch.zeros(())
+        for step, output in enumerate(outputs):
+            begin = first if step else 0
+            # what counts: the chain lies in the text, and behind the first column that drafts
+            counts = positions[:, begin:] >= step
+            counts = counts & (torch.arange(begin, length) >= begin + step)
+            noise = torch.randn(output.shape, generator=generator, dtype=output.dtype)
+            total = total + (output * noise * counts[:, None, :, None]).sum()
+        gradients.append(torch.autograd.grad(total, leaves, allow_unused=True))
+        assert total.isfinite()
+    torch.testing.assert_close(ways[0][0], ways[1][0])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("first", [0, 1, 37, 160])
+@pytest.mark.parametrize("window", [None, 1, 2, 4, 60, 129, 290, 1000])
+@pytest.mark.parametrize("packed", [False, True])
+def test_values_and_gradients_are_those_of_a_dense_mask(
+    packed: bool, window: int | None, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unroll, "LONG", 0)
+    asked = []
+    monkeypatch.setattr(unroll, "fused_attention", counted(unroll.fused_attention, asked))
+    check(SEGMENTS if packed else None, first, window)
+    assert len(asked) == STEPS
+
+
+def counted(call: Callable[..., torch.Tensor], asked: list[int]) -> Callable[..., torch.Tensor]:
+    def inner(*arguments: object) -> torch.Tensor:
+        asked.append(1)
+        return call(*arguments)
+
+    return inner
+
+
+@pytest.mark.parametrize("window", [None, 60])
+def test_the_reference_finds_a_fault(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unroll, "LONG", 0)
+    true = unroll.fused_attention
+    monkeypatch.setattr(
+        unroll,
+        "fused_attention",
+        lambda query, keys, values, geometry: true(
+            query, keys, values, geometry._replace(window=59 if window else 299)
+        ),
+    )
+    with pytest.raises(AssertionError):
+        check(None, 0, window)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precision_is_near(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unroll, "LONG", 0)
+    exact = unrolled(states(1, 300, 0), None, 0, 60)
+    near = unrolled([[one.to(dtype) for one in made] for made in states(1, 300, 0)], None, 0, 60)
+    for one, other in zip(exact, near, strict=True):
+        assert other.dtype == dtype
+        torch.testing.assert_close(other.double(), one, atol=3e-2, rtol=3e-2)
+
+
+def memory_of_length(length: int, window: int | None, packed: bool) -> Memory:
+    segments = (torch.arange(length) // 700)[None] if packed else None
+    of_steps = states(1, length, 0, torch.float32)
+
+    def call() -> None:
+        sum(output.sum() for output in unrolled(of_steps, segments, 0, window)).backward()
+
+    return memory_of(call)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [None, 128])
+def test_memory_grows_with_the_length_and_not_with_its_square(
+    window: int | None, packed: bool
+) -> None:
+    short, long = (memory_of_length(length, window, packed) for length in (2048, 4096))
+    assert long.peak < 2.1 * short.peak
+    assert long.largest == 4096 * HEADS * WIDTH * 4  # no scores, which are 128 a query and more
