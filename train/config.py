@@ -150,7 +150,11 @@ class TrainConfig(FamilyShapes):
     epochs: float | None = option(
         None, "passes over the data at most (1 when neither steps nor minutes is given)"
     )
-    minutes: float | None = option(None, "wall-clock minutes to train at most")
+    minutes: float | None = option(
+        None,
+        "wall-clock minutes to train at most, evaluations and checkpoints between the steps among "
+        "them; loading is not, nor the step, the checkpoint and the evaluation that end the run",
+    )
     batch_size: int = option(
         8, "rows in one forward pass of one process, a sequence each unless packed"
     )

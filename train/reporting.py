@@ -64,10 +64,7 @@ class Reporter(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any
     ) -> None:
-        self.clock.tick()
-        if self.clock.budget_s is not None:
-            self.clock.elapsed_s = agreed(self.clock.elapsed_s, args)
-        if self.clock.out_of_time():
+        if self._is_over(args):
             control.should_training_stop = control.should_save = control.should_log = True
         if self.progress is not None:
             done = (
@@ -76,6 +73,20 @@ class Reporter(TrainerCallback):
                 else min(self.progress.total, int(self.clock.elapsed_s))
             )
             self.progress.update(done, self.note)
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any
+    ) -> None:
+        # Without another step, whose draft would be evaluated once more.
+        if self._is_over(args):
+            control.should_training_stop = control.should_save = True
+
+    def _is_over(self, args: TrainingArguments) -> bool:
+        """Counts the time until now; True where that was all."""
+        self.clock.tick()
+        if self.clock.budget_s is not None:
+            self.clock.elapsed_s = agreed(self.clock.elapsed_s, args)
+        return self.clock.out_of_time()
 
     def on_log(
         self,
@@ -108,6 +119,9 @@ class Reporter(TrainerCallback):
         if args.world_size > 1:
             # Every rank has written its part.
             torch.distributed.barrier()
+        # Without another step, which would be saved once more.
+        if self._is_over(args):
+            control.should_training_stop = True
         if state.is_world_process_zero:
             self.folder.complete(
                 step=state.global_step,

@@ -297,7 +297,7 @@ def finish(config: TrainConfig, trainer: DraftTrainer, material: Material) -> No
     of its making."""
     target, corpus = material.target, material.corpus
     drafter, steps = trainer.whole_drafter(), trainer.state.global_step
-    figures = trainer.evaluate_held_out(drafter, steps)
+    figures = trainer.held_out_figures(drafter)
     if not trainer.is_world_process_zero():
         return
     folder = RunFolder(config.out)

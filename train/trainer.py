@@ -114,6 +114,7 @@ class DraftTrainer(Trainer):
         self.optim_config = optim
         self.clock = clock
         self.evaluate_held_out = evaluate_held_out
+        self._measured: tuple[int, Figures | None] | None = None
         self.spare = spare
         self.on_policy = on_policy
         self.window = MetricWindow(trainee.unroll.steps, trainee.kind)
@@ -214,7 +215,7 @@ class DraftTrainer(Trainer):
 
     def evaluate(self, *unused: object, **also_unused: object) -> dict[str, float]:
         """Called by the Trainer at evaluation steps."""
-        figures = self.evaluate_held_out(self.whole_drafter(), self.state.global_step)
+        figures = self.held_out_figures(self.whole_drafter())
         self.model.train()
         metrics = (
             {}
@@ -226,6 +227,13 @@ class DraftTrainer(Trainer):
         state, control = self.state, self.control  # type: ignore[has-type]
         self.control = self.callback_handler.on_evaluate(self.args, state, control, metrics)
         return metrics
+
+    def held_out_figures(self, drafter: torch.nn.Module) -> Figures | None:
+        """Figures of the draft as it is, which a step takes once."""
+        step = self.state.global_step
+        if self._measured is None or self._measured[0] != step:
+            self._measured = step, self.evaluate_held_out(drafter, step)
+        return self._measured[1]
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: object) -> None:
         try:

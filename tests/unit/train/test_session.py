@@ -7,6 +7,7 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, LoraOptio
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.divergence.kind import kind_of
-from draftsmith.train import session, trainer
+from draftsmith.train import optim, session, trainer
 from draftsmith.train.command import run
 from draftsmith.train.config import OptimConfig, TrainConfig, UnrollConfig
 from draftsmith.train.evaluate.measured import Figures, measure
@@ -190,6 +191,39 @@ def test_the_clock_ends_the_run_and_the_schedule(configure):
     last = metrics(config)[-1]
     assert last["elapsed_s"] >= 1.8
     assert last["learning_rate"] < 0.2 * config.optim.lr
+
+
+@pytest.mark.parametrize(
+    ("slow", "steps", "elapsed_s"),
+    [(None, 60, 60), ("evaluation", 10, 110), ("checkpoint", 10, 110)],
+)
+def test_a_run_ends_with_what_passes_its_minutes(slow, steps, elapsed_s, configure, monkeypatch):
+    """A step takes a second of this clock, and what is slow takes a hundred."""
+    config = configure(
+        steps=None, minutes=1.0, save_every=10, log_every=10, **DECODED,
+        eval_every=10 if slow == "evaluation" else None,
+    )  # fmt: skip
+    now_s, evaluated, saved = [0.0], [], []
+    monkeypatch.setattr(optim, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+
+    def taking(call, seconds, calls):
+        def inner(*arguments, **options):
+            now_s[0] += seconds
+            calls.append(now_s[0])
+            return call(*arguments, **options)
+
+        return inner
+
+    seconds = {name: 100.0 * (slow == name) for name in ("evaluation", "checkpoint")}
+    monkeypatch.setattr(trainer, "unrolled_loss", taking(trainer.unrolled_loss, 1.0, []))
+    measure_slowly = taking(session.measure, seconds["evaluation"], evaluated)
+    monkeypatch.setattr(session, "measure", measure_slowly)
+    save = trainer.Trainer._save_checkpoint
+    save_slowly = taking(save, seconds["checkpoint"], saved)
+    monkeypatch.setattr(trainer.Trainer, "_save_checkpoint", save_slowly)
+    run(config)
+    assert checkpoint.read_metadata(config.out)["training"]["steps"] == steps
+    assert now_s[0] == elapsed_s and len(evaluated) == 1 and len(saved) == steps // 10
 
 
 def test_held_out_prompts_are_decoded_while_training_and_the_best_draft_is_kept(
