@@ -16,6 +16,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.record import RoundRecord
 from draftsmith.train.data.batches import mask_of, padded
 from draftsmith.train.objective.teacher import LiveSource
+from tests.peak_memory import Memory
 
 TAPS = (0, 1)
 GENEROUS = 1 << 30
@@ -113,3 +114,21 @@ def test_training_and_gate_share_one_pass_a_text(
         for found, expected in zip(scored, plain, strict=True):
             assert found.alpha == pytest.approx(expected.alpha, abs=1e-5)
     assert states.num_passes == len(served)
+
+
+def test_no_more_than_the_limit_is_held(target: Target) -> None:
+    """Counted over the tensors themselves, whatever is told of them."""
+    each = 20 * 3 * target.hidden_size * 4
+    states = TextStates(target, 3.5 * each)
+    chance = torch.Generator().manual_seed(0)
+    texts = [torch.randint(3, 288, (20,), generator=chance) for _ in range(12)]
+
+    def read_all() -> None:
+        for text in texts:
+            read(states, [text])
+
+    read(states, texts[:1])  # what the model keeps of its own
+    with Memory() as memory:
+        read_all()
+    assert 3 * each <= states.num_bytes <= 3.5 * each
+    assert 3 * each <= memory.live < 4 * each
