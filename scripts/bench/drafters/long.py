@@ -23,31 +23,35 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
 
+from draftsmith.config import build, merge, read_yaml
 from draftsmith.corpus import stdlib_code
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import TrainedDrafter
-from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.command import run
-from draftsmith.train.config import OptimConfig, TrainConfig, UnrollConfig
+from draftsmith.train.config import TrainConfig
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.evaluate.teacher_forced import Evaluation, evaluate_draft
 from scripts.bench.markdown_table import header, line
+from scripts.paths import ROOT
 
-SHORT, TARGET_WINDOW, ANSWER, K, SEED = 256, 128, 128, 4, 0
+SHORT, TARGET_WINDOW, ANSWER, K = 256, 128, 128, 4
 HELD_OUT = 8  # every so manieth document is of the held-out texts
+OPTIONS = {"optim": {"optimizer": "muon", "lr": 3e-3}, "unroll": {"steps": 3}}
 
 
 class Recipe(NamedTuple):
     name: str
     mixed: bool  # texts of all lengths; else of `SHORT` tokens
     window: int | None
+    file: str | None = None  # of options beside window and length, in `recipes`
 
 
 RECIPES = (
     Recipe("short texts", False, None),
     Recipe("all lengths", True, None),
     Recipe("short texts, window", False, TARGET_WINDOW),
+    Recipe("eagle3-long", True, TARGET_WINDOW, "eagle3-long.yaml"),
 )
 
 
@@ -73,18 +77,21 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=150_000, help="that each draft trains on")
     parser.add_argument("--target-steps", type=int, default=400, help="of 8 texts of 256 bytes")
     parser.add_argument("--texts", type=int, default=3, help="held-out texts of each length")
+    parser.add_argument("--seed", type=int, default=0, help="of target, texts and drafts")
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     chosen = parser.parse_args()
     lengths = [SHORT << step for step in range(int(math.log2(chosen.longest // SHORT)) + 1)]
-    torch.manual_seed(SEED)
-    train, held_out = documents()
+    torch.manual_seed(chosen.seed)
+    train, held_out = documents(chosen.seed)
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
         target = make_target(work / "target", train, chosen.target_steps, chosen.longest + ANSWER)
         drafts, seconds = {}, {}
         for recipe in RECIPES:
             begun_s = time.perf_counter()
-            drafts[recipe.name] = trained(recipe, target, train, lengths, chosen.tokens, work)
+            drafts[recipe.name] = trained(
+                recipe, target, train, lengths, chosen.tokens, work, chosen.seed
+            )
             seconds[recipe.name] = round(time.perf_counter() - begun_s, 1)
         report: dict[str, Any] = {
             "schema": 1,
@@ -99,10 +106,10 @@ def main() -> None:
     print(table(report))
 
 
-def documents() -> tuple[bytes, bytes]:
+def documents(seed: int) -> tuple[bytes, bytes]:
     """Training and held-out bytes, of different modules in an order that the seed gives."""
     texts = [document.text.encode() for document in stdlib_code()]
-    random.Random(SEED).shuffle(texts)
+    random.Random(seed).shuffle(texts)
     held_out = texts[::HELD_OUT]
     return b"".join(text for at, text in enumerate(texts) if at % HELD_OUT), b"".join(held_out)
 
@@ -148,7 +155,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def trained(
-    recipe: Recipe, target: Target, text: bytes, lengths: Sequence[int], tokens: int, work: Path
+    recipe: Recipe,
+    target: Target,
+    text: bytes,
+    lengths: Sequence[int],
+    tokens: int,
+    work: Path,
+    seed: int,
 ) -> TrainedDrafter:
     """A draft of one pass over `tokens` tokens: short texts four a step, or one text a step of each
     length in turn, with as many tokens of each."""
@@ -163,16 +176,21 @@ def trained(
     data.mkdir()
     rows = [
         {"name": str(at), "input_ids": ids, "loss_mask": [0, *[1] * (len(ids) - 1)]}
-        for at, ids in enumerate(pieces(text, each, seed=1))
+        for at, ids in enumerate(pieces(text, each, seed=1 + seed))
     ]
     pq.write_table(pa.Table.from_pylist(rows), data / "part-00000.parquet")
-    config = TrainConfig(
-        family="eagle3", target=target.name, data=(str(data),), out=str(work / name),
-        dtype="float32", epochs=1, batch_size=1 if recipe.mixed else 4, max_length=max(lengths),
-        held_out=0.0, seed=SEED, optim=OptimConfig(optimizer="muon", lr=3e-3),
-        unroll=UnrollConfig(steps=3),
-        eagle3=Eagle3Options(norm_output=True, window=recipe.window),
-    )  # fmt: skip
+    given: dict[str, Any] = {
+        "family": "eagle3", "target": target.name, "data": [str(data)], "out": str(work / name),
+        "dtype": "float32", "epochs": 1, "max_length": max(lengths), "held_out": 0.0, "seed": seed,
+        "eval_prompts": 0, "eagle3": {"window": recipe.window},
+    }  # fmt: skip
+    if recipe.file:
+        given["max_length"] = 8 * TARGET_WINDOW  # as many windows as in the recipe
+    else:
+        given |= OPTIONS | {"batch_size": 1 if recipe.mixed else 4}
+        given["eagle3"] |= {"norm_output": True}
+    file = {} if recipe.file is None else read_yaml(ROOT / "recipes" / recipe.file)
+    config = build(TrainConfig, merge(file, given))
     run(config)
     return checkpoint.load(Path(config.out), target)
 

@@ -21,9 +21,10 @@ def test_texts_are_pieces_that_the_seed_gives() -> None:
 
 
 def test_held_out_modules_are_not_trained_on() -> None:
-    train, held_out = long.documents()
+    train, held_out = long.documents(0)
     assert len(train) > 5 * len(held_out) > 500_000
     assert held_out[5000:5400] not in train
+    assert long.documents(1)[1] != held_out == long.documents(0)[1]
 
 
 def test_the_table_says_how_tau_holds() -> None:

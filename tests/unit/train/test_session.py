@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from draftsmith import cli
+from draftsmith.config import build, merge, read_yaml
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import TextBatch, UnrollBatch
@@ -181,6 +182,21 @@ def test_a_lost_run_stops_with_one_sentence_and_keeps_its_checkpoint(configure, 
     assert [line["step"] for line in lines] == [1, *range(5, 41, 5)] and lines[-1]["loss"] < lines[
         0
     ]["loss"]
+
+
+def test_the_recipe_for_long_contexts_trains_a_draft_with_a_window(configure):
+    """Of its sizes an eighth, for tiny texts."""
+    config = configure()
+    given = {
+        "family": "eagle3", "target": config.target, "data": config.data, "out": config.out,
+        "dtype": "float32", "steps": 12, "log_every": 4, "max_length": 32, "eval_prompts": 0,
+        "eagle3": {"window": 4},
+    }  # fmt: skip
+    config = build(TrainConfig, merge(read_yaml(RECIPES / "eagle3-long.yaml"), given))
+    run(config)
+    first, *_, last = metrics(config)
+    assert last["loss"] < first["loss"]
+    assert checkpoint.load(config.out, Target.load(config.target)).windows == (4,)
 
 
 def test_the_clock_ends_the_run_and_the_schedule(configure):
