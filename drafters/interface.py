@@ -309,7 +309,7 @@ class HasHead(Protocol):
 
 
 class ForwardCapturable(ABC):
-    """A drafter whose forward can be captured on a CPU and replayed."""
+    """A drafter whose forward can be captured and replayed."""
 
     @abstractmethod
     def capture_forward(self) -> None:
