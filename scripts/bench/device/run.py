@@ -54,6 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
     for name in options.stages:
         most_s = min(end_s - time.monotonic(), STAGES[name].share * options.limit_s)
         reason = run_stage(name, folder, options, most_s)
+        if name == "machine":
+            print((folder / "machine.log").read_text(encoding="utf-8"), end="")
         print(f"{name}: {reason or 'done'}, {end_s - time.monotonic():.0f} s left", flush=True)
         failed += [name] if reason else []
     return 1 if failed else 0

@@ -34,6 +34,7 @@ def test_every_stage_runs_without_a_device(tmp_path: Path) -> None:
     done = forked.run(command, capture_output=True, timeout=300, cwd=ROOT)
     logs = "".join(path.read_text(encoding="utf-8")[-1500:] for path in tmp_path.glob("*.log"))
     assert done.returncode == 0, (done.stdout, logs)
+    assert f"'torch': '{torch.__version__}'" in str(done.stdout)
     reports = {name: report(tmp_path, name) for name in STAGES}
     assert all(one["schema"] == 1 and "failed" not in one for one in reports.values())
     assert reports["machine"]["versions"]["torch"] == torch.__version__
