@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # (raw logits [R, V] in target ids, rows [R], prefixes: the tokens drafted so far of each) -> logits
 # [R, V] under the request's penalties, bans and masks.
-Adjust = Callable[[torch.Tensor, torch.Tensor, list[list[int]]], torch.Tensor]
+Adjust = Callable[[torch.Tensor, torch.Tensor, list[list[int]] | torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,7 +309,7 @@ class HasHead(Protocol):
 
 
 class ForwardCapturable(ABC):
-    """A drafter whose forward can be captured on a CPU and replayed."""
+    """A drafter whose forward can be captured and replayed."""
 
     @abstractmethod
     def capture_forward(self) -> None:

@@ -27,6 +27,17 @@ KINDS = (
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=0.7, top_p=0.9),
 )
+# What is worked out beside the draws, without graphs.
+BESIDE = SamplingParams(
+    temperature=0.9,
+    top_k=20,
+    min_p=0.05,
+    repetition_penalty=1.1,
+    frequency_penalty=0.1,
+    logit_bias=((0, 1.0),),
+    logprobs=1,
+    prompt_logprobs=1,
+)
 # Not recorded, not remembered by drafts from text, and no prefix of a client's prompt.
 UNSEEN = RequestOptions(text=False, learn=False, cache_salt="warm-up")
 
@@ -68,6 +79,10 @@ def _batches(engine: Engine) -> list[Callable[[], object]]:
             for size in reversed(sizes)
             for kind in KINDS
             for width in WIDTHS
+        ),
+        *(
+            partial(_rounds, engine, size, BESIDE, length=min(2, longest))
+            for size in {1, sizes[-1]}
         ),
     ]
 

@@ -152,7 +152,7 @@ class StandIn(TorchDispatchMode):
                     self.note("wait", name)
         elif arrives and hosts:
             self.uploaded(name, waits=not self._is_free(hosts[0], kwargs.get("non_blocking")))
-        elif name in SIZES or (name == "repeat_interleave" and kwargs.get("output_size") is None):
+        elif name in SIZES or _sizes_by_value(name, args, kwargs):
             self.note("wait", name)
         elif name in INDEXED:
             for index in filter(lambda one: one is not None, args[1]):
@@ -204,6 +204,13 @@ class PythonCalls(TorchFunctionMode):
             if name in ("__getitem__", "__setitem__"):
                 args = (first, _index(args[1]), *args[2:])
         return func(*args, **kwargs)
+
+
+def _sizes_by_value(name: str, args: Any, kwargs: Any) -> bool:
+    """True for repeats that the device counts. A number of them is the host's."""
+    if name != "repeat_interleave" or kwargs.get("output_size") is not None:
+        return False
+    return len(args) == 1 or isinstance(args[1], torch.Tensor)
 
 
 def _index(index: Any) -> Any:

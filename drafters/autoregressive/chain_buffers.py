@@ -17,6 +17,8 @@ from draftsmith.kernels.sampling.filters import Passes, SamplingRows
 if TYPE_CHECKING:
     from draftsmith.drafters.autoregressive.state import ChainState
 
+EVERY_TOKEN = 1 << 30  # more than any vocabulary has
+
 
 class ChainBuffers:
     """State of as many rows as a batch may have, at fixed addresses. A bucket uses the first of
@@ -80,8 +82,9 @@ def bucket(sizes: Sequence[int], size: int) -> int:
 
 
 def for_graphs(passes: Passes) -> Passes:
-    """Few kinds, each of which can serve what needs less."""
+    """Three kinds, each of which can serve what needs less: Triton's draws filter by all or by
+    nothing."""
     if passes.all_greedy:
         return passes
-    most = 1 << (passes.top_k - 1).bit_length() if passes.top_k else 0
-    return passes._replace(greedy=True, tempered=True, top_k=most)
+    filters = passes.filtered
+    return Passes(True, False, True, EVERY_TOKEN if filters else 0, filters, filters)

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from draftsmith.drafters.interface import Adjust, DraftInputs, Proposal
-from draftsmith.kernels.dispatch import sent
+from draftsmith.kernels.dispatch import reads_freely, sent
 from draftsmith.kernels.sampling.draw import draw
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.random_streams import Purpose
@@ -139,9 +139,12 @@ class DraftSampler:
         )
         self.lengths = torch.zeros(size, dtype=torch.int64, device=device)
         # [B] the product of the draft's largest probabilities so far; None: not asked for
-        self.confidence = None
+        self.confidence = self.sure = None
         if inputs.least_confidence > 0:
             self.confidence = torch.ones(size, dtype=torch.float32, device=device)
+            # [B] rows that have not ended, and [B] their tokens
+            self.sure = torch.ones(size, dtype=torch.bool, device=device)
+            self.offered = torch.zeros_like(self.lengths)
 
     def plan(self, rows: Sequence[int], most: int | None = None) -> DepthPlan:
         """Rows among `rows` (ascending) that draft at each depth, up to `most` depths."""
@@ -153,10 +156,14 @@ class DraftSampler:
     ) -> torch.Tensor:
         """Raw draft logits [R, Vd] of `rows` [R] -> target ids [R], the tokens of the absolute
         `positions` [R]."""
-        if self.confidence is not None:
+        if self.confidence is not None and self.sure is not None:
+            # Before anything of this depth is drawn (invariant 4). A distribution without mass is
+            # no reason to end: it must be met, and make the draft rest.
+            self.sure[rows] &= ~(self.confidence[rows] < self.inputs.least_confidence)
+            self.offered[rows] += self.sure[rows]
             self.confidence[rows] *= largest_probability(logits)
         if self.inputs.adjust is not None:
-            prefixes = self.tokens[rows, :depth].tolist()
+            prefixes = self.tokens[rows, :depth]
             logits = adjusted(
                 self.inputs.adjust, logits, rows, prefixes, self.shape[2], self.vocab_map
             )
@@ -169,10 +176,10 @@ class DraftSampler:
 
     def going_on(self, rows: torch.Tensor) -> torch.Tensor | None:
         """Which of `rows` [R] may draft further, before anything of the next depth is drawn or even
-        read (invariant 4); None: all of them, without a look at the device."""
-        if self.confidence is None:
+        read (invariant 4); None: all of them. Where a look costs a wait all go on, and what they
+        draft behind their end is not offered."""
+        if self.confidence is None or not reads_freely(self.confidence.device):
             return None
-        # A distribution without mass is no reason to end: it must be met, and make the draft rest.
         return ~(self.confidence[rows] < self.inputs.least_confidence)
 
     def keep(self, rows: torch.Tensor, depth: int, drawn: DraftStep) -> None:
@@ -197,6 +204,8 @@ class DraftSampler:
         )
 
     def proposal(self) -> Proposal:
+        if self.sure is not None:
+            self.shorten(self.offered)
         has_mass = None if self.best is None else torch.isfinite(self.best)
         return Proposal(
             tokens=self.tokens, lengths=self.lengths, logits=self.logits, has_mass=has_mass
@@ -213,7 +222,7 @@ def adjusted(
     adjust: Adjust,
     logits: torch.Tensor,
     rows: torch.Tensor,
-    prefixes: list[list[int]],
+    prefixes: list[list[int]] | torch.Tensor,
     vocab_size: int,
     vocab_map: torch.Tensor | None,
 ) -> torch.Tensor:

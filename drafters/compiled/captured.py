@@ -62,9 +62,12 @@ def capture_lm(lm: CausalLM, impl: str = "auto") -> None:
     steps = steps_for(lm.device, lm.dtype, impl)
     if lm.captured or steps is None or lm.state_layers:
         return
-    # On CUDA the own forward is several times slower.
-    level = logging.INFO if steps == "cpu" else logging.WARNING
-    lm.replay(attempt(lm.name, lambda: _capture(lm, steps), level))
+    lm.replay(attempt(lm.name, lambda: _capture(lm, steps), log_level(steps)))
+
+
+def log_level(steps: Literal["cpu", "triton"]) -> int:
+    """Level of the line that a capture failed: on CUDA the own forward is several times slower."""
+    return logging.INFO if steps == "cpu" else logging.WARNING
 
 
 def attempt(name: str, capture: Callable[[], T], level: int = logging.INFO) -> T | None:

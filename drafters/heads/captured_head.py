@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import linear
 
 from draftsmith.drafters.autoregressive.state import HeadStep
 from draftsmith.drafters.compiled.capture import NUM_TOKENS
-from draftsmith.drafters.compiled.captured import PIECES, attempt, compare, pass_over
+from draftsmith.drafters.compiled.captured import (
+    PIECES,
+    attempt,
+    compare,
+    log_level,
+    pass_over,
+    steps_for,
+)
 from draftsmith.drafters.compiled.replay import Replay
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.kernels.attention.pool import PagedPool
@@ -50,13 +57,17 @@ class CapturedHead(NamedTuple):
             part.refresh()
 
 
-def capture_head(head: HeadForward) -> CapturedHead | None:
-    """Capture the head's parts. None, with the reason in the log, where that fails or is not
-    exact."""
-    return attempt(head.family, lambda: _capture(head))
+def capture_head(head: HeadForward, impl: str = "auto") -> CapturedHead | None:
+    """Capture the head's parts, on CUDA with fewer launches. None, with the reason in the log,
+    where that fails or is not exact, and where nothing is captured."""
+    weight = head.head_weight()
+    steps = steps_for(weight.device, weight.dtype, impl)
+    if steps is None:
+        return None
+    return attempt(head.family, lambda: _capture(head, steps), log_level(steps))
 
 
-def _capture(head: HeadForward) -> CapturedHead:
+def _capture(head: HeadForward, steps: Literal["cpu", "triton"]) -> CapturedHead:
     states = _states(head, NUM_TOKENS)
     positions = torch.arange(NUM_TOKENS, device=states.device)[None]
     captured = CapturedHead(
@@ -65,10 +76,15 @@ def _capture(head: HeadForward) -> CapturedHead:
                 head.step(embeds, hidden, places, context)
             ),
             [states[None], states[None], positions],
+            steps=steps,
         ),
-        fuse=Replay(lambda taps, context: head.fuse(taps), [_taps(head, NUM_TOKENS)]),
-        logits=Replay(lambda rows, context: linear(rows, head.head_weight()), [states]),
+        fuse=Replay(lambda taps, context: head.fuse(taps), [_taps(head, NUM_TOKENS)], steps=steps),
+        logits=Replay(
+            lambda rows, context: linear(rows, head.head_weight()), [states], steps=steps
+        ),
     )
+    if steps == "triton":
+        torch.cuda.empty_cache()  # where weights lay before they were joined
     _check(head, captured)
     return captured
 

@@ -81,7 +81,7 @@ class FeatureHead(HasRotary, ForwardCapturable, Capturable):
         return ReadBytes(proposal=0, token=weight_bytes([self], self.head_weight()))
 
     def capture_forward(self) -> None:
-        if self._captured is None and self.head_weight().device.type == "cpu":
+        if self._captured is None:
             self._captured = capture_head(self)
 
     def draft_logits(self, head_input: torch.Tensor) -> torch.Tensor:

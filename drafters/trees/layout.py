@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.kernels.attention.pool import TreeLayout
+from draftsmith.kernels.dispatch import sent
 
 
 class TreeSpan(NamedTuple):
@@ -51,9 +52,7 @@ def tree_pass(spans: Sequence[TreeSpan], device: torch.device) -> TreePass:
         first += [end - 1] * (num_known + len(parents))
     return TreePass(
         positions,
-        TreeLayout(
-            *(torch.tensor(values, device=device) for values in (kv_indices, ancestors, first))
-        ),
+        TreeLayout(*sent(device, kv_indices, ancestors, first)),
     )
 
 

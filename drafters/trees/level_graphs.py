@@ -76,7 +76,10 @@ class LevelGraphs:
         if self.broken or pool is not self.pool:
             return None
         num_rows, width = inputs.tokens.shape
-        key = (bucket(self.rows, num_rows), width)
+        rows = bucket(self.rows, num_rows)
+        # At the end of an answer levels are narrower than those that were captured.
+        wider = [one for count, one in self._static if count == rows and one >= width]
+        key = (rows, min(wider, default=width))
         if key not in self._static:
             self._static[key] = empty_level(*key, self.max_blocks, inputs.hidden)
         static = self._static[key]
@@ -84,9 +87,10 @@ class LevelGraphs:
         if found is None:
             return None
         graph, output = found
-        fill(static, inputs)
+        fill(static, widened(inputs, key[1]))
         graph.replay()
-        return LevelOutput(*(part[: num_rows * width] for part in output))
+        levels = (part.unflatten(0, key) for part in output)
+        return LevelOutput(*(level[:num_rows, :width].flatten(0, 1) for level in levels))
 
 
 def spare_blocks(pool: PagedPool) -> int:
@@ -102,6 +106,18 @@ def empty_level(num_rows: int, width: int, max_blocks: int, hidden: torch.Tensor
     tables = torch.full((num_rows, max_blocks), NULL_BLOCK, device=device)
     states = torch.zeros(*shape, hidden.shape[-1], dtype=hidden.dtype, device=device)
     return LevelInputs(tokens, states, positions, TreeLayout(kv_indices, ancestors, first), tables)
+
+
+def widened(inputs: LevelInputs, width: int) -> LevelInputs:
+    """The level with its last node again and again: what these write is what that writes."""
+    missing = width - inputs.tokens.shape[1]
+    if missing == 0:
+        return inputs
+    tokens, hidden, positions, *layout = (
+        torch.cat([part, part[:, -1:].expand(-1, missing, *part.shape[2:])], dim=1)
+        for part in (inputs.tokens, inputs.hidden, inputs.positions, *inputs.layout)
+    )
+    return LevelInputs(tokens, hidden, positions, TreeLayout(*layout), inputs.tables)
 
 
 def fill(static: LevelInputs, inputs: LevelInputs) -> None:

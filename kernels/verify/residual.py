@@ -7,6 +7,7 @@ import math
 
 import torch
 
+from draftsmith.kernels.dispatch import reads_freely
 from draftsmith.kernels.sampling.filters import clean
 
 
@@ -53,8 +54,9 @@ def log_distribution(logits: torch.Tensor) -> torch.Tensor:
     """Log-probabilities [..., V] of logits; NaN counts as -inf, and a row without mass is -inf
     everywhere."""
     distribution = torch.log_softmax(wide(logits), dim=-1)
-    # One NaN, one +inf or no mass at all makes the whole row NaN, so one column is enough.
-    if not bool(distribution[..., :1].isnan().any()):
+    # One NaN, one +inf or no mass at all makes the whole row NaN, so one column is enough. Where
+    # that look would be a wait, all of it is done.
+    if reads_freely(logits.device) and not bool(distribution[..., :1].isnan().any()):
         return distribution
     distribution = torch.log_softmax(clean(wide(logits)), dim=-1)
     return torch.where(distribution.isnan(), -math.inf, distribution)

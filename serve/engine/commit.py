@@ -15,6 +15,7 @@ from draftsmith.serve.engine.output import (
     add_prompt_logprobs,
     check_stop,
     error_message,
+    no_logprobs,
     token_logprobs,
 )
 from draftsmith.serve.engine.propose import Proposer, keep_taps
@@ -105,7 +106,9 @@ class Committer:
             self.recorder.round(row, kept.committed, round, version)
         alternatives = request.params.logprobs
         logprobs = (
-            [] if alternatives is None else token_logprobs(row.logits, kept.committed, alternatives)
+            no_logprobs
+            if alternatives is None
+            else token_logprobs(row.logits, kept.committed, alternatives)
         )
         if kept.finish_reason is not None:
             self._finish(request, kept.finish_reason)
@@ -175,7 +178,7 @@ class Committer:
             self.emit()
         if not request.finished:
             self._finish(request, reason)
-            self.outputs.add(request, StopCheck([], reason), [])
+            self.outputs.add(request, StopCheck([], reason), no_logprobs)
             self.emit()
 
     def emit(self) -> None:
@@ -201,7 +204,7 @@ class Committer:
             request.finish_reason = FinishReason.ERROR
         else:
             self._finish(request, FinishReason.ERROR)
-        self.outputs.add(request, StopCheck([], FinishReason.ERROR), [])
+        self.outputs.add(request, StopCheck([], FinishReason.ERROR), no_logprobs)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason

@@ -270,7 +270,8 @@ class Engine:
         """k of the drafting rows where drafted tokens may stay on the device until they are
         verified."""
         sampling = round.sampling
-        if sampling.adjust is not None or not decides_late(self.rule, sampling):
+        reads_tokens = sampling.adjust is not None and sampling.adjust.reads_tokens
+        if reads_tokens or not decides_late(self.rule, sampling):
             return None
         return sampling.budgets[: len(round.schedule.drafting)]
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
 
+from draftsmith.kernels.dispatch import Reading, reads_freely, sent
 from draftsmith.serve.engine.recorder import Recorder
 from draftsmith.serve.engine.round import prompt_positions
 from draftsmith.serve.engine.scheduler import Row
@@ -111,10 +112,13 @@ def _grammar_end(request: Request, emitted: list[int]) -> int | None:
 log = logging.getLogger(__name__)
 
 
+Logprobs = Callable[[], list[TokenLogprob]]
+
+
 class _Item(NamedTuple):
     request: Request
     kept: StopCheck
-    logprobs: list[TokenLogprob]
+    logprobs: Logprobs
 
 
 class Failure(NamedTuple):
@@ -134,7 +138,8 @@ class OutputQueue:
         self._failed: dict[str, Failure] = {}  # by request id
         self.failures = LoneFailures()
 
-    def add(self, request: Request, kept: StopCheck, logprobs: list[TokenLogprob]) -> None:
+    def add(self, request: Request, kept: StopCheck, logprobs: Logprobs) -> None:
+        """`logprobs` gives those of the kept tokens once the update is made."""
         self._pending.append(_Item(request, kept, logprobs))
 
     def take_failed(self) -> list[Failure]:
@@ -156,7 +161,7 @@ class OutputQueue:
             text = self._text(item)
             if text is None:
                 continue
-            request, kept, logprobs = item
+            request, kept, logprobs = item[0], item[1], item.logprobs()
             if kept.finish_reason is not FinishReason.ERROR:
                 self.failures.served(ended=kept.finish_reason is not None)
             request.text += text
@@ -192,22 +197,39 @@ class OutputQueue:
         return text
 
 
+def no_logprobs() -> list[TokenLogprob]:
+    return []
+
+
 def token_logprobs(
     logits: torch.Tensor, tokens: list[int], alternatives: int, *, ranked: bool = False
-) -> list[TokenLogprob]:
+) -> Logprobs:
     """Logprobs of `tokens` [n] by the raw logits [n, V] of their positions, with their ranks if
-    `ranked`."""
+    `ranked`. They come to the host while it goes on."""
     logprobs = torch.log_softmax(logits[: len(tokens)], dim=-1)
-    own = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])  # [n, 1]
+    own = logprobs.gather(1, sent(logits.device, tokens)[0][:, None])  # [n, 1]
     likeliest = torch.topk(logprobs, min(alternatives, logprobs.shape[-1]), dim=-1)
-    tops = [
-        list(zip(ids, values))
-        for ids, values in zip(likeliest.indices.tolist(), likeliest.values.tolist())
-    ]
-    ranks = [0] * len(tokens)
+    # All of a token as numbers of one row.
+    parts = [own, likeliest.values, likeliest.indices]
     if ranked:
-        ranks = (logprobs > own).sum(dim=1).add(1).tolist()
-    return [TokenLogprob(*parts) for parts in zip(tokens, own[:, 0].tolist(), tops, ranks)]
+        parts.append((logprobs > own).sum(dim=1, keepdim=True).add(1))
+    told = torch.cat([part.double() for part in parts], dim=1)
+    count = likeliest.indices.shape[1]
+    come = told if reads_freely(told.device) else Reading(told)
+
+    def read() -> list[TokenLogprob]:
+        rows: list[list[float]] = (come if isinstance(come, torch.Tensor) else come.wait()).tolist()
+        return [
+            TokenLogprob(
+                token,
+                row[0],
+                list(zip(map(int, row[1 + count : 1 + 2 * count]), row[1 : 1 + count])),
+                int(row[-1]) if ranked else 0,
+            )
+            for token, row in zip(tokens, rows)
+        ]
+
+    return read
 
 
 def add_prompt_logprobs(row: Row, logits: torch.Tensor) -> None:
@@ -218,4 +240,4 @@ def add_prompt_logprobs(row: Row, logits: torch.Tensor) -> None:
     if alternatives is None or not positions:
         return
     tokens = request.tokens[positions.start + 1 : positions.stop + 1]
-    request.prompt_logprobs += token_logprobs(logits, tokens, alternatives, ranked=True)
+    request.prompt_logprobs += token_logprobs(logits, tokens, alternatives, ranked=True)()

@@ -16,7 +16,7 @@ import torch
 from draftsmith.drafters.interface import Proposal
 from draftsmith.kernels.verify.draft_tree import DraftTree, chain_tree
 from draftsmith.serve.engine.round import RoundProposal, RoundTree, Source, UnreadChains
-from draftsmith.serve.engine.trees import check_tree
+from draftsmith.serve.engine.trees import check_tree, tree_report
 
 
 class BadProposal(ValueError):
@@ -30,13 +30,18 @@ def checked(proposal: Proposal, allowed: Sequence[int], vocab_size: int) -> Roun
         allowed: [B] most drafted tokens per row.
     """
     # The round's one copy of the drafted tokens from the device.
-    host_rows: list[list[int]] = _report(proposal, _has_mass(proposal)).tolist()
+    report, grown = _report(proposal, _has_mass(proposal)), proposal.parents is not None
+    before = report.shape[1]
+    if grown:
+        report = torch.cat([report, tree_report(proposal)], dim=1)
+    host_rows: list[list[int]] = report.tolist()
     lengths = [row[0] for row in host_rows]
     chains = _chains(host_rows, allowed, vocab_size)
     width = proposal.tokens.shape[1]
-    masses = [row[1 + width :] for row in host_rows]
-    if proposal.parents is not None:
-        return _checked_trees(proposal, chains, lengths, masses)
+    masses = [row[1 + width : before] for row in host_rows]
+    if grown:
+        reports = [row[before:] for row in host_rows]
+        return _checked_trees(proposal, chains, reports, lengths, masses)
     return _checked_chains(proposal, chains, lengths, masses)
 
 
@@ -105,9 +110,13 @@ def read_late(
 
 
 def _checked_trees(
-    proposal: Proposal, chains: list[list[int]], lengths: list[int], masses: list[list[int]]
+    proposal: Proposal,
+    chains: list[list[int]],
+    reports: list[list[int]],
+    lengths: list[int],
+    masses: list[list[int]],
 ) -> RoundProposal:
-    grown = check_tree(proposal, lengths)
+    grown = check_tree(proposal, reports, lengths)
     if isinstance(grown, str):
         raise BadProposal(f"drafted {grown}")
     tree, has_mass = grown

@@ -147,9 +147,13 @@ class Proposer:
 
     def _late_budgets(self, asked: ProposalRequest) -> torch.Tensor | None:
         """Budgets of rows whose chains have their lengths from them, so that the pass can be laid
-        out without a look at the device; None where a draft ends as it goes, or is made wrong."""
-        ends = asked.least_survival > 0 or self.least_confidence > 0 or self.tree is not None
-        return None if ends or self.misreport is not None else asked.budgets
+        out without a look at the device; None where a draft guesses how far it is kept, or is made
+        wrong."""
+        drafter = self.drafts.live.drafter
+        chains = isinstance(drafter, EndsChains) and drafter.ends_chains
+        guesses = asked.least_survival > 0 and not chains
+        unknown = guesses or self.tree is not None or self.misreport is not None
+        return None if unknown else asked.budgets
 
     def _count(self, draft: ServedDraft, proposal: RoundProposal, rows: Sequence[Row]) -> None:
         """Decide if the draft has to rest after a proposal."""

@@ -17,6 +17,7 @@ from draftsmith.drafters.interface import Proposal
 from draftsmith.drafters.trees.layout import TreePass, TreeSpan, tree_pass, tried
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.constants import MAX_NODES
+from draftsmith.kernels.dispatch import sent
 from draftsmith.kernels.verify.draft_tree import DraftTree
 from draftsmith.serve.engine.round import PassOutput, RoundProposal, RoundTree
 from draftsmith.serve.engine.scheduler import Row
@@ -31,24 +32,29 @@ def lay_out(rows: Sequence[Row], tree: RoundTree, device: torch.device) -> TreeP
     )
 
 
-def check_tree(proposal: Proposal, lengths: Sequence[int]) -> tuple[RoundTree, list[bool]] | str:
-    """The proposal's trees, each with True when all its nodes' distributions have mass; or the
-    reason why the proposal is malformed.
+def tree_report(proposal: Proposal) -> torch.Tensor:
+    """[B, N or 2 N + 2] int64 of trees, to be read with their tokens: parents and, where nodes were
+    drawn, whose distributions were drawn from and if these have mass."""
+    assert proposal.parents is not None
+    if proposal.logits is None or proposal.q_rows is None:
+        return proposal.parents
+    mass = _has_mass(proposal, proposal.logits, proposal.q_rows)
+    return torch.cat([proposal.parents, proposal.q_rows, mass[:, None].long()], dim=1)
+
+
+def check_tree(
+    proposal: Proposal, host_rows: Sequence[list[int]], lengths: Sequence[int]
+) -> tuple[RoundTree, list[bool]] | str:
+    """The proposal's trees, each with True when all its nodes' distributions have mass, from their
+    report; or the reason why the proposal is malformed.
 
     Nodes of a distribution without mass stay where they are: verification passes over them, and
     dropping a token for what followed it would be choosing among the draws (invariant 4).
     """
     assert proposal.parents is not None
     width = proposal.parents.shape[1]
-    parts = [proposal.parents]
-    if proposal.logits is not None:
-        if proposal.q_rows is None:
-            return "distributions without telling whose they are"
-        parts += [
-            proposal.q_rows,
-            _has_mass(proposal, proposal.logits, proposal.q_rows)[:, None].long(),
-        ]
-    host_rows: list[list[int]] = torch.cat(parts, dim=1).tolist()
+    if proposal.logits is not None and proposal.q_rows is None:
+        return "distributions without telling whose they are"
     parents = [row[:length] for row, length in zip(host_rows, lengths)]
     if max(lengths, default=0) > MAX_NODES:
         return f"a tree of {max(lengths)} nodes, where {MAX_NODES} are possible"
@@ -106,9 +112,7 @@ def move_kept(
                 sources.append(begin + node)
                 targets.append(begin + step)
     if owners:
-        rows_at, from_at, to_at = (
-            torch.tensor(values, device=tables.device) for values in (owners, sources, targets)
-        )
+        rows_at, from_at, to_at = sent(tables.device, owners, sources, targets)
         pool.move_slots(
             pool.slots_of(tables, rows_at, from_at), pool.slots_of(tables, rows_at, to_at)
         )
@@ -154,14 +158,13 @@ def collapse_to_chain(
         if row.samples:
             logit_rows += (num_logits + slot for slot in (0, *(node + 1 for node in kept)))
             num_logits += 1 + (len(proposal.chains[index]) if index < count else 0)
-    device = output.logits.device
-    taps = None if output.taps is None else output.taps[torch.tensor(tap_rows, device=device)]
-    logits = output.logits[torch.tensor(logit_rows, dtype=torch.int64, device=device)]
     width = max(map(len, chains), default=0)
-    tokens = torch.tensor(
-        [[*chain, *[-1] * (width - len(chain))] for chain in chains], device=device
+    padded = [token for chain in chains for token in (*chain, *[-1] * (width - len(chain)))]
+    taps_at, logits_at, flat, lengths = sent(
+        output.logits.device, tap_rows, logit_rows, padded, [len(chain) for chain in chains]
     )
-    lengths = torch.tensor([len(chain) for chain in chains], device=device)
+    taps = None if output.taps is None else output.taps[taps_at]
+    logits, tokens = output.logits[logits_at], flat.view(len(chains), width)
     q_logits = _path_distributions(proposal, tree, nodes, width) if with_distributions else None
     return CollapsedRound(
         replace(proposal, chains=chains, tokens=tokens, lengths=lengths, logits=q_logits),

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from draftsmith.kernels.dispatch import reads_freely
+from draftsmith.kernels.dispatch import reads_freely, sent
 from draftsmith.kernels.sampling.draw import draw
 from draftsmith.kernels.sampling.filters import process
 from draftsmith.kernels.sampling.random_streams import Purpose
@@ -72,7 +72,9 @@ def verify_round(
     """
     tree = None if proposal is None else proposal.tree
     parents = None if tree is None else tree.parents + [[]] * (len(chains) - len(tree.parents))
-    if sampling.adjust is not None:
+    if sampling.adjust is not None and proposal is not None and proposal.unread is not None:
+        logits = sampling.adjust(logits, *_late_prefixes(chains, proposal.tokens))
+    elif sampling.adjust is not None:
         owners, prefixes = (
             chain_prefixes(chains) if parents is None else tree_prefixes(chains, parents)
         )
@@ -109,6 +111,21 @@ def verify_round(
         if tree is not None:
             verified.paths.extend([] for _ in bonus)
     return verified
+
+
+def _late_prefixes(
+    chains: Sequence[Sequence[int]], tokens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(owner [R], drafted tokens before it [R, K], -1 behind them) of every row of logits. Of
+    `chains` the lengths alone count; `tokens` [B, K] are those of the first."""
+    counts = [len(chain) + 1 for chain in chains]
+    owners = [row for row, count in enumerate(counts) for _ in range(count)]
+    places = [place for count in counts for place in range(count)]
+    rows, before = sent(tokens.device, owners, places)
+    # Behind the rows that draft are some that do not.
+    drafted = tokens[rows.clamp(max=len(tokens) - 1)]
+    known = torch.arange(tokens.shape[1], device=tokens.device) < before[:, None]
+    return rows, drafted.masked_fill(~known, -1)
 
 
 def decides_late(rule: ChainRule, sampling: RowSampling) -> bool:

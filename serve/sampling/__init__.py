@@ -3,7 +3,8 @@
 Files in reading order:
 - `params`: parameters and their checks
 - `state`: counts that parameters depend on
-- `stages`: biases, penalties, bans and masks
+- `tables`: biases, penalties and bans of a round as tensors of its device
+- `stages`: bans and masks that need the tokens on the host
 - `adjustments`: all of them in order, for many rows
 - `processors`: transformers' logits processors
 - `grammar`: grammars as values

@@ -10,16 +10,19 @@ seen there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
 from draftsmith.drafters.target.target import Target
+from draftsmith.kernels.dispatch import sent
 from draftsmith.serve.sampling.grammar_matcher import GrammarCompiler
 from draftsmith.serve.sampling.params import SamplingParams, check_vocabulary
 from draftsmith.serve.sampling.processors import check_processors, run_processors
-from draftsmith.serve.sampling.stages import add_biases, ban, penalise, restrict
+from draftsmith.serve.sampling.stages import ban, mask
 from draftsmith.serve.sampling.state import RowContext, SamplingState
+from draftsmith.serve.sampling.tables import AdjustmentTables
 
 
 class Adjustments:
@@ -27,6 +30,7 @@ class Adjustments:
 
     def __init__(self, states: Sequence[SamplingState | None]):
         self.states = states
+        self._tables: AdjustmentTables | None = None
 
     @classmethod
     def of(
@@ -41,16 +45,56 @@ class Adjustments:
                 state.follow(tokens)
         return cls(states)
 
+    @cached_property
+    def reads_tokens(self) -> bool:
+        """True where the host needs the drafted tokens."""
+        return any(state is not None and state.reads_tokens for state in self.states)
+
     def __call__(
-        self, logits: torch.Tensor, rows: torch.Tensor, prefixes: list[list[int]]
+        self, logits: torch.Tensor, rows: torch.Tensor, prefixes: list[list[int]] | torch.Tensor
     ) -> torch.Tensor:
         """A new tensor [R, V]; row r is that of request `rows[r]` behind the drafted tokens
-        `prefixes[r]`."""
-        return self.apply(logits, rows.tolist(), prefixes)
+        `prefixes[r]`, of a tensor those that are not negative."""
+        if isinstance(prefixes, list):
+            return self.apply(logits, rows.tolist(), prefixes)
+        adjusted = logits.clone()
+        self._tables_on(logits.device).apply(adjusted, rows, prefixes)
+        if self.reads_tokens:
+            # One look at the device.
+            host_rows: list[list[int]] = torch.cat([rows[:, None], prefixes], dim=1).tolist()
+            owners = [row[0] for row in host_rows]
+            self._on_host(
+                adjusted, rows, owners, [[one for one in row[1:] if one >= 0] for row in host_rows]
+            )
+        return adjusted
 
     def apply(
         self, logits: torch.Tensor, owners: Sequence[int], prefixes: Sequence[list[int]]
     ) -> torch.Tensor:
+        """The same as a call, of rows and tokens that the host has."""
+        device, width = logits.device, max(map(len, prefixes), default=0)
+        padded = [token for one in prefixes for token in (*one, *[-1] * (width - len(one)))]
+        rows, flat = sent(device, list(owners), padded)
+        adjusted = logits.clone()
+        self._tables_on(device).apply(adjusted, rows, flat.view(len(owners), width))
+        if self.reads_tokens:
+            self._on_host(adjusted, rows, owners, prefixes)
+        return adjusted
+
+    def _tables_on(self, device: torch.device) -> AdjustmentTables:
+        """Tables of the round, made once."""
+        if self._tables is None:
+            self._tables = AdjustmentTables.of(self.states, device)
+        return self._tables
+
+    def _on_host(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        owners: Sequence[int],
+        prefixes: Sequence[list[int]],
+    ) -> None:
+        """Apply, in place, what the host works out from the tokens."""
         contexts = [
             RowContext(row, state, prefix)
             for row, (owner, prefix) in enumerate(zip(owners, prefixes, strict=True))
@@ -59,14 +103,12 @@ class Adjustments:
             and not state.error
             and state.ends.isdisjoint(prefix)
         ]
-        logits = logits.clone()
-        add_biases(logits, contexts)
-        penalise(logits, contexts)
         ban(logits, contexts)
-        restrict(logits, contexts)
+        mask(logits, contexts)
         if run_processors(logits, contexts):
             # What a processor gave back to a forbidden token is taken again.
-            restrict(logits, contexts)
+            self._tables_on(logits.device).restrict(logits, rows)
+            mask(logits, contexts)
         # Without a distribution its request ends.
         failed = [
             row
@@ -74,8 +116,7 @@ class Adjustments:
             if (state := self.states[owner]) is not None and state.error
         ]
         if failed:
-            logits[torch.tensor(failed, device=logits.device)] = -torch.inf
-        return logits
+            logits[sent(logits.device, failed)[0]] = -torch.inf
 
 
 def sampling_state(

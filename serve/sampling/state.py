@@ -10,42 +10,37 @@ from typing import NamedTuple
 
 import torch
 
+from draftsmith.kernels.dispatch import sent_tensor
 from draftsmith.serve.sampling.grammar_matcher import GrammarMatcher
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.sampling.request_errors import is_own, sentence
 
 
 class TokenCounts:
-    """U distinct tokens in the order in which they came; penalties read these, never the whole
-    vocabulary."""
+    """Distinct tokens of a text in the order in which they came; penalties read these, never the
+    whole vocabulary."""
 
-    def __init__(self, num_prompt: int, device: torch.device):
+    def __init__(self, num_prompt: int):
         self.num_prompt = num_prompt
-        self.slots: dict[int, int] = {}  # index of each token in the tensors
-        self.ids = torch.zeros(0, dtype=torch.int64, device=device)  # [U]
-        # [U] how often in the output
-        self.output = torch.zeros(0, dtype=torch.float32, device=device)
-        self.prompt = torch.zeros(0, dtype=torch.bool, device=device)  # [U] whether in the prompt
+        self._slots: dict[int, int] = {}  # index of each token in the lists
+        self.ids: list[int] = []
+        self.output: list[int] = []  # how often in the output
+        self.prompt: list[int] = []  # 1: in the prompt
         self._counted = 0
 
     def follow(self, tokens: Sequence[int]) -> None:
         """`tokens`, the prompt and the output, have grown."""
         begin, self._counted = self._counted, len(tokens)
-        new = [token for token in dict.fromkeys(tokens[begin:]) if token not in self.slots]
-        if new:
-            self.slots.update(zip(new, range(len(self.slots), len(self.slots) + len(new))))
-            self.ids = torch.cat([self.ids, torch.tensor(new, device=self.ids.device)])
-            self.output = torch.cat([self.output, self.output.new_zeros(len(new))])
-            self.prompt = torch.cat([self.prompt, self.prompt.new_zeros(len(new))])
-        if begin < self.num_prompt:
-            self.prompt[self._indices(tokens[begin : self.num_prompt])] = True
-        written = tokens[max(begin, self.num_prompt) :]
-        if written:
-            indices = self._indices(written)
-            self.output.index_add_(0, indices, torch.ones_like(indices, dtype=self.output.dtype))
-
-    def _indices(self, tokens: Sequence[int]) -> torch.Tensor:
-        return torch.tensor([self.slots[token] for token in tokens], device=self.ids.device)
+        for place, token in enumerate(tokens[begin:], start=begin):
+            slot = self._slots.setdefault(token, len(self.ids))
+            if slot == len(self.ids):
+                self.ids.append(token)
+                self.output.append(0)
+                self.prompt.append(0)
+            if place < self.num_prompt:
+                self.prompt[slot] = 1
+            else:
+                self.output[slot] += 1
 
 
 log = logging.getLogger(__name__)
@@ -77,19 +72,18 @@ class SamplingState:
         self.ends = frozenset(
             params.stop_token_ids if params.ignore_eos else [*eos_token_ids, *params.stop_token_ids]
         )
-        self.bias_ids = torch.tensor(
-            [token for token, _ in params.logit_bias], dtype=torch.int64, device=device
+        self.penalties = (
+            params.repetition_penalty,
+            params.frequency_penalty,
+            params.presence_penalty,
         )
-        self.bias_values = torch.tensor(
-            [bias for _, bias in params.logit_bias], dtype=torch.float32, device=device
-        )
-        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-        self.counts = TokenCounts(num_prompt, device) if penalties != (1.0, 0.0, 0.0) else None
+        self.counts = TokenCounts(num_prompt) if self.penalties != (1.0, 0.0, 0.0) else None
         self.forbidden: torch.Tensor | None = None  # [V] bool, of `allowed_token_ids`
         if params.allowed_token_ids is not None:
-            self.forbidden = torch.ones(vocab_size, dtype=torch.bool, device=device)
-            self.forbidden[torch.tensor(params.allowed_token_ids, device=device)] = False
-        self._single = [word[0] for word in params.bad_words if len(word) == 1]
+            forbidden = torch.ones(vocab_size, dtype=torch.bool)
+            forbidden[list(params.allowed_token_ids)] = False
+            self.forbidden = sent_tensor(device, forbidden)
+        self.single = [word[0] for word in params.bad_words if len(word) == 1]
         # By the token before the last one, so that only words that could be completed now are
         # looked at.
         self._longer: dict[int, list[tuple[int, ...]]] = {}
@@ -126,19 +120,26 @@ class SamplingState:
             self.matcher.commit(tokens[self._matched :])
             self._matched = len(tokens)
 
-    def banned(self, prefix: Sequence[int]) -> list[int]:
-        """Tokens that a bad word or `min_tokens` bans behind the committed text and `prefix`."""
-        banned = self._single.copy()
-        if self._longer:
-            last = prefix[-1] if prefix else self.tokens[-1]
-            banned += [
-                word[-1]
-                for word in self._longer.get(last, ())
-                if self._ends_with(word[:-1], prefix)
-            ]
-        if len(self.tokens) - self.num_prompt + len(prefix) < self.params.min_tokens:
-            banned += self.ends
-        return banned
+    @property
+    def reads_tokens(self) -> bool:
+        """True where the host needs the drafted tokens to adjust what comes behind them."""
+        own = self.matcher is not None or bool(self.params.logits_processors)
+        return own or bool(self._longer)
+
+    @property
+    def least_left(self) -> int:
+        """Tokens, drafted ones included, that must come before the answer may end; may be below
+        0."""
+        return self.params.min_tokens - (len(self.tokens) - self.num_prompt)
+
+    def completed(self, prefix: Sequence[int]) -> list[int]:
+        """Tokens that would complete a bad word behind the committed text and `prefix`."""
+        if not self._longer:
+            return []
+        last = prefix[-1] if prefix else self.tokens[-1]
+        return [
+            word[-1] for word in self._longer.get(last, ()) if self._ends_with(word[:-1], prefix)
+        ]
 
     def _ends_with(self, part: Sequence[int], prefix: Sequence[int]) -> bool:
         text = [*self.tokens[-len(part) :], *prefix]

@@ -25,10 +25,15 @@ CASES = [
     *VERIFICATIONS,
     *(f"{name}, bfloat16" for name in VERIFICATIONS),
     "filters, V 64",
+    "filtered draw, V 64",
+    "chain verification from logits, V 64",
     "sampling, V 64",
     "forward-kl, target logits given, V 64",
     *(f"{name}, from both hidden states, V 64" for name in DIVERGENCES),
     "paged attention",
+    "sum and norm step",
+    "gate step",
+    "rotation and write step",
 ]
 
 

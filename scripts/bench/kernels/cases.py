@@ -12,15 +12,19 @@ import torch
 
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.kernels.sampling.draw import draw
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample, sample_without_replacement
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
+from draftsmith.kernels.verify.chain_compiled import Drafts
+from draftsmith.kernels.verify.chain_logits import verify_logits
 from draftsmith.kernels.verify.draft_tree import DraftTree
 from draftsmith.kernels.verify.tree import verify_tree
 from draftsmith.kernels.verify.verdict import TreeVerdict
 from scripts.bench.kernels.case import Call, Case, Sizes
 from scripts.bench.kernels.divergence_cases import divergence_cases
+from scripts.bench.kernels.forward_cases import forward_cases
 from scripts.bench.kernels.peers import (
     installed,
     plain_filters,
@@ -49,9 +53,12 @@ def all_cases(sizes: Sizes, device: torch.device) -> Iterator[Callable[[], Case]
             for make in (chain_case, deterministic_case, block_case, tree_case):
                 yield partial(make, sizes, vocab_size, device, dtype)
         yield partial(filter_case, sizes, vocab_size, device)
+        yield partial(draw_case, sizes, vocab_size, device)
+        yield partial(decide_case, sizes, vocab_size, device)
         yield partial(sample_case, sizes, vocab_size, device)
     yield from divergence_cases(sizes, device, Case)
     yield partial(attention_case, sizes, device)
+    yield from forward_cases(sizes, device)
 
 
 @dataclass(frozen=True)
@@ -242,6 +249,36 @@ def sample_case(sizes: Sizes, vocab_size: int, device: torch.device) -> Case:
         ways,
         compiled,
     )
+
+
+def draw_case(sizes: Sizes, vocab_size: int, device: torch.device) -> Case:
+    """Filters and draw of raw logits at once, as drafting does."""
+    one = make_round(sizes, vocab_size, device)
+    logits, rows = one.p[: sizes.requests], _filtered(sizes.requests, device)
+
+    def call(impl: str) -> Any:
+        return draw(logits, rows, one.seeds, one.positions, Purpose.DRAFT, impl=impl)
+
+    shape = f"{len(logits)} rows, temperature 0.8, top-k 50, top-p 0.95"
+    name, floor = f"filtered draw, V {vocab_size}", 8 * logits.numel()
+    return Case(name, shape, floor, ours_and_reference(device, call))
+
+
+def decide_case(sizes: Sizes, vocab_size: int, device: torch.device) -> Case:
+    """Verification of a chain from raw logits, as a round does it."""
+    one, rows = make_round(sizes, vocab_size, device), _filtered(sizes.requests, device)
+    drafts = Drafts(one.drafts, one.lengths, one.q)
+
+    def call(impl: str) -> Any:
+        return verify_logits(one.p, rows, drafts, one.seeds, one.positions, impl=impl)
+
+    name = f"chain verification from logits, V {vocab_size}"
+    shape = f"{_shape(sizes, torch.float32)}, temperature 0.8, top-k 50, top-p 0.95"
+    return Case(name, shape, one.distribution_bytes, ours_and_reference(device, call))
+
+
+def _filtered(count: int, device: torch.device) -> SamplingRows:
+    return SamplingRows.of([0.8] * count, top_k=[50] * count, top_p=[0.95] * count, device=device)
 
 
 def attention_case(sizes: Sizes, device: torch.device) -> Case:

@@ -55,6 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
         if not options.cases or any(word in case.name for word in options.cases):
             report["cases"].append(measure(case, stopwatch, bandwidth, compile_too=options.compile))
             print("\n".join(lines(report["cases"][-1])), flush=True)
+            if options.out:
+                write_json(options.out, report)  # in case that it is stopped
         del case
         gc.collect()
     report["elapsed_s"] = round(time.monotonic() - begun_s, 1)

@@ -11,11 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from draftsmith.drafters.autoregressive import draft_sampler
+from draftsmith.drafters.autoregressive.chain_buffers import for_graphs
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.trees import candidates
 from draftsmith.kernels.cuda_graphs import CountedCapturer
+from draftsmith.kernels.sampling.filters import Passes, SamplingRows
 from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine import verify
 from draftsmith.serve.engine.build import build_engine, most_drafted
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.graphs import PassGraphs
@@ -102,6 +107,89 @@ def test_after_the_warm_up_no_round_captures(target, capsys):
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert line.startswith("warm up: ") and "took" in line
     assert line.endswith(f"CUDA graphs: {warmed[0]} target, {warmed[1]} draft")
+
+
+# One request of each kind that has draws, graphs or launches of its own.
+OTHERS: dict[str, dict[str, Any]] = {
+    "top-k": {"temperature": 1.0, "top_k": 5},
+    "large top-k": {"temperature": 0.9, "top_k": 100},
+    "min-p": {"temperature": 1.0, "min_p": 0.05},
+    "all filters": {"temperature": 0.7, "top_k": 40, "top_p": 0.8, "min_p": 0.02},
+    "penalties": {"temperature": 1.0, "repetition_penalty": 1.2, "frequency_penalty": 0.4},
+    "greedy penalties": {"temperature": 0.0, "presence_penalty": 0.5},
+    "bias": {"temperature": 1.0, "logit_bias": ((7, 2.0),), "top_k": 9},
+    "logprobs": {"temperature": 1.0, "logprobs": 3, "prompt_logprobs": 1},
+}
+
+
+class Variants:
+    """What a GPU would compile or capture for: draws and filters, by what chooses their kernels,
+    and graphs."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch):
+        self.engine, self.seen = engine, set[tuple[Any, ...]]()
+        for module, name in (
+            (draft_sampler, "draw"),
+            (verify, "draw"),
+            (verify, "process"),
+            (candidates, "process"),
+        ):
+            monkeypatch.setattr(module, name, self._noting(name, getattr(module, name)))
+        for name in ("verify_block", "verify_chain", "verify_tree"):
+            monkeypatch.setattr(verify, name, self._noting(name, getattr(verify, name)))
+
+    def _noting(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            rows = next((one for one in args if isinstance(one, SamplingRows)), None)
+            kind = None if rows is None else (rows.passes.all_greedy, rows.passes.filtered)
+            # Triton compiles anew for a size of one.
+            self.seen.add((name, kind, len(logits) == 1))
+            return function(logits, *args, **kwargs)
+
+        return noted
+
+    def count(self) -> tuple[int, int, int]:
+        assert self.engine.runner.graphs is not None and self.engine.draft_graphs is not None
+        graphs = self.engine.runner.graphs.num_graphs, self.engine.draft_graphs.num_graphs
+        return (len(self.seen), *graphs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"tree": "dynamic:nodes=6,depth=3,width=2"}, {"tree": "sampled:2x2"}],
+    ids=["chains", "dynamic trees", "sampled trees"],
+)
+def test_no_kind_of_request_meets_what_the_warm_up_has_not(target, options, monkeypatch):
+    engine = make_engine(target, **options)
+    variants = Variants(engine, monkeypatch)
+    rehearse(engine)
+    warmed, seen = variants.count(), set(variants.seen)
+    for name, values in OTHERS.items():
+        for count in (1, 3):
+            requests = [
+                engine.submit([5, 60, 7, 8 + row], SamplingParams(**values, max_tokens=12))
+                for row in range(count)
+            ]
+            while engine.busy:
+                engine.step()
+            assert all(len(request.output) == 12 or request.finished for request in requests)
+            assert variants.seen <= seen, name
+            assert variants.count() == warmed, name
+
+
+def test_graphs_are_of_three_kinds_of_draws():
+    kinds = {
+        for_graphs(Passes.of(*zip(*rows)))
+        for rows in (
+            [(0.0, 0, 1.0, 0.0)],
+            [(1.0, 0, 1.0, 0.0)],
+            [(0.7, 0, 1.0, 0.0), (0.0, 3, 1.0, 0.0)],
+            [(0.7, 3, 1.0, 0.0)],
+            [(0.7, 300, 0.9, 0.0)],
+            [(0.7, 0, 1.0, 0.1), (0.0, 0, 1.0, 0.0)],
+        )
+    }
+    assert len(kinds) == 3
 
 
 def test_nobody_can_tell_that_there_was_one(target):

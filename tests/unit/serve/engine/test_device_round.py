@@ -16,11 +16,21 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.kernels.sampling.filters import SamplingRows
-from draftsmith.kernels.verify import chain_logits, chain_triton
+from draftsmith.kernels.verify import (
+    block,
+    block_triton,
+    chain_logits,
+    chain_triton,
+    tree,
+    tree_triton,
+)
+from draftsmith.kernels.verify.block import verify_block_torch
 from draftsmith.kernels.verify.chain_logits import verify_logits_torch
+from draftsmith.kernels.verify.tree import verify_tree_torch
 from draftsmith.record import RecordedRound, RoundRecord, SinkCounts
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
+from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.sampling.params import SamplingParams
 from tests import device_stand_in
 from tests.device_stand_in import StandIn, kernel, move, on_device
@@ -94,7 +104,8 @@ class Served:
             engine.submit(
                 prompt,
                 SamplingParams(
-                    max_tokens=16, ignore_eos=True, **{"seed": seed, **values[seed % len(values)]}
+                    **{"max_tokens": 16, "ignore_eos": True, "seed": seed}
+                    | values[seed % len(values)]
                 ),
             )
             for seed, prompt in enumerate(PROMPTS)
@@ -116,6 +127,10 @@ def tempered(logits: torch.Tensor, temperatures: torch.Tensor, *rest: Any) -> to
     return verify_logits_torch(logits, SamplingRows.of(temperatures.tolist()), *rest)
 
 
+def _triton_elsewhere(impl: str, device: torch.device, dtype: torch.dtype) -> str:
+    return "torch" if device.type == "cpu" else "triton"
+
+
 @pytest.fixture
 def both(
     tiny_target: Callable[..., str], monkeypatch: pytest.MonkeyPatch
@@ -130,14 +145,17 @@ def both(
         expected = Served(tiny_target("llama"), family).answers(*values, sink=sinks[0], **options)
         served = Served(tiny_target("llama"), family)
         with monkeypatch.context() as patch, device_stand_in.device(monkeypatch) as device:
-            patch.setattr(
-                chain_logits,
-                "choose",
-                lambda impl, device, dtype: "torch" if device.type == "cpu" else "triton",
-            )
+            patch.setattr(chain_logits, "choose", _triton_elsewhere)
             patch.setattr(
                 chain_triton, "verify_logits_triton", kernel(device, "verify_logits", tempered)
             )
+            for module, name, reference in (
+                (tree_triton, "verify_tree_triton", verify_tree_torch),
+                (block_triton, "verify_block_triton", verify_block_torch),
+            ):
+                patch.setattr(module, name, kernel(device, name, reference))
+            for module in (tree, block):
+                patch.setattr(module, "choose", _triton_elsewhere)
             served.move(device)
             assert served.answers(*values, sink=sinks[1], **options) == expected
         run.expected, run.sinks = expected, sinks  # type: ignore[attr-defined]
@@ -261,22 +279,45 @@ def test_logits_of_what_was_not_usable_are_left_out(both: Callable[..., StandIn]
     assert_recorded_alike(*both.sinks)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    "values, options",
-    [
-        ({**SAMPLED, "repetition_penalty": 1.2}, {}),
-        ({**GREEDY, "bad_words": ((7,),)}, {}),
-        (SAMPLED, {"least_confidence": 0.02}),
-        (SAMPLED, {"tree": "sampled:2x2"}),
-        (GREEDY, {"tree": "dynamic:nodes=6,depth=3,width=2"}),
-        (SAMPLED, {"verification": "block"}),
-    ],
-    ids=["penalty", "bans", "confidence", "sampled tree", "dynamic tree", "block"],
-)
-def test_what_needs_the_tokens_before_is_drafted_and_read(
-    values: dict[str, Any], options: dict[str, Any], both: Callable[..., StandIn]
-) -> None:
-    assert both("eagle3", values, **options).count("wait") > 1
+# Kinds of rounds of a draft of 3 tokens, and how often the host waits in each, drafting included.
+# What is worked out from the tokens themselves needs them on the host, one after another; the pass
+# over a tree is laid out by its parents.
+ROUNDS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "penalties": (
+        {**SAMPLED, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": -0.2},
+        {},
+        1,
+    ),
+    "greedy penalties": ({**GREEDY, "repetition_penalty": 1.2}, {}, 1),
+    "bias": ({**SAMPLED, "logit_bias": ((7, 2.0), (60, -1.5))}, {}, 1),
+    "bans": ({**GREEDY, "bad_words": ((7,),), "min_tokens": 9, "stop_token_ids": (60,)}, {}, 1),
+    "allowed ids": ({**TOP_P, "allowed_token_ids": tuple(range(5, 200))}, {}, 1),
+    "top-k": ({**SAMPLED, "top_k": 5, "min_p": 0.05}, {}, 1),
+    "confidence": (SAMPLED, {"least_confidence": 0.02}, 1),
+    "greedy confidence": (GREEDY, {"least_confidence": 0.003}, 1),
+    "logprobs": ({**SAMPLED, "logprobs": 2}, {}, 2),
+    "block": (SAMPLED, {"verification": "block"}, 2),
+    "typical": (SAMPLED, {"verification": "typical"}, 2),
+    "dynamic tree": (GREEDY, {"tree": "dynamic:nodes=6,depth=3,width=2"}, 2),
+    "sampled dynamic tree": (SAMPLED, {"tree": "dynamic:nodes=6,depth=3,width=2"}, 2),
+    "sampled tree": (SAMPLED, {"tree": "sampled:2x2"}, 2),
+    "bad words": ({**GREEDY, "bad_words": ((7, 8), (5, 60))}, {}, 5),
+    "grammar": (
+        {**SAMPLED, "grammar": Grammar("regex", "[a-z ]{30,60}"), "ignore_eos": False},
+        {},
+        5,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+def test_a_round_of_each_kind_waits_so_often(name: str, both: Callable[..., StandIn]) -> None:
+    values, options, waits = ROUNDS[name]
+    counted = both("eagle3", values, **options)
+    events = "\n".join(map(str, counted.events))
+    assert counted.count("wait") + counted.count("wait", drafting=True) == waits, events
+    if waits == 1:
+        assert counted.launches["verify_logits"] == 1
 
 
 def test_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

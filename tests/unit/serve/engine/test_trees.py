@@ -19,6 +19,7 @@ from draftsmith.serve.engine.trees import (
     greedy_path,
     lay_out,
     move_kept,
+    tree_report,
     tried,
 )
 from draftsmith.serve.engine.verify import verify_round
@@ -27,6 +28,10 @@ from draftsmith.serve.sampling.params import SamplingParams
 from tests.draft_trees import ancestor_bits
 
 CPU = torch.device("cpu")
+
+
+def check(proposal: Proposal, lengths: list[int]) -> tuple[RoundTree, list[bool]] | str:
+    return check_tree(proposal, tree_report(proposal).tolist(), lengths)
 
 
 @st.composite
@@ -220,7 +225,7 @@ def test_malformed_trees_are_refused(parents: list[list[int]], wrong: str) -> No
         logits=None,
         parents=torch.tensor(parents),
     )
-    checked = check_tree(proposal, [2])
+    checked = check(proposal, [2])
     assert isinstance(checked, str) and wrong in checked
 
 
@@ -235,13 +240,13 @@ def test_distributions_must_say_whose_they_are_and_have_mass() -> None:
         "logits": logits,
         "parents": parents,
     }
-    assert check_tree(Proposal(**common), [3] * 3) == "distributions without telling whose they are"
-    assert isinstance(check_tree(Proposal(**common, q_rows=torch.full((3, 4), 3)), [3] * 3), str)
+    assert check(Proposal(**common), [3] * 3) == "distributions without telling whose they are"
+    assert isinstance(check(Proposal(**common, q_rows=torch.full((3, 4), 3)), [3] * 3), str)
     q_rows = torch.tensor([[0, 0, -1, -1], [0, 1, -1, -1], [0, 2, -1, -1]])
-    checked = check_tree(Proposal(**common, q_rows=q_rows), [3] * 3)
+    checked = check(Proposal(**common, q_rows=q_rows), [3] * 3)
     assert not isinstance(checked, str) and checked[1] == [True, False, False]
     # Deterministic children have no distribution to fail.
-    checked = check_tree(Proposal(**common, q_rows=torch.full((3, 4), -1)), [3] * 3)
+    checked = check(Proposal(**common, q_rows=torch.full((3, 4), -1)), [3] * 3)
     assert not isinstance(checked, str) and checked[1] == [True] * 3
 
 
@@ -254,5 +259,5 @@ def test_what_lies_beyond_a_trees_length_is_no_failure() -> None:
         parents=torch.tensor([[10**6, -7], [-1, 10**6]]),
         q_rows=torch.tensor([[-1, -1, -1], [0, -1, -1]]),
     )
-    checked = check_tree(proposal, [0, 1])
+    checked = check(proposal, [0, 1])
     assert not isinstance(checked, str) and checked[1] == [True, True]

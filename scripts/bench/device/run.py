@@ -1,0 +1,122 @@
+"""Stages of the device benchmark, each a process of its own with a share of the time. Started by
+scripts/bench_device."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from draftsmith.files import write_json
+from scripts.bench.device.shapes import TARGETS
+from scripts.paths import ROOT
+
+
+class Stage(NamedTuple):
+    """`share`: of the whole time, at most; what it leaves is the later ones'."""
+
+    module: str
+    share: float
+
+
+STAGES = {
+    "machine": Stage("scripts.bench.device.machine", 0.1),
+    "tests": Stage("scripts.bench.device.gpu_tests", 0.35),
+    "kernels": Stage("scripts.bench.kernels.run", 0.4),
+    "serving": Stage("scripts.bench.device.serving", 0.6),
+    "training": Stage("scripts.bench.device.training", 1.0),
+}
+TINY_KERNELS = (
+    "--device", "cpu", "--quick", "--vocab", "64", "--seconds", "0", "--no-compile",
+    "--cases", "chain", "step",
+)  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    if not (options.dry_run or torch.cuda.is_available()):
+        print(
+            "scripts/bench_device: there is no CUDA device; run it on a machine with one, or give "
+            "--dry-run",
+            file=sys.stderr,
+        )
+        return 1
+    folder = Path(options.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    end_s, failed = time.monotonic() + options.limit_s, []
+    for name in options.stages:
+        most_s = min(end_s - time.monotonic(), STAGES[name].share * options.limit_s)
+        reason = run_stage(name, folder, options, most_s)
+        if name == "machine":
+            print((folder / "machine.log").read_text(encoding="utf-8"), end="")
+        print(f"{name}: {reason or 'done'}, {end_s - time.monotonic():.0f} s left", flush=True)
+        failed += [name] if reason else []
+    return 1 if failed else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="scripts/bench_device", description=__doc__)
+    parser.add_argument("--out", required=True, help="folder of the stages' JSON files and logs")
+    parser.add_argument("--limit-s", type=float, default=1500.0, help="seconds of all stages")
+    parser.add_argument("--size", choices=TARGETS, default="1b", help="shape of the target")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU")
+    return parser
+
+
+def run_stage(name: str, folder: Path, options: argparse.Namespace, most_s: float) -> str:
+    """Run a stage into `folder`/NAME.json and NAME.log; why it failed, "" where it did not."""
+    out, begun_s = folder / f"{name}.json", time.monotonic()
+    out.unlink(missing_ok=True)
+    if most_s <= 0:
+        return _failed(out, "no time left")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    if options.dry_run:
+        environment["TRITON_INTERPRET"] = "1"
+    with open(folder / f"{name}.log", "w", encoding="utf-8") as log:
+        try:
+            status = subprocess.run(
+                command_of(name, out, options),
+                stdout=log, stderr=subprocess.STDOUT, timeout=most_s, cwd=ROOT, env=environment,
+            ).returncode  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return _failed(out, f"stopped after {most_s:.0f} s")
+    if status:
+        return _failed(out, f"ended with status {status}")
+    if not out.exists():
+        return _failed(out, "left no figures")
+    report = json.loads(out.read_text(encoding="utf-8"))
+    write_json(out, {**report, "seconds": round(time.monotonic() - begun_s, 1)})
+    return ""
+
+
+def command_of(name: str, out: Path, options: argparse.Namespace) -> list[str]:
+    command = [sys.executable, "-m", STAGES[name].module, "--out", str(out)]
+    if name == "kernels":
+        return [*command, *(TINY_KERNELS if options.dry_run else ())]
+    return [
+        *command,
+        "--size",
+        "tiny" if options.dry_run else options.size,
+        *(["--dry-run"] if options.dry_run else []),
+    ]
+
+
+def _failed(out: Path, reason: str) -> str:
+    """Note the failure beside the figures that the stage has left."""
+    report: dict[str, Any] = {}
+    if out.exists():
+        report = json.loads(out.read_text(encoding="utf-8"))
+    write_json(out, {"schema": 1, **report, "failed": reason})
+    return reason
+
+
+if __name__ == "__main__":
+    sys.exit(main())

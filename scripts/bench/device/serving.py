@@ -1,0 +1,145 @@
+"""Rounds of an engine with random weights: no draft, EAGLE-3, and EAGLE-3 without captured forwards
+and graphs. Milliseconds, launches and waits a round; what a draft brings is not measured."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from draftsmith.drafters.target.target import Target
+from draftsmith.files import write_json
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine.build import build_engine
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.requests.request import RequestOptions
+from draftsmith.serve.sampling.params import SamplingParams
+from draftsmith.serve.warm_up import warm_up
+from scripts.bench.device.shapes import device_of, random_draft, random_target, stage_parser
+
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")  # fmt: skip
+
+
+class Work(NamedTuple):
+    streams: tuple[int, ...]
+    prompt: int
+    settle: int  # rounds before anything is measured
+    timed: int
+    counted: int  # rounds whose launches and waits are counted
+
+
+UNREAD = RequestOptions(text=False)  # there is no tokenizer
+FULL = Work((1, 8, 32), 512, 8, 60, 8)
+TINY = Work((1, 2), 6, 2, 3, 2)
+WAYS: dict[str, dict[str, Any]] = {
+    "no draft": {"draft": False, "compile": "auto"},
+    "no draft, nothing captured": {"draft": False, "compile": "off"},
+    "eagle3": {"draft": True, "compile": "auto"},
+    "eagle3, nothing captured": {"draft": True, "compile": "off"},
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = stage_parser("serving", __doc__).parse_args(arguments)
+    device, work = device_of(options), TINY if options.dry_run else FULL
+    report: dict[str, Any] = {"schema": 1, "size": options.size, "ways": {}}
+    for name, way in WAYS.items():
+        # A target of its own: what was captured stays captured.
+        target = random_target(options.size, device)
+        report["ways"][name] = measure(target, work, **way)
+        write_json(options.out, report)
+        print(name, report["ways"][name], flush=True)
+        del target
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return 0
+
+
+def measure(target: Target, work: Work, *, draft: bool, compile: str) -> dict[str, Any]:
+    config = EngineConfig(
+        k=3,
+        max_batch=max(work.streams),
+        max_length=work.prompt + 4 * (work.settle + work.timed + 2 * work.counted) + 8,
+        compile=compile,
+        prefix_cache=False,
+    )
+    engine = build_engine(target, random_draft(target) if draft else None, config)
+    begun_s = time.perf_counter()
+    warm_up(engine)
+    found: dict[str, Any] = {"warm_up_s": round(time.perf_counter() - begun_s, 2)}
+    for temperature in (0.0, 1.0):
+        for streams in work.streams:
+            name = f"T={temperature:g}, {streams} streams"
+            found[name] = rounds(engine, work, streams, temperature)
+    if target.device.type == "cuda":
+        found["peak_bytes"] = torch.cuda.max_memory_allocated(target.device)
+        torch.cuda.reset_peak_memory_stats(target.device)
+    return found
+
+
+def rounds(engine: Engine, work: Work, streams: int, temperature: float) -> dict[str, Any]:
+    room = engine.max_length - work.prompt
+    params = SamplingParams(temperature=temperature, max_tokens=room, ignore_eos=True)
+    vocab_size = engine.target.vocab_size
+    requests = [
+        engine.submit(
+            [(7 * row + at) % vocab_size for at in range(work.prompt)], params, options=UNREAD
+        )
+        for row in range(streams)
+    ]
+    for _ in range(work.settle):
+        engine.step()
+    before, times_ms = sum(request.num_tokens for request in requests), []
+    for _ in range(work.timed):
+        begun_s = time.perf_counter()
+        engine.step()  # which ends with the wait for its result
+        times_ms.append(1e3 * (time.perf_counter() - begun_s))
+    committed = sum(request.num_tokens for request in requests) - before
+    found = {
+        "ms_a_round": statistics.median(times_ms),
+        "fastest_ms": min(times_ms),
+        "tokens_s": 1e3 * committed / sum(times_ms),
+        "launches_a_round": launches(engine.step, work.counted),
+        "waits_a_round": waits(engine.step, work.counted),
+    }
+    for request in requests:
+        engine.cancel(request)
+    return found
+
+
+def launches(step: Callable[[], object], count: int) -> float:
+    """Calls of the driver that put work on the device; 0 without one."""
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as seen:
+        for _ in range(count):
+            step()
+    return sum(event.count for event in seen.key_averages() if event.key in LAUNCHES) / count
+
+
+def waits(step: Callable[[], object], count: int) -> float:
+    """Waits of the host for the device, as torch notes them; 0 without a device."""
+    if not torch.cuda.is_available():
+        for _ in range(count):
+            step()
+        return 0.0
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(count):
+                step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(one.message) for one in caught) / count
+
+
+if __name__ == "__main__":
+    sys.exit(main())

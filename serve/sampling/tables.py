@@ -1,0 +1,179 @@
+"""Adjustments of one round's requests as tensors of its device: biases, penalties, bans and allowed
+ids, worked out there from drafted tokens that the host need not have.
+
+Legend: B requests, R rows of logits, D drafted tokens before a row, U distinct tokens of a text.
+Rows of a table are padded with their own first entry, so that what is written twice is equal.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from draftsmith.kernels.dispatch import sent
+from draftsmith.serve.sampling.state import SamplingState
+
+
+class AdjustmentTables(NamedTuple):
+    """None: no request asks for it."""
+
+    bias_ids: torch.Tensor | None  # [B, n]
+    bias_values: torch.Tensor | None  # [B, n] float64
+    seen: Seen | None
+    single: torch.Tensor | None  # [B, n] tokens that bad words of one token ban
+    has_single: torch.Tensor | None  # [B] bool
+    ends: torch.Tensor | None  # [B, n] tokens that end an answer
+    least: torch.Tensor | None  # [B] tokens that must still come before these
+    allowed: torch.Tensor | None  # [B] which of `forbidden`
+    forbidden: torch.Tensor | None  # [n, V] bool, the first all False
+    failed: torch.Tensor | None  # [B] bool: no token is left
+
+    @classmethod
+    def of(cls, states: Sequence[SamplingState | None], device: torch.device) -> AdjustmentTables:
+        """Tables of requests in their order, by one upload."""
+        columns: list[list[list[int]] | torch.Tensor] = []
+        known = [state for state in states if state is not None]
+        biases = [[] if state is None else list(state.params.logit_bias) for state in states]
+        counts = [None if state is None else state.counts for state in states]
+        single = [[] if state is None else state.single for state in states]
+        least = [0 if state is None else state.least_left for state in states]
+        failed = [state is not None and bool(state.error) for state in states]
+        lists = [state.forbidden for state in known if state.forbidden is not None]
+        has_seen = any(one is not None for one in counts)
+        columns += [
+            _padded([[token for token, _ in one] for one in biases]),
+            _bits([[value for _, value in one] for one in biases]),
+            _padded([[] if one is None else one.ids for one in counts]),
+            _padded([[] if one is None else one.output for one in counts]),
+            _padded([[] if one is None else one.prompt for one in counts]),
+            _bits([(1.0, 0.0, 0.0) if state is None else state.penalties for state in states])
+            if has_seen
+            else [[]] * len(states),
+            _padded(single),
+            [[len(one)] for one in single],
+            _padded([
+                sorted(state.ends) if state is not None and left > 0 else []
+                for state, left in zip(states, least)
+            ]),
+            [[left] for left in least],
+            [[one] for one in _numbered([state is not None and state.forbidden is not None
+                                         for state in states])],
+            [[int(one)] for one in failed],
+        ]  # fmt: skip
+        flat = sent(device, *(_flat(column) for column in columns))
+        parts = [one.view(len(states), -1) for one in flat]
+        bias_ids, bias_values, ids, output, prompt, penalties = parts[:6]
+        words, num_words, ends, left, allowed, broken = parts[6:]
+        seen = Seen(ids, output, prompt > 0, penalties.view(torch.float64)) if has_seen else None
+        has_ends = ends.shape[1] > 0
+        return cls(
+            bias_ids if bias_ids.shape[1] else None,
+            bias_values.view(torch.float64) if bias_ids.shape[1] else None,
+            seen,
+            words if words.shape[1] else None,
+            num_words[:, 0] > 0 if words.shape[1] else None,
+            ends if has_ends else None,
+            left[:, 0] if has_ends else None,
+            allowed[:, 0] if lists else None,
+            torch.stack([torch.zeros_like(lists[0]), *lists]) if lists else None,
+            broken[:, 0] > 0 if any(failed) else None,
+        )
+
+    def apply(self, logits: torch.Tensor, rows: torch.Tensor, drafted: torch.Tensor) -> None:
+        """Adjust `logits` [R, V] in place.
+
+        Args:
+            rows: [R] int64, the request of each row of logits.
+            drafted: [R, D] int64, the drafted tokens before each; -1 is none.
+        """
+        if self.bias_ids is not None and self.bias_values is not None:
+            # Of one bias a token, beside zeros: sums do not depend on their order.
+            values = self.bias_values[rows].float().to(logits.dtype)
+            logits.scatter_add_(1, self.bias_ids[rows], values)
+        if self.seen is not None:
+            self.seen.select(rows).penalise(logits, drafted)
+        if self.single is not None and self.has_single is not None:
+            _ban(logits, self.single[rows], self.has_single[rows])
+        if self.ends is not None and self.least is not None:
+            early = (drafted >= 0).sum(dim=1) < self.least[rows]
+            _ban(logits, self.ends[rows], early)
+        self.restrict(logits, rows)
+
+    def restrict(self, logits: torch.Tensor, rows: torch.Tensor) -> None:
+        """Leave no token but allowed ones, and none to a request that has failed."""
+        if self.allowed is not None and self.forbidden is not None:
+            logits.masked_fill_(self.forbidden[self.allowed[rows]], -math.inf)
+        if self.failed is not None:
+            logits.masked_fill_(self.failed[rows][:, None], -math.inf)
+
+
+class Seen(NamedTuple):
+    """Tokens that occur in the texts, and the penalties of their requests."""
+
+    ids: torch.Tensor  # [B, U]
+    output: torch.Tensor  # [B, U] how often in the output
+    prompt: torch.Tensor  # [B, U] bool: whether in the prompt
+    penalties: torch.Tensor  # [B, 3] float64: repetition, frequency, presence
+
+    def select(self, rows: torch.Tensor) -> Seen:
+        return Seen(*(part[rows] for part in self))
+
+    def penalise(self, logits: torch.Tensor, drafted: torch.Tensor) -> None:
+        """transformers' repetition penalty, then OpenAI's frequency and presence, on `logits`
+        [R, V] in place; R requests."""
+        seen = self._with(drafted)
+        repetition, frequency, presence = self.penalties.to(logits.dtype)[:, :, None].unbind(1)
+        in_output, output = seen.output > 0, seen.output.to(logits.dtype)
+        scores = logits.gather(1, seen.ids)
+        repeated = torch.where(scores < 0, scores * repetition, scores / repetition)
+        scores = torch.where(in_output | seen.prompt, repeated, scores)
+        logits.scatter_(1, seen.ids, scores - frequency * output - presence * in_output)
+
+    def _with(self, drafted: torch.Tensor) -> Seen:
+        """Counts of texts with the drafted tokens behind them; a drafted token that occurred before
+        is there twice."""
+        same = self.ids[:, :, None] == drafted[:, None, :]  # [R, U, D]
+        output = self.output + same.sum(dim=2)
+        known, at = same.to(torch.uint8).max(dim=1)  # [R, D]
+        before = self.output.gather(1, at) * known
+        times = before + (drafted[:, :, None] == drafted[:, None, :]).sum(dim=2)
+        prompt = self.prompt.gather(1, at) & (known > 0)
+        ids, output, prompts = (
+            torch.cat([part, torch.where(drafted < 0, part[:, :1], own)], dim=1)
+            for part, own in ((self.ids, drafted), (output, times), (self.prompt, prompt))
+        )
+        return Seen(ids, output, prompts, self.penalties)
+
+
+def _ban(logits: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor) -> None:
+    """Ban `tokens` [R, n] where `rows` [R] say so."""
+    scores = logits.gather(1, tokens).masked_fill_(rows[:, None], -math.inf)
+    logits.scatter_(1, tokens, scores)
+
+
+def _padded(lists: Sequence[Sequence[int]]) -> list[list[int]]:
+    width = max(map(len, lists), default=0)
+    return [[*one, *[one[0] if one else 0] * (width - len(one))] for one in lists]
+
+
+def _bits(lists: Sequence[Sequence[float]]) -> torch.Tensor:
+    """Numbers, padded with 0, as the integers of the same bits."""
+    width = max(map(len, lists), default=0)
+    rows = [[*one, *[0.0] * (width - len(one))] for one in lists]
+    return torch.tensor(rows, dtype=torch.float64).view(torch.int64)
+
+
+def _numbered(flags: Sequence[bool]) -> list[int]:
+    """Numbers from 1 for flags that are set, else 0."""
+    counter = itertools.count(1)
+    return [next(counter) if flag else 0 for flag in flags]
+
+
+def _flat(rows: Sequence[Sequence[int]] | torch.Tensor) -> Sequence[int] | torch.Tensor:
+    if isinstance(rows, torch.Tensor):
+        return rows.flatten()
+    return list(itertools.chain.from_iterable(rows))

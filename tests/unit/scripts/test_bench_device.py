@@ -1,0 +1,76 @@
+"""The device benchmark on a machine without a device: every stage's code runs, at sizes that say
+nothing; a stage that fails stops no other."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts.bench.device import run
+from scripts.bench.device.run import STAGES, Stage, main, parser, run_stage
+from scripts.paths import ROOT
+from tests import forked
+
+
+def report(folder: Path, stage: str) -> dict[str, Any]:
+    return dict(json.loads((folder / f"{stage}.json").read_text(encoding="utf-8")))
+
+
+def test_every_stage_runs_without_a_device(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.bench.device.run",
+        "--out",
+        str(tmp_path),
+        "--dry-run",
+    ]
+    done = forked.run(command, capture_output=True, timeout=300, cwd=ROOT)
+    logs = "".join(path.read_text(encoding="utf-8")[-1500:] for path in tmp_path.glob("*.log"))
+    assert done.returncode == 0, (done.stdout, logs)
+    assert f"'torch': '{torch.__version__}'" in str(done.stdout)
+    reports = {name: report(tmp_path, name) for name in STAGES}
+    assert all(one["schema"] == 1 and "failed" not in one for one in reports.values())
+    assert reports["machine"]["versions"]["torch"] == torch.__version__
+    assert reports["tests"]["skipped"] > 0 and not reports["tests"]["failed_tests"]
+    steps = {case["name"]: case["ways"] for case in reports["kernels"]["cases"]}
+    for name in ("sum and norm step", "gate step", "rotation and write step"):
+        assert steps[name]["ours"]["runs"] >= 5, steps[name]
+    for way in reports["serving"]["ways"].values():
+        assert way["T=1, 2 streams"]["ms_a_round"] > 0 and way["T=0, 1 streams"]["tokens_s"] > 0
+    for name in ("training", "learner", "two_processes"):
+        assert reports["training"][name]["tokens_s_a_process"] > 0
+
+
+def test_without_a_device_it_refuses_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["--out", str(tmp_path / "out")]) == 1
+    assert "there is no CUDA device" in capsys.readouterr().err and not os.listdir(tmp_path)
+
+
+def test_a_stage_that_fails_or_takes_too_long_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = dict.fromkeys(("machine", "tests", "serving"), Stage("timeit", 1.0))
+    commands = {
+        "machine": [sys.executable, "-c", "raise SystemExit(3)"],
+        "tests": [sys.executable, "-c", "pass"],
+        "serving": [sys.executable, "-c", "import time; time.sleep(60)"],
+    }
+    monkeypatch.setattr(run, "STAGES", stages)
+    monkeypatch.setattr(run, "command_of", lambda name, *given: commands[name])
+    arguments = ["--out", str(tmp_path), "--dry-run", "--limit-s", "2"]
+    assert main([*arguments, "--stages", *stages]) == 1
+    found = {name: report(tmp_path, name)["failed"] for name in stages}
+    assert found["machine"] == "ended with status 3" and found["tests"] == "left no figures"
+    assert found["serving"].startswith("stopped after")
+    options = parser().parse_args(arguments)
+    assert run_stage("machine", tmp_path, options, 0.0) == "no time left"
