@@ -49,7 +49,7 @@ def train(config: TrainConfig) -> None:
     material = prepare(config)
     drafter = new_trainee_drafter(config, material)
     trainer = new_trainer(config, material, drafter, new_source(config, material, drafter.taps))
-    trainer.train(resume_from_checkpoint=open_folder(config, material.placement, trainer))
+    trainer.train(resume_from_checkpoint=open_folder(config, material, trainer))
     finish(config, trainer, material)
 
 
@@ -231,12 +231,13 @@ def new_on_policy(
     )
 
 
-def open_folder(config: TrainConfig, placement: Placement, trainer: DraftTrainer) -> str | None:
+def open_folder(config: TrainConfig, material: Material, trainer: DraftTrainer) -> str | None:
     """The checkpoint to go on from. Rank 0 prepares the folder before the others look."""
-    folder = RunFolder(config.out)
+    folder, placement = RunFolder(config.out), material.placement
     if placement.rank == 0:
         folder.open(config)
         folder.keep_data(trainer.sequences.lengths)
+        folder.keep_target(material.target.revision)
     trainer.accelerator.wait_for_everyone()
     newest = folder.newest()
     if newest is None:
