@@ -14,7 +14,7 @@ from draftsmith.config import (
     LimitsTable,
     option,
 )
-from draftsmith.drafters.config import SAMPLINGS, TARGET_DTYPES, TRUST_HELP
+from draftsmith.drafters.config import SAMPLINGS, TARGET_DTYPES, TARGET_SERVER_HELP, TRUST_HELP
 from draftsmith.drafters.options import (
     OPTIONS,
     DflashOptions,
@@ -196,6 +196,7 @@ class TrainConfig(FamilyShapes):
         "processes that hold one copy of the frozen target between them; more than 1 when it is "
         "too large",
     )
+    target_server: str | None = option(None, TARGET_SERVER_HELP)
     shared_target: bool = option(
         False,
         "train several families at once, with one pass of the target for all of them; without it "
@@ -270,6 +271,7 @@ class EvalConfig:
         1,
         "processes that hold the target between them; more than 1 when it is too large",
     )
+    target_server: str | None = option(None, TARGET_SERVER_HELP)
     trust_remote_code: bool = option(False, TRUST_HELP)
 
 

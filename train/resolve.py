@@ -10,7 +10,7 @@ from typing import Any
 
 from draftsmith.config import check_limits, to_dict
 from draftsmith.drafters.options import OPTIONS, DrafterOptions, MedusaOptions, MtpOptions
-from draftsmith.drafters.target.sharded import check_shares
+from draftsmith.drafters.target.sharded import check_one_place, check_shares
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.kernels.divergence.kind import kind_of
@@ -22,7 +22,7 @@ from draftsmith.train.data.folders import folders_of, named
 CONTINUABLE = {
     "steps", "epochs", "minutes", "resume", "log_every", "save_every", "eval_every", "eval_prompts",
     "eval_tokens", "report_to",
-    "target_shares", "gradient_checkpointing", "out",
+    "target_shares", "target_server", "gradient_checkpointing", "out",
     # Of as many batches an optimizer step as before: `checkpoints.py` sees to that.
     "accumulate",
 }  # fmt: skip
@@ -152,6 +152,7 @@ def check_options(config: TrainConfig) -> None:
                 "optimizer is that of "
                 f"{config.deepspeed!r}; leave one of the two out"
             )
+    check_target_server(config)
     if config.target_shares > 1 and config.on_policy.share:
         raise UserError(
             f"option 'target_shares' is {config.target_shares} and 'on_policy.share' "
@@ -161,6 +162,18 @@ def check_options(config: TrainConfig) -> None:
     check_limits(config, LIMITS)
     kind_of(config.divergence)
     check_objective(config)
+
+
+def check_target_server(config: TrainConfig) -> None:
+    if config.target_server is None:
+        return
+    check_one_place(config.target_shares, config.target_server)
+    if config.draft_lm is not None and config.draft_lm.target_layers is not None:
+        raise UserError(
+            f"option 'draft_lm.target_layers' is {config.draft_lm.target_layers} and copies layers "
+            "of a target that is here, not on target_server; give draft_lm.init or "
+            "draft_lm.hidden_size, or leave target_server out"
+        )
 
 
 def check_init(init: str, config: TrainConfig) -> None:

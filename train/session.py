@@ -13,6 +13,7 @@ from draftsmith.config import to_dict
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.remote.target import RemoteTarget, load_remote
 from draftsmith.drafters.target.device import Placement, placement_of
 from draftsmith.drafters.target.sharded import load_spread
 from draftsmith.drafters.target.target import Target
@@ -27,6 +28,7 @@ from draftsmith.train.curves import draw_curves
 from draftsmith.train.data.batches import batches_per_epoch
 from draftsmith.train.data.mixture import Mixture, describe, read_mixture
 from draftsmith.train.evaluate.measured import Figures, measure
+from draftsmith.train.objective.ahead import AheadSource
 from draftsmith.train.objective.joined_stores import mixture_source
 from draftsmith.train.objective.stored_teacher import DistributionSource
 from draftsmith.train.objective.teacher import LiveSource, TargetSource
@@ -66,6 +68,16 @@ def prepare(config: TrainConfig) -> Material:
 
 def load_target(config: TrainConfig, placement: Placement) -> Target:
     trust = config.trust_remote_code
+    if config.target_server is not None:
+        return load_remote(
+            config.target,
+            config.target_server,
+            served_as=config.target_dtype,
+            dtype=placement.target_dtype,
+            device=placement.device,
+            max_length=config.max_length,
+            trust_remote_code=trust,
+        )
     if config.target_shares == 1:
         return Target.load(
             config.target,
@@ -152,7 +164,8 @@ def recompute_mlps(drafter: torch.nn.Module, family: str) -> None:
 def new_source(config: TrainConfig, material: Material, taps: tuple[int, ...]) -> TargetSource:
     target, corpus = material.target, material.corpus
     if config.teacher == "live":
-        return LiveSource(target)
+        live = LiveSource(target)
+        return AheadSource(live, target) if isinstance(target, RemoteTarget) else live
     source = mixture_source(target, corpus, taps)
     if isinstance(source, DistributionSource):
         resolve.check_sparse(config)
