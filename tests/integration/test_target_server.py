@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from safetensors.torch import load, load_file
@@ -114,20 +113,28 @@ def test_training_by_a_server_equals_training_here_to_the_bit(
     assert told[0] == told[1], "figures of the evaluation"
 
 
-class Dying:
-    """A server that is lost after a number of passes."""
+@pytest.fixture
+def dying(
+    live_server: Callable[..., Any], target_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[int], str]:
+    """`dying(passes)`: URL of a server that ends after so many passes."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, passes: int):
-        self.left = passes
-        states = connection.Connection.states
+    def start(passes: int) -> str:
+        target = Target.load(target_folder)
+        server = live_server(target, None, EngineConfig(), states_max_tokens=MOST)
+        states, left = connection.Connection.states, passes
 
         def counted(own: connection.Connection, texts: Any) -> Any:
-            self.left -= 1
-            if self.left < 0:
-                own.http = httpx.Client(base_url="http://127.0.0.1:9", timeout=1.0)
+            nonlocal left
+            left -= own.base == server.url
+            if left < 0:
+                server.close()
             return states(own, texts)
 
         monkeypatch.setattr(connection.Connection, "states", counted)
+        return server.url
+
+    return start
 
 
 def test_a_run_whose_server_is_lost_ends_and_goes_on_from_its_checkpoint(
@@ -136,19 +143,17 @@ def test_a_run_whose_server_is_lost_ends_and_goes_on_from_its_checkpoint(
     data: Path,
     tmp_path: Path,
     short_wait: None,
-    monkeypatch: pytest.MonkeyPatch,
+    dying: Callable[[int], str],
 ) -> None:
     whole = settings(target_folder, data, tmp_path / "whole", "eagle3", eval_prompts=0)
     whole = replace(whole, save_every=2, target_server=server.url)
     run(whole)
-    lost = replace(whole, out=str(tmp_path / "lost"))
-    with monkeypatch.context() as dying:
-        Dying(dying, 6)
-        with pytest.raises(UserError, match=r"does not answer \(.*refused.*\); start it, then the"):
-            run(lost)
+    lost = replace(whole, out=str(tmp_path / "lost"), target_server=dying(6))
+    with pytest.raises(UserError, match=r"does not answer \(.*refused.*\); start it, then the"):
+        run(lost)
     newest = RunFolder(lost.out).newest()
     assert newest is not None and newest.step in (2, 4)
-    run(replace(lost, target_server=server.url + "/v1"))  # at another address, as it were
+    run(replace(lost, target_server=server.url))  # at another address
     assert same_weights(tmp_path / "whole", tmp_path / "lost")
 
 
@@ -312,6 +317,23 @@ def test_a_learner_learns_by_a_server_what_it_learns_here(
     assert all(torch.equal(one[name], other[name]) for name in one)
     begun = made.draft.state_dict()
     assert any(not torch.equal(one[name], begun[name]) for name in one), "nothing was learned"
+
+
+def test_a_learner_whose_server_is_lost_ends_and_goes_on(
+    server: Any,
+    target_folder: str,
+    loop: Callable[..., Any],
+    short_wait: None,
+    dying: Callable[[int], str],
+) -> None:
+    made = loop("eagle3")
+    made.serve(24)
+    learn = replace(made.config.learn, steps=6, taps_gib=1e-9)  # texts are read again and again
+    config = replace(made.config, learn=learn, save_s=0.0)
+    with pytest.raises(UserError, match=r"does not answer \(.*\); start it, then the"):
+        distill.run(replace(config, target_server=dying(4)))
+    distill.run(replace(config, target_server=server.url))
+    assert made.status()["updates"] >= 1
 
 
 def test_an_evaluation_by_a_server_gives_the_figures_of_one_here(
