@@ -197,6 +197,11 @@ class TrainConfig(FamilyShapes):
         "too large",
     )
     target_server: str | None = option(None, TARGET_SERVER_HELP)
+    target_logprobs: int = option(
+        0,
+        "of a draft-lm, with target_server: likeliest tokens per position that the loss reads with "
+        "their tail mass, which is less to send; 0: whole distributions",
+    )
     shared_target: bool = option(
         False,
         "train several families at once, with one pass of the target for all of them; without it "
@@ -308,6 +313,7 @@ LIMITS: LimitsTable = {
         "share": Limits(0, 1, "(]"),
         "seed": NOT_NEGATIVE,
         "target_shares": POSITIVE,
+        "target_logprobs": Limits(0, 1024, "[]"),
         "log_every": POSITIVE,
         "save_every": POSITIVE,
         "eval_every": NOT_NEGATIVE,

@@ -165,6 +165,8 @@ def check_options(config: TrainConfig) -> None:
 
 
 def check_target_server(config: TrainConfig) -> None:
+    if config.target_logprobs:
+        check_target_logprobs(config)
     if config.target_server is None:
         return
     check_one_place(config.target_shares, config.target_server)
@@ -174,6 +176,20 @@ def check_target_server(config: TrainConfig) -> None:
             "of a target that is here, not on target_server; give draft_lm.init or "
             "draft_lm.hidden_size, or leave target_server out"
         )
+
+
+def check_target_logprobs(config: TrainConfig) -> None:
+    given = f"option 'target_logprobs' is {config.target_logprobs}"
+    if config.target_server is None or config.teacher != "live":
+        raise UserError(
+            f"{given}, of a live target on target_server; give target_server too, or leave it out"
+        )
+    if config.family != "draft-lm":
+        raise UserError(
+            f"{given} but a draft of family {config.family!r} reads states of the target, which "
+            "give whole distributions too; leave it out"
+        )
+    check_sparse(config, given, "leave it out")
 
 
 def check_init(init: str, config: TrainConfig) -> None:
@@ -212,9 +228,18 @@ def check_objective(config: TrainConfig) -> None:
         )
 
 
-def check_sparse(config: TrainConfig) -> None:
+def check_stored_sparse(config: TrainConfig) -> None:
     """Refuses options that need whole distributions where the data stores the likeliest tokens and
     their tail."""
+    check_sparse(
+        config,
+        f"{named(config.data)} stores the likeliest tokens",
+        "store its taps too (draftsmith generate --store-taps), or use --teacher live",
+    )
+
+
+def check_sparse(config: TrainConfig, why: str, mend: str) -> None:
+    """Refuses options that need more than the likeliest tokens and their tail."""
     refused = {
         "divergence": config.divergence.startswith("ce"),
         "unroll.weights": config.unroll.weights in BY_DRAFT,
@@ -222,11 +247,7 @@ def check_sparse(config: TrainConfig) -> None:
     }
     for name, is_wrong in refused.items():
         if is_wrong:
-            raise UserError(
-                f"option {name!r} needs whole distributions and {named(config.data)} stores the "
-                "likeliest tokens; store its taps too "
-                "(draftsmith generate --store-taps), or use --teacher live"
-            )
+            raise UserError(f"option {name!r} needs whole distributions and {why}; {mend}")
 
 
 def total_steps(config: TrainConfig, batches_per_epoch: int, world_size: int) -> int:

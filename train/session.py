@@ -30,6 +30,7 @@ from draftsmith.train.data.mixture import Mixture, describe, read_mixture
 from draftsmith.train.evaluate.measured import Figures, measure
 from draftsmith.train.objective.ahead import AheadSource
 from draftsmith.train.objective.joined_stores import mixture_source
+from draftsmith.train.objective.remote_teacher import LikeliestSource
 from draftsmith.train.objective.stored_teacher import DistributionSource
 from draftsmith.train.objective.teacher import LiveSource, TargetSource
 from draftsmith.train.on_policy import KeepTexts, OnPolicy, load_texts
@@ -164,12 +165,20 @@ def recompute_mlps(drafter: torch.nn.Module, family: str) -> None:
 def new_source(config: TrainConfig, material: Material, taps: tuple[int, ...]) -> TargetSource:
     target, corpus = material.target, material.corpus
     if config.teacher == "live":
-        live = LiveSource(target)
-        return AheadSource(live, target) if isinstance(target, RemoteTarget) else live
+        if isinstance(target, RemoteTarget):
+            return remote_source(target, config.target_logprobs)
+        return LiveSource(target)
     source = mixture_source(target, corpus, taps)
     if isinstance(source, DistributionSource):
-        resolve.check_sparse(config)
+        resolve.check_stored_sparse(config)
     return source
+
+
+def remote_source(target: RemoteTarget, top: int) -> AheadSource:
+    """`top` likeliest tokens of each distribution; 0: whole ones."""
+    if top:
+        return AheadSource(LikeliestSource(target, top), partial(target.expect, top=top))
+    return AheadSource(LiveSource(target), target.expect)
 
 
 def new_trainer(

@@ -33,6 +33,7 @@ from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.drafters.vocabulary import tokenizer_hash
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.kernels.sampling.top_tokens import TopProbs
 
 
 class Place(NamedTuple):
@@ -101,15 +102,33 @@ class RemoteTarget(Target):
         found = self._found_ahead(texts) or self.connection.states(texts)
         return self._laid_out(texts, found, taps)
 
+    def likeliest(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        segments: torch.Tensor | None,
+        top: int,
+    ) -> TopProbs:
+        """The `top` likeliest tokens after each of the N tokens that are no padding, row by row."""
+        texts = self._texts(input_ids, attention_mask, (), segments, top)
+        found = self._found_ahead(texts) or self.connection.states(texts)
+        assert found.top_ids is not None and found.top_logprobs is not None
+        assert found.tail is not None
+        parts = (found.top_ids.long(), found.top_logprobs, found.tail)
+        return TopProbs(*(part.to(self.device) for part in parts))
+
     def expect(
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
         taps: Sequence[int],
         segments: torch.Tensor | None = None,
+        *,
+        top: int = 0,
     ) -> None:
-        """Asks for the states of texts that `states` will be called with, and does not wait."""
-        texts = self._texts(input_ids, attention_mask, taps, segments)
+        """Asks for the states of texts that `states` will be called with, and does not wait.
+        `top`: for `likeliest`."""
+        texts = self._texts(input_ids, attention_mask, taps, segments, top)
         found: Future[StatesOfTexts] = Future()
         # No pool: at the end of the process nothing waits for a server.
         threading.Thread(
@@ -129,6 +148,7 @@ class RemoteTarget(Target):
         attention_mask: torch.Tensor,
         taps: Sequence[int],
         segments: torch.Tensor | None,
+        top: int = 0,
     ) -> Texts:
         self.check_texts(input_ids, attention_mask, segments)
         check_taps(taps, self.num_layers)
@@ -140,6 +160,7 @@ class RemoteTarget(Target):
             segments=None if segments is None else segments[mask].cpu(),
             taps=tuple(tap for tap in taps if tap != FINAL),
             dtype=self.wire_dtype,
+            top=top,
         )
         self._check_size(texts)
         return texts
@@ -272,7 +293,7 @@ def is_same(one: Texts, other: Texts) -> bool:
             (one.lengths, other.lengths),
             (one.segments, other.segments),
         )
-    ) and (one.width, one.taps) == (other.width, other.taps)
+    ) and (one.width, one.taps, one.top) == (other.width, other.taps, other.top)
 
 
 def joined_taps(found: StatesOfTexts, taps: Sequence[int], hidden_size: int) -> torch.Tensor | None:

@@ -113,6 +113,33 @@ def test_training_by_a_server_equals_training_here_to_the_bit(
     assert told[0] == told[1], "figures of the evaluation"
 
 
+def test_a_draft_lm_is_trained_on_the_likeliest_tokens_of_a_server(
+    server: Any, target_folder: str, data: Path, tmp_path: Path
+) -> None:
+    """With all tokens of the vocabulary they are whole distributions, but for rounding."""
+    whole = settings(target_folder, data, tmp_path / "whole", "draft-lm", packing=True)
+    for name, top in (("all", 288), ("few", 4)):
+        config = replace(whole, out=str(tmp_path / name), target_server=server.url)
+        run(replace(config, target_logprobs=top))
+    run(whole)
+    losses = {
+        name: [json.loads(line).get("loss") for line in (tmp_path / name / "metrics.jsonl").open()]
+        for name in ("whole", "all", "few")
+    }
+    known = [loss for loss in losses["whole"] if loss is not None]
+    assert len(known) == whole.steps
+    assert [one for one in losses["all"] if one is not None] == pytest.approx(known, rel=1e-4)
+    assert losses["few"] != losses["all"]
+    one = replace(whole, target_server=server.url, target_logprobs=4)
+    for changes, says in (
+        ({"target_server": None}, "'target_logprobs' is 4, of a live target on target_server"),
+        ({"family": "eagle3", "draft_lm": None}, "family 'eagle3' reads states of the target"),
+        ({"divergence": "ce"}, "'divergence' needs whole distributions and option 'target_logp"),
+    ):
+        with pytest.raises(UserError, match=says):
+            run(replace(one, **changes))
+
+
 @pytest.fixture
 def dying(
     live_server: Callable[..., Any], target_folder: str, monkeypatch: pytest.MonkeyPatch

@@ -34,10 +34,10 @@ class Peekable(Generic[Item]):
         return list(self._held)
 
 
-class Expecting(Protocol):
-    """A target that can be asked for states before they are needed."""
+class Expect(Protocol):
+    """Asks a target for states before they are needed."""
 
-    def expect(
+    def __call__(
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
@@ -50,8 +50,8 @@ class AheadSource:
     """A source whose batches are announced in order. With each that is read the next one is asked
     for."""
 
-    def __init__(self, source: TargetSource, target: Expecting):
-        self.source, self.target = source, target
+    def __init__(self, source: TargetSource, expect: Expect):
+        self.source, self.expect = source, expect
         self._coming: deque[TextBatch] = deque()
 
     def announce(self, texts: Iterable[TextBatch]) -> None:
@@ -64,5 +64,5 @@ class AheadSource:
             self._coming.popleft()
         if self._coming:
             coming = self._coming[0]
-            self.target.expect(coming.input_ids, coming.attention_mask, taps, coming.segments)
+            self.expect(coming.input_ids, coming.attention_mask, taps, coming.segments)
         return signals
