@@ -126,8 +126,9 @@ class Connection:
 
     def _no_target(self, why: str) -> UserError:
         return UserError(
-            f"server {self.base} gives no states of its target ({why}); start it as draftsmith "
-            "serve --target T --states-max-tokens 16384"
+            f"server {self.base} gives no states of its target ({why}); start draftsmith serve "
+            "--target T --states-max-tokens 16384, or store them where the target is (draftsmith "
+            "generate --store-taps bf16)"
         )
 
 

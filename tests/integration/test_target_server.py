@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -32,6 +34,7 @@ from draftsmith.train.checkpoints import RunFolder
 from draftsmith.train.command import run
 from draftsmith.train.config import EvalConfig, OptimConfig, TrainConfig
 from draftsmith.train.evaluate import command as evaluation
+from tests.forked import Ranks, free_port
 
 MOST = 4096
 # What a decision says of the clock and of the processor.
@@ -138,6 +141,29 @@ def test_a_draft_lm_is_trained_on_the_likeliest_tokens_of_a_server(
     ):
         with pytest.raises(UserError, match=says):
             run(replace(one, **changes))
+
+
+def test_two_processes_train_by_one_server(
+    server: Any, target_folder: str, data: Path, tmp_path: Path
+) -> None:
+    alone = settings(target_folder, data, tmp_path / "alone", "eagle3", accumulate=2)
+    alone = replace(alone, eval_prompts=0, steps=4)
+    run(alone)
+    words = [
+        sys.executable, "-m", "draftsmith.cli", "train", "eagle3", "--target", target_folder,
+        "--data", str(data), "--out", str(tmp_path / "two"), "--dtype", "float32", "--steps", "4",
+        "--log-every", "1", "--batch-size", "4", "--eval-prompts", "0", "--target-server",
+        server.url, "optim.schedule=constant", "optim.warmup=0",
+    ]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    two = Ranks(words, 2, free_port(), environment)
+    said, _ = two.communicate(timeout=240)
+    assert two.returncode == 0, said
+    losses = [
+        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").open()]
+        for name in ("alone", "two")
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)  # sums in another order
 
 
 @pytest.fixture

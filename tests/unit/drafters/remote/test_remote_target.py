@@ -232,6 +232,19 @@ def test_likeliest_tokens_are_those_of_the_targets_logits(pair: Callable[..., Pa
     torch.testing.assert_close(found.tail, 1 - best.values.exp().sum(dim=-1))
 
 
+def test_a_target_of_8_bits_is_read_as_it_is_served(pair: Callable[..., Pair]) -> None:
+    here, there = pair("llama", dtype=torch.int8)
+    assert (there.revision, there.loaded_revision) == (here.revision, here.loaded_revision)
+    assert there.there["dtype"] == "int8"
+    ids, mask = batch(here)
+    wanted, found = here.states(ids, mask, ()), there.states(ids, mask, ())
+    assert torch.equal(wanted[1][mask.bool()], found[1][mask.bool()])
+    ours, theirs = here.head(wanted[1]).float(), there.head(wanted[1]).float()
+    # The head here multiplies by the numbers that the 8 bits stand for: logits of bfloat16, 4 to 8
+    # in size, are steps of 1 / 32 apart.
+    torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1 / 32)
+
+
 def test_a_layer_that_is_none_is_refused(tiny_target: Callable[..., str]) -> None:
     with pytest.raises(UserError, match="layer is 9; the target has the layers 0 to 3"):
         layer_weights(Target.load(tiny_target("llama")), 9)
