@@ -94,16 +94,6 @@ def check_serve(config: ServeConfig) -> None:
     _check_stopping(config)
     _check_recorded_taps(config.learning)
     _check_void(config)
-    _check_states(config)
-
-
-def _check_states(config: ServeConfig) -> None:
-    if config.http.states_max_tokens and config.tensor_parallel > 1:
-        raise UserError(
-            f"states_max_tokens is {config.http.states_max_tokens} with tensor_parallel "
-            f"{config.tensor_parallel}, whose processes read no whole texts; serve on one device, "
-            "or train with --target-shares"
-        )
 
 
 def _check_address(http: HttpOptions) -> None:

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from draftsmith.drafters.remote.messages import DTYPES, FORMAT, StatesOfTexts, Texts
+from draftsmith.drafters.target.causal_lm import whole
 from draftsmith.drafters.target.quantised import has_numbers, numbers_of
 from draftsmith.drafters.target.segments import positions_of
 from draftsmith.drafters.target.taps import check_taps
@@ -51,6 +52,12 @@ def plain_config(config: PreTrainedConfig) -> dict[str, Any]:
     return json.loads(config.to_json_string(use_diff=False))
 
 
+def weights_of(target: Target, layer: int | None) -> dict[str, torch.Tensor]:
+    """Weights of a layer, else those outside of all layers. Each process that holds a share must
+    ask for them."""
+    return shared_weights(target) if layer is None else layer_weights(target, layer)
+
+
 @torch.no_grad()
 def shared_weights(target: Target) -> dict[str, torch.Tensor]:
     """Parameters and buffers outside the layers, as numbers: embeddings, last norm, head."""
@@ -58,7 +65,7 @@ def shared_weights(target: Target) -> dict[str, torch.Tensor]:
     model = target.model
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     found = {
-        name: weight
+        name: whole(weight)
         for name, weight in held.items()
         if not name.startswith(stack) and has_numbers(weight)
     }
@@ -71,9 +78,13 @@ def shared_weights(target: Target) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def layer_weights(target: Target, layer: int) -> dict[str, torch.Tensor]:
+    check_layer(target, layer)
+    return {name: whole(weight) for name, weight in numbers_of(target.layers[layer]).items()}
+
+
+def check_layer(target: Target, layer: int) -> None:
     if not 0 <= layer < target.num_layers:
         raise UserError(f"layer is {layer}; the target has the layers 0 to {target.num_layers - 1}")
-    return numbers_of(target.layers[layer])
 
 
 def stack_name(target: Target) -> str:

@@ -24,15 +24,17 @@ from draftsmith.drafters.remote.messages import (
     texts_of_body,
 )
 from draftsmith.drafters.remote.service import (
+    check_layer,
     check_texts,
     described,
-    layer_weights,
-    shared_weights,
     states,
+    weights_of,
 )
+from draftsmith.drafters.target.target import Target
 from draftsmith.serve.http.errors import Refusal
 from draftsmith.serve.http.schema import documented
 from draftsmith.serve.http.server import Server
+from draftsmith.serve.rank_calls import Ranks, Weights
 
 # A pass may wait for a round of long prompts; longer, and the engine is stuck.
 WAIT_S = 600.0
@@ -54,14 +56,33 @@ class TargetPasses:
         with self._turn:
             return self.server.loop.ask(act, timeout_s=WAIT_S)
 
+    def weights_body(self, layer: int | None = None) -> bytes:
+        target = self.server.loop.engine.target
+        if layer is not None:
+            check_layer(target, layer)
+        return body_of_weights(self.run(partial(whole_weights, target, layer)))
+
     def states_body(self, body: bytes) -> bytes:
         """Answer to a request's body."""
         texts, target = texts_of_body(body), self.server.loop.engine.target
         check_texts(target, texts, self.server.states_max_tokens)
+        if texts.top and isinstance(target, Ranks):
+            raise Refusal(
+                400,
+                "top is given, and likeliest tokens are not searched by the processes of "
+                "--tensor-parallel; leave target_logprobs out",
+            )
         try:
             return body_of_states(self.run(partial(states, target, texts)))
         except torch.OutOfMemoryError as error:
             raise no_memory(texts) from error
+
+
+def whole_weights(target: Target, layer: int | None) -> dict[str, torch.Tensor]:
+    if not isinstance(target, Ranks):
+        return weights_of(target, layer)
+    with target.together(Weights(-1 if layer is None else layer)):
+        return weights_of(target, layer)
 
 
 def no_memory(texts: Texts) -> Refusal:
@@ -88,11 +109,11 @@ def add_target_endpoints(app: FastAPI, server: Server) -> None:
 
     @app.get(WEIGHTS_PATH, response_class=Response, responses=DOCUMENT)
     def weights() -> Response:
-        return tensors(body_of_weights(passes.run(partial(shared_weights, target))))
+        return tensors(passes.weights_body())
 
     @app.get(WEIGHTS_PATH + "/{layer}", response_class=Response, responses=DOCUMENT)
     def weights_of_layer(layer: int) -> Response:
-        return tensors(body_of_weights(passes.run(partial(layer_weights, target, layer))))
+        return tensors(passes.weights_body(layer))
 
     @app.post(
         STATES_PATH,
