@@ -119,9 +119,8 @@ def _check_shape(texts: Texts) -> None:
 
 
 def body_of_states(states: StatesOfTexts) -> bytes:
-    return body_of_weights(
-        {name: part for name, part in states._asdict().items() if part is not None}
-    )
+    held = {name: part for name, part in states._asdict().items() if part is not None}
+    return save({name: part.contiguous() for name, part in held.items()})
 
 
 def body_of_weights(weights: Mapping[str, torch.Tensor]) -> bytes:

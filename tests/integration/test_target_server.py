@@ -32,7 +32,7 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.http.limits import ServerLimits
 from draftsmith.train.checkpoints import RunFolder
 from draftsmith.train.command import run
-from draftsmith.train.config import EvalConfig, OptimConfig, TrainConfig
+from draftsmith.train.config import EvalConfig, OnPolicyConfig, OptimConfig, TrainConfig
 from draftsmith.train.evaluate import command as evaluation
 from tests.forked import Ranks, free_port
 
@@ -114,6 +114,17 @@ def test_training_by_a_server_equals_training_here_to_the_bit(
         for name in ("here", "there")
     ]
     assert told[0] == told[1], "figures of the evaluation"
+
+
+def test_on_policy_texts_are_written_by_a_server_as_here(
+    server: Any, target_folder: str, outline: str, data: Path, tmp_path: Path
+) -> None:
+    own = OnPolicyConfig(share=0.5, refresh=3, k=2, tokens=6)
+    here = settings(target_folder, data, tmp_path / "here", "eagle3", on_policy=own)
+    there = replace(here, target=outline, out=str(tmp_path / "there"), target_server=server.url)
+    run(here)
+    run(there)
+    assert same_weights(tmp_path / "here", tmp_path / "there")
 
 
 def test_a_draft_lm_is_trained_on_the_likeliest_tokens_of_a_server(
