@@ -200,7 +200,7 @@ class TrainConfig(FamilyShapes):
     target_logprobs: int = option(
         0,
         "of a draft-lm, with target_server: likeliest tokens per position that the loss reads with "
-        "their tail mass, which is less to send; 0: whole distributions",
+        "their tail mass, of that server or by vLLM's prompt_logprobs; 0: whole distributions",
     )
     shared_target: bool = option(
         False,

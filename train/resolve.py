@@ -192,6 +192,20 @@ def check_target_logprobs(config: TrainConfig) -> None:
     check_sparse(config, given, "leave it out")
 
 
+def check_no_decoding(config: TrainConfig) -> None:
+    """Refuses what needs a target that decodes, where a server gives likeliest tokens alone."""
+    for name, value in (
+        ("eval_prompts", config.eval_prompts),
+        ("on_policy.share", config.on_policy.share),
+    ):
+        if value:
+            raise UserError(
+                f"option {name!r} is {value} and target server {config.target_server} gives "
+                "prompt_logprobs alone, with which nothing is decoded; give 0, and evaluate with "
+                "draftsmith eval where the target is"
+            )
+
+
 def check_init(init: str, config: TrainConfig) -> None:
     if config.family == "draft-lm":
         raise UserError(

@@ -13,6 +13,9 @@ from draftsmith.config import to_dict
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.remote.completions import PromptLogprobs
+from draftsmith.drafters.remote.connection import Connection, NoStates
+from draftsmith.drafters.remote.outline import load_outline
 from draftsmith.drafters.remote.target import RemoteTarget, load_remote
 from draftsmith.drafters.target.device import Placement, placement_of
 from draftsmith.drafters.target.sharded import load_spread
@@ -70,15 +73,7 @@ def prepare(config: TrainConfig) -> Material:
 def load_target(config: TrainConfig, placement: Placement) -> Target:
     trust = config.trust_remote_code
     if config.target_server is not None:
-        return load_remote(
-            config.target,
-            config.target_server,
-            served_as=config.target_dtype,
-            dtype=placement.target_dtype,
-            device=placement.device,
-            max_length=config.max_length,
-            trust_remote_code=trust,
-        )
+        return load_served(config, config.target_server, placement)
     if config.target_shares == 1:
         return Target.load(
             config.target,
@@ -95,6 +90,27 @@ def load_target(config: TrainConfig, placement: Placement) -> Target:
         trust_remote_code=trust,
     )
     return Target(model, config.target, max_length=config.max_length, trust_remote_code=trust)
+
+
+def load_served(config: TrainConfig, url: str, placement: Placement) -> Target:
+    """The target of a server; its outline where that gives likeliest tokens alone."""
+    trust, length = config.trust_remote_code, config.max_length
+    try:
+        return load_remote(
+            config.target,
+            url,
+            served_as=config.target_dtype,
+            dtype=placement.target_dtype,
+            device=placement.device,
+            max_length=length,
+            trust_remote_code=trust,
+        )
+    except NoStates:
+        if not config.target_logprobs:
+            raise
+    resolve.check_no_decoding(config)
+    place = str(placement.device)
+    return load_outline(config.target, device=place, max_length=length, trust_remote_code=trust)
 
 
 def load_corpus(config: TrainConfig, target: Target) -> Mixture:
@@ -167,6 +183,9 @@ def new_source(config: TrainConfig, material: Material, taps: tuple[int, ...]) -
     if config.teacher == "live":
         if isinstance(target, RemoteTarget):
             return remote_source(target, config.target_logprobs)
+        if config.target_server is not None:
+            logprobs = PromptLogprobs(Connection(config.target_server), target.vocab_size)
+            return LikeliestSource(logprobs, config.target_logprobs)
         return LiveSource(target)
     source = mixture_source(target, corpus, taps)
     if isinstance(source, DistributionSource):

@@ -21,9 +21,9 @@ import torch
 
 from draftsmith.distill.buffer.known_taps import known_taps, num_readable, padded_taps
 from draftsmith.distill.config import DistillConfig, LearnConfig
-from draftsmith.distill.learn.target_outline import load_outline
 from draftsmith.distill.learn.text_states import TextStates
 from draftsmith.drafters.interface import TextBatch
+from draftsmith.drafters.remote.outline import load_outline
 from draftsmith.drafters.remote.target import load_remote
 from draftsmith.drafters.target.device import device_of, load_target
 from draftsmith.drafters.target.target import Target

@@ -8,7 +8,9 @@ Files in reading order:
 - `parts`: weights of the target that come from the server
 - `rounds`: passes of speculative rounds
 - `checks`: whether a server has the model that it should
+- `completions`: likeliest tokens by a server without states
 - `target`: the target as the client has it
+- `outline`: a target without weights, which nothing runs
 
-Other chapters import `messages`, `service`, `revision`, `target`.
+Other chapters import `messages`, `service`, `connection`, `completions`, `target`, `outline`.
 """

@@ -3,6 +3,7 @@ raised at once."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -68,6 +69,15 @@ class Connection:
         except (ValueError, TypeError) as error:
             raise self._no_target("its answer is no JSON") from error
 
+    def json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Answer to a request of an OpenAI-compatible server."""
+        content = None if body is None else json.dumps(body).encode()
+        response = self._ask(method, path, content, "application/json")
+        try:
+            return response.json()
+        except ValueError as error:
+            raise self._no_target("its answer is no JSON") from error
+
     def weights(self, layer: int | None = None) -> dict[str, torch.Tensor]:
         """Those of a layer, else those outside of all layers."""
         path = WEIGHTS_PATH if layer is None else f"{WEIGHTS_PATH}/{layer}"
@@ -83,9 +93,11 @@ class Connection:
         except SafetensorError as error:
             raise self._no_target(f"its answer is damaged: {error}") from error
 
-    def _ask(self, method: str, path: str, content: bytes | None = None) -> httpx.Response:
+    def _ask(
+        self, method: str, path: str, content: bytes | None = None, kind: str = BODY_TYPE
+    ) -> httpx.Response:
         """The answer with status 200, of the target's revision."""
-        response = self._patiently(lambda: self._once(method, path, content))
+        response = self._patiently(lambda: self._once(method, path, content, kind))
         found = response.headers.get(REVISION_HEADER)
         if self.revision is not None and found != self.revision:
             raise UserError(
@@ -94,8 +106,8 @@ class Connection:
             )
         return response
 
-    def _once(self, method: str, path: str, content: bytes | None) -> httpx.Response:
-        headers = {} if content is None else {"content-type": BODY_TYPE}
+    def _once(self, method: str, path: str, content: bytes | None, kind: str) -> httpx.Response:
+        headers = {} if content is None else {"content-type": kind}
         request = self.http.build_request(method, path, content=content, headers=headers)
         response = send(self.http.send, request)
         if response.status_code in BUSY:
@@ -124,12 +136,16 @@ class Connection:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    def _no_target(self, why: str) -> UserError:
-        return UserError(
+    def _no_target(self, why: str) -> NoStates:
+        return NoStates(
             f"server {self.base} gives no states of its target ({why}); start draftsmith serve "
             "--target T --states-max-tokens 16384, or store them where the target is (draftsmith "
             "generate --store-taps bf16)"
         )
+
+
+class NoStates(UserError):
+    """A server that gives no states of its target."""
 
 
 class Away(Exception):

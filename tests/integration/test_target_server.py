@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load, load_file
@@ -35,6 +36,7 @@ from draftsmith.train.command import run
 from draftsmith.train.config import EvalConfig, OnPolicyConfig, OptimConfig, TrainConfig
 from draftsmith.train.evaluate import command as evaluation
 from tests.forked import Ranks, free_port
+from tests.vllm_stand_in import StandIn
 
 MOST = 4096
 # What a decision says of the clock and of the processor.
@@ -175,6 +177,34 @@ def test_two_processes_train_by_one_server(
         for name in ("alone", "two")
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)  # sums in another order
+
+
+def test_a_draft_lm_is_trained_by_prompt_logprobs(
+    server: Any, target_folder: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = settings(target_folder, data, tmp_path / "ours", "draft-lm", packing=True)
+    one = replace(one, target_server=server.url, target_logprobs=5, eval_prompts=0)
+    run(one)
+    target = Target.load(target_folder)
+    begin = connection.Connection.__init__
+
+    def begin_with_vllm(self: connection.Connection, url: str) -> None:
+        begin(self, url, transport=httpx.MockTransport(StandIn(target)))
+
+    monkeypatch.setattr(connection.Connection, "__init__", begin_with_vllm)
+    theirs = replace(one, out=str(tmp_path / "theirs"), target_server="http://vllm")
+    run(theirs)
+    losses = [
+        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").open()]
+        for name in ("ours", "theirs")
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    for changes, says in (
+        ({"eval_prompts": 4}, "'eval_prompts' is 4 and target server .* prompt_logprobs alone"),
+        ({"target_logprobs": 0}, "gives no states of its target"),
+    ):
+        with pytest.raises(UserError, match=says):
+            run(replace(theirs, out=str(tmp_path / "none"), **changes))
 
 
 @pytest.fixture

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from draftsmith.drafters.interface import TextBatch
-from draftsmith.drafters.remote.target import RemoteTarget
 from draftsmith.kernels.sampling.top_tokens import TopProbs
 from draftsmith.train.objective.teacher import TargetSignals
+
+
+class GivesLikeliest(Protocol):
+    def likeliest(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        segments: torch.Tensor | None,
+        top: int,
+    ) -> TopProbs:
+        """The `top` likeliest tokens after each of the N tokens that are no padding, row by row."""
+        ...
 
 
 class LikeliestSource:
     """The `top` likeliest tokens and their tail mass at every position, in one pass over the
     text."""
 
-    def __init__(self, target: RemoteTarget, top: int):
+    def __init__(self, target: GivesLikeliest, top: int):
         self.target, self.top = target, top
 
     def read(self, text: TextBatch, taps: tuple[int, ...]) -> TargetSignals:
