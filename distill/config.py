@@ -19,7 +19,7 @@ from draftsmith.config import (
     LimitsTable,
     option,
 )
-from draftsmith.drafters.config import TARGET_DTYPES, TRUST_HELP
+from draftsmith.drafters.config import TARGET_DTYPES, TARGET_SERVER_HELP, TRUST_HELP
 from draftsmith.drafters.options import LoraOptions
 from draftsmith.kernels.divergence.kind import DIVERGENCE_HELP
 from draftsmith.train.config import WEIGHTS
@@ -309,6 +309,7 @@ class DistillConfig:
         1,
         "processes that hold one copy of the target between them; more than 1 when it is too large",
     )
+    target_server: str | None = option(None, TARGET_SERVER_HELP)
     trust_remote_code: bool = option(False, TRUST_HELP)
 
 

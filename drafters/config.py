@@ -9,6 +9,14 @@ from typing import ClassVar
 from draftsmith.config import option
 from draftsmith.errors import UserError
 
+TARGET_SERVER_HELP = (
+    "URL of a draftsmith server with --states-max-tokens that makes the target's passes; --target "
+    "then needs no weights here"
+)
+TARGET_SERVER_HELP = (
+    "URL of a draftsmith server with --states-max-tokens that makes the target's passes; --target "
+    "then needs no weights here"
+)
 TRUST_HELP = (
     "run Python code that a model's folder brings (auto_map); off, a model that needs it is refused"
 )

@@ -189,6 +189,7 @@ def make_server(http: HttpOptions, loop: EngineLoop) -> Server:
         ServerMetrics(loop.engine, name),
         limits,
         level,
+        http.states_max_tokens,
         tool_parser=http.tool_call_parser,
         reasoning_parser=http.reasoning_parser,
     )

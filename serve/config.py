@@ -221,6 +221,11 @@ class HttpOptions:
     request_timeout_s: float | None = option(
         None, "seconds that a request may take; then it is ended and answered with 408"
     )
+    states_max_tokens: int = option(
+        0,
+        "let trainers and learners (--target-server) have the target's states of at most so many "
+        "tokens a request, padding included, and its weights; 0: no",
+    )
     drain_s: float = option(30.0, "seconds that running requests get to finish after SIGTERM")
     name: str | None = option(None, "model name in the API; default: the target's")
     tool_call_parser: str = option(
@@ -333,6 +338,7 @@ LIMITS: LimitsTable = {
         "max_body_bytes": POSITIVE,
         "max_concurrency": POSITIVE,
         "request_timeout_s": POSITIVE,
+        "states_max_tokens": NOT_NEGATIVE,
         "drain_s": NOT_NEGATIVE,
         "log_stats_s": NOT_NEGATIVE,
     },

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from draftsmith.drafters.remote.service import weights_of
 from draftsmith.drafters.target import ranks
 from draftsmith.drafters.target.attention import AttentionContext
-from draftsmith.drafters.target.causal_lm import whole
+from draftsmith.drafters.target.causal_lm import States, whole
 from draftsmith.drafters.target.ranks import Channel, in_step, leave_signals_to_the_leader
 from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.errors import UserError
@@ -35,6 +36,8 @@ from draftsmith.serve.rank_calls import (
     Pass,
     Prepare,
     Stop,
+    Weights,
+    WholePass,
     call_of,
     numbers_of,
 )
@@ -116,6 +119,15 @@ class LeadingTarget(Target):
         ):
             return super().forward(input_ids, positions, attention_context, logit_rows, taps)
 
+    def full(
+        self,
+        input_ids: torch.Tensor,
+        taps: Sequence[int] = (),
+        segments: torch.Tensor | None = None,
+    ) -> States:
+        with self.together(WholePass(input_ids, segments, tuple(taps))):
+            return super().full(input_ids, taps, segments)
+
     @torch.no_grad()
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return super().embed(ids) if self._embedding is None else self._embedding(ids)
@@ -194,6 +206,11 @@ def _follow(target: Target, channel: Channel, make_capturer: MakeCapturer) -> No
             case Move():
                 assert pool is not None
                 pool.move_slots(call.sources, call.slots)
+            case WholePass():
+                with torch.no_grad():
+                    target.full(call.input_ids, call.taps, call.segments)
+            case Weights():
+                weights_of(target, None if call.layer < 0 else call.layer)
             case Stop():
                 return
 

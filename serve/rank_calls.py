@@ -51,12 +51,35 @@ class Move(NamedTuple):
     slots: torch.Tensor  # [n]
 
 
+class WholePass(NamedTuple):
+    """A pass over whole texts, without the pool."""
+
+    input_ids: torch.Tensor  # [B, L]
+    segments: torch.Tensor | None  # [B, L]
+    taps: tuple[int, ...]
+
+
+class Weights(NamedTuple):
+    """Weights put together from the ranks' shares."""
+
+    layer: int  # -1: those outside of all layers
+
+
 class Stop(NamedTuple):
     pass
 
 
-Call = NewPool | NewGraphs | Prepare | Pass | Move | Stop
-KINDS: tuple[type[Call], ...] = (NewPool, NewGraphs, Prepare, Pass, Move, Stop)
+Call = NewPool | NewGraphs | Prepare | Pass | Move | WholePass | Weights | Stop
+KINDS: tuple[type[Call], ...] = (
+    NewPool,
+    NewGraphs,
+    Prepare,
+    Pass,
+    Move,
+    WholePass,
+    Weights,
+    Stop,
+)
 
 
 @runtime_checkable
@@ -89,7 +112,7 @@ def call_of(numbers: torch.Tensor, device: torch.device) -> Call:
     num_parts = _NUM_PARTS[kind]
     sizes: list[int] = numbers[1 : 1 + num_parts].tolist()
     body = numbers[1 + num_parts :]
-    if kind in (NewPool, Prepare):
+    if kind in (NewPool, Prepare, Weights):
         return kind(*body.tolist())
     if kind is NewGraphs:
         max_batch, max_blocks, per_row, has_trees, *taps = body.tolist()
@@ -99,6 +122,11 @@ def call_of(numbers: torch.Tensor, device: torch.device) -> Call:
     if kind is Move:
         sources, slots = body.to(device).split(sizes)
         return Move(sources, slots)
+    if kind is WholePass:
+        width, *taps = body[: sizes[0]].tolist()
+        ids, segments = body[sizes[0] :].to(device).split(sizes[1:])
+        packed = segments.view(-1, width) if len(segments) else None
+        return WholePass(ids.view(-1, width), packed, tuple(taps))
     by_graph, *taps = body[: sizes[0]].tolist()
     if by_graph:
         device = numbers.device  # the graph's inputs take them from there
@@ -121,6 +149,8 @@ _NUM_PARTS: dict[type[Call], int] = {
     Prepare: 1,
     Pass: 9,
     Move: 2,
+    WholePass: 3,
+    Weights: 1,
     Stop: 0,
 }
 
@@ -142,8 +172,12 @@ def _parts(call: Call) -> Iterable[torch.Tensor | tuple[int, ...]]:
             )
         case NewGraphs():
             return ((*call[:3], int(call.has_trees), *call.taps),)
-        case NewPool() | Prepare():
+        case NewPool() | Prepare() | Weights():
             return (tuple(call),)
+        case WholePass():
+            ids = call.input_ids
+            segments = ids.flatten()[:0] if call.segments is None else call.segments
+            return ((ids.shape[1], *call.taps), ids, segments)
         case Move():
             return call
         case Stop():

@@ -106,6 +106,17 @@ class RunFolder:
             )
         write_json(path, data)
 
+    def keep_target(self, revision: str) -> None:
+        """Records the target of the run. A `UserError` for a run that would go on with another."""
+        path, now = self.training / "target.json", {"revision": revision}
+        before = read_json(path, "record of the target") if path.is_file() else now
+        if self.newest() is not None and before != now:
+            raise UserError(
+                f"out {str(self.out)!r} holds a run for a target of revision {before['revision']}, "
+                f"and this one's is {revision}; give the same target, another --out, or --no-resume"
+            )
+        write_json(path, now)
+
     def _drop_unfinished(self) -> None:
         """Removes what a kill cut short. The Trainer would count it among its newest checkpoints
         and delete a whole one for it."""

@@ -14,7 +14,7 @@ from draftsmith.config import (
     LimitsTable,
     option,
 )
-from draftsmith.drafters.config import SAMPLINGS, TARGET_DTYPES, TRUST_HELP
+from draftsmith.drafters.config import SAMPLINGS, TARGET_DTYPES, TARGET_SERVER_HELP, TRUST_HELP
 from draftsmith.drafters.options import (
     OPTIONS,
     DflashOptions,
@@ -200,6 +200,12 @@ class TrainConfig(FamilyShapes):
         "processes that hold one copy of the frozen target between them; more than 1 when it is "
         "too large",
     )
+    target_server: str | None = option(None, TARGET_SERVER_HELP)
+    target_logprobs: int = option(
+        0,
+        "of a draft-lm, with target_server: likeliest tokens per position that the loss reads with "
+        "their tail mass, of that server or by vLLM's prompt_logprobs; 0: whole distributions",
+    )
     shared_target: bool = option(
         False,
         "train several families at once, with one pass of the target for all of them; without it "
@@ -274,6 +280,7 @@ class EvalConfig:
         1,
         "processes that hold the target between them; more than 1 when it is too large",
     )
+    target_server: str | None = option(None, TARGET_SERVER_HELP)
     trust_remote_code: bool = option(False, TRUST_HELP)
 
 
@@ -310,6 +317,7 @@ LIMITS: LimitsTable = {
         "share": Limits(0, 1, "(]"),
         "seed": NOT_NEGATIVE,
         "target_shares": POSITIVE,
+        "target_logprobs": Limits(0, 1024, "[]"),
         "log_every": POSITIVE,
         "save_every": POSITIVE,
         "eval_every": NOT_NEGATIVE,

@@ -10,7 +10,7 @@ from typing import Any
 
 from draftsmith.config import check_limits, to_dict
 from draftsmith.drafters.options import OPTIONS, DrafterOptions, MedusaOptions, MtpOptions
-from draftsmith.drafters.target.sharded import check_shares
+from draftsmith.drafters.target.sharded import check_one_place, check_shares
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.kernels.divergence.kind import kind_of
@@ -22,7 +22,7 @@ from draftsmith.train.data.folders import folders_of, named
 CONTINUABLE = {
     "steps", "epochs", "minutes", "resume", "log_every", "save_every", "eval_every", "eval_prompts",
     "eval_tokens", "report_to",
-    "target_shares", "gradient_checkpointing", "out",
+    "target_shares", "target_server", "gradient_checkpointing", "out",
     # Of as many batches an optimizer step as before: `checkpoints.py` sees to that.
     "accumulate",
 }  # fmt: skip
@@ -152,6 +152,7 @@ def check_options(config: TrainConfig) -> None:
                 "optimizer is that of "
                 f"{config.deepspeed!r}; leave one of the two out"
             )
+    check_target_server(config)
     if config.target_shares > 1 and config.on_policy.share:
         raise UserError(
             f"option 'target_shares' is {config.target_shares} and 'on_policy.share' "
@@ -161,6 +162,48 @@ def check_options(config: TrainConfig) -> None:
     check_limits(config, LIMITS)
     kind_of(config.divergence)
     check_objective(config)
+
+
+def check_target_server(config: TrainConfig) -> None:
+    if config.target_logprobs:
+        check_target_logprobs(config)
+    if config.target_server is None:
+        return
+    check_one_place(config.target_shares, config.target_server)
+    if config.draft_lm is not None and config.draft_lm.target_layers is not None:
+        raise UserError(
+            f"option 'draft_lm.target_layers' is {config.draft_lm.target_layers} and copies layers "
+            "of a target that is here, not on target_server; give draft_lm.init or "
+            "draft_lm.hidden_size, or leave target_server out"
+        )
+
+
+def check_target_logprobs(config: TrainConfig) -> None:
+    given = f"option 'target_logprobs' is {config.target_logprobs}"
+    if config.target_server is None or config.teacher != "live":
+        raise UserError(
+            f"{given}, of a live target on target_server; give target_server too, or leave it out"
+        )
+    if config.family != "draft-lm":
+        raise UserError(
+            f"{given} but a draft of family {config.family!r} reads states of the target, which "
+            "give whole distributions too; leave it out"
+        )
+    check_sparse(config, given, "leave it out")
+
+
+def check_no_decoding(config: TrainConfig) -> None:
+    """Refuses what needs a target that decodes, where a server gives likeliest tokens alone."""
+    for name, value in (
+        ("eval_prompts", config.eval_prompts),
+        ("on_policy.share", config.on_policy.share),
+    ):
+        if value:
+            raise UserError(
+                f"option {name!r} is {value} and target server {config.target_server} gives "
+                "prompt_logprobs alone, with which nothing is decoded; give 0, and evaluate with "
+                "draftsmith eval where the target is"
+            )
 
 
 def check_init(init: str, config: TrainConfig) -> None:
@@ -199,9 +242,18 @@ def check_objective(config: TrainConfig) -> None:
         )
 
 
-def check_sparse(config: TrainConfig) -> None:
+def check_stored_sparse(config: TrainConfig) -> None:
     """Refuses options that need whole distributions where the data stores the likeliest tokens and
     their tail."""
+    check_sparse(
+        config,
+        f"{named(config.data)} stores the likeliest tokens",
+        "store its taps too (draftsmith generate --store-taps), or use --teacher live",
+    )
+
+
+def check_sparse(config: TrainConfig, why: str, mend: str) -> None:
+    """Refuses options that need more than the likeliest tokens and their tail."""
     refused = {
         "divergence": config.divergence.startswith("ce"),
         "unroll.weights": config.unroll.weights in BY_DRAFT,
@@ -209,11 +261,7 @@ def check_sparse(config: TrainConfig) -> None:
     }
     for name, is_wrong in refused.items():
         if is_wrong:
-            raise UserError(
-                f"option {name!r} needs whole distributions and {named(config.data)} stores the "
-                "likeliest tokens; store its taps too "
-                "(draftsmith generate --store-taps), or use --teacher live"
-            )
+            raise UserError(f"option {name!r} needs whole distributions and {why}; {mend}")
 
 
 def total_steps(config: TrainConfig, batches_per_epoch: int, world_size: int) -> int:

@@ -13,6 +13,10 @@ from draftsmith.config import to_dict
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.remote.completions import PromptLogprobs
+from draftsmith.drafters.remote.connection import Connection, NoStates
+from draftsmith.drafters.remote.outline import load_outline
+from draftsmith.drafters.remote.target import RemoteTarget, load_remote
 from draftsmith.drafters.target.device import Placement, placement_of
 from draftsmith.drafters.target.sharded import load_spread
 from draftsmith.drafters.target.target import Target
@@ -27,7 +31,9 @@ from draftsmith.train.curves import draw_curves
 from draftsmith.train.data.batches import batches_per_epoch
 from draftsmith.train.data.mixture import Mixture, describe, read_mixture
 from draftsmith.train.evaluate.measured import Figures, measure
+from draftsmith.train.objective.ahead import AheadSource
 from draftsmith.train.objective.joined_stores import mixture_source
+from draftsmith.train.objective.remote_teacher import LikeliestSource
 from draftsmith.train.objective.stored_teacher import DistributionSource
 from draftsmith.train.objective.teacher import LiveSource, TargetSource
 from draftsmith.train.on_policy import KeepTexts, OnPolicy, load_texts
@@ -49,7 +55,7 @@ def train(config: TrainConfig) -> None:
     material = prepare(config)
     drafter = new_trainee_drafter(config, material)
     trainer = new_trainer(config, material, drafter, new_source(config, material, drafter.taps))
-    trainer.train(resume_from_checkpoint=open_folder(config, material.placement, trainer))
+    trainer.train(resume_from_checkpoint=open_folder(config, material, trainer))
     finish(config, trainer, material)
 
 
@@ -66,6 +72,8 @@ def prepare(config: TrainConfig) -> Material:
 
 def load_target(config: TrainConfig, placement: Placement) -> Target:
     trust = config.trust_remote_code
+    if config.target_server is not None:
+        return load_served(config, config.target_server, placement)
     if config.target_shares == 1:
         return Target.load(
             config.target,
@@ -82,6 +90,27 @@ def load_target(config: TrainConfig, placement: Placement) -> Target:
         trust_remote_code=trust,
     )
     return Target(model, config.target, max_length=config.max_length, trust_remote_code=trust)
+
+
+def load_served(config: TrainConfig, url: str, placement: Placement) -> Target:
+    """The target of a server; its outline where that gives likeliest tokens alone."""
+    trust, length = config.trust_remote_code, config.max_length
+    try:
+        return load_remote(
+            config.target,
+            url,
+            served_as=config.target_dtype,
+            dtype=placement.target_dtype,
+            device=placement.device,
+            max_length=length,
+            trust_remote_code=trust,
+        )
+    except NoStates:
+        if not config.target_logprobs:
+            raise
+    resolve.check_no_decoding(config)
+    place = str(placement.device)
+    return load_outline(config.target, device=place, max_length=length, trust_remote_code=trust)
 
 
 def load_corpus(config: TrainConfig, target: Target) -> Mixture:
@@ -152,11 +181,23 @@ def recompute_mlps(drafter: torch.nn.Module, family: str) -> None:
 def new_source(config: TrainConfig, material: Material, taps: tuple[int, ...]) -> TargetSource:
     target, corpus = material.target, material.corpus
     if config.teacher == "live":
+        if isinstance(target, RemoteTarget):
+            return remote_source(target, config.target_logprobs)
+        if config.target_server is not None:
+            logprobs = PromptLogprobs(Connection(config.target_server), target.vocab_size)
+            return LikeliestSource(logprobs, config.target_logprobs)
         return LiveSource(target)
     source = mixture_source(target, corpus, taps)
     if isinstance(source, DistributionSource):
-        resolve.check_sparse(config)
+        resolve.check_stored_sparse(config)
     return source
+
+
+def remote_source(target: RemoteTarget, top: int) -> AheadSource:
+    """`top` likeliest tokens of each distribution; 0: whole ones."""
+    if top:
+        return AheadSource(LikeliestSource(target, top), partial(target.expect, top=top))
+    return AheadSource(LiveSource(target), target.expect)
 
 
 def new_trainer(
@@ -231,12 +272,13 @@ def new_on_policy(
     )
 
 
-def open_folder(config: TrainConfig, placement: Placement, trainer: DraftTrainer) -> str | None:
+def open_folder(config: TrainConfig, material: Material, trainer: DraftTrainer) -> str | None:
     """The checkpoint to go on from. Rank 0 prepares the folder before the others look."""
-    folder = RunFolder(config.out)
+    folder, placement = RunFolder(config.out), material.placement
     if placement.rank == 0:
         folder.open(config)
         folder.keep_data(trainer.sequences.lengths)
+        folder.keep_target(material.target.revision)
     trainer.accelerator.wait_for_everyone()
     newest = folder.newest()
     if newest is None:

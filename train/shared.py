@@ -35,7 +35,7 @@ def train_together(configs: Sequence[TrainConfig]) -> None:
         for config, drafter in zip(configs, drafters, strict=True)
     ]
     checkpoints = [
-        open_folder(config, material.placement, trainer)
+        open_folder(config, material, trainer)
         for config, trainer in zip(configs, trainers, strict=True)
     ]
     turns = Turns([passes_done(config) for config in configs])

@@ -24,6 +24,7 @@ from draftsmith.train.data.batches import BatchPlan, pack
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.data.mixture import Mixed
 from draftsmith.train.evaluate.measured import Figures
+from draftsmith.train.objective.ahead import AheadSource, Peekable
 from draftsmith.train.objective.depth_weights import step_weighting
 from draftsmith.train.objective.feature_noise import FeatureNoise
 from draftsmith.train.objective.teacher import TargetSource
@@ -117,6 +118,10 @@ class DraftTrainer(Trainer):
         self._measured: tuple[int, Figures | None] | None = None
         self.spare = spare
         self.on_policy = on_policy
+        # On-policy rows of the next step are not written yet.
+        source = trainee.source
+        self.ahead = source if isinstance(source, AheadSource) and on_policy is None else None
+        self._batches: Peekable[Inputs] | None = None
         self.window = MetricWindow(trainee.unroll.steps, trainee.kind)
         # The Trainer needs some evaluation data set to schedule evaluations; `evaluate` has its
         # own.
@@ -154,8 +159,12 @@ class DraftTrainer(Trainer):
     ) -> tuple[list[Inputs], torch.Tensor]:
         """Passes of an optimizer step, and the divisor of its loss: its trained tokens, or its
         texts that have any."""
+        if self.ahead is not None:
+            epoch_iterator = self._batches = peekable(epoch_iterator, self._batches)
         passes, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         texts = [inputs["text"] for inputs in passes]
+        if self.ahead is not None and self._batches is not None:
+            self.ahead.announce([*texts, *(inputs["text"] for inputs in self._batches.peek())])
         if self.on_policy is not None:
             texts = self.on_policy.mix(
                 texts, step=self.state.global_step, drafter=self.whole_drafter
@@ -276,6 +285,11 @@ class DraftTrainer(Trainer):
 
     def last_metrics(self) -> dict[str, float]:
         return next((entry for entry in reversed(self.state.log_history) if "loss" in entry), {})
+
+
+def peekable(source: Iterator[Inputs], known: Peekable[Inputs] | None) -> Peekable[Inputs]:
+    """`known` where it is of this source."""
+    return known if known is not None and known.source is source else Peekable(source)
 
 
 def as_inputs(rows: list[list[TokenSequence]]) -> Inputs:

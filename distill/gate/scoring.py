@@ -34,8 +34,8 @@ from draftsmith.distill.gate.logged import (
     logged_alpha,
     sampling_rows,
 )
-from draftsmith.distill.learn.target_outline import TargetOutline
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep, head_of
+from draftsmith.drafters.remote.outline import TargetOutline
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import likeliest_mass, overlap
 from draftsmith.kernels.sampling.filters import process

@@ -8,8 +8,6 @@ Files in reading order:
 - `optimizer`: gradient and step
 - `adapters`: low-rank candidates
 - `target_source`: the target, whose weights may change meanwhile
-- `target_outline`: the target without weights
 
-Other chapters import `learner`, `processes`, `teachers`, `text_states`, `target_source` and
-`target_outline`.
+Other chapters import `learner`, `processes`, `teachers`, `text_states` and `target_source`.
 """

@@ -84,6 +84,15 @@ def check_shares(shares: int, command: str) -> None:
         )
 
 
+def check_one_place(shares: int, server: str | None) -> None:
+    """Raises `UserError` for a target that processes are to hold and a server to run."""
+    if shares > 1 and server is not None:
+        raise UserError(
+            f"option 'target_shares' is {shares} and 'target_server' {server!r}, where no process "
+            "holds the target; leave one of them out"
+        )
+
+
 @contextmanager
 def gathered(layer: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """The layer with its weights whole, which every process must ask for; any other

@@ -149,6 +149,17 @@ class Target(CausalLM):
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """A training pass over right-padded texts [B, L] -> (taps [B, L, n * H] or None, hidden [B,
         L, H] for `head`). `segments` as in `drafters/target/segments.py`."""
+        self.check_texts(input_ids, attention_mask, segments)
+        states = self.full(input_ids, taps, segments)
+        return states.taps, states.final
+
+    def check_texts(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        segments: torch.Tensor | None,
+    ) -> None:
+        """Raises `ValueError` or `UserError` for texts that `states` cannot read."""
         if (attention_mask.diff(dim=1) > 0).any():
             raise ValueError("attention_mask is padded on the left; pad texts on the right")
         if self.rope_limit is not None:
@@ -156,8 +167,6 @@ class Target(CausalLM):
                 input_ids.shape[1] if segments is None else int(positions_of(segments).max()) + 1
             )
             self.check_length(longest, "the longest text of the batch, in tokens,")
-        states = self.full(input_ids, taps, segments)
-        return states.taps, states.final
 
     @torch.no_grad()
     def head(self, hidden: torch.Tensor) -> torch.Tensor:

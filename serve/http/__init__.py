@@ -10,6 +10,7 @@ Files in reading order:
 - `chat`: a chat request as prompt, grammar and form of its answer
 - `completions`: completions and chat
 - `endpoints`: health, models, tokenizer, drafting, learning
+- `target_states`: states of the target for trainers
 - `speculation_report`: drafts of one request
 - `errors`: errors
 - `limits`: keys and limits

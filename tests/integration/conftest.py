@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import uvicorn
@@ -27,6 +29,8 @@ from draftsmith.drafters.options import DraftLmOptions
 from draftsmith.drafters.published import versions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.vocabulary import tokenizer_hash
+from draftsmith.files import write_json
 from draftsmith.record import Sink
 from draftsmith.serve.app import create_app
 from draftsmith.serve.command import bind
@@ -54,14 +58,18 @@ GATE = GateConfig(every=1, held_out=0.3)
 
 
 class LiveServer:
-    def __init__(self, engine: Engine, limits: ServerLimits, report: Level):
+    def __init__(
+        self, engine: Engine, limits: ServerLimits, report: Level, states_max_tokens: int = 0
+    ):
         self.engine, self.loop = engine, EngineLoop(engine).start()
         listener = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         metrics = ServerMetrics(engine, MODEL)
         # Not started: its tests look when they want to.
         self.dashboard = Dashboard(History(engine, metrics.by_class))
-        app = create_app(Server(self.loop, MODEL, metrics, limits, report), self.dashboard)
+        app = create_app(
+            Server(self.loop, MODEL, metrics, limits, report, states_max_tokens), self.dashboard
+        )
         self._server = uvicorn.Server(
             uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5)
         )
@@ -94,6 +102,46 @@ class LiveServer:
         self.loop.close()
 
 
+@pytest.fixture(scope="session")
+def target_folder(tiny_target: Callable[..., str]) -> str:
+    return tiny_target("llama")
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory, target_folder: str) -> Path:
+    """Sampled answers of the tiny target."""
+    target = Target.load(target_folder)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [
+        torch.randint(3, 288, (4 + number % 5,), generator=generator).tolist()
+        for number in range(48)
+    ]
+    answers = target.answer(prompts, max_new_tokens=16, temperature=1.0, batch_size=48)
+    rows = [
+        {
+            "name": f"document {number}",
+            "split": "held-out" if number % 6 == 0 else "train",
+            "input_ids": prompt + answer,
+            "loss_mask": [0] * len(prompt) + [1] * len(answer),
+        }
+        for number, (prompt, answer) in enumerate(zip(prompts, answers))
+    ]
+    folder = tmp_path_factory.mktemp("data")
+    pq.write_table(pa.Table.from_pylist(rows), folder / "part-00000.parquet")
+    provenance = {
+        "target": target_folder,
+        "target_revision": target.revision,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+    }
+    write_json(
+        folder / "provenance.json",
+        provenance | {"tokenizer_hash": tokenizer_hash(target.tokenizer())},
+    )
+    return folder
+
+
 @pytest.fixture(scope="module")
 def live_server() -> Iterator[Callable[..., LiveServer]]:
     """`live_server(target, drafter, config, sink=, limits=, report=)`; all are closed at the end of
@@ -109,9 +157,10 @@ def live_server() -> Iterator[Callable[..., LiveServer]]:
         limits: ServerLimits = DEFAULT_LIMITS,
         report: Level = "none",
         adapters: Adapters | None = None,
+        states_max_tokens: int = 0,
     ) -> LiveServer:
         engine = build_engine(target, drafter, config, sink=sink, adapters=adapters)
-        servers.append(LiveServer(engine, limits, report))
+        servers.append(LiveServer(engine, limits, report, states_max_tokens))
         return servers[-1]
 
     yield start

@@ -23,14 +23,15 @@ from draftsmith.distill.command import run
 from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.gate.scoring import score
 from draftsmith.distill.gate.sequential import Ledger
-from draftsmith.distill.learn import target_outline, teachers
+from draftsmith.distill.learn import teachers
 from draftsmith.distill.learn.learner import Learner, summary
-from draftsmith.distill.learn.target_outline import TargetOutline, load_outline
 from draftsmith.distill.learn.teachers import Batch
 from draftsmith.distill.state import Counters, Kept, StateFolder, TrackState
 from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.remote import outline as target_outline
+from draftsmith.drafters.remote.outline import TargetOutline, load_outline
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.errors import UserError

@@ -15,16 +15,11 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.vocabulary import tokenizer_hash
 from draftsmith.errors import UserError
-from draftsmith.files import write_json
 from draftsmith.train.checkpoints import Checkpoint, RunFolder
 from draftsmith.train.command import run
 from draftsmith.train.config import OptimConfig, TrainConfig
@@ -34,46 +29,6 @@ ROOT = Path(__file__).parents[2]
 Process = subprocess.Popen | Forked | Ranks
 # What a line of metrics says about the clock, not about the training.
 CLOCK = {"elapsed_s"}
-
-
-@pytest.fixture(scope="session")
-def target_folder(tiny_target) -> str:
-    return tiny_target("llama")
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory, target_folder: str) -> Path:
-    """Sampled answers of the tiny target."""
-    target = Target.load(target_folder)
-    generator = torch.Generator().manual_seed(0)
-    prompts = [
-        torch.randint(3, 288, (4 + number % 5,), generator=generator).tolist()
-        for number in range(48)
-    ]
-    answers = target.answer(prompts, max_new_tokens=16, temperature=1.0, batch_size=48)
-    rows = [
-        {
-            "name": f"document {number}",
-            "split": "held-out" if number % 6 == 0 else "train",
-            "input_ids": prompt + answer,
-            "loss_mask": [0] * len(prompt) + [1] * len(answer),
-        }
-        for number, (prompt, answer) in enumerate(zip(prompts, answers))
-    ]
-    folder = tmp_path_factory.mktemp("data")
-    pq.write_table(pa.Table.from_pylist(rows), folder / "part-00000.parquet")
-    provenance = {
-        "target": target_folder,
-        "target_revision": target.revision,
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-    }
-    write_json(
-        folder / "provenance.json",
-        provenance | {"tokenizer_hash": tokenizer_hash(target.tokenizer())},
-    )
-    return folder
 
 
 @pytest.fixture

@@ -36,6 +36,7 @@ ORDER = {
         "recurrent",
         "patches",
         "target",
+        "remote",
         "adapters",
         "autoregressive",
         "compiled",

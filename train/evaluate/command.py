@@ -16,8 +16,10 @@ import torch.distributed as dist
 from draftsmith.config import check_limits
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.checkpoint import draft_sampling_of
+from draftsmith.drafters.remote.target import load_remote
 from draftsmith.drafters.target.device import device_of, load_target
 from draftsmith.drafters.target.ranks import join, leave_group
+from draftsmith.drafters.target.sharded import check_one_place
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.drafters.weights import TellsReads
@@ -77,13 +79,7 @@ def run(config: EvalConfig) -> int:
 
 def evaluate(config: EvalConfig) -> None:
     # In the precision that the target is served with, for exact figures.
-    target = load_target(
-        config.target,
-        dtype=config.dtype,
-        max_length=config.max_length,
-        shares=config.target_shares,
-        trust_remote_code=config.trust_remote_code,
-    )
+    target = open_target(config)
     target.check_length(config.max_length, "option 'max_length'")
     drafter = checkpoint.load(config.draft, target)
     mixture = read_mixture(
@@ -114,6 +110,25 @@ def evaluate(config: EvalConfig) -> None:
     report(config, target, found, trees, cost)
 
 
+def open_target(config: EvalConfig) -> Target:
+    if config.target_server is not None:
+        return load_remote(
+            config.target,
+            config.target_server,
+            served_as=config.dtype,
+            device=device_of(),
+            max_length=config.max_length,
+            trust_remote_code=config.trust_remote_code,
+        )
+    return load_target(
+        config.target,
+        dtype=config.dtype,
+        max_length=config.max_length,
+        shares=config.target_shares,
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
 class OfFolders(NamedTuple):
     """Figures at one temperature: over all folders, and of each by its path."""
 
@@ -138,6 +153,12 @@ def check(config: EvalConfig) -> None:
 
 
 def check_processes(config: EvalConfig) -> None:
+    check_one_place(config.target_shares, config.target_server)
+    if config.target_server is not None and config.tree:
+        raise UserError(
+            f"option 'tree' is {' '.join(config.tree)!r} and passes over trees are made by a "
+            "target that is here, not on target_server; leave one of them out"
+        )
     if (running := os.environ.get("WORLD_SIZE") or "1") != str(config.target_shares):
         raise UserError(
             f"option 'target_shares' is {config.target_shares} but {running} processes run; start "

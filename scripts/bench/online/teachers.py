@@ -19,10 +19,10 @@ from draftsmith.distill.buffer.traffic import ServedText, stitch
 from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.gate.scoring import score
 from draftsmith.distill.learn.learner import Learner
-from draftsmith.distill.learn.target_outline import load_outline
 from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.remote.outline import load_outline
 from draftsmith.drafters.target.target import Target
 from draftsmith.files import write_json, write_text
 from draftsmith.progress import Progress

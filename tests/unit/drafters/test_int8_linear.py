@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from draftsmith.distill.learn.target_outline import load_outline
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters import int8_linear as module
 from draftsmith.drafters.compiled.captured import TOLERANCE, capture_lm
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.int8_linear import Int8Linear, make_int8
 from draftsmith.drafters.options import Eagle3Options
+from draftsmith.drafters.remote.outline import load_outline
 from draftsmith.drafters.target import target as target_module
 from draftsmith.drafters.target.device import load_target, placement_of
 from draftsmith.drafters.target.load import load_model

@@ -24,6 +24,8 @@ from draftsmith.serve.rank_calls import (
     Pass,
     Prepare,
     Stop,
+    Weights,
+    WholePass,
     call_of,
     numbers_of,
 )
@@ -50,6 +52,9 @@ CALLS = [
     passed(tree=True, taps=())._replace(by_graph=True),
     Move(some(6), some(6)),
     Move(some(0), some(0)),
+    WholePass(some(3, 5), some(3, 5), (0, 3)),
+    WholePass(some(3, 5), None, ()),
+    Weights(-1),
     Stop(),
 ]
 
@@ -102,6 +107,7 @@ def test_one_message_a_pass_and_none_for_drafts(tiny_target: Callable[..., str])
     wire = Wire()
     target = LeadingTarget.load(folder, dtype="float32").lead(wire)
     drafter = FAMILIES["eagle3"].create(Eagle3Options(), target, seed=0).to(torch.float32)
+    wire.sent.clear()  # a new draft is fitted to states of the target
     engine = build_engine(target, drafter, EngineConfig(compile="off", k=4, max_length=96))
     assert {type(call_of(frame[1 : 1 + frame[0]], CPU)) for frame in wire.sent} == {NewPool}
     wire.sent.clear()

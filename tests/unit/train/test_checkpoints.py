@@ -26,3 +26,17 @@ def test_a_run_goes_on_with_the_texts_that_it_began_with(tmp_path: Path) -> None
     # Of a run from before there was such a record.
     (folder.training / "data.json").unlink()
     folder.keep_data(lengths)
+
+
+def test_a_run_goes_on_with_the_target_that_it_began_with(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.make()
+    # Nothing was trained yet: any target does.
+    folder.keep_target("first")
+    folder.keep_target("second")
+    folder.complete(step=1, elapsed_s=0.0, processes=1, passes=1)
+    folder.keep_target("second")
+    with pytest.raises(UserError, match="of revision second, and this one's is third; give the"):
+        folder.keep_target("third")
+    (folder.training / "target.json").unlink()
+    folder.keep_target("third")

@@ -351,4 +351,4 @@ def test_what_is_written_while_training_has_no_stored_likeliest_tokens():
         on_policy=OnPolicyConfig(share=0.5),
     )
     with pytest.raises(UserError, match="teacher live"):
-        resolve.check_sparse(config)
+        resolve.check_stored_sparse(config)

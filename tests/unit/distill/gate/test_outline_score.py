@@ -15,7 +15,7 @@ from draftsmith.distill.gate.gate import decide
 from draftsmith.distill.gate.regression import watch
 from draftsmith.distill.gate.scoring import Scorer, score
 from draftsmith.distill.gate.sequential import Evidence, Ledger
-from draftsmith.distill.learn.target_outline import TargetOutline, load_outline
+from draftsmith.drafters.remote.outline import TargetOutline, load_outline
 from draftsmith.drafters.target.target import Target
 from draftsmith.record import RoundRecord
 

@@ -18,7 +18,6 @@ from draftsmith.distill.buffer.traffic import ServedText, stitch
 from draftsmith.distill.config import DistillConfig, LearnConfig, LearnUnroll
 from draftsmith.distill.gate.sequential import Ledger
 from draftsmith.distill.learn.learner import Learner
-from draftsmith.distill.learn.target_outline import TargetOutline, load_outline
 from draftsmith.distill.learn.teachers import (
     Batch,
     LearningRow,
@@ -29,6 +28,7 @@ from draftsmith.distill.learn.teachers import (
 from draftsmith.distill.state import Counters, Kept, StateFolder, TrackState
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.remote.outline import TargetOutline, load_outline
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.top_tokens import top_probs

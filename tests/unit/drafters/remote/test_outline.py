@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith.distill.learn import target_outline
-from draftsmith.distill.learn.target_outline import load_outline
 from draftsmith.drafters import checkpoint
+from draftsmith.drafters.remote import outline as target_outline
+from draftsmith.drafters.remote.outline import load_outline
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 

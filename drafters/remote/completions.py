@@ -1,0 +1,105 @@
+"""Likeliest tokens by an OpenAI-compatible server that gives no states: `prompt_logprobs` of
+completions, as vLLM has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from draftsmith.drafters.remote.connection import Connection
+from draftsmith.drafters.target.segments import stretches_of
+from draftsmith.errors import UserError
+from draftsmith.kernels.sampling.top_tokens import TopProbs
+
+COMPLETIONS_PATH = "/v1/completions"
+MODELS_PATH = "/v1/models"
+AT_ONCE = 8  # requests; the server batches them
+
+
+class PromptLogprobs:
+    """Likeliest tokens after each token of a text, one request a text. `vocab_size` is the
+    target's."""
+
+    def __init__(self, connection: Connection, vocab_size: int):
+        self.connection, self.vocab_size = connection, vocab_size
+        listed = connection.json("GET", MODELS_PATH)
+        try:
+            self.model = str(listed["data"][0]["id"])
+        except (KeyError, IndexError, TypeError) as error:
+            raise UserError(
+                f"target server {connection.base} lists no model at {MODELS_PATH}; check the URL"
+            ) from error
+
+    def likeliest(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        segments: torch.Tensor | None,
+        top: int,
+    ) -> TopProbs:
+        """As `RemoteTarget.likeliest`. Nothing is known after the last token of a text: all mass is
+        in the tail there."""
+        numbers = attention_mask - 1 if segments is None else segments
+        texts = [
+            input_ids[row, begin:end].tolist()
+            for row, stretches in enumerate(stretches_of(numbers))
+            for begin, end, is_text in stretches
+            if is_text
+        ]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            found = list(pool.map(lambda text: self._of(text, top), texts))
+        return TopProbs(
+            *(torch.cat(parts).to(input_ids.device) for parts in zip(*found, strict=True))
+        )
+
+    def _of(self, text: list[int], top: int) -> TopProbs:
+        answer = self.connection.json(
+            "POST",
+            COMPLETIONS_PATH,
+            {
+                "model": self.model,
+                "prompt": text,
+                "max_tokens": 1,
+                "temperature": 0,
+                "prompt_logprobs": top,
+            },
+        )
+        try:
+            entries = answer["choices"][0]["prompt_logprobs"]
+            rows = [_sorted(entry) for entry in entries[1:]]
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"target server {self.connection.base} gives neither states nor prompt_logprobs; "
+                "give the URL of draftsmith serve --states-max-tokens, or of vLLM"
+            ) from error
+        return self._joined(rows, len(text), min(top, self.vocab_size))
+
+    def _joined(
+        self, rows: Sequence[Sequence[tuple[int, float]]], length: int, top: int
+    ) -> TopProbs:
+        if len(rows) != length - 1 or any(len(row) < top for row in rows):
+            raise UserError(
+                f"target server {self.connection.base} gives fewer than {top} prompt_logprobs at "
+                "some position; give a smaller target_logprobs"
+            )
+        ids = torch.zeros(length, top, dtype=torch.int64)
+        logprobs = torch.full((length, top), -torch.inf)
+        for at, row in enumerate(rows):
+            ids[at] = torch.tensor([token for token, _ in row[:top]])
+            logprobs[at] = torch.tensor([value for _, value in row[:top]])
+        if int(ids.max()) >= self.vocab_size:
+            raise UserError(
+                f"target server {self.connection.base} knows a token {int(ids.max())} and the "
+                f"target has {self.vocab_size}; give --target the model that it serves"
+            )
+        return TopProbs(ids, logprobs, (1 - logprobs.exp().sum(dim=-1)).clamp(min=0))
+
+
+def _sorted(entry: dict[str, Any]) -> list[tuple[int, float]]:
+    """(token, logprob), the likeliest first. The prompt's own token is among them also where it is
+    less likely than those that were asked for."""
+    pairs = [(int(token), float(found["logprob"])) for token, found in entry.items()]
+    return sorted(pairs, key=lambda pair: -pair[1])

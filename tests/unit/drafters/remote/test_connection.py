@@ -1,0 +1,92 @@
+"""A server that is away is waited for; what it refuses is said at once."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from draftsmith.drafters.remote import connection
+from draftsmith.drafters.remote.connection import Connection
+from draftsmith.drafters.remote.messages import REVISION_HEADER
+from draftsmith.errors import UserError
+
+BUSY = 503
+
+
+class Server:
+    """Answers in order; the last one again and again."""
+
+    def __init__(self, *answers: httpx.Response | Exception):
+        self.answers, self.asked = list(answers), 0
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        answer = self.answers[min(self.asked, len(self.answers) - 1)]
+        self.asked += 1
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Pauses in place of sleeping, on a clock of their own."""
+    made: list[float] = []
+    monkeypatch.setattr(connection.time, "sleep", made.append)
+    monkeypatch.setattr(connection.time, "monotonic", lambda: sum(made))
+    return made
+
+
+def connected(server: Server) -> Connection:
+    return Connection("http://host:1/v1/", transport=httpx.MockTransport(server))
+
+
+def error(status: int, message: str) -> httpx.Response:
+    return httpx.Response(status, json={"error": {"message": message}})
+
+
+def test_a_server_that_comes_back_is_asked_again(pauses: list[float]) -> None:
+    away = [httpx.ConnectError("refused"), error(BUSY, "starting"), httpx.ReadTimeout("late")]
+    server = Server(*away, httpx.Response(200, json={"format": 1}))
+    assert connected(server).description() == {"format": 1}
+    assert pauses == [0.5, 1.0, 2.0]
+
+
+def test_a_server_that_stays_away_is_given_up_in_a_sentence(pauses: list[float]) -> None:
+    with pytest.raises(UserError, match=r"http://host:1 does not answer \(refused\); start it"):
+        connected(Server(httpx.ConnectError("refused"))).description()
+    assert 100 < sum(pauses) <= connection.WAIT_S
+
+
+@pytest.mark.parametrize(
+    "answer, says",
+    [
+        (error(401, "key"), "asks for another API key; set DRAFTSMITH_API_KEY"),
+        (error(404, "Not Found"), r"gives no states of its target \(Not Found\)"),
+        (error(400, "ids are outside"), "refuses: ids are outside"),
+        (httpx.Response(500), "refuses: status 500"),
+        (httpx.Response(200, text="hello"), "its answer is no JSON"),
+    ],
+)
+def test_what_waiting_does_not_mend_is_said_at_once(
+    answer: httpx.Response, says: str, pauses: list[float]
+) -> None:
+    with pytest.raises(UserError, match=says):
+        connected(Server(answer)).description()
+    assert not pauses
+
+
+def test_damaged_tensors_and_other_weights_are_refused() -> None:
+    headers = {REVISION_HEADER: "new"}
+    server = connected(Server(httpx.Response(200, content=b"{", headers=headers)))
+    with pytest.raises(UserError, match="its answer is damaged"):
+        server.weights()
+    server.revision = "old"
+    with pytest.raises(UserError, match=r"other weights .* \(revision new, then old\)"):
+        server.weights()
+
+
+@pytest.mark.parametrize("url", ["ftp://host", "host", "http://host:port", ""])
+def test_what_is_no_url_is_refused_at_once(url: str, pauses: list[float]) -> None:
+    with pytest.raises(UserError, match="target"):
+        Connection(url).description()
+    assert not pauses
