@@ -30,6 +30,10 @@ FRAME = 4095
 PATIENCE = datetime.timedelta(days=3650)
 
 
+# What torch says of a process that is gone, where a library underneath makes the collective.
+LOST = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+
+
 class Gone(Exception):
     """Another process has ended."""
 
@@ -82,10 +86,10 @@ class Channel:
         with meeting():
             dist.broadcast(values, src=LEADER, group=self._group)
 
-    def give(self, value: torch.Tensor) -> None:
-        """To rank 0, which takes it."""
+    def give(self, value: torch.Tensor, to: int = LEADER) -> None:
+        """To the rank `to`, which takes it."""
         with meeting():
-            dist.send(_bytes(value.cpu()), LEADER, group=self._group)
+            dist.send(_bytes(value.cpu()), to, group=self._group)
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> torch.Tensor:
         """The tensor that the rank `source` gives, on the CPU."""
@@ -113,8 +117,9 @@ def in_step() -> Iterator[None]:
     except BaseException as error:
         # Not for any handler above to catch, nor for an orderly exit: both may wait for ranks that
         # wait for this one.
-        if isinstance(error, Gone):
-            log.critical("rank %d ends because another process has (%s)", dist.get_rank(), error)
+        if isinstance(error, Gone) or any(words in str(error) for words in LOST):
+            reason = str(error).split(". ")[0].splitlines()[0]
+            log.critical("rank %d ends because another process has (%s)", dist.get_rank(), reason)
         else:
             log.critical(
                 "rank %d failed in a call that all ranks make; all of them end",
