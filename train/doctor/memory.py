@@ -6,6 +6,7 @@ import os
 from typing import Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from draftsmith.drafters.recurrent.kept import NUM_SIDES
 from draftsmith.drafters.target.target import Target
@@ -48,7 +49,7 @@ def check_serving(target: Target, draft: torch.nn.Module | None, sequences: int)
 def check_training(target: Target, draft: torch.nn.Module, max_length: int) -> Finding:
     """The frozen target beside the draft's float32 weights, gradients and two Adam moments."""
     trained = sum(parameter.numel() for parameter in draft.parameters() if parameter.requires_grad)
-    needed = num_bytes(target.model) + 16 * trained
+    needed = held_bytes(target.model) + 16 * trained
     what = (
         f"{trained / 1e6:.1f} M trained parameters; {needed / GIB:.2f} GiB for weights and "
         "optimizer, activations of rows up to "
@@ -73,6 +74,13 @@ def num_bytes(model: torch.nn.Module) -> int:
     return sum(
         tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers())
     )
+
+
+def held_bytes(model: torch.nn.Module) -> int:
+    """As `num_bytes`, of what this process holds of a target in shares."""
+    tensors = (*model.parameters(), *model.buffers())
+    own = [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
+    return sum(tensor.numel() * tensor.element_size() for tensor in own)
 
 
 def bytes_per_token(pooled: Pooled, target: Target) -> float:

@@ -85,7 +85,6 @@ COMMANDS = {
         "draftsmith.train.doctor.config:DoctorConfig",
         "draftsmith.train.doctor.command:run",
         "what would go wrong with this target, draft and data",
-        alone=True,
     ),
     "plan": Command(
         "draftsmith.train.plan.config:PlanConfig",
