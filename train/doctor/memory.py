@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from draftsmith.drafters.recurrent.kept import NUM_SIDES
+from draftsmith.drafters.target.taps import body_name, decoder_layers
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.train.doctor.finding import Finding, ok, warn
@@ -81,6 +82,17 @@ def held_bytes(model: torch.nn.Module) -> int:
     tensors = (*model.parameters(), *model.buffers())
     own = [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
     return sum(tensor.numel() * tensor.element_size() for tensor in own)
+
+
+def bytes_in_shares(target: Target, shares: int) -> int:
+    """Memory of a process that holds a share of every decoder layer: all else of the target is
+    whole, and so are the layer that runs and the next one."""
+    body = getattr(target.model, body_name(target.model))
+    layers = [num_bytes(one) for one in decoder_layers(body, target.num_layers)]
+    if shares == 1:
+        return num_bytes(target.model)
+    gathered = sum(sorted(layers)[-2:])
+    return num_bytes(target.model) - sum(layers) + -(-sum(layers) // shares) + gathered
 
 
 def bytes_per_token(pooled: Pooled, target: Target) -> float:

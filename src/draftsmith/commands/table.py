@@ -91,7 +91,6 @@ COMMANDS = {
         "draftsmith.train.plan.command:run",
         "which draft for this target, what it gains and what the run takes",
         check="draftsmith.train.plan.command:check",
-        alone=True,
     ),
     "run": Command(
         "draftsmith.train.pipeline.config:RunConfig",
