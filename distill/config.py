@@ -180,6 +180,9 @@ class LearnConfig:
     lora: LoraOptions | None = option(
         None, "draft-lm: train adapters on the live version, merged when a version is published"
     )
+    gradient_checkpointing: bool = option(
+        False, "run the draft's MLPs again in the backward pass: less memory, more time"
+    )
     deepspeed: str | None = option(
         None,
         "DeepSpeed JSON such as recipes/zero2.json, by which several processes hold a part of the "

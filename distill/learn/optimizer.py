@@ -14,6 +14,7 @@ from draftsmith.distill.learn.teachers import Batch, Share
 from draftsmith.drafters.target.device import fast_at_bf16
 from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.train.objective.depth_weights import step_weighting
+from draftsmith.train.objective.recompute import recompute_mlps
 from draftsmith.train.objective.unrolled_loss import StepSums, UnrolledLoss, unrolled_loss
 
 Trained = dict[str, torch.nn.Parameter]  # by name
@@ -41,6 +42,8 @@ class CandidateOptimizer:
         self.weighting = step_weighting(config.unroll.weights, config.unroll.decay)
         self.device = next(drafter.parameters()).device
         self.in_bf16 = computes_in_bf16(config.dtype, self.device)
+        if config.gradient_checkpointing:
+            recompute_mlps(drafter, "learn.gradient_checkpointing")
         self.forget()
 
     def weights_changed(self) -> None:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from draftsmith.errors import UserError
+
 log = logging.getLogger(__name__)
 
 LEADER = 0
@@ -120,6 +122,8 @@ def in_step() -> Iterator[None]:
         if isinstance(error, Gone) or any(words in str(error) for words in LOST):
             reason = str(error).split(". ")[0].splitlines()[0]
             log.critical("rank %d ends because another process has (%s)", dist.get_rank(), reason)
+        elif isinstance(error, UserError):
+            log.critical("rank %d: %s; all processes end", dist.get_rank(), error)
         else:
             log.critical(
                 "rank %d failed in a call that all ranks make; all of them end",
