@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ class Daemon:
         # other weights have come into the target's folder since
         self.is_outdated = False
         self.revisions: list[str] = []  # that the target had before
-        self.target, read = (processes or OneProcess()).open(config, self.source.folder)
+        processes = processes or OneProcess()
+        self.target, read = processes.open(config, self.source.folder)
         self.counters, self.open = Counters(), OpenRequests()
         self.monitor = Monitor(config.monitor.false_alarm)
         self.states = states_of(self.target, config.learn, read)
@@ -67,6 +69,7 @@ class Daemon:
             status.event,
             self.save,
             lambda: self.reader.cursor,
+            partial(processes.new_optimizer, config, self.target),
             self.states,
         )
         self.shared = DraftTrack(self.root, context, draft=config.draft)

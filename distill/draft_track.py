@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,14 @@ class DraftTrack:
         self.log = DecisionLog(self.root, context, name)
         publisher = Publisher(self.root, draft, context.target)
         self.live = LiveVersion(publisher, context, self.log)
+        folder = versions.folder_of(self.root, publisher.version)
         self.learner = Learner(
-            publisher.load(versions.folder_of(self.root, publisher.version)),
+            publisher.load(folder),
             context.target,
             self.config.learn,
             seed=self.config.seed,
             states=context.states,
+            new_optimizer=partial(context.new_optimizer, folder),
         )
         self.lifecycle = VersionLifecycle(self.live, self.learner, context)
         self.fresh: list[ServedText] = []

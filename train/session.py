@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import checkpoint as recompute
 
 from draftsmith.config import to_dict
 from draftsmith.drafters import checkpoint
@@ -33,6 +32,7 @@ from draftsmith.train.data.mixture import Mixture, describe, read_mixture
 from draftsmith.train.evaluate.measured import Figures, measure
 from draftsmith.train.objective.ahead import AheadSource
 from draftsmith.train.objective.joined_stores import mixture_source
+from draftsmith.train.objective.recompute import recompute_mlps
 from draftsmith.train.objective.remote_teacher import LikeliestSource
 from draftsmith.train.objective.stored_teacher import DistributionSource
 from draftsmith.train.objective.teacher import LiveSource, TargetSource
@@ -139,7 +139,7 @@ def warn_of_cut_texts(config: TrainConfig, mixture: Mixture) -> None:
 def new_trainee_drafter(config: TrainConfig, material: Material) -> torch.nn.Module:
     drafter = new_drafter(config, *material)
     if config.gradient_checkpointing:
-        recompute_mlps(drafter, config.family)
+        recompute_mlps(drafter, "gradient_checkpointing")
     return drafter
 
 
@@ -164,18 +164,6 @@ def older_drafter(init: str, family: str, target: Target) -> TrainedDrafter:
             f"{drafter.family} with it"
         )
     return drafter
-
-
-def recompute_mlps(drafter: torch.nn.Module, family: str) -> None:
-    """Has each MLP of the draft run again in the backward pass (`gradient_checkpointing`)."""
-    mlps = [module for name, module in drafter.named_modules() if name.rpartition(".")[2] == "mlp"]
-    if not mlps:
-        raise UserError(
-            "option 'gradient_checkpointing' has nothing to recompute in a draft of family "
-            f"{family!r}; leave it out"
-        )
-    for mlp in mlps:
-        mlp.forward = partial(recompute.checkpoint, mlp.forward, use_reentrant=False)
 
 
 def new_source(config: TrainConfig, material: Material, taps: tuple[int, ...]) -> TargetSource:

@@ -20,7 +20,7 @@ from draftsmith.config import check_limits
 from draftsmith.distill.buffer.traffic import ServedText, branched, newest_within, without
 from draftsmith.distill.config import LIMITS, POSITIONS, LearnConfig
 from draftsmith.distill.learn.adapters import adapt, rebase
-from draftsmith.distill.learn.optimizer import CandidateOptimizer, trained
+from draftsmith.distill.learn.optimizer import CandidateOptimizer, DraftOptimizer, trained
 from draftsmith.distill.learn.teachers import (
     Batch,
     LearningRow,
@@ -42,6 +42,7 @@ LATEST = 128  # texts
 # Saved among the optimizer's moments.
 AVERAGE = "average"
 
+NewOptimizer = Callable[[torch.nn.Module, LearnConfig], DraftOptimizer]
 Rest = Callable[[float], None]  # called with the seconds of a piece of work
 
 
@@ -111,6 +112,7 @@ class Learner:
         *,
         seed: int,
         states: TextStates | None = None,
+        new_optimizer: NewOptimizer = CandidateOptimizer,
     ):
         check(config)
         self.drafter, self.target, self.config, self.seed = drafter, target, config, seed
@@ -122,7 +124,7 @@ class Learner:
         if config.lora is not None:
             adapt(drafter, config.lora, seed=seed)
         self.parameters = trained(drafter)
-        self.optimizer = CandidateOptimizer(drafter, config)
+        self.optimizer = new_optimizer(drafter, config)
         self.updates = 0
         self._begin()
 
@@ -281,9 +283,12 @@ class Learner:
     @torch.no_grad()
     def _pull(self, lr: float) -> None:
         """Moves towards the live version, decoupled from the gradient as AdamW's decay is."""
+        if not self.anchor:
+            return
         share = min(1.0, lr * self.config.proximal)
         for name, live in self.anchor.items():
             self.parameters[name].lerp_(live, share)
+        self.optimizer.weights_changed()
 
 
 def taps_share(config: LearnConfig) -> float:

@@ -5,15 +5,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 
 from draftsmith.distill.config import LearnConfig
-from draftsmith.distill.learn.teachers import Batch
+from draftsmith.distill.learn.teachers import Batch, Share
 from draftsmith.drafters.target.device import fast_at_bf16
 from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.train.objective.depth_weights import step_weighting
-from draftsmith.train.objective.unrolled_loss import StepSums, unrolled_loss
+from draftsmith.train.objective.recompute import recompute_mlps
+from draftsmith.train.objective.unrolled_loss import StepSums, UnrolledLoss, unrolled_loss
+
+Trained = dict[str, torch.nn.Parameter]  # by name
+
+
+class DraftOptimizer(Protocol):
+    """Optimizer steps of one draft, by one process or by several."""
+
+    def weights_changed(self) -> None: ...
+
+    def step(self, batch: Batch, *, lr: float) -> StepSums | None: ...
+
+    def moments(self) -> dict[str, torch.Tensor]: ...
+
+    def fill(self, moments: Mapping[str, torch.Tensor]) -> None: ...
+
+    def forget(self) -> None: ...
 
 
 class CandidateOptimizer:
@@ -24,9 +42,14 @@ class CandidateOptimizer:
         self.weighting = step_weighting(config.unroll.weights, config.unroll.decay)
         self.device = next(drafter.parameters()).device
         self.in_bf16 = computes_in_bf16(config.dtype, self.device)
+        if config.gradient_checkpointing:
+            recompute_mlps(drafter, "learn.gradient_checkpointing")
         self.forget()
 
-    def step(self, batch: Batch, *, lr: float) -> StepSums | None:
+    def weights_changed(self) -> None:
+        """Notes that weights were set from outside; every step here begins at what they are."""
+
+    def step(self, batch: Batch | Share, *, lr: float) -> StepSums | None:
         """One step on the batch's token mean. None, and nothing changed, when the gradient is not
         finite."""
         self.adam.zero_grad(set_to_none=True)
@@ -40,9 +63,14 @@ class CandidateOptimizer:
         self.adam.step()
         return sums
 
-    def _backward(self, batch: Batch) -> StepSums:
+    def _backward(self, batch: Batch | Share) -> StepSums:
+        unrolled = self.unrolled(batch)
+        (unrolled.total / (unrolled.scale * batch.weight)).backward()
+        return unrolled.sums
+
+    def unrolled(self, batch: Batch | Share) -> UnrolledLoss:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.in_bf16):
-            unrolled = unrolled_loss(
+            return unrolled_loss(
                 self.drafter,
                 batch.source,
                 batch.text,
@@ -50,8 +78,6 @@ class CandidateOptimizer:
                 weighting=self.weighting,
                 kind=kind_of(self.config.divergence),
             )
-        (unrolled.total / (unrolled.scale * batch.weight)).backward()
-        return unrolled.sums
 
     def moments(self) -> dict[str, torch.Tensor]:
         """Optimizer state as "<parameter>:<moment>", which `fill` takes back."""
@@ -86,7 +112,7 @@ def computes_in_bf16(dtype: str, device: torch.device) -> bool:
     return dtype == "bfloat16"
 
 
-def trained(drafter: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+def trained(drafter: torch.nn.Module) -> Trained:
     return {
         name: parameter for name, parameter in drafter.named_parameters() if parameter.requires_grad
     }

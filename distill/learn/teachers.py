@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -66,6 +66,15 @@ class Batch(NamedTuple):
     @property
     def tokens(self) -> int:
         return int((self.text.weights > 0).sum())
+
+
+@dataclass(frozen=True)
+class Share:
+    """Part of a batch that one of several processes computes."""
+
+    text: TextBatch
+    source: TargetSource
+    weight: float  # of the whole batch
 
 
 class LiveTeacher:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from draftsmith.errors import UserError
+
 log = logging.getLogger(__name__)
 
 LEADER = 0
@@ -28,6 +30,10 @@ FAILED = 70  # exit status: sysexits.h's EX_SOFTWARE
 FRAME = 4095
 # Rank 0 may rest for months between two calls; a collective that ends before then would end all.
 PATIENCE = datetime.timedelta(days=3650)
+
+
+# What torch says of a process that is gone, where a library underneath makes the collective.
+LOST = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
 
 
 class Gone(Exception):
@@ -82,10 +88,10 @@ class Channel:
         with meeting():
             dist.broadcast(values, src=LEADER, group=self._group)
 
-    def give(self, value: torch.Tensor) -> None:
-        """To rank 0, which takes it."""
+    def give(self, value: torch.Tensor, to: int = LEADER) -> None:
+        """To the rank `to`, which takes it."""
         with meeting():
-            dist.send(_bytes(value.cpu()), LEADER, group=self._group)
+            dist.send(_bytes(value.cpu()), to, group=self._group)
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> torch.Tensor:
         """The tensor that the rank `source` gives, on the CPU."""
@@ -113,8 +119,11 @@ def in_step() -> Iterator[None]:
     except BaseException as error:
         # Not for any handler above to catch, nor for an orderly exit: both may wait for ranks that
         # wait for this one.
-        if isinstance(error, Gone):
-            log.critical("rank %d ends because another process has (%s)", dist.get_rank(), error)
+        if isinstance(error, Gone) or any(words in str(error) for words in LOST):
+            reason = str(error).split(". ")[0].splitlines()[0]
+            log.critical("rank %d ends because another process has (%s)", dist.get_rank(), reason)
+        elif isinstance(error, UserError):
+            log.critical("rank %d: %s; all processes end", dist.get_rank(), error)
         else:
             log.critical(
                 "rank %d failed in a call that all ranks make; all of them end",

@@ -6,6 +6,7 @@ Files in reading order:
 - `config`: its options
 - `finding`: results
 - `offline`: everything checked without a server
+- `processes`: the processes of a launcher
 - `target`: the target
 - `draft`: the draft
 - `data`: the data

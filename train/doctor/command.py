@@ -4,6 +4,7 @@ URL."""
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -26,6 +27,8 @@ def run(config: DoctorConfig) -> int:
     check_options(config)
     findings = examine(config)
     failed = any(finding.status == FAIL for finding in findings)
+    if os.environ.get("RANK", "0") != "0":
+        return 1 if failed else 0
     if config.json:
         print(json.dumps(report(findings), indent=2))
     else:
@@ -87,6 +90,17 @@ def check_options(config: DoctorConfig) -> None:
             "url is given together with a target, draft or data; ask about them one at a time"
         )
     check_draft_options(config)
+    if config.target_shares > 1:
+        # Late: a server is asked without importing what models need.
+        from draftsmith.drafters.target.sharded import check_shares
+
+        check_shares(config.target_shares, "doctor")
+    processes = os.environ.get("WORLD_SIZE") or "1"
+    if config.url is not None and processes != "1":
+        raise UserError(
+            f"WORLD_SIZE is {processes}, but one process asks a server; give --url without a "
+            "launcher"
+        )
     if config.url is None and (config.seconds != 0 or config.api_key is not None):
         raise UserError("seconds and api_key are about a running server; give --url too")
     if not 0 <= config.seconds <= MOST_SECONDS:

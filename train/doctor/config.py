@@ -23,6 +23,10 @@ class DoctorConfig(Pair):
     )
     max_length: int = option(2048, "training length in tokens beyond which a row is cut")
     sequences: int = option(8, "concurrent sequences that the memory estimate assumes")
+    target_shares: int = option(
+        1,
+        "processes that hold one copy of the target between them, under a launcher, as in train",
+    )
     url: str | None = option(
         None, "instead of a target: a running draftsmith server, for example http://127.0.0.1:8000"
     )

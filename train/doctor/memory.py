@@ -6,8 +6,10 @@ import os
 from typing import Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from draftsmith.drafters.recurrent.kept import NUM_SIDES
+from draftsmith.drafters.target.taps import body_name, decoder_layers
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.train.doctor.finding import Finding, ok, warn
@@ -48,7 +50,7 @@ def check_serving(target: Target, draft: torch.nn.Module | None, sequences: int)
 def check_training(target: Target, draft: torch.nn.Module, max_length: int) -> Finding:
     """The frozen target beside the draft's float32 weights, gradients and two Adam moments."""
     trained = sum(parameter.numel() for parameter in draft.parameters() if parameter.requires_grad)
-    needed = num_bytes(target.model) + 16 * trained
+    needed = held_bytes(target.model) + 16 * trained
     what = (
         f"{trained / 1e6:.1f} M trained parameters; {needed / GIB:.2f} GiB for weights and "
         "optimizer, activations of rows up to "
@@ -73,6 +75,24 @@ def num_bytes(model: torch.nn.Module) -> int:
     return sum(
         tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers())
     )
+
+
+def held_bytes(model: torch.nn.Module) -> int:
+    """As `num_bytes`, of what this process holds of a target in shares."""
+    tensors = (*model.parameters(), *model.buffers())
+    own = [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
+    return sum(tensor.numel() * tensor.element_size() for tensor in own)
+
+
+def bytes_in_shares(target: Target, shares: int) -> int:
+    """Memory of a process that holds a share of every decoder layer: all else of the target is
+    whole, and so are the layer that runs and the next one."""
+    body = getattr(target.model, body_name(target.model))
+    layers = [num_bytes(one) for one in decoder_layers(body, target.num_layers)]
+    if shares == 1:
+        return num_bytes(target.model)
+    gathered = sum(sorted(layers)[-2:])
+    return num_bytes(target.model) - sum(layers) + -(-sum(layers) // shares) + gathered
 
 
 def bytes_per_token(pooled: Pooled, target: Target) -> float:

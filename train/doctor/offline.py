@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import Any
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import TrainedDrafter
-from draftsmith.drafters.target.device import device_of
+from draftsmith.drafters.target.device import device_of, load_target
+from draftsmith.drafters.target.load import load_config
+from draftsmith.drafters.target.ranks import leave_group, started
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.train.data.folders import folders_of
@@ -16,22 +19,33 @@ from draftsmith.train.doctor.distributions import check_distribution
 from draftsmith.train.doctor.draft import check_draft
 from draftsmith.train.doctor.finding import FAIL, Finding, refused
 from draftsmith.train.doctor.memory import check_serving, check_training
+from draftsmith.train.doctor.processes import check_group, check_spread
 from draftsmith.train.doctor.target import check_target
 
 
 def check_pair(config: DoctorConfig) -> list[Finding]:
     """Every check that still makes sense after the ones before it."""
-    assert config.target is not None
+    if started() == 1:
+        return check_models(config, [])
     try:
-        target = Target.load(
-            config.target,
-            device=device_of(),
-            max_length=config.max_length,
-            trust_remote_code=config.trust_remote_code,
-        )
+        findings = check_group()
+        is_ready = all(finding.status != FAIL for finding in findings)
+        return check_models(config, findings) if is_ready else findings
+    finally:
+        leave_group()
+
+
+def check_models(config: DoctorConfig, findings: list[Finding]) -> list[Finding]:
+    """Adds to the findings on the processes those on target, draft and data."""
+    begun_s = perf_counter()
+    try:
+        target = open_target(config)
     except UserError as error:
-        return [refused("target.loads", error)]
-    findings = check_target(target)
+        return [*findings, refused("target.loads", error)]
+    if config.target_shares > 1:
+        loaded_s = perf_counter() - begun_s
+        findings.append(check_spread(target, config.target_shares, loaded_s))
+    findings += check_target(target)
     draft = None
     try:
         draft = checkpoint.load_draft(config, target)
@@ -47,6 +61,26 @@ def check_pair(config: DoctorConfig) -> list[Finding]:
         found = check_examples(config, folder, target, draft)
         findings += found if len(folders) == 1 else [of_folder(one, folder) for one in found]
     return findings
+
+
+def open_target(config: DoctorConfig) -> Target:
+    assert config.target is not None
+    trust = config.trust_remote_code
+    if config.target_shares == 1:
+        return Target.load(
+            config.target,
+            device=device_of(),
+            max_length=config.max_length,
+            trust_remote_code=trust,
+        )
+    # A wrong folder is refused by every process, before one waits for another.
+    load_config(config.target, trust_remote_code=trust)
+    return load_target(
+        config.target,
+        max_length=config.max_length,
+        shares=config.target_shares,
+        trust_remote_code=trust,
+    )
 
 
 def of_folder(finding: Finding, folder: str) -> Finding:

@@ -10,6 +10,7 @@ Files in reading order:
 - `depth_weights`: weights of the depths
 - `rounds_of_text`: rounds expected on teacher-forced text
 - `feature_noise`: noise on taps
+- `recompute`: activations that are computed again
 
-Other chapters import `unrolled_loss`, `teacher` and `depth_weights`.
+Other chapters import `unrolled_loss`, `teacher`, `depth_weights` and `recompute`.
 """

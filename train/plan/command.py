@@ -4,6 +4,7 @@ takes."""
 from __future__ import annotations
 
 import json
+import os
 
 from draftsmith.config import check_limits
 from draftsmith.errors import UserError
@@ -21,11 +22,12 @@ def run(config: PlanConfig) -> int:
         found = data_curve(config)
         print(json.dumps(found, indent=2) if config.json else curve_table(found))
         return 0
-    from draftsmith.train.plan.make import make_plan
+    from draftsmith.train.plan.make import planned_by_all
     from draftsmith.train.plan.report import report, table
 
-    plan = make_plan(config)
-    print(json.dumps(report(plan), indent=2) if config.json else table(plan))
+    plan = planned_by_all(config)
+    if plan is not None:
+        print(json.dumps(report(plan), indent=2) if config.json else table(plan))
     return 0
 
 
@@ -37,6 +39,17 @@ def check(config: PlanConfig) -> None:
         raise UserError(
             "--data-curve trains one family on --data into --out; give both, and one of --families "
             "at most"
+        )
+    processes = os.environ.get("WORLD_SIZE") or "1"
+    if config.data_curve and processes != "1":
+        raise UserError(
+            f"WORLD_SIZE is {processes}, but --data-curve trains in one process; start it without "
+            "a launcher"
+        )
+    if int(processes) % config.target_shares and processes != "1":
+        raise UserError(
+            f"option 'target_shares' is {config.target_shares} but {processes} processes run; "
+            f"start a multiple of {config.target_shares}, or one process alone"
         )
     if not config.data_curve and (config.out, config.recipe) != (None, None):
         raise UserError("--out and --recipe are of --data-curve; give it too")

@@ -37,6 +37,11 @@ class PlanConfig(FamilyShapes):
     answers: int = option(50000, "answers to train on, where no data is given")
     tokens: int = option(512, "tokens of an answer, where no data is given")
     epochs: float = option(1.0, "passes over the data")
+    target_shares: int = option(
+        1,
+        "processes that hold one copy of the target between them, as in train: the memory of each; "
+        "started under a launcher, training is timed with such shares",
+    )
     data_curve: bool = option(
         False,
         "train one family on 1/8, 1/4, 1/2 and all of the data, as many epochs each, and "
@@ -60,5 +65,6 @@ LIMITS: LimitsTable = {
         "answers": AT_LEAST_1,
         "tokens": AT_LEAST_1,
         "prompts": AT_LEAST_1,
+        "target_shares": AT_LEAST_1,
     },
 }

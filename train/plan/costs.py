@@ -11,7 +11,7 @@ from draftsmith.drafters.interface import TextBatch, TrainedDrafter
 from draftsmith.drafters.target.target import Target
 from draftsmith.record import TOP
 from draftsmith.train.config import UnrollConfig
-from draftsmith.train.doctor.memory import bytes_per_token, num_bytes
+from draftsmith.train.doctor.memory import bytes_in_shares, bytes_per_token, num_bytes
 from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.plan.timing import take_turns
 from draftsmith.train.trainer import Trainee
@@ -33,7 +33,8 @@ class Cost(NamedTuple):
     draft_bytes: int
     run_bytes: int  # checkpoints while it trains, and the draft
     taps_bytes: int  # bfloat16; in fp8 half of it
-    train_memory_bytes: int  # weights, gradients and moments; activations on top
+    # of one process: weights, gradients and moments; activations on top
+    train_memory_bytes: int
     serve_memory_bytes: int  # weights, and keys and values of all streams at full context
 
 
@@ -63,12 +64,14 @@ def cost_of(
     epochs: float,
     streams: int,
     context: int,
+    shares: int = 1,
+    processes: int = 1,
 ) -> Cost:
-    """Times a training step, which needs the draft in float32, and leaves the draft as it was but
-    for its gradients."""
+    """Times a training step of one of `processes`, which needs the draft in float32, and leaves the
+    draft as it was but for its gradients."""
     module: Any = drafter
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-    tokens_per_s = training_tokens_per_s(target, module)
+    tokens_per_s = processes * training_tokens_per_s(target, module)
     cache = bytes_per_token(target, target) + bytes_per_token(drafter, target)
     held = num_bytes(target.model)
     return Cost(
@@ -78,7 +81,7 @@ def cost_of(
         draft_bytes=num_bytes(module),
         run_bytes=num_bytes(module) + CHECKPOINTS * TRAINING_BYTES * trained,
         taps_bytes=tokens * len(drafter.taps) * target.hidden_size * torch.bfloat16.itemsize,
-        train_memory_bytes=held + 16 * trained,
+        train_memory_bytes=bytes_in_shares(target, shares) + 16 * trained,
         serve_memory_bytes=int(held + num_bytes(module) + cache * streams * context),
     )
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import redirect_stderr
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from draftsmith.drafters.checkpoint import locate, read_metadata
 from draftsmith.drafters.compiled.captured import capture_forwards
 from draftsmith.drafters.options import OPTIONS, DrafterOptions
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.target.device import load_target
+from draftsmith.drafters.target.device import device_of, load_target
+from draftsmith.drafters.target.ranks import LEADER, join, leave_group, started
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.progress import Progress
@@ -29,9 +32,28 @@ from draftsmith.train.plan.trees import TreeForecast, forecast_tree
 GENERATE_ROWS = 16  # answers written at once while data is generated
 
 
+def planned_by_all(config: PlanConfig) -> Plan | None:
+    """The plan; None on all processes of a launcher but the first, which run what it runs."""
+    if started() == 1:
+        return make_plan(config)
+    join(device_of())
+    try:
+        if dist.get_rank() == LEADER:
+            return make_plan(config)
+        with open(os.devnull, "w") as nothing, redirect_stderr(nothing):
+            make_plan(config)
+        return None
+    finally:
+        leave_group()
+
+
 def make_plan(config: PlanConfig) -> Plan:
     load = os.getloadavg()[0]
-    target = load_target(config.target, trust_remote_code=config.trust_remote_code)
+    target = load_target(
+        config.target,
+        shares=shares_here(config),
+        trust_remote_code=config.trust_remote_code,
+    )
     corpus = corpus_of(config, target) if config.data else None
     counts = None if corpus is None else corpus.token_counts(target.vocab_size)
     records = {name: read_metadata(locate(name, weights=False)) for name in config.draft}
@@ -60,6 +82,11 @@ def make_plan(config: PlanConfig) -> Plan:
     if corpus is None:
         data = data_of(data.tokens, generation_speed(config, target, planned[0]))
     return Plan(config, load, target, data, planned, refused)
+
+
+def shares_here(config: PlanConfig) -> int:
+    """Shares that the target is really loaded in: one process alone has the whole of it."""
+    return 1 if started() == 1 else config.target_shares
 
 
 def corpus_of(config: PlanConfig, target: Target) -> Mixture:
@@ -114,10 +141,13 @@ def plan_for(
         epochs=config.epochs,
         streams=max(config.streams),
         context=config.context,
+        shares=config.target_shares,
+        processes=started(),
     )
     drafter = drafter.to(device=target.device, dtype=target.dtype).eval()
-    # As the engine does it where there is a CPU.
-    capture_forwards(target, drafter)
+    if shares_here(config) == 1:
+        # As the engine does it where there is a CPU.
+        capture_forwards(target, drafter)
     times = {
         rows: time_rounds(target, drafter, rows=rows, k=config.k, context=config.context)
         for rows in sorted(set(config.streams))

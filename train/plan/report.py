@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from draftsmith.drafters.target.ranks import started
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.doctor.memory import GIB, num_bytes
 from draftsmith.train.plan.candidates import Planned
@@ -55,6 +56,8 @@ def report(plan: Plan) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "load_before": round(load, 2),
         "context": config.context,
+        "target_shares": config.target_shares,
+        "processes": started(),
         "data": data._asdict(),
         "drafts": [of_candidate(one) for one in planned],
         "refused": refused,
@@ -140,6 +143,8 @@ def table(plan: Plan) -> str:
             f"this machine was busy with other work (load {load:.1f}): times are unreliable; "
             "plan again when it is idle"
         )
+    if config.target_shares > 1:
+        parts.append(shares_line(config.target_shares, started()))
     parts += [f"{name} is left out: {reason}" for name, reason in refused.items()]
     parts.append(
         "needs: the tau at which drafting neither gains nor costs. Times are of this machine "
@@ -147,6 +152,20 @@ def table(plan: Plan) -> str:
         "moves speed-ups of very fast targets towards tau."
     )
     return "\n\n".join(parts)
+
+
+def shares_line(shares: int, processes: int) -> str:
+    """Meaning of memory and times of a target in shares."""
+    text = f"memory is of each process that trains, with the target's layers in {shares} shares"
+    if processes == 1:
+        return (
+            f"{text}; times are of one process with the whole target, to which gathering layers "
+            f"adds: start {shares} with torchrun to time that"
+        )
+    return (
+        f"{text}; train h is of all {processes} processes, without the sum of their gradients; "
+        "rounds gather every layer too, which serve --tensor-parallel does not"
+    )
 
 
 def data_line(data: Data, *, generated: bool) -> str:

@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from draftsmith.drafters.interface import DraftInputs, TrainedDrafter
 from draftsmith.drafters.recurrent.kept import NUM_SIDES, KeptState
@@ -94,11 +95,21 @@ def take_turns(runs: dict[Any, Callable[[], Any]], device: torch.device) -> dict
     repeats = {}
     for name, run in runs.items():
         timed(run, device)
-        repeats[name] = max(1, min(50, int(TURN_S / max(timed(run, device), 1e-6))))
+        once_s = agreed(timed(run, device))
+        repeats[name] = max(1, min(50, int(TURN_S / max(once_s, 1e-6))))
     for _ in range(TURNS):
         for name, run in runs.items():
             samples[name].append(min(timed(run, device) for _ in range(repeats[name])))
     return samples
+
+
+def agreed(seconds: float) -> float:
+    """The longest time of all processes: those that share a target must make equally many runs."""
+    if not dist.is_initialized():
+        return seconds
+    found: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(found, seconds)
+    return max(found)
 
 
 def timed(run: Callable[[], Any], device: torch.device) -> float:

@@ -85,14 +85,12 @@ COMMANDS = {
         "draftsmith.train.doctor.config:DoctorConfig",
         "draftsmith.train.doctor.command:run",
         "what would go wrong with this target, draft and data",
-        alone=True,
     ),
     "plan": Command(
         "draftsmith.train.plan.config:PlanConfig",
         "draftsmith.train.plan.command:run",
         "which draft for this target, what it gains and what the run takes",
         check="draftsmith.train.plan.command:check",
-        alone=True,
     ),
     "run": Command(
         "draftsmith.train.pipeline.config:RunConfig",

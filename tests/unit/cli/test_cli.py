@@ -66,7 +66,7 @@ def test_every_option_explains_itself(name: str) -> None:
         assert field.metadata.get("help"), f"{name} {'.'.join(path)} has no help text"
 
 
-@pytest.mark.parametrize("name", ["plan", "doctor", "run"])
+@pytest.mark.parametrize("name", ["run"])
 def test_a_command_of_one_process_is_refused_under_a_launcher(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,7 @@ from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.train.session import recompute_mlps
+from draftsmith.train.objective.recompute import recompute_mlps
 
 
 def gradients(drafter: torch.nn.Module, batch: UnrollBatch) -> tuple[dict[str, torch.Tensor], int]:
@@ -40,7 +40,7 @@ def test_gradients_are_the_same_and_less_is_kept(family, tiny_target):
     batch = UnrollBatch(input_ids=ids, attention_mask=torch.ones_like(ids), taps=taps, num_steps=3)
     own, much = gradients(plain, batch)
     again = FAMILIES[family].create(OPTIONS[family](), target, seed=0)
-    recompute_mlps(again, family)
+    recompute_mlps(again, "gradient_checkpointing")
     others, little = gradients(again, batch)
     assert own.keys() == others.keys() and own
     assert all(torch.equal(own[name], others[name]) for name in own)
@@ -52,4 +52,4 @@ def test_a_draft_without_mlps_is_refused(tiny_target):
         OPTIONS["medusa"](), Target.load(tiny_target("llama")), seed=0
     )
     with pytest.raises(UserError, match="nothing to recompute in a draft of family 'medusa'"):
-        recompute_mlps(drafter, "medusa")
+        recompute_mlps(drafter, "gradient_checkpointing")

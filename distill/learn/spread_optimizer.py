@@ -1,0 +1,248 @@
+"""Optimizer of a learner whose draft is trained by several processes: the first one has the weights
+that are scored and published, and sends the others each batch.
+
+Its interface is `CandidateOptimizer`'s. What the others hold follows from the weights and moments
+of the first one alone, so they save nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.learn.adapters import adapt
+from draftsmith.distill.learn.draft_shares import Part, Partitioned, Replicated, new_accelerator
+from draftsmith.distill.learn.optimizer import trained
+from draftsmith.distill.learn.teachers import Batch, Share
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.interface import TextBatch
+from draftsmith.drafters.target.device import device_of
+from draftsmith.drafters.target.ranks import LEADER, Channel, in_step
+from draftsmith.drafters.target.target import Target
+from draftsmith.train.objective.teacher import LiveSource, TargetSignals, logits_at
+from draftsmith.train.objective.unrolled_loss import StepSums
+
+BLANK = 8  # tokens of a text that trains nothing
+
+
+class Begin(NamedTuple):
+    """Weights set from outside since the last step, and moments after `step` steps."""
+
+    number: int  # of the draft
+    step: int | None  # None: the moments are as they were
+
+
+class Step(NamedTuple):
+    number: int
+    ids: torch.Tensor  # [B, L] of the whole batch
+    mask: torch.Tensor
+    weights: torch.Tensor
+    weight: float  # of the whole batch
+    lr: float
+    hidden: int  # width of the states
+    taps: int  # width of the taps; 0: none
+    dtype: torch.dtype
+
+
+class Moments(NamedTuple):
+    number: int
+
+
+class SentSource:
+    """States of a share, as the first process sent them."""
+
+    def __init__(self, target: Target, taps: torch.Tensor | None, hidden: torch.Tensor):
+        self.target, self.taps, self.hidden = target, taps, hidden
+
+    def read(self, text: TextBatch, taps: tuple[int, ...]) -> TargetSignals:
+        return TargetSignals(self.taps, logits_at(self.target, self.hidden))
+
+
+class SpreadOptimizer:
+    """The first process's side; `number` names the draft in what it sends. `part` trains its share
+    of each batch."""
+
+    def __init__(
+        self, drafter: torch.nn.Module, part: Part, channel: Channel, target: Target, number: int
+    ):
+        self.drafter, self.part, self.channel = drafter, part, channel
+        self.target, self.number = target, number
+        self.forget()
+
+    def weights_changed(self) -> None:
+        """Notes that the others' weights are behind."""
+        self.is_behind = True
+
+    def forget(self) -> None:
+        self.fill({})
+
+    def fill(self, moments: Mapping[str, torch.Tensor]) -> None:
+        """Sent with the weights before the next step."""
+        self.pending: Mapping[str, torch.Tensor] | None = dict(moments)
+        self.is_behind = True
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        if self.pending is not None:
+            return dict(self.pending)
+        if not isinstance(self.part, Partitioned):
+            return self.part.moments()
+        with in_step():
+            self.channel.send(Moments(self.number))
+            return self.part.moments()
+
+    def step(self, batch: Batch, *, lr: float) -> StepSums | None:
+        """As `CandidateOptimizer.step`, on all processes."""
+        assert isinstance(batch.source, LiveSource)
+        text = by_length(batch.text.to(torch.device("cpu")))
+        taps, hidden = batch.source.reader.states(
+            text.input_ids, text.attention_mask, self.drafter.taps
+        )
+        call = Step(
+            self.number, text.input_ids, text.attention_mask, text.weights, batch.weight, lr,
+            hidden.shape[2], 0 if taps is None else taps.shape[2], hidden.dtype,
+        )  # fmt: skip
+        with in_step():
+            if self.is_behind:
+                self._begin()
+            self.channel.send(call)
+            for rank in range(1, dist.get_world_size()):
+                rows = rows_of(rank, call)
+                for states in (hidden, taps):
+                    if states is not None:
+                        self.channel.give(states[rows], rank)
+            rows = rows_of(LEADER, call)
+            share = share_of(
+                call, LEADER, self.target, None if taps is None else taps[rows], hidden[rows]
+            )
+            sums = self.part.step(share, lr=lr)
+            self.part.copy_to(trained(self.drafter))
+        return sums
+
+    def _begin(self) -> None:
+        moments = self.pending
+        step = None if moments is None else step_of(moments)
+        self.channel.send(Begin(self.number, step))
+        begin(self.part, self.target, step, dict(self.drafter.named_parameters()), moments)
+        self.is_behind, self.pending = False, None
+
+
+def begin(
+    part: Part,
+    target: Target,
+    step: int | None,
+    weights: Mapping[str, torch.Tensor] | None = None,
+    moments: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Sets weights and moments on all processes; the first one gives them."""
+    if step and isinstance(part, Partitioned) and not part.has_moments:
+        part.step(blank(part, target), lr=0.0)
+    part.set_weights(weights)
+    if step is not None:
+        part.set_moments(step, moments)
+
+
+def step_of(moments: Mapping[str, torch.Tensor]) -> int:
+    """Steps that Adam has made. All parameters have made the same."""
+    return next((int(value) for key, value in moments.items() if key.endswith(":step")), 0)
+
+
+def follow_step(part: Part, target: Target, call: Step, channel: Channel, rank: int) -> None:
+    """A step of another process than the first."""
+    rows, length = len(rows_of(rank, call)), call.ids.shape[1]
+    hidden = channel.take((rows, length, call.hidden), call.dtype, LEADER)
+    taps = channel.take((rows, length, call.taps), call.dtype, LEADER) if call.taps else None
+    part.step(share_of(call, rank, target, taps, hidden), lr=call.lr)
+    part.copy_to(None)
+
+
+def by_length(text: TextBatch) -> TextBatch:
+    """The longest rows first, so that processes have rows of about one length."""
+    order = text.attention_mask.sum(dim=1).argsort(descending=True, stable=True)
+    return replace(
+        text,
+        input_ids=text.input_ids[order],
+        attention_mask=text.attention_mask[order],
+        weights=text.weights[order],
+    )
+
+
+def rows_of(rank: int, call: Step) -> list[int]:
+    """Rows of a process. Where there are too few it has the first one, whose weights count for
+    nothing there: all must make the step."""
+    return list(range(rank, len(call.ids), dist.get_world_size())) or [0]
+
+
+def share_of(
+    call: Step, rank: int, target: Target, taps: torch.Tensor | None, hidden: torch.Tensor
+) -> Share:
+    rows, device = rows_of(rank, call), target.device
+    counted = call.weights[rows] if rank < len(call.ids) else torch.zeros_like(call.weights[rows])
+    text = TextBatch(input_ids=call.ids[rows], attention_mask=call.mask[rows], weights=counted).to(
+        device
+    )
+    tapped = None if taps is None else taps.to(device)
+    return Share(text, SentSource(target, tapped, hidden.to(device)), call.weight)
+
+
+def blank(part: Part, target: Target) -> Share:
+    """A share whose gradient is 0."""
+    ids = torch.zeros(1, BLANK, dtype=torch.int64, device=target.device)
+    text = TextBatch(
+        input_ids=ids, attention_mask=torch.ones_like(ids), weights=torch.zeros_like(ids).float()
+    )
+    hidden = torch.zeros(1, BLANK, target.hidden_size, dtype=target.dtype, device=target.device)
+    width = len(part.drafter.taps) * target.hidden_size
+    taps = hidden.new_zeros(1, BLANK, width) if width else None
+    return Share(text, SentSource(target, taps, hidden), 1.0)
+
+
+class DraftParts:
+    """This process's parts of the drafts that are trained, by number."""
+
+    def __init__(self, config: DistillConfig):
+        self.config = config
+        self.accelerator = new_accelerator(config.learn, device_of(config.device))
+        self.parts: dict[int, Part] = {}
+
+    def lead(
+        self, drafter: torch.nn.Module, folder: str, target: Target, channel: Channel, number: int
+    ) -> SpreadOptimizer:
+        """On the first process. Its part holds `drafter` itself where it is whole."""
+        learn = self.config.learn
+        part: Part
+        if learn.deepspeed is None:
+            part = Replicated(drafter, learn, self.accelerator)
+        else:
+            part = Partitioned(self._load(folder, target), learn, self.accelerator)
+        return SpreadOptimizer(drafter, part, channel, target, number)
+
+    def open(self, number: int, folder: str, target: Target) -> None:
+        """On the others."""
+        kind = Replicated if self.config.learn.deepspeed is None else Partitioned
+        self.parts[number] = kind(self._load(folder, target), self.config.learn, self.accelerator)
+
+    def _load(self, folder: str, target: Target) -> torch.nn.Module:
+        drafter = checkpoint.load(folder, target, dtype=torch.float32)
+        if self.config.learn.lora is not None:
+            adapt(drafter, self.config.learn.lora, seed=self.config.seed)
+        return drafter
+
+    def keep(self, alive: Collection[int]) -> None:
+        """Drops all others."""
+        self.parts = {number: part for number, part in self.parts.items() if number in alive}
+
+    def follow(self, call: Begin | Step | Moments, target: Target, channel: Channel) -> None:
+        """Makes what the first process makes."""
+        part = self.parts[call.number]
+        match call:
+            case Begin(_, step):
+                begin(part, target, step)
+            case Step():
+                follow_step(part, target, call, channel, dist.get_rank())
+            case Moments():
+                part.moments()
