@@ -1,15 +1,17 @@
 """k for the most tokens per second.
 
 Measure how long rounds of each load take at each k, predict tokens per second from that and from
-the survival of each class's drafts, choose the best k, and probe others now and then.
+the survival of each class's drafts, choose the best k, and probe others where what is not known of
+them may be worth more than the probe costs.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import erf, exp, inf, log, pi, sqrt
 from typing import NamedTuple
 
 from draftsmith.serve.control.control import (
@@ -19,58 +21,72 @@ from draftsmith.serve.control.control import (
     RowBudget,
     RowResult,
 )
-from draftsmith.serve.control.latency import LatencyTable, MarginalCost, bucket_of, nearest
+from draftsmith.serve.control.latency import Bucket, LatencyTable, bucket_of
 from draftsmith.serve.control.survival import Survival
 
-DECIDE_EVERY = 8  # rounds of a bucket
+EARLY, LATE = 4, 32  # rounds of a bucket between two decisions: after a change, and long after
 # Least relative gain in tokens per second for a change of k.
 GAIN_WANTED = 0.02
-# Probes of other k may cost this share of the time, and a few rounds to begin with.
-PROBE_SHARE = 0.004
-FIRST_PROBES = 5.0
 PROBE_ROUNDS = 3  # and as many again where text is read late
-SHORTEST_REST, LONGEST_REST = 16, 512  # rounds of a bucket between two probes of the same k
+HORIZON = 75, 1000  # rounds that a better k is thought to be of use for, at first and at most
 MOST_SURVIVAL = 0.9  # bound of `least_survival`: k = 0 covers drafts that never pay
-
-
-class _Probe(NamedTuple):
-    k: int
-    rate: float  # tokens per second at the k it departs from
-    prompts_s: float  # of each round, whatever k
-    first_s: float  # that probes may cost beyond their share
-    last: int  # round of the bucket after which it ends in any case
-
-
-class _Rest(NamedTuple):
-    until: int  # round of the bucket
-    rounds: int  # after the next probe
-
-
-_NONE = _Rest(0, SHORTEST_REST)
+UNSEEN = 1.0 / 1000.0  # share of what is known of survival that a round without drafts takes away
+UNREAD = 24  # rounds without drafts after which a draft has as much to read as ever
+MEMORY = 1000.0  # tokens that the share of prompts goes over
 
 
 @dataclass(slots=True)
-class _Bucket:
+class _State:
     """Rounds of about as many known tokens."""
 
     k: int
     rounds: int = 0
+    decided: int = 0  # round of the last decision
     due: int = 0  # round of the next decision
-    probe: _Probe | None = None  # lasts until `due`
-    rests: dict[int, _Rest] = field(default_factory=dict)  # of each k that was probed
+    pause: int = EARLY  # rounds between two decisions
+    request_class: str = ""  # of the first row at the last one
+    probe: int | None = None  # k in place of the chosen one, until `due`
+    last: int = 0  # round after which the probe ends in any case
+    tried: set[int] = field(default_factory=set)  # probes since the last rounds of the chosen k
     # a draft less likely to be kept brings fewer tokens than its time is worth
     least_survival: float = 0.0
     caps: dict[str, int] = field(default_factory=dict)  # k of classes whose drafts survive less
-    cost: MarginalCost = field(default_factory=MarginalCost)
 
     def k_of(self, budget: RowBudget, k: int) -> int:
         return min(k, budget.most, self.caps.get(budget.request_class, k))
 
 
 class _Load(NamedTuple):
-    number: int  # of the bucket
+    number: Bucket
     rows: Counter[RowBudget]  # equal ones counted together
     deepest: int
+
+
+class _Forecast(NamedTuple):
+    """Expectations by k, from 0 on."""
+
+    tokens: list[float]
+    seconds: list[float]
+    doubts: list[float]  # deviation of the tokens of one more depth
+    late_s: float  # more than usual, of the first round that drafts after others
+
+    @property
+    def rates(self) -> list[float]:
+        return [count / time for count, time in zip(self.tokens, self.seconds, strict=True)]
+
+    def depth_s(self, k: int) -> float:
+        """Seconds of one more depth about this k."""
+        low, high = max(1, k - 1), min(max(k, 1) + 1, len(self.seconds) - 1)
+        return max(0.0, self.seconds[high] - self.seconds[low]) / max(1, high - low)
+
+
+class _Late(NamedTuple):
+    """Round in which a draft read text first."""
+
+    number: Bucket
+    k: int
+    num_unread: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +94,14 @@ class _Plan(RoundPlan):
     """A round is measured in the bucket it was chosen for, whatever went through the target in the
     end: otherwise the k chosen here might never be measured, and never be left."""
 
-    number: int
-    probe: _Probe | None = None
+    number: Bucket
+    scale: float = 1.0
 
 
 class AutoControl:
-    """k = 0 is one of the choices and is measured again and again, so speculation that does not pay
-    is left; the probes themselves may cost `PROBE_SHARE` of the time and no more. `start` is the k
-    before anything is known.
+    """k = 0 is one of the choices. No k is tried without a chance that it pays, so that neither
+    speculation that does not pay nor its probes cost much. `start` is the k before anything is
+    known.
     """
 
     learns = True
@@ -93,52 +109,58 @@ class AutoControl:
     def __init__(self, start: int = 3):
         self.start = start
         self.latency, self.survival = LatencyTable(), Survival()
-        self._buckets: dict[int, _Bucket] = {}
-        # One account for all buckets: a load that passes through many would pay for little but the
-        # first probes of each.
-        self._spent_s = self._probes_s = 0.0
-        # fading sums over rounds that drafted: expected, and beyond it where text was read late
-        self._drafting_s = self._late_s = 0.0
+        self._buckets: dict[Bucket, _State] = {}
+        self._decided = self._fed = 0.0  # fading sums: tokens decided, prompt tokens fed
+        self._undrafted = 0  # rounds since one that drafted
+        self._late: deque[_Late] = deque(maxlen=8)
 
     def choose(self, budgets: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
         deepest = min(max((budget.most for budget in budgets), default=0), MAX_AUTO_K)
-        number = bucket_of(num_tokens)
+        number = bucket_of(len(budgets), num_tokens)
         if deepest == 0:
             return _Plan([0] * len(budgets), number)
-        bucket = self._buckets.setdefault(number, _Bucket(self.start))
+        bucket = self._state(number)
         bucket.rounds += 1
-        if bucket.rounds >= bucket.due:
+        if bucket.rounds >= bucket.due or budgets[0].request_class != bucket.request_class:
+            bucket.request_class = budgets[0].request_class
             self._decide(bucket, _Load(number, Counter(budgets), deepest))
-        k = bucket.k if bucket.probe is None else bucket.probe.k
+        k = bucket.k if bucket.probe is None else bucket.probe
         ks = [bucket.k_of(budget, k) for budget in budgets]
-        return _Plan(ks, number, bucket.probe, least_survival=bucket.least_survival)
+        scale = _scale(sum(ks), len(ks) * max(ks)) if len(ks) > 1 else 1.0
+        return _Plan(ks, number, scale, least_survival=bucket.least_survival)
 
     def observe(self, result: RoundResult) -> None:
         plan = result.plan
-        number = plan.number if isinstance(plan, _Plan) else bucket_of(result.num_tokens)
-        self._spent_s += result.seconds
-        if isinstance(plan, _Plan) and plan.probe is not None:
-            tokens = result.num_rows + sum(map(self._kept, result.offers))
-            worth_s = plan.probe.prompts_s + tokens / plan.probe.rate
-            self._probes_s += max(0.0, result.seconds - worth_s)
-            bucket = self._buckets[number]
-            if plan.probe.k > 0 and self._credit_s(plan.probe.first_s) < 0.0:
-                bucket.due = bucket.rounds
-            elif result.catching_up:
-                bucket.due = min(bucket.due + 1, plan.probe.last)
-        self._measure(number, result)
+        number = (
+            plan.number
+            if isinstance(plan, _Plan)
+            else bucket_of(result.num_rows, result.num_tokens)
+        )
+        bucket = self._state(number)
+        self._undrafted = 0 if result.k > 0 else self._undrafted + 1
+        self._note_prompts(result)
+        self._measure(number, bucket, result)
+        if not result.offers:
+            return
         for row, times in Counter(result.offers).items():
             if row.accepted is not None:
                 self.survival.add(row.request_class, row.offered, row.accepted, times)
 
     def new_draft(self) -> None:
         self.survival.doubt(0.05)
-        for bucket in self._buckets.values():
-            bucket.rests.clear()
 
-    def _credit_s(self, first_s: float) -> float:
-        """Seconds that probes may still cost."""
-        return PROBE_SHARE * self._spent_s + first_s - self._probes_s
+    def _state(self, number: Bucket) -> _State:
+        found = self._buckets.get(number)
+        if found is None:
+            found = self._buckets[number] = _State(self.start)
+        return found
+
+    def _note_prompts(self, result: RoundResult) -> None:
+        """Count what a draft has to read for each token decided."""
+        tokens = result.num_rows + sum(map(self._kept, result.offers))
+        fade = max(0.0, 1.0 - tokens / MEMORY)
+        self._decided = fade * self._decided + tokens
+        self._fed = fade * self._fed + max(0, result.num_tokens - result.num_rows)
 
     def _kept(self, row: RowResult) -> float:
         """Accepted drafts of a row; as many as are expected where they may not be counted."""
@@ -146,73 +168,125 @@ class AutoControl:
             return sum(self.survival.chances(row.request_class, row.offered))
         return row.accepted
 
-    def _measure(self, number: int, result: RoundResult) -> None:
-        if not result.catching_up:
-            self.latency.add(number, result.k, result.seconds)
-        usual_s = self.latency.seconds(number, result.k)
-        late_s = max(0.0, result.seconds - usual_s) if result.catching_up else 0.0
-        if result.k > 0:
-            self._late_s = 0.995 * self._late_s + late_s
-            self._drafting_s = 0.995 * self._drafting_s + result.seconds - late_s
-        if not result.catching_up and result.num_drafted is not None:
-            bucket = self._buckets.setdefault(number, _Bucket(self.start))
-            # A stall of the machine is not the price of a draft.
-            bucket.cost.add(result.num_drafted, min(result.seconds, 2.0 * usual_s))
-
-    def _decide(self, bucket: _Bucket, load: _Load) -> None:
-        bucket.probe, bucket.k = None, min(bucket.k, load.deepest)
-        if not self.latency.measured(load.number, bucket.k):
-            # Rounds with a new prompt may never be measured, since the draft reads it too: they use
-            # the k of a measured load.
-            bucket.k = min(self._known_k(load.number, bucket.k), load.deepest)
+    def _measure(self, number: Bucket, bucket: _State, result: RoundResult) -> None:
+        if result.catching_up:
+            self._late.append(_Late(number, result.k, result.num_unread, result.seconds))
+            if self.latency.begun(number, result.k):
+                bucket.due = min(bucket.due + 1, bucket.last)
             return
-        bucket.due = bucket.rounds + DECIDE_EVERY
-        rates = self._rates(bucket, load)
-        measured = [k for k in range(len(rates)) if self.latency.measured(load.number, k)]
-        best = max(measured, key=rates.__getitem__)
-        if rates[best] > (1.0 + GAIN_WANTED) * rates[bucket.k]:
-            bucket.rests.pop(bucket.k, None)
-            bucket.k = best
-        bucket.least_survival = min(MOST_SURVIVAL, rates[bucket.k] * bucket.cost.seconds)
+        seconds = result.seconds
+        scale = result.plan.scale if isinstance(result.plan, _Plan) else 1.0
+        if scale < 1.0 and self.latency.measured(number, 0):
+            plain_s = self.latency.seconds(number, 0)
+            seconds = plain_s + max(0.0, seconds - plain_s) / scale
+        self.latency.add(number, result.k, seconds)
+
+    def _decide(self, bucket: _State, load: _Load) -> None:
+        since, bucket.decided = bucket.rounds - bucket.decided, bucket.rounds
+        bucket.probe, bucket.k = None, min(bucket.k, load.deepest)
+        bucket.pause = min(2 * bucket.pause, LATE)
+        bucket.due = bucket.rounds + bucket.pause
+        self.latency.settle()
+        self.latency.forget(load.number, since)
+        if bucket.k == 0:
+            self.survival.doubt(max(0.0, 1.0 - UNSEEN * since))
+        forecast = self._forecast(bucket, load)
+        rates = forecast.rates
+        best = max(range(len(rates)), key=rates.__getitem__)
+        if self.latency.compared(load.number) and (
+            rates[best] > (1.0 + GAIN_WANTED) * rates[bucket.k]
+        ):
+            bucket.k, bucket.pause = best, EARLY
+            bucket.due = bucket.rounds + EARLY
+        if not self.latency.measured(load.number, bucket.k):
+            bucket.due = bucket.rounds + 2
+            return
+        token_s = forecast.depth_s(bucket.k) / load.rows.total()
+        bucket.least_survival = min(MOST_SURVIVAL, rates[bucket.k] * token_s)
         bucket.caps = self._caps(bucket, load)
-        self._probe(bucket, load, rates)
+        others = {0, bucket.k - 1, min(bucket.k + 1, load.deepest), best} - bucket.tried
+        worth = {k: self._worth(bucket, load, forecast, k) for k in others if k >= 0}
+        k = max(worth, key=worth.__getitem__, default=bucket.k)
+        if k == bucket.k or worth[k] <= 0.0:
+            bucket.tried.clear()
+        else:
+            bucket.tried.add(k)
+            bucket.probe, bucket.pause = k, EARLY
+            # The first round of a kind is not measured.
+            bucket.due = bucket.rounds + PROBE_ROUNDS + (not self.latency.measured(load.number, k))
+            bucket.last = bucket.due + PROBE_ROUNDS
 
-    def _known_k(self, number: int, otherwise: int) -> int:
-        """The k of the bucket most like it whose k is measured."""
-        near = nearest(
-            number,
-            [at for at, bucket in self._buckets.items() if self.latency.measured(at, bucket.k)],
-        )
-        return otherwise if near is None else self._buckets[near].k
+    def _worth(self, bucket: _State, load: _Load, forecast: _Forecast, k: int) -> float:
+        """Rounds that a probe of k may save, less those that it costs."""
+        now = bucket.k
+        if k == now:
+            return 0.0
+        is_alone = load.number == load.number.alone
+        if k == 0 and is_alone and not self.latency.measured(load.number, 0):
+            return inf  # the measure of all others
+        rates = forecast.rates
+        low, high = min(k, now), max(k, now)
+        unknown = max(0.0, self.latency.variance(load.number, k, now))
+        unknown += (sum(forecast.doubts[low:high]) / forecast.tokens[high]) ** 2
+        # of which a probe resolves a part
+        resolved = unknown / sqrt(unknown + self.latency.noise**2 / PROBE_ROUNDS)
+        seconds = forecast.seconds[k] / forecast.seconds[now]
+        cost = PROBE_ROUNDS * seconds * max(0.0, 1.0 - rates[k] / rates[now])
+        if now == 0:
+            cost += forecast.late_s / forecast.seconds[now] * min(1.0, self._undrafted / UNREAD)
+        rounds = min(HORIZON[0] + bucket.rounds, HORIZON[1])
+        return rounds * _gain(log(rates[k] / rates[now]) - GAIN_WANTED, resolved) - cost
 
-    def _rates(self, bucket: _Bucket, load: _Load) -> list[float]:
-        """Expected tokens per second at each depth from 0 on."""
+    def _forecast(self, bucket: _State, load: _Load) -> _Forecast:
         tokens = [float(load.rows.total())] * (load.deepest + 1)
+        drafted = [0] * (load.deepest + 1)
+        doubts = [0.0] * load.deepest
+        spreads = self.survival.spreads(load.deepest)
         for budget, count in load.rows.items():
             chances = self.survival.chances(budget.request_class, load.deepest)
             kept = list(accumulate(chances, initial=0.0))
             for k in range(1, load.deepest + 1):
-                tokens[k] += count * kept[bucket.k_of(budget, k)]
-        return [count / self._seconds(load, k) for k, count in enumerate(tokens)]
+                own = bucket.k_of(budget, k)
+                tokens[k] += count * kept[own]
+                drafted[k] += count * own
+                reached = 1.0 if k == 1 else chances[k - 2]
+                doubts[k - 1] += count * reached * spreads[k - 1]
+        token_s, late_s = self._reading_s()
+        plain_s = self._seconds(load, 0)
+        seconds = [plain_s]
+        for k in range(1, load.deepest + 1):
+            scale = _scale(drafted[k], load.rows.total() * k)
+            more_s = scale * max(0.0, self._seconds(load, k) - plain_s)
+            # A draft reads as many prompts as are fed for these tokens.
+            read_s = token_s * self._fed / max(self._decided, 1.0) * tokens[k]
+            seconds.append(plain_s + more_s + read_s)
+        return _Forecast(tokens, seconds, doubts, late_s)
+
+    def _reading_s(self) -> tuple[float, float]:
+        """Seconds that a draft takes to read a token of text, and most that it took in a round."""
+        known = [late for late in self._late if self.latency.measured(late.number, late.k)]
+        extra_s = [
+            max(0.0, late.seconds - self.latency.seconds(late.number, late.k)) for late in known
+        ]
+        unread = sum(late.num_unread for late in known)
+        return sum(extra_s) / max(unread, 1), max(extra_s, default=0.0)
 
     def _seconds(self, load: _Load, k: int) -> float:
         """Expected seconds of a round at depth k, less those of prompts, beside which a draft would
         look cheap."""
+        alone = load.number.alone
         seconds = self.latency.seconds(load.number, k)
-        if k > 0 and self._drafting_s > 0:
-            seconds *= 1.0 + self._late_s / self._drafting_s
-        # Measurements of two k may contradict each other by more than a round without prompts
-        # takes.
-        return max(seconds - self._prompts_s(load), 0.1 * seconds)
-
-    def _prompts_s(self, load: _Load) -> float:
-        alone = bucket_of(load.rows.total())
         if alone == load.number:
-            return 0.0
+            return seconds
+        measured = self.latency.measured(load.number, 0) and self.latency.measured(load.number, k)
+        if not measured:
+            return self.latency.seconds(alone, k)
         without_s = self.latency.seconds(load.number, 0)
-        return without_s - min(without_s, self.latency.seconds(alone, 0))
+        prompts_s = without_s - min(without_s, self.latency.seconds(alone, 0))
+        # Estimates of two k may contradict each other by more than a round without prompts takes.
+        return max(seconds - prompts_s, 0.1 * seconds)
 
-    def _caps(self, bucket: _Bucket, load: _Load) -> dict[str, int]:
+    def _caps(self, bucket: _State, load: _Load) -> dict[str, int]:
         """Depths to which a class's drafts bring more than their time is worth; none for the
         class that goes deepest, whose depth is the measured k."""
         names = {budget.request_class for budget in load.rows}
@@ -225,30 +299,16 @@ class AutoControl:
         deepest = max(depths.values())
         return {name: depth for name, depth in depths.items() if depth < deepest}
 
-    def _probe(self, bucket: _Bucket, load: _Load, rates: list[float]) -> None:
-        """Probe k = 0, the neighbours and the best drafting k in turns, as far as the account
-        allows."""
-        now = bucket.k
-        best = max(range(1, len(rates)), key=rates.__getitem__)
-        others = {0, now - 1, now + 1, best} - {now}
-        first_s = FIRST_PROBES * self._seconds(load, now)
-        for k in sorted(others, key=lambda k: (bucket.rests.get(k, _NONE).until, k != best)):
-            rest = bucket.rests.get(k, _NONE)
-            if not 0 <= k < len(rates) or bucket.rounds < rest.until:
-                continue
-            loss_s = PROBE_ROUNDS * self._seconds(load, k) * max(0.0, 1.0 - rates[k] / rates[now])
-            affordable = loss_s <= self._credit_s(first_s)
-            # The time of rounds without drafts is the measure of all others: it is measured even
-            # without credit.
-            if affordable or (k == 0 and not self.latency.measured(load.number, 0)):
-                if now == 0:
-                    # Only probes draft now, so what earlier ones saw is old.
-                    self.survival.doubt(0.5)
-                last = bucket.rounds + 2 * PROBE_ROUNDS
-                bucket.probe = _Probe(k, rates[now], self._prompts_s(load), first_s, last)
-                # The first round of a kind is not measured.
-                is_new = not self.latency.measured(load.number, k)
-                bucket.due = bucket.rounds + PROBE_ROUNDS + is_new
-                longer = min(2 * rest.rounds, LONGEST_REST)
-                bucket.rests[k] = _Rest(bucket.rounds + rest.rounds, longer)
-                return
+
+def _scale(drafted: int, most: int) -> float:
+    """Share of the price of a depth where only some rows draft so deep: about half of it goes by
+    the depth, half by the tokens."""
+    return 1.0 if most == 0 else 0.5 + 0.5 * drafted / most
+
+
+def _gain(mean: float, spread: float) -> float:
+    """Expectation of what is positive of a Gaussian."""
+    if spread == 0.0:
+        return max(0.0, mean)
+    at = mean / spread
+    return spread * exp(-0.5 * at * at) / sqrt(2.0 * pi) + mean * 0.5 * (1.0 + erf(at / sqrt(2.0)))

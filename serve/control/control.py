@@ -45,8 +45,7 @@ class RoundPlan:
     least_survival: float = field(default=0.0, kw_only=True)
 
 
-@dataclass(frozen=True, slots=True)
-class RoundResult:
+class RoundResult(NamedTuple):
     plan: RoundPlan | None  # None: no row was decoding, so nothing was chosen
     num_tokens: int  # known tokens that went through the target
     num_rows: int  # rows that decided
@@ -56,6 +55,7 @@ class RoundResult:
     offers: Sequence[RowResult]
     # tokens that were put before the target; None where draws that can be repeated decided it
     num_drafted: int | None = 0
+    num_unread: int = 0  # tokens that the drafts had yet to read
 
 
 class Control(Protocol):

@@ -4,11 +4,13 @@ reached. Torch-free."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import sqrt
 
 FIRST_ALPHA = 0.6
 CLASS_WEIGHT = 24.0  # weight of the pooled rate in a class's own, in rounds
 DEPTH_WEIGHT = 4.0  # how much a position says about the next one
 MEMORY = 400.0  # rounds
+LEAST_VARIANCE = 0.04  # of one draft's being kept
 MAX_CLASSES = 256
 
 
@@ -67,6 +69,16 @@ class Survival:
             survived *= counts.alpha(position, common, CLASS_WEIGHT)
             chances.append(survived)
         return chances
+
+    def spreads(self, k: int) -> list[float]:
+        """Deviations of the chances that each position is kept, given that it was reached."""
+        spreads, common = [], FIRST_ALPHA
+        for position in range(k):
+            common = self._all.alpha(position, common, DEPTH_WEIGHT)
+            rounds = self._all.reached[position] if position < len(self._all.reached) else 0.0
+            variance = max(common * (1.0 - common), LEAST_VARIANCE)
+            spreads.append(sqrt(variance / (rounds + DEPTH_WEIGHT)))
+        return spreads
 
     def doubt(self, left: float) -> None:
         """Scale the weight of earlier counts by `left`: weights have changed, or they are old."""

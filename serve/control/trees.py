@@ -4,7 +4,7 @@ per second. Torch-free."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from draftsmith.serve.control.auto import AutoControl
 from draftsmith.serve.control.control import RoundPlan, RoundResult, RowBudget
@@ -51,7 +51,7 @@ class TreeControl:
 
     def observe(self, result: RoundResult) -> None:
         plan = result.plan.chosen if isinstance(result.plan, _Plan) else None
-        self._control.observe(replace(result, plan=plan, k=min(result.k, 1)))
+        self._control.observe(result._replace(plan=plan, k=min(result.k, 1)))
 
     def new_draft(self) -> None:
         self._control.new_draft()

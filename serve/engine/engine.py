@@ -345,6 +345,7 @@ def _result(round: Round, accepted: Sequence[int | None], seconds: float) -> Rou
         num_drafted=None if None in accepted else sum(map(len, round.chains)),
         catching_up=round.num_unread > 2 * (num_tokens + sum(row.k for row in drafting)),
         offers=offers,
+        num_unread=round.num_unread,
     )
 
 

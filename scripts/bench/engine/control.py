@@ -7,7 +7,7 @@ import argparse
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -24,6 +24,7 @@ from draftsmith.serve.control.control import (
 )
 
 STALLS, STALL = 0.005, 4.0  # share of rounds that stall, and the factor on their time
+SHARE = 4.0  # milliseconds that others keep the core
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,13 @@ class Costs:
         )
 
 
-# The quickstart's target and EAGLE-3 on two cores, the same padded to 100M parameters, and a GPU,
-# where tokens are free until there are a hundred in a pass.
+# The quickstart's target and EAGLE-3 on two cores, the same padded to 100M parameters, both again
+# with kernels for products of few rows, and a GPU, where tokens are free until there are a hundred
+# in a pass.
 SMALL = Costs(1.6, 0.6, 0.14, 0.3, 0.65, 0.09, 0.04)
 PADDED = Costs(2.0, 14.0, 1.0, 0.4, 1.5, 0.15, 0.06)
+SMALL_FAST = Costs(1.0, 0.5, 0.15, 1.3, 0.4, 0.07, 0.05)
+PADDED_FAST = Costs(1.0, 7.4, 1.4, 0.2, 0.45, 0.1, 0.05)
 GPU = Costs(0.5, 10.0, 0.1, 0.5, 0.8, 0.004, 0.01)
 
 
@@ -73,6 +77,7 @@ class Scenario:
         guesses: a drafter that ends its drafts by `least_survival`: each row's chance is drawn
             from these two in place of `alpha`.
         pace: factor on the time of a round, by time.
+        shared: chance, for each millisecond of work, that others take the core for some.
     """
 
     costs: Costs
@@ -84,6 +89,7 @@ class Scenario:
     answer: tuple[int, int] = (40, 200)
     guesses: tuple[float, float] | None = None
     pace: Callable[[float], float] = lambda ms: 1.0
+    shared: float = 0.0
 
 
 def run(scenario: Scenario, control: Control, seed: int) -> float:
@@ -111,6 +117,7 @@ def run(scenario: Scenario, control: Control, seed: int) -> float:
         noise = 1.0 + 0.05 * abs(times.gauss(0, 1))
         if times.random() < STALLS:
             noise *= STALL
+        noise += SHARE * (times.random() < scenario.shared * ms) / ms
         control.observe(
             RoundResult(
                 plan,
@@ -125,6 +132,7 @@ def run(scenario: Scenario, control: Control, seed: int) -> float:
                     if k > 0
                 ],
                 sum(offered),
+                unread,
             )
         )
         for request, k, kept in zip(running, ks, accepted, strict=True):
@@ -191,6 +199,20 @@ def turns(every_ms: float, *values: int) -> Callable[[float], int]:
     return lambda ms: values[int(ms / every_ms) % len(values)]
 
 
+@cache
+def _walk(seed: int) -> list[float]:
+    """The machine's pace every 100 ms: a walk that stays within about 20 % of 1."""
+    chance, at, found = random.Random(seed), 0.0, []
+    for _ in range(1000):
+        at = 0.98 * at + 0.02 * chance.gauss(0, 1)
+        found.append(1.0 + at)
+    return found
+
+
+def walks(seed: int) -> Callable[[float], float]:
+    return lambda ms: _walk(seed)[int(ms / 100.0) % 1000]
+
+
 def wanders(ms: float) -> int:
     """1 to 24 streams and back."""
     return 1 + abs(int(ms / 100.0) % 46 - 23)
@@ -198,6 +220,11 @@ def wanders(ms: float) -> int:
 
 def unlike(name: str, position: int, ms: float) -> float:
     return 0.85 if name == "easy" else 0.1
+
+
+def shipped(name: str, position: int, ms: float) -> float:
+    """The draft that ships with the quickstart."""
+    return (0.48, 0.57, 0.63)[min(position, 2)]
 
 
 def fades(name: str, position: int, ms: float) -> float:
@@ -250,6 +277,25 @@ def scenarios() -> dict[str, Scenario]:
     found["first 4 seconds, padded, 8"] = Scenario(PADDED, 4e3, of(8), always(0.7), answer=(48, 48))
     late = Scenario(PADDED, 3e4, of(4), always(0.6), prompt=400, answer=(20, 40))
     found["read late for short answers, padded, 4"] = late
+    return found | benchmarks()
+
+
+def benchmarks() -> dict[str, Scenario]:
+    """One and three passes of `scripts/bench_serving`, the server's start included."""
+    found = {}
+    for target, costs in (("small", SMALL_FAST), ("padded", PADDED_FAST)):
+        for draft, alpha in (("shipped", shipped), ("good", always(0.68))):
+            for rows in (1, 8, 32):
+                rounds = 48 * (4 if rows > 1 else 6)
+                pass_ms = rounds * costs.round(rows, [], 0)
+                one = Scenario(costs, pass_ms, of(rows), alpha, prompt=48, answer=(48, 48))
+                for passes in (1, 3):
+                    found[f"bench, {target}, {draft} draft, {rows}, {passes}"] = replace(
+                        one, ms=passes * pass_ms, pace=walks(rows + passes)
+                    )
+                found[f"bench, {target}, {draft} draft, {rows}, 3, shared core"] = replace(
+                    one, ms=3 * pass_ms, shared=0.1
+                )
     return found
 
 
@@ -259,6 +305,7 @@ def measure(scenario: Scenario, seeds: int) -> dict[str, float]:
     return {
         "best_k": fixed.index(max(fixed)),
         "over_best": fmean(rates) / max(fixed),
+        "worst_over_best": min(rates) / max(fixed),
         "over_none": fmean(rates) / fixed[0],
         "worst_over_none": min(rates) / fixed[0],
         "gain": max(fixed) / fixed[0],
@@ -282,6 +329,9 @@ def main() -> None:
                 f"(worst {row['worst_over_none']:.3f})",
                 flush=True,
             )
+    for name in ("over_best", "over_none"):
+        values = [row[name] for row in rows.values()]
+        print(f"{name}: mean {fmean(values):.3f}, lowest {min(values):.3f}")
     if args.out:
         args.out.write_text(json.dumps(rows, indent=1) + "\n")
 

