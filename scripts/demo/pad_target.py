@@ -204,6 +204,21 @@ def number(text: str) -> int:
     return round(float(found[1]) * UNITS[found[2]])
 
 
+def target_of(run: Path, parameters: str | None) -> Path:
+    """The target of a quickstart's folder, or that target padded, which is kept in the folder.
+
+    Args:
+        parameters: as `number` reads them; None pads nothing.
+    """
+    if parameters is None:
+        return run / "target"
+    padded = run / f"padded-{parameters}"
+    if not padded.exists():
+        print(f"padding the target to {parameters} parameters", flush=True)
+        make(run / "target", padded, number(parameters))
+    return padded
+
+
 def make(folder: Path, out: Path, parameters: int) -> dict[str, Any]:
     """Pads the checkpoint in `folder`, checks the result and writes it to `out`. Raises
     `UserError`."""

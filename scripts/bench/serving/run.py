@@ -29,7 +29,7 @@ from scripts.bench.serving.peers import (
 )
 from scripts.bench.serving.report import table
 from scripts.bench.serving.systems import TIMEOUT_S, Load, Pass, Served, System, Workload
-from scripts.demo.pad_target import make, number
+from scripts.demo.pad_target import target_of
 from scripts.demo.traffic import write_bench_prompts
 from scripts.paths import ROOT
 
@@ -179,18 +179,6 @@ def systems_of(stack: ExitStack, bench: Bench) -> list[System]:
     return found
 
 
-def target_of(chosen: argparse.Namespace) -> Path:
-    """The run's target, or that target padded, which is kept in the run's folder."""
-    target = chosen.run / "target"
-    if chosen.parameters is None:
-        return target
-    padded = chosen.run / f"padded-{chosen.parameters}"
-    if not padded.exists():
-        print(f"bench_serving: padding the target to {chosen.parameters}", flush=True)
-        make(target, padded, number(chosen.parameters))
-    return padded
-
-
 def compare(chosen: argparse.Namespace, folder: Path, dtype: str) -> list[dict[str, Any]]:
     """Rows of one dtype."""
     most = max(chosen.prompts, *(4 * streams for streams in chosen.streams if streams > 1), 1)
@@ -198,7 +186,9 @@ def compare(chosen: argparse.Namespace, folder: Path, dtype: str) -> list[dict[s
     prompts = read_prompts(f"{folder}/prompts.jsonl", count=most, chars=400, seed=0)
     load = Load(prompts, chosen.max_tokens, chosen.k, chosen.prompts)
     bench = Bench(
-        target=in_dtype(target_of(chosen), folder / f"target-{dtype}", dtype),
+        target=in_dtype(
+            target_of(chosen.run, chosen.parameters), folder / f"target-{dtype}", dtype
+        ),
         eagle3=chosen.eagle3 or chosen.run / "eagle3",
         draft_lm=chosen.run / "draft-lm",
         exports=folder / "exports",

@@ -1,0 +1,60 @@
+"""Benchmark of `--k auto` in one process, at sizes that say nothing but that it works."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scripts.bench.engine import auto
+
+
+@pytest.fixture
+def rows(
+    tiny_target: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> list[auto.Row]:
+    (tmp_path / "target").symlink_to(tiny_target("llama"))
+    sizes = "--prompts 4 --prompt-tokens 6 --max-tokens 8 --repeats 2 --streams 1 2 --k 1 2"
+    folders = f"--run {tmp_path} --draft {tmp_path / 'target'} --out {tmp_path / 'auto.json'}"
+    monkeypatch.setattr("sys.argv", ["auto", *folders.split(), *sizes.split()])
+    auto.main()
+    found: list[auto.Row] = json.loads((tmp_path / "auto.json").read_text())["rows"]
+    told = capsys.readouterr().out
+    assert all(f"| {row['engine']} | {row['temperature']:g} |" in told for row in found)
+    return found
+
+
+def test_each_engine_drafts_what_its_name_says(rows: list[auto.Row]) -> None:
+    assert {(row["engine"], row["temperature"], row["streams"]) for row in rows} == {
+        (engine, temperature, streams)
+        for engine in (auto.NONE, auto.AGAIN, auto.IDLE, "k = 1", "k = 2", auto.AUTO)
+        for temperature in (0.0, 1.0)
+        for streams in (1, 2)
+    }
+    for row in rows:
+        deepest = max(map(int, row["rounds_by_k"]))
+        if row["engine"] in (auto.NONE, auto.AGAIN, auto.IDLE):
+            assert deepest == 0
+        elif row["engine"] != auto.AUTO:
+            assert row["engine"] == f"k = {deepest}"
+
+
+def test_ratios_are_those_of_the_same_turn(rows: list[auto.Row]) -> None:
+    for row in rows:
+        assert row["lowest"] <= row["over_none"] <= row["highest"]
+        assert ("over_best" in row) == (row["engine"] == auto.AUTO)
+        if row["engine"] == auto.NONE:
+            assert row["lowest"] == row["highest"] == 1.0
+
+
+def test_the_best_fixed_k_may_be_none() -> None:
+    def of(engine: str, over_none: float) -> auto.Row:
+        return {"engine": engine, "over_none": over_none}
+
+    assert auto.with_best([of("k = 1", 0.5), of(auto.AUTO, 0.9)])[1]["over_best"] == 0.9
+    assert auto.with_best([of("k = 1", 1.5), of(auto.AUTO, 1.2)])[1]["over_best"] == 1.2 / 1.5
