@@ -171,7 +171,7 @@ class AutoControl:
     def _measure(self, number: Bucket, bucket: _State, result: RoundResult) -> None:
         if result.catching_up:
             self._late.append(_Late(number, result.k, result.num_unread, result.seconds))
-            if self.latency.begun(number, result.k):
+            if self.latency.begun(number, result.k) and bucket.probe is not None:
                 bucket.due = min(bucket.due + 1, bucket.last)
             return
         seconds = result.seconds

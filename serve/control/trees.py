@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 
 from draftsmith.serve.control.auto import AutoControl
 from draftsmith.serve.control.control import RoundPlan, RoundResult, RowBudget
@@ -23,6 +24,12 @@ class _Heights(Survival):
 
     def chances(self, request_class: str, k: int) -> list[float]:
         return [sum(super().chances(request_class, self.depth))] if k > 0 else []
+
+    def spreads(self, k: int) -> list[float]:
+        """At most the deviation of the height: that of each depth where it is reached."""
+        reached = [1.0, *super().chances("", self.depth)]
+        spreads = super().spreads(self.depth)
+        return [sum(map(mul, reached, spreads))] if k > 0 else []
 
 
 @dataclass(frozen=True, slots=True)

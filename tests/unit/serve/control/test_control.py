@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from statistics import stdev
 
 import pytest
 
@@ -27,7 +28,7 @@ from draftsmith.serve.control.control import (
 )
 from draftsmith.serve.control.latency import LatencyTable, bucket_of
 from draftsmith.serve.control.survival import Survival
-from draftsmith.serve.control.trees import TreeControl
+from draftsmith.serve.control.trees import TreeControl, _Heights
 
 MOST = 8
 
@@ -276,6 +277,29 @@ def test_a_schedule_goes_by_batch_size() -> None:
     for batch, k in ((1, 5), (7, 5), (8, 3), (31, 3), (32, 0), (300, 0)):
         assert control.choose([RowBudget("", 9)] * batch, batch).ks == [k] * batch
     assert control.choose([RowBudget("", 2)], 1).ks == [2]
+
+
+def test_catching_up_brings_no_decision_forward() -> None:
+    """Steady arrivals leave the rounds between two decisions as many as they are."""
+    control, chance, decided = AutoControl(), random.Random(0), set[int]()
+    for number in range(3000):
+        plan = control.choose([RowBudget("", 3)] * 4, 4)
+        k, is_late = max(plan.ks), number % 5 == 0
+        kept = [next((at for at in range(k) if chance.random() > 0.7), k) for _ in plan.ks]
+        offers = [RowResult("", k, one) for one in kept] if k else []
+        seconds = (8.0 + k) * (1.0 + 0.05 * abs(chance.gauss(0, 1))) / 1e3
+        control.observe(RoundResult(plan, 4, 4, k, seconds, is_late and k > 0, offers, 4 * k))
+        decided.add(control._buckets[bucket_of(4)].decided)
+    assert len(decided) < 400
+
+
+def test_the_doubt_about_a_trees_height_is_that_of_all_its_depths() -> None:
+    survival, chance = _Heights(6), random.Random(0)
+    heights = [next((at for at in range(6) if chance.random() > 0.8), 6) for _ in range(50)]
+    for height in heights:
+        survival.add("", 24, height)
+    (spread,) = survival.spreads(1)
+    assert 1.0 <= spread / (stdev(heights) / len(heights) ** 0.5) < 1.6
 
 
 def test_catching_up_is_charged_to_drafting() -> None:
