@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import mul
+from math import hypot
 
 from draftsmith.serve.control.auto import AutoControl
 from draftsmith.serve.control.control import RoundPlan, RoundResult, RowBudget
@@ -26,10 +26,16 @@ class _Heights(Survival):
         return [sum(super().chances(request_class, self.depth))] if k > 0 else []
 
     def spreads(self, k: int) -> list[float]:
-        """At most the deviation of the height: that of each depth where it is reached."""
-        reached = [1.0, *super().chances("", self.depth)]
-        spreads = super().spreads(self.depth)
-        return [sum(map(mul, reached, spreads))] if k > 0 else []
+        """Deviation of the height: what each depth's chance makes of it and of all deeper ones."""
+        if k == 0:
+            return []
+        chances = super().chances("", self.depth)
+        reached = [1.0, *chances]
+        parts = [
+            spread * reached[depth] / chances[depth] * sum(chances[depth:])
+            for depth, spread in enumerate(super().spreads(self.depth))
+        ]
+        return [hypot(*parts)]
 
 
 @dataclass(frozen=True, slots=True)
