@@ -6,11 +6,12 @@ import argparse
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.attention import register
+from draftsmith.drafters.target.load import build_model
 from draftsmith.drafters.target.target import Target
 
 SHARED = {"max_position_embeddings": 8192, "tie_word_embeddings": False, "rope_theta": 500000.0}
@@ -50,8 +51,8 @@ def random_target(size: str, device: torch.device) -> Target:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     with device:
-        model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=register(), dtype=dtype
+        model = build_model(
+            config, trust_remote_code=False, attn_implementation=register(), dtype=dtype
         )
     return Target(model.eval(), size)
 

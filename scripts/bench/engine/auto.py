@@ -67,7 +67,7 @@ class Player:
         self.tokens, self.seconds = 0, 0.0
 
     def forget(self) -> None:
-        """Drop what a turn that warms up has left; what the engine's control knows stays."""
+        """Drop what a turn that warms up has left; what the engine's control measured stays."""
         self.rates.clear()
         self.rounds.clear()
 
