@@ -124,12 +124,15 @@ class Connection:
 
     def _patiently(self, ask: Callable[[], httpx.Response]) -> httpx.Response:
         """Asks until there is an answer, for `wait_s` at most from the first failure."""
-        begun_s, pause_s = time.monotonic(), FIRST_PAUSE_S
+        failed_s: float | None = None
+        pause_s = FIRST_PAUSE_S
         while True:
             try:
                 return ask()
             except (httpx.HTTPError, httpx.InvalidURL, Away) as error:
-                if time.monotonic() - begun_s + pause_s > self.wait_s or not may_pass(error):
+                now_s = time.monotonic()
+                failed_s = now_s if failed_s is None else failed_s
+                if now_s - failed_s + pause_s > self.wait_s or not may_pass(error):
                     raise UserError(
                         f"target server {self.base} does not answer ({_reason(error)}); {GO_ON}"
                     ) from error

@@ -51,6 +51,22 @@ def test_a_server_that_comes_back_is_asked_again(pauses: list[float]) -> None:
     assert pauses == [0.5, 1.0, 2.0]
 
 
+def test_a_server_lost_in_a_long_pass_is_waited_for_from_then_on(
+    pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[float] = []
+
+    class Lost(Server):
+        def __call__(self, request: httpx.Request) -> httpx.Response:
+            taken.append(0.0 if taken else 2 * connection.WAIT_S)
+            return super().__call__(request)
+
+    monkeypatch.setattr(connection.time, "monotonic", lambda: sum(pauses) + sum(taken))
+    server = Lost(httpx.ReadTimeout("late"), httpx.Response(200, json={"format": 1}))
+    assert connected(server).description() == {"format": 1}
+    assert pauses == [0.5]
+
+
 def test_a_server_that_stays_away_is_given_up_in_a_sentence(pauses: list[float]) -> None:
     with pytest.raises(UserError, match=r"http://host:1 does not answer \(refused\); start it"):
         connected(Server(httpx.ConnectError("refused"))).description()
