@@ -101,8 +101,16 @@ def test_damaged_tensors_and_other_weights_are_refused() -> None:
         server.weights()
 
 
-@pytest.mark.parametrize("url", ["ftp://host", "host", "http://host:port", ""])
-def test_what_is_no_url_is_refused_at_once(url: str, pauses: list[float]) -> None:
-    with pytest.raises(UserError, match="target"):
+@pytest.mark.parametrize(
+    "url, says",
+    [
+        ("ftp://host", r"target server ftp://host does not answer \(.*protocol"),
+        ("host", r"target server host does not answer \(.*protocol"),
+        ("http://host:port", r"option 'target_server' is 'http://host:port', no URL \(.*port"),
+        ("", r"target server  does not answer \(.*protocol"),
+    ],
+)
+def test_what_is_no_url_is_refused_at_once(url: str, says: str, pauses: list[float]) -> None:
+    with pytest.raises(UserError, match=says):
         Connection(url).description()
     assert not pauses
