@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -50,6 +50,17 @@ class Texts:
     def mask(self) -> torch.Tensor:
         """[B, width] bool"""
         return torch.arange(self.width) < self.lengths[:, None]
+
+    def in_parts(self, most: int) -> list[Texts]:
+        """Rows in order, as many together as have `most` positions; at least one."""
+        lengths = self.lengths.split(max(1, most // self.width))
+        sizes = [int(part.sum()) for part in lengths]
+        ids = self.ids.split(sizes)
+        segments = [None] * len(ids) if self.segments is None else self.segments.split(sizes)
+        return [
+            replace(self, ids=own, lengths=counts, segments=numbers)
+            for own, counts, numbers in zip(ids, lengths, segments, strict=True)
+        ]
 
     def padded(self, values: torch.Tensor, fill: int) -> torch.Tensor:
         """[N] -> [B, width]"""

@@ -134,6 +134,30 @@ def test_packed_texts_and_texts_apart_are_read_as_here(pair: Callable[..., Pair]
     assert there.connection.asked[-1].apart
 
 
+@pytest.mark.parametrize("most", [12, 30])
+def test_more_positions_than_the_server_reads_are_asked_for_in_parts(
+    most: int, pair: Callable[..., Pair]
+) -> None:
+    _, there = pair("llama")
+    ids, mask = batch(there)
+    segments = torch.tensor([[0] * 5 + [1] * 7, [0] * 7 + [-1] * 5, [0] + [-1] * 11])
+    for packed in (None, segments):
+        there.there["max_tokens"] = MOST
+        wanted = there.states(ids, mask, (1, FINAL), packed)
+        top = there.likeliest(ids, mask, packed, 5)
+        there.there["max_tokens"] = most
+        begun = len(there.connection.asked)
+        there.expect(ids, mask, (1, FINAL), packed)
+        found = there.states(ids, mask, (1, FINAL), packed)
+        assert len(there.connection.asked) - begun == (3 if most == 12 else 2)
+        assert all(part.num_positions <= most for part in there.connection.asked[begun:])
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(there.likeliest(ids, mask, packed, 5)[1:], top[1:])
+    there.there["max_tokens"] = 11
+    with pytest.raises(UserError, match="a row has 12 positions, padding included, and target"):
+        there.states(ids, mask, ())
+
+
 def test_states_travel_in_the_narrower_numbers(pair: Callable[..., Pair]) -> None:
     here, there = pair("llama", dtype=torch.bfloat16)
     ids, mask = batch(here)
