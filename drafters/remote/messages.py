@@ -27,6 +27,10 @@ HEADER_BYTES = 8  # of a safetensors body: the length of its JSON
 # Numbers that states may travel in.
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 
+SETTINGS = {"width", "taps", "dtype", "apart", "top"}  # of `Texts`, beside its tensors
+# Raised for bytes that are no `Texts`; the last one for JSON that is nested too deep.
+MALFORMED = (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Texts:
@@ -100,16 +104,25 @@ def texts_of_body(body: bytes) -> Texts:
         tensors, settings = load(body), json.loads(_metadata(body)["texts"])
         if settings.pop("format") != FORMAT:
             raise ValueError("another format")
+        if settings.keys() != SETTINGS:
+            raise ValueError(f"settings other than {', '.join(sorted(SETTINGS))}")
         settings["taps"] = tuple(settings["taps"])
-        own = {name: tensor.long() for name, tensor in tensors.items()}
+        own = {name: _numbers(name, tensor) for name, tensor in tensors.items()}
         texts = Texts(**own, **settings)
         _check_shape(texts)
-    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except MALFORMED as error:
         raise UserError(
             f"the body holds no texts of format {FORMAT} ({error}); send one as draftsmith "
             "--target-server does, of the same version"
         ) from error
     return texts
+
+
+def _numbers(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """[n] int64"""
+    if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} is no list of whole numbers of 32 or 64 bits")
+    return tensor.long()
 
 
 def _check_shape(texts: Texts) -> None:
@@ -118,7 +131,7 @@ def _check_shape(texts: Texts) -> None:
         raise ValueError("settings of another type")
     if texts.dtype not in DTYPES:
         raise ValueError(f"dtype {texts.dtype!r}")
-    if texts.top < 0 or texts.ids.dim() != 1 or texts.lengths.dim() != 1 or not len(texts.lengths):
+    if texts.top < 0 or not len(texts.lengths):
         raise ValueError("no list of texts")
     if int(texts.lengths.min()) < 1 or int(texts.lengths.max()) > texts.width:
         raise ValueError("lengths outside 1 to width")
