@@ -10,12 +10,12 @@ from typing import Any
 
 import httpx
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load
 
 from draftsmith.api_key import VARIABLE, bearer
 from draftsmith.drafters.remote.messages import (
     BODY_TYPE,
+    MALFORMED,
     REVISION_HEADER,
     STATES_PATH,
     TARGET_PATH,
@@ -23,6 +23,7 @@ from draftsmith.drafters.remote.messages import (
     StatesOfTexts,
     Texts,
     body_of_texts,
+    states_of_body,
 )
 from draftsmith.errors import UserError
 from draftsmith.kept_connections import send
@@ -49,6 +50,7 @@ class Connection:
         self.base = url.rstrip("/").removesuffix("/v1")
         self.wait_s = WAIT_S if wait_s is None else wait_s
         self.revision: str | None = None  # that answers must be of; None: of any
+        self.hidden_size = 0  # of the states in answers
         try:
             self.http = httpx.Client(
                 base_url=self.base,
@@ -76,22 +78,23 @@ class Connection:
         try:
             return response.json()
         except ValueError as error:
-            raise self._no_target("its answer is no JSON") from error
+            raise self._damaged(error) from error
 
     def weights(self, layer: int | None = None) -> dict[str, torch.Tensor]:
         """Those of a layer, else those outside of all layers."""
         path = WEIGHTS_PATH if layer is None else f"{WEIGHTS_PATH}/{layer}"
-        return self._tensors(self._ask("GET", path))
+        response = self._ask("GET", path)
+        try:
+            return load(response.content)
+        except MALFORMED as error:
+            raise self._damaged(error) from error
 
     def states(self, texts: Texts) -> StatesOfTexts:
         response = self._ask("POST", STATES_PATH, body_of_texts(texts))
-        return StatesOfTexts(**self._tensors(response))
-
-    def _tensors(self, response: httpx.Response) -> dict[str, torch.Tensor]:
         try:
-            return load(response.content)
-        except SafetensorError as error:
-            raise self._no_target(f"its answer is damaged: {error}") from error
+            return states_of_body(response.content, texts, self.hidden_size)
+        except MALFORMED as error:
+            raise self._damaged(error) from error
 
     def _ask(
         self, method: str, path: str, content: bytes | None = None, kind: str = BODY_TYPE
@@ -138,6 +141,12 @@ class Connection:
                     ) from error
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _damaged(self, error: Exception) -> UserError:
+        return UserError(
+            f"target server {self.base} gives an answer of another form ({_reason(error)}); check "
+            "that nothing between changes it, and use one version of draftsmith on both"
+        )
 
     def _no_target(self, why: str) -> NoStates:
         return NoStates(

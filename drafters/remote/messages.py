@@ -147,6 +147,24 @@ def body_of_states(states: StatesOfTexts) -> bytes:
     return save({name: part.contiguous() for name, part in held.items()})
 
 
+def states_of_body(body: bytes, texts: Texts, hidden_size: int) -> StatesOfTexts:
+    """The answer for `texts`. Raises one of `MALFORMED` for a body that is none."""
+    found, count = load(body), len(texts.ids)
+    wanted: dict[str, tuple[int, ...]] = {}
+    if texts.taps:
+        wanted["taps"] = (count, len(texts.taps) * hidden_size)
+    if texts.top:
+        # Fewer than were asked for where the vocabulary has no more.
+        pairs = (count, *found["top_ids"].shape[1:2])
+        wanted |= {"top_ids": pairs, "top_logprobs": pairs, "tail": (count,)}
+    else:
+        wanted["hidden"] = (count, hidden_size)
+    shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
+    if shapes != wanted:
+        raise ValueError(f"it has tensors of shapes {shapes}, not {wanted}")
+    return StatesOfTexts(**found)
+
+
 def body_of_weights(weights: Mapping[str, torch.Tensor]) -> bytes:
     # Names that share memory are written each by itself.
     return save({name: part.detach().cpu().contiguous().clone() for name, part in weights.items()})

@@ -132,7 +132,7 @@ class RemoteTarget(Target):
         found: Future[StatesOfTexts] = Future()
         # No pool: at the end of the process nothing waits for a server.
         threading.Thread(
-            target=_resolve, args=(found, partial(self.connection.states, texts)), daemon=True
+            target=_resolve, args=(found, partial(self._found, texts)), daemon=True
         ).start()
         self._ahead = texts, found
 
@@ -336,7 +336,7 @@ def load_remote(
             attn_implementation=implementation(config, register()),
         ).eval()
     check_weights(path, model, there, connection.base)
-    connection.revision = there["revision"]
+    connection.revision, connection.hidden_size = there["revision"], there["hidden_size"]
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else DTYPES[there["states_dtype"]]
     target = RemoteTarget(

@@ -14,6 +14,7 @@ from safetensors.torch import load
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.remote import target as remote
+from draftsmith.drafters.remote.checks import check_description
 from draftsmith.drafters.remote.messages import (
     StatesOfTexts,
     Texts,
@@ -194,6 +195,19 @@ def test_a_new_draft_takes_from_a_server_what_it_takes_here(pair: Callable[..., 
         )
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one), family
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("dtype", None), ("states_dtype", "int8"), ("hidden_size", "32"), ("config", [])],
+)
+def test_a_description_without_its_entries_is_refused(
+    name: str, value: Any, pair: Callable[..., Pair]
+) -> None:
+    here, _ = pair("llama")
+    direct = Direct(here)
+    with pytest.raises(UserError, match=f"describes its target with {name} = "):
+        check_description(direct, direct.description() | {name: value}, "auto")
 
 
 def test_states_that_were_asked_for_ahead_are_taken_once(pair: Callable[..., Pair]) -> None:
