@@ -66,6 +66,7 @@ class Replicated(CandidateOptimizer):
         for parameter in idle:
             parameter.requires_grad_(False)
         self.model = accelerator.prepare_model(ShareLoss(drafter, self.unrolled))
+        release_prepared(accelerator)
         for parameter in idle:
             parameter.requires_grad_(True)
 
@@ -109,6 +110,7 @@ class Partitioned(CandidateOptimizer):
             parameter.requires_grad_(False)
         self.forget()
         self.engine, _ = accelerator.prepare(ShareLoss(drafter, self.unrolled), self.adam)
+        release_prepared(accelerator)
         unpartitioned()
 
     def step(self, batch: Batch | Share, *, lr: float) -> StepSums | None:
@@ -226,6 +228,14 @@ def new_accelerator(config: LearnConfig, device: torch.device) -> Accelerator:
     accelerator = Accelerator(deepspeed_plugin=plugin)
     unpartitioned()
     return accelerator
+
+
+def release_prepared(accelerator: Accelerator) -> None:
+    """Drops what accelerate holds, for uses of its own, of all that it has prepared: a draft, and
+    through it a target, would live as long as the process. `free_memory` ends the engines too."""
+    accelerator._models.clear()
+    accelerator._optimizers.clear()
+    accelerator.deepspeed_engine_wrapped = None
 
 
 def unpartitioned() -> None:

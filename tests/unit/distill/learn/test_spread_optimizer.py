@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
 
 from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.learn import spread_optimizer
-from draftsmith.distill.learn.draft_shares import untouched
+from draftsmith.distill.learn.draft_shares import Replicated, new_accelerator, untouched
 from draftsmith.distill.learn.optimizer import CandidateOptimizer, trained
 from draftsmith.distill.learn.spread_optimizer import (
     SentSource,
@@ -75,3 +81,19 @@ def test_a_blank_share_reaches_the_parameters_that_texts_do(family: str, target:
     found = untouched(optimizer, blank(drafter, target))
     assert {id(one) for one in found} == idle
     assert bool(idle) == (family in ("medusa", "mlp"))
+
+
+def test_a_draft_that_is_dropped_is_held_by_nothing(target: Target, tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        accelerator = new_accelerator(LearnConfig(), torch.device("cpu"))
+        drafter = FAMILIES["mtp"].create(OPTIONS["mtp"](), target, seed=0)
+        part = Replicated(drafter, LearnConfig(), accelerator, blank(drafter, target))
+        part.step(blank(drafter, target), lr=0.0)
+        held = weakref.ref(drafter)
+        del drafter, part
+        gc.collect()
+        assert held() is None
+    finally:
+        dist.destroy_process_group()
+        AcceleratorState._reset_state(reset_partial_state=True)
