@@ -75,10 +75,16 @@ class Reporter(TrainerCallback):
             self.progress.update(done, self.note)
 
     def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: torch.nn.Module | None = None,
+        **unused: Any,
     ) -> None:
         # Without another step, whose draft would be evaluated once more.
         if self._is_over(args):
+            self._stop_when_lost({}, state, model)
             control.should_training_stop = control.should_save = True
 
     def _is_over(self, args: TrainingArguments) -> bool:

@@ -31,6 +31,7 @@ OWN = ("optimizer", "scheduler", "bf16", "fp16")
 
 Tensors = Mapping[str, torch.Tensor]
 Shapes = dict[str, torch.Size]
+Steps = Mapping[str, int]  # that Adam has made, by the names of parameters
 
 
 class ShareLoss(torch.nn.Module):
@@ -51,11 +52,23 @@ class ShareLoss(torch.nn.Module):
 class Replicated(CandidateOptimizer):
     """A whole copy of the draft on each process."""
 
-    def __init__(self, drafter: torch.nn.Module, config: LearnConfig, accelerator: Accelerator):
+    def __init__(
+        self,
+        drafter: torch.nn.Module,
+        config: LearnConfig,
+        accelerator: Accelerator,
+        example: Share,
+    ):
         super().__init__(drafter, config)
-        self.accelerator = accelerator
+        self.accelerator, self.shapes = accelerator, shapes_of(drafter)
+        # A step waits for the gradient of each parameter that requires one while this is made.
+        idle = untouched(self, example)
+        for parameter in idle:
+            parameter.requires_grad_(False)
         self.model = accelerator.prepare_model(ShareLoss(drafter, self.unrolled))
-        self.shapes = shapes_of(drafter)
+        release_prepared(accelerator)
+        for parameter in idle:
+            parameter.requires_grad_(True)
 
     def _backward(self, batch: Batch | Share) -> StepSums:
         loss, sums = self.model(batch)
@@ -69,11 +82,11 @@ class Replicated(CandidateOptimizer):
         for name, value in from_leader(weights, self.shapes, self.device):
             own[name].copy_(value)
 
-    def set_moments(self, step: int, moments: Tensors | None) -> None:
-        names = list(trained(self.drafter)) if step else []
-        shapes = {f"{name}:{key}": self.shapes[name] for name in names for key in MOMENTS}
+    def set_moments(self, steps: Steps, moments: Tensors | None) -> None:
+        shapes = {f"{name}:{key}": self.shapes[name] for name in steps for key in MOMENTS}
         found = dict(from_leader(moments, shapes, self.device))
-        self.fill(found | {f"{name}:step": torch.tensor(float(step)) for name in names})
+        counts = {f"{name}:step": torch.tensor(float(step)) for name, step in steps.items()}
+        self.fill(found | counts)
 
     def copy_to(self, whole: Trained | None) -> None:
         """`whole` on the first process is this copy's own weights."""
@@ -82,10 +95,22 @@ class Replicated(CandidateOptimizer):
 class Partitioned(CandidateOptimizer):
     """A part of the draft on each process, by DeepSpeed."""
 
-    def __init__(self, drafter: torch.nn.Module, config: LearnConfig, accelerator: Accelerator):
+    def __init__(
+        self,
+        drafter: torch.nn.Module,
+        config: LearnConfig,
+        accelerator: Accelerator,
+        example: Share,
+    ):
+        """`drafter` is this part's own."""
         super().__init__(drafter, config)
         self.accelerator, self.shapes = accelerator, shapes_of(drafter)
+        # DeepSpeed takes a missing gradient for 0, and lets the weight decay go on.
+        for parameter in untouched(self, example):
+            parameter.requires_grad_(False)
+        self.forget()
         self.engine, _ = accelerator.prepare(ShareLoss(drafter, self.unrolled), self.adam)
+        release_prepared(accelerator)
         unpartitioned()
 
     def step(self, batch: Batch | Share, *, lr: float) -> StepSums | None:
@@ -111,7 +136,7 @@ class Partitioned(CandidateOptimizer):
         self.engine.optimizer.refresh_fp32_params()
 
     @torch.no_grad()
-    def set_moments(self, step: int, moments: Tensors | None) -> None:
+    def set_moments(self, steps: Steps, moments: Tensors | None) -> None:
         """There must have been a step, at learning rate 0 perhaps: DeepSpeed makes the moments in
         it."""
         from deepspeed.utils import safe_set_full_optimizer_state
@@ -119,9 +144,10 @@ class Partitioned(CandidateOptimizer):
         for state in self._states:
             for key in MOMENTS:
                 state[key].zero_()
-            state["step"].fill_(step)
-        own = trained(self.drafter) if step else {}
-        shapes = {f"{name}:{key}": self.shapes[name] for name in own for key in MOMENTS}
+            state["step"].fill_(max(steps.values(), default=0))
+        own = trained(self.drafter)
+        names = [name for name in steps if name in own]
+        shapes = {f"{name}:{key}": self.shapes[name] for name in names for key in MOMENTS}
         for entry, value in from_leader(moments, shapes, self.device):
             name, _, key = entry.rpartition(":")
             safe_set_full_optimizer_state(own[name], value, key)
@@ -170,6 +196,14 @@ def from_leader(
         yield name, value
 
 
+def untouched(optimizer: CandidateOptimizer, share: Share) -> list[torch.nn.Parameter]:
+    """Trained parameters that no step moves, whatever its texts: of Medusa's heads those that
+    `learn.unroll.steps` does not reach."""
+    own = list(trained(optimizer.drafter).values())
+    found = torch.autograd.grad(optimizer.unrolled(share).total, own, allow_unused=True)
+    return [one for one, gradient in zip(own, found, strict=True) if gradient is None]
+
+
 def shapes_of(drafter: torch.nn.Module) -> Shapes:
     return {name: parameter.shape for name, parameter in drafter.named_parameters()}
 
@@ -194,6 +228,14 @@ def new_accelerator(config: LearnConfig, device: torch.device) -> Accelerator:
     accelerator = Accelerator(deepspeed_plugin=plugin)
     unpartitioned()
     return accelerator
+
+
+def release_prepared(accelerator: Accelerator) -> None:
+    """Drops what accelerate holds, for uses of its own, of all that it has prepared: a draft, and
+    through it a target, would live as long as the process. `free_memory` ends the engines too."""
+    accelerator._models.clear()
+    accelerator._optimizers.clear()
+    accelerator.deepspeed_engine_wrapped = None
 
 
 def unpartitioned() -> None:

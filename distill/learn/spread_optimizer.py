@@ -16,7 +16,13 @@ import torch.distributed as dist
 
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.learn.adapters import adapt
-from draftsmith.distill.learn.draft_shares import Part, Partitioned, Replicated, new_accelerator
+from draftsmith.distill.learn.draft_shares import (
+    Part,
+    Partitioned,
+    Replicated,
+    Steps,
+    new_accelerator,
+)
 from draftsmith.distill.learn.optimizer import trained
 from draftsmith.distill.learn.teachers import Batch, Share
 from draftsmith.drafters import checkpoint
@@ -31,10 +37,10 @@ BLANK = 8  # tokens of a text that trains nothing
 
 
 class Begin(NamedTuple):
-    """Weights set from outside since the last step, and moments after `step` steps."""
+    """Weights set from outside since the last step, and moments after `steps`."""
 
     number: int  # of the draft
-    step: int | None  # None: the moments are as they were
+    steps: Steps | None  # None: the moments are as they were
 
 
 class Step(NamedTuple):
@@ -125,30 +131,34 @@ class SpreadOptimizer:
 
     def _begin(self) -> None:
         moments = self.pending
-        step = None if moments is None else step_of(moments)
-        self.channel.send(Begin(self.number, step))
-        begin(self.part, self.target, step, dict(self.drafter.named_parameters()), moments)
+        steps = None if moments is None else steps_of(moments)
+        self.channel.send(Begin(self.number, steps))
+        begin(self.part, self.target, steps, dict(self.drafter.named_parameters()), moments)
         self.is_behind, self.pending = False, None
 
 
 def begin(
     part: Part,
     target: Target,
-    step: int | None,
+    steps: Steps | None,
     weights: Mapping[str, torch.Tensor] | None = None,
     moments: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Sets weights and moments on all processes; the first one gives them."""
-    if step and isinstance(part, Partitioned) and not part.has_moments:
-        part.step(blank(part, target), lr=0.0)
+    if steps and isinstance(part, Partitioned) and not part.has_moments:
+        part.step(blank(part.drafter, target), lr=0.0)
     part.set_weights(weights)
-    if step is not None:
-        part.set_moments(step, moments)
+    if steps is not None:
+        part.set_moments(steps, moments)
 
 
-def step_of(moments: Mapping[str, torch.Tensor]) -> int:
-    """Steps that Adam has made. All parameters have made the same."""
-    return next((int(value) for key, value in moments.items() if key.endswith(":step")), 0)
+def steps_of(moments: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Steps of those parameters that have made any."""
+    return {
+        key.removesuffix(":step"): int(value)
+        for key, value in moments.items()
+        if key.endswith(":step")
+    }
 
 
 def follow_step(part: Part, target: Target, call: Step, channel: Channel, rank: int) -> None:
@@ -189,14 +199,14 @@ def share_of(
     return Share(text, SentSource(target, tapped, hidden.to(device)), call.weight)
 
 
-def blank(part: Part, target: Target) -> Share:
+def blank(drafter: torch.nn.Module, target: Target) -> Share:
     """A share whose gradient is 0."""
     ids = torch.zeros(1, BLANK, dtype=torch.int64, device=target.device)
     text = TextBatch(
         input_ids=ids, attention_mask=torch.ones_like(ids), weights=torch.zeros_like(ids).float()
     )
     hidden = torch.zeros(1, BLANK, target.hidden_size, dtype=target.dtype, device=target.device)
-    width = len(part.drafter.taps) * target.hidden_size
+    width = len(drafter.taps) * target.hidden_size
     taps = hidden.new_zeros(1, BLANK, width) if width else None
     return Share(text, SentSource(target, taps, hidden), 1.0)
 
@@ -213,18 +223,18 @@ class DraftParts:
         self, drafter: torch.nn.Module, folder: str, target: Target, channel: Channel, number: int
     ) -> SpreadOptimizer:
         """On the first process. Its part holds `drafter` itself where it is whole."""
-        learn = self.config.learn
-        part: Part
-        if learn.deepspeed is None:
-            part = Replicated(drafter, learn, self.accelerator)
-        else:
-            part = Partitioned(self._load(folder, target), learn, self.accelerator)
+        whole = self.config.learn.deepspeed is None
+        part = self._part(drafter if whole else self._load(folder, target), target)
         return SpreadOptimizer(drafter, part, channel, target, number)
 
     def open(self, number: int, folder: str, target: Target) -> None:
         """On the others."""
-        kind = Replicated if self.config.learn.deepspeed is None else Partitioned
-        self.parts[number] = kind(self._load(folder, target), self.config.learn, self.accelerator)
+        self.parts[number] = self._part(self._load(folder, target), target)
+
+    def _part(self, drafter: torch.nn.Module, target: Target) -> Part:
+        learn = self.config.learn
+        kind = Replicated if learn.deepspeed is None else Partitioned
+        return kind(drafter, learn, self.accelerator, blank(drafter, target))
 
     def _load(self, folder: str, target: Target) -> torch.nn.Module:
         drafter = checkpoint.load(folder, target, dtype=torch.float32)
@@ -240,8 +250,8 @@ class DraftParts:
         """Makes what the first process makes."""
         part = self.parts[call.number]
         match call:
-            case Begin(_, step):
-                begin(part, target, step)
+            case Begin(_, steps):
+                begin(part, target, steps)
             case Step():
                 follow_step(part, target, call, channel, dist.get_rank())
             case Moments():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.drafters.remote.connection import Connection
-from draftsmith.drafters.remote.messages import FORMAT
+from draftsmith.drafters.remote.messages import DTYPES, FORMAT
 from draftsmith.drafters.remote.revision import parameters_in
 from draftsmith.drafters.remote.service import plain_config
 from draftsmith.drafters.target.target import digest_of
@@ -20,6 +21,14 @@ OWN_ENTRIES = (
     "rope_scaling", "quantization_config", "architectures", "text_config",
 )  # fmt: skip
 
+# Entries of a description that a client reads.
+ENTRIES: dict[str, type | UnionType] = {
+    "revision": str, "loaded_revision": str, "same_as": str | None, "dtype": str,
+    "states_dtype": str, "has_long_factors": bool, "hidden_size": int, "vocab_size": int,
+    "num_layers": int, "max_positions": int, "pass_bytes": int, "tokenizer_hash": str,
+    "config": dict, "max_tokens": int,
+}  # fmt: skip
+
 
 def check_description(connection: Connection, there: dict[str, Any], served_as: str) -> None:
     if there.get("format") != FORMAT:
@@ -27,6 +36,13 @@ def check_description(connection: Connection, there: dict[str, Any], served_as: 
             f"target server {connection.base} answers in format {there.get('format')!r} and this "
             f"draftsmith reads {FORMAT}; use one version on both"
         )
+    for name, kind in ENTRIES.items():
+        value = there.get(name)
+        if not isinstance(value, kind) or (name == "states_dtype" and value not in DTYPES):
+            raise UserError(
+                f"target server {connection.base} describes its target with {name} = {value!r}; "
+                "use one version of draftsmith on both"
+            )
     if served_as not in ("auto", there["dtype"]):
         raise UserError(
             f"target server {connection.base} serves in {there['dtype']} and dtype is "

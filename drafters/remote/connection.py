@@ -10,12 +10,12 @@ from typing import Any
 
 import httpx
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load
 
 from draftsmith.api_key import VARIABLE, bearer
 from draftsmith.drafters.remote.messages import (
     BODY_TYPE,
+    MALFORMED,
     REVISION_HEADER,
     STATES_PATH,
     TARGET_PATH,
@@ -23,6 +23,7 @@ from draftsmith.drafters.remote.messages import (
     StatesOfTexts,
     Texts,
     body_of_texts,
+    states_of_body,
 )
 from draftsmith.errors import UserError
 from draftsmith.kept_connections import send
@@ -49,6 +50,7 @@ class Connection:
         self.base = url.rstrip("/").removesuffix("/v1")
         self.wait_s = WAIT_S if wait_s is None else wait_s
         self.revision: str | None = None  # that answers must be of; None: of any
+        self.hidden_size = 0  # of the states in answers
         try:
             self.http = httpx.Client(
                 base_url=self.base,
@@ -76,22 +78,23 @@ class Connection:
         try:
             return response.json()
         except ValueError as error:
-            raise self._no_target("its answer is no JSON") from error
+            raise self._damaged(error) from error
 
     def weights(self, layer: int | None = None) -> dict[str, torch.Tensor]:
         """Those of a layer, else those outside of all layers."""
         path = WEIGHTS_PATH if layer is None else f"{WEIGHTS_PATH}/{layer}"
-        return self._tensors(self._ask("GET", path))
+        response = self._ask("GET", path)
+        try:
+            return load(response.content)
+        except MALFORMED as error:
+            raise self._damaged(error) from error
 
     def states(self, texts: Texts) -> StatesOfTexts:
         response = self._ask("POST", STATES_PATH, body_of_texts(texts))
-        return StatesOfTexts(**self._tensors(response))
-
-    def _tensors(self, response: httpx.Response) -> dict[str, torch.Tensor]:
         try:
-            return load(response.content)
-        except SafetensorError as error:
-            raise self._no_target(f"its answer is damaged: {error}") from error
+            return states_of_body(response.content, texts, self.hidden_size)
+        except MALFORMED as error:
+            raise self._damaged(error) from error
 
     def _ask(
         self, method: str, path: str, content: bytes | None = None, kind: str = BODY_TYPE
@@ -124,17 +127,26 @@ class Connection:
 
     def _patiently(self, ask: Callable[[], httpx.Response]) -> httpx.Response:
         """Asks until there is an answer, for `wait_s` at most from the first failure."""
-        begun_s, pause_s = time.monotonic(), FIRST_PAUSE_S
+        failed_s: float | None = None
+        pause_s = FIRST_PAUSE_S
         while True:
             try:
                 return ask()
             except (httpx.HTTPError, httpx.InvalidURL, Away) as error:
-                if time.monotonic() - begun_s + pause_s > self.wait_s or not may_pass(error):
+                now_s = time.monotonic()
+                failed_s = now_s if failed_s is None else failed_s
+                if now_s - failed_s + pause_s > self.wait_s or not may_pass(error):
                     raise UserError(
                         f"target server {self.base} does not answer ({_reason(error)}); {GO_ON}"
                     ) from error
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _damaged(self, error: Exception) -> UserError:
+        return UserError(
+            f"target server {self.base} gives an answer of another form ({_reason(error)}); check "
+            "that nothing between changes it, and use one version of draftsmith on both"
+        )
 
     def _no_target(self, why: str) -> NoStates:
         return NoStates(

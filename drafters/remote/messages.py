@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,10 @@ BODY_TYPE = "application/octet-stream"
 HEADER_BYTES = 8  # of a safetensors body: the length of its JSON
 # Numbers that states may travel in.
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
+
+SETTINGS = {"width", "taps", "dtype", "apart", "top"}  # of `Texts`, beside its tensors
+# Raised for bytes that are no `Texts`; the last one for JSON that is nested too deep.
+MALFORMED = (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +54,17 @@ class Texts:
     def mask(self) -> torch.Tensor:
         """[B, width] bool"""
         return torch.arange(self.width) < self.lengths[:, None]
+
+    def in_parts(self, most: int) -> list[Texts]:
+        """Rows in order, as many together as have `most` positions; at least one."""
+        lengths = self.lengths.split(max(1, most // self.width))
+        sizes = [int(part.sum()) for part in lengths]
+        ids = self.ids.split(sizes)
+        segments = [None] * len(ids) if self.segments is None else self.segments.split(sizes)
+        return [
+            replace(self, ids=own, lengths=counts, segments=numbers)
+            for own, counts, numbers in zip(ids, lengths, segments, strict=True)
+        ]
 
     def padded(self, values: torch.Tensor, fill: int) -> torch.Tensor:
         """[N] -> [B, width]"""
@@ -89,16 +104,25 @@ def texts_of_body(body: bytes) -> Texts:
         tensors, settings = load(body), json.loads(_metadata(body)["texts"])
         if settings.pop("format") != FORMAT:
             raise ValueError("another format")
+        if settings.keys() != SETTINGS:
+            raise ValueError(f"settings other than {', '.join(sorted(SETTINGS))}")
         settings["taps"] = tuple(settings["taps"])
-        own = {name: tensor.long() for name, tensor in tensors.items()}
+        own = {name: _numbers(name, tensor) for name, tensor in tensors.items()}
         texts = Texts(**own, **settings)
         _check_shape(texts)
-    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except MALFORMED as error:
         raise UserError(
             f"the body holds no texts of format {FORMAT} ({error}); send one as draftsmith "
             "--target-server does, of the same version"
         ) from error
     return texts
+
+
+def _numbers(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """[n] int64"""
+    if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} is no list of whole numbers of 32 or 64 bits")
+    return tensor.long()
 
 
 def _check_shape(texts: Texts) -> None:
@@ -107,7 +131,7 @@ def _check_shape(texts: Texts) -> None:
         raise ValueError("settings of another type")
     if texts.dtype not in DTYPES:
         raise ValueError(f"dtype {texts.dtype!r}")
-    if texts.top < 0 or texts.ids.dim() != 1 or texts.lengths.dim() != 1 or not len(texts.lengths):
+    if texts.top < 0 or not len(texts.lengths):
         raise ValueError("no list of texts")
     if int(texts.lengths.min()) < 1 or int(texts.lengths.max()) > texts.width:
         raise ValueError("lengths outside 1 to width")
@@ -121,6 +145,24 @@ def _check_shape(texts: Texts) -> None:
 def body_of_states(states: StatesOfTexts) -> bytes:
     held = {name: part for name, part in states._asdict().items() if part is not None}
     return save({name: part.contiguous() for name, part in held.items()})
+
+
+def states_of_body(body: bytes, texts: Texts, hidden_size: int) -> StatesOfTexts:
+    """The answer for `texts`. Raises one of `MALFORMED` for a body that is none."""
+    found, count = load(body), len(texts.ids)
+    wanted: dict[str, tuple[int, ...]] = {}
+    if texts.taps:
+        wanted["taps"] = (count, len(texts.taps) * hidden_size)
+    if texts.top:
+        # Fewer than were asked for where the vocabulary has no more.
+        pairs = (count, *found["top_ids"].shape[1:2])
+        wanted |= {"top_ids": pairs, "top_logprobs": pairs, "tail": (count,)}
+    else:
+        wanted["hidden"] = (count, hidden_size)
+    shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
+    if shapes != wanted:
+        raise ValueError(f"it has tensors of shapes {shapes}, not {wanted}")
+    return StatesOfTexts(**found)
 
 
 def body_of_weights(weights: Mapping[str, torch.Tensor]) -> bytes:

@@ -4,6 +4,7 @@ states of texts. Only `states` runs the model."""
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 import torch
@@ -106,8 +107,11 @@ def check_texts(target: Target, texts: Texts, max_tokens: int) -> None:
         raise UserError(f"ids are outside 0 to {target.vocab_size - 1}, the ids of this target")
     if texts.top > MOST_TOP:
         raise UserError(f"top is {texts.top}; ask for at most {MOST_TOP} likeliest tokens")
-    if min(texts.taps, default=0) < 0:
-        raise UserError(f"taps are {texts.taps}; give raw layers from 0 on")
+    if (least := min(texts.taps, default=0)) < 0:
+        raise UserError(f"a tap is {least}; give raw layers from 0 on")
+    for tap, count in Counter(texts.taps).most_common(1):
+        if count > 1:
+            raise UserError(f"tap {tap} is asked for {count} times; give each raw layer once")
     check_taps(texts.taps, target.num_layers)
 
 

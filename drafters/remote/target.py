@@ -99,7 +99,7 @@ class RemoteTarget(Target):
         segments: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         texts = self._texts(input_ids, attention_mask, taps, segments)
-        found = self._found_ahead(texts) or self.connection.states(texts)
+        found = self._found_ahead(texts) or self._found(texts)
         return self._laid_out(texts, found, taps)
 
     def likeliest(
@@ -111,7 +111,7 @@ class RemoteTarget(Target):
     ) -> TopProbs:
         """The `top` likeliest tokens after each of the N tokens that are no padding, row by row."""
         texts = self._texts(input_ids, attention_mask, (), segments, top)
-        found = self._found_ahead(texts) or self.connection.states(texts)
+        found = self._found_ahead(texts) or self._found(texts)
         assert found.top_ids is not None and found.top_logprobs is not None
         assert found.tail is not None
         parts = (found.top_ids.long(), found.top_logprobs, found.tail)
@@ -132,7 +132,7 @@ class RemoteTarget(Target):
         found: Future[StatesOfTexts] = Future()
         # No pool: at the end of the process nothing waits for a server.
         threading.Thread(
-            target=_resolve, args=(found, partial(self.connection.states, texts)), daemon=True
+            target=_resolve, args=(found, partial(self._found, texts)), daemon=True
         ).start()
         self._ahead = texts, found
 
@@ -141,6 +141,12 @@ class RemoteTarget(Target):
             return None
         found, self._ahead = self._ahead[1], None
         return found.result()
+
+    def _found(self, texts: Texts) -> StatesOfTexts:
+        """In as many requests as the server needs."""
+        found = [self.connection.states(part) for part in texts.in_parts(self.there["max_tokens"])]
+        known = [[part for part in parts if part is not None] for parts in zip(*found, strict=True)]
+        return StatesOfTexts(*(torch.cat(parts) if parts else None for parts in known))
 
     def _texts(
         self,
@@ -166,11 +172,11 @@ class RemoteTarget(Target):
         return texts
 
     def _check_size(self, texts: Texts) -> None:
-        if texts.num_positions > (most := self.there["max_tokens"]):
+        if texts.width > (most := self.there["max_tokens"]):
             raise UserError(
-                f"a batch has {texts.num_positions} positions, padding included, and target server "
-                f"{self.connection.base} reads {most}; give a smaller batch_size or max_length, or "
-                "start it with more --states-max-tokens"
+                f"a row has {texts.width} positions, padding included, and target server "
+                f"{self.connection.base} reads {most}; give a smaller max_length, or start it with "
+                "more --states-max-tokens"
             )
 
     @property
@@ -330,7 +336,7 @@ def load_remote(
             attn_implementation=implementation(config, register()),
         ).eval()
     check_weights(path, model, there, connection.base)
-    connection.revision = there["revision"]
+    connection.revision, connection.hidden_size = there["revision"], there["hidden_size"]
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else DTYPES[there["states_dtype"]]
     target = RemoteTarget(

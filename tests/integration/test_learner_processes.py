@@ -103,6 +103,28 @@ def test_several_processes_learn_what_one_learns(
     assert moved > LEARN.lr, "nothing was learned"
 
 
+@pytest.mark.parametrize(
+    "stage", [None, *(pytest.param(stage, marks=pytest.mark.long) for stage in (2, 3))]
+)
+def test_heads_that_no_step_reaches_stay_as_they_are(
+    loop: Callable[..., Any], stage: int | None
+) -> None:
+    made = loop("medusa")
+    made.serve(24)
+    unroll = replace(LEARN.unroll, steps=1)
+    # A decay that would be seen in a head without a gradient.
+    learn = replace(made.config.learn, steps=4, unroll=unroll, weight_decay=1.0)
+    zero = stage and str(ROOT / f"recipes/zero{stage}.json")
+    alone, spread = (made.root / name for name in ("alone", "spread"))
+    finish(distil(replace(made.config, versions=str(alone), learn=learn)))
+    several = replace(made.config, versions=str(spread), learn=replace(learn, deepspeed=zero))
+    finish(distil(several, 2))
+    weights, begun = learned(made, spread)[0], made.draft.state_dict()
+    same_weights(weights, learned(made, alone)[0])
+    kept = {name for name in weights if torch.equal(weights[name], begun[name])}
+    assert kept and kept != weights.keys()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [None, 3])
 def test_adapters_are_trained_by_several_processes_too(

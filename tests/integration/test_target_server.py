@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 import sys
+import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from draftsmith.drafters.options import DraftLmOptions
 from draftsmith.drafters.remote import connection
 from draftsmith.drafters.remote.messages import (
     STATES_PATH,
+    TARGET_PATH,
     WEIGHTS_PATH,
     Texts,
     body_of_texts,
@@ -30,7 +34,9 @@ from draftsmith.drafters.remote.target import RemoteTarget
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.http import target_states
 from draftsmith.serve.http.limits import ServerLimits
+from draftsmith.serve.http.target_states import MOST_REQUESTS
 from draftsmith.train.checkpoints import RunFolder
 from draftsmith.train.command import run
 from draftsmith.train.config import EvalConfig, OnPolicyConfig, OptimConfig, TrainConfig
@@ -365,6 +371,54 @@ def test_requests_for_states_are_checked_and_leave_answers_alone(
     monkeypatch.undo()
     assert server.http.post(STATES_PATH, content=body_of_texts(texts)).status_code == 200
     assert STATES_PATH in server.http.get("/openapi.json").json()["paths"]
+
+
+def test_many_requests_for_states_leave_the_other_endpoints_alone(
+    live_server: Callable[..., Any], target_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = Target.load(target_folder)
+    server = live_server(target, None, EngineConfig(), states_max_tokens=MOST)
+    body = body_of_texts(Texts(ids=torch.arange(3, 6), lengths=torch.tensor([3]), width=3))
+    states, going_on, too_many = target.states, threading.Event(), 10
+
+    def waiting(*arguments: Any) -> Any:
+        assert going_on.wait(30)
+        return states(*arguments)
+
+    monkeypatch.setattr(target, "states", waiting)
+    with ThreadPoolExecutor(MOST_REQUESTS + too_many) as pool:
+        asked = [
+            pool.submit(server.http.post, STATES_PATH, content=body)
+            for _ in range(MOST_REQUESTS + too_many)
+        ]
+        refused = list(itertools.islice(as_completed(asked, timeout=20), too_many))
+        assert {one.result().status_code for one in refused} == {429}
+        assert refused[0].result().headers["retry-after"]
+        assert server.http.get(TARGET_PATH, timeout=5).status_code == 200
+        assert server.http.get(WEIGHTS_PATH).status_code == 429
+        going_on.set()
+        codes = sorted(one.result().status_code for one in asked)
+    assert codes == [200] * MOST_REQUESTS + [429] * too_many
+
+
+def test_bodies_of_weights_are_made_one_at_a_time(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = most = 0
+    made = target_states.body_of_weights
+
+    def counted(weights: Any) -> bytes:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        time.sleep(0.05)
+        at_once -= 1
+        return made(weights)
+
+    monkeypatch.setattr(target_states, "body_of_weights", counted)
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(server.http.get, [WEIGHTS_PATH, f"{WEIGHTS_PATH}/0"] * 3))
+    assert {one.status_code for one in answers} == {200} and most == 1
 
 
 def test_what_a_server_cannot_do_is_refused(

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
 
+from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.learn import spread_optimizer
-from draftsmith.distill.learn.spread_optimizer import Step, by_length, rows_of, share_of, step_of
+from draftsmith.distill.learn.draft_shares import Replicated, new_accelerator, untouched
+from draftsmith.distill.learn.optimizer import CandidateOptimizer, trained
+from draftsmith.distill.learn.spread_optimizer import (
+    SentSource,
+    Step,
+    blank,
+    by_length,
+    rows_of,
+    share_of,
+    steps_of,
+)
+from draftsmith.distill.learn.teachers import Share
 from draftsmith.drafters.interface import TextBatch
+from draftsmith.drafters.options import OPTIONS
+from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 
 
@@ -41,5 +61,39 @@ def test_long_rows_come_first_with_what_belongs_to_them() -> None:
 
 
 def test_steps_of_moments() -> None:
-    assert step_of({}) == 0
-    assert step_of({"a:exp_avg": torch.zeros(2), "a:step": torch.tensor(7.0)}) == 7
+    assert steps_of({}) == {}
+    moments = {"a:exp_avg": torch.zeros(2), "a:step": torch.tensor(7.0), "b:step": torch.tensor(2)}
+    assert steps_of(moments) == {"a": 7, "b": 2}
+
+
+@pytest.mark.parametrize("family", OPTIONS)
+def test_a_blank_share_reaches_the_parameters_that_texts_do(family: str, target: Target) -> None:
+    drafter = FAMILIES[family].create(OPTIONS[family](), target, seed=0)
+    config = LearnConfig(unroll=LearnUnroll(steps=1))
+    optimizer = CandidateOptimizer(drafter, config)
+    ids = torch.randint(3, 288, (2, 20), generator=torch.Generator().manual_seed(0))
+    text = TextBatch(
+        input_ids=ids, attention_mask=torch.ones_like(ids), weights=torch.ones_like(ids).float()
+    )
+    taps, hidden = target.states(ids, torch.ones_like(ids), drafter.taps)
+    optimizer._backward(Share(text, SentSource(target, taps, hidden), 40.0))
+    idle = {id(one) for one in trained(drafter).values() if one.grad is None}
+    found = untouched(optimizer, blank(drafter, target))
+    assert {id(one) for one in found} == idle
+    assert bool(idle) == (family in ("medusa", "mlp"))
+
+
+def test_a_draft_that_is_dropped_is_held_by_nothing(target: Target, tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        accelerator = new_accelerator(LearnConfig(), torch.device("cpu"))
+        drafter = FAMILIES["mtp"].create(OPTIONS["mtp"](), target, seed=0)
+        part = Replicated(drafter, LearnConfig(), accelerator, blank(drafter, target))
+        part.step(blank(drafter, target), lr=0.0)
+        held = weakref.ref(drafter)
+        del drafter, part
+        gc.collect()
+        assert held() is None
+    finally:
+        dist.destroy_process_group()
+        AcceleratorState._reset_state(reset_partial_state=True)

@@ -66,19 +66,32 @@ IDS = {"ids": [5, 6, 7], "lengths": [3]}
         ({}, {"ids": [[5, 6, 7]]}),
         ({}, {"segments": [0, 0]}),
         ({}, {"more": [0]}),
+        ({}, {"segments": [[0, 0, 0]]}),
+        ({}, {"lengths": 3}),
+        ({}, {"ids": [5.0, 6.0, 7.0]}),
+        ({}, {"ids": [5 + 1j, 6, 7]}),
+        ({}, {"ids": [True, True, True]}),
+        ({}, {"ids": torch.ones(3).to(torch.float8_e4m3fn)}),
+        ({"segments": [0, 0, 0]}, {}),
+        ({"ids": [5, 6, 7]}, {}),
+        ({"dtype": ["float32"]}, {}),
+        ({"width": 4.0}, {}),
         ({"apart": True}, {"segments": [0, 0, 0]}),
     ],
 )
 def test_a_body_without_texts_is_refused_in_a_sentence(
     settings: dict[str, Any], tensors: dict[str, Any]
 ) -> None:
-    values = {name: torch.tensor(value) for name, value in (IDS | tensors).items()}
+    values = {name: torch.as_tensor(value) for name, value in (IDS | tensors).items()}
     body = save(values, {"texts": json.dumps(SETTINGS | settings)})
     with pytest.raises(UserError, match="holds no texts of format 1"):
         texts_of_body(body)
 
 
-@pytest.mark.parametrize("body", [b"", b"{}", b"\xff" * 100, save({"ids": torch.ones(1)})])
+NESTED = save({"ids": torch.ones(1)}, {"texts": "[" * 100_000})
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b"\xff" * 100, save({"ids": torch.ones(1)}), NESTED])
 def test_other_bytes_are_refused(body: bytes) -> None:
     with pytest.raises(UserError, match="holds no texts"):
         texts_of_body(body)

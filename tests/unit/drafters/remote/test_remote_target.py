@@ -14,6 +14,7 @@ from safetensors.torch import load
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.remote import target as remote
+from draftsmith.drafters.remote.checks import check_description
 from draftsmith.drafters.remote.messages import (
     StatesOfTexts,
     Texts,
@@ -134,6 +135,30 @@ def test_packed_texts_and_texts_apart_are_read_as_here(pair: Callable[..., Pair]
     assert there.connection.asked[-1].apart
 
 
+@pytest.mark.parametrize("most", [12, 30])
+def test_more_positions_than_the_server_reads_are_asked_for_in_parts(
+    most: int, pair: Callable[..., Pair]
+) -> None:
+    _, there = pair("llama")
+    ids, mask = batch(there)
+    segments = torch.tensor([[0] * 5 + [1] * 7, [0] * 7 + [-1] * 5, [0] + [-1] * 11])
+    for packed in (None, segments):
+        there.there["max_tokens"] = MOST
+        wanted = there.states(ids, mask, (1, FINAL), packed)
+        top = there.likeliest(ids, mask, packed, 5)
+        there.there["max_tokens"] = most
+        begun = len(there.connection.asked)
+        there.expect(ids, mask, (1, FINAL), packed)
+        found = there.states(ids, mask, (1, FINAL), packed)
+        assert len(there.connection.asked) - begun == (3 if most == 12 else 2)
+        assert all(part.num_positions <= most for part in there.connection.asked[begun:])
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(there.likeliest(ids, mask, packed, 5)[1:], top[1:])
+    there.there["max_tokens"] = 11
+    with pytest.raises(UserError, match="a row has 12 positions, padding included, and target"):
+        there.states(ids, mask, ())
+
+
 def test_states_travel_in_the_narrower_numbers(pair: Callable[..., Pair]) -> None:
     here, there = pair("llama", dtype=torch.bfloat16)
     ids, mask = batch(here)
@@ -172,6 +197,19 @@ def test_a_new_draft_takes_from_a_server_what_it_takes_here(pair: Callable[..., 
         assert all(torch.equal(one[name], other[name]) for name in one), family
 
 
+@pytest.mark.parametrize(
+    "name, value",
+    [("dtype", None), ("states_dtype", "int8"), ("hidden_size", "32"), ("config", [])],
+)
+def test_a_description_without_its_entries_is_refused(
+    name: str, value: Any, pair: Callable[..., Pair]
+) -> None:
+    here, _ = pair("llama")
+    direct = Direct(here)
+    with pytest.raises(UserError, match=f"describes its target with {name} = "):
+        check_description(direct, direct.description() | {name: value}, "auto")
+
+
 def test_states_that_were_asked_for_ahead_are_taken_once(pair: Callable[..., Pair]) -> None:
     _, there = pair("llama")
     ids, mask = batch(there)
@@ -206,7 +244,8 @@ def texts(**changes: Any) -> Texts:
         (texts(ids=torch.tensor([5, 6, -1])), "ids are outside 0 to 287"),
         (texts(ids=torch.tensor([5, 6, 288])), "ids are outside 0 to 287"),
         (texts(taps=(9,)), "tap 9 does not exist"),
-        (texts(taps=(-1,)), r"taps are \(-1,\); give raw layers"),
+        (texts(taps=(-1,)), "a tap is -1; give raw layers"),
+        (texts(taps=(0,) * 200_000), "tap 0 is asked for 200000 times; give each raw layer once"),
         (texts(top=5000), "top is 5000; ask for at most 1024"),
         (texts(width=2000), "a text has 2000 tokens; the target reads up to"),
     ],
