@@ -40,7 +40,8 @@ class AdjustmentTables(NamedTuple):
         biases = [[] if state is None else list(state.params.logit_bias) for state in states]
         counts = [None if state is None else state.counts for state in states]
         single = [[] if state is None else state.single for state in states]
-        least = [0 if state is None else state.least_left for state in states]
+        # A list without tokens is padded with token 0, which must not be banned.
+        least = [state.least_left if state is not None and state.ends else 0 for state in states]
         failed = [state is not None and bool(state.error) for state in states]
         lists = [state.forbidden for state in known if state.forbidden is not None]
         has_seen = any(one is not None for one in counts)

@@ -126,6 +126,16 @@ def test_a_request_that_asks_for_nothing_has_no_adjustment_and_its_neighbour_cha
     assert not torch.equal(found[2:], logits[2:])
 
 
+def test_a_least_number_of_tokens_bans_nothing_of_a_request_without_ends() -> None:
+    endless = SamplingParams(min_tokens=5, ignore_eos=True)
+    ending = SamplingParams(min_tokens=5, ignore_eos=True, stop_token_ids=(9,))
+    adjust = batch((endless, [1], [2]), (ending, [1], [2]))
+    logits = torch.randn(2, VOCAB)
+    found = adjust.apply(logits, [0, 1], [[], []])
+    assert torch.equal(found[0], logits[0])
+    assert (found[1] == -torch.inf).nonzero().tolist() == [[9]]
+
+
 @pytest.mark.gpu
 def test_rows_on_a_device_are_those_on_the_cpu() -> None:
     asked = SamplingParams(
