@@ -54,8 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
     for name in options.stages:
         most_s = min(end_s - time.monotonic(), STAGES[name].share * options.limit_s)
         reason = run_stage(name, folder, options, most_s)
-        if name == "machine":
-            print((folder / "machine.log").read_text(encoding="utf-8"), end="")
+        log = _log(folder, name)
+        if name == "machine" and log.exists():
+            print(log.read_text(encoding="utf-8"), end="")
         print(f"{name}: {reason or 'done'}, {end_s - time.monotonic():.0f} s left", flush=True)
         failed += [name] if reason else []
     return 1 if failed else 0
@@ -75,12 +76,13 @@ def run_stage(name: str, folder: Path, options: argparse.Namespace, most_s: floa
     """Run a stage into `folder`/NAME.json and NAME.log; why it failed, "" where it did not."""
     out, begun_s = folder / f"{name}.json", time.monotonic()
     out.unlink(missing_ok=True)
+    _log(folder, name).unlink(missing_ok=True)
     if most_s <= 0:
         return _failed(out, "no time left")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     if options.dry_run:
         environment["TRITON_INTERPRET"] = "1"
-    with open(folder / f"{name}.log", "w", encoding="utf-8") as log:
+    with open(_log(folder, name), "w", encoding="utf-8") as log:
         try:
             status = subprocess.run(
                 command_of(name, out, options),
@@ -107,6 +109,10 @@ def command_of(name: str, out: Path, options: argparse.Namespace) -> list[str]:
         "tiny" if options.dry_run else options.size,
         *(["--dry-run"] if options.dry_run else []),
     ]
+
+
+def _log(folder: Path, name: str) -> Path:
+    return folder / f"{name}.log"
 
 
 def _failed(out: Path, reason: str) -> str:

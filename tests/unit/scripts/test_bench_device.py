@@ -74,3 +74,11 @@ def test_a_stage_that_fails_or_takes_too_long_stops_no_other(
     assert found["serving"].startswith("stopped after")
     options = parser().parse_args(arguments)
     assert run_stage("machine", tmp_path, options, 0.0) == "no time left"
+
+
+def test_a_stage_that_never_began_has_no_log(tmp_path: Path) -> None:
+    (tmp_path / "machine.log").write_text("of another run", encoding="utf-8")
+    arguments = ["--out", str(tmp_path), "--dry-run", "--limit-s", "0", "--stages", "machine"]
+    assert main(arguments) == 1
+    assert report(tmp_path, "machine")["failed"] == "no time left"
+    assert not (tmp_path / "machine.log").exists()
