@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -33,6 +34,7 @@ STAGES = {
     "serving": Stage("scripts.bench.device.serving", 0.6),
     "training": Stage("scripts.bench.device.training", 1.0),
 }
+GRACE_S = 10.0  # between a signal to end and one that cannot be ignored
 TINY_KERNELS = (
     "--device", "cpu", "--quick", "--vocab", "64", "--seconds", "0", "--no-compile",
     "--cases", "chain", "step",
@@ -83,13 +85,16 @@ def run_stage(name: str, folder: Path, options: argparse.Namespace, most_s: floa
     if options.dry_run:
         environment["TRITON_INTERPRET"] = "1"
     with open(_log(folder, name), "w", encoding="utf-8") as log:
+        stage = subprocess.Popen(
+            command_of(name, out, options),
+            stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True,
+        )  # fmt: skip
         try:
-            status = subprocess.run(
-                command_of(name, out, options),
-                stdout=log, stderr=subprocess.STDOUT, timeout=most_s, cwd=ROOT, env=environment,
-            ).returncode  # fmt: skip
+            status = stage.wait(most_s)
         except subprocess.TimeoutExpired:
             return _failed(out, f"stopped after {most_s:.0f} s")
+        finally:
+            end_group(stage)
     if status:
         return _failed(out, f"ended with status {status}")
     if not out.exists():
@@ -97,6 +102,22 @@ def run_stage(name: str, folder: Path, options: argparse.Namespace, most_s: floa
     report = json.loads(out.read_text(encoding="utf-8"))
     write_json(out, {**report, "seconds": round(time.monotonic() - begun_s, 1)})
     return ""
+
+
+def end_group(stage: subprocess.Popen[bytes]) -> None:
+    """End whatever is left of a stage and of what it has started. A launcher gets a while to end
+    processes that are in sessions of their own, as torchrun's are."""
+    end_s = time.monotonic() + GRACE_S
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(stage.pid, number)
+            while time.monotonic() < end_s:
+                stage.poll()
+                os.killpg(stage.pid, 0)
+                time.sleep(0.05)
+        except ProcessLookupError:
+            break
+    stage.wait()
 
 
 def command_of(name: str, out: Path, options: argparse.Namespace) -> list[str]:
