@@ -35,7 +35,8 @@ def draft_chain(
     unread = Unread.of(inputs, drafter.ahead)
     if not unread.rows:
         return
-    # Penalties, bans and masks of a request are worked out on the host, and so are a chain's ends.
+    # A graph holds neither a request's adjustments, which are tables of one round or the host's
+    # work, nor the ends of chains.
     if inputs.adjust is not None or sampler.confidence is not None:
         graphs = None
     plan = sampler.plan(unread.rows)

@@ -33,6 +33,10 @@ class GraphShapes(Generic[Shape, Output]):
     def num_graphs(self) -> int:
         return len(self._graphs)
 
+    def __contains__(self, shape: Shape) -> bool:
+        """True where `shape` has a graph."""
+        return shape in self._graphs
+
     def find(
         self, shape: Shape, run: Callable[[], Output], idle: torch.Tensor | None = None
     ) -> tuple[Graph, Output] | None:

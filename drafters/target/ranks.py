@@ -120,8 +120,14 @@ def in_step() -> Iterator[None]:
         # Not for any handler above to catch, nor for an orderly exit: both may wait for ranks that
         # wait for this one.
         if isinstance(error, Gone) or any(words in str(error) for words in LOST):
-            reason = str(error).split(". ")[0].splitlines()[0]
-            log.critical("rank %d ends because another process has (%s)", dist.get_rank(), reason)
+            reason = (str(error).split(". ")[0].splitlines() or [""])[0]
+            log.critical(
+                "rank %d ends because another process has (%s)",
+                dist.get_rank(),
+                reason,
+                # A library's words may mean something else.
+                exc_info=not isinstance(error, Gone),
+            )
         elif isinstance(error, UserError):
             log.critical("rank %d: %s; all processes end", dist.get_rank(), error)
         else:

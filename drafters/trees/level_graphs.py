@@ -78,7 +78,11 @@ class LevelGraphs:
         num_rows, width = inputs.tokens.shape
         rows = bucket(self.rows, num_rows)
         # At the end of an answer levels are narrower than those that were captured.
-        wider = [one for count, one in self._static if count == rows and one >= width]
+        wider = [
+            one
+            for count, one in self._static
+            if count == rows and one >= width and (count, one) in self.shapes
+        ]
         key = (rows, min(wider, default=width))
         if key not in self._static:
             self._static[key] = empty_level(*key, self.max_blocks, inputs.hidden)

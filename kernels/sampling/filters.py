@@ -37,11 +37,6 @@ class Passes(NamedTuple):
     top_p: bool
     min_p: bool
 
-    @property
-    def filters(self) -> bool:
-        """True when tokens may be filtered, whatever the temperature."""
-        return self.top_k > 0 or self.top_p or self.min_p
-
     @classmethod
     def of(
         cls,

@@ -44,7 +44,7 @@ def verify_logits(
 
     drafts = no_drafts(logits) if drafts is None else drafts
     temperatures = rows.temperature
-    if rows.passes.filters:
+    if rows.passes.filtered:
         # What is filtered is made first; the rest is left to the launch.
         logits = process(logits, rows.select(owners(drafts, len(seeds), len(logits))))
         temperatures = torch.ones_like(temperatures)

@@ -115,9 +115,9 @@ def verify_round(
 
 def _late_prefixes(
     chains: Sequence[Sequence[int]], tokens: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(owner [R], drafted tokens before it [R, K], -1 behind them) of every row of logits. Of
-    `chains` the lengths alone count; `tokens` [B, K] are those of the first."""
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """(owner [R], drafted tokens before it [R, K], -1 behind them, the owners on the host) of every
+    row of logits. Of `chains` the lengths alone count; `tokens` [B, K] are those of the first."""
     counts = [len(chain) + 1 for chain in chains]
     owners = [row for row, count in enumerate(counts) for _ in range(count)]
     places = [place for count in counts for place in range(count)]
@@ -125,7 +125,7 @@ def _late_prefixes(
     # Behind the rows that draft are some that do not.
     drafted = tokens[rows.clamp(max=len(tokens) - 1)]
     known = torch.arange(tokens.shape[1], device=tokens.device) < before[:, None]
-    return rows, drafted.masked_fill(~known, -1)
+    return rows, drafted.masked_fill(~known, -1), owners
 
 
 def decides_late(rule: ChainRule, sampling: RowSampling) -> bool:

@@ -3,6 +3,7 @@
 Files in reading order:
 - `params`: parameters and their checks
 - `state`: counts that parameters depend on
+- `penalties`: penalties of a round, on its device
 - `tables`: biases, penalties and bans of a round as tensors of its device
 - `stages`: bans and masks that need the tokens on the host
 - `adjustments`: all of them in order, for many rows

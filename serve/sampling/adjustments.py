@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels.dispatch import sent
+from draftsmith.kernels.dispatch import reads_freely, sent
 from draftsmith.serve.sampling.grammar_matcher import GrammarCompiler
 from draftsmith.serve.sampling.params import SamplingParams, check_vocabulary
 from draftsmith.serve.sampling.processors import check_processors, run_processors
@@ -51,14 +51,21 @@ class Adjustments:
         return any(state is not None and state.reads_tokens for state in self.states)
 
     def __call__(
-        self, logits: torch.Tensor, rows: torch.Tensor, prefixes: list[list[int]] | torch.Tensor
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        prefixes: list[list[int]] | torch.Tensor,
+        owners: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """A new tensor [R, V]; row r is that of request `rows[r]` behind the drafted tokens
-        `prefixes[r]`, of a tensor those that are not negative."""
+        `prefixes[r]`, of a tensor those that are not negative. `owners` are the rows where the host
+        has them too."""
         if isinstance(prefixes, list):
             return self.apply(logits, rows.tolist(), prefixes)
+        if owners is None and reads_freely(rows.device):
+            owners = rows.tolist()
         adjusted = logits.clone()
-        self._tables_on(logits.device).apply(adjusted, rows, prefixes)
+        self._tables_on(logits.device).apply(adjusted, rows, prefixes, owners)
         if self.reads_tokens:
             # One look at the device.
             host_rows: list[list[int]] = torch.cat([rows[:, None], prefixes], dim=1).tolist()
@@ -76,7 +83,7 @@ class Adjustments:
         padded = [token for one in prefixes for token in (*one, *[-1] * (width - len(one)))]
         rows, flat = sent(device, list(owners), padded)
         adjusted = logits.clone()
-        self._tables_on(device).apply(adjusted, rows, flat.view(len(owners), width))
+        self._tables_on(device).apply(adjusted, rows, flat.view(len(owners), width), owners)
         if self.reads_tokens:
             self._on_host(adjusted, rows, owners, prefixes)
         return adjusted

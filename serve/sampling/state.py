@@ -17,30 +17,37 @@ from draftsmith.serve.sampling.request_errors import is_own, sentence
 
 
 class TokenCounts:
-    """Distinct tokens of a text in the order in which they came; penalties read these, never the
-    whole vocabulary."""
+    """U distinct tokens of a text, ascending, in tensors of the host; penalties read these, never
+    the whole vocabulary."""
 
     def __init__(self, num_prompt: int):
         self.num_prompt = num_prompt
-        self._slots: dict[int, int] = {}  # index of each token in the lists
-        self.ids: list[int] = []
-        self.output: list[int] = []  # how often in the output
-        self.prompt: list[int] = []  # 1: in the prompt
+        self.ids = torch.zeros(0, dtype=torch.int64)  # [U]
+        self.output = torch.zeros(0, dtype=torch.int64)  # [U] how often in the output
+        self.prompt = torch.zeros(0, dtype=torch.int64)  # [U] how often in the prompt
         self._counted = 0
 
     def follow(self, tokens: Sequence[int]) -> None:
         """`tokens`, the prompt and the output, have grown."""
         begin, self._counted = self._counted, len(tokens)
-        for place, token in enumerate(tokens[begin:], start=begin):
-            slot = self._slots.setdefault(token, len(self.ids))
-            if slot == len(self.ids):
-                self.ids.append(token)
-                self.output.append(0)
-                self.prompt.append(0)
-            if place < self.num_prompt:
-                self.prompt[slot] = 1
-            else:
-                self.output[slot] += 1
+        if begin == len(tokens):
+            return
+        new = torch.tensor(tokens[begin:])
+        self._make_room(new.unique())
+        at = torch.searchsorted(self.ids, new)
+        in_prompt = max(self.num_prompt - begin, 0)
+        for counts, part in ((self.prompt, at[:in_prompt]), (self.output, at[in_prompt:])):
+            counts.index_add_(0, part, torch.ones_like(part))
+
+    def _make_room(self, tokens: torch.Tensor) -> None:
+        """Place for those of `tokens`, distinct and ascending, that have none."""
+        fresh = tokens[~torch.isin(tokens, self.ids, assume_unique=True)]
+        if len(fresh):
+            self.ids, order = torch.cat([self.ids, fresh]).sort()
+            self.output, self.prompt = (
+                torch.cat([part, part.new_zeros(len(fresh))])[order]
+                for part in (self.output, self.prompt)
+            )
 
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Adjustments of one round's requests as tensors of its device: biases, penalties, bans and allowed
 ids, worked out there from drafted tokens that the host need not have.
 
-Legend: B requests, R rows of logits, D drafted tokens before a row, U distinct tokens of a text.
+Legend: B requests, R rows of logits, D drafted tokens before a row.
 Rows of a table are padded with their own first entry, so that what is written twice is equal.
 """
 
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.kernels.dispatch import sent
+from draftsmith.serve.sampling.penalties import Seen
 from draftsmith.serve.sampling.state import SamplingState
 
 
@@ -38,21 +39,14 @@ class AdjustmentTables(NamedTuple):
         columns: list[list[list[int]] | torch.Tensor] = []
         known = [state for state in states if state is not None]
         biases = [[] if state is None else list(state.params.logit_bias) for state in states]
-        counts = [None if state is None else state.counts for state in states]
         single = [[] if state is None else state.single for state in states]
-        least = [0 if state is None else state.least_left for state in states]
+        # A list without tokens is padded with token 0, which must not be banned.
+        least = [state.least_left if state is not None and state.ends else 0 for state in states]
         failed = [state is not None and bool(state.error) for state in states]
         lists = [state.forbidden for state in known if state.forbidden is not None]
-        has_seen = any(one is not None for one in counts)
         columns += [
             _padded([[token for token, _ in one] for one in biases]),
             _bits([[value for _, value in one] for one in biases]),
-            _padded([[] if one is None else one.ids for one in counts]),
-            _padded([[] if one is None else one.output for one in counts]),
-            _padded([[] if one is None else one.prompt for one in counts]),
-            _bits([(1.0, 0.0, 0.0) if state is None else state.penalties for state in states])
-            if has_seen
-            else [[]] * len(states),
             _padded(single),
             [[len(one)] for one in single],
             _padded([
@@ -64,16 +58,15 @@ class AdjustmentTables(NamedTuple):
                                          for state in states])],
             [[int(one)] for one in failed],
         ]  # fmt: skip
-        flat = sent(device, *(_flat(column) for column in columns))
-        parts = [one.view(len(states), -1) for one in flat]
-        bias_ids, bias_values, ids, output, prompt, penalties = parts[:6]
-        words, num_words, ends, left, allowed, broken = parts[6:]
-        seen = Seen(ids, output, prompt > 0, penalties.view(torch.float64)) if has_seen else None
+        penalised = Seen.columns(states)
+        flat = sent(device, *(_flat(column) for column in columns), *penalised)
+        parts = [one.view(len(states), -1) for one in flat[: len(columns)]]
+        bias_ids, bias_values, words, num_words, ends, left, allowed, broken = parts
         has_ends = ends.shape[1] > 0
         return cls(
             bias_ids if bias_ids.shape[1] else None,
             bias_values.view(torch.float64) if bias_ids.shape[1] else None,
-            seen,
+            Seen.of(flat[len(columns) :], states),
             words if words.shape[1] else None,
             num_words[:, 0] > 0 if words.shape[1] else None,
             ends if has_ends else None,
@@ -83,19 +76,26 @@ class AdjustmentTables(NamedTuple):
             broken[:, 0] > 0 if any(failed) else None,
         )
 
-    def apply(self, logits: torch.Tensor, rows: torch.Tensor, drafted: torch.Tensor) -> None:
+    def apply(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        drafted: torch.Tensor,
+        owners: Sequence[int] | None,
+    ) -> None:
         """Adjust `logits` [R, V] in place.
 
         Args:
             rows: [R] int64, the request of each row of logits.
             drafted: [R, D] int64, the drafted tokens before each; -1 is none.
+            owners: `rows` where the host has them.
         """
         if self.bias_ids is not None and self.bias_values is not None:
             # Of one bias a token, beside zeros: sums do not depend on their order.
             values = self.bias_values[rows].float().to(logits.dtype)
             logits.scatter_add_(1, self.bias_ids[rows], values)
         if self.seen is not None:
-            self.seen.select(rows).penalise(logits, drafted)
+            self.seen.penalise(logits, rows, drafted, owners)
         if self.single is not None and self.has_single is not None:
             _ban(logits, self.single[rows], self.has_single[rows])
         if self.ends is not None and self.least is not None:
@@ -109,44 +109,6 @@ class AdjustmentTables(NamedTuple):
             logits.masked_fill_(self.forbidden[self.allowed[rows]], -math.inf)
         if self.failed is not None:
             logits.masked_fill_(self.failed[rows][:, None], -math.inf)
-
-
-class Seen(NamedTuple):
-    """Tokens that occur in the texts, and the penalties of their requests."""
-
-    ids: torch.Tensor  # [B, U]
-    output: torch.Tensor  # [B, U] how often in the output
-    prompt: torch.Tensor  # [B, U] bool: whether in the prompt
-    penalties: torch.Tensor  # [B, 3] float64: repetition, frequency, presence
-
-    def select(self, rows: torch.Tensor) -> Seen:
-        return Seen(*(part[rows] for part in self))
-
-    def penalise(self, logits: torch.Tensor, drafted: torch.Tensor) -> None:
-        """transformers' repetition penalty, then OpenAI's frequency and presence, on `logits`
-        [R, V] in place; R requests."""
-        seen = self._with(drafted)
-        repetition, frequency, presence = self.penalties.to(logits.dtype)[:, :, None].unbind(1)
-        in_output, output = seen.output > 0, seen.output.to(logits.dtype)
-        scores = logits.gather(1, seen.ids)
-        repeated = torch.where(scores < 0, scores * repetition, scores / repetition)
-        scores = torch.where(in_output | seen.prompt, repeated, scores)
-        logits.scatter_(1, seen.ids, scores - frequency * output - presence * in_output)
-
-    def _with(self, drafted: torch.Tensor) -> Seen:
-        """Counts of texts with the drafted tokens behind them; a drafted token that occurred before
-        is there twice."""
-        same = self.ids[:, :, None] == drafted[:, None, :]  # [R, U, D]
-        output = self.output + same.sum(dim=2)
-        known, at = same.to(torch.uint8).max(dim=1)  # [R, D]
-        before = self.output.gather(1, at) * known
-        times = before + (drafted[:, :, None] == drafted[:, None, :]).sum(dim=2)
-        prompt = self.prompt.gather(1, at) & (known > 0)
-        ids, output, prompts = (
-            torch.cat([part, torch.where(drafted < 0, part[:, :1], own)], dim=1)
-            for part, own in ((self.ids, drafted), (output, times), (self.prompt, prompt))
-        )
-        return Seen(ids, output, prompts, self.penalties)
 
 
 def _ban(logits: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -17,14 +16,13 @@ ONE_FILE = "tests/unit/kernels/divergence/test_divergence_gpu.py"
 
 def main(arguments: list[str] | None = None) -> int:
     options = stage_parser("tests", __doc__).parse_args(arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        xml = Path(folder) / "tests.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={xml}"]
-        status = subprocess.run(
-            [*command, ONE_FILE if options.dry_run else "tests"], cwd=ROOT
-        ).returncode
-        report = counts(xml)
-    write_json(options.out, {"schema": 1, "status": status, **report})
+    xml = Path(options.out).resolve().with_suffix(".xml")
+    xml.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={xml}"]
+    status = subprocess.run(
+        [*command, ONE_FILE if options.dry_run else "tests"], cwd=ROOT
+    ).returncode
+    write_json(options.out, {"schema": 1, "status": status, **counts(xml)})
     return status
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -33,6 +34,7 @@ STAGES = {
     "serving": Stage("scripts.bench.device.serving", 0.6),
     "training": Stage("scripts.bench.device.training", 1.0),
 }
+GRACE_S = 10.0  # between a signal to end and one that cannot be ignored
 TINY_KERNELS = (
     "--device", "cpu", "--quick", "--vocab", "64", "--seconds", "0", "--no-compile",
     "--cases", "chain", "step",
@@ -54,8 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
     for name in options.stages:
         most_s = min(end_s - time.monotonic(), STAGES[name].share * options.limit_s)
         reason = run_stage(name, folder, options, most_s)
-        if name == "machine":
-            print((folder / "machine.log").read_text(encoding="utf-8"), end="")
+        log = _log(folder, name)
+        if name == "machine" and log.exists():
+            print(log.read_text(encoding="utf-8"), end="")
         print(f"{name}: {reason or 'done'}, {end_s - time.monotonic():.0f} s left", flush=True)
         failed += [name] if reason else []
     return 1 if failed else 0
@@ -75,19 +78,23 @@ def run_stage(name: str, folder: Path, options: argparse.Namespace, most_s: floa
     """Run a stage into `folder`/NAME.json and NAME.log; why it failed, "" where it did not."""
     out, begun_s = folder / f"{name}.json", time.monotonic()
     out.unlink(missing_ok=True)
+    _log(folder, name).unlink(missing_ok=True)
     if most_s <= 0:
         return _failed(out, "no time left")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     if options.dry_run:
         environment["TRITON_INTERPRET"] = "1"
-    with open(folder / f"{name}.log", "w", encoding="utf-8") as log:
+    with open(_log(folder, name), "w", encoding="utf-8") as log:
+        stage = subprocess.Popen(
+            command_of(name, out, options),
+            stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True,
+        )  # fmt: skip
         try:
-            status = subprocess.run(
-                command_of(name, out, options),
-                stdout=log, stderr=subprocess.STDOUT, timeout=most_s, cwd=ROOT, env=environment,
-            ).returncode  # fmt: skip
+            status = stage.wait(most_s)
         except subprocess.TimeoutExpired:
             return _failed(out, f"stopped after {most_s:.0f} s")
+        finally:
+            end_group(stage)
     if status:
         return _failed(out, f"ended with status {status}")
     if not out.exists():
@@ -95,6 +102,22 @@ def run_stage(name: str, folder: Path, options: argparse.Namespace, most_s: floa
     report = json.loads(out.read_text(encoding="utf-8"))
     write_json(out, {**report, "seconds": round(time.monotonic() - begun_s, 1)})
     return ""
+
+
+def end_group(stage: subprocess.Popen[bytes]) -> None:
+    """End whatever is left of a stage and of what it has started. A launcher gets a while to end
+    processes that are in sessions of their own, as torchrun's are."""
+    end_s = time.monotonic() + GRACE_S
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(stage.pid, number)
+            while time.monotonic() < end_s:
+                stage.poll()
+                os.killpg(stage.pid, 0)
+                time.sleep(0.05)
+        except ProcessLookupError:
+            break
+    stage.wait()
 
 
 def command_of(name: str, out: Path, options: argparse.Namespace) -> list[str]:
@@ -107,6 +130,10 @@ def command_of(name: str, out: Path, options: argparse.Namespace) -> list[str]:
         "tiny" if options.dry_run else options.size,
         *(["--dry-run"] if options.dry_run else []),
     ]
+
+
+def _log(folder: Path, name: str) -> Path:
+    return folder / f"{name}.log"
 
 
 def _failed(out: Path, reason: str) -> str:

@@ -3,6 +3,7 @@ nothing; a stage that fails stops no other."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sys
@@ -74,3 +75,29 @@ def test_a_stage_that_fails_or_takes_too_long_stops_no_other(
     assert found["serving"].startswith("stopped after")
     options = parser().parse_args(arguments)
     assert run_stage("machine", tmp_path, options, 0.0) == "no time left"
+
+
+def test_what_a_stage_has_started_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grandchild holds a lock as long as it runs."""
+    held = tmp_path / "held"
+    holding = (
+        f"import fcntl, time; file = open({str(held)!r}, 'w'); fcntl.flock(file, fcntl.LOCK_EX); "
+        "file.write('held'); file.flush(); time.sleep(60)"
+    )
+    starting = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {holding!r}])"
+    monkeypatch.setattr(run, "command_of", lambda *given: [sys.executable, "-c", starting])
+    options = parser().parse_args(["--out", str(tmp_path), "--dry-run"])
+    assert run_stage("tests", tmp_path, options, 3.0) == "stopped after 3 s"
+    with open(held) as file:
+        assert file.read() == "held"
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_stage_that_never_began_has_no_log(tmp_path: Path) -> None:
+    (tmp_path / "machine.log").write_text("of another run", encoding="utf-8")
+    arguments = ["--out", str(tmp_path), "--dry-run", "--limit-s", "0", "--stages", "machine"]
+    assert main(arguments) == 1
+    assert report(tmp_path, "machine")["failed"] == "no time left"
+    assert not (tmp_path / "machine.log").exists()

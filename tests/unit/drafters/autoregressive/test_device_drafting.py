@@ -520,16 +520,19 @@ def test_a_drafter_that_cannot_be_captured_drafts_without_graphs(
     assert caplog.text.count("cannot be captured") == 1
 
 
+class Full(StandInCapturer):
+    """Has no memory for its first capture."""
+
+    def capture(self, run: Callable[[], Any]) -> tuple[ReplayingGraph, Any]:
+        if self.captures == 0:
+            self.captures += 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().capture(run)
+
+
 def test_a_shape_without_memory_is_left_out(
     target: Target, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Full(StandInCapturer):
-        def capture(self, run: Callable[[], Any]) -> tuple[ReplayingGraph, Any]:
-            if self.captures == 0:
-                self.captures += 1
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return super().capture(run)
-
     drafter, capturer = make_drafter("eagle3", target), Full()
     pool = new_pool(drafter, target)
     drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=capturer)
@@ -540,6 +543,19 @@ def test_a_shape_without_memory_is_left_out(
     graphs = drafter._graphs
     assert (graphs.steps.num_graphs, graphs.catch_ups.shapes.num_graphs) == (1, 1)
     assert not graphs.broken and caplog.text.count("no memory") == 1
+
+
+def test_levels_narrower_than_one_without_memory_have_graphs(
+    target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    drafter, shape = make_drafter("eagle3", target), DynamicTree(nodes=12, depth=4, width=3)
+    pool = new_pool(drafter, target)
+    drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=Full())
+    for budget in (12, 5, 12, 5):
+        inputs = inputs_for(drafter, target, (3, 0), (budget, budget), GREEDY, pool)
+        drafter.propose_tree(inputs, shape)
+    assert drafter.level_graphs.num_graphs == 1 and not drafter.level_graphs.broken
+    assert caplog.text.count("no memory") == 1
 
 
 @pytest.mark.gpu

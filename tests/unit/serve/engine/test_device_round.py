@@ -281,7 +281,7 @@ def test_logits_of_what_was_not_usable_are_left_out(both: Callable[..., StandIn]
 
 # Kinds of rounds of a draft of 3 tokens, and how often the host waits in each, drafting included.
 # What is worked out from the tokens themselves needs them on the host, one after another; the pass
-# over a tree is laid out by its parents.
+# over a tree is laid out by its parents. Adjusting a level of a tree needs its nodes there.
 ROUNDS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "penalties": (
         {**SAMPLED, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": -0.2},
@@ -301,6 +301,16 @@ ROUNDS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "dynamic tree": (GREEDY, {"tree": "dynamic:nodes=6,depth=3,width=2"}, 2),
     "sampled dynamic tree": (SAMPLED, {"tree": "dynamic:nodes=6,depth=3,width=2"}, 2),
     "sampled tree": (SAMPLED, {"tree": "sampled:2x2"}, 2),
+    "dynamic tree with penalties": (
+        {**SAMPLED, "repetition_penalty": 1.2},
+        {"tree": "dynamic:nodes=6,depth=3,width=2"},
+        20,
+    ),
+    "dynamic tree with a bias": (
+        {**GREEDY, "logit_bias": ((7, 2.0),)},
+        {"tree": "dynamic:nodes=6,depth=3,width=2"},
+        20,
+    ),
     "bad words": ({**GREEDY, "bad_words": ((7, 8), (5, 60))}, {}, 5),
     "grammar": (
         {**SAMPLED, "grammar": Grammar("regex", "[a-z ]{30,60}"), "ignore_eos": False},

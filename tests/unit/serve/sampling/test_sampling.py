@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import NoRepeatNGramLogitsProcessor
 
 from draftsmith.errors import UserError
@@ -17,6 +19,7 @@ from draftsmith.serve.sampling.adjustments import Adjustments, chain_prefixes, t
 from draftsmith.serve.sampling.params import SamplingParams, check_vocabulary
 from draftsmith.serve.sampling.processors import check_processors
 from draftsmith.serve.sampling.state import SamplingState
+from draftsmith.serve.sampling.tables import AdjustmentTables
 
 VOCAB = 12
 EOS = (0,)
@@ -115,6 +118,49 @@ def test_counts_follow_the_text_as_it_grows(adjusted: Callable[..., torch.Tensor
             assert torch.equal(found, expected)
 
 
+def test_rows_that_the_host_has_not_are_penalised_alike() -> None:
+    """As drafting on a device has them; a text that is shorter, and one without a penalty."""
+    asked = SamplingParams(frequency_penalty=1.0, repetition_penalty=1.5, presence_penalty=0.3)
+    adjust = batch(
+        (asked, [1, 2, 3, 4], [5, 6]), (SamplingParams(min_tokens=1), [1], [7]), (asked, [3], [7])
+    )
+    owners = [0, 1, 2, 2, 0]
+    rows, logits = torch.tensor(owners), torch.randn(5, VOCAB)
+    drafted = torch.tensor([[7, 3, 7], [7, 7, 1], [7, 2, -1], [-1, -1, -1], [9, 6, -1]])
+    tables = AdjustmentTables.of(adjust.states, CPU)
+    found, expected = logits.clone(), logits.clone()
+    tables.apply(found, rows, drafted, None)
+    tables.apply(expected, rows, drafted, owners)
+    assert torch.equal(found, expected) and not torch.equal(found, logits)
+
+
+class Largest(TorchDispatchMode):
+    """Largest number of elements that an operation gives."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor):
+            self.most = max(self.most, found.numel())
+        return found
+
+
+def test_a_long_text_costs_no_row_of_another_request() -> None:
+    vocab_size, num_rows, prefix = 2048, 64, [7, 8, 9, 7]
+    prompt = list(range(2000))
+    asked = [SamplingParams(presence_penalty=0.5), *[SamplingParams(min_tokens=9)] * 31]
+    asked += [SamplingParams(presence_penalty=0.7)] * 32
+    texts = [prompt, *[[5, 6]] * (num_rows - 1)]
+    states = [state_of(one, len(text)) for one, text in zip(asked, texts)]
+    adjust = Adjustments.of(states, texts)
+    assert adjust is not None
+    logits = torch.randn(num_rows, vocab_size)
+    with Largest() as seen:
+        adjust.apply(logits, range(num_rows), [prefix] * num_rows)
+    assert seen.most == logits.numel()
+
+
 def test_a_request_that_asks_for_nothing_has_no_adjustment_and_its_neighbour_changes_no_row_of_it() -> (
     None
 ):
@@ -124,6 +170,16 @@ def test_a_request_that_asks_for_nothing_has_no_adjustment_and_its_neighbour_cha
     found = adjust.apply(logits, [0, 0, 1, 1], [[], [3], [], [3]])
     assert torch.equal(found[:2], logits[:2])
     assert not torch.equal(found[2:], logits[2:])
+
+
+def test_a_least_number_of_tokens_bans_nothing_of_a_request_without_ends() -> None:
+    endless = SamplingParams(min_tokens=5, ignore_eos=True)
+    ending = SamplingParams(min_tokens=5, ignore_eos=True, stop_token_ids=(9,))
+    adjust = batch((endless, [1], [2]), (ending, [1], [2]))
+    logits = torch.randn(2, VOCAB)
+    found = adjust.apply(logits, [0, 1], [[], []])
+    assert torch.equal(found[0], logits[0])
+    assert (found[1] == -torch.inf).nonzero().tolist() == [[9]]
 
 
 @pytest.mark.gpu

@@ -1,0 +1,155 @@
+"""Penalties for tokens that a text holds, worked out on the round's device from drafted tokens that
+the host need not have.
+
+Legend: B requests, R rows of logits, D drafted tokens before a row, M distinct tokens of all
+penalised texts, N pairs of a row and a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from draftsmith.kernels.dispatch import sent
+from draftsmith.serve.sampling.state import SamplingState
+
+NONE = (1.0, 0.0, 0.0)  # penalties that change nothing
+ID_BITS = 32  # of a key
+TOKEN = (1 << ID_BITS) - 1
+
+
+class Seen(NamedTuple):
+    """Tokens that occur in the texts of penalised requests, one text behind another."""
+
+    lengths: list[int]  # [B] distinct tokens of each text; 0: no penalty
+    keys: torch.Tensor  # [M] request << ID_BITS | token, ascending
+    output: torch.Tensor  # [M] how often in the output
+    prompt: torch.Tensor  # [M] bool: whether in the prompt
+    begins: torch.Tensor  # [B] of each text
+    sizes: torch.Tensor  # [B] `lengths`
+    penalties: torch.Tensor  # [B, 3] float64: repetition, frequency, presence
+
+    @classmethod
+    def columns(cls, states: Sequence[SamplingState | None]) -> list[torch.Tensor]:
+        """int64 columns of the host for `of`, none where no request has a penalty."""
+        known = [
+            (row, state.counts)
+            for row, state in enumerate(states)
+            if state is not None and state.counts is not None
+        ]
+        if not known:
+            return []
+        sizes = torch.tensor(_lengths(states))
+        values = [NONE if state is None else state.penalties for state in states]
+        return [
+            torch.cat([counts.ids + (row << ID_BITS) for row, counts in known]),
+            torch.cat([counts.output for _, counts in known]),
+            torch.cat([counts.prompt for _, counts in known]),
+            sizes.cumsum(0) - sizes,
+            sizes,
+            torch.tensor(values, dtype=torch.float64).view(torch.int64).flatten(),
+        ]
+
+    @classmethod
+    def of(
+        cls, columns: Sequence[torch.Tensor], states: Sequence[SamplingState | None]
+    ) -> Seen | None:
+        """Of the `columns` of `states`, on the device."""
+        if not columns:
+            return None
+        keys, output, prompt, begins, sizes, penalties = columns
+        values = penalties.view(torch.float64).view(-1, 3)
+        return cls(_lengths(states), keys, output, prompt > 0, begins, sizes, values)
+
+    def penalise(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        drafted: torch.Tensor,
+        owners: Sequence[int] | None,
+    ) -> None:
+        """transformers' repetition penalty, then OpenAI's frequency and presence, on `logits`
+        [R, V] in place.
+
+        Args:
+            rows: [R] int64, the request of each row of logits.
+            drafted: [R, D] int64; -1 is none.
+            owners: `rows` where the host has them: then rows without a penalty cost nothing, and a
+                short text is not padded to a long one.
+        """
+        chosen, widths = list(range(len(rows))), [max(self.lengths)] * len(rows)
+        if owners is not None:
+            chosen = [row for row, owner in enumerate(owners) if self.lengths[owner]]
+            widths = [self.lengths[owners[row]] for row in chosen]
+        if not any(widths):
+            return
+        at, room = sent(logits.device, chosen, widths)
+        rows = rows[at]
+        pairs = self._pairs(rows, drafted[at], room, sum(widths), padded=owners is None)
+        repetition, frequency, presence = self.penalties[rows].to(logits.dtype).T[:, pairs.lines]
+        in_output, output = pairs.output > 0, pairs.output.to(logits.dtype)
+        where = (at[pairs.lines], pairs.ids)
+        scores = logits[where]
+        repeated = torch.where(scores < 0, scores * repetition, scores / repetition)
+        scores = torch.where(in_output | pairs.prompt, repeated, scores)
+        logits.index_put_(where, scores - frequency * output - presence * in_output)
+
+    def _pairs(
+        self,
+        rows: torch.Tensor,
+        drafted: torch.Tensor,
+        room: torch.Tensor,
+        num_pairs: int,
+        *,
+        padded: bool,
+    ) -> _Pairs:
+        """Pairs of `rows` [R] with their texts' tokens, `room` [R] of each, and with the drafted
+        ones. Padding is a text's first token again. What is there twice has the same counts."""
+        every_row = torch.arange(len(rows), device=rows.device)
+        lines = every_row.repeat_interleave(room, output_size=num_pairs)
+        first, begins = room.cumsum(0) - room, self.begins[rows]
+        shift = (begins - first)[lines]
+        slots = torch.arange(num_pairs, device=rows.device) + shift
+        if padded:
+            slots = torch.where(slots < (begins + self.sizes[rows])[lines], slots, begins[lines])
+        # A request without a text, penalised by nothing, may begin behind the last one.
+        read = slots.clamp(max=len(self.keys) - 1) if padded else slots
+        ids, output, prompt = self.keys[read] & TOKEN, self.output[read], self.prompt[read]
+        at, known = self._found(rows, drafted)
+        places = torch.where(known, first[:, None] + at - begins[:, None], 0)
+        output.index_add_(0, places.flatten(), known.long().flatten())
+        if padded:
+            output = output[slots - shift]
+        times = (drafted[:, :, None] == drafted[:, None, :]).sum(dim=2)
+        own = (
+            torch.where(drafted < 0, part[first][:, None], mine).flatten()
+            for part, mine in (
+                (ids, drafted),
+                (output, times + self.output[at] * known),
+                (prompt, self.prompt[at] & known),
+            )
+        )
+        more = (every_row.repeat_interleave(drafted.shape[1]), *own)
+        return _Pairs(*map(torch.cat, zip((lines, ids, output, prompt), more)))
+
+    def _found(
+        self, rows: torch.Tensor, drafted: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the `drafted` tokens [R, D] are in the texts, and which of them are there."""
+        wanted = (rows[:, None] << ID_BITS) + drafted
+        at = torch.searchsorted(self.keys, wanted).clamp(max=len(self.keys) - 1)
+        return at, self.keys[at] == wanted
+
+
+class _Pairs(NamedTuple):
+    lines: torch.Tensor  # [N] which of the rows
+    ids: torch.Tensor  # [N]
+    output: torch.Tensor  # [N] how often in the output, drafted tokens included
+    prompt: torch.Tensor  # [N] bool
+
+
+def _lengths(states: Sequence[SamplingState | None]) -> list[int]:
+    counts = (None if state is None else state.counts for state in states)
+    return [0 if one is None else len(one.ids) for one in counts]
