@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -73,27 +73,40 @@ def _batches(engine: Engine) -> list[Callable[[], object]]:
     longest = min(config.max_round_tokens, engine.max_length - 1)
     sizes = sizes_up_to(min(config.max_batch, config.max_queue))
     return [
-        partial(_rounds, engine, 1, KINDS[0], length=longest),
+        partial(_rounds, engine, [KINDS[0]], length=longest),
         *(
-            partial(_rounds, engine, size, kind, length=min(width - 1, longest))
+            partial(_rounds, engine, [kind] * size, length=min(width - 1, longest))
             for size in reversed(sizes)
             for kind in KINDS
             for width in WIDTHS
         ),
         *(
-            partial(_rounds, engine, size, BESIDE, length=min(2, longest))
+            partial(_rounds, engine, [BESIDE] * size, length=min(2, longest))
             for size in {1, sizes[-1]}
+        ),
+        # Greedy rows beside others, which draft or do not.
+        *(
+            partial(_rounds, engine, [KINDS[0], replace(kind, k=k)], length=min(2, longest))
+            for kind in KINDS[1:]
+            for k in (None, 0)
+            if sizes[-1] > 1
         ),
     ]
 
 
-def _rounds(engine: Engine, num_rows: int, kind: SamplingParams, length: int = 1) -> None:
-    """A few rounds of so many requests, which are then ended. A seed makes them draft their k
-    whatever is accepted, and takes none from the engine's own."""
+def _rounds(engine: Engine, kinds: Sequence[SamplingParams], length: int = 1) -> None:
+    """A few rounds of a request of each of `kinds`, which are then ended. A seed makes them draft
+    their k whatever is accepted, and takes none from the engine's own."""
     room = engine.max_length - length
     most = max(1, min(room, ROUNDS * (1 + engine.max_draft_tokens)))
-    params = replace(kind, seed=0, ignore_eos=True, max_tokens=most)
-    requests = [engine.submit([0] * length, params, options=UNSEEN) for _ in range(num_rows)]
+    requests = [
+        engine.submit(
+            [0] * length,
+            replace(kind, seed=0, ignore_eos=True, max_tokens=most),
+            options=UNSEEN,
+        )
+        for kind in kinds
+    ]
     try:
         for _ in range(ROUNDS):
             engine.step()

@@ -29,7 +29,7 @@ LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpy
 class Work(NamedTuple):
     streams: tuple[int, ...]
     prompt: int
-    settle: int  # rounds before anything is measured
+    settle: int  # rounds behind the prompts, before anything is measured
     timed: int
     counted: int  # rounds whose launches and waits are counted
 
@@ -62,10 +62,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(target: Target, work: Work, *, draft: bool, compile: str) -> dict[str, Any]:
+    prefill = 2 * max(work.streams)  # rounds at most: each reads a whole prompt or two halves
     config = EngineConfig(
         k=3,
         max_batch=max(work.streams),
-        max_length=work.prompt + 4 * (work.settle + work.timed + 2 * work.counted) + 8,
+        max_length=work.prompt + 4 * (prefill + work.settle + work.timed + 2 * work.counted) + 8,
         compile=compile,
         prefix_cache=False,
     )
@@ -93,6 +94,8 @@ def rounds(engine: Engine, work: Work, streams: int, temperature: float) -> dict
         )
         for row in range(streams)
     ]
+    while any(request.num_tokens <= work.prompt for request in requests):
+        engine.step()
     for _ in range(work.settle):
         engine.step()
     before, times_ms = sum(request.num_tokens for request in requests), []

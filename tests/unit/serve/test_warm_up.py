@@ -4,6 +4,7 @@ and nobody can tell that there was one."""
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -109,16 +110,18 @@ def test_after_the_warm_up_no_round_captures(target, capsys):
     assert line.endswith(f"CUDA graphs: {warmed[0]} target, {warmed[1]} draft")
 
 
-# One request of each kind that has draws, graphs or launches of its own.
-OTHERS: dict[str, dict[str, Any]] = {
-    "top-k": {"temperature": 1.0, "top_k": 5},
-    "large top-k": {"temperature": 0.9, "top_k": 100},
-    "min-p": {"temperature": 1.0, "min_p": 0.05},
-    "all filters": {"temperature": 0.7, "top_k": 40, "top_p": 0.8, "min_p": 0.02},
-    "penalties": {"temperature": 1.0, "repetition_penalty": 1.2, "frequency_penalty": 0.4},
-    "greedy penalties": {"temperature": 0.0, "presence_penalty": 0.5},
-    "bias": {"temperature": 1.0, "logit_bias": ((7, 2.0),), "top_k": 9},
-    "logprobs": {"temperature": 1.0, "logprobs": 3, "prompt_logprobs": 1},
+# Requests of each kind that has draws, graphs or launches of its own, or of several by turns.
+OTHERS: dict[str, list[dict[str, Any]]] = {
+    "top-k": [{"temperature": 1.0, "top_k": 5}],
+    "large top-k": [{"temperature": 0.9, "top_k": 100}],
+    "min-p": [{"temperature": 1.0, "min_p": 0.05}],
+    "all filters": [{"temperature": 0.7, "top_k": 40, "top_p": 0.8, "min_p": 0.02}],
+    "penalties": [{"temperature": 1.0, "repetition_penalty": 1.2, "frequency_penalty": 0.4}],
+    "greedy penalties": [{"temperature": 0.0, "presence_penalty": 0.5}],
+    "bias": [{"temperature": 1.0, "logit_bias": ((7, 2.0),), "top_k": 9}],
+    "mixed": [{"temperature": 0.0}, {"temperature": 1.0}],
+    "mixed filters": [{"temperature": 0.0}, {"temperature": 1.0, "top_k": 5}],
+    "logprobs": [{"temperature": 1.0, "logprobs": 3, "prompt_logprobs": 1}],
 }
 
 
@@ -141,7 +144,8 @@ class Variants:
     def _noting(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def noted(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             rows = next((one for one in args if isinstance(one, SamplingRows)), None)
-            kind = None if rows is None else (rows.passes.all_greedy, rows.passes.filtered)
+            passes = None if rows is None else rows.passes
+            kind = passes and (passes.all_greedy, passes.greedy, passes.filtered)
             # Triton compiles anew for a size of one.
             self.seen.add((name, kind, len(logits) == 1))
             return function(logits, *args, **kwargs)
@@ -164,11 +168,11 @@ def test_no_kind_of_request_meets_what_the_warm_up_has_not(target, options, monk
     variants = Variants(engine, monkeypatch)
     rehearse(engine)
     warmed, seen = variants.count(), set(variants.seen)
-    for name, values in OTHERS.items():
+    for name, kinds in OTHERS.items():
         for count in (1, 3):
             requests = [
                 engine.submit([5, 60, 7, 8 + row], SamplingParams(**values, max_tokens=12))
-                for row in range(count)
+                for row, values in zip(range(count), itertools.cycle(kinds))
             ]
             while engine.busy:
                 engine.step()
