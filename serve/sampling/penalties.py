@@ -56,7 +56,7 @@ class Seen(NamedTuple):
     def of(
         cls, columns: Sequence[torch.Tensor], states: Sequence[SamplingState | None]
     ) -> Seen | None:
-        """Of the `columns` of `states`, on the device."""
+        """Build from the `columns` of `states`, on the device."""
         if not columns:
             return None
         keys, output, prompt, begins, sizes, penalties = columns
@@ -137,7 +137,7 @@ class Seen(NamedTuple):
     def _found(
         self, rows: torch.Tensor, drafted: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the `drafted` tokens [R, D] are in the texts, and which of them are there."""
+        """Places of the `drafted` tokens [R, D] in the texts, and which of them are there."""
         wanted = (rows[:, None] << ID_BITS) + drafted
         at = torch.searchsorted(self.keys, wanted).clamp(max=len(self.keys) - 1)
         return at, self.keys[at] == wanted
