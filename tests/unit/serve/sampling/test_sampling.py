@@ -17,6 +17,7 @@ from transformers import NoRepeatNGramLogitsProcessor
 from draftsmith.errors import UserError
 from draftsmith.serve.sampling.adjustments import Adjustments, chain_prefixes, tree_prefixes
 from draftsmith.serve.sampling.params import SamplingParams, check_vocabulary
+from draftsmith.serve.sampling.penalties import Seen
 from draftsmith.serve.sampling.processors import check_processors
 from draftsmith.serve.sampling.state import SamplingState
 from draftsmith.serve.sampling.tables import AdjustmentTables
@@ -132,6 +133,20 @@ def test_rows_that_the_host_has_not_are_penalised_alike() -> None:
     tables.apply(found, rows, drafted, None)
     tables.apply(expected, rows, drafted, owners)
     assert torch.equal(found, expected) and not torch.equal(found, logits)
+
+
+def test_a_pair_of_a_row_and_a_token_has_the_same_counts_wherever_it_stands() -> None:
+    """What pads a shorter text repeats its first token, which is drafted here."""
+    asked = SamplingParams(frequency_penalty=1.0)
+    states = batch((asked, [1, 2, 3, 4], [5, 6]), (asked, [3], [7])).states
+    seen = Seen.of(Seen.columns(states), states)
+    assert seen is not None
+    drafted = torch.tensor([[1, 9, 1], [3, 7, -1]])
+    pairs = seen._pairs(torch.tensor([0, 1]), drafted, torch.tensor([6, 6]), 12, padded=True)
+    found: dict[tuple[int, int], tuple[int, bool]] = {}
+    for line, token, output, prompt in zip(*(part.tolist() for part in pairs), strict=True):
+        assert found.setdefault((line, token), (output, prompt)) == (output, prompt)
+    assert found[1, 3] == (1, True) and found[1, 7] == (2, False) and found[0, 1] == (2, True)
 
 
 class Largest(TorchDispatchMode):
