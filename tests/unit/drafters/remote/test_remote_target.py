@@ -214,7 +214,10 @@ def test_states_that_were_asked_for_ahead_are_taken_once(pair: Callable[..., Pai
     _, there = pair("llama")
     ids, mask = batch(there)
     there.expect(ids, mask, (1,))
+    assert there._ahead is not None
+    there._ahead[1].result(timeout=60)
     there.states(ids, mask, ())  # others, of an evaluation say
+    assert len(there.connection.asked) == 2
     ahead = there.states(ids, mask, (1,))
     assert len(there.connection.asked) == 2
     again = there.states(ids, mask, (1,))
