@@ -28,7 +28,7 @@ EARLY, LATE = 4, 32  # rounds of a bucket between two decisions: after a change,
 # Least relative gain in tokens per second for a change of k.
 GAIN_WANTED = 0.02
 PROBE_ROUNDS = 3  # and as many again where text is read late
-HORIZON = 75, 1000  # rounds that a better k is thought to be of use for, at first and at most
+HORIZON = 75, 600  # rounds that a better k is thought to be of use for, at first and at most
 MOST_SURVIVAL = 0.9  # bound of `least_survival`: k = 0 covers drafts that never pay
 UNSEEN = 1.0 / 1000.0  # share of what is known of survival that a round without drafts takes away
 UNREAD = 24  # rounds without drafts after which a draft has as much to read as ever

@@ -175,7 +175,7 @@ def test_a_machine_that_slows_down_says_nothing_about_k(
             play(AutoControl(), machine(), ["a"] * batch, 1200, seed=seed, skip=100)
             for seed in range(3)
         ]
-        assert sum(found) / 3 >= 0.95 * max(fixed)
+        assert sum(found) / 3 >= 0.97 * max(fixed)
 
 
 def test_every_load_learns_what_it_takes_without_drafts_however_short_of_credit() -> None:
