@@ -21,13 +21,12 @@ from draftsmith.serve.control.control import (
     RowBudget,
     RowResult,
 )
-from draftsmith.serve.control.latency import Bucket, LatencyTable, bucket_of
+from draftsmith.serve.control.latency import PROBE_ROUNDS, Bucket, LatencyTable, bucket_of
 from draftsmith.serve.control.survival import Survival
 
 EARLY, LATE = 4, 32  # rounds of a bucket between two decisions: after a change, and long after
 # Least relative gain in tokens per second for a change of k.
 GAIN_WANTED = 0.02
-PROBE_ROUNDS = 3  # and as many again where text is read late
 HORIZON = 75, 600  # rounds that a better k is thought to be of use for, at first and at most
 MOST_SURVIVAL = 0.9  # bound of `least_survival`: k = 0 covers drafts that never pay
 UNSEEN = 1.0 / 1000.0  # share of what is known of survival that a round without drafts takes away
@@ -214,7 +213,7 @@ class AutoControl:
             bucket.probe, bucket.pause = k, EARLY
             # The first round of a kind is not measured.
             bucket.due = bucket.rounds + PROBE_ROUNDS + (not self.latency.measured(load.number, k))
-            bucket.last = bucket.due + PROBE_ROUNDS
+            bucket.last = bucket.due + PROBE_ROUNDS  # as many again where text is read late
 
     def _worth(self, bucket: _State, load: _Load, forecast: _Forecast, k: int) -> float:
         """Rounds that a probe of k may save, less those that it costs."""

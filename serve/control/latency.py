@@ -24,7 +24,7 @@ WIDENING = 0.25  # share of it for what a load twice as large or half as large t
 JUMP = 0.2  # share of it that a change of the pace by a factor of e brings back
 PACE = 0.005  # deviation of the machine's pace from one round to the next
 CLIP = 3.0  # deviations beyond which a round counts as a stall of the machine
-PROBE = 3  # rounds whose median is no single one's luck
+PROBE_ROUNDS = 3  # rounds of a probe; the median of fewer may be a single one's luck
 TOGETHER = 8  # rounds of a kind that are one measurement
 UNLIKELY = 3.0  # deviations beyond which rounds that agree are a change of the pace
 BELIEVED = 4  # fewer rounds are no such change, nor are the first ones of a k
@@ -148,7 +148,7 @@ class _Times:
         gains = [row[k] + pace for row in self.covariance]
         variance = gains[k] + noise**2 / rounds
         beyond = log_s - self.mean[k]
-        if rounds < PROBE:
+        if rounds < PROBE_ROUNDS:
             variance = max(variance, (beyond / CLIP) ** 2)
         else:
             most = CLIP * sqrt(gains[k] + noise**2)

@@ -54,7 +54,7 @@ def learned(made: Any, versions: Path) -> tuple[dict[str, torch.Tensor], list[di
 
 def same_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
     """Sums over rows in another order are float32 noise of 1e-7, which Adam's division by small
-    moments grows: within a 300th of what one step moves a weight."""
+    moments grows: within 1e-5."""
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         assert torch.allclose(value, theirs[name], rtol=0, atol=LEARN.lr / 300), name
