@@ -12,8 +12,6 @@ Files in reading order:
 - `catch_up_graphs`: CUDA graphs of catching up and the first draw
 - `chain_graphs`: CUDA graphs of the steps after it
 - `call_graphs`: CUDA graphs of calls that draft all tokens at once
-- `fused_unroll`: training: attention over long texts on a CPU
-- `unroll`: training: all depths of a head over one text
 
 Other chapters import all of it.
 """

@@ -4,8 +4,7 @@ it would when serving.
 The block at column n sees the context keys of the columns before n and its own slots, if causal
 only those up to each. With a window a slot sees so many columns at most, its own among them.
 
-Legend: B rows, L columns, S slots of a block, C columns of a chunk, G queries a key-value head, D
-width of a head.
+Legend: B rows, L columns, S slots of a block, D width of a head.
 """
 
 from __future__ import annotations
@@ -14,15 +13,22 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.functional import pad
 
-from draftsmith.drafters.target.segments import Sight, Sights, chunks
+from draftsmith.drafters.blocks.dense_blocks import CHUNK, dense_blocks
+from draftsmith.drafters.blocks.fused_blocks import Blocks, fused_blocks
+from draftsmith.drafters.target.segments import Sights, begins_of
+from draftsmith.drafters.unrolled.flex import Sees, block_mask, can_flex, flex
+from draftsmith.drafters.unrolled.fused_parts import spans_of
 from draftsmith.kernels.attention.window import Chunk, Window
 
-# Columns whose blocks attend at once; they skip the context that none of them may see.
-CHUNK = 64
-# Longer texts recompute their attention weights in the backward pass.
+# Of longer texts no scores are kept: fused attention on a CPU and `flex_attention` on a CUDA device
+# do not make them. Of 160 columns fused attention takes as long as scores do in float32, and twice
+# as long in bfloat16 (AMD EPYC with AVX-512, forward and backward).
 LONG = 512
+
+Attended = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # query, keys and values
 
 
 class BlockPass:
@@ -42,7 +48,9 @@ class BlockPass:
     ):
         self.context, self.slots, self.first = context, slots, first
         self.is_causal = causal if callable(causal) else lambda layer: causal
-        self.sights = Sights(segments, CHUNK)
+        self.segments, self.sights = segments, Sights(segments, CHUNK)
+        self._bounds: dict[tuple[int, ...], Blocks] = {}
+        self._masks: dict[tuple[int, ...], BlockMask] = {}
 
     def attend(
         self,
@@ -64,85 +72,89 @@ class BlockPass:
                 "attention"
             )
         # Under autocast the rotated queries and keys come wider than the values.
-        own = [states.to(value.dtype) for states in (query * scaling, key, value)]
+        query, key, value = (states.to(value.dtype) for states in (query * scaling, key, value))
         blocks = partial(self._blocks, causal=self.is_causal(layer), window=sliding_window)
         first = self.first
         if self.context is not None:
             seen = [states.to(value.dtype) for states in self.context[layer]]
-            return blocks(own, seen, first, self.slots)
+            return blocks((query, key, value), seen, first, self.slots).transpose(1, 2)
         context = [
             torch.cat([states[:, :, :first], states[:, :, first :: self.slots]], dim=2)
-            for states in own[1:]
+            for states in (key, value)
         ]
-        found = blocks([states[:, :, first:] for states in own], context, first, self.slots)
-        if first == 0:
-            return found
-        return torch.cat(
-            [blocks([states[:, :, :first] for states in own], context, 0, 1), found], dim=1
-        )
+        behind = tuple(states[:, :, first:] for states in (query, key, value))
+        found = blocks(behind, context, first, self.slots)
+        if first:
+            alone = tuple(states[:, :, :first] for states in (query, key, value))
+            before = blocks(alone, [states[:, :, :first] for states in context], 0, 1)
+            found = torch.cat([before, found], dim=2)
+        return found.transpose(1, 2)
 
     def _blocks(
         self,
-        own: list[torch.Tensor],
-        context: list[torch.Tensor],
+        own: Attended,
+        context: Sequence[torch.Tensor],
         first: int,
         slots: int,
         *,
         causal: bool,
         window: int | None,
     ) -> torch.Tensor:
-        """Queries, keys and values [B, ., C * slots, D] of C blocks from the column `first` on."""
-        own = [states.unflatten(2, (-1, slots)) for states in own]
-        length, outputs = first + own[0].shape[2], []
-        for begin, end in chunks(first, length, CHUNK):
-            sight = self.sights.of(begin, end, window)
-            chunk = (states[:, :, begin - first : end - first] for states in own)
-            seen = (states[:, :, sight.first : end - 1] for states in context)
-            inputs = (*chunk, *seen, begin, sight, causal)
-            is_long = context[0].shape[2] > LONG
-            outputs.append(
-                checkpoint(_attend, *inputs, use_reentrant=False) if is_long else _attend(*inputs)
-            )
-        return torch.cat(outputs, dim=2).flatten(2, 3).transpose(1, 2)
+        """Queries, keys and values [B, ., N * slots, D] of N blocks from the column `first` on ->
+        [B, heads, N * slots, value dim]."""
+        query, key, value = own
+        length = context[0].shape[2]
+        segments = None if self.segments is None else self.segments[:, :length]
+        asked = (first, slots, int(causal), window or 0)
+        if asked not in self._bounds:
+            self._bounds[asked] = Blocks(spans_of(segments, length), first, slots, causal, window)
+        bounds = self._bounds[asked]
+        if length > LONG and can_flex(query):
+            keys, values = (torch.cat(pair, dim=2) for pair in zip(context, (key, value)))
+            if asked not in self._masks:
+                sees = _seen(segments, length, bounds, query)
+                rows = None if segments is None else len(query)
+                self._masks[asked] = block_mask(sees, rows, query, keys.shape[2])
+            return flex(query, keys, values, self._masks[asked])
+        if length <= LONG or query.device.type != "cpu":
+            return dense_blocks(query, (key, value), context, bounds, self.sights)
+        # Fused attention takes values as wide as keys.
+        width = max(key.shape[-1], value.shape[-1])
+        query, key, context_key = (_wide(one, width) for one in (query, key, context[0]))
+        values = (_wide(value, width), _wide(context[1], width))
+        found = fused_blocks(query, (key, values[0]), (context_key, values[1]), bounds)
+        return found[..., : value.shape[-1]]
 
 
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    context_key: torch.Tensor,
-    context_value: torch.Tensor,
-    begin: int,
-    sight: Sight,
-    causal: bool,
-) -> torch.Tensor:
-    """Scaled queries [B, heads, C, S, D] of the columns from `begin`; key and value [B, kv_heads,
-    C, S, D]; the context's from the column `sight.first` on."""
-    heads, size, slots = query.shape[1:4]
-    kv_heads, visible = key.shape[1], context_key.shape[2]
-    grouped = query.unflatten(1, (kv_heads, heads // kv_heads))  # [B, kv_heads, G, C, S, D]
+def _wide(states: torch.Tensor, width: int) -> torch.Tensor:
+    missing = width - states.shape[-1]
+    return pad(states, (0, missing)) if missing else states
 
-    seen = (grouped.flatten(2, 4) @ context_key.transpose(-1, -2)).unflatten(2, (-1, size, slots))
-    columns = torch.arange(begin, begin + size, device=query.device)[:, None, None]
-    context_columns = torch.arange(sight.first, sight.first + visible, device=query.device)
-    hidden = context_columns >= columns
-    slot = torch.arange(slots, device=query.device)
-    if sight.window is not None:
-        hidden = hidden | (columns + slot[:, None] - context_columns >= sight.window)
-    if sight.begins is not None:
-        hidden = hidden | (context_columns < sight.begins[:, None, None, :, None, None])
-    seen = seen.masked_fill(hidden, -torch.inf)
-    own = torch.einsum("bkgcsd,bkctd->bkgcst", grouped, key)
-    back = slot[:, None] - slot
-    hidden_slots = torch.zeros_like(back, dtype=torch.bool)
-    if causal:
-        hidden_slots |= back < 0
-    if sight.window is not None:
-        hidden_slots |= back >= sight.window
-    own = own.masked_fill(hidden_slots, -torch.inf)
 
-    precise = torch.promote_types(query.dtype, torch.float32)
-    weights = torch.cat([seen, own], dim=-1).softmax(dim=-1, dtype=precise).to(query.dtype)
-    output = (weights[..., :visible].flatten(2, 4) @ context_value).unflatten(2, (-1, size, slots))
-    output = output + torch.einsum("bkgcst,bkctd->bkgcsd", weights[..., visible:], value)
-    return output.flatten(1, 2)
+def _seen(segments: torch.Tensor | None, length: int, blocks: Blocks, like: torch.Tensor) -> Sees:
+    """Keys of the context, of so many columns, stand before those of the blocks. What `sees` needs
+    is looked up, as torch does not compile divisions of indices without bounds."""
+    first, slots, window, causal = blocks.first, blocks.slots, blocks.window, blocks.causal
+    every = torch.arange(length, device=like.device)
+    columns = every[first:].repeat_interleave(slots)
+    slot = torch.arange(slots, device=like.device).repeat(length - first)
+    key_columns = torch.cat([every, columns])
+    key_slots = torch.cat([torch.full_like(every, -1), slot])  # -1 for the context
+    key_places = key_columns + key_slots.clamp(min=0)
+    begins = None if segments is None else begins_of(segments)[:, columns]
+
+    def sees(
+        row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        column, own = columns[query], key_columns[key] == columns[query]
+        before = key_columns[key] < column
+        if begins is not None:
+            before = before & (key_columns[key] >= begins[row, query])
+        if causal:
+            own = own & (key_slots[key] <= slot[query])
+        seen = torch.where(key_slots[key] < 0, before, own)
+        if window is not None:
+            seen = seen & (column + slot[query] - key_places[key] < window)
+        return seen
+
+    return sees

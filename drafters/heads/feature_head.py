@@ -18,7 +18,6 @@ from draftsmith.drafters.autoregressive.chain_graphs import ChainGraphs
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler
 from draftsmith.drafters.autoregressive.rotary import HasRotary
 from draftsmith.drafters.autoregressive.state import HeadStep
-from draftsmith.drafters.autoregressive.unroll import UnrollPass
 from draftsmith.drafters.heads.captured_head import CapturedHead, capture_head
 from draftsmith.drafters.interface import (
     Capturable,
@@ -33,6 +32,7 @@ from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.tree_shape import FixedTree, TreeShape
 from draftsmith.drafters.trees.growth import grow, read_for_trees
 from draftsmith.drafters.trees.level_graphs import LevelGraphs
+from draftsmith.drafters.unrolled.unroll import UnrollPass
 from draftsmith.drafters.weights import ReadBytes, weight_bytes
 from draftsmith.drafters.windows import WindowedContext, Windows
 from draftsmith.kernels.attention.pool import LayerShape, PagedPool

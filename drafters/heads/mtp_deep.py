@@ -20,11 +20,11 @@ from torch.nn.functional import pad
 
 from draftsmith.drafters.autoregressive.catch_up import Unread
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler
-from draftsmith.drafters.autoregressive.unroll import UnrollPass
 from draftsmith.drafters.heads.mtp_deepseek import AppendedMtp
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
 from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.unrolled.unroll import UnrollPass
 from draftsmith.drafters.weights import ReadBytes, weight_bytes, write_weights
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool

@@ -38,6 +38,7 @@ ORDER = {
         "target",
         "remote",
         "adapters",
+        "unrolled",
         "autoregressive",
         "compiled",
         "lm",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from draftsmith.drafters.options import Eagle3Options
+from draftsmith.drafters.options import DflashOptions, Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.attention import register
 from draftsmith.drafters.target.load import build_model
@@ -57,6 +57,9 @@ def random_target(size: str, device: torch.device) -> Target:
     return Target(model.eval(), size)
 
 
-def random_draft(target: Target, dtype: torch.dtype | None = None) -> torch.nn.Module:
-    drafter = FAMILIES["eagle3"].create(Eagle3Options(), target, seed=0)
+def random_draft(
+    target: Target, dtype: torch.dtype | None = None, family: str = "eagle3"
+) -> torch.nn.Module:
+    options = {"eagle3": Eagle3Options(), "dflash": DflashOptions(mask_token=0)}[family]
+    drafter = FAMILIES[family].create(options, target, seed=0)
     return drafter.to(device=target.device, dtype=dtype or target.dtype)

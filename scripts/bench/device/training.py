@@ -1,5 +1,5 @@
-"""Steps of training and of the learner with random weights: tokens a second and peak memory, and
-those of two processes where there are two devices."""
+"""Steps of training and of the learner with random weights: tokens a second and peak memory, EAGLE-3
+with and without flex attention, DFlash, and two processes where there are two devices."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ from draftsmith.distill.learn.optimizer import CandidateOptimizer, trained
 from draftsmith.distill.learn.teachers import Batch
 from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.unrolled import unroll
 from draftsmith.files import write_json
 from draftsmith.train.data.batches import pack
 from draftsmith.train.data.dataset import TokenSequence
@@ -57,6 +60,15 @@ def main(arguments: list[str] | None = None) -> int:
     report["training"] = measure(TrainingStep(drafter, target), batch_of(target, work), work)
     if world == 1:
         write_json(options.out, report)
+        with without_flex():
+            step = TrainingStep(drafter, target)
+            report["training_without_flex"] = measure(step, batch_of(target, work), work)
+        write_json(options.out, report)
+        blocks = TrainingStep(random_draft(target, torch.float32, "dflash"), target)
+        work_of_blocks = work._replace(rows=2)  # a block has several slots at every column
+        report["dflash"] = measure(blocks, batch_of(target, work_of_blocks), work_of_blocks)
+        del step, blocks
+        write_json(options.out, report)
         report["learner"] = measure(LearnerStep(drafter, target), batch_of(target, work), work)
         write_json(options.out, report)
         processes = options.processes
@@ -70,6 +82,17 @@ def main(arguments: list[str] | None = None) -> int:
     if world > 1:
         dist.destroy_process_group()
     return 0
+
+
+@contextmanager
+def without_flex() -> Iterator[None]:
+    """The unroll's attention as it is where torch has no `flex_attention`."""
+    can_flex = unroll.can_flex
+    unroll.can_flex = lambda states: False
+    try:
+        yield
+    finally:
+        unroll.can_flex = can_flex
 
 
 def launched(out: str, arguments: list[str], processes: int) -> dict[str, Any]:

@@ -35,8 +35,8 @@ CONTINUED_BY = (
     "unroll.steps=3",
     "unroll.decay=0.8",
 )
-OURS, THEIRS = "draftsmith", "speculators"
-PEERS = (THEIRS,)
+OURS, THEIRS, SPECFORGE = "draftsmith", "speculators", "specforge"
+PEERS = (THEIRS, SPECFORGE)
 # What a CPU needs of speculators: no Triton, no flex attention, no bfloat16.
 ON_CPU = (
     "--loss-implementation",
@@ -108,8 +108,8 @@ class Plan:
         """Seed by seed, so that an interrupted run has compared something, and what is compared is
         trained close together."""
         for seed in range(self.seeds):
+            yield from self.equal(seed)
             if THEIRS in self.peers:
-                yield from self.equal(seed)
                 yield self.theirs("peers", THEIRS, seed, THEIR_RECIPE, self.minutes)
             for family in self.families:
                 yield self.ours("families", family, seed, family, recipe(family))
@@ -123,9 +123,11 @@ class Plan:
                 yield from self.to_serve()
 
     def equal(self, seed: int) -> Iterator[Cell]:
+        """One configuration for our trainer and each peer."""
         minutes = min(self.minutes, EQUAL_MINUTES)
-        for texts in EQUAL_TEXTS:
+        for texts in EQUAL_TEXTS if self.peers else ():
             size, tokens = f"{texts} a step", ("--total-seq-len", str(texts * self.row_tokens))
+            flags = {THEIRS: (*EQUAL_THEIRS, *tokens), SPECFORGE: (str(texts), str(EQUAL_STEPS))}
             yield self.ours(
                 "equal",
                 f"{OURS}, {size}",
@@ -134,7 +136,8 @@ class Plan:
                 ("--batch-size", str(texts), *EQUAL_OURS),
                 minutes,
             )
-            yield self.theirs("equal", f"{THEIRS}, {size}", seed, (*EQUAL_THEIRS, *tokens), minutes)
+            for peer in self.peers:
+                yield self.theirs("equal", f"{peer}, {size}", seed, flags[peer], minutes)
 
     def continued(self, seed: int) -> Iterator[Cell]:
         chosen = [name for name in CONTINUED if name in self.objectives]

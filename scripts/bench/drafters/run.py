@@ -17,6 +17,7 @@ import torch
 import transformers
 
 from draftsmith.drafters import checkpoint
+from draftsmith.drafters.options import default_taps
 from draftsmith.drafters.target.target import Target
 from draftsmith.files import read_json, write_json
 from draftsmith.progress import Progress
@@ -24,7 +25,17 @@ from draftsmith.train.config import EvalConfig
 from draftsmith.train.data.dataset import Corpus, TokenSequence, read_corpus
 from draftsmith.train.evaluate.command import answer_again
 from draftsmith.train.evaluate.teacher_forced import evaluate_draft
-from scripts.bench.drafters.cells import FAMILIES, OBJECTIVES, ON_CPU, OURS, PEERS, Cell, Plan
+from scripts.bench.drafters.cells import (
+    FAMILIES,
+    OBJECTIVES,
+    ON_CPU,
+    OURS,
+    PEERS,
+    SPECFORGE,
+    THEIRS,
+    Cell,
+    Plan,
+)
 from scripts.bench.drafters.report import draw, tables
 from scripts.bench.drafters.served import exported, served_tau
 from scripts.paths import ROOT
@@ -34,7 +45,10 @@ DOCUMENTS = 48  # held-out texts that every draft is evaluated on
 # draft tokens of the rounds that tau is predicted for; the fewest that a family of the recipes can
 # draft
 K = 4
-INTERPRETERS = {"speculators": "DRAFTSMITH_SPECULATORS_PYTHON"}
+INTERPRETERS = {
+    THEIRS: "DRAFTSMITH_SPECULATORS_PYTHON",
+    SPECFORGE: "DRAFTSMITH_SPECFORGE_PYTHON",
+}
 VLLM = "DRAFTSMITH_VLLM_PYTHON"
 
 
@@ -267,12 +281,18 @@ def their_job(bench: Bench, cell: Cell) -> tuple[str, str, dict[str, Any]]:
             rows,
             {"input_ids": [t.input_ids.tolist() for t in texts], "loss_mask": [t.loss_mask.tolist() for t in texts]},
         )  # fmt: skip
-    job = {
+    job: dict[str, Any] = {
         "target": str(bench.run / "target"), "rows": str(rows), "seed": cell.seed,
         "budget_s": 60 * cell.minutes,
-        "flags": [*cell.arguments, *(() if torch.cuda.is_available() else ON_CPU)],
     }  # fmt: skip
-    return os.environ[INTERPRETERS[cell.trainer]], "scripts.bench.drafters.speculators_peer", job
+    if cell.trainer == SPECFORGE:
+        size, steps = (int(word) for word in cell.arguments)
+        taps = default_taps(bench.target.num_layers)
+        job |= {"texts": size, "steps": steps, "taps": taps, "lr": 1e-3}
+    else:
+        job["flags"] = [*cell.arguments, *(() if torch.cuda.is_available() else ON_CPU)]
+    module = f"scripts.bench.drafters.{cell.trainer}_peer"
+    return os.environ[INTERPRETERS[cell.trainer]], module, job
 
 
 def clock() -> str:

@@ -1,4 +1,5 @@
-"""Trains a draft as `draftsmith train` does, measured. Started by scripts/bench_drafters.
+"""Trains a draft as `draftsmith train` does, measured. Started by scripts/bench_drafters, and by
+scripts/bench_train, which asks for the time of each part.
 
 `--minutes` is counted by the meter: in the process's own CPU time where no CUDA computes, so that
 other work on the machine costs a draft no training.
@@ -14,8 +15,10 @@ from draftsmith.cli import main as draftsmith
 from draftsmith.train import session
 from draftsmith.train.optim import Clock
 from scripts.bench.drafters.meter import Meter
+from scripts.bench.drafters.parts import Parts
 
 METER = Meter()
+PARTS = Parts(METER.now)
 REPORT: dict[str, float] = {}
 
 
@@ -34,16 +37,18 @@ class MeteredClock(Clock):
 
 
 def main() -> int:
-    """The job is a JSON file: the arguments of `draftsmith train`, and out."""
+    """The job is a JSON file: the arguments of `draftsmith train`, out, and perhaps `parts`."""
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     session.Clock = MeteredClock  # type: ignore[misc]
     out = Path(job["out"])
+    if job.get("parts"):
+        PARTS.install()
     status = draftsmith(["train", *job["arguments"], "--out", str(out / "draft"), "--no-resume"])
     if status == 0:
         last = json.loads(
             (out / "draft" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
         )
-        record = {"steps": last["step"], "passes": last["epoch"], **REPORT}
+        record = {"steps": last["step"], "passes": last["epoch"], **REPORT, "parts": PARTS.seconds}
         (out / "trained.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
     return status
 

@@ -45,7 +45,7 @@ def test_every_stage_runs_without_a_device(tmp_path: Path) -> None:
         assert steps[name]["ours"]["runs"] >= 5, steps[name]
     for way in reports["serving"]["ways"].values():
         assert way["T=1, 2 streams"]["ms_a_round"] > 0 and way["T=0, 1 streams"]["tokens_s"] > 0
-    for name in ("training", "learner", "two_processes"):
+    for name in ("training", "training_without_flex", "dflash", "learner", "two_processes"):
         assert reports["training"][name]["tokens_s_a_process"] > 0
 
 

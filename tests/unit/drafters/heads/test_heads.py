@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from draftsmith.drafters.autoregressive import unroll
 from draftsmith.drafters.blocks import block_unroll as block_pass
 from draftsmith.drafters.interface import DraftInputs, UnrollBatch
 from draftsmith.drafters.options import (
@@ -25,6 +24,7 @@ from draftsmith.drafters.options import (
 )
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.unrolled import unroll
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 

@@ -20,23 +20,22 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from draftsmith.drafters.autoregressive.fused_unroll import (
-    Geometry,
-    Span,
-    can_fuse,
-    fused_attention,
-)
-from draftsmith.drafters.target.segments import Sight, Sights, chunks, stretches_of
+from draftsmith.drafters.target.segments import Sight, Sights, begins_of, chunks
+from draftsmith.drafters.unrolled.flex import Sees, block_mask, can_flex, flex
+from draftsmith.drafters.unrolled.fused_parts import Geometry, Span, can_fuse, spans_of
+from draftsmith.drafters.unrolled.fused_unroll import fused_attention
 from draftsmith.kernels.attention.window import Chunk, Window
 
 # A chunk of queries skips the step-0 keys that none of them may see.
 CHUNK = 128
-# Longer texts keep no attention weights: fused attention does not make them, and otherwise they are
-# recomputed in the backward pass. Fused attention takes 0.3 of the time for 8192 columns, and 1.5
-# of it for 160 in bfloat16 (AMD EPYC, forward and backward).
+# Longer texts keep no attention weights: fused attention on a CPU and `flex_attention` on a CUDA
+# device do not make them, and otherwise they are recomputed in the backward pass. Fused attention
+# takes 0.3 of the time for 8192 columns, and 1.5 of it for 160 in bfloat16 (AMD EPYC, forward and
+# backward).
 LONG = 1024
 
 
@@ -52,6 +51,7 @@ class UnrollPass:
         self.values: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         self.step = 0
         self._spans: list[Span] = []
+        self._masks: dict[tuple[int, int | None], BlockMask] = {}
 
     @cached_property
     def sights(self) -> Sights:
@@ -59,14 +59,8 @@ class UnrollPass:
 
     def spans(self, length: int) -> list[Span]:
         """Texts, and padding, of all rows of so many columns."""
-        if self.segments is None:
-            return [Span(slice(None), 0, length)]
         if not self._spans:
-            self._spans = [
-                Span(slice(row, row + 1), begin, end)
-                for row, stretches in enumerate(stretches_of(self.segments))
-                for begin, end, _ in stretches
-            ]
+            self._spans = spans_of(self.segments, length)
         return self._spans
 
     def next_step(self) -> None:
@@ -112,6 +106,14 @@ class UnrollPass:
         if length > LONG and can_fuse(query, values[0]):
             geometry = Geometry(self.spans(length), self.step, first, window)
             return fused_attention(query, keys, values, geometry)
+        if length > LONG and can_flex(query):
+            key, value = torch.cat(tuple(keys), dim=2), torch.cat(tuple(values), dim=2)
+            if (self.step, window) not in self._masks:
+                geometry = Geometry([], self.step, first, window)
+                sees = _seen(self.segments, geometry, length, query.device)
+                rows = None if self.segments is None else len(query)
+                self._masks[self.step, window] = block_mask(sees, rows, query, key.shape[2])
+            return flex(query, key, value, self._masks[self.step, window])
         outputs = []
         for begin, end in chunks(first, length, CHUNK):
             part = query[:, :, begin - first : end - first]
@@ -136,6 +138,32 @@ def is_hidden(
     if sight.begins is not None:
         hidden = hidden | (key_columns < sight.begins[:, None, None, :, None])
     return hidden
+
+
+def _seen(
+    segments: torch.Tensor | None, geometry: Geometry, length: int, device: torch.device
+) -> Sees:
+    """True keys, of so many columns, stand before those of the later steps. What `sees` needs is
+    looked up, as torch does not compile divisions of indices without bounds."""
+    step, first, window = geometry.step, geometry.first, geometry.window
+    every = torch.arange(length, device=device)
+    columns = every[first:]
+    key_columns = torch.cat([every, columns.repeat(step)])
+    later = torch.arange(1, step + 1, device=device).repeat_interleave(length - first)
+    key_steps = torch.cat([torch.zeros_like(every), later])
+    begins = None if segments is None else begins_of(segments)[:, columns]
+
+    def sees(
+        row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        back = columns[query] - key_columns[key]
+        true, own = back >= step, back == step - key_steps[key]
+        if begins is not None:
+            true = true & (key_columns[key] >= begins[row, query])
+        seen = torch.where(key_steps[key] == 0, true, own)
+        return seen if window is None else seen & (back < window)
+
+    return sees
 
 
 def _attend(

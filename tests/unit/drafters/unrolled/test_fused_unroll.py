@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.nn.attention import flex_attention
 
-from draftsmith.drafters.autoregressive import unroll
-from draftsmith.drafters.autoregressive.unroll import UnrollPass
 from draftsmith.drafters.target.segments import positions_of
+from draftsmith.drafters.unrolled import unroll
+from draftsmith.drafters.unrolled.unroll import UnrollPass
 from tests.peak_memory import Memory, memory_of
 
 STEPS, HEADS, KV_HEADS, WIDTH = 4, 4, 2, 8
@@ -69,8 +70,8 @@ def dense(
     return found
 
 
-def check(segments: torch.Tensor | None, first: int, window: int | None) -> None:
-    rows, length = (2, 300) if segments is None else segments.shape
+def check(segments: torch.Tensor | None, first: int, window: int | None, length: int = 300) -> None:
+    rows, length = (2, length) if segments is None else segments.shape
     positions = (
         torch.arange(length).expand(rows, -1) if segments is None else positions_of(segments)
     )
@@ -108,6 +109,23 @@ def test_values_and_gradients_are_those_of_a_dense_mask(
     asked = []
     monkeypatch.setattr(unroll, "fused_attention", counted(unroll.fused_attention, asked))
     check(SEGMENTS if packed else None, first, window)
+    assert len(asked) == STEPS
+
+
+@pytest.mark.parametrize("first", [0, 45])
+@pytest.mark.parametrize("window", [None, 2, 20])
+@pytest.mark.parametrize("packed", [False, True])
+def test_flex_attention_gives_those_of_a_dense_mask(
+    packed: bool, window: int | None, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unroll, "LONG", 0)
+    monkeypatch.setattr(unroll, "can_fuse", lambda query, value: False)
+    monkeypatch.setattr(unroll, "can_flex", lambda query: True)
+    asked = []
+    monkeypatch.setattr(unroll, "flex", counted(unroll.flex, asked))
+    # torch takes no gradients of it on a CPU, though its uncompiled form has them.
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *states: None)
+    check(SEGMENTS[:, 110:190] if packed else None, first, window, length=80)
     assert len(asked) == STEPS
 
 

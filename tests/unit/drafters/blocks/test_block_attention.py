@@ -1,0 +1,164 @@
+"""Attention of blocks of slots beside a dense mask over context and slots, and its memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention
+
+from draftsmith.drafters.blocks import block_unroll, fused_blocks
+from draftsmith.drafters.blocks.block_unroll import BlockPass
+from draftsmith.drafters.target.segments import begins_of
+from draftsmith.drafters.unrolled import fused_parts
+from tests.peak_memory import Memory, memory_of
+
+HEADS, KV_HEADS, WIDTH, SLOTS = 4, 2, 8, 3
+SEGMENTS = torch.tensor([[0] * 40 + [1] * 3 + [2] * 30 + [-1] * 7, [0] * 9 + [1] * 71])
+States = list[torch.Tensor]
+
+
+def states(
+    length: int, first: int, *, own_context: bool, value_width: int = WIDTH, rows: int = 2
+) -> States:
+    """Query, key and value of the slots, and keys and values of the context unless slots are it."""
+    generator = torch.Generator().manual_seed(0)
+    count = (length - first) * SLOTS + (first if own_context else 0)
+    shapes = [(HEADS, count, WIDTH), (KV_HEADS, count, WIDTH), (KV_HEADS, count, value_width)]
+    if not own_context:
+        shapes += [(KV_HEADS, length, WIDTH), (KV_HEADS, length, value_width)]
+    made = [torch.randn(rows, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return [one.requires_grad_() for one in made]
+
+
+def attended(
+    made: States, segments: torch.Tensor | None, first: int, window: int | None, causal: bool
+) -> torch.Tensor:
+    context = None if len(made) == 3 else [(made[3], made[4])]
+    passed = BlockPass(context, slots=SLOTS, causal=causal, segments=segments, first=first)
+    return passed.attend(0, *made[:3], scaling=0.4, sliding_window=window).transpose(1, 2)
+
+
+def dense(
+    made: States, begins: torch.Tensor, first: int, window: int | None, causal: bool
+) -> torch.Tensor:
+    """The same by a mask over all keys; `begins` [B, L] of each column's text."""
+    query, key, value, *context = made
+    length = begins.shape[1]
+    columns = torch.arange(first, length).repeat_interleave(SLOTS)
+    slots = torch.arange(SLOTS).repeat(length - first)
+    if not context:  # the slots that stand alone, each a block of one
+        columns = torch.cat([torch.arange(first), columns])
+        slots = torch.cat([torch.zeros(first, dtype=torch.int64), slots])
+        context = [one[:, :, slots == 0] for one in (key, value)]
+    places = columns + slots
+    back = places[:, None] - torch.arange(length)
+    seen = (torch.arange(length) < columns[:, None]) & (back < (window or back.numel()))
+    seen = seen & (torch.arange(length) >= begins[:, columns, None])
+    back = places[:, None] - places
+    own = (columns[:, None] == columns) & (back < (window or back.numel()))
+    own = own & (back >= 0) if causal else own
+    mask = torch.cat([seen, own.expand(len(query), -1, -1)], dim=-1)[:, None]
+    keys, values = (
+        torch.cat(pair, dim=2).repeat_interleave(HEADS // KV_HEADS, 1)
+        for pair in zip(context, (key, value), strict=True)
+    )
+    scores = 0.4 * query @ keys.transpose(-1, -2)
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ values
+
+
+def check(
+    made: States, segments: torch.Tensor | None, first: int, window: int | None, causal: bool
+) -> None:
+    rows, length = (2, 80) if segments is None else segments.shape
+    begins = torch.zeros(rows, length, dtype=torch.int64)
+    begins = begins if segments is None else begins_of(segments)
+    outputs = (
+        attended(made, segments, first, window, causal),
+        dense(made, begins, first, window, causal),
+    )
+    torch.testing.assert_close(*outputs)
+    noise = torch.randn(
+        outputs[0].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
+    gradients = [torch.autograd.grad((one * noise).sum(), made) for one in outputs]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.fixture(autouse=True)
+def as_of_long_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_unroll, "LONG", 0)
+    monkeypatch.setattr(fused_parts, "BAND", 16)
+
+
+@pytest.fixture(params=["fused", "flex", "dense"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "flex":
+        use_flex(monkeypatch)
+    if request.param == "dense":
+        monkeypatch.setattr(block_unroll, "LONG", 80)
+
+
+def use_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch takes no gradients of it on a CPU, though its uncompiled form has them.
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *states: None)
+    monkeypatch.setattr(block_unroll, "can_flex", lambda states: True)
+    monkeypatch.setattr(block_unroll, "fused_blocks", None)
+
+
+@pytest.mark.parametrize("first", [0, 1, 45])
+@pytest.mark.parametrize("window", [None, 1, 2, 4, 20, 75])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("own_context", [False, True])
+def test_values_and_gradients_are_those_of_a_dense_mask(
+    own_context: bool, packed: bool, window: int | None, first: int
+) -> None:
+    made = states(80, first, own_context=own_context)
+    check(made, SEGMENTS if packed else None, first, window, causal=True)
+
+
+@pytest.mark.parametrize("window", [None, 2, 20])
+@pytest.mark.parametrize("own_context", [False, True])
+def test_flex_attention_gives_those_of_a_dense_mask(
+    own_context: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_flex(monkeypatch)
+    check(states(80, 45, own_context=own_context), SEGMENTS, 45, window, causal=True)
+    check(states(80, 0, own_context=own_context), None, 0, window, causal=True)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_blocks_may_see_all_of_themselves(window: int | None, way: None) -> None:
+    check(states(80, 37, own_context=False), SEGMENTS, 37, window, causal=False)
+
+
+@pytest.mark.parametrize("value_width", [4, 12])
+def test_values_may_be_of_another_width(value_width: int, way: None) -> None:
+    made = states(80, 1, own_context=True, value_width=value_width)
+    check(made, SEGMENTS, 1, None, causal=True)
+
+
+def test_the_reference_finds_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = fused_blocks.fused_blocks
+    monkeypatch.setattr(
+        block_unroll,
+        "fused_blocks",
+        lambda query, own, context, blocks: true(query, own, context, blocks._replace(window=19)),
+    )
+    with pytest.raises(AssertionError):
+        check(states(80, 0, own_context=False), None, 0, 20, causal=True)
+
+
+def memory_of_length(length: int, window: int | None) -> Memory:
+    made = [
+        one.detach().float().requires_grad_()
+        for one in states(length, 0, own_context=False, rows=1)
+    ]
+    return memory_of(lambda: attended(made, None, 0, window, True).sum().backward())
+
+
+@pytest.mark.parametrize("window", [None, 128])
+def test_memory_grows_with_the_length_and_not_with_its_square(window: int | None) -> None:
+    short, long = (memory_of_length(length, window) for length in (1024, 2048))
+    assert long.peak < 2.1 * short.peak
+    assert long.largest == 2048 * SLOTS * HEADS * WIDTH * 4  # no scores
