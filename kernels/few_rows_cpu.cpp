@@ -168,8 +168,7 @@ void multiply_group(const Product<T>& p, int64_t group) {
 template <typename T>
 void multiply(const Product<T>& p, int threads) {
   const int64_t groups = (p.num_outputs + kGroup - 1) / kGroup;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t group = 0; group < groups; group++) {
+  each(groups, threads, [=](int64_t group) {
     const int64_t outputs = outputs_of(p.num_outputs - group * kGroup);
     if (outputs == kGroup)
       multiply_group<T, kGroup / kLanes>(p, group);
@@ -177,7 +176,7 @@ void multiply(const Product<T>& p, int threads) {
       multiply_group<T, 2 * kNarrow / kLanes>(p, group);
     else
       multiply_group<T, kNarrow / kLanes>(p, group);
-  }
+  });
 }
 
 // Lays out `weights` [num_outputs, width]; outputs that a last group lacks are zeros.
@@ -185,8 +184,7 @@ template <typename T>
 void lay_out(const T* weights, T* out, int64_t width, int64_t num_outputs, int threads) {
   constexpr int64_t kStep = Step<T>::kWidth, kNear = 4096 / sizeof(T);  // numbers that are read in one run
   const int64_t groups = (num_outputs + kGroup - 1) / kGroup;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t group = 0; group < groups; group++) {
+  each(groups, threads, [=](int64_t group) {
     T* to = out + group * width * kGroup;
     const int64_t outputs = outputs_of(num_outputs - group * kGroup);
     for (int64_t begin = 0; begin < width; begin += kNear)
@@ -198,7 +196,7 @@ void lay_out(const T* weights, T* out, int64_t width, int64_t num_outputs, int t
             to[d * outputs + i * kStep + s] =
                 output < num_outputs ? weights[output * width + d + s] : T{};
       }
-  }
+  });
 }
 
 }  // namespace

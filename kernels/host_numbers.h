@@ -1,4 +1,4 @@
-// Numbers of the kernels for a CPU: bfloat16 beside float32, and e^x.
+// Numbers of the kernels for a CPU (bfloat16 beside float32, and e^x), and their loops over threads.
 
 #pragma once
 
@@ -29,6 +29,35 @@ inline float rounded(float x) {
   T y;
   narrow(x, &y);
   return widened(y);
+}
+
+// One step of a loop: compiled once, so that its bits do not depend on the number of threads.
+template <typename Step>
+__attribute__((noinline)) void take(const Step& step, int64_t i) {
+  step(i);
+}
+
+// `step(i)` of 0 <= i < count. OpenMP wakes its threads by a system call after every region, in one of
+// a single thread too, of which a small model's pass would have a hundred: hence the plain loops.
+template <typename Step>
+inline void each(int64_t count, int threads, const Step& step) {
+  if (threads <= 1 || count <= 1) {
+    for (int64_t i = 0; i < count; i++) take(step, i);
+    return;
+  }
+#pragma omp parallel for num_threads(threads)
+  for (int64_t i = 0; i < count; i++) take(step, i);
+}
+
+// The same of steps that take unequally long: a thread that is free takes the next one.
+template <typename Step>
+inline void each_in_turn(int64_t count, int threads, const Step& step) {
+  if (threads <= 1 || count <= 1) {
+    for (int64_t i = 0; i < count; i++) take(step, i);
+    return;
+  }
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+  for (int64_t i = 0; i < count; i++) take(step, i);
 }
 
 // e^x of x <= 0 to two units in the last place; a NaN stays one.

@@ -199,13 +199,12 @@ template <typename T>
 void multiply(const Product<T>& p, const Layers<T>& layers, int threads) {
   int64_t all = 0;
   for (int64_t i = 0; i < layers.count; i++) all += groups_of(layers.of[i].num_outputs);
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t number = 0; number < all; number++) {
+  each(all, threads, [&](int64_t number) {
     int64_t group = number;
     const Layer<T>* layer = layers.of;
     for (; group >= groups_of(layer->num_outputs); layer++) group -= groups_of(layer->num_outputs);
     multiply_group(p, *layer, group);
-  }
+  });
 }
 
 // Where the code of an output of a group and of a number of the width lies in the group's codes.
@@ -219,22 +218,21 @@ inline int64_t place(int64_t output, int64_t d) {
 // Lays out `codes` [num_outputs, width]; outputs that a last group lacks are zeros.
 template <typename T>
 void lay_out(const int8_t* codes, uint8_t* out, int64_t width, int64_t num_outputs, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t group = 0; group < groups_of(num_outputs); group++)
+  each(groups_of(num_outputs), threads, [=](int64_t group) {
     for (int64_t i = 0; i < kGroup; i++) {
       const int64_t output = group * kGroup + i;
       for (int64_t d = 0; d < width; d++)
         out[group * width * kGroup + place<T>(i, d)] =
             Step<T>::encoded(output < num_outputs ? codes[output * width + d] : 0);
     }
+  });
 }
 
 // The reverse: codes of some outputs as numbers [num_outputs, width].
 template <typename T>
 void open(const uint8_t* codes, T* out, int64_t width, int64_t num_outputs, int threads) {
   typedef Step<T> S;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t group = 0; group < groups_of(num_outputs); group++)
+  each(groups_of(num_outputs), threads, [=](int64_t group) {
     for (int64_t b = 0; b < kBlocks; b++) {
       const uint8_t* from = codes + group * width * kGroup + b * kWidth * kLanes;
       const int64_t first = group * kGroup + b * kLanes;
@@ -246,6 +244,7 @@ void open(const uint8_t* codes, T* out, int64_t width, int64_t num_outputs, int 
                  kWidth * sizeof(T));
       }
     }
+  });
 }
 
 }  // namespace

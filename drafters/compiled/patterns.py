@@ -29,6 +29,7 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     aten.unsqueeze.default: torch.unsqueeze,
     aten.view.default: torch.Tensor.view,
 }
+_END = 2**63 - 1  # of a slice that goes to the end
 _ACTIVATIONS = {aten.silu.default: "silu", aten.gelu.default: "gelu"}
 
 
@@ -75,6 +76,8 @@ def _does_nothing(node: Node) -> bool:
         return not node.args[2]
     if node.target is aten.mul.Tensor:
         return node.args[1] == 1.0 and same_type(node)
+    if node.target is aten.slice.Tensor:
+        return tuple(node.args[2:]) == (0, _END)
     return node.target in (aten.to.dtype, aten.to.device, aten._to_copy.default) and same_type(node)
 
 

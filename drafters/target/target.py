@@ -121,7 +121,6 @@ class Target(CausalLM):
             self._tokenizer = load_tokenizer(self.name, trust_remote_code=self.trust_remote_code)
         return self._tokenizer
 
-    @torch.no_grad()
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -132,6 +131,9 @@ class Target(CausalLM):
     ) -> TargetOutput:
         """A serving pass: input_ids and positions [1, T], logits only at `logit_rows` [R] int64
         (indices into T)."""
+        if torch.is_grad_enabled():  # to enter `no_grad` costs as much as a small operation
+            with torch.no_grad():
+                return self.forward(input_ids, positions, attention_context, logit_rows, taps)
         states = self.paged(input_ids, positions, attention_context, taps)
         rows = states.final[0]
         if not len(rows) == len(logit_rows) == 1:  # to pick is dear on a CPU

@@ -129,10 +129,10 @@ def _flash_context(
     """FlashAttention's context for the pass; None where another attends it."""
     if impl == FLASH and tree is not None:
         raise UserError("impl 'flash' cannot attend trees; use impl 'triton'")
+    if tree is not None or (impl == "auto" and keys.device.type == "cpu"):
+        return None
     is_decoding = len(positions) == len(lengths)
-    if tree is not None or not chooses_flash(
-        impl, keys.device, keys.dtype, is_decoding=is_decoding
-    ):
+    if not chooses_flash(impl, keys.device, keys.dtype, is_decoding=is_decoding):
         return None
     from draftsmith.kernels.attention.paged_flash import FlashContext
 

@@ -210,12 +210,11 @@ bool attend(const Pass<T>& p, const int64_t* lengths, const int64_t* begins, int
             int64_t longest, int threads) {
   for (int64_t row = 0; p.key && row < num_rows; row++)
     if (!keep_row(p, row, begins[row], lengths[row])) return false;
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-  for (int64_t item = 0; item < num_rows * p.kv_heads; item++) {
+  each_in_turn(num_rows * p.kv_heads, threads, [&](int64_t item) {
     const int64_t row = item / p.kv_heads;
     if (lengths[row] <= longest)
       attend_row(p, row, begins[row], lengths[row], item % p.kv_heads);
-  }
+  });
   return true;
 }
 

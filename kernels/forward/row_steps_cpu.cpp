@@ -21,8 +21,7 @@ inline float sum_of_squares(const T* x, int64_t width) {
 template <typename T>
 void normalise(const T* x, const T* weight, T* out, int64_t rows, int64_t width, float eps,
                float share, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t row = 0; row < rows; row++) {
+  each(rows, threads, [=](int64_t row) {
     const T* from = x + row * width;
     T* to = out + row * width;
     const float scale = 1.0f / sqrtf(sum_of_squares(from, width) * share + eps);
@@ -31,15 +30,14 @@ void normalise(const T* x, const T* weight, T* out, int64_t rows, int64_t width,
         narrow(rounded<T>(widened(from[d]) * scale) * widened(weight[d]), to + d);
     else
       for (int64_t d = 0; d < width; d++) narrow(widened(from[d]) * scale, to + d);
-  }
+  });
 }
 
 template <typename T>
 void rotate(const T* x, const T* cosine, const T* sine, T* out, int64_t tokens, int64_t heads,
             int64_t dim, int64_t token_stride, int64_t head_stride, int threads) {
   const int64_t half = dim / 2;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t token = 0; token < tokens; token++) {
+  each(tokens, threads, [=](int64_t token) {
     const T *c = cosine + token * dim, *s = sine + token * dim;
     for (int64_t head = 0; head < heads; head++) {
       const T* low = x + token * token_stride + head * head_stride;
@@ -51,14 +49,13 @@ void rotate(const T* x, const T* cosine, const T* sine, T* out, int64_t tokens, 
         narrow(rounded<T>(b * widened(c[d + half])) + a * widened(s[d + half]), to + d + half);
       }
     }
-  }
+  });
 }
 
 template <typename T>
 void gate(const T* x, const T* factor, T* out, int64_t rows, int64_t width, int64_t x_stride,
           int64_t factor_stride, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t row = 0; row < rows; row++)
+  each(rows, threads, [=](int64_t row) {
     for (int64_t d = 0; d < width; d++) {
       const float a = widened(x[row * x_stride + d]);
       const float e = exponential(-fabsf(a));
@@ -66,16 +63,17 @@ void gate(const T* x, const T* factor, T* out, int64_t rows, int64_t width, int6
       narrow(rounded<T>(a * sigmoid) * widened(factor[row * factor_stride + d]),
              out + row * width + d);
     }
+  });
 }
 
 template <typename T>
 void add(const T* x, const T* y, T* out, int64_t rows, int64_t width, int64_t x_stride,
          int64_t y_stride, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t row = 0; row < rows; row++)
+  each(rows, threads, [=](int64_t row) {
     for (int64_t d = 0; d < width; d++)
       narrow(widened(x[row * x_stride + d]) + widened(y[row * y_stride + d]),
              out + row * width + d);
+  });
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include <math.h>
 #include <stdint.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "../host_numbers.h"
@@ -358,6 +359,10 @@ int64_t draw_row(const float* raw, const Options& options, int64_t row, int64_t 
   return unsure ? -1 : token;
 }
 
+bool all_decided(const int64_t* tokens, int64_t rows) {
+  return std::all_of(tokens, tokens + rows, [](int64_t token) { return token >= 0; });
+}
+
 }  // namespace
 
 // One token of each row; its distribution into `processed`. False where torch has to decide.
@@ -366,15 +371,12 @@ extern "C" bool draw(const float* logits, int64_t stride, const float* temperatu
                      const int64_t* seeds, const int64_t* positions, int64_t purpose,
                      float* processed, int64_t* drawn, int64_t rows, int64_t tokens, int threads) {
   const Options options = {temperature, top_k, top_p, min_p};
-  bool decided = true;
-#pragma omp parallel for num_threads(threads) reduction(&& : decided) if (threads > 1 && rows > 1)
-  for (int64_t row = 0; row < rows; row++) {
+  each(rows, threads, [=](int64_t row) {
     const uint64_t key = stream_key(seeds[row], positions[row], purpose);
     drawn[row] =
         draw_row(logits + row * stride, options, row, tokens, key, processed + row * tokens);
-    decided = decided && drawn[row] >= 0;
-  }
-  return decided;
+  });
+  return all_decided(drawn, rows);
 }
 
 // Accepted tokens of each row and the token after them; the first `num_drafting` have drafts.
@@ -388,9 +390,7 @@ extern "C" bool verify_chains(const float* logits, int64_t stride, const float* 
   std::vector<int64_t> begins(rows, 0);
   for (int64_t row = 1; row < rows; row++)
     begins[row] = begins[row - 1] + 1 + (row <= num_drafting ? lengths[row - 1] : 0);
-  bool decided = true;
-#pragma omp parallel for num_threads(threads) reduction(&& : decided) if (threads > 1 && rows > 1)
-  for (int64_t row = 0; row < rows; row++) {
+  each(rows, threads, [&](int64_t row) {
     Chain chain = {nullptr, 0, nullptr, seeds[row], positions[row]};
     if (row < num_drafting) {
       chain.tokens = drafts + row * num_draft;
@@ -398,10 +398,10 @@ extern "C" bool verify_chains(const float* logits, int64_t stride, const float* 
       chain.q = q ? q + row * num_draft * tokens : nullptr;
     }
     Decision found = {0, -1};
-    decided = verify(logits + begins[row] * stride, stride, options, row, tokens, chain, &found) &&
-              decided;
+    const bool decided =
+        verify(logits + begins[row] * stride, stride, options, row, tokens, chain, &found);
     accepted[row] = found.accepted;
-    emitted[row] = found.token;
-  }
-  return decided;
+    emitted[row] = decided ? found.token : -1;
+  });
+  return all_decided(emitted, rows);
 }

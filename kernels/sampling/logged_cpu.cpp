@@ -140,10 +140,10 @@ template <typename T>
 void reduce_rows(const T* table, int64_t stride, const int64_t* tokens, const float* temperatures,
                  int64_t rows, int64_t vocab, int64_t kept, int32_t* ids, float* logprobs,
                  float* rest, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int64_t row = 0; row < rows; row++)
+  each(rows, threads, [=](int64_t row) {
     reduce(table + row * stride, vocab, kept, tokens[row], temperatures ? temperatures[row] : 0,
            ids + row * kept, logprobs + row * kept, rest + row, rows);
+  });
 }
 
 }  // namespace

@@ -83,11 +83,11 @@ def verify_chain_compiled(
                 return None
             q_logits = drafts.logits.contiguous()
     numbers = _number * num_rows
-    seeds, positions = (numbers(*column) for column in zip(*streams))
+    seeds, positions = [numbers(*column) for column in zip(*streams)]
     accepted, emitted = numbers(), numbers()
     done = kernel(
         *rows_of(logits, rows),
-        *(None if part is None else part.data_ptr() for part in (tokens, lengths, q_logits)),
+        *[None if part is None else part.data_ptr() for part in (tokens, lengths, q_logits)],
         0 if tokens is None else len(tokens),
         0 if tokens is None else tokens.shape[1],
         seeds,
@@ -100,7 +100,9 @@ def verify_chain_compiled(
     )
     if not done:
         return None
-    kept = [] if tokens is None else tokens.tolist()
+    if tokens is None:
+        return [[token] for token in emitted]
+    kept = tokens.tolist()
     kept += [[]] * (num_rows - len(kept))
     return [
         [*row[:count], token] for row, count, token in zip(kept, accepted, emitted, strict=True)

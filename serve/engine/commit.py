@@ -82,7 +82,8 @@ class Committer:
         now_s: float,
     ) -> None:
         request = row.row.request
-        add_prompt_logprobs(row.row, row.prompt_logits)
+        if request.wants_prompt_logprobs:
+            add_prompt_logprobs(row.row, row.prompt_logits)
         self._advance(round, row)
         if not row.row.samples:
             self._store_prefix(request)

@@ -33,13 +33,13 @@ class RowSampling:
     and verification share."""
 
     def __init__(self, rows: Sequence[Row], device: torch.device):
-        self.params, self.device = [row.request.params for row in rows], device
-        self.all_greedy = all(params.temperature == 0 for params in self.params)
-        self.streams = [(row.request.seed, row.request.num_tokens) for row in rows]
+        requests = [row.request for row in rows]
+        self.params, self.device = [request.params for request in requests], device
+        self.all_greedy = [params.temperature for params in self.params].count(0) == len(rows)
+        self.streams = [(request.seed, len(request.tokens)) for request in requests]
         self._budgets = [row.k for row in rows]
-        self.adjust = Adjustments.of(
-            [row.request.sampling_state for row in rows], [row.request.tokens for row in rows]
-        )
+        states = [request.sampling_state for request in requests]
+        self.adjust = Adjustments.of(states, [request.tokens for request in requests])
 
     @cached_property
     def seeds(self) -> torch.Tensor:
@@ -72,7 +72,7 @@ class RowSampling:
 
     def distributions(self) -> SamplingRows:
         """Distributions of every row."""
-        return _distributions(tuple(_options(params) for params in self.params), self.device)
+        return _distributions(tuple([_options(params) for params in self.params]), self.device)
 
     def repeated(self, counts: Sequence[int]) -> SamplingRows:
         """The distribution of row b `counts[b]` times."""
@@ -206,8 +206,19 @@ class RowOutput(NamedTuple):
     index: int  # type: ignore[assignment]  # in place of the tuple's method
     drafted: list[int]
     emitted: list[int]  # accepted tokens and the token after them; empty for a piece of a prompt
-    logits: torch.Tensor  # [len(drafted) + 1, V] raw; [0, V] for a piece of a prompt
-    prompt_logits: torch.Tensor  # [n, V], after the row's `prompt_positions`
+    output: PassOutput
+    own: slice  # of its logits
+    own_prompt: slice  # of its prompt logits
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """[len(drafted) + 1, V] raw; [0, V] for a piece of a prompt. Few rounds need them."""
+        return self.output.logits[self.own]
+
+    @property
+    def prompt_logits(self) -> torch.Tensor:
+        """[n, V], after the row's `prompt_positions`."""
+        return self.output.prompt_logits[self.own_prompt]
 
     @property
     def accepted(self) -> int:
@@ -274,8 +285,9 @@ class Round:
                 index,
                 drafted,
                 emitted[index] if row.samples else [],
-                self.output.logits[begin:end],
-                self.output.prompt_logits[prompt_begin:prompt_end],
+                self.output,
+                slice(begin, end),
+                slice(prompt_begin, prompt_end),
             )
             begin, prompt_begin = end, prompt_end
 

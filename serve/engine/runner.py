@@ -140,7 +140,8 @@ class TargetRunner:
             with self.adapters.of(adapted, len(packed.ids)):
                 output = self._forward(inputs, taps, split)
         count = len(logit_rows) - len(packed.prompt_rows)
-        return PassOutput(output.logits[:count], output.taps, packed.begins, output.logits[count:])
+        logits = output.logits if count == len(logit_rows) else output.logits[:count]
+        return PassOutput(logits, output.taps, packed.begins, output.logits[count:])
 
     def _replayed(self, inputs: PassInputs, taps: Sequence[int]) -> TargetOutput | None:
         return None if self.graphs is None else self.graphs.run(inputs, taps)
@@ -171,7 +172,8 @@ def pass_tensors(inputs: PassInputs, device: torch.device) -> Sequence[torch.Ten
         # Not `torch.tensor`, which takes several times as long.
         numbers = torch.frombuffer(array("q", inputs.ids + inputs.positions), dtype=torch.int64)
         same = (tuple(inputs.lengths), tuple(inputs.logit_rows))
-        return [*numbers.view(2, -1), *(repeated_numbers(each, device) for each in same)]
+        ids, positions = numbers.view(2, -1).unbind()
+        return [ids, positions, *[repeated_numbers(each, device) for each in same]]
     columns = inputs[:4]
     if inputs.late is None:
         return sent(device, *columns)

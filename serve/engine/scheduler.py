@@ -80,7 +80,7 @@ class Scheduler:
     def schedule(self) -> Schedule:
         schedule = Schedule()
         self._decode(schedule)
-        decode_tokens = sum(row.count + row.k for row in schedule.drafting + schedule.sampling)
+        decode_tokens = sum([row.count + row.k for row in schedule.drafting + schedule.sampling])
         # A full decode batch must not starve prompts, so a block of prompt tokens always fits.
         budget = max(self.max_round_tokens - decode_tokens, self.blocks.block_size)
         budget = self._fill(schedule, budget)
@@ -92,9 +92,12 @@ class Scheduler:
         if not deciding:
             return
         for request in deciding:
-            self._end_drafting(request)
+            if request.k > 0:
+                self._end_drafting(request)
         schedule.plan = self._plan(deciding)
-        reading = any(request.prefilling and request.num_output > 0 for request in self.running)
+        reading = len(deciding) < len(self.running) and any(
+            request.prefilling and request.num_output > 0 for request in self.running
+        )
         behind: list[Request] = []
         for request, k in zip(deciding, schedule.plan.ks, strict=True):
             if k > 0 and request.draft.lost_taps:
@@ -145,9 +148,7 @@ class Scheduler:
     def _pending(self) -> int:
         """Prompt tokens that could be fed: k is chosen before it is known what is, because drafts
         take blocks first."""
-        pending = sum(
-            _end(request) - request.cache.computed for request in self.running if request.prefilling
-        )
+        pending = sum([_end(one) - one.cache.computed for one in self.running if one.prefilling])
         if self.waiting and self._slots and self.waiting.head() is not self._blocked:
             head = self.waiting.head()
             pending += _end(head) - (0 if self.prefix is None else self.prefix.num_found(head))

@@ -38,7 +38,7 @@ class Adjustments:
     ) -> Adjustments | None:
         """Adjustments for requests whose tokens are now `texts`; None when no request asks for any:
         then nothing is computed."""
-        if all(state is None for state in states):
+        if states.count(None) == len(states):
             return None
         for state, tokens in zip(states, texts, strict=True):
             if state is not None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.kernels.dispatch import sent
-from draftsmith.serve.sampling.state import SamplingState
+from draftsmith.serve.sampling.state import SamplingState, TokenCounts
 
 NONE = (1.0, 0.0, 0.0)  # penalties that change nothing
 ID_BITS = 32  # of a key
@@ -44,9 +44,9 @@ class Seen(NamedTuple):
         sizes = torch.tensor(_lengths(states))
         values = [NONE if state is None else state.penalties for state in states]
         return [
-            torch.cat([counts.ids + (row << ID_BITS) for row, counts in known]),
-            torch.cat([counts.output for _, counts in known]),
-            torch.cat([counts.prompt for _, counts in known]),
+            torch.cat([counts.ids[counts.order] + (row << ID_BITS) for row, counts in known]),
+            torch.cat([counts.output[counts.order] for _, counts in known]),
+            torch.cat([counts.prompt[counts.order] for _, counts in known]),
             sizes.cumsum(0) - sizes,
             sizes,
             torch.tensor(values, dtype=torch.float64).view(torch.int64).flatten(),
@@ -88,13 +88,9 @@ class Seen(NamedTuple):
         at, room = sent(logits.device, chosen, widths)
         rows = rows[at]
         pairs = self._pairs(rows, drafted[at], room, sum(widths), padded=owners is None)
-        repetition, frequency, presence = self.penalties[rows].to(logits.dtype).T[:, pairs.lines]
-        in_output, output = pairs.output > 0, pairs.output.to(logits.dtype)
+        penalties = self.penalties[rows].to(logits.dtype).T[:, pairs.lines]
         where = (at[pairs.lines], pairs.ids)
-        scores = logits[where]
-        repeated = torch.where(scores < 0, scores * repetition, scores / repetition)
-        scores = torch.where(in_output | pairs.prompt, repeated, scores)
-        logits.index_put_(where, scores - frequency * output - presence * in_output)
+        logits.index_put_(where, _penalised(logits[where], penalties, pairs.output, pairs.prompt))
 
     def _pairs(
         self,
@@ -141,6 +137,65 @@ class Seen(NamedTuple):
         wanted = (rows[:, None] << ID_BITS) + drafted
         at = torch.searchsorted(self.keys, wanted).clamp(max=len(self.keys) - 1)
         return at, self.keys[at] == wanted
+
+
+class CountedTexts(NamedTuple):
+    """Penalties on a CPU, row by row: what no request of a row has asked for costs nothing."""
+
+    states: Sequence[SamplingState | None]
+
+    @classmethod
+    def of(cls, states: Sequence[SamplingState | None]) -> CountedTexts | None:
+        """None where no request has a penalty."""
+        return cls(states) if any(_lengths(states)) else None
+
+    def penalise(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        drafted: torch.Tensor,
+        owners: Sequence[int] | None,
+    ) -> None:
+        """As `Seen.penalise`, with the same bits."""
+        owners = rows.tolist() if owners is None else owners
+        for row, owner in enumerate(owners):
+            state = self.states[owner]
+            if state is not None and state.counts is not None:
+                prefix = [token for token in drafted[row].tolist() if token >= 0]
+                ids, output, prompt = _counts_behind(state.counts, prefix)
+                # As tensors, since numbers of Python are not rounded to the type of the logits.
+                penalties = torch.tensor(state.penalties, dtype=torch.float64).to(logits.dtype)
+                scores = logits[row]
+                found = _penalised(scores.index_select(0, ids), penalties, output, prompt)
+                scores.index_copy_(0, ids, found)
+
+
+def _counts_behind(
+    counts: TokenCounts, prefix: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(tokens, how often in the output, whether in the prompt) of a text behind drafted tokens."""
+    ids, output, prompt = counts.ids, counts.output, counts.prompt
+    if not prefix:
+        return ids, output, prompt
+    if fresh := [token for token in dict.fromkeys(prefix) if token not in counts.places]:
+        ids = torch.cat([ids, torch.tensor(fresh)])
+        prompt = torch.cat([prompt, prompt.new_zeros(len(fresh))])
+    added = {token: len(counts.places) + number for number, token in enumerate(fresh)}
+    at = torch.tensor([added[one] if one in added else counts.places[one] for one in prefix])
+    output = torch.cat([output, output.new_zeros(len(fresh))])
+    return ids, output.index_add_(0, at, torch.ones_like(at)), prompt
+
+
+def _penalised(
+    scores: torch.Tensor, penalties: torch.Tensor, output: torch.Tensor, prompt: torch.Tensor
+) -> torch.Tensor:
+    """`scores` [N] of tokens that stand `output` [N] times in the output, and in the prompt or not;
+    `penalties` [3] or [3, N]."""
+    repetition, frequency, presence = penalties.unbind()
+    in_output = output > 0
+    repeated = torch.where(scores < 0, scores * repetition, scores / repetition)
+    scores = torch.where(in_output | prompt, repeated, scores)
+    return scores - frequency * output.to(scores.dtype) - presence * in_output
 
 
 class _Pairs(NamedTuple):

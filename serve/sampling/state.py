@@ -3,6 +3,7 @@ they depend on."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,37 +18,44 @@ from draftsmith.serve.sampling.request_errors import is_own, sentence
 
 
 class TokenCounts:
-    """U distinct tokens of a text, ascending, in tensors of the host; penalties read these, never
+    """U distinct tokens of a text as they came, in tensors of the host; penalties read these, never
     the whole vocabulary."""
 
     def __init__(self, num_prompt: int):
         self.num_prompt = num_prompt
+        self.places: dict[int, int] = {}  # of each token in the tensors
         self.ids = torch.zeros(0, dtype=torch.int64)  # [U]
         self.output = torch.zeros(0, dtype=torch.int64)  # [U] how often in the output
-        self.prompt = torch.zeros(0, dtype=torch.int64)  # [U] how often in the prompt
+        self.prompt = torch.zeros(0, dtype=torch.bool)  # [U] whether in the prompt
         self._counted = 0
+        self._order: torch.Tensor | None = None
 
     def follow(self, tokens: Sequence[int]) -> None:
         """`tokens`, the prompt and the output, have grown."""
         begin, self._counted = self._counted, len(tokens)
-        if begin == len(tokens):
-            return
-        new = torch.tensor(tokens[begin:])
-        self._make_room(new.unique())
-        at = torch.searchsorted(self.ids, new)
+        new = tokens[begin:]
+        if fresh := [token for token in dict.fromkeys(new) if token not in self.places]:
+            self._make_room(fresh)
+        at = torch.tensor([self.places[token] for token in new], dtype=torch.int64)
         in_prompt = max(self.num_prompt - begin, 0)
-        for counts, part in ((self.prompt, at[:in_prompt]), (self.output, at[in_prompt:])):
-            counts.index_add_(0, part, torch.ones_like(part))
+        self.prompt.index_fill_(0, at[:in_prompt], True)
+        self.output.index_add_(0, at[in_prompt:], torch.ones_like(at[in_prompt:]))
 
-    def _make_room(self, tokens: torch.Tensor) -> None:
-        """Place for those of `tokens`, distinct and ascending, that have none."""
-        fresh = tokens[~torch.isin(tokens, self.ids, assume_unique=True)]
-        if len(fresh):
-            self.ids, order = torch.cat([self.ids, fresh]).sort()
-            self.output, self.prompt = (
-                torch.cat([part, part.new_zeros(len(fresh))])[order]
-                for part in (self.output, self.prompt)
-            )
+    def _make_room(self, fresh: Sequence[int]) -> None:
+        """Place for distinct tokens that have none."""
+        self.places.update(zip(fresh, itertools.count(len(self.places))))
+        self.ids = torch.cat([self.ids, torch.tensor(fresh)])
+        self.output, self.prompt = (
+            torch.cat([part, part.new_zeros(len(fresh))]) for part in (self.output, self.prompt)
+        )
+        self._order = None
+
+    @property
+    def order(self) -> torch.Tensor:
+        """[U] places of the tokens, ascending by token."""
+        if self._order is None:
+            self._order = self.ids.argsort()
+        return self._order
 
 
 log = logging.getLogger(__name__)

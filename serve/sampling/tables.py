@@ -14,30 +14,33 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.kernels.dispatch import sent
-from draftsmith.serve.sampling.penalties import Seen
+from draftsmith.kernels.dispatch import reads_freely, sent
+from draftsmith.serve.sampling.penalties import CountedTexts, Seen
 from draftsmith.serve.sampling.state import SamplingState
 
 
 class AdjustmentTables(NamedTuple):
     """None: no request asks for it."""
 
-    bias_ids: torch.Tensor | None  # [B, n]
-    bias_values: torch.Tensor | None  # [B, n] float64
-    seen: Seen | None
-    single: torch.Tensor | None  # [B, n] tokens that bad words of one token ban
-    has_single: torch.Tensor | None  # [B] bool
-    ends: torch.Tensor | None  # [B, n] tokens that end an answer
-    least: torch.Tensor | None  # [B] tokens that must still come before these
-    allowed: torch.Tensor | None  # [B] which of `forbidden`
-    forbidden: torch.Tensor | None  # [n, V] bool, the first all False
-    failed: torch.Tensor | None  # [B] bool: no token is left
+    bias_ids: torch.Tensor | None = None  # [B, n]
+    bias_values: torch.Tensor | None = None  # [B, n] float64
+    seen: Seen | CountedTexts | None = None
+    single: torch.Tensor | None = None  # [B, n] tokens that bad words of one token ban
+    has_single: torch.Tensor | None = None  # [B] bool
+    ends: torch.Tensor | None = None  # [B, n] tokens that end an answer
+    least: torch.Tensor | None = None  # [B] tokens that must still come before these
+    allowed: torch.Tensor | None = None  # [B] which of `forbidden`
+    forbidden: torch.Tensor | None = None  # [n, V] bool, the first all False
+    failed: torch.Tensor | None = None  # [B] bool: no token is left
 
     @classmethod
     def of(cls, states: Sequence[SamplingState | None], device: torch.device) -> AdjustmentTables:
         """Tables of requests in their order, by one upload."""
-        columns: list[list[list[int]] | torch.Tensor] = []
+        on_host = reads_freely(device)
         known = [state for state in states if state is not None]
+        if on_host and not any(map(_needs_table, known)):
+            return cls(seen=CountedTexts.of(states))
+        columns: list[list[list[int]] | torch.Tensor] = []
         biases = [[] if state is None else list(state.params.logit_bias) for state in states]
         single = [[] if state is None else state.single for state in states]
         # A list without tokens is padded with token 0, which must not be banned.
@@ -58,7 +61,7 @@ class AdjustmentTables(NamedTuple):
                                          for state in states])],
             [[int(one)] for one in failed],
         ]  # fmt: skip
-        penalised = Seen.columns(states)
+        penalised = [] if on_host else Seen.columns(states)
         flat = sent(device, *(_flat(column) for column in columns), *penalised)
         parts = [one.view(len(states), -1) for one in flat[: len(columns)]]
         bias_ids, bias_values, words, num_words, ends, left, allowed, broken = parts
@@ -66,7 +69,7 @@ class AdjustmentTables(NamedTuple):
         return cls(
             bias_ids if bias_ids.shape[1] else None,
             bias_values.view(torch.float64) if bias_ids.shape[1] else None,
-            Seen.of(flat[len(columns) :], states),
+            CountedTexts.of(states) if on_host else Seen.of(flat[len(columns) :], states),
             words if words.shape[1] else None,
             num_words[:, 0] > 0 if words.shape[1] else None,
             ends if has_ends else None,
@@ -109,6 +112,12 @@ class AdjustmentTables(NamedTuple):
             logits.masked_fill_(self.forbidden[self.allowed[rows]], -math.inf)
         if self.failed is not None:
             logits.masked_fill_(self.failed[rows][:, None], -math.inf)
+
+
+def _needs_table(state: SamplingState) -> bool:
+    """True where the request asks for anything but penalties."""
+    asked = state.params.logit_bias or state.single or state.forbidden is not None or state.error
+    return bool(asked) or (bool(state.ends) and state.least_left > 0)
 
 
 def _ban(logits: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor) -> None:

@@ -50,5 +50,6 @@ def test_every_phase_is_told_without_a_server_and_over_http(
     for row in rows:
         assert row["loop"] > 0 or not Path("/proc/self/schedstat").exists()
         assert (row["draft"] > 0) == (row["http draft"] > 0) == (row["label"] == "eagle3")
+        assert row["calls"] > 0
         assert sum(row[name] for name in PHASES) < 1.5 * row["round"] and row["http"] > 0
         assert row["tokens"] == 1.0 if row["label"] == "no draft" else row["tokens"] >= 1.0

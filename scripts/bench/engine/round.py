@@ -8,11 +8,13 @@ import json
 import os
 import re
 import statistics
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
+from types import FrameType
 from typing import Any
 
 import httpx
@@ -55,6 +57,28 @@ def inside(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams)
     return {name: 1e3 * statistics.median(values) for name, values in phases.items()} | {
         "tokens": statistics.mean(tokens) / len(prompts)
     }
+
+
+def calls(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> int:
+    """Python functions that a round calls in which all prompts decode: as many on a loaded machine
+    as on a quiet one."""
+    requests = [engine.submit(prompt, params) for prompt in prompts]
+    while any(request.num_output < 2 for request in requests):
+        engine.step()
+    count = 0
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(note)
+    try:
+        engine.step()
+    finally:
+        sys.setprofile(None)
+    for request in requests:
+        engine.cancel(request)
+    return count
 
 
 def over_http(
@@ -130,6 +154,7 @@ def measure(target: Path, draft: Path | None, options: argparse.Namespace) -> li
                         | over_http(server, prompts[:streams], body)
                     )
                 row = {name: statistics.median(one[name] for one in found[1:]) for name in found[0]}
+                row["calls"] = calls(engine, ids[:streams], params)
                 label = "no draft" if draft is None else draft.name
                 rows.append({"label": label, "temperature": temperature, "streams": streams} | row)
                 print(line(rows[-1]), flush=True)
@@ -140,6 +165,7 @@ def line(row: Row) -> str:
     cells = [row["label"], f"{row['temperature']:g}", str(row["streams"]), f"{row['tokens']:.2f}"]
     cells += [f"{row[name]:.2f}" for name in (*PHASES, "round", "http")]
     cells += [f"{row['http'] - row['round']:.2f}", f"{row['loop']:.3f}" if "loop" in row else "-"]
+    cells.append(str(row["calls"]))
     return "| " + " | ".join(cells) + " |"
 
 
@@ -166,10 +192,10 @@ def main() -> None:
     load_before = os.getloadavg()[0]
     print(
         "| draft | T | streams | tokens | "
-        + " | ".join([*PHASES, "engine", "over HTTP", "HTTP adds", "loop, a chunk"])
+        + " | ".join([*PHASES, "engine", "over HTTP", "HTTP adds", "loop, a chunk", "calls"])
         + " |"
     )
-    print("|" + "---|" * 12, flush=True)
+    print("|" + "---|" * 13, flush=True)
     rows: list[Row] = []
     for draft in (None, options.draft or options.run / "eagle3"):
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:

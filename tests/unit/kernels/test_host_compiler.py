@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.kernels import host_compiler
-from draftsmith.kernels.host_compiler import COMPILERS, compiled
+from draftsmith.kernels.host_compiler import COMPILERS, HEADER, compiled
 
 SOURCE = 'extern "C" int answer() { return 40 + 2; }\n'
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C++ compiler")
@@ -30,6 +30,15 @@ def answer(source: Path) -> int:
     library = compiled(source)
     assert library is not None
     return library.answer()
+
+
+def test_a_region_of_one_thread_is_a_plain_loop() -> None:
+    """OpenMP's makes a system call. A source that has a region of its own makes one a call."""
+    sources = list(HEADER.parent.rglob("*_cpu.cpp"))
+    own = [source.name for source in sources if "#pragma omp" in source.read_text()]
+    assert len(sources) > 5 and own == []
+    header = HEADER.read_text()
+    assert header.count("#pragma omp") == header.count("if (threads <= 1 || count <= 1)") == 2
 
 
 @needs_compiler

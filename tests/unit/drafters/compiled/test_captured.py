@@ -197,6 +197,8 @@ def test_what_a_rewrite_leaves_of_a_llama(tiny_target, dtype, compiler, monkeypa
     assert not any("linear" in name or "_to_copy" in name for name in names)
     most = 31 if compiler else 38 + 9 * narrow
     assert sum(names.values()) <= most * layers + 20
+    head = [node for node in target._captured.head.graph.nodes if node.op == "call_function"]
+    assert [node.target.__name__ for node in head] == ["multiply", "getitem"]
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import torch
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
+from draftsmith.kernels.forward.row_steps import row_steps
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, g_test
 from draftsmith.serve.config import EngineConfig
@@ -18,6 +19,7 @@ from draftsmith.serve.engine.scheduler import Row
 from draftsmith.serve.engine.verify import verify_round
 from draftsmith.serve.requests.request import FinishReason, Request, Update
 from draftsmith.serve.sampling.params import SamplingParams
+from scripts.bench.engine.round import calls
 
 PROMPT = [5, 60, 7, 200, 9, 33]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -201,6 +203,16 @@ def test_a_seeded_request_is_the_same_in_any_company(
         engine.step()
     assert request.output == alone
     assert all(other.finish_reason is FinishReason.LENGTH for other in others)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_round_without_drafts_calls_few_functions(temperature: float, target: Target) -> None:
+    """A third of a small model's round is Python."""
+    if row_steps(torch.float32) is None:
+        pytest.skip("there is no C++ compiler, so a pass is many calls")
+    engine = build_engine(target, None, EngineConfig())
+    params = SamplingParams(temperature=temperature, max_tokens=12, ignore_eos=True)
+    assert calls(engine, [PROMPT], params) <= 240
 
 
 def test_unseeded_requests_differ(target: Target) -> None:

@@ -26,7 +26,7 @@ from draftsmith.serve.requests.request import Request, RequestOptions, Update
 from draftsmith.serve.sampling.adjustments import Adjustments
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.sampling.params import SamplingParams
-from draftsmith.serve.sampling.penalties import Seen
+from draftsmith.serve.sampling.penalties import CountedTexts
 
 PROMPT = [40, 41, 42, 40]
 LENGTH = 4  # tokens looked at
@@ -256,7 +256,7 @@ def test_a_penalty_left_out_is_caught(
     target: Target, drafter: DraftLm, adjusted: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     distribution = enumerated(target, PENALTIES, adjusted)
-    monkeypatch.setattr(Seen, "penalise", lambda self, *given: None)
+    monkeypatch.setattr(CountedTexts, "penalise", lambda self, *given: None)
     assert fit(target, drafter, CONFIG, PENALTIES, distribution).p_value < FALSE_ALARM
 
 

@@ -17,10 +17,9 @@ from transformers import NoRepeatNGramLogitsProcessor
 from draftsmith.errors import UserError
 from draftsmith.serve.sampling.adjustments import Adjustments, chain_prefixes, tree_prefixes
 from draftsmith.serve.sampling.params import SamplingParams, check_vocabulary
-from draftsmith.serve.sampling.penalties import Seen
+from draftsmith.serve.sampling.penalties import CountedTexts, Seen
 from draftsmith.serve.sampling.processors import check_processors
 from draftsmith.serve.sampling.state import SamplingState
-from draftsmith.serve.sampling.tables import AdjustmentTables
 
 VOCAB = 12
 EOS = (0,)
@@ -123,16 +122,19 @@ def test_rows_that_the_host_has_not_are_penalised_alike() -> None:
     """As drafting on a device has them; a text that is shorter, and one without a penalty."""
     asked = SamplingParams(frequency_penalty=1.0, repetition_penalty=1.5, presence_penalty=0.3)
     adjust = batch(
-        (asked, [1, 2, 3, 4], [5, 6]), (SamplingParams(min_tokens=1), [1], [7]), (asked, [3], [7])
+        (asked, [4, 2, 3, 1], [6, 1]), (SamplingParams(min_tokens=1), [1], [7]), (asked, [3], [7])
     )
     owners = [0, 1, 2, 2, 0]
     rows, logits = torch.tensor(owners), torch.randn(5, VOCAB)
     drafted = torch.tensor([[7, 3, 7], [7, 7, 1], [7, 2, -1], [-1, -1, -1], [9, 6, -1]])
-    tables = AdjustmentTables.of(adjust.states, CPU)
-    found, expected = logits.clone(), logits.clone()
-    tables.apply(found, rows, drafted, None)
-    tables.apply(expected, rows, drafted, owners)
-    assert torch.equal(found, expected) and not torch.equal(found, logits)
+    seen = Seen.of(Seen.columns(adjust.states), adjust.states)
+    assert seen is not None
+    of_none, of_owners, expected = (logits.clone() for _ in range(3))
+    seen.penalise(of_none, rows, drafted, None)
+    seen.penalise(of_owners, rows, drafted, owners)
+    CountedTexts(adjust.states).penalise(expected, rows, drafted, owners)
+    assert torch.equal(of_none, expected) and torch.equal(of_owners, expected)
+    assert not torch.equal(expected, logits)
 
 
 def test_a_pair_of_a_row_and_a_token_has_the_same_counts_wherever_it_stands() -> None:
