@@ -220,7 +220,8 @@ class CausalLM:
         if self._captured is None or torch.is_grad_enabled():
             return _joined(self.own_paged(input_ids, positions, context, taps), taps)
         found = self._captured.body(input_ids, positions, attention_context=context)
-        return _joined({FINAL: found[0], **{tap: found[1 + tap] for tap in taps}}, taps)
+        joined = torch.cat([found[1 + tap] for tap in taps], dim=-1) if taps else None
+        return States(found[0], joined)
 
     def own_paged(
         self,

@@ -29,6 +29,7 @@ from draftsmith.serve.engine.scheduler import Row, Scheduler
 from draftsmith.serve.engine.trees import collapse_to_chain, move_kept
 from draftsmith.serve.engine.verify import ChainRule, decides_late, verify_round
 from draftsmith.serve.requests.input_processor import InputProcessor
+from draftsmith.serve.requests.kept_taps import wants_taps
 from draftsmith.serve.requests.request import (
     DEFAULT_OPTIONS,
     Completion,
@@ -277,7 +278,8 @@ class Engine:
 
     def _run(self, round: Round) -> None:
         with self.stats.phase("verify"):
-            taps = self.proposer.taps if any(row.request.k > 0 for row in round.rows) else ()
+            wanted = any(wants_taps(row.request) for row in round.rows)
+            taps = self.proposer.taps if wanted else ()
             round.output = self.runner.run(
                 round.rows, round.chains, round.tables, taps, round.tree, round.late_tokens
             )
