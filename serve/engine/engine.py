@@ -322,7 +322,7 @@ class Engine:
         """Give the controls the cost and the acceptance of the round."""
         if round.schedule.num_deciding:
             self.stats.rounds_by_k[round.planned_k] += 1
-            if self.scheduler.control.learns and round.as_planned:
+            if self.scheduler.control.learns and not round.at_rest and round.as_planned:
                 accepted = round.counted_acceptance()
                 seconds = time.perf_counter() - round.begun_s
                 self.scheduler.control.observe(_result(round, accepted, seconds))

@@ -252,6 +252,12 @@ class Round:
         return self.proposal.as_planned
 
     @property
+    def at_rest(self) -> bool:
+        """True when its control chose nothing and is to learn nothing from it."""
+        plan = self.schedule.plan
+        return plan is not None and plan.at_rest
+
+    @property
     def planned_k(self) -> int:
         return max((row.k for row in self.schedule.drafting), default=0)
 
