@@ -80,14 +80,18 @@ class Committer:
 
     def _share_taps(self, round: Round) -> None:
         """Keep the taps of a round whose rows read a token each and drafted nothing."""
-        taps = round.output.taps
-        if taps is None or round.proposal is not None or len(taps) != len(round.rows):
+        taps, every, late = round.output.taps, round.output.every, round.late_taps
+        alone = taps is not None and round.proposal is None and len(taps) == len(round.rows)
+        if not late and not alone:
             self._shared = None
             return
         requests = [row.request for row in round.rows]
         if self._shared is None or not self._shared.are_of(requests):
             self._shared = SharedTaps(requests)
-        self._shared.passes.append(taps)
+        if taps is not None:
+            self._shared.add(taps)
+        elif every is not None:
+            self._shared.add_late(every, late)
 
     def _commit_row(
         self,

@@ -12,37 +12,69 @@ if TYPE_CHECKING:
     import torch
 
 
+MOST_LATE = 16  # passes with all their states, of which taps are a part
+
+
 class SharedTaps:
     """Taps of passes that follow each other with the same rows, which read a token each. A pass is
     kept once for all rows, as it came, and taken apart where a draft reads it."""
 
     def __init__(self, requests: Sequence[Request]):
         self._drafts = _drafts(requests)
-        self.passes: list[torch.Tensor] = []  # [B, width] each
+        self._joined: list[torch.Tensor] = []  # [B, width] each
+        self._late: list[Sequence[torch.Tensor]] = []  # [1, B, H] each, after those joined
+        self._taps: tuple[int, ...] = ()  # of `_late`
         for index, request in enumerate(requests):
             if _reads(request):
-                request.draft.taps.append(RowTaps(self.passes, index))
+                request.draft.taps.append(RowTaps(self, index))
 
     def are_of(self, requests: Sequence[Request]) -> bool:
         """True when these are the rows, none of which has started again."""
         return _drafts(requests) == self._drafts
 
+    def __len__(self) -> int:
+        return len(self._joined) + len(self._late)
+
+    def add(self, taps: torch.Tensor) -> None:
+        """Keep a pass [B, width]."""
+        self.passes().append(taps)
+
+    def add_late(self, states: Sequence[torch.Tensor], taps: tuple[int, ...]) -> None:
+        """Keep a pass whose taps are still to be joined of its `states`, by 1 + raw id."""
+        self._late.append(states)
+        self._taps = taps
+        if len(self._late) == MOST_LATE:
+            self.passes()
+
+    def passes(self) -> list[torch.Tensor]:
+        """All passes, joined."""
+        if self._late:
+            import torch
+
+            parts = [
+                torch.cat([states[1 + tap] for states in self._late]) for tap in self._taps
+            ]  # [passes, B, H] each
+            self._joined.extend(torch.cat(parts, dim=-1).unbind())
+            self._late = []
+        return self._joined
+
 
 class RowTaps:
-    """Taps of one row of `passes`, in their order."""
+    """Taps of one row of shared passes, in their order."""
 
-    def __init__(self, passes: list[torch.Tensor], row: int):
-        self._passes, self._row = passes, row
+    def __init__(self, shared: SharedTaps, row: int):
+        self._shared, self._row = shared, row
 
     def __len__(self) -> int:
-        return len(self._passes)
+        return len(self._shared)
 
     def __getitem__(self, wanted: slice) -> torch.Tensor:
         """[n, width]"""
         import torch
 
-        pieces = [one[self._row : self._row + 1] for one in self._passes[wanted]]
-        return torch.cat(pieces) if pieces else self._passes[0][:0]
+        passes = self._shared.passes()
+        pieces = [one[self._row : self._row + 1] for one in passes[wanted]]
+        return torch.cat(pieces) if pieces else passes[0][:0]
 
 
 def _drafts(requests: Sequence[Request]) -> list[DraftState]:

@@ -21,12 +21,22 @@ def kept(one: Request) -> list[float]:
     return [row[0] for piece in one.draft.taps for row in piece[:].tolist()]
 
 
+def passed(shared: SharedTaps, taps: torch.Tensor, *, late: bool) -> None:
+    """Add a pass of two taps, raw 1 and 3 of all states."""
+    if not late:
+        shared.add(taps)
+        return
+    first, second = taps[None].float().split(1, dim=-1)
+    other = torch.full_like(first, -1.0)
+    shared.add_late([other, other, first, other, second], (1, 3))
+
+
 def test_passes_that_are_shared_give_each_row_its_own_taps() -> None:
     rows = [request("a"), request("b", k=0), request("c")]
     rows[2].draft.lost_taps = True
     shared = SharedTaps(rows)
     for position in range(5):
-        shared.passes.append(torch.tensor([[position, 1], [10 + position, 1], [20 + position, 1]]))
+        shared.add(torch.tensor([[position, 1], [10 + position, 1], [20 + position, 1]]))
     assert kept(rows[0]) == [0, 1, 2, 3, 4]
     assert rows[1].draft.taps == rows[2].draft.taps == []
     assert rows[0].draft.taps[0][1:3].tolist() == [[1, 1], [2, 1]]
@@ -50,7 +60,9 @@ def test_kept_taps_are_those_of_the_positions_that_are_not_cached() -> None:
         if chance.random() < 0.6:
             if shared is None or not shared.are_of(rows):
                 shared = SharedTaps(rows)
-            shared.passes.append(torch.tensor([[float(end), 0] for end in ends]))
+            passed(
+                shared, torch.tensor([[float(end), 0] for end in ends]), late=chance.random() < 0.7
+            )
             ends = [end + 1 for end in ends]
         else:
             shared = None
