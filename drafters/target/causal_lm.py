@@ -65,6 +65,8 @@ class States:
 
     final: torch.Tensor  # [B, T, H], what the head multiplies
     taps: torch.Tensor | None  # [B, T, n * H] in the order asked for; None when none were
+    # of a captured pass, by 1 + raw id: `FINAL`, 0, ..., L, [B, T, H] each
+    every: Sequence[torch.Tensor] | None = None
 
 
 class CausalLM:
@@ -220,7 +222,8 @@ class CausalLM:
         if self._captured is None or torch.is_grad_enabled():
             return _joined(self.own_paged(input_ids, positions, context, taps), taps)
         found = self._captured.body(input_ids, positions, attention_context=context)
-        return _joined({FINAL: found[0], **{tap: found[1 + tap] for tap in taps}}, taps)
+        joined = torch.cat([found[1 + tap] for tap in taps], dim=-1) if taps else None
+        return States(found[0], joined, found)
 
     def own_paged(
         self,

@@ -39,6 +39,7 @@ FIRST = 64
 class TargetOutput:
     logits: torch.Tensor  # [R, V] float32, of the rows asked for
     taps: torch.Tensor | None  # [T, n * H] of every token
+    every: Sequence[torch.Tensor] | None = None  # as `States` has it
 
 
 class Target(CausalLM):
@@ -139,7 +140,7 @@ class Target(CausalLM):
         if not len(rows) == len(logit_rows) == 1:  # to pick is dear on a CPU
             rows = rows[logit_rows]
         logits = super().head(rows).float()
-        return TargetOutput(logits, None if states.taps is None else states.taps[0])
+        return TargetOutput(logits, None if states.taps is None else states.taps[0], states.every)
 
     @torch.no_grad()
     def states(

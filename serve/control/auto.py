@@ -21,10 +21,20 @@ from draftsmith.serve.control.control import (
     RowBudget,
     RowResult,
 )
-from draftsmith.serve.control.latency import PROBE_ROUNDS, Bucket, LatencyTable, bucket_of
+from draftsmith.serve.control.latency import (
+    PROBE_ROUNDS,
+    TOGETHER,
+    Bucket,
+    LatencyTable,
+    bucket_of,
+)
 from draftsmith.serve.control.survival import Survival
 
 EARLY, LATE = 4, 32  # rounds of a bucket between two decisions: after a change, and long after
+# Time without drafts between two decisions, long after a change. Rounds that are so short that more
+# than `LATE` of them go into it rest for it: what a choice takes each round is a share of them that
+# can be seen.
+REST_S = 0.2
 # Least relative gain in tokens per second for a change of k.
 GAIN_WANTED = 0.02
 HORIZON = 75, 600  # rounds that a better k is thought to be of use for, at first and at most
@@ -43,6 +53,8 @@ class _State:
     decided: int = 0  # round of the last decision
     due: int = 0  # round of the next decision
     pause: int = EARLY  # rounds between two decisions
+    rest: int = 0  # rounds before the next one that is chosen for and measured
+    rested: bool = False  # since k last changed: a probe that brings nothing ends in rest
     request_class: str = ""  # of the first row at the last one
     probe: int | None = None  # k in place of the chosen one, until `due`
     last: int = 0  # round after which the probe ends in any case
@@ -111,7 +123,19 @@ class AutoControl:
         self._buckets: dict[Bucket, _State] = {}
         self._decided = self._fed = 0.0  # fading sums: tokens decided, prompt tokens fed
         self._undrafted = 0  # rounds since one that drafted
+        self._rested_rows = self._rested_tokens = 0  # of rounds at rest since one that was measured
         self._late: deque[_Late] = deque(maxlen=8)
+
+    def rests(self, request_class: str, num_rows: int, num_tokens: int) -> bool:
+        bucket = self._buckets.get(bucket_of(num_rows, num_tokens))
+        if bucket is None or bucket.rest == 0 or bucket.request_class != request_class:
+            return False
+        bucket.rest -= 1
+        bucket.rounds += 1
+        self._undrafted += 1
+        self._rested_rows += num_rows
+        self._rested_tokens += num_tokens
+        return True
 
     def choose(self, budgets: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
         deepest = min(max((budget.most for budget in budgets), default=0), MAX_AUTO_K)
@@ -147,6 +171,8 @@ class AutoControl:
 
     def new_draft(self) -> None:
         self.survival.doubt(0.05)
+        for bucket in self._buckets.values():
+            bucket.rest, bucket.due, bucket.rested = 0, 0, False
 
     def _state(self, number: Bucket) -> _State:
         found = self._buckets.get(number)
@@ -156,10 +182,13 @@ class AutoControl:
 
     def _note_prompts(self, result: RoundResult) -> None:
         """Count what a draft has to read for each token decided."""
-        tokens = result.num_rows + sum(map(self._kept, result.offers))
+        rows = result.num_rows + self._rested_rows
+        tokens = rows + sum(map(self._kept, result.offers))
         fade = max(0.0, 1.0 - tokens / MEMORY)
         self._decided = fade * self._decided + tokens
-        self._fed = fade * self._fed + max(0, result.num_tokens - result.num_rows)
+        fed = result.num_tokens + self._rested_tokens - rows
+        self._fed = fade * self._fed + max(0, fed)
+        self._rested_rows = self._rested_tokens = 0
 
     def _kept(self, row: RowResult) -> float:
         """Accepted drafts of a row; as many as are expected where they may not be counted."""
@@ -195,7 +224,7 @@ class AutoControl:
         if self.latency.compared(load.number) and (
             rates[best] > (1.0 + GAIN_WANTED) * rates[bucket.k]
         ):
-            bucket.k, bucket.pause = best, EARLY
+            bucket.k, bucket.pause, bucket.rested = best, EARLY, False
             bucket.due = bucket.rounds + EARLY
         if not self.latency.measured(load.number, bucket.k):
             bucket.due = bucket.rounds + 2
@@ -208,12 +237,21 @@ class AutoControl:
         k = max(worth, key=worth.__getitem__, default=bucket.k)
         if k == bucket.k or worth[k] <= 0.0:
             bucket.tried.clear()
+            if bucket.k == 0 and (bucket.pause == LATE or bucket.rested):
+                self._rest(bucket, load)
         else:
             bucket.tried.add(k)
             bucket.probe, bucket.pause = k, EARLY
             # The first round of a kind is not measured.
             bucket.due = bucket.rounds + PROBE_ROUNDS + (not self.latency.measured(load.number, k))
             bucket.last = bucket.due + PROBE_ROUNDS  # as many again where text is read late
+
+    def _rest(self, bucket: _State, load: _Load) -> None:
+        """Draft nothing for `REST_S`, and measure the last rounds of it."""
+        rounds = int(REST_S / self.latency.seconds(load.number, 0))
+        if rounds > LATE:
+            bucket.rest, bucket.rested = rounds - TOGETHER, True
+            bucket.due = bucket.rounds + rounds
 
     def _worth(self, bucket: _State, load: _Load, forecast: _Forecast, k: int) -> float:
         """Rounds that a probe of k may save, less those that it costs."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -43,6 +44,14 @@ class RoundPlan:
     # A row's drafts end where the drafter itself thinks them less likely to be kept, all of them,
     # than this; see DraftInputs.
     least_survival: float = field(default=0.0, kw_only=True)
+    # k = 0 for every row, chosen without a look at them; `observe` is not called
+    at_rest: bool = field(default=False, kw_only=True)
+
+
+@lru_cache(maxsize=512)
+def rest_plan(num_rows: int) -> RoundPlan:
+    """Plan of a round at rest."""
+    return RoundPlan([0] * num_rows, at_rest=True)
 
 
 class RoundResult(NamedTuple):
@@ -61,6 +70,12 @@ class RoundResult(NamedTuple):
 class Control(Protocol):
     learns: bool  # False: `observe` need not be called
 
+    def rests(self, request_class: str, num_rows: int, num_tokens: int) -> bool:
+        """True when a round of this load, whose first row is of `request_class`, goes by
+        `rest_plan` in place of `choose`: nothing has drafted for long, and what choosing and
+        observing take is more than they may bring. Called once a round."""
+        ...
+
     def choose(self, budgets: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
         """The k of each row; `num_tokens` known tokens are expected in the pass."""
         ...
@@ -78,6 +93,9 @@ class FixedControl:
     """Every request drafts its own k. What overrides `observe` also says that it learns."""
 
     learns = False
+
+    def rests(self, request_class: str, num_rows: int, num_tokens: int) -> bool:
+        return False
 
     def choose(self, budgets: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
         return RoundPlan([budget.most for budget in budgets])

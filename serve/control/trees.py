@@ -53,6 +53,9 @@ class TreeControl:
         self._control = AutoControl(start=1)
         self._control.survival = _Heights(depth)
 
+    def rests(self, request_class: str, num_rows: int, num_tokens: int) -> bool:
+        return self._control.rests(request_class, num_rows, num_tokens)
+
     def choose(self, budgets: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
         chosen = self._control.choose(
             [budget._replace(most=min(budget.most, 1)) for budget in budgets], num_tokens

@@ -18,11 +18,12 @@ from draftsmith.serve.engine.output import (
     no_logprobs,
     token_logprobs,
 )
-from draftsmith.serve.engine.propose import Proposer, keep_taps
+from draftsmith.serve.engine.propose import Proposer
 from draftsmith.serve.engine.recorder import Recorder
 from draftsmith.serve.engine.round import OnRound, Round, RowOutput
 from draftsmith.serve.engine.runner import state_read
 from draftsmith.serve.engine.scheduler import Scheduler
+from draftsmith.serve.requests.kept_taps import SharedTaps, keep_taps
 from draftsmith.serve.requests.request import FinishReason, Request
 from draftsmith.serve.sampling.request_errors import is_own
 from draftsmith.serve.stats import EngineStats
@@ -61,9 +62,11 @@ class Committer:
         self.overlaps, self.state_layers = overlaps, state_layers
         # Called with (request, drafted tokens, number accepted, committed tokens) after each round.
         self.on_round: OnRound | None = None
+        self._shared: SharedTaps | None = None  # those of the latest rounds
 
     def commit(self, round: Round) -> None:
         now_s = time.monotonic()
+        self._share_taps(round)
         for row in round.row_outputs():
             try:
                 self._commit_row(round, row, now_s)
@@ -74,6 +77,21 @@ class Committer:
             self._end_failed()
         else:
             self.emit()
+
+    def _share_taps(self, round: Round) -> None:
+        """Keep the taps of a round whose rows read a token each and drafted nothing."""
+        taps, every, late = round.output.taps, round.output.every, round.late_taps
+        alone = taps is not None and round.proposal is None and len(taps) == len(round.rows)
+        if not late and not alone:
+            self._shared = None
+            return
+        requests = [row.request for row in round.rows]
+        if self._shared is None or not self._shared.are_of(requests):
+            self._shared = SharedTaps(requests)
+        if taps is not None:
+            self._shared.add(taps)
+        elif every is not None:
+            self._shared.add_late(every, late)
 
     def _commit_row(
         self,
@@ -125,7 +143,7 @@ class Committer:
             state_read(self.state_layers, row.row, len(row.drafted)).verified(row.accepted)
         if request.k > 0 and round.output.taps is not None:
             begin = round.output.begins[row.index] + again
-            if not request.draft.lost_taps:
+            if self._shared is None:
                 keep_taps(request, round.output.taps, begin, count - again)
             if request.recording.tap_log is not None:
                 states = round.output.taps[begin : begin + count - again]

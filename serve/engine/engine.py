@@ -23,12 +23,20 @@ from draftsmith.serve.engine.commit import Committer
 from draftsmith.serve.engine.output import OutputQueue
 from draftsmith.serve.engine.propose import Proposer
 from draftsmith.serve.engine.recorder import Recorder
-from draftsmith.serve.engine.round import OnRound, Round, RowSampling, Source, settle
+from draftsmith.serve.engine.round import (
+    OnRound,
+    Round,
+    RowSampling,
+    Source,
+    reads_alone,
+    settle,
+)
 from draftsmith.serve.engine.runner import BlockTables, TargetRunner
 from draftsmith.serve.engine.scheduler import Row, Scheduler
 from draftsmith.serve.engine.trees import collapse_to_chain, move_kept
 from draftsmith.serve.engine.verify import ChainRule, decides_late, verify_round
 from draftsmith.serve.requests.input_processor import InputProcessor
+from draftsmith.serve.requests.kept_taps import wants_taps
 from draftsmith.serve.requests.request import (
     DEFAULT_OPTIONS,
     Completion,
@@ -277,13 +285,27 @@ class Engine:
 
     def _run(self, round: Round) -> None:
         with self.stats.phase("verify"):
-            taps = self.proposer.taps if any(row.request.k > 0 for row in round.rows) else ()
+            taps = self._taps(round)
             round.output = self.runner.run(
                 round.rows, round.chains, round.tables, taps, round.tree, round.late_tokens
             )
         if self.committer.overlaps:
             with self.stats.phase("host"):
                 self.outputs.flush()  # of the round before, while the device works
+
+    def _taps(self, round: Round) -> tuple[int, ...]:
+        """Taps that the pass has to join; none where they may be joined once they are read."""
+        taps = self.proposer.taps
+        if not taps or not any(wants_taps(row.request) for row in round.rows):
+            return ()
+        if (
+            round.proposal is None
+            and reads_alone(round.rows)
+            and self.runner.joins_later(round.rows)
+        ):
+            round.late_taps = taps
+            return ()
+        return taps
 
     def _verify(self, round: Round) -> None:
         if not round.schedule.num_deciding:
@@ -320,7 +342,7 @@ class Engine:
         """Give the controls the cost and the acceptance of the round."""
         if round.schedule.num_deciding:
             self.stats.rounds_by_k[round.planned_k] += 1
-            if self.scheduler.control.learns and round.as_planned:
+            if self.scheduler.control.learns and not round.at_rest and round.as_planned:
                 accepted = round.counted_acceptance()
                 seconds = time.perf_counter() - round.begun_s
                 self.scheduler.control.observe(_result(round, accepted, seconds))

@@ -35,6 +35,7 @@ from draftsmith.serve.drafts.served import ServedDraft
 from draftsmith.serve.engine.proposal import BadProposal, Part, checked, joined, read_late, unread
 from draftsmith.serve.engine.round import RoundProposal, Source
 from draftsmith.serve.engine.scheduler import Row
+from draftsmith.serve.requests.kept_taps import drop_taps
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.requests.route import shown
 from draftsmith.serve.stats import EngineStats
@@ -223,7 +224,7 @@ class Proposer:
         tokens: list[int] = []
         for request in requests:
             tokens += request.tokens[request.draft.cached :]
-        taps = [tap for request in requests for tap in request.draft.taps]
+        taps = [tap[:] for request in requests for tap in request.draft.taps]
         return DraftInputs(
             tokens=_on_device(tokens, asked.tables.device),
             starts=torch.tensor([request.draft.cached for request in requests]),
@@ -274,26 +275,6 @@ class ProposalRequest(NamedTuple):
 def _of_rows(adjust: Adjust, at: torch.Tensor) -> Adjust:
     """`adjust` for the rows `at` of the round, renumbered from 0."""
     return lambda logits, rows, prefixes: adjust(logits, at[rows], prefixes)
-
-
-def keep_taps(request: Request, taps: torch.Tensor, begin: int, count: int) -> None:
-    """The request's share `taps[begin : begin + count]` of a round, until its drafter has consumed
-    it."""
-    if count > 0:
-        request.draft.taps.append(taps[begin : begin + count])
-
-
-def drop_taps(request: Request, cached: int) -> None:
-    """The draft cache holds positions below `cached`: their taps are not needed any more."""
-    surplus = cached - request.draft.cached
-    request.draft.cached = cached
-    while request.draft.taps and surplus > 0:
-        first = request.draft.taps[0]
-        if len(first) > surplus:
-            request.draft.taps[0] = first[surplus:]
-            return
-        surplus -= len(first)
-        request.draft.taps.pop(0)
 
 
 def _concatenated(taps: list[torch.Tensor]) -> torch.Tensor:

@@ -190,6 +190,7 @@ class PassOutput(NamedTuple):
     begins: list[int]  # first index of each row in T
     # [P, V] float32: after the positions that `prompt_positions` names, row after row
     prompt_logits: torch.Tensor
+    every: Sequence[torch.Tensor] | None = None  # states of the pass, as `States` has them
 
 
 class VerifyOutput(NamedTuple):
@@ -237,6 +238,7 @@ class Round:
     begun_s: float
     proposal: RoundProposal | None = None  # None: nothing was drafted
     output: PassOutput = field(init=False)
+    late_taps: tuple[int, ...] = ()  # of the pass, to be joined once they are read
     verified: VerifyOutput = field(default_factory=lambda: VerifyOutput([], []))
 
     @property
@@ -261,6 +263,12 @@ class Round:
         if self.proposal is None:
             return not self.schedule.drafting
         return self.proposal.as_planned
+
+    @property
+    def at_rest(self) -> bool:
+        """True when its control chose nothing and is to learn nothing from it."""
+        plan = self.schedule.plan
+        return plan is not None and plan.at_rest
 
     @property
     def planned_k(self) -> int:
@@ -290,6 +298,11 @@ class Round:
                 slice(prompt_begin, prompt_end),
             )
             begin, prompt_begin = end, prompt_end
+
+
+def reads_alone(rows: Sequence[Row]) -> bool:
+    """True when each row reads one token, whose states no record is to hold."""
+    return all(row.count == 1 and row.request.recording.tap_log is None for row in rows)
 
 
 def settle(round: Round, proposal: RoundProposal | None) -> None:

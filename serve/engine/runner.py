@@ -104,6 +104,11 @@ class TargetRunner:
         self.target, self.pool, self.device, self.graphs = target, pool, target.device, graphs
         self.states, self.adapters = states, adapters
 
+    def joins_later(self, rows: Sequence[Row]) -> bool:
+        """True when a pass of these rows gives every state, of which taps can be joined later."""
+        adapted = self.adapters is not None and any(row.request.options.adapter for row in rows)
+        return self.target.captured and reads_freely(self.device) and not adapted
+
     def run(
         self,
         rows: Sequence[Row],
@@ -141,7 +146,8 @@ class TargetRunner:
                 output = self._forward(inputs, taps, split)
         count = len(logit_rows) - len(packed.prompt_rows)
         logits = output.logits if count == len(logit_rows) else output.logits[:count]
-        return PassOutput(logits, output.taps, packed.begins, output.logits[count:])
+        prompt_logits = output.logits[count:]
+        return PassOutput(logits, output.taps, packed.begins, prompt_logits, output.every)
 
     def _replayed(self, inputs: PassInputs, taps: Sequence[int]) -> TargetOutput | None:
         return None if self.graphs is None else self.graphs.run(inputs, taps)

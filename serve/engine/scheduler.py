@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 from draftsmith.errors import UserError
 from draftsmith.serve.cache.blocks import BlockManager
 from draftsmith.serve.cache.prefix import PrefixCache
-from draftsmith.serve.control.control import Control, FixedControl, RoundPlan, RowBudget
+from draftsmith.serve.control.control import (
+    Control,
+    FixedControl,
+    RoundPlan,
+    RowBudget,
+    rest_plan,
+)
 from draftsmith.serve.requests.fair_queue import FairQueue
 from draftsmith.serve.requests.request import Request
 
@@ -134,6 +140,10 @@ class Scheduler:
         self.preempt(request)
 
     def _plan(self, deciding: list[Request]) -> RoundPlan:
+        budget = max(self.max_round_tokens - len(deciding), self.blocks.block_size)
+        num_tokens = len(deciding) + min(self._pending(), budget)
+        if self.control.rests(deciding[0].acceptance_class, len(deciding), num_tokens):
+            return rest_plan(len(deciding))
         # The bonus token comes on top of the drafted ones, so the last token is never worth
         # drafting.
         budgets = [
@@ -142,8 +152,7 @@ class Scheduler:
             )
             for request in deciding
         ]
-        budget = max(self.max_round_tokens - len(deciding), self.blocks.block_size)
-        return self.control.choose(budgets, len(deciding) + min(self._pending(), budget))
+        return self.control.choose(budgets, num_tokens)
 
     def _pending(self) -> int:
         """Prompt tokens that could be fed: k is chosen before it is known what is, because drafts

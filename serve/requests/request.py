@@ -6,7 +6,7 @@ import enum
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from draftsmith.drafters.recurrent.kept import KeptState
 from draftsmith.record import RecordHead
@@ -125,13 +125,21 @@ class CacheState:
         return self.computed - self.state.behind
 
 
-@dataclass(slots=True)
+class TapPiece(Protocol):
+    """Taps [n, width] of positions that follow each other: a tensor, or what is made into one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, wanted: slice, /) -> torch.Tensor: ...
+
+
+@dataclass(slots=True, eq=False)
 class DraftState:
     """Prefix of the text that the draft's cache holds, and the taps that it has yet to read."""
 
     cached: int = 0  # positions 0 .. cached-1 are in its cache
     # of positions cached .. computed-1, in order
-    taps: list[torch.Tensor] = field(default_factory=list)
+    taps: list[TapPiece] = field(default_factory=list)
     # too many unread tokens: the text must be read again before it can be drafted
     lost_taps: bool = False
 

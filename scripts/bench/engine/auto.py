@@ -8,8 +8,9 @@ import json
 import os
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -26,11 +27,12 @@ from draftsmith.serve.control.control import MAX_AUTO_K
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.sampling.params import SamplingParams
+from scripts.bench.engine import auto_parts
+from scripts.bench.engine.auto_parts import AGAIN, AUTO, IDLE, NONE
 from scripts.bench.markdown_table import header, line
 from scripts.demo.pad_target import target_of
 from scripts.paths import ROOT
 
-NONE, AGAIN, IDLE, AUTO = "no draft", "no draft, again", "idle draft", "k auto"
 Row = dict[str, Any]
 
 
@@ -47,6 +49,7 @@ class Player:
     tokens: int = 0
     seconds: float = 0.0
     rates: list[float] = field(default_factory=list)  # tokens per second, by turn
+    first: float = 0.0  # that of the turn that warms up
     rounds: Counter[int] = field(default_factory=Counter)  # by k, all turns
 
     def answer(self, prompts: Sequence[list[int]], temperature: float, num_tokens: int) -> None:
@@ -68,6 +71,7 @@ class Player:
 
     def forget(self) -> None:
         """Drop what a turn that warms up has left; what the engine's control measured stays."""
+        self.first = self.rates[-1] if self.rates else 0.0
         self.rates.clear()
         self.rounds.clear()
 
@@ -120,6 +124,7 @@ def measure(
                 "tokens_per_s": statistics.median(player.rates),
                 "over_none": statistics.median(ratios),
                 "lowest": min(ratios), "highest": max(ratios),
+                "first_turn": player.first / found[NONE].first,
                 "rounds_by_k": dict(sorted(player.rounds.items())),
             }
         )  # fmt: skip
@@ -137,14 +142,16 @@ def with_best(rows: list[Row]) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    lines = header("engine", "T", "streams", "tok/s", "/ no draft", "/ best fixed k", "rounds at k")
+    names = ("engine", "T", "streams", "tok/s", "/ no draft", "/ best fixed k", "first turn")
+    lines = header(*names, "rounds at k")
     for row in rows:
         spread = f"{row['over_none']:.2f} ({row['lowest']:.2f} - {row['highest']:.2f})"
         best = f"{row['over_best']:.2f}" if "over_best" in row else "-"
         rounds = sum(row["rounds_by_k"].values())
         shares = ", ".join(f"{k}: {n / rounds:.0%}" for k, n in row["rounds_by_k"].items())
         cells = (row["engine"], f"{row['temperature']:g}", row["streams"])
-        lines.append(line(*cells, f"{row['tokens_per_s']:.0f}", spread, best, shares))
+        first = f"{row['first_turn']:.2f}"
+        lines.append(line(*cells, f"{row['tokens_per_s']:.0f}", spread, best, first, shares))
     return lines
 
 
@@ -161,25 +168,41 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="turns after one that warms up")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument(
+        "--parts",
+        action="store_true",
+        help="CPU time of a round without drafts by the parts of k auto, engines in turns at "
+        "every round",
+    )
     parser.add_argument("--out", type=Path, help="write the JSON here too")
     options = parser.parse_args()
     options.draft = options.draft or options.run / "eagle3"
     return options
 
 
+def loads(
+    options: argparse.Namespace, target: Path, prompts: Sequence[list[int]]
+) -> tuple[Callable[[float, int], list[Row]], Callable[[Sequence[Row]], list[str]]]:
+    """(rows of a load, their table), of whole answers or of rounds by their parts."""
+    if options.parts:
+        found = auto_parts.parts(options, target)
+        return partial(auto_parts.measure, found, prompts, options), auto_parts.table
+    return partial(measure, players(options, target), prompts, options), table
+
+
 def main() -> None:
     options = arguments()
     torch.set_num_threads(1)
     target = target_of(options.run, options.parameters)
-    found = players(options, target)
     tokenizer = Target.load(target).tokenizer()
     read = read_prompts("stdlib:code", count=options.prompts, chars=1000, seed=0)
     prompts = [tokenizer(prompt["prompt"])["input_ids"][: options.prompt_tokens] for prompt in read]
     rows: list[Row] = []
+    measure_load, lines_of = loads(options, target, prompts)
     for temperature in options.temperature:
         for streams in options.streams:
-            new = measure(found, prompts, options, temperature, streams)
-            print("\n".join(table(new)), flush=True)
+            new = measure_load(temperature, streams)
+            print("\n".join(lines_of(new)), flush=True)
             rows += new
     report = {
         "setting": {

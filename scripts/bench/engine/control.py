@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from math import inf
 from pathlib import Path
 from statistics import fmean
 
@@ -21,6 +22,7 @@ from draftsmith.serve.control.control import (
     RoundResult,
     RowBudget,
     RowResult,
+    rest_plan,
 )
 
 STALLS, STALL = 0.005, 4.0  # share of rounds that stall, and the factor on their time
@@ -92,8 +94,12 @@ class Scenario:
     shared: float = 0.0
 
 
-def run(scenario: Scenario, control: Control, seed: int) -> float:
-    """Tokens per millisecond, the time of learning included."""
+OnRound = Callable[[float, RoundPlan], None]
+
+
+def run(scenario: Scenario, control: Control, seed: int, on_round: OnRound | None = None) -> float:
+    """Tokens per millisecond, the time of learning included; `on_round` gets the time of each round
+    and its plan."""
     chance, times = random.Random(seed), random.Random(seed + 1000)
     running: list[Request] = []
     sent = 0
@@ -105,11 +111,9 @@ def run(scenario: Scenario, control: Control, seed: int) -> float:
             arrivals.append(Request(name, chance.randint(*scenario.answer), scenario.prompt))
             sent += 1
         num_tokens = len(running) + sum(request.unread for request in arrivals)
-        budgets = [
-            RowBudget(request.request_class, min(MAX_AUTO_K, request.left - 1))
-            for request in running
-        ]
-        plan = control.choose(budgets, num_tokens) if running else None
+        plan = _plan(control, running, num_tokens)
+        if on_round is not None and plan is not None:
+            on_round(spent, plan)
         ks = plan.ks if plan is not None else []
         tokens, offered, accepted = _draft(scenario, chance, running, plan, spent)
         unread = sum(request.unread for request, k in zip(running, ks, strict=True) if k > 0)
@@ -118,23 +122,23 @@ def run(scenario: Scenario, control: Control, seed: int) -> float:
         if times.random() < STALLS:
             noise *= STALL
         noise += SHARE * (times.random() < scenario.shared * ms) / ms
-        control.observe(
-            RoundResult(
-                plan,
-                num_tokens,
-                len(running) + len(arrivals),
-                max(ks, default=0),
-                ms * noise / 1e3,
-                unread > 2 * (num_tokens + sum(ks)),
-                [
-                    RowResult(request.request_class, k, kept)
-                    for request, k, kept in zip(running, ks, accepted, strict=True)
-                    if k > 0
-                ],
-                sum(offered),
-                unread,
-            )
+        result = RoundResult(
+            plan,
+            num_tokens,
+            len(running) + len(arrivals),
+            max(ks, default=0),
+            ms * noise / 1e3,
+            unread > 2 * (num_tokens + sum(ks)),
+            [
+                RowResult(request.request_class, k, kept)
+                for request, k, kept in zip(running, ks, accepted, strict=True)
+                if k > 0
+            ],
+            sum(offered),
+            unread,
         )
+        if plan is None or not plan.at_rest:
+            control.observe(result)
         for request, k, kept in zip(running, ks, accepted, strict=True):
             request.unread = 0 if k > 0 else request.unread + 1
             request.left -= 1 + kept
@@ -144,6 +148,18 @@ def run(scenario: Scenario, control: Control, seed: int) -> float:
         total += tokens + len(arrivals)
         spent += ms
     return total / spent
+
+
+def _plan(control: Control, running: Sequence[Request], num_tokens: int) -> RoundPlan | None:
+    """Plan of the rows that are decoding, as the scheduler gets it; None without any."""
+    if not running:
+        return None
+    if control.rests(running[0].request_class, len(running), num_tokens):
+        return rest_plan(len(running))
+    budgets = [
+        RowBudget(request.request_class, min(MAX_AUTO_K, request.left - 1)) for request in running
+    ]
+    return control.choose(budgets, num_tokens)
 
 
 @cache
@@ -231,6 +247,14 @@ def fades(name: str, position: int, ms: float) -> float:
     return 0.8 - 0.08 * position
 
 
+GETS_GOOD_MS = 12e3
+
+
+def gets_good(name: str, position: int, ms: float) -> float:
+    """A draft that is worth nothing for long, and much from then on."""
+    return 0.1 if ms < GETS_GOOD_MS else 0.9
+
+
 def turns_bad(name: str, position: int, ms: float) -> float:
     return 0.1 if int(ms / 15e3) % 2 else 0.8
 
@@ -277,6 +301,10 @@ def scenarios() -> dict[str, Scenario]:
     found["first 4 seconds, padded, 8"] = Scenario(PADDED, 4e3, of(8), always(0.7), answer=(48, 48))
     late = Scenario(PADDED, 3e4, of(4), always(0.6), prompt=400, answer=(20, 40))
     found["read late for short answers, padded, 4"] = late
+    for rows in (1, 2):
+        found[f"gets good after long rest, small, {rows}"] = Scenario(
+            SMALL, 3e4, of(rows), gets_good
+        )
     return found | benchmarks()
 
 
@@ -299,10 +327,33 @@ def benchmarks() -> dict[str, Scenario]:
     return found
 
 
+NOTICED = 40  # rounds of which most draft once it is noticed that drafting pays
+
+
+def noticed_ms(scenario: Scenario, control: Control, seed: int) -> float:
+    """Milliseconds from `GETS_GOOD_MS` to the first of `NOTICED` rounds most of which draft; inf
+    where there are none."""
+    drafts: list[tuple[float, bool]] = []
+    run(scenario, control, seed, lambda ms, plan: drafts.append((ms, max(plan.ks) > 0)))
+    after = [one for one in drafts if one[0] >= GETS_GOOD_MS]
+    for begin in range(len(after) - NOTICED + 1):
+        if 2 * sum(drafted for _, drafted in after[begin : begin + NOTICED]) > NOTICED:
+            return after[begin][0] - GETS_GOOD_MS
+    return inf
+
+
 def measure(scenario: Scenario, seeds: int) -> dict[str, float]:
     fixed = [run(scenario, Constant(k), 0) for k in range(MAX_AUTO_K + 1)]
-    rates = [run(scenario, AutoControl(), seed) for seed in range(seeds)]
-    return {
+    rests: list[bool] = []
+    rates = [
+        run(scenario, AutoControl(), seed, lambda ms, plan: rests.append(plan.at_rest))
+        for seed in range(seeds)
+    ]
+    late = {}
+    if scenario.alpha is gets_good:
+        late["noticed_ms"] = max(noticed_ms(scenario, AutoControl(), seed) for seed in range(seeds))
+    return late | {
+        "at_rest": fmean(rests),
         "best_k": fixed.index(max(fixed)),
         "over_best": fmean(rates) / max(fixed),
         "worst_over_best": min(rates) / max(fixed),
@@ -326,7 +377,8 @@ def main() -> None:
             print(
                 f"{name:52} k={row['best_k']} gain {row['gain']:.2f}  / best "
                 f"{row['over_best']:.3f}  / none {row['over_none']:.3f} "
-                f"(worst {row['worst_over_none']:.3f})",
+                f"(worst {row['worst_over_none']:.3f})  at rest {row['at_rest']:.2f}"
+                + (f"  noticed after {row['noticed_ms']:.0f} ms" if "noticed_ms" in row else ""),
                 flush=True,
             )
     for name in ("over_best", "over_none"):

@@ -58,3 +58,24 @@ def test_the_best_fixed_k_may_be_none() -> None:
 
     assert auto.with_best([of("k = 1", 0.5), of(auto.AUTO, 0.9)])[1]["over_best"] == 0.9
     assert auto.with_best([of("k = 1", 1.5), of(auto.AUTO, 1.2)])[1]["over_best"] == 1.2 / 1.5
+
+
+def test_parts_are_engines_that_draft_nothing_but_k_auto(
+    tiny_target: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "target").symlink_to(tiny_target("llama"))
+    sizes = "--parts --prompts 2 --prompt-tokens 6 --max-tokens 8 --repeats 1 --streams 2"
+    folders = f"--run {tmp_path} --draft {tmp_path / 'target'} --out {tmp_path / 'parts.json'}"
+    monkeypatch.setattr("sys.argv", ["auto", *folders.split(), *sizes.split()])
+    auto.main()
+    rows = json.loads((tmp_path / "parts.json").read_text())["rows"]
+    told = capsys.readouterr().out
+    assert len(rows) == 12 and all(row["median_us"] > 0 for row in rows)
+    for row in rows:
+        assert f"| {row['engine']} | {row['temperature']:g} |" in told
+        assert row["engine"] == auto.AUTO or set(row["rounds_by_k"]) == {"0"}
+        if row["engine"] == auto.NONE:
+            assert row["over_none"] == 1.0 and row["mean_more_us"] == 0.0

@@ -1,0 +1,111 @@
+"""States of the target that a request keeps for a draft which has yet to read them. Torch-free but
+for the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from draftsmith.serve.requests.request import DraftState, Request
+
+if TYPE_CHECKING:
+    import torch
+
+
+MOST_LATE = 16  # passes with all their states, of which taps are a part
+
+
+class SharedTaps:
+    """Taps of passes that follow each other with the same rows, which read a token each. A pass is
+    kept once for all rows, as it came, and taken apart where a draft reads it."""
+
+    def __init__(self, requests: Sequence[Request]):
+        self._drafts = _drafts(requests)
+        self._joined: list[torch.Tensor] = []  # [B, width] each
+        self._late: list[Sequence[torch.Tensor]] = []  # [1, B, H] each, after those joined
+        self._taps: tuple[int, ...] = ()  # of `_late`
+        for index, request in enumerate(requests):
+            if _reads(request):
+                request.draft.taps.append(RowTaps(self, index))
+
+    def are_of(self, requests: Sequence[Request]) -> bool:
+        """True when these are the rows, none of which has started again."""
+        return _drafts(requests) == self._drafts
+
+    def __len__(self) -> int:
+        return len(self._joined) + len(self._late)
+
+    def add(self, taps: torch.Tensor) -> None:
+        """Keep a pass [B, width]."""
+        self.passes().append(taps)
+
+    def add_late(self, states: Sequence[torch.Tensor], taps: tuple[int, ...]) -> None:
+        """Keep a pass whose taps are still to be joined of its `states`, by 1 + raw id."""
+        self._late.append(states)
+        self._taps = taps
+        if len(self._late) == MOST_LATE:
+            self.passes()
+
+    def passes(self) -> list[torch.Tensor]:
+        """All passes, joined."""
+        if self._late:
+            import torch
+
+            parts = [
+                torch.cat([states[1 + tap] for states in self._late]) for tap in self._taps
+            ]  # [passes, B, H] each
+            self._joined.extend(torch.cat(parts, dim=-1).unbind())
+            self._late = []
+        return self._joined
+
+
+class RowTaps:
+    """Taps of one row of shared passes, in their order."""
+
+    def __init__(self, shared: SharedTaps, row: int):
+        self._shared, self._row = shared, row
+
+    def __len__(self) -> int:
+        return len(self._shared)
+
+    def __getitem__(self, wanted: slice) -> torch.Tensor:
+        """[n, width]"""
+        import torch
+
+        passes = self._shared.passes()
+        pieces = [one[self._row : self._row + 1] for one in passes[wanted]]
+        return torch.cat(pieces) if pieces else passes[0][:0]
+
+
+def _drafts(requests: Sequence[Request]) -> list[DraftState]:
+    return [request.draft for request in requests]
+
+
+def _reads(request: Request) -> bool:
+    return request.k > 0 and not request.draft.lost_taps
+
+
+def wants_taps(request: Request) -> bool:
+    """True when the taps of the request's tokens are of use to its draft or to its records."""
+    lost = request.draft.lost_taps and request.recording.tap_log is None
+    return request.k > 0 and not lost
+
+
+def keep_taps(request: Request, taps: torch.Tensor, begin: int, count: int) -> None:
+    """Keep the request's share `taps[begin : begin + count]` of a pass, until its drafter has
+    consumed it."""
+    if count > 0 and _reads(request):
+        request.draft.taps.append(taps[begin : begin + count])
+
+
+def drop_taps(request: Request, cached: int) -> None:
+    """Drop the taps of positions below `cached`, which the draft's cache holds."""
+    surplus = cached - request.draft.cached
+    request.draft.cached = cached
+    while request.draft.taps and surplus > 0:
+        first = request.draft.taps[0]
+        if len(first) > surplus:
+            request.draft.taps[0] = first[surplus:]
+            return
+        surplus -= len(first)
+        request.draft.taps.pop(0)

@@ -1,0 +1,88 @@
+"""Rounds at rest in the engine: their states are kept, so that drafts can follow them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from draftsmith.drafters.heads.eagle3 import Eagle3
+from draftsmith.drafters.interface import DraftInputs, Proposal
+from draftsmith.drafters.options import Eagle3Options
+from draftsmith.drafters.target.target import Target
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.control.control import FixedControl, RoundPlan, RoundResult, RowBudget
+from draftsmith.serve.engine.build import build_engine
+from draftsmith.serve.sampling.params import SamplingParams
+
+PROMPTS = [[2, 3, 5, 7, 11], [13, 17, 19], [23, 29, 31, 37, 41, 43]]
+
+
+class Resting(FixedControl):
+    """At rest but for rounds `drafts_at`, which draft 2 tokens."""
+
+    learns = True
+
+    def __init__(self, drafts_at: range):
+        self.drafts_at, self.round, self.asked, self.observed = drafts_at, 0, 0, 0
+
+    def rests(self, request_class: str, num_rows: int, num_tokens: int) -> bool:
+        self.round += 1
+        return self.round not in self.drafts_at
+
+    def choose(self, budgets: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
+        self.asked += 1
+        return RoundPlan([min(2, budget.most) for budget in budgets])
+
+    def observe(self, result: RoundResult) -> None:
+        self.observed += result.plan is not None
+
+
+@pytest.fixture(scope="module")
+def head(target: Target) -> Eagle3:
+    return Eagle3.create(Eagle3Options(), target, seed=1).eval()
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize("compile", ["auto", "off"])
+def test_a_draft_after_rest_reads_the_targets_states(
+    compile: str,
+    prefix_cache: bool,
+    target: Target,
+    head: Eagle3,
+    greedy_text: Callable[[list[int], int], list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = EngineConfig(k=2, compile=compile, prefix_cache=prefix_cache, block_size=4)  # type: ignore[arg-type]
+    engine = build_engine(target, head, config)
+    control = engine.scheduler.control = Resting(range(20, 24))
+    read: list[DraftInputs] = []
+    propose = head.propose
+
+    def noted(inputs: DraftInputs) -> Proposal:
+        read.append(inputs)
+        return propose(inputs)
+
+    monkeypatch.setattr(head, "propose", noted)
+    requests = [
+        engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True))
+        for prompt, n in zip(PROMPTS, (40, 50, 12), strict=True)
+    ]
+    while engine.busy:
+        engine.step()
+    assert control.asked == control.observed == len(read) == 4, "rest is neither chosen nor learnt"
+    assert [request.output for request in requests] == [
+        greedy_text(request.tokens[: request.num_prompt], request.num_output)
+        for request in requests
+    ]
+    assert not engine.stats.fallbacks
+    for inputs in read:
+        assert inputs.taps is not None
+        # The newest token of each row has yet to go through the target.
+        pieces = inputs.taps.split((inputs.lengths - 1).tolist())
+        for start, taps, text in zip(inputs.starts.tolist(), pieces, inputs.histories, strict=True):
+            ids = torch.tensor([text[: start + len(taps)]])
+            own = target.states(ids, torch.ones_like(ids), head.taps)[0]
+            assert own is not None
+            torch.testing.assert_close(taps, own[0, start:], rtol=1e-3, atol=1e-4)

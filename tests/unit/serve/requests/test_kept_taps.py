@@ -1,0 +1,87 @@
+"""Taps that requests keep, held against a list of positions."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from draftsmith.serve.requests.kept_taps import SharedTaps, drop_taps, keep_taps, wants_taps
+from draftsmith.serve.requests.request import Request
+from draftsmith.serve.requests.tap_log import TapLog
+from draftsmith.serve.sampling.params import SamplingParams
+
+
+def request(name: str, k: int = 3) -> Request:
+    return Request(name, [0], 1, SamplingParams(), seed=0, k=k, max_tokens=99)
+
+
+def kept(one: Request) -> list[float]:
+    """First number of the taps of each position."""
+    return [row[0] for piece in one.draft.taps for row in piece[:].tolist()]
+
+
+def passed(shared: SharedTaps, taps: torch.Tensor, *, late: bool) -> None:
+    """Add a pass of two taps, raw 1 and 3 of all states."""
+    if not late:
+        shared.add(taps)
+        return
+    first, second = taps[None].float().split(1, dim=-1)
+    other = torch.full_like(first, -1.0)
+    shared.add_late([other, other, first, other, second], (1, 3))
+
+
+def test_passes_that_are_shared_give_each_row_its_own_taps() -> None:
+    rows = [request("a"), request("b", k=0), request("c")]
+    rows[2].draft.lost_taps = True
+    shared = SharedTaps(rows)
+    for position in range(5):
+        shared.add(torch.tensor([[position, 1], [10 + position, 1], [20 + position, 1]]))
+    assert kept(rows[0]) == [0, 1, 2, 3, 4]
+    assert rows[1].draft.taps == rows[2].draft.taps == []
+    assert rows[0].draft.taps[0][1:3].tolist() == [[1, 1], [2, 1]]
+    assert rows[0].draft.taps[0][5:].shape == (0, 2)
+
+
+def test_rows_are_the_same_while_none_starts_again() -> None:
+    rows = [request("a"), request("b")]
+    shared = SharedTaps(rows)
+    assert shared.are_of(rows) and not shared.are_of(rows[:1]) and not shared.are_of(rows[::-1])
+    rows[1].forget_caches()
+    assert not shared.are_of(rows), "it has none of the passes before"
+
+
+def test_kept_taps_are_those_of_the_positions_that_are_not_cached() -> None:
+    chance = random.Random(0)
+    rows = [request("a"), request("b")]
+    ends = [0, 0]  # positions that the target has read
+    shared: SharedTaps | None = None
+    for _ in range(400):
+        if chance.random() < 0.6:
+            if shared is None or not shared.are_of(rows):
+                shared = SharedTaps(rows)
+            passed(
+                shared, torch.tensor([[float(end), 0] for end in ends]), late=chance.random() < 0.7
+            )
+            ends = [end + 1 for end in ends]
+        else:
+            shared = None
+            for index, one in enumerate(rows):
+                count = chance.randint(1, 4)
+                taps = torch.tensor([[float(ends[index] + i), 0] for i in range(-1, count)])
+                keep_taps(one, taps, 1, count)
+                ends[index] += count
+                if chance.random() < 0.3:
+                    drop_taps(one, chance.randint(one.draft.cached, ends[index]))
+        for index, one in enumerate(rows):
+            assert kept(one) == list(range(one.draft.cached, ends[index]))
+            assert sum(map(len, one.draft.taps)) == ends[index] - one.draft.cached
+
+
+def test_taps_are_wanted_while_a_draft_or_a_record_may_read_them() -> None:
+    one = request("a")
+    assert wants_taps(one) and not wants_taps(request("b", k=0))
+    one.draft.lost_taps = True
+    assert not wants_taps(one)
+    one.recording.tap_log = TapLog(8)
+    assert wants_taps(one)
