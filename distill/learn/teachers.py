@@ -24,8 +24,7 @@ from draftsmith.distill.config import DistillConfig, LearnConfig
 from draftsmith.distill.learn.text_states import TextStates
 from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.remote.outline import load_outline
-from draftsmith.drafters.remote.target import load_remote
-from draftsmith.drafters.target.device import device_of, load_target
+from draftsmith.drafters.remote.place import load_here_or_served
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.top_tokens import TopProbs
@@ -264,24 +263,16 @@ def open_target(config: DistillConfig, folder: str) -> Target:
     """The target in `folder`, whole or in outline, as the teacher needs it."""
     device, trust = config.device, config.trust_remote_code
     length = config.learn.max_length
-    if config.target_server is not None:
-        return load_remote(
-            folder,
-            config.target_server,
-            served_as=config.dtype,
-            device=device_of(device),
-            max_length=length,
-            trust_remote_code=trust,
+    if config.learn.teacher == "recorded":
+        return load_outline(
+            folder, dtype=config.dtype, device=device, max_length=length, trust_remote_code=trust
         )
-    if config.learn.teacher == "live":
-        return load_target(
-            folder,
-            dtype=config.dtype,
-            device=device,
-            max_length=length,
-            shares=config.target_shares,
-            trust_remote_code=trust,
-        )
-    return load_outline(
-        folder, dtype=config.dtype, device=device, max_length=length, trust_remote_code=trust
+    return load_here_or_served(
+        folder,
+        config.target_server,
+        dtype=config.dtype,
+        device=device,
+        max_length=length,
+        shares=config.target_shares,
+        trust_remote_code=trust,
     )
