@@ -7,6 +7,7 @@ of the first one alone, so they save nothing.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import NamedTuple
@@ -254,7 +255,9 @@ class DraftParts:
         """On the first process. Its part holds `drafter` itself where it is whole."""
         whole = self.config.learn.deepspeed is None
         part = self._part(drafter if whole else self._load(folder, target), target)
-        return SpreadOptimizer(drafter, part, channel, target, number)
+        optimizer = SpreadOptimizer(drafter, part, channel, target, number)
+        weakref.finalize(optimizer, part.close).atexit = False
+        return optimizer
 
     def open(self, number: int, folder: str, target: Target) -> None:
         """On the others."""
@@ -273,6 +276,9 @@ class DraftParts:
 
     def keep(self, alive: Collection[int]) -> None:
         """Drops all others."""
+        for number, part in self.parts.items():
+            if number not in alive:
+                part.close()
         self.parts = {number: part for number, part in self.parts.items() if number in alive}
 
     def follow(self, call: Begin | Step | Moments, target: Target, channel: Channel) -> None:
