@@ -26,7 +26,7 @@ from draftsmith.drafters.speculate import Round, SpeculatedText, speculate
 from draftsmith.drafters.target.target import Target
 from draftsmith.files import read_json, write_json
 from draftsmith.train.config import OnPolicyConfig
-from draftsmith.train.data.batches import joined
+from draftsmith.train.data.batches import joined, rows_at
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.data.roles import (
     Role,
@@ -163,12 +163,6 @@ def rows_of(
             for branch in chance.sample(branches, min(num_branches, len(branches)))
         ]
     return rows
-
-
-def rows_at(text: TextBatch, rows: list[int]) -> TextBatch:
-    return TextBatch(
-        **{name: None if values is None else values[rows] for name, values in vars(text).items()}
-    )
 
 
 class KeepTexts(TrainerCallback):

@@ -15,9 +15,9 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.remote.completions import PromptLogprobs
 from draftsmith.drafters.remote.connection import Connection, NoStates
 from draftsmith.drafters.remote.outline import load_outline
-from draftsmith.drafters.remote.target import RemoteTarget, load_remote
+from draftsmith.drafters.remote.place import load_here_or_served
+from draftsmith.drafters.remote.target import RemoteTarget
 from draftsmith.drafters.target.device import Placement, placement_of
-from draftsmith.drafters.target.sharded import load_spread
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.files import atomic_path
@@ -71,38 +71,17 @@ def prepare(config: TrainConfig) -> Material:
 
 
 def load_target(config: TrainConfig, placement: Placement) -> Target:
-    trust = config.trust_remote_code
-    if config.target_server is not None:
-        return load_served(config, config.target_server, placement)
-    if config.target_shares == 1:
-        return Target.load(
-            config.target,
-            dtype=torch.int8 if config.target_dtype == "int8" else placement.target_dtype,
-            device=placement.device,
-            max_length=config.max_length,
-            trust_remote_code=trust,
-        )
-    model = load_spread(
-        config.target,
-        dtype=placement.target_dtype,
-        device=placement.device,
-        shares=config.target_shares,
-        trust_remote_code=trust,
-    )
-    return Target(model, config.target, max_length=config.max_length, trust_remote_code=trust)
-
-
-def load_served(config: TrainConfig, url: str, placement: Placement) -> Target:
-    """The target of a server; its outline where that gives likeliest tokens alone."""
+    """The outline where a server gives likeliest tokens alone."""
     trust, length = config.trust_remote_code, config.max_length
     try:
-        return load_remote(
+        return load_here_or_served(
             config.target,
-            url,
-            served_as=config.target_dtype,
-            dtype=placement.target_dtype,
-            device=placement.device,
+            config.target_server,
+            dtype=config.target_dtype,
+            kept=placement.target_dtype,
+            device=str(placement.device),
             max_length=length,
+            shares=config.target_shares,
             trust_remote_code=trust,
         )
     except NoStates:

@@ -53,12 +53,16 @@ def padded_taps(
     known: Sequence[torch.Tensor | None], length: int, width: int, device: torch.device
 ) -> torch.Tensor:
     """[B, length, width] float32 of rows [m, width]; 0 where nothing is known."""
-    taps = torch.zeros(len(known), length, width)
-    for row, states in enumerate(known):
-        if states is not None:
-            count = min(len(states), length)
-            taps[row, :count] = states[:count].float()
-    return taps.to(device)
+    return torch.stack([filled_taps(states, length, width) for states in known]).to(device)
+
+
+def filled_taps(states: torch.Tensor | None, length: int, width: int) -> torch.Tensor:
+    """[length, width] float32 of `states` [m, width]; 0 where nothing is known."""
+    taps = torch.zeros(length, width)
+    if states is not None:
+        count = min(len(states), length)
+        taps[:count] = states[:count].float()
+    return taps
 
 
 def check_recorded(folder: Folder, layers: Sequence[int]) -> None:

@@ -91,6 +91,9 @@ class Replicated(CandidateOptimizer):
     def copy_to(self, whole: Trained | None) -> None:
         """`whole` on the first process is this copy's own weights."""
 
+    def close(self) -> None:
+        """Nothing outlives a copy."""
+
 
 class Partitioned(CandidateOptimizer):
     """A part of the draft on each process, by DeepSpeed."""
@@ -179,6 +182,15 @@ class Partitioned(CandidateOptimizer):
             with gathered([parameter]):
                 if whole is not None:
                     whole[name].copy_(parameter)
+
+    def close(self) -> None:
+        """Ends the engine, which its hooks on parameters, and ZeRO-3's list of modules, would keep
+        as long as the process, and with it the draft and the target."""
+        from deepspeed.runtime.zero import parameter_offload
+
+        self.engine.destroy()
+        roots = parameter_offload.FWD_MODULE_STACK
+        roots[:] = [module for module in roots if module is not self.engine.module]
 
 
 Part = Replicated | Partitioned

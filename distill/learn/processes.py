@@ -246,6 +246,11 @@ def check_processes(config: DistillConfig) -> None:
             f"option 'target_shares' is {config.target_shares} and 'dtype' is int8, whose layers "
             "are not spread; leave one of them out"
         )
+    if config.target_shares > 1 and config.learn.teacher == "recorded":
+        raise UserError(
+            f"option 'target_shares' is {config.target_shares}, but with learn.teacher=recorded no "
+            "target is loaded that could be shared; leave one of them out"
+        )
     if config.target_server is not None and config.learn.teacher == "recorded":
         raise UserError(
             f"target_server is {config.target_server!r}, but with learn.teacher=recorded no pass "
@@ -267,11 +272,6 @@ def check_processes(config: DistillConfig) -> None:
         raise UserError(
             f"option 'learn.deepspeed' is {config.learn.deepspeed!r}, whose 'stage' is none of "
             "1, 2 and 3; start from recipes/zero2.json"
-        )
-    if config.learn.teacher == "recorded":
-        raise UserError(
-            f"WORLD_SIZE is {started()}, but with learn.teacher=recorded no target is run that "
-            "processes could share; start the learner without a launcher of several"
         )
     if config.device.startswith("cuda:"):
         raise UserError(

@@ -7,6 +7,7 @@ of the first one alone, so they save nothing.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import NamedTuple
@@ -24,13 +25,16 @@ from draftsmith.distill.learn.draft_shares import (
     new_accelerator,
 )
 from draftsmith.distill.learn.optimizer import trained
-from draftsmith.distill.learn.teachers import Batch, Share
+from draftsmith.distill.learn.teachers import Batch, RecordedSource, Share
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import TextBatch
+from draftsmith.drafters.remote.outline import TargetOutline
 from draftsmith.drafters.target.device import device_of
 from draftsmith.drafters.target.ranks import LEADER, Channel, in_step
 from draftsmith.drafters.target.target import Target
-from draftsmith.train.objective.teacher import LiveSource, TargetSignals, logits_at
+from draftsmith.kernels.sampling.top_tokens import TopProbs, top_probs
+from draftsmith.train.data.batches import rows_at
+from draftsmith.train.objective.teacher import LiveSource, TargetSignals, TargetSource, logits_at
 from draftsmith.train.objective.unrolled_loss import StepSums
 
 BLANK = 8  # tokens of a text that trains nothing
@@ -45,14 +49,13 @@ class Begin(NamedTuple):
 
 class Step(NamedTuple):
     number: int
-    ids: torch.Tensor  # [B, L] of the whole batch
-    mask: torch.Tensor
-    weights: torch.Tensor
+    text: TextBatch  # the whole batch, on the host
     weight: float  # of the whole batch
     lr: float
-    hidden: int  # width of the states
+    hidden: int  # width of the states; 0: none
     taps: int  # width of the taps; 0: none
-    dtype: torch.dtype
+    dtype: torch.dtype  # of both
+    top: TopProbs | None  # distributions in place of the states, by `token_index`
 
 
 class Moments(NamedTuple):
@@ -103,14 +106,14 @@ class SpreadOptimizer:
 
     def step(self, batch: Batch, *, lr: float) -> StepSums | None:
         """As `CandidateOptimizer.step`, on all processes."""
-        assert isinstance(batch.source, LiveSource)
-        text = by_length(batch.text.to(torch.device("cpu")))
-        taps, hidden = batch.source.reader.states(
-            text.input_ids, text.attention_mask, self.drafter.taps
-        )
+        whole = batch.text.to(torch.device("cpu"))
+        order = by_length(whole)
+        taps, hidden, top = signals_of(batch.source, whole, self.drafter.taps)
+        taps, hidden = (None if one is None else one[order] for one in (taps, hidden))
+        some = hidden if taps is None else taps
         call = Step(
-            self.number, text.input_ids, text.attention_mask, text.weights, batch.weight, lr,
-            hidden.shape[2], 0 if taps is None else taps.shape[2], hidden.dtype,
+            self.number, rows_at(whole, order), batch.weight, lr, width_of(hidden), width_of(taps),
+            torch.float32 if some is None else some.dtype, top,
         )  # fmt: skip
         with in_step():
             if self.is_behind:
@@ -122,9 +125,8 @@ class SpreadOptimizer:
                     if states is not None:
                         self.channel.give(states[rows], rank)
             rows = rows_of(LEADER, call)
-            share = share_of(
-                call, LEADER, self.target, None if taps is None else taps[rows], hidden[rows]
-            )
+            own = [None if one is None else one[rows] for one in (taps, hidden)]
+            share = share_of(call, LEADER, self.target, *own)
             sums = self.part.step(share, lr=lr)
             self.part.copy_to(trained(self.drafter))
         return sums
@@ -163,51 +165,79 @@ def steps_of(moments: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 def follow_step(part: Part, target: Target, call: Step, channel: Channel, rank: int) -> None:
     """A step of another process than the first."""
-    rows, length = len(rows_of(rank, call)), call.ids.shape[1]
-    hidden = channel.take((rows, length, call.hidden), call.dtype, LEADER)
-    taps = channel.take((rows, length, call.taps), call.dtype, LEADER) if call.taps else None
+    rows, length = len(rows_of(rank, call)), call.text.input_ids.shape[1]
+    hidden, taps = (
+        channel.take((rows, length, width), call.dtype, LEADER) if width else None
+        for width in (call.hidden, call.taps)
+    )
     part.step(share_of(call, rank, target, taps, hidden), lr=call.lr)
     part.copy_to(None)
 
 
-def by_length(text: TextBatch) -> TextBatch:
-    """The longest rows first, so that processes have rows of about one length."""
-    order = text.attention_mask.sum(dim=1).argsort(descending=True, stable=True)
-    return replace(
-        text,
-        input_ids=text.input_ids[order],
-        attention_mask=text.attention_mask[order],
-        weights=text.weights[order],
-    )
+def signals_of(
+    source: TargetSource, text: TextBatch, taps: tuple[int, ...]
+) -> tuple[torch.Tensor | None, torch.Tensor | None, TopProbs | None]:
+    """Taps, and either final states or distributions, of a batch on the host."""
+    if isinstance(source, RecordedSource):
+        return None if source.taps is None else source.taps.cpu(), None, source.top
+    assert isinstance(source, LiveSource)
+    found = source.reader.states(text.input_ids, text.attention_mask, taps, text.segments)
+    return *found, None
+
+
+def width_of(states: torch.Tensor | None) -> int:
+    return 0 if states is None else states.shape[2]
+
+
+def by_length(text: TextBatch) -> list[int]:
+    """Numbers of the rows, the longest first, so that processes have rows of about one length."""
+    return text.attention_mask.sum(dim=1).argsort(descending=True, stable=True).tolist()
 
 
 def rows_of(rank: int, call: Step) -> list[int]:
     """Rows of a process. Where there are too few it has the first one, whose weights count for
     nothing there: all must make the step."""
-    return list(range(rank, len(call.ids), dist.get_world_size())) or [0]
+    return list(range(rank, len(call.text.input_ids), dist.get_world_size())) or [0]
 
 
 def share_of(
-    call: Step, rank: int, target: Target, taps: torch.Tensor | None, hidden: torch.Tensor
+    call: Step,
+    rank: int,
+    target: Target,
+    taps: torch.Tensor | None,
+    hidden: torch.Tensor | None,
 ) -> Share:
-    rows, device = rows_of(rank, call), target.device
-    counted = call.weights[rows] if rank < len(call.ids) else torch.zeros_like(call.weights[rows])
-    text = TextBatch(input_ids=call.ids[rows], attention_mask=call.mask[rows], weights=counted).to(
-        device
-    )
-    tapped = None if taps is None else taps.to(device)
-    return Share(text, SentSource(target, tapped, hidden.to(device)), call.weight)
+    text, device = rows_at(call.text, rows_of(rank, call)), target.device
+    if rank >= len(call.text.input_ids):
+        text = replace(text, weights=torch.zeros_like(text.weights))
+    taps, hidden = (None if one is None else one.to(device) for one in (taps, hidden))
+    return Share(text.to(device), source_of(target, taps, hidden, call.top), call.weight)
+
+
+def source_of(
+    target: Target, taps: torch.Tensor | None, hidden: torch.Tensor | None, top: TopProbs | None
+) -> TargetSource:
+    """Source of a share, of what the first process sent."""
+    if hidden is not None:
+        return SentSource(target, taps, hidden)
+    assert top is not None
+    return RecordedSource(target, top, taps)
 
 
 def blank(drafter: torch.nn.Module, target: Target) -> Share:
     """A share whose gradient is 0."""
     ids = torch.zeros(1, BLANK, dtype=torch.int64, device=target.device)
     text = TextBatch(
-        input_ids=ids, attention_mask=torch.ones_like(ids), weights=torch.zeros_like(ids).float()
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        weights=torch.zeros_like(ids).float(),
+        token_index=torch.zeros_like(ids),
     )
     hidden = torch.zeros(1, BLANK, target.hidden_size, dtype=target.dtype, device=target.device)
     width = len(drafter.taps) * target.hidden_size
     taps = hidden.new_zeros(1, BLANK, width) if width else None
+    if isinstance(target, TargetOutline):
+        return Share(text, RecordedSource(target, top_probs(hidden[0], 1), taps), 1.0)
     return Share(text, SentSource(target, taps, hidden), 1.0)
 
 
@@ -225,7 +255,9 @@ class DraftParts:
         """On the first process. Its part holds `drafter` itself where it is whole."""
         whole = self.config.learn.deepspeed is None
         part = self._part(drafter if whole else self._load(folder, target), target)
-        return SpreadOptimizer(drafter, part, channel, target, number)
+        optimizer = SpreadOptimizer(drafter, part, channel, target, number)
+        weakref.finalize(optimizer, part.close).atexit = False
+        return optimizer
 
     def open(self, number: int, folder: str, target: Target) -> None:
         """On the others."""
@@ -244,6 +276,9 @@ class DraftParts:
 
     def keep(self, alive: Collection[int]) -> None:
         """Drops all others."""
+        for number, part in self.parts.items():
+            if number not in alive:
+                part.close()
         self.parts = {number: part for number, part in self.parts.items() if number in alive}
 
     def follow(self, call: Begin | Step | Moments, target: Target, channel: Channel) -> None:

@@ -13,26 +13,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from draftsmith.distill.buffer.known_taps import known_taps, num_readable, padded_taps
+from draftsmith.distill.buffer.known_taps import filled_taps, known_taps, num_readable
 from draftsmith.distill.config import DistillConfig, LearnConfig
 from draftsmith.distill.learn.text_states import TextStates
 from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.remote.outline import load_outline
-from draftsmith.drafters.remote.target import load_remote
-from draftsmith.drafters.target.device import device_of, load_target
+from draftsmith.drafters.remote.place import load_here_or_served
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.top_tokens import TopProbs
 from draftsmith.record import Distributions, RoundRecord
 from draftsmith.train.config import BY_DRAFT
-from draftsmith.train.data.batches import padded
-from draftsmith.train.data.roles import Row, padded_rows
+from draftsmith.train.data.batches import packed, padded, rows_as_long_as_the_longest, rows_of
+from draftsmith.train.data.roles import Row, trained_text
 from draftsmith.train.objective.stored_teacher import DistributionSource
 from draftsmith.train.objective.teacher import LiveSource, TargetSignals, TargetSource
 from draftsmith.train.objective.unrolled_loss import Unrollable
@@ -92,8 +91,9 @@ class LiveTeacher:
         return True
 
     def batch(self, rows: Sequence[LearningRow]) -> Batch:
-        text = padded_rows([one.row for one in rows], self.target.device)
-        return Batch(text, self.source, 0)
+        texts = [trained_text(one.row) for one in rows]
+        text = packed([[texts[at] for at in row] for row in arranged(rows)])
+        return Batch(text.to(self.target.device), self.source, 0)
 
 
 class RecordedTeacher:
@@ -120,37 +120,61 @@ class RecordedTeacher:
             int((one.row.weights[length:] > 0).sum())
             for one, length in zip(rows, lengths, strict=True)
         )
-        width = len(self.taps) * self.target.hidden_size
-        longest = max(len(one.row.tokens) for one in cut)
-        batch = self._batch(cut, padded_taps(known, longest, width, self.target.device))
+        batch = self._batch(cut, known)
         return batch._replace(masked=batch.masked + lost)
 
-    def _batch(self, rows: Sequence[LearningRow], taps: torch.Tensor | None) -> Batch:
+    def _batch(
+        self, rows: Sequence[LearningRow], known: Sequence[torch.Tensor | None] | None
+    ) -> Batch:
+        """`known` states [m, width] of each text's first positions."""
         spans = [span for one in rows for span in one.spans]
         recorded = recorded_of(spans, self.target.vocab_size)
         ends = itertools.accumulate((len(one.spans) for one in rows), initial=0)
-        index = padded(
-            [
-                torch.from_numpy(recorded.index_of(len(one.row.tokens), range(*part)))
-                for one, part in zip(rows, itertools.pairwise(ends), strict=True)
-            ],
-            NO_TOKEN,
-        )
-        text = padded_rows([one.row for one in rows], torch.device("cpu"))
-        known = torch.where(index >= 0, text.weights, 0.0)
-        masked = int(((text.weights > 0) & (index < 0)).sum())
-        text = replace(text, weights=known, token_index=index).to(self.target.device)
-        return Batch(text, RecordedSource(self.target, recorded, taps), masked)
+        texts, masked = [], 0
+        for one, part in zip(rows, itertools.pairwise(ends), strict=True):
+            text = trained_text(one.row)
+            index = torch.from_numpy(recorded.index_of(len(one.row.tokens), range(*part)))
+            masked += int(((text.weights > 0) & (index < 0)).sum())
+            weights = torch.where(index >= 0, text.weights, 0.0)
+            texts.append(text._replace(weights=weights, token_index=index))
+        places = arranged(rows)
+        batch = packed([[texts[at] for at in row] for row in places]).to(self.target.device)
+        taps = None
+        if known is not None:
+            width = len(self.taps) * self.target.hidden_size
+            states = [
+                filled_taps(one, len(text.input_ids), width)
+                for one, text in zip(known, texts, strict=True)
+            ]
+            taps = padded(rows_of([[states[at] for at in row] for row in places]))
+            taps = taps.to(self.target.device)
+        return Batch(batch, RecordedSource(self.target, recorded.top, taps), masked)
+
+
+def arranged(rows: Sequence[LearningRow]) -> list[list[int]]:
+    """Texts of each row of a batch, by their numbers."""
+    return rows_as_long_as_the_longest([len(one.row.tokens) for one in rows])
 
 
 class RecordedSource:
-    """Distributions and states of one batch, from its records."""
+    """Distributions `top` of one batch, by `token_index`, and states, from its records."""
 
-    def __init__(self, target: Target, recorded: RecordedDistributions, taps: torch.Tensor | None):
-        self.distributions, self.taps = DistributionSource(target, recorded), taps
+    def __init__(self, target: Target, top: TopProbs, taps: torch.Tensor | None):
+        self.top, self.taps = top, taps
+        self.distributions = DistributionSource(target, TopTable(top))
 
     def read(self, text: TextBatch, taps: tuple[int, ...]) -> TargetSignals:
         return self.distributions.read(text, ())._replace(taps=self.taps)
+
+
+class TopTable(NamedTuple):
+    """Distributions by their number."""
+
+    top: TopProbs
+
+    def read(self, token_index: torch.Tensor) -> TopProbs:
+        chosen = token_index.cpu()
+        return TopProbs(*(values[chosen].to(token_index.device) for values in self.top))
 
 
 class RecordedDistributions:
@@ -160,10 +184,6 @@ class RecordedDistributions:
         self.spans, self.top = spans, top
         self.bounds = list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
         self.known = (top.ids[:, 0] != NO_TOKEN).numpy()
-
-    def read(self, token_index: torch.Tensor) -> TopProbs:
-        chosen = token_index.cpu()
-        return TopProbs(*(values[chosen].to(token_index.device) for values in self.top))
 
     def index_of(self, length: int, numbers: Sequence[int]) -> np.ndarray:
         """[length] number of each token's distribution in a row that holds the spans `numbers`;
@@ -243,24 +263,16 @@ def open_target(config: DistillConfig, folder: str) -> Target:
     """The target in `folder`, whole or in outline, as the teacher needs it."""
     device, trust = config.device, config.trust_remote_code
     length = config.learn.max_length
-    if config.target_server is not None:
-        return load_remote(
-            folder,
-            config.target_server,
-            served_as=config.dtype,
-            device=device_of(device),
-            max_length=length,
-            trust_remote_code=trust,
+    if config.learn.teacher == "recorded":
+        return load_outline(
+            folder, dtype=config.dtype, device=device, max_length=length, trust_remote_code=trust
         )
-    if config.learn.teacher == "live":
-        return load_target(
-            folder,
-            dtype=config.dtype,
-            device=device,
-            max_length=length,
-            shares=config.target_shares,
-            trust_remote_code=trust,
-        )
-    return load_outline(
-        folder, dtype=config.dtype, device=device, max_length=length, trust_remote_code=trust
+    return load_here_or_served(
+        folder,
+        config.target_server,
+        dtype=config.dtype,
+        device=device,
+        max_length=length,
+        shares=config.target_shares,
+        trust_remote_code=trust,
     )

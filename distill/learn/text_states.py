@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.distill.config import LearnConfig
+from draftsmith.drafters.target.segments import stretches_of
 from draftsmith.drafters.target.target import Target
-from draftsmith.train.data.batches import padded
+from draftsmith.train.data.batches import padded, rows_of
 
 Key = tuple[tuple[int, ...], bytes]  # taps, token ids
 
@@ -61,15 +62,21 @@ class TextStates:
         taps: tuple[int, ...],
         segments: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """As `Target.states`, with 0 behind the end of a text; packed rows are read as they are."""
-        if segments is not None:
-            return self.target.states(input_ids, attention_mask, taps, segments)
-        lengths = attention_mask.sum(dim=1).tolist()
-        texts = [row[:length] for row, length in zip(input_ids, lengths, strict=True)]
-        rows = self._of(texts, tuple(taps))
-        hidden = padded([one.hidden for one in rows]).to(input_ids.device)
-        tapped = [one.taps for one in rows if one.taps is not None]
-        return padded(tapped).to(input_ids.device) if tapped else None, hidden
+        """As `Target.states`, with 0 at padding."""
+        rows = [
+            [ids[begin:end] for begin, end, is_text in stretches if is_text]
+            for ids, stretches in zip(
+                input_ids,
+                stretches_of(attention_mask - 1 if segments is None else segments),
+                strict=True,
+            )
+        ]
+        states = iter(self._of([ids for row in rows for ids in row], tuple(taps)))
+        found = [[next(states) for _ in row] for row in rows]
+        device = input_ids.device
+        hidden = padded(rows_of([[one.hidden for one in row] for row in found])).to(device)
+        tapped = [[one.taps for one in row if one.taps is not None] for row in found]
+        return padded(rows_of(tapped)).to(device) if all(tapped) else None, hidden
 
     def _of(self, texts: Sequence[torch.Tensor], taps: tuple[int, ...]) -> list[TextState]:
         keys = [(taps, ids.cpu().numpy().tobytes()) for ids in texts]

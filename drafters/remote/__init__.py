@@ -11,6 +11,8 @@ Files in reading order:
 - `completions`: likeliest tokens by a server without states
 - `target`: the target as the client has it
 - `outline`: a target without weights, which nothing runs
+- `place`: a target here or on a server, as options say
 
-Other chapters import `messages`, `service`, `connection`, `completions`, `target`, `outline`.
+Other chapters import `messages`, `service`, `connection`, `completions`, `target`, `outline`
+and `place`.
 """

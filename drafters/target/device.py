@@ -77,21 +77,23 @@ def weight_dtype(name: str, device: torch.device) -> torch.dtype | Literal["auto
 def load_target(
     path: str,
     *,
-    dtype: str = "auto",
+    dtype: str | torch.dtype = "auto",
     device: str | None = None,
     max_length: int | None = None,
     shares: int = 1,
     trust_remote_code: bool,
 ) -> Target:
-    """Target on `device` in `weight_dtype`, for texts of `max_length` tokens; one copy of it by
-    `shares` neighbouring processes, all of which make every pass. Raises `UserError`."""
+    """Target on `device` for texts of `max_length` tokens, in `dtype`, a name as `weight_dtype`
+    reads it; one copy of it by `shares` neighbouring processes, all of which make every pass.
+    Raises `UserError`."""
     # Commands show one progress line, their own.
     transformers_logging.disable_progress_bar()
     there = device_of(device)
+    weights = weight_dtype(dtype, there) if isinstance(dtype, str) else dtype
     if shares > 1:
         model = load_spread(
             path,
-            dtype=weight_dtype(dtype, there),
+            dtype=weights,
             device=there,
             shares=shares,
             trust_remote_code=trust_remote_code,
@@ -99,7 +101,7 @@ def load_target(
         return Target(model, path, max_length=max_length, trust_remote_code=trust_remote_code)
     return Target.load(
         path,
-        dtype=weight_dtype(dtype, there),
+        dtype=weights,
         device=there,
         max_length=max_length,
         trust_remote_code=trust_remote_code,

@@ -10,6 +10,7 @@ what has none is refused.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ from draftsmith.kernels.dispatch import use_device
 
 mimo.register()
 
+Prepare = Callable[[PreTrainedModel], object]
+
 
 def load_model(
     path: str | Path,
@@ -44,10 +47,12 @@ def load_model(
     dtype: torch.dtype | str = "auto",
     device: torch.device | str = "cpu",
     shards: int = 1,
+    prepare: Prepare | None = None,
 ) -> PreTrainedModel:
     """A causal LM in evaluation mode with our attention. `dtype` "auto" is the checkpoint's own.
     The folder of a LoRA adapter is its base with the adapter merged. `device` becomes the current
-    one of this thread. Raises `UserError`."""
+    one of this thread. `prepare` changes the model before its weights are read, of a folder for
+    which `can_prepare`. Raises `UserError`."""
     use_device(device)
     if (base := adapter_base(path)) is not None:
         options: dict[str, Any] = {"dtype": dtype, "device": device, "shards": shards}
@@ -55,7 +60,8 @@ def load_model(
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         check_quantisation(path, config)
-        model, report = _class_for(config).from_pretrained(
+        loader = _class_for(config) if prepare is None else _prepared_class(config, prepare)
+        model, report = loader.from_pretrained(
             path,
             trust_remote_code=trust_remote_code,
             dtype=dtype,
@@ -76,6 +82,8 @@ def load_model(
         raise UserError(
             f"model {str(path)!r} cannot be loaded ({_first_line(error)}); check the path or Hub id"
         ) from error
+    if prepare is not None:
+        model.__class__ = loader.__base__
     without_towers(model)
     if missing := sorted(report["missing_keys"] & model.state_dict().keys()):
         # transformers would go on with random numbers in their place.
@@ -175,6 +183,33 @@ def _class_for(config: PreTrainedConfig) -> type[Any]:
         if not own_code and type(config) not in AutoModelForCausalLM._model_mapping:
             return AutoModelForImageTextToText
     return AutoModelForCausalLM
+
+
+def can_prepare(path: str | Path, *, trust_remote_code: bool) -> bool:
+    """True for the model of a folder or Hub id whose weights go where its class has them: no
+    adapter, no quantised one, and none with towers or code of its own."""
+    if adapter_base(path) is not None:
+        return False
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    return (
+        config.get_text_config() is config
+        and not quantisation(config)
+        and not (trust_remote_code and getattr(config, "auto_map", None))
+        and isinstance(_class_for(config)._model_mapping.get(type(config), None), type)
+    )
+
+
+def _prepared_class(config: PreTrainedConfig, prepare: Prepare) -> type[Any]:
+    """The model's class, whose new models are prepared: where `prepare` spreads parameters over
+    processes, transformers reads this process's parts of them alone."""
+    own = _class_for(config)._model_mapping[type(config)]
+
+    def init(model: PreTrainedModel, *args: Any, **options: Any) -> None:
+        own.__init__(model, *args, **options)
+        with torch.device("cpu"):  # in place of "meta", where transformers makes models
+            prepare(model)
+
+    return type(own.__name__, (own,), {"__init__": init, "__module__": own.__module__})
 
 
 def without_towers(model: PreTrainedModel) -> PreTrainedModel:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
-from draftsmith.drafters.target.load import load_model
+from draftsmith.drafters.target.load import can_prepare, load_model
 from draftsmith.drafters.target.taps import body_name, decoder_layers
 from draftsmith.errors import UserError
 
@@ -32,9 +32,18 @@ def load_spread(
     shares: int,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """`shares` neighbouring processes hold one copy. The processes of a machine load one after
-    another: its memory must hold the whole model once, its devices never."""
+    """`shares` neighbouring processes hold one copy, and each reads its own parts of the files.
+    Models that `can_prepare` leaves out are loaded whole, by the processes of a machine one after
+    another: its memory must hold such a model once, its devices never."""
     mesh = share_mesh(device, shares)
+    if can_prepare(path, trust_remote_code=trust_remote_code):
+        return load_model(
+            path,
+            trust_remote_code=trust_remote_code,
+            dtype=dtype,
+            device=device,
+            prepare=lambda model: spread(model, mesh),
+        )
     turns = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     for turn in range(turns):
         if turn == int(os.environ.get("LOCAL_RANK", "0")):

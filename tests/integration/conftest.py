@@ -227,7 +227,13 @@ class Loop:
         return self.root / "versions"
 
     def serve(
-        self, count: int, *, seed: int = 0, version: int = 1, folder: Path | None = None
+        self,
+        count: int,
+        *,
+        seed: int = 0,
+        version: int = 1,
+        folder: Path | None = None,
+        record_taps: int = 0,
     ) -> float:
         """Accepted share of the offered tokens. `folder` is served under the name of `version`."""
         drafter = checkpoint.load(folder or self.root / "draft", self.target)
@@ -235,7 +241,8 @@ class Loop:
         engine = build_engine(
             self.target,
             drafter,
-            EngineConfig(k=3, seed=seed, compile="off"),  # to record takes longer than to serve
+            # To record takes longer than to serve.
+            EngineConfig(k=3, seed=seed, compile="off", record_taps=record_taps),
             sink=writer,
             draft_version=str(version),
         )

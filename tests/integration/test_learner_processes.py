@@ -26,6 +26,8 @@ from tests.forked import Forked, Ranks, free_port
 from tests.integration.conftest import LEARN
 
 ROOT = Path(__file__).resolve().parents[2]
+# Tokens of a text whose states are recorded, where the learner of this teacher reads them.
+RECORDED = {"live": 0, "recorded": 1024}
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 
@@ -61,25 +63,33 @@ def same_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
 
 
 @pytest.mark.parametrize(
-    "processes, shares, stage, rows",
+    "teacher, processes, shares, stage, rows",
     [
-        (2, 2, None, 5),
-        (2, 1, 2, 1),  # a process without a row
+        ("live", 2, 2, None, 5),
+        ("live", 2, 1, 2, 1),  # a process without a row
+        ("recorded", 2, 1, None, 5),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in [
-                (2, 1, None, 1), (2, 1, 1, 8), (2, 1, 3, 1), (2, 2, 3, 8), (4, 2, None, 8),
+                ("live", 2, 1, None, 1), ("live", 2, 1, 1, 8), ("live", 2, 1, 3, 1),
+                ("live", 2, 2, 3, 8), ("live", 4, 2, None, 8), ("recorded", 2, 1, 2, 1),
+                ("recorded", 2, 1, 3, 8),
             ]
         ),
     ],
 )  # fmt: skip
 def test_several_processes_learn_what_one_learns(
-    loop: Callable[..., Any], processes: int, shares: int, stage: int | None, rows: int
+    loop: Callable[..., Any],
+    teacher: str,
+    processes: int,
+    shares: int,
+    stage: int | None,
+    rows: int,
 ) -> None:
     made = loop("eagle3")
-    made.serve(24)
+    made.serve(24, record_taps=RECORDED[teacher])
     gate = replace(made.config.gate, requests=2)
-    learn = replace(made.config.learn, steps=6, batch=rows, proximal=10.0)
+    learn = replace(made.config.learn, teacher=teacher, steps=6, batch=rows, proximal=10.0)
     config = replace(made.config, gate=gate, learn=learn)
     alone, spread = (made.root / name for name in ("alone", "spread"))
     finish(distil(replace(config, versions=str(alone))))
@@ -144,17 +154,28 @@ def test_adapters_are_trained_by_several_processes_too(
 
 
 @pytest.mark.parametrize(
-    "stage", [2, *(pytest.param(stage, marks=pytest.mark.long) for stage in (None, 1, 3))]
+    "teacher, stage",
+    [
+        ("live", 2),
+        ("recorded", None),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [("live", None), ("live", 1), ("live", 3), ("recorded", 2)]
+        ),
+    ],
 )
 def test_a_run_in_two_parts_is_the_uninterrupted_one_to_the_bit(
-    loop: Callable[..., Any], stage: int | None
+    loop: Callable[..., Any], teacher: str, stage: int | None
 ) -> None:
     """Weights, their mean, Adam's moments: of what several processes hold, all is in the state."""
     made = loop("eagle3")
-    made.serve(40)
+    made.serve(40, record_taps=RECORDED[teacher])
     zero = stage and str(ROOT / f"recipes/zero{stage}.json")
     # One update has so many texts, whenever it begins.
-    learn = replace(made.config.learn, steps=3, fresh=8, most_fresh=8, proximal=0.1, deepspeed=zero)
+    learn = replace(
+        made.config.learn, teacher=teacher, steps=3, fresh=8, most_fresh=8, proximal=0.1,
+        deepspeed=zero,
+    )  # fmt: skip
     gate = replace(made.config.gate, every=100)
     config = replace(made.config, until_idle_s=None, learn=learn, gate=gate)
     folders = [made.root / name for name in ("whole", "parts")]
@@ -220,7 +241,11 @@ def test_what_several_processes_cannot_do_is_refused(
         (1, {"target_shares": 2}, "'target_shares' is 2 but 1 processes run"),
         (3, {"target_shares": 2}, "'target_shares' is 2 but 3 processes run"),
         (2, {"target_shares": 2, "dtype": "int8"}, "layers are not spread"),
-        (2, {"learn": replace(made.config.learn, teacher="recorded")}, "no target is run"),
+        (
+            2,
+            {"target_shares": 2, "learn": replace(made.config.learn, teacher="recorded")},
+            "no target is loaded that could be shared",
+        ),
         (1, {"learn": replace(made.config.learn, deepspeed="z.json")}, "but one process runs"),
         (2, {"learn": replace(made.config.learn, deepspeed=str(empty))}, "'stage' is none of"),
         (2, {"device": "cuda:1"}, "each process takes a device of its own"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,23 +24,45 @@ def collate(sequences: Sequence[TokenSequence]) -> TextBatch:
     return pack([[sequence] for sequence in sequences])
 
 
+class TrainedText(NamedTuple):
+    """One text of a batch, of n tokens."""
+
+    input_ids: torch.Tensor  # [n] int64
+    weights: torch.Tensor  # [n] float32
+    token_index: torch.Tensor | None = None  # [n] int64, as in `TextBatch`
+
+
 def pack(rows: Sequence[Sequence[TokenSequence]]) -> TextBatch:
     """Batch with the sequences of each row one after another."""
-    ids = [torch.cat([one.input_ids for one in row]) for row in rows]
-    weights = [torch.cat([weights_of(one) for one in row]) for row in rows]
-    index = [torch.cat([index_of(one) for one in row]) for row in rows]
+    return packed(
+        [
+            [TrainedText(one.input_ids, weights_of(one), index_of(one)) for one in row]
+            for row in rows
+        ]
+    )
+
+
+def packed(rows: Sequence[Sequence[TrainedText]]) -> TextBatch:
+    """Batch with the texts of each row one after another; all have a `token_index`, or none."""
+    ids = rows_of([[one.input_ids for one in row] for row in rows])
     segments = [
         torch.cat([torch.full_like(one.input_ids, number) for number, one in enumerate(row)])
         for row in rows
     ]
     is_packed = any(len(row) > 1 for row in rows)
+    index = [[one.token_index for one in row if one.token_index is not None] for row in rows]
     return TextBatch(
         input_ids=padded(ids),
         attention_mask=mask_of(ids),
-        weights=padded(weights),
+        weights=padded(rows_of([[one.weights for one in row] for row in rows])),
         segments=padded(segments, -1) if is_packed else None,
-        token_index=padded(index, -1),
+        token_index=padded(rows_of(index), -1) if all(index) else None,
     )
+
+
+def rows_of(rows: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """Join what belongs to the texts of each row."""
+    return [torch.cat(list(row)) for row in rows]
 
 
 def weights_of(sequence: TokenSequence) -> torch.Tensor:
@@ -64,6 +87,14 @@ def padded(rows: Sequence[torch.Tensor], value: float = 0) -> torch.Tensor:
 def mask_of(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """[B, L] int64, 1 where `padded` has tokens of the rows."""
     return padded([torch.ones_like(row, dtype=torch.int64) for row in rows])
+
+
+def rows_at(text: TextBatch, rows: Sequence[int]) -> TextBatch:
+    """Batch of these rows, in this order."""
+    at = list(rows)
+    return TextBatch(
+        **{name: None if values is None else values[at] for name, values in vars(text).items()}
+    )
 
 
 def joined(above: TextBatch, below: TextBatch) -> TextBatch:
@@ -181,6 +212,13 @@ def fill(pool: np.ndarray, lengths: np.ndarray, row_length: int) -> Batch:
         rows[row].append(at)
         room[row] -= lengths[at]
     return rows
+
+
+def rows_as_long_as_the_longest(lengths: Sequence[int]) -> Batch:
+    """Rows that hold each text of a batch, none of more tokens than its longest text. Texts of one
+    length keep a row each, in order."""
+    rows = fill(np.arange(len(lengths)), np.asarray(lengths), max(lengths))
+    return sorted(sorted(row) for row in rows)
 
 
 def batches_per_epoch(

@@ -18,7 +18,7 @@ import torch
 
 from draftsmith.drafters.interface import TextBatch
 from draftsmith.record import UNLOGGED
-from draftsmith.train.data.batches import mask_of, padded
+from draftsmith.train.data.batches import TrainedText, packed
 
 
 class Role(enum.IntEnum):
@@ -92,11 +92,10 @@ def branch_row(branch: Branch, weights: RoleWeights) -> Row:
     return Row(branch.tokens, np.where(behind, weights.later_rejected, 0.0).astype(np.float32))
 
 
+def trained_text(row: Row) -> TrainedText:
+    return TrainedText(torch.tensor(row.tokens, dtype=torch.int64), torch.from_numpy(row.weights))
+
+
 def padded_rows(rows: Sequence[Row], device: torch.device) -> TextBatch:
-    """Rows of any lengths as one batch."""
-    ids = [torch.tensor(row.tokens, dtype=torch.int64) for row in rows]
-    return TextBatch(
-        input_ids=padded(ids),
-        attention_mask=mask_of(ids),
-        weights=padded([torch.from_numpy(row.weights) for row in rows]),
-    ).to(device)
+    """Rows of any lengths as one batch, a text each."""
+    return packed([[trained_text(row)] for row in rows]).to(device)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from draftsmith.config import check_limits
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.checkpoint import draft_sampling_of
-from draftsmith.drafters.remote.target import load_remote
-from draftsmith.drafters.target.device import device_of, load_target
+from draftsmith.drafters.remote.place import load_here_or_served
+from draftsmith.drafters.target.device import device_of
 from draftsmith.drafters.target.ranks import join, leave_group
 from draftsmith.drafters.target.sharded import check_one_place
 from draftsmith.drafters.target.target import Target
@@ -111,17 +111,9 @@ def evaluate(config: EvalConfig) -> None:
 
 
 def open_target(config: EvalConfig) -> Target:
-    if config.target_server is not None:
-        return load_remote(
-            config.target,
-            config.target_server,
-            served_as=config.dtype,
-            device=device_of(),
-            max_length=config.max_length,
-            trust_remote_code=config.trust_remote_code,
-        )
-    return load_target(
+    return load_here_or_served(
         config.target,
+        config.target_server,
         dtype=config.dtype,
         max_length=config.max_length,
         shares=config.target_shares,

@@ -1,5 +1,5 @@
 """Tokens a second of an unrolled loss, forward and backward, over padded and packed batches of one
-set of texts."""
+set of texts; with `--learner`, CPU time of a learner's steps over batches of unsorted texts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from collections.abc import Iterator
 import torch
 
 from draftsmith.corpus import stdlib_code
+from draftsmith.distill.config import LearnConfig
+from draftsmith.distill.learn.optimizer import CandidateOptimizer
+from draftsmith.distill.learn.teachers import LearningRow, LiveTeacher
+from draftsmith.distill.learn.text_states import TextStates
 from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from draftsmith.train.data.batches import BatchPlan, pack
+from draftsmith.train.data.batches import BatchPlan, pack, weights_of
 from draftsmith.train.data.dataset import TokenSequence, read_corpus
+from draftsmith.train.data.roles import Row, padded_rows
 from draftsmith.train.objective.depth_weights import Exponential
 from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
@@ -72,6 +77,39 @@ def rate(
     return real / (time.perf_counter() - begun_s), real / places
 
 
+def learner_steps(
+    family: str, target: Target, texts: list[TokenSequence], options: argparse.Namespace
+) -> None:
+    """Prints places computed per trained token, padded and packed, and the packed steps' share of
+    the padded ones' CPU time, in turns over the same batches of known states."""
+    chance, drafter = random.Random(0), FAMILIES[family].create(OPTIONS[family](), target, seed=0)
+    optimizer = CandidateOptimizer(drafter, LearnConfig(dtype="float32"))
+    teacher = LiveTeacher(target, TextStates(target, 8 << 30))
+    pairs = []
+    for _ in range(options.batches):
+        chosen = chance.sample(texts, options.rows)
+        rows = [Row(one.input_ids.tolist(), weights_of(one).numpy()) for one in chosen]
+        packed = teacher.batch([LearningRow(row, []) for row in rows])
+        pairs.append((packed._replace(text=padded_rows(rows, target.device)), packed))
+    places = [
+        sum(pair[side].text.input_ids.numel() for pair in pairs)
+        / sum(pair[side].tokens for pair in pairs)
+        for side in (0, 1)
+    ]
+    ratios = []
+    for turn in range(options.turns + 1):
+        times_s = []
+        for side in (0, 1):
+            begun_s = time.process_time()
+            for pair in pairs:
+                optimizer.step(pair[side], lr=0.0)
+            times_s.append(time.process_time() - begun_s)
+        if turn:  # states are read in the first one
+            ratios.append(times_s[1] / times_s[0])
+    told = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    print(f"{family:<10} {places[0]:>10.2f} {places[1]:>10.2f}   {told}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", default=str(ROOT / "runs/quickstart/target"))
@@ -88,6 +126,8 @@ def main() -> None:
     )
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=12000, help="of a turn")
+    parser.add_argument("--learner", action="store_true", help="steps of distill's learner instead")
+    parser.add_argument("--batches", type=int, default=6, help="of a learner's turn")
     options = parser.parse_args()
     target = Target.load(options.target)
     if options.data:
@@ -103,6 +143,14 @@ def main() -> None:
     mean = statistics.mean(len(text.input_ids) for text in texts)
     packed_rows = max(1, round(options.rows * mean / options.max_length))
     print(f"{len(texts)} texts, {mean:.0f} tokens on average, {options.max_length} at most")
+    if options.learner:
+        print(
+            f"{'family':<10} {'places computed per trained token':<21}   CPU time, packed / padded"
+        )
+        print(f"{'':<10} {'padded':>10} {'packed':>10}")
+        for family in options.families:
+            learner_steps(family, target, texts, options)
+        return
     print(
         f"{'family':<10} {'padded tok/s':>13} {'packed tok/s':>13} "
         f"{'packed / padded, each turn':<32} filled, padded and packed"

@@ -29,6 +29,7 @@ from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
+from draftsmith.train.data.batches import rows_at
 
 
 @pytest.mark.parametrize("rows, size", [(5, 2), (1, 2), (3, 4), (4, 1)])
@@ -38,7 +39,8 @@ def test_each_row_counts_once(
     monkeypatch.setattr(spread_optimizer.dist, "get_world_size", lambda: size)
     ids = torch.arange(1, rows + 1)[:, None].repeat(1, 3)
     weights = ids.float()
-    call = Step(0, ids, torch.ones_like(ids), weights, 6.0, 1e-3, 8, 0, torch.float32)
+    text = TextBatch(input_ids=ids, attention_mask=torch.ones_like(ids), weights=weights)
+    call = Step(0, text, 6.0, 1e-3, 8, 0, torch.float32, None)
     counted: list[int] = []
     for rank in range(size):
         hidden = torch.zeros(len(rows_of(rank, call)), 3, 8)
@@ -55,7 +57,8 @@ def test_each_row_counts_once(
 def test_long_rows_come_first_with_what_belongs_to_them() -> None:
     mask = torch.tensor([[1, 0, 0], [1, 1, 1], [1, 1, 0]])
     ids = mask * torch.tensor([[3], [4], [5]])
-    text = by_length(TextBatch(input_ids=ids, attention_mask=mask, weights=ids.float()))
+    text = TextBatch(input_ids=ids, attention_mask=mask, weights=ids.float())
+    text = rows_at(text, by_length(text))
     assert text.input_ids[:, 0].tolist() == [4, 5, 3] == text.weights[:, 0].tolist()
     assert text.attention_mask.sum(dim=1).tolist() == [3, 2, 1]
 

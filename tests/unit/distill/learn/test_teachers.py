@@ -23,6 +23,7 @@ from draftsmith.distill.learn.teachers import (
     LearningRow,
     RecordedTeacher,
     Span,
+    arranged,
     open_target,
 )
 from draftsmith.distill.state import Counters, Kept, StateFolder, TrackState
@@ -93,8 +94,8 @@ def test_whole_recorded_distributions_give_the_gradient_of_the_target(
     assert batch.masked == sum(int((text.roles == Role.BONUS).sum()) for text in served) > 0
     assert any(len(one.spans) == 1 and one.row.weights.any() for one in rows)  # branches too
     known = [
-        one._replace(row=one.row._replace(weights=weights[: len(one.row.tokens)]))
-        for one, weights in zip(rows, batch.text.weights.numpy(), strict=True)
+        one._replace(row=one.row._replace(weights=weights))
+        for one, weights in zip(rows, weights_by_text(rows, batch), strict=True)
     ]
     assert batch.tokens == live.teacher.batch(known).tokens > 20
     loss, found = gradient(recorded, batch)
@@ -108,6 +109,15 @@ def test_whole_recorded_distributions_give_the_gradient_of_the_target(
     ]
     wrong = gradient(recorded, recorded.teacher.batch(later))
     assert wrong[0] != pytest.approx(expected_loss, rel=1e-3)
+
+
+def weights_by_text(rows: list[LearningRow], batch: Batch) -> list[np.ndarray]:
+    """Weights of each text in the batch's rows."""
+    found = {}
+    for texts, weights in zip(arranged(rows), batch.text.weights.numpy(), strict=True):
+        for at in texts:
+            found[at], weights = np.split(weights, [len(rows[at].row.tokens)])[:2]
+    return [found[at] for at in range(len(rows))]
 
 
 def moved(record: RoundRecord) -> RoundRecord:

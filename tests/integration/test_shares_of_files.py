@@ -1,0 +1,122 @@
+"""A target in shares of two processes, each of which reads its own parts of the files alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.forked import Ranks, free_port
+
+# The parts of a process are half of the layers; embeddings, norm and head are whole.
+MOST = 0.65
+
+STATES = """
+import sys, torch, torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from draftsmith.drafters.target import sharded
+from draftsmith.drafters.target.load import load_model
+from transformers.utils import logging
+logging.disable_progress_bar()
+ids = torch.arange(3, 43)[None]
+whole_loads, own = [], sharded.load_model
+def counted(*given, prepare=None, **named):
+    whole_loads.append(prepare is None)
+    return own(*given, prepare=prepare, **named)
+sharded.load_model = counted
+for folder in sys.argv[1:]:
+    whole_loads.clear()
+    model = sharded.load_spread(
+        folder, dtype=torch.float32, device=torch.device("cpu"), shares=2
+    )
+    kinds = {type(one) is DTensor for one in model.parameters()}
+    whole = load_model(folder, trust_remote_code=False, dtype=torch.float32)
+    same = [name for (name, one), other in zip(model.named_parameters(), whole.parameters())
+            if not torch.equal(one.full_tensor() if type(one) is DTensor else one, other)]
+    buffers = dict(model.named_buffers())
+    same += [name for name, one in whole.named_buffers() if not torch.equal(buffers[name], one)]
+    with torch.no_grad():
+        equal = torch.equal(model(ids).logits, whole(ids).logits)
+    names = type(model) is type(whole)
+    ends = model.generation_config.eos_token_id == whole.generation_config.eos_token_id
+    print(whole_loads, sorted(kinds), same, equal, names, ends, flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+# Memory of its own, to which pages of files that are mapped do not count.
+PEAK = """
+import sys, threading, torch, torch.distributed as dist
+from draftsmith.drafters.target import sharded
+if sys.argv[2] == "whole":
+    sharded.can_prepare = lambda path, **options: False
+def own_bytes():
+    lines = open("/proc/self/status").read().splitlines()
+    return 1024 * int(next(one for one in lines if one.startswith("RssAnon")).split()[1])
+sharded.share_mesh(torch.device("cpu"), 2)
+before, found, ended = own_bytes(), [], threading.Event()
+def watch():
+    while not ended.wait(0.002):
+        found.append(own_bytes())
+watcher = threading.Thread(target=watch)
+watcher.start()
+model = sharded.load_spread(
+    sys.argv[1], dtype=torch.float32, device=torch.device("cpu"), shares=2
+)
+ended.set()
+watcher.join()
+print(max([*found, own_bytes()]) - before, flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def told(code: str, *words: object) -> list[str]:
+    """Last line of each of two processes."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    run = Ranks([sys.executable, "-c", code, *map(str, words)], 2, free_port(), environment)
+    said, _ = run.communicate(timeout=200)
+    assert run.returncode == 0, said
+    return [one.stdout.read() for one in run.processes]
+
+
+def test_shares_are_the_model_to_the_bit(tiny_target: Callable[..., str]) -> None:
+    """Experts, whose weights are converted while they are loaded, among them; layers with an odd
+    number of rows too."""
+    kinds = ("llama", "gpt2", "gemma2", "mixtral", "qwen3")
+    for said in told(STATES, *map(tiny_target, kinds)):
+        lines = said.splitlines()[-len(kinds) :]
+        assert lines == ["[False] [False, True] [] True True True"] * len(kinds), lines
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """A folder of bfloat16 weights, and their bytes in float32: 200 MB."""
+    config = AutoConfig.for_model(
+        "llama", hidden_size=1024, intermediate_size=4096, num_hidden_layers=3,
+        num_attention_heads=8, num_key_value_heads=8, vocab_size=288,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model = model.to_empty(device="cpu").bfloat16()
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 0.01)
+    folder = tmp_path_factory.mktemp("large")
+    model.save_pretrained(folder)
+    return folder, 2 * (folder / "model.safetensors").stat().st_size
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is Linux's")
+def test_no_process_holds_the_model_whole(large: tuple[Path, int]) -> None:
+    folder, size = large
+    assert size > 190e6
+    grown = [int(said.split()[-1]) / size for said in told(PEAK, folder, "parts")]
+    assert max(grown) <= MOST, grown
+    # Negative control: as models are loaded whose parts cannot be read alone.
+    grown = [int(said.split()[-1]) / size for said in told(PEAK, folder, "whole")]
+    assert min(grown) > 1, grown
