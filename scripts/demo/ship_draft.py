@@ -24,8 +24,8 @@ TRAINING = "training.json"
 DATA, OUT = "draft-data", "shipped-draft"  # in the run's folder
 # Answers to prompts out of files that the bench's prompts are not from, half of them greedy.
 ANSWERS = 8000
-# Twenty minutes of one core.
-STEPS = 9000
+# Sixteen minutes of one core.
+STEPS = 7000
 
 
 def generate_words(target: str | Path, data: str | Path) -> list[str | Path]:

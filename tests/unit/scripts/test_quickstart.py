@@ -13,7 +13,10 @@ import pytest
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.target.target import Target
-from scripts.demo import commands, report
+from draftsmith.train.export.layouts.eagle3_graphs import check_represented
+from draftsmith.train.export.llamacpp import heads as llamacpp
+from draftsmith.train.export.openvino import heads as openvino
+from scripts.demo import commands, report, ship_draft
 from scripts.demo.machine import sizes_of
 from scripts.demo.stages import SHIPPED_DRAFT, SHIPPED_TARGET, stages
 
@@ -44,6 +47,19 @@ def test_the_shipped_draft_is_small_and_made_for_the_shipped_target(
     caplog.set_level(logging.WARNING)
     draft = checkpoint.load(SHIPPED_DRAFT, Target.load(SHIPPED_TARGET))
     assert draft.family == "eagle3" and "other weights" not in caplog.text
+
+
+def test_other_engines_read_the_shipped_draft_as_it_is() -> None:
+    config = json.loads((SHIPPED_DRAFT / "config.json").read_text())
+    for reader in (llamacpp.READER, openvino.READER):
+        check_represented(config, reader)
+
+
+def test_the_shipped_draft_was_made_by_the_commands_of_train() -> None:
+    assert json.loads((SHIPPED_DRAFT / "training.json").read_text()) == ship_draft.training()
+    record = json.loads((SHIPPED_DRAFT / "draftsmith.json").read_text())["training"]
+    assert record["steps"] == ship_draft.STEPS and record["data"]["count"] == ship_draft.ANSWERS
+    assert record["data"]["complete"] and record["data"]["temperature"] == [0.0, 1.0]
 
 
 def test_commands_run_together_and_a_failure_of_any_is_one(
