@@ -26,8 +26,7 @@ class Sizes:
     answers: int
     requests: int
     bench_tokens: int  # of an answer
-    eagle3_minutes: float
-    draft_lm_minutes: float
+    train_minutes: float  # of the two drafts at once
     second_an_answer: float
     second_a_request: float
     bench_pass_s: float
@@ -41,8 +40,7 @@ def sizes_of(pace: float) -> Sizes:
         answers=round(600 * share),
         requests=round(300 * share),
         bench_tokens=bench_tokens,
-        eagle3_minutes=1.3,
-        draft_lm_minutes=0.6,
+        train_minutes=1.3,
         second_an_answer=1 / (ANSWERS * pace),
         second_a_request=1 / (REQUESTS * pace),
         # Half of the passes are faster by the draft.

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+
+import torch
+import transformers
 
 from draftsmith.drafters.published import versions
 from draftsmith.files import read_json, write_json, write_text
 from scripts.demo.traffic import pooled_alpha, read_shift
 
 WINDOW = 30  # requests an alpha of the curve is pooled over
-DRAFTERS = ("ngram", "draft-lm", "eagle3", "eagle3-shipped")
+DRAFTERS = ("draft-lm", "eagle3", "eagle3-shipped")
 
 
 def write_report(run: Path, padded: Path) -> None:
@@ -19,6 +23,9 @@ def write_report(run: Path, padded: Path) -> None:
     benches = {name: read_json(file) for name, file in files.items() if file.exists()}
     evaluations = {name: read_json(run / f"eval-{name}.json") for name in ("draft-lm", "eagle3")}
     shift, decisions = read_shift(run), versions.read_decisions(run / "versions")
+    gain = {
+        side: read_json(run / f"gain-{side}.json")["evaluation"][0] for side in ("first", "live")
+    }
     published = {
         number: versions.read_manifest(run / "versions", number)
         for number in versions.versions(run / "versions")
@@ -27,6 +34,7 @@ def write_report(run: Path, padded: Path) -> None:
         speed_title(padded),
         speed_table(benches, evaluations),
         shift_table(shift),
+        gain_table(gain),
         decision_table(decisions),
         "exported: "
         + ", ".join(
@@ -34,12 +42,28 @@ def write_report(run: Path, padded: Path) -> None:
         ),
         f"picture: {(run / 'quickstart.png').relative_to(run.parent.parent)}",
     ]
-    draw(run / "quickstart.png", benches, evaluations, shift, published, decisions)
+    draw(run / "quickstart.png", benches, evaluations, shift, gain, published, decisions)
     write_text(run / "report.txt", "\n\n".join(parts) + "\n")
     write_json(
         run / "report.json",
-        {"bench": benches, "eval": evaluations, "decisions": decisions, "shift": segments(shift)},
+        {
+            "command": "scripts/quickstart",
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+            "cores": os.cpu_count(),
+            "stage_seconds": stage_seconds(run),
+            "bench": benches,
+            "eval": evaluations,
+            "decisions": decisions,
+            "shift": segments(shift) | {"dropped": shift["dropped"]},
+            "gain": gain,
+        },
     )
+
+
+def stage_seconds(run: Path) -> dict[str, float]:
+    """Seconds of the finished stages; the report's own is not among them."""
+    markers = sorted((run / "finished").glob("*.json"), key=lambda path: path.stat().st_mtime)
+    return {path.stem: read_json(path)["seconds"] for path in markers}
 
 
 def speed_title(padded: Path) -> str:
@@ -96,7 +120,7 @@ def interval(value: float, bounds: tuple[float, float] | list[float]) -> str:
 def segments(shift: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """alpha and tau on code, right after the shift, and over the last third of the prose."""
     code = shift["code"]
-    total = max(record["index"] for record in shift["learning"]) + 1
+    total = max(record["index"] for record in shift["served"]) + 1
     third = (total - code) // 3
     bounds = {
         "code": (0, code),
@@ -105,31 +129,43 @@ def segments(shift: dict[str, Any]) -> dict[str, dict[str, Any]]:
     }
     found: dict[str, dict[str, Any]] = {}
     for name, (begin, end) in bounds.items():
-        for side in ("static", "learning"):
-            records = [record for record in shift[side] if begin <= record["index"] < end]
-            found.setdefault(name, {})[side] = {
-                "alpha": pooled_alpha(records),
-                "tau": sum(r["tokens"] for r in records)
-                / max(1, sum(r["rounds"] for r in records)),
-                "requests": len(records),
-            }
+        records = [record for record in shift["served"] if begin <= record["index"] < end]
+        found[name] = {
+            "alpha": pooled_alpha(records),
+            "tau": sum(r["tokens"] for r in records) / max(1, sum(r["rounds"] for r in records)),
+            "requests": len(records),
+        }
     return found
 
 
 def shift_table(shift: dict[str, Any]) -> str:
-    lines = [
-        f"{'traffic at T = 1':<22}{'static alpha':>14}{'learning alpha':>16}{'static tau':>12}{'learning tau':>14}"
-    ]
-    for name, sides in segments(shift).items():
-        static, learning = sides["static"], sides["learning"]
-        lines.append(
-            f"{name:<22}{static['alpha']:>14.3f}{learning['alpha']:>16.3f}{static['tau']:>12.2f}{learning['tau']:>14.2f}"
-        )
-    lines.append(
-        f"requests answered: {len(shift['learning'])} learning, {len(shift['static'])} static; "
-        f"dropped: {shift['dropped']}"
-    )
+    lines = [f"{'served while learning, T = 1':<30}{'requests':>9}{'alpha':>8}{'tau':>7}"]
+    for name, found in segments(shift).items():
+        lines.append(f"{name:<30}{found['requests']:>9}{found['alpha']:>8.3f}{found['tau']:>7.2f}")
+    lines.append(f"requests answered: {len(shift['served'])}; dropped: {shift['dropped']}")
     return "\n".join(lines)
+
+
+def gain_table(gain: dict[str, dict[str, Any]]) -> str:
+    lines = [f"{'other prose, T = 1':<30}{'alpha_1':>24}{'tau':>20}"]
+    for side, found in gain.items():
+        first, tau = found["alpha"][0], found["tau"]
+        alpha = f"{first['value']:.3f} [{first['low']:.3f}, {first['high']:.3f}]"
+        lines.append(
+            f"{side + ' draft':<30}{alpha:>24}{interval(tau['value'], (tau['low'], tau['high'])):>20}"
+        )
+    first, live = (gain[side]["tau"]["value"] for side in ("first", "live"))
+    lines.append(f"live / first: {live / first:.3f} of tau, on the same texts")
+    return "\n".join(lines)
+
+
+def offline_alpha(evaluation: dict[str, Any]) -> float:
+    """Pooled alpha that an evaluation predicts for live requests: of every position tried."""
+    tried, reached = 0.0, 1.0
+    for alpha in evaluation["alpha"]:
+        tried += reached
+        reached *= alpha["value"]
+    return (evaluation["tau"]["value"] - 1) / tried
 
 
 def decision_table(decisions: list[dict[str, Any]]) -> str:
@@ -155,6 +191,7 @@ def draw(
     benches: dict[str, Any],
     evaluations: dict[str, Any],
     shift: dict[str, Any],
+    gain: dict[str, dict[str, Any]],
     published: dict[int, dict[str, Any]],
     decisions: list[dict[str, Any]],
 ) -> None:
@@ -166,7 +203,7 @@ def draw(
     figure, ((speed, tau), (live, gate)) = pyplot.subplots(2, 2, figsize=(11, 7))
     draw_speed(speed, benches)
     draw_tau(tau, benches, evaluations)
-    draw_shift(live, shift, published)
+    draw_shift(live, shift, gain, published)
     draw_decisions(gate, decisions)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
@@ -215,27 +252,31 @@ def mark(axes: Any, place: float, value: float, bounds: Any, colour: str, label:
     axes.errorbar([place], [value], yerr=error, fmt="o", color=colour, label=label, capsize=3)
 
 
-def draw_shift(axes: Any, shift: dict[str, Any], published: dict[int, dict[str, Any]]) -> None:
-    for side, colour in (("static", "tab:grey"), ("learning", "tab:blue")):
-        records = shift[side]
-        width = (
-            WINDOW
-            if side == "learning"
-            else max(5, WINDOW * len(shift["static"]) // len(shift["learning"]))
-        )
-        groups = [records[max(0, end - width) : end] for end in range(width // 2, len(records) + 1)]
-        axes.plot(
-            [group[-1]["index"] for group in groups],
-            [pooled_alpha(g) for g in groups],
-            color=colour,
-            label=f"{side} draft",
-        )
+def draw_shift(
+    axes: Any,
+    shift: dict[str, Any],
+    gain: dict[str, dict[str, Any]],
+    published: dict[int, dict[str, Any]],
+) -> None:
+    records = shift["served"]
+    groups = [records[max(0, end - WINDOW) : end] for end in range(WINDOW // 2, len(records) + 1)]
+    axes.plot(
+        [group[-1]["index"] for group in groups],
+        [pooled_alpha(group) for group in groups],
+        color="tab:blue",
+        label="served while learning",
+    )
+    for side, colour in (("first", "tab:grey"), ("live", "tab:green")):
+        label = f"{side} draft, other prose"
+        begin, end = shift["code"], len(records)
+        alpha = offline_alpha(gain[side])
+        axes.plot([begin, end], [alpha, alpha], color=colour, linestyle=":", label=label)
     axes.axvline(shift["code"], color="black", linestyle="--", linewidth=0.8)
     axes.text(shift["code"], axes.get_ylim()[1], " code | prose", fontsize=8, va="top")
     for version, manifest in published.items():
         before = [
             record["index"]
-            for record in shift["learning"]
+            for record in shift["served"]
             if record["ended_s"] < manifest["created_s"]
         ]
         if version > 1 and before:

@@ -18,28 +18,24 @@ from typing import NamedTuple
 from safetensors.torch import load_file, save_file
 
 from draftsmith.progress import duration
+from scripts.demo import ship_draft
+from scripts.demo.commands import COMMAND, RUN, Words, draftsmith, together
 from scripts.demo.machine import Sizes, measure_pace, sizes_of
 from scripts.demo.pad_target import make, number
 from scripts.demo.report import write_report
-from scripts.demo.ship_draft import SHIPPED_DRAFT
+from scripts.demo.ship_draft import ANSWERS, DATA, OUT, SHIPPED_DRAFT
 from scripts.demo.traffic import Shift, serve_shift, write_bench_prompts
 from scripts.paths import ROOT
 
-RUN = ROOT / "runs" / "quickstart"
 SHIPPED_TARGET = ROOT / "scripts" / "quickstart_target"
 SIZE = "100M"  # of the target that speeds are measured on
 PADDED = RUN / f"padded-{SIZE}"
-COMMAND = [sys.executable, "-m", "draftsmith.cli"]
 K = 3
+OWN = ("eagle3", "draft-lm")  # drafts that the run trains
+GAIN = {"gain-first": "eagle3", "gain-live": "versions"}  # evaluation -> draft
+CODE_REQUESTS = 24  # before the prose
 TRAIN_MINUTES = 4.0
-DRAFT_MINUTES = 20.0  # of --train
-
-
-def draftsmith(*arguments: str | Path) -> None:
-    words = [str(argument) for argument in arguments]
-    shown = [word.replace(str(ROOT) + "/", "") for word in words]
-    print("  $ draftsmith " + " ".join(shown), flush=True)
-    subprocess.run([*COMMAND, *words], check=True)
+DRAFT_MINUTES = 16.0  # of --train, about
 
 
 class Stage(NamedTuple):
@@ -150,43 +146,32 @@ def generate(count: int) -> None:
     )  # fmt: skip
 
 
-def train(family: str, minutes: float) -> None:
-    draftsmith(
+def train_words(family: str, minutes: float) -> Words:
+    return [
         "train", family, "--target", RUN / "target", "--data", RUN / "data", "--out", RUN / family,
         "--minutes", str(minutes), ROOT / "recipes" / f"{family}-small.yaml",
-    )  # fmt: skip
+    ]  # fmt: skip
 
 
 def train_shipped() -> None:
-    """A draft in place of the one that ships: twenty minutes on answers to prompts out of files
-    that the bench's prompts are not from. `scripts.demo.ship_draft` stores it beside the target."""
-    data, out = RUN / "draft-data", RUN / "shipped-draft"
-    draftsmith(
-        "generate", "--target", RUN / "target", "--prompts", "stdlib:code", "--split", "train",
-        "--count", "6000",
-        "--prompt-tokens", "48", "--max-tokens", "112", "--temperature", "0.8", "--batch", "64",
-        "--seed", "7",
-        "--out", data,
-    )  # fmt: skip
-    draftsmith(
-        "train", "eagle3", "--target", RUN / "target", "--data", data, "--out", out,
-        "--minutes", str(DRAFT_MINUTES), ROOT / "recipes" / "eagle3-small.yaml",
-        "eagle3.draft_vocab_size=2048",
-    )  # fmt: skip
+    """A draft in place of the one that ships, as that one was made; `scripts.demo.ship_draft`
+    stores it beside the target."""
+    draftsmith(*ship_draft.generate_words(RUN / "target", RUN / DATA))
+    draftsmith(*ship_draft.train_words(RUN / "target", RUN / DATA, RUN / OUT))
 
 
 def shipped_draft() -> Path:
-    trained = RUN / "shipped-draft"
+    trained = RUN / OUT
     return trained if trained.exists() else SHIPPED_DRAFT
 
 
-def evaluate(family: str) -> None:
-    draftsmith(
+def evaluate_words(family: str) -> Words:
+    return [
         "eval", "--target", RUN / "target", "--draft", RUN / family, "--data", RUN / "data",
         "--held-out", "0.05",
         "--prompts", "24", "--max-tokens", "96", "--k", str(K), "--store", "--out",
         RUN / f"eval-{family}.json",
-    )  # fmt: skip
+    ]  # fmt: skip
 
 
 def bench(name: str, sizes: Sizes, *drafter: str | Path, repeats: int = 1) -> None:
@@ -207,43 +192,42 @@ def learn(requests: int) -> None:
     for leftover in ("buffer", "versions"):
         shutil.rmtree(RUN / leftover, ignore_errors=True)
     shift = Shift(
-        target=RUN / "target", draft=RUN / "eagle3", folder=RUN, k=K, prose=requests - Shift.code
-    )
+        target=RUN / "target", draft=RUN / "eagle3", folder=RUN, k=K,
+        code=CODE_REQUESTS, prose=requests - CODE_REQUESTS,
+        # A mean over fewer steps than by default: there are few.
+        learn=("learn.lr=1e-3", "learn.average=0.9"),
+    )  # fmt: skip
     serve_shift(shift, COMMAND)
 
 
-def export() -> None:
+def gain() -> None:
+    """Evaluates the first draft and the live one on the same prose: live requests differ too much
+    from one another to show within minutes what was gained."""
     draftsmith(
-        "export",
-        RUN / "eagle3",
-        "--to",
-        "vllm",
-        "--target",
-        RUN / "target",
-        "--out",
-        RUN / "export" / "eagle3",
-    )
-    draftsmith(
-        "export",
-        RUN / "draft-lm",
-        "--to",
-        "hf",
-        "--target",
-        RUN / "target",
-        "--out",
-        RUN / "export" / "draft-lm",
-    )
+        "generate", "--target", RUN / "target", "--prompts", "stdlib:prose",
+        "--count", "48", "--prompt-tokens", "48", "--max-tokens", "80", "--temperature", "1",
+        "--batch", "48", "--seed", "2", "--out", RUN / "prose",
+    )  # fmt: skip
+    together("gain", *(gain_words(name, draft) for name, draft in GAIN.items()))
 
 
-def evaluate_all() -> None:
-    for family in ("eagle3", "draft-lm"):
-        evaluate(family)
+def gain_words(name: str, draft: str) -> Words:
+    return [
+        "eval", "--target", RUN / "target", "--draft", RUN / draft, "--data", RUN / "prose",
+        "--held-out", "1", "--temperature", "1", "--k", str(K), "--out", RUN / f"{name}.json",
+    ]  # fmt: skip
+
+
+def export_words(family: str, engine: str) -> Words:
+    return [
+        "export", RUN / family, "--to", engine, "--target", RUN / "target",
+        "--out", RUN / "export" / family,
+    ]  # fmt: skip
 
 
 def bench_all(sizes: Sizes) -> None:
     bench("eagle3", sizes, "--draft", RUN / "eagle3")
     bench("draft-lm", sizes, "--draft", RUN / "draft-lm")
-    bench("ngram", sizes, "--ngram")
 
 
 def stages(train_target: bool, train_draft: bool, sizes: Sizes) -> list[Stage]:
@@ -257,8 +241,8 @@ def stages(train_target: bool, train_draft: bool, sizes: Sizes) -> list[Stage]:
             lambda: make_target(train=True),
         )  # fmt: skip
     train_first = Stage(
-        "draft", "train a draft in place of the one that ships", "what twenty minutes are worth",
-        60 * DRAFT_MINUTES + 6000 * sizes.second_an_answer, train_shipped,
+        "draft", "train a draft in place of the one that ships", "what a quarter of an hour is worth",
+        60 * DRAFT_MINUTES + ANSWERS * sizes.second_an_answer, train_shipped,
     )  # fmt: skip
     speed = Stage(
         "speed", "tok/s without and with the shipped draft",
@@ -281,28 +265,33 @@ def stages(train_target: bool, train_draft: bool, sizes: Sizes) -> list[Stage]:
             lambda: generate(sizes.answers),
         ),
         Stage(
-            "eagle3", "train an EAGLE-3 draft on the answers", "a draft for your own model",
-            60 * sizes.eagle3_minutes + 20, lambda: train("eagle3", sizes.eagle3_minutes),
-        ),
-        Stage(
-            "draft-lm", "train a small draft model on the same answers", "other families alike",
-            60 * sizes.draft_lm_minutes + 15, lambda: train("draft-lm", sizes.draft_lm_minutes),
+            "train", "train an EAGLE-3 draft and a small draft model on the answers, a core each",
+            "drafts for your own model, of one family or another", 60 * sizes.train_minutes + 20,
+            lambda: together("train", *(train_words(family, sizes.train_minutes) for family in OWN)),
         ),
         Stage(
             "eval", "predict alpha and tau of both drafts, offline",
-            "acceptance is known before anything is served", 25, evaluate_all,
+            "acceptance is known before anything is served", 15,
+            lambda: together("eval", *map(evaluate_words, OWN)),
         ),
         Stage(
-            "bench", "tok/s with the drafts of this run, and with n-grams",
-            "what minutes of training are worth", 3 * (4 * sizes.bench_pass_s + 10),
+            "bench", "tok/s with the drafts of this run",
+            "what minutes of training are worth", 2 * (4 * sizes.bench_pass_s + 10),
             lambda: bench_all(sizes),
         ),
         Stage(
-            "learn", "serve code, then prose: a static draft and a learning one",
-            "a draft that learns from its traffic recovers from a shift",
-            40 + sizes.requests * sizes.second_a_request, lambda: learn(sizes.requests),
+            "learn", "serve code, then prose, while the draft learns from it",
+            "better versions are swapped in, and no request is dropped",
+            25 + sizes.requests * sizes.second_a_request, lambda: learn(sizes.requests),
         ),
-        Stage("export", "export both drafts", "other engines load them", 12, export),
+        Stage(
+            "gain", "the first draft and the live one on other prose",
+            "a draft that learns from its traffic recovers from a shift", 20, gain,
+        ),
+        Stage(
+            "export", "export both drafts", "other engines load them", 8,
+            lambda: together("export", export_words("eagle3", "vllm"), export_words("draft-lm", "hf")),
+        ),
         Stage(
             "report", "the table and the picture", "all of it at a glance", 3,
             lambda: write_report(RUN, PADDED),
@@ -335,7 +324,7 @@ def main() -> None:
     parser.add_argument(
         "--train",
         action="store_true",
-        help="train a draft for 20 minutes in place of the one that ships beside the target",
+        help="train a draft for 16 minutes in place of the one that ships beside the target",
     )
     arguments = parser.parse_args()
     if arguments.fresh or (

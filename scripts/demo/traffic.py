@@ -1,5 +1,4 @@
-"""The quickstart's live part: code traffic that turns to prose, served by a learning pair and by a
-static one."""
+"""The quickstart's live part: code traffic that turns to prose, served by a pair that learns."""
 
 from __future__ import annotations
 
@@ -38,37 +37,22 @@ class Shift:
     k: int
     code: int = 60
     prose: int = 700
-    static_every: int = 6  # the static pair serves every sixth prompt
     prompt_tokens: int = 48
     max_tokens: int = 80
     clients: int = 4
     seed: int = 7  # of the prompts
-    learning_port: int = 8711
-    static_port: int = 8712
+    learn: tuple[str, ...] = ("learn.lr=1e-3",)  # options of the daemon
+    port: int = 8711
 
 
 def serve_shift(shift: Shift, command: list[str]) -> None:
-    """Writes shift.json: what became of every request, when versions were swapped in, and both
-    servers' totals."""
+    """Writes shift.json: what became of every request, and when versions were swapped in."""
     prompts = traffic(shift)
-    learning = server(
-        shift,
-        command,
-        shift.learning_port,
-        "--learn",
-        shift.folder / "buffer",
-        "--versions",
-        shift.folder / "versions",
-    )
-    with learning, daemon(shift, command), log(shift, "learning") as note:
-        served = send(shift, shift.learning_port, list(enumerate(prompts)), "learning draft", note)
-    some = [pair for pair in enumerate(prompts) if pair[0] % shift.static_every == 0]
-    with server(shift, command, shift.static_port), log(shift, "static") as note:
-        static = send(shift, shift.static_port, some, "static draft", note)
-    dropped = len(prompts) - len(served) + len(some) - len(static)
+    with server(shift, command), daemon(shift, command), log(shift) as note:
+        served = send(shift, list(enumerate(prompts)), note)
     write_json(
         shift.folder / "shift.json",
-        {"code": shift.code, "learning": served, "static": static, "dropped": dropped},
+        {"code": shift.code, "served": served, "dropped": len(prompts) - len(served)},
     )
 
 
@@ -104,14 +88,13 @@ def cut(tokenizer: Any, text: str, num_tokens: int, generator: random.Random) ->
     ]
 
 
-def send(
-    shift: Shift, port: int, prompts: list[tuple[int, list[int]]], label: str, note: Any
-) -> list[dict[str, Any]]:
-    progress, lock, done = Progress(label, len(prompts), unit="requests"), threading.Lock(), []
+def send(shift: Shift, prompts: list[tuple[int, list[int]]], note: Any) -> list[dict[str, Any]]:
+    progress = Progress("learning draft", len(prompts), unit="requests")
+    lock, done = threading.Lock(), []
 
     def one(pair: tuple[int, list[int]]) -> None:
         index, prompt = pair
-        record = ask(shift, port, index, prompt)
+        record = ask(shift, index, prompt)
         with lock:
             done.append(record)
             note(record)
@@ -126,14 +109,14 @@ def send(
     return sorted(done, key=lambda record: record["index"])
 
 
-def ask(shift: Shift, port: int, index: int, prompt: list[int]) -> dict[str, Any]:
+def ask(shift: Shift, index: int, prompt: list[int]) -> dict[str, Any]:
     body = {
         "model": NAME, "prompt": prompt, "max_tokens": shift.max_tokens, "temperature": 1.0,
         "speculation": {"report": True}, "request_class": "code" if index < shift.code else "prose",
     }  # fmt: skip
     begun_s = time.time()
     answer = (
-        httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=120)
+        httpx.post(f"http://127.0.0.1:{shift.port}/v1/completions", json=body, timeout=120)
         .raise_for_status()
         .json()
     )
@@ -155,10 +138,10 @@ def pooled_alpha(records: list[dict[str, Any]]) -> float:
 
 
 @contextmanager
-def log(shift: Shift, name: str) -> Iterator[Any]:
+def log(shift: Shift) -> Iterator[Any]:
     """Every finished request at once on disk, so that an interrupted run still shows
     what happened."""
-    with open(shift.folder / f"requests-{name}.jsonl", "w", encoding="utf-8") as file:
+    with open(shift.folder / "requests.jsonl", "w", encoding="utf-8") as file:
 
         def write(record: dict[str, Any]) -> None:
             file.write(json.dumps(record) + "\n")
@@ -168,14 +151,14 @@ def log(shift: Shift, name: str) -> Iterator[Any]:
 
 
 @contextmanager
-def server(shift: Shift, command: list[str], port: int, *options: str | Path) -> Iterator[None]:
+def server(shift: Shift, command: list[str]) -> Iterator[None]:
     words = [
-        *command, "serve", "--target", shift.target, "--draft", shift.draft, "--port", port, "--k",
-        shift.k,
-        "--name", NAME, "--max-batch", shift.clients, "--threads", 1, *options,
+        *command, "serve", "--target", shift.target, "--draft", shift.draft, "--port", shift.port,
+        "--k", shift.k, "--name", NAME, "--max-batch", shift.clients, "--threads", 1,
+        "--learn", shift.folder / "buffer", "--versions", shift.folder / "versions",
     ]  # fmt: skip
-    with process(words, shift.folder / f"server-{port}.log") as child:
-        wait_until_healthy(child, port)
+    with process(words, shift.folder / "server.log") as child:
+        wait_until_healthy(child, shift.port)
         yield
 
 
@@ -185,7 +168,7 @@ def daemon(shift: Shift, command: list[str]) -> Iterator[None]:
         *command, "distill", "--target", shift.target, "--draft", shift.draft, "--buffer",
         shift.folder / "buffer",
         "--versions", shift.folder / "versions", "--threads", 1,
-        "learn.lr=1e-3", f"learn.unroll.steps={shift.k}",
+        f"learn.unroll.steps={shift.k}", *shift.learn,
     ]  # fmt: skip
     with process(words, shift.folder / "distill.log"):
         yield

@@ -16,10 +16,9 @@ def measured(shift: Shift, prompts: list[list[int]], command: list[str]) -> dict
     """Acceptance as `answers.acceptance` gives it, and the number of requests that failed."""
     folder = shift.folder / "own"
     folder.mkdir()
-    own = dataclasses.replace(shift, folder=folder, learning_port=free_port())
-    options = ("--learn", folder / "buffer", "--versions", folder / "versions")
-    with server(own, command, own.learning_port, *options), daemon(own, command):
-        url = f"http://127.0.0.1:{own.learning_port}"
+    own = dataclasses.replace(shift, folder=folder, port=free_port())
+    with server(own, command), daemon(own, command):
+        url = f"http://127.0.0.1:{own.port}"
         answers = send(own, [url], prompts, lambda name: {"model": NAME, "request_class": name})
         done = [answer for answer in answers if answer is not None]
         records = recorded(str(folder / "buffer"), len(done))

@@ -19,6 +19,7 @@ import torch
 import transformers
 
 from draftsmith.files import write_json
+from draftsmith.kernels.acceptance import DraftCost
 from draftsmith.progress import Progress
 from draftsmith.serve.bench.prompts import read_prompts
 from draftsmith.serve.bench.server import started
@@ -95,8 +96,9 @@ def measure(
                     progress.update(done, f"{system.name}, T = {temperature:g}, {streams} at once")
     progress.close()
     biased = {system.name for system in systems if system.biased_when_sampled}
+    costs = {system.name: system.draft_cost() for system in systems}
     rows = [
-        figures(name, temperature, streams, found, biased)
+        figures(name, temperature, streams, found, biased, costs[name])
         for (name, temperature, streams), found in passes.items()
     ]
     for row in rows:
@@ -108,7 +110,12 @@ def measure(
 
 
 def figures(
-    name: str, temperature: float, streams: int, passes: list[Pass], biased: set[str]
+    name: str,
+    temperature: float,
+    streams: int,
+    passes: list[Pass],
+    biased: set[str],
+    cost: DraftCost | None,
 ) -> dict[str, Any]:
     speeds = [one.num_tokens / one.wall_s for one in passes]
     drafts, accepted = sum(one.drafts for one in passes), sum(one.accepted for one in passes)
@@ -117,8 +124,24 @@ def figures(
         "tokens_per_s": statistics.median(speeds),
         "lowest": min(speeds), "highest": max(speeds), "passes": speeds,
         "tau": 1 + accepted / drafts if drafts else None,
+        "mbsu": memory_bound(passes, cost),
         "biased": temperature > 0 and name in biased,
     }  # fmt: skip
+
+
+def memory_bound(passes: Sequence[Pass], cost: DraftCost | None) -> float | None:
+    """Memory-bound speed-up over no draft of all rounds, those that did not draft among them: a
+    round commits its accepted tokens and one more. None where nothing was drafted or the price of
+    drafting is unknown."""
+    drafts, offered, accepted, tokens = (
+        sum(one[name] for one in map(Pass._asdict, passes))
+        for name in ("drafts", "offered", "accepted", "num_tokens")
+    )
+    if cost is None or not drafts:
+        return None
+    rounds = max(drafts, tokens - accepted)
+    proposal = cost.proposal * drafts / rounds
+    return cost._replace(proposal=proposal).memory_bound(1 + accepted / rounds, offered / rounds)
 
 
 def options() -> argparse.Namespace:

