@@ -19,7 +19,13 @@ from draftsmith.config import (
     LimitsTable,
     option,
 )
-from draftsmith.drafters.config import TARGET_DTYPES, TARGET_SERVER_HELP, TRUST_HELP
+from draftsmith.drafters.config import (
+    OFFLOAD_HELP,
+    OFFLOADS,
+    TARGET_DTYPES,
+    TARGET_SERVER_HELP,
+    TRUST_HELP,
+)
 from draftsmith.drafters.options import LoraOptions
 from draftsmith.kernels.divergence.kind import DIVERGENCE_HELP
 from draftsmith.train.config import WEIGHTS
@@ -98,6 +104,7 @@ class GenerateOptions:
     shard: int = option(512, "answers per file")
     dtype: str = option("auto", "of the target's weights, as served", choices=TARGET_DTYPES)
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
+    target_offload: str | None = option(None, OFFLOAD_HELP, choices=OFFLOADS)
     trust_remote_code: bool = option(False, TRUST_HELP)
 
 
@@ -317,6 +324,7 @@ class DistillConfig:
         1,
         "processes that hold one copy of the target between them; more than 1 when it is too large",
     )
+    target_offload: str | None = option(None, OFFLOAD_HELP, choices=OFFLOADS)
     target_server: str | None = option(None, TARGET_SERVER_HELP)
     trust_remote_code: bool = option(False, TRUST_HELP)
 

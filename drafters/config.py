@@ -17,6 +17,11 @@ TARGET_SERVER_HELP = (
     "URL of a draftsmith server with --states-max-tokens that makes the target's passes; --target "
     "then needs no weights here"
 )
+OFFLOADS = ("cpu", "disk")
+OFFLOAD_HELP = (
+    "run a target that does not fit layer after layer, each read for every pass from the host's "
+    "memory (cpu, with CUDA) or from the model's files (disk)"
+)
 TRUST_HELP = (
     "run Python code that a model's folder brings (auto_map); off, a model that needs it is refused"
 )

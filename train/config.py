@@ -14,7 +14,14 @@ from draftsmith.config import (
     LimitsTable,
     option,
 )
-from draftsmith.drafters.config import SAMPLINGS, TARGET_DTYPES, TARGET_SERVER_HELP, TRUST_HELP
+from draftsmith.drafters.config import (
+    OFFLOAD_HELP,
+    OFFLOADS,
+    SAMPLINGS,
+    TARGET_DTYPES,
+    TARGET_SERVER_HELP,
+    TRUST_HELP,
+)
 from draftsmith.drafters.options import (
     OPTIONS,
     DflashOptions,
@@ -200,6 +207,7 @@ class TrainConfig(FamilyShapes):
         "processes that hold one copy of the frozen target between them; more than 1 when it is "
         "too large",
     )
+    target_offload: str | None = option(None, OFFLOAD_HELP, choices=OFFLOADS)
     target_server: str | None = option(None, TARGET_SERVER_HELP)
     target_logprobs: int = option(
         0,
@@ -280,6 +288,7 @@ class EvalConfig:
         1,
         "processes that hold the target between them; more than 1 when it is too large",
     )
+    target_offload: str | None = option(None, OFFLOAD_HELP, choices=OFFLOADS)
     target_server: str | None = option(None, TARGET_SERVER_HELP)
     trust_remote_code: bool = option(False, TRUST_HELP)
 

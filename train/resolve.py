@@ -10,7 +10,7 @@ from typing import Any
 
 from draftsmith.config import check_limits, to_dict
 from draftsmith.drafters.options import OPTIONS, DrafterOptions, MedusaOptions, MtpOptions
-from draftsmith.drafters.target.sharded import check_one_place, check_shares
+from draftsmith.drafters.target.sharded import check_offload, check_one_place, check_shares
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.kernels.divergence.kind import kind_of
@@ -22,7 +22,7 @@ from draftsmith.train.data.folders import folders_of, named
 CONTINUABLE = {
     "steps", "epochs", "minutes", "resume", "log_every", "save_every", "eval_every", "eval_prompts",
     "eval_tokens", "report_to",
-    "target_shares", "target_server", "gradient_checkpointing", "out",
+    "target_shares", "target_offload", "target_server", "gradient_checkpointing", "out",
     # Of as many batches an optimizer step as before: `checkpoints.py` sees to that.
     "accumulate",
 }  # fmt: skip
@@ -153,6 +153,7 @@ def check_options(config: TrainConfig) -> None:
                 f"{config.deepspeed!r}; leave one of the two out"
             )
     check_target_server(config)
+    check_target_offload(config)
     if config.target_shares > 1 and config.on_policy.share:
         raise UserError(
             f"option 'target_shares' is {config.target_shares} and 'on_policy.share' "
@@ -162,6 +163,29 @@ def check_options(config: TrainConfig) -> None:
     check_limits(config, LIMITS)
     kind_of(config.divergence)
     check_objective(config)
+
+
+def check_target_offload(config: TrainConfig) -> None:
+    if config.target_offload is None:
+        return
+    check_offload(
+        config.target_offload,
+        shares=config.target_shares,
+        server=config.target_server,
+        dtype=config.target_dtype,
+    )
+    if config.on_policy.share:
+        raise UserError(
+            f"option 'target_offload' is {config.target_offload!r} and 'on_policy.share' "
+            f"{config.on_policy.share}, for whose texts the whole target would be read again in "
+            "every round; leave one of the two out"
+        )
+    if config.draft_lm is not None and config.draft_lm.target_layers is not None:
+        raise UserError(
+            f"option 'draft_lm.target_layers' is {config.draft_lm.target_layers} and copies layers "
+            "of a target whose weights are here, not offloaded; give draft_lm.init or "
+            "draft_lm.hidden_size, or leave target_offload out"
+        )
 
 
 def check_target_server(config: TrainConfig) -> None:

@@ -82,6 +82,7 @@ def load_target(config: TrainConfig, placement: Placement) -> Target:
             device=str(placement.device),
             max_length=length,
             shares=config.target_shares,
+            offload=config.target_offload,
             trust_remote_code=trust,
         )
     except NoStates:

@@ -34,6 +34,7 @@ from draftsmith.distill.generate.writers import (
 )
 from draftsmith.drafters.target.device import load_target
 from draftsmith.drafters.target.load import load_config, load_tokenizer
+from draftsmith.drafters.target.sharded import check_offload
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import template_hash, tokenizer_record
 from draftsmith.errors import UserError
@@ -127,6 +128,7 @@ def open_reference(config: GenerateOptions) -> Reference:
             config.target,
             dtype=config.dtype,
             device=config.device,
+            offload=config.target_offload,
             trust_remote_code=config.trust_remote_code,
         )
         # A server may run other weights.
@@ -272,6 +274,13 @@ def _digest(value: Any) -> str:
 def check(config: GenerateOptions) -> None:
     check_limits(config, LIMITS)
     check_processes(config)
+    check_offload(config.target_offload, dtype=config.dtype)
+    if config.target_offload is not None and config.url is None and not config.keep_answers:
+        raise UserError(
+            f"--target-offload is {config.target_offload!r}, with which the whole target would be "
+            "read again for every token of an answer; give --keep-answers or --url too, or leave "
+            "it out"
+        )
     if config.url is not None and config.keep_answers:
         raise UserError(
             "--url and --keep-answers both say where answers come from; give one of them"

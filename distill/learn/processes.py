@@ -33,7 +33,7 @@ from draftsmith.drafters.target.ranks import (
     leave_signals_to_the_leader,
     started,
 )
-from draftsmith.drafters.target.sharded import check_one_place, check_shares
+from draftsmith.drafters.target.sharded import check_offload, check_one_place, check_shares
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.train.quiet import quiet
@@ -240,6 +240,17 @@ def joined(config: DistillConfig) -> FirstProcess | None:
 def check_processes(config: DistillConfig) -> None:
     """Raises `UserError` for options that several processes cannot use."""
     check_one_place(config.target_shares, config.target_server)
+    check_offload(
+        config.target_offload,
+        shares=config.target_shares,
+        server=config.target_server,
+        dtype=config.dtype,
+    )
+    if config.target_offload is not None and config.learn.teacher == "recorded":
+        raise UserError(
+            f"option 'target_offload' is {config.target_offload!r}, but with "
+            "learn.teacher=recorded no target is loaded; leave one of them out"
+        )
     check_shares(config.target_shares, "distill")
     if config.target_shares > 1 and config.dtype == "int8":
         raise UserError(

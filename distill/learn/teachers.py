@@ -274,5 +274,6 @@ def open_target(config: DistillConfig, folder: str) -> Target:
         device=device,
         max_length=length,
         shares=config.target_shares,
+        offload=config.target_offload,
         trust_remote_code=trust,
     )

@@ -18,6 +18,7 @@ def load_here_or_served(
     device: str | None = None,
     max_length: int | None = None,
     shares: int = 1,
+    offload: str | None = None,
     trust_remote_code: bool,
 ) -> Target:
     """The target of the server at the URL `server`, or without one as `load_target` has it.
@@ -39,5 +40,6 @@ def load_here_or_served(
         device=device,
         max_length=max_length,
         shares=shares,
+        offload=offload,
         trust_remote_code=trust_remote_code,
     )

@@ -81,15 +81,21 @@ def load_target(
     device: str | None = None,
     max_length: int | None = None,
     shares: int = 1,
+    offload: str | None = None,
     trust_remote_code: bool,
 ) -> Target:
     """Target on `device` for texts of `max_length` tokens, in `dtype`, a name as `weight_dtype`
-    reads it; one copy of it by `shares` neighbouring processes, all of which make every pass.
-    Raises `UserError`."""
+    reads it; one copy of it by `shares` neighbouring processes, all of which make every pass;
+    `offload` as `load_model` has it. Raises `UserError`."""
     # Commands show one progress line, their own.
     transformers_logging.disable_progress_bar()
     there = device_of(device)
     weights = weight_dtype(dtype, there) if isinstance(dtype, str) else dtype
+    if offload == "cpu" and there.type == "cpu":
+        raise UserError(
+            "target_offload is 'cpu' and the target runs there, so its weights would stay where "
+            "they are; give disk, or leave it out"
+        )
     if shares > 1:
         model = load_spread(
             path,
@@ -103,6 +109,7 @@ def load_target(
         path,
         dtype=weights,
         device=there,
+        offload=offload,
         max_length=max_length,
         trust_remote_code=trust_remote_code,
     )

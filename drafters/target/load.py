@@ -10,7 +10,9 @@ what has none is refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from draftsmith.drafters.layouts import mimo
 from draftsmith.drafters.patches.table import implementation
 from draftsmith.drafters.target.attention import register
 from draftsmith.drafters.target.quantised import check_quantisation, quantisation
+from draftsmith.drafters.target.taps import body_name, decoder_layers
 from draftsmith.errors import UserError
 from draftsmith.kernels.dispatch import use_device
 
@@ -47,13 +50,17 @@ def load_model(
     dtype: torch.dtype | str = "auto",
     device: torch.device | str = "cpu",
     shards: int = 1,
+    offload: str | None = None,
     prepare: Prepare | None = None,
 ) -> PreTrainedModel:
     """A causal LM in evaluation mode with our attention. `dtype` "auto" is the checkpoint's own.
     The folder of a LoRA adapter is its base with the adapter merged. `device` becomes the current
-    one of this thread. `prepare` changes the model before its weights are read, of a folder for
-    which `can_prepare`. Raises `UserError`."""
+    one of this thread. With `offload` the weights of the decoder's layers stay in the host's memory
+    ("cpu") or in the model's files ("disk"), from where each pass reads them. `prepare` changes the
+    model before its weights are read, of a folder for which `can_prepare`. Raises `UserError`."""
     use_device(device)
+    if offload is not None:
+        _check_offload(path, trust_remote_code=trust_remote_code)
     if (base := adapter_base(path)) is not None:
         options: dict[str, Any] = {"dtype": dtype, "device": device, "shards": shards}
         return _merged(load_model(base, trust_remote_code=trust_remote_code, **options), path)
@@ -67,7 +74,7 @@ def load_model(
             dtype=dtype,
             attn_implementation=implementation(config, register()),
             output_loading_info=True,
-            **_placement(config, device, shards),
+            **_placement(config, device, shards, offload, trust_remote_code=trust_remote_code),
         )
     except KeyError as error:
         # Families with attention classes of their own, by name (Falcon), have no entry for ours.
@@ -79,6 +86,7 @@ def load_model(
         raise
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         _check_remote_code(path, error)
+        _check_files(path, error)
         raise UserError(
             f"model {str(path)!r} cannot be loaded ({_first_line(error)}); check the path or Hub id"
         ) from error
@@ -91,17 +99,80 @@ def load_model(
             f"model {str(path)!r} lacks {len(missing)} of its weights, {missing[0]!r} for one; "
             "restore its files"
         )
-    return model.to(device).eval()
+    return (model.to(device) if offload is None else _layers_offloaded(model)).eval()
 
 
-def _placement(config: PreTrainedConfig, device: torch.device | str, shards: int) -> dict[str, Any]:
+def _check_offload(path: str | Path, *, trust_remote_code: bool) -> None:
+    """Refuses models whose layers cannot be read one at a time."""
+    kind = None
+    if adapter_base(path) is not None:
+        kind = "an adapter, which is merged into all of its base's weights"
+    elif quantisation(load_config(path, trust_remote_code=trust_remote_code)):
+        kind = "quantised, by a library that keeps its codes on the device"
+    if kind is not None:
+        raise UserError(f"target_offload is given and {str(path)!r} is {kind}; leave it out")
+
+
+def _layers_offloaded(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with accelerate's hooks on those modules alone whose weights are elsewhere: a hook
+    binds a module's forward, and a copy of the head must run its own."""
+    from accelerate.hooks import remove_hook_from_module
+    from accelerate.utils import has_offloaded_params
+
+    for module in model.modules():
+        if hasattr(module, "_hf_hook") and not has_offloaded_params(module):
+            remove_hook_from_module(module)
+            vars(module).pop("forward", None)
+    return model
+
+
+@contextmanager
+def weights_here(*modules: torch.nn.Module) -> Iterator[None]:
+    """Holds the own weights of offloaded modules in memory meanwhile."""
+    with ExitStack() as stack:
+        for module in modules:
+            if any(own.is_meta for own in module.parameters(recurse=False)):
+                from accelerate.utils import align_module_device
+
+                stack.enter_context(align_module_device(module))
+        yield
+
+
+def _placement(
+    config: PreTrainedConfig,
+    device: torch.device | str,
+    shards: int,
+    offload: str | None,
+    *,
+    trust_remote_code: bool,
+) -> dict[str, Any]:
     """Options by which transformers places the weights."""
+    if offload is not None:
+        # It warns of what was asked for.
+        logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)
+        with torch.device("meta"):
+            outline = build_model(config, trust_remote_code=trust_remote_code)
+        return {"device_map": _device_map(outline, str(device), offload)}
     if shards > 1:
         return {"distributed_config": DistributedConfig(tp_size=shards)}
     if quantisation(config) and torch.device(device).type != "cpu":
         # Libraries choose their kernels by where the weights are loaded.
         return {"device_map": {"": device}}
     return {}
+
+
+def _device_map(model: PreTrainedModel, device: str, layers_on: str) -> dict[str, str]:
+    """Place of every part by its name: `layers_on` of the decoder's layers, else `device`."""
+    body = getattr(model, body_name(model))
+    layers = decoder_layers(body, model.config.get_text_config().num_hidden_layers)
+    name = next(name for name, module in model.named_modules() if module is layers)
+    places, prefix, module = {name: layers_on}, "", model
+    for part in name.split("."):
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        beside = (other for other, _ in (*module.named_children(), *own) if other != part)
+        places |= {f"{prefix}{other}": device for other in beside}
+        module, prefix = getattr(module, part), f"{prefix}{part}."
+    return places
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -233,6 +304,16 @@ def _check_remote_code(path: str | Path, error: Exception) -> None:
             f"{str(path)!r} needs Python code of its own (auto_map) to be run; read that code, "
             "then give "
             "--trust-remote-code (trust_remote_code=True in Python), or use another model"
+        ) from error
+
+
+def _check_files(path: str | Path, error: Exception) -> None:
+    """A refusal of its own where transformers would write offloaded weights anew."""
+    if "offload_folder" in str(error):
+        raise UserError(
+            f"target_offload is 'disk' and the files of {str(path)!r} are no safetensors, or hold "
+            "weights that are converted while they are loaded (experts one by one); give cpu with "
+            "CUDA, or leave it out"
         ) from error
 
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
-from draftsmith.drafters.target.load import can_prepare, load_model
+from draftsmith.drafters.target.load import can_prepare, load_model, weights_here
 from draftsmith.drafters.target.taps import body_name, decoder_layers
 from draftsmith.errors import UserError
 
@@ -102,12 +102,30 @@ def check_one_place(shares: int, server: str | None) -> None:
         )
 
 
+def check_offload(
+    offload: str | None, *, shares: int = 1, server: str | None = None, dtype: str
+) -> None:
+    """Raises `UserError` for a target that is to run layer after layer where no process has its
+    layers by itself."""
+    others = {
+        f"'target_shares' {shares}": shares > 1,
+        f"'target_server' {server!r}": server is not None,
+        "its dtype int8, which is made of weights that are loaded": dtype == "int8",
+    }
+    for what, is_given in others.items():
+        if offload is not None and is_given:
+            raise UserError(
+                f"option 'target_offload' is {offload!r} and {what}; leave one of them out"
+            )
+
+
 @contextmanager
 def gathered(layer: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The layer with its weights whole, which every process must ask for; any other
-    layer as it is."""
+    """The layer with its weights whole and in memory: of a spread one every process must ask for
+    it, an offloaded one is read; any other layer as it is."""
     if not isinstance(layer, FSDPModule):
-        yield layer
+        with weights_here(*layer.modules()):
+            yield layer
         return
     layer.unshard()
     try:

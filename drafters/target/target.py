@@ -17,7 +17,7 @@ from draftsmith.drafters.int8_linear import check_int8, int8_revision, make_int8
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.causal_lm import CausalLM, whole
 from draftsmith.drafters.target.generate import Sampling, Ways, answer_chunks, ways_of
-from draftsmith.drafters.target.load import load_model, load_tokenizer
+from draftsmith.drafters.target.load import load_model, load_tokenizer, weights_here
 from draftsmith.drafters.target.probe import TOLERANCE, check_model
 from draftsmith.drafters.target.quantised import first_values, quantisation
 from draftsmith.drafters.target.segments import positions_of
@@ -84,19 +84,25 @@ class Target(CausalLM):
         device: torch.device | str = "cpu",
         *,
         shards: int = 1,
+        offload: str | None = None,
         max_length: int | None = None,
         trust_remote_code: bool = False,
     ) -> Self:
         """A local folder or Hub id; `dtype` "auto" is the checkpoint's own, int8 that of weights
         alone (`int8_linear`); `max_length` as `CausalLM` takes it. With `shards` above 1
         every process of the group calls this and holds its share of the weights, by the model's own
-        tensor-parallel plan."""
+        tensor-parallel plan. `offload` as `load_model` has it."""
         int8 = dtype == torch.int8
         if int8:
             check_int8(str(path), device, shards)
             dtype = states_dtype()
         model = load_model(
-            path, trust_remote_code=trust_remote_code, dtype=dtype, device=device, shards=shards
+            path,
+            trust_remote_code=trust_remote_code,
+            dtype=dtype,
+            device=device,
+            shards=shards,
+            offload=offload,
         )
         if int8 and (method := quantisation(model.config)):
             raise UserError(
@@ -234,9 +240,18 @@ def revision_of(model: torch.nn.Module) -> str:
     """A digest of a few weights of every parameter: it changes whenever the weights do, for a
     folder as for a Hub id."""
     return digest_of(
-        Parameter(name, parameter.shape, first_values(whole(parameter.detach()), FIRST))
+        Parameter(name, parameter.shape, _first_of(model, name, parameter))
         for name, parameter in model.named_parameters()
     )
+
+
+def _first_of(model: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
+    if not parameter.is_meta:
+        return first_values(whole(parameter.detach()), FIRST)
+    owner, _, own = name.rpartition(".")
+    module = model.get_submodule(owner)
+    with weights_here(module):
+        return first_values(getattr(module, own).detach(), FIRST).clone()
 
 
 def digest_of(parameters: Iterable[Parameter]) -> str:

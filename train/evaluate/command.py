@@ -19,7 +19,7 @@ from draftsmith.drafters.checkpoint import draft_sampling_of
 from draftsmith.drafters.remote.place import load_here_or_served
 from draftsmith.drafters.target.device import device_of
 from draftsmith.drafters.target.ranks import join, leave_group
-from draftsmith.drafters.target.sharded import check_one_place
+from draftsmith.drafters.target.sharded import check_offload, check_one_place
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.drafters.weights import TellsReads
@@ -117,6 +117,7 @@ def open_target(config: EvalConfig) -> Target:
         dtype=config.dtype,
         max_length=config.max_length,
         shares=config.target_shares,
+        offload=config.target_offload,
         trust_remote_code=config.trust_remote_code,
     )
 
@@ -146,6 +147,12 @@ def check(config: EvalConfig) -> None:
 
 def check_processes(config: EvalConfig) -> None:
     check_one_place(config.target_shares, config.target_server)
+    check_offload(
+        config.target_offload,
+        shares=config.target_shares,
+        server=config.target_server,
+        dtype=config.dtype,
+    )
     if config.target_server is not None and config.tree:
         raise UserError(
             f"option 'tree' is {' '.join(config.tree)!r} and passes over trees are made by a "

@@ -1,0 +1,254 @@
+"""A target run layer after layer, each read from its files for every pass."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from draftsmith.distill import command as distill
+from draftsmith.distill.config import GenerateOptions
+from draftsmith.distill.generate import command as generate
+from draftsmith.drafters.options import DraftLmOptions
+from draftsmith.drafters.target.device import load_target
+from draftsmith.drafters.target.quantised import numbers_of
+from draftsmith.drafters.target.sharded import gathered
+from draftsmith.errors import UserError
+from draftsmith.train.command import run
+from draftsmith.train.config import EvalConfig, OnPolicyConfig, OptimConfig, TrainConfig
+from draftsmith.train.evaluate import command as evaluation
+from tests.forked import Forked
+
+# Of the layers one matrix of fourteen is read at a time; embeddings, norm and head stay.
+MOST = 0.5
+
+# Memory of its own, to which pages of files that are mapped do not count.
+PEAK = """
+import sys, threading, torch
+from draftsmith.drafters.target.device import load_target
+def own_bytes():
+    lines = open("/proc/self/status").read().splitlines()
+    return 1024 * int(next(one for one in lines if one.startswith("RssAnon")).split()[1])
+def read(folder, offload):
+    target = load_target(
+        folder, dtype="float32", device="cpu", offload=offload, trust_remote_code=False
+    )
+    ids = torch.arange(3, 67)[None]
+    target.states(ids, torch.ones_like(ids), (0, 2))
+def grown(folder, offload):
+    before, found, ended = own_bytes(), [], threading.Event()
+    def watch():
+        while not ended.wait(0.002):
+            found.append(own_bytes())
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    read(folder, offload)
+    ended.set()
+    watcher.join()
+    return max(found) - before
+small, large = sys.argv[1:]
+read(small, "disk")  # what the libraries take
+print(grown(large, "disk"), grown(large, None), flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3"])
+def test_states_and_logits_are_those_of_a_target_in_memory(
+    kind: str, tiny_target: Callable[..., str]
+) -> None:
+    """Qwen3's and GPT-2's head is their embedding."""
+    folder = tiny_target(kind)
+    there = load_target(folder, device="cpu", offload="disk", trust_remote_code=False)
+    here = load_target(folder, device="cpu", trust_remote_code=False)
+    assert all(own.is_meta for own in there.layers.parameters())
+    ids, mask = torch.arange(3, 43)[None], torch.ones(1, 40, dtype=torch.int64)
+    for segments in (None, torch.arange(40)[None] // 25):
+        (taps, hidden), (read, final) = (
+            one.states(ids, mask, (0, 2, 4), segments) for one in (here, there)
+        )
+        assert torch.equal(taps, read) and torch.equal(hidden, final)
+        assert torch.equal(here.head(hidden), there.head(final))
+    assert here.revision == there.revision and here.pass_bytes() == there.pass_bytes()
+    with gathered(there.layers[1]) as layer:
+        numbers, known = numbers_of(layer), numbers_of(here.layers[1])
+        assert numbers.keys() == known.keys()
+        assert all(torch.equal(numbers[name], known[name]) for name in known)
+    assert all(own.is_meta for own in there.layers.parameters())
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """A folder of bfloat16 weights, and their bytes in float32: 250 MB. Its large matrices
+    are so large that the C library gives their memory back at once."""
+    config = AutoConfig.for_model(
+        "llama", hidden_size=1024, intermediate_size=8704, num_hidden_layers=2,
+        num_attention_heads=8, num_key_value_heads=8, vocab_size=288,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model = model.to_empty(device="cpu").bfloat16()
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 0.01)
+    folder = tmp_path_factory.mktemp("large")
+    model.save_pretrained(folder)
+    return folder, 2 * (folder / "model.safetensors").stat().st_size
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is Linux's")
+def test_no_more_than_a_part_of_a_layer_is_in_memory(
+    large: tuple[Path, int], tiny_target: Callable[..., str]
+) -> None:
+    folder, size = large
+    assert size > 240e6
+    held = sorted(folder.rglob("*"))
+    command = [sys.executable, "-c", PEAK, tiny_target("llama"), str(folder)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    process = Forked(command, env=environment, stdout=PIPE)
+    said, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, said
+    offloaded, whole = map(int, said.split()[-2:])
+    assert offloaded <= MOST * size
+    assert whole > 0.8 * size, "negative control"
+    assert sorted(folder.rglob("*")) == held, "no second copy of the weights"
+
+
+def settings(target: str, data: Path, out: Path, **changes: Any) -> TrainConfig:
+    values = {
+        "family": "eagle3", "dtype": "float32", "target": target, "data": (str(data),),
+        "out": str(out), "steps": 3, "log_every": 1, "batch_size": 4, "packing": True,
+        "optim": OptimConfig(schedule="constant", warmup=0.0), "eval_prompts": 0,
+    }  # fmt: skip
+    return TrainConfig(**values | changes)
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    a, b = (load_file(folder / "model.safetensors") for folder in (one, other))
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_draft_learns_and_is_measured_as_by_a_target_in_memory(
+    target_folder: str, data: Path, tmp_path: Path
+) -> None:
+    here = settings(target_folder, data, tmp_path / "here")
+    run(here)
+    run(replace(here, out=str(tmp_path / "there"), target_offload="disk"))
+    assert same_weights(tmp_path / "here", tmp_path / "there")
+    asked = EvalConfig(
+        target=target_folder, draft=here.out, data=here.data, prompts=4, k=2, max_tokens=4,
+        temperature=(1.0,), out=str(tmp_path / "here.json"),
+    )  # fmt: skip
+    there = replace(asked, out=str(tmp_path / "there.json"), target_offload="disk")
+    assert evaluation.run(asked) == evaluation.run(there) == 0
+    found = [json.loads(Path(one.out).read_text())["evaluation"] for one in (asked, there)]
+    assert found[0] == found[1]
+
+
+def test_stored_states_are_those_of_a_target_in_memory(target_folder: str, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    pairs = [{"prompt": f"def f{n}(a):", "completion": f" return a + {n}"} for n in range(4)]
+    prompts.write_text("\n".join(map(json.dumps, pairs)))
+    kept = GenerateOptions(
+        target=target_folder, prompts=str(prompts), out=str(tmp_path / "here"), dtype="float32",
+        keep_answers=True, store_taps="bf16", top_logprobs=4,
+    )  # fmt: skip
+    there = replace(kept, out=str(tmp_path / "there"), target_offload="disk")
+    for one in (kept, there):
+        generate.run(one, none_written)
+    states = [sorted(Path(one.out).glob("taps-*.safetensors")) for one in (kept, there)]
+    assert states[0] and len(states[0]) == len(states[1])
+    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(*states, strict=True))
+
+
+def none_written(*_: object) -> Any:
+    raise AssertionError("answers are kept")
+
+
+def test_a_learner_learns_what_it_learns_by_a_target_in_memory(loop: Callable[..., Any]) -> None:
+    made = loop("eagle3")
+    made.serve(24)
+    learn = replace(made.config.learn, steps=4)
+    here = replace(made.config, gate=replace(made.config.gate, requests=2), learn=learn)
+    there = replace(here, target_offload="disk", versions=str(made.root / "there"))
+    for config in (here, there):
+        distill.run(config)
+    one, other = (made.state(Path(config.versions))["candidate"] for config in (here, there))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    begun = made.draft.state_dict()
+    assert any(not torch.equal(one[name], begun[name]) for name in one), "nothing was learned"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"target_shares": 2}, "'target_offload' is 'disk' and 'target_shares' 2; leave one"),
+        ({"target_server": "http://h:1"}, "'target_offload' is 'disk' and 'target_server'"),
+        ({"target_dtype": "int8"}, "'target_offload' is 'disk' and its dtype int8"),
+        ({"on_policy": OnPolicyConfig(share=0.5)}, "'on_policy.share' 0.5, for whose texts"),
+        (
+            {"family": "draft-lm", "draft_lm": DraftLmOptions(target_layers=(0,))},
+            "'draft_lm.target_layers' is .* not offloaded",
+        ),
+        ({"target_offload": "cpu"}, "target_offload is 'cpu' and the target runs there"),
+    ],
+)
+def test_what_train_cannot_offload_is_refused(
+    changes: dict[str, Any], says: str, target_folder: str, data: Path, tmp_path: Path
+) -> None:
+    one = settings(target_folder, data, tmp_path / "out", target_offload="disk")
+    with pytest.raises(UserError, match=says):
+        run(replace(one, **changes))
+
+
+def test_what_other_commands_cannot_offload_is_refused(
+    loop: Callable[..., Any], tiny_target: Callable[..., str], target_folder: str
+) -> None:
+    with pytest.raises(UserError, match="'target_offload' is 'disk' and its dtype int8"):
+        evaluation.run(
+            EvalConfig(target="t", draft="d", data=("x",), target_offload="disk", dtype="int8")
+        )
+    asked = GenerateOptions(target="t", prompts="p", out="o", target_offload="disk")
+    with pytest.raises(UserError, match="read again for every token of an answer"):
+        generate.run(asked, none_written)
+    config = loop().config
+    here = "target_offload is 'cpu' and the target runs there"
+    with pytest.raises(UserError, match=here):
+        evaluation.run(
+            EvalConfig(target=target_folder, draft="d", data=("x",), target_offload="cpu")
+        )
+    kept = replace(asked, target=target_folder, keep_answers=True, target_offload="cpu")
+    with pytest.raises(UserError, match=here):
+        generate.run(kept, none_written)
+    with pytest.raises(UserError, match=here):
+        distill.run(replace(config, target_offload="cpu"))
+    recorded = replace(config, learn=replace(config.learn, teacher="recorded"))
+    with pytest.raises(UserError, match=r"learn\.teacher=recorded no target is loaded"):
+        distill.run(replace(recorded, target_offload="disk"))
+    with pytest.raises(UserError, match="hold weights that are converted while they are loaded"):
+        load_target(tiny_target("mixtral"), device="cpu", offload="disk", trust_remote_code=False)
+
+
+def test_adapters_and_quantised_models_are_refused(
+    tiny_target: Callable[..., str], tmp_path: Path
+) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    base = {"base_model_name_or_path": tiny_target("llama")}
+    (adapter / "adapter_config.json").write_text(json.dumps(base))
+    settings = json.loads((Path(tiny_target("llama")) / "config.json").read_text())
+    quantised = tmp_path / "quantised"
+    quantised.mkdir()
+    settings["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (quantised / "config.json").write_text(json.dumps(settings))
+    for folder, says in ((adapter, "is an adapter"), (quantised, "is quantised")):
+        with pytest.raises(UserError, match=f"target_offload is given and .* {says}"):
+            load_target(str(folder), device="cpu", offload="disk", trust_remote_code=False)
