@@ -109,7 +109,9 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         their_model.LogSoftmaxLoss.apply = their_loss._compute_loss
-    target = AutoModelForCausalLM.from_pretrained(job["target"], dtype=torch.float32)
+    target = AutoModelForCausalLM.from_pretrained(
+        job["target"], dtype=torch.float32, trust_remote_code=False
+    )
     target = target.to(device).eval().requires_grad_(False)
     fit(job, target, WARM_S)
     gc.collect()
