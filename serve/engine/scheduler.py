@@ -142,7 +142,8 @@ class Scheduler:
     def _plan(self, deciding: list[Request]) -> RoundPlan:
         budget = max(self.max_round_tokens - len(deciding), self.blocks.block_size)
         num_tokens = len(deciding) + min(self._pending(), budget)
-        if self.control.rests(deciding[0].acceptance_class, len(deciding), num_tokens):
+        classes = {request.acceptance_class for request in deciding}
+        if self.control.rests(classes, len(deciding), num_tokens):
             return rest_plan(len(deciding))
         # The bonus token comes on top of the drafted ones, so the last token is never worth
         # drafting.

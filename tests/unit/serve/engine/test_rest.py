@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ class Resting(FixedControl):
     def __init__(self, drafts_at: range):
         self.drafts_at, self.round, self.asked, self.observed = drafts_at, 0, 0, 0
 
-    def rests(self, request_class: str, num_rows: int, num_tokens: int) -> bool:
+    def rests(self, classes: Set[str], num_rows: int, num_tokens: int) -> bool:
         self.round += 1
         return self.round not in self.drafts_at
 
