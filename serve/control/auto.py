@@ -53,7 +53,7 @@ class _State:
     decided: int = 0  # round of the last decision
     due: int = 0  # round of the next decision
     pause: int = EARLY  # rounds between two decisions
-    rest: int = 0  # last round of a rest, of those of all loads, which may last longer; 0: none
+    rest: int = 0  # last round of a rest, counted over all loads; 0: none
     rested: bool = False  # since k or classes changed: a probe that brings nothing ends in rest
     request_class: str = ""  # of the first row at the last decision
     classes: Set[str] = frozenset()  # of all rows at the last decision
