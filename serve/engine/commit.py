@@ -82,25 +82,21 @@ class Committer:
         """Keep the taps of a round whose rows read a token each and drafted nothing."""
         taps, every, late = round.output.taps, round.output.every, round.late_taps
         alone = taps is not None and round.proposal is None and len(taps) == len(round.rows)
-        requests = [row.request for row in round.rows]
-        if not (late or alone) or not any(map(reads_taps, requests)):
-            self._end_shared()
+        requests = [row.request for row in round.rows] if late or alone else []
+        if self._shared is not None and not self._shared.are_of(requests):
+            # It stays for its rows, joined: all states of a pass are several times its taps.
+            self._shared.passes()
+            self._shared = None
+        if not any(map(reads_taps, requests)):
+            self._shared = None
             return
-        if self._shared is None or not self._shared.are_of(requests):
-            self._end_shared()
+        if self._shared is None:
             self._shared = SharedTaps(requests)
         if taps is not None:
             self._shared.add(taps)
         else:
             assert every is not None, "taps that are joined later need the states of the pass"
             self._shared.add_late(every, late)
-
-    def _end_shared(self) -> None:
-        """Share no more passes. What was shared stays for its rows, joined: all states of a pass
-        are several times its taps."""
-        if self._shared is not None:
-            self._shared.passes()
-            self._shared = None
 
     def _commit_row(
         self,
