@@ -31,9 +31,15 @@ inline float rounded(float x) {
   return widened(y);
 }
 
+// GCC may also compile a function again for each of its callers.
+#if defined(__GNUC__) && !defined(__clang__)
+#define DRAFTSMITH_ONCE __attribute__((noinline, noclone))
+#else
+#define DRAFTSMITH_ONCE __attribute__((noinline))
+#endif
 // One step of a loop: compiled once, so that its bits do not depend on the number of threads.
 template <typename Step>
-__attribute__((noinline)) void take(const Step& step, int64_t i) {
+DRAFTSMITH_ONCE void take(const Step& step, int64_t i) {
   step(i);
 }
 

@@ -65,7 +65,7 @@ class States:
 
     final: torch.Tensor  # [B, T, H], what the head multiplies
     taps: torch.Tensor | None  # [B, T, n * H] in the order asked for; None when none were
-    # of a captured pass, by 1 + raw id: `FINAL`, 0, ..., L, [B, T, H] each
+    # of a captured pass without taps, by 1 + raw id: `FINAL`, 0, ..., L, [B, T, H] each
     every: Sequence[torch.Tensor] | None = None
 
 
@@ -223,7 +223,7 @@ class CausalLM:
             return _joined(self.own_paged(input_ids, positions, context, taps), taps)
         found = self._captured.body(input_ids, positions, attention_context=context)
         joined = torch.cat([found[1 + tap] for tap in taps], dim=-1) if taps else None
-        return States(found[0], joined, found)
+        return States(found[0], joined, None if taps else found)
 
     def own_paged(
         self,

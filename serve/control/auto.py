@@ -8,7 +8,7 @@ them may be worth more than the probe costs.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import erf, exp, inf, log, pi, sqrt
@@ -53,9 +53,10 @@ class _State:
     decided: int = 0  # round of the last decision
     due: int = 0  # round of the next decision
     pause: int = EARLY  # rounds between two decisions
-    rest: int = 0  # rounds before the next one that is chosen for and measured
-    rested: bool = False  # since k last changed: a probe that brings nothing ends in rest
-    request_class: str = ""  # of the first row at the last one
+    rest: int = 0  # last round of a rest, counted over all loads; 0: none
+    rested: bool = False  # since k or classes changed: a probe that brings nothing ends in rest
+    request_class: str = ""  # of the first row at the last decision
+    classes: Set[str] = frozenset()  # of all rows at the last decision
     probe: int | None = None  # k in place of the chosen one, until `due`
     last: int = 0  # round after which the probe ends in any case
     tried: set[int] = field(default_factory=set)  # probes since the last rounds of the chosen k
@@ -122,15 +123,20 @@ class AutoControl:
         self.latency, self.survival = LatencyTable(), Survival()
         self._buckets: dict[Bucket, _State] = {}
         self._decided = self._fed = 0.0  # fading sums: tokens decided, prompt tokens fed
+        self._rounds = 0  # of all loads
         self._undrafted = 0  # rounds since one that drafted
         self._rested_rows = self._rested_tokens = 0  # of rounds at rest since one that was measured
         self._late: deque[_Late] = deque(maxlen=8)
 
-    def rests(self, request_class: str, num_rows: int, num_tokens: int) -> bool:
+    def rests(self, classes: Set[str], num_rows: int, num_tokens: int) -> bool:
+        self._rounds += 1
         bucket = self._buckets.get(bucket_of(num_rows, num_tokens))
-        if bucket is None or bucket.rest == 0 or bucket.request_class != request_class:
+        if bucket is None or bucket.rest == 0:
             return False
-        bucket.rest -= 1
+        if bucket.rest < self._rounds or bucket.classes != classes:
+            bucket.due = bucket.rounds + TOGETHER if bucket.classes == classes else 0
+            bucket.rest = 0
+            return False
         bucket.rounds += 1
         self._undrafted += 1
         self._rested_rows += num_rows
@@ -211,6 +217,8 @@ class AutoControl:
 
     def _decide(self, bucket: _State, load: _Load) -> None:
         since, bucket.decided = bucket.rounds - bucket.decided, bucket.rounds
+        classes, before = {budget.request_class for budget in load.rows}, bucket.classes
+        bucket.classes, bucket.rested = classes, bucket.rested and classes == before
         bucket.probe, bucket.k = None, min(bucket.k, load.deepest)
         bucket.pause = min(2 * bucket.pause, LATE)
         bucket.due = bucket.rounds + bucket.pause
@@ -237,7 +245,7 @@ class AutoControl:
         k = max(worth, key=worth.__getitem__, default=bucket.k)
         if k == bucket.k or worth[k] <= 0.0:
             bucket.tried.clear()
-            if bucket.k == 0 and (bucket.pause == LATE or bucket.rested):
+            if bucket.k == 0 and (bucket.pause == LATE or bucket.rested) and classes == before:
                 self._rest(bucket, load)
         else:
             bucket.tried.add(k)
@@ -250,8 +258,7 @@ class AutoControl:
         """Draft nothing for `REST_S`, and measure the last rounds of it."""
         rounds = int(REST_S / self.latency.seconds(load.number, 0))
         if rounds > LATE:
-            bucket.rest, bucket.rested = rounds - TOGETHER, True
-            bucket.due = bucket.rounds + rounds
+            bucket.rest, bucket.rested = self._rounds + rounds - TOGETHER, True
 
     def _worth(self, bucket: _State, load: _Load, forecast: _Forecast, k: int) -> float:
         """Rounds that a probe of k may save, less those that it costs."""
@@ -326,11 +333,10 @@ class AutoControl:
     def _caps(self, bucket: _State, load: _Load) -> dict[str, int]:
         """Depths to which a class's drafts bring more than their time is worth; none for the
         class that goes deepest, whose depth is the measured k."""
-        names = {budget.request_class for budget in load.rows}
-        if len(names) == 1:
+        if len(bucket.classes) == 1:
             return {}
         depths = {}
-        for name in names:
+        for name in bucket.classes:
             chances = self.survival.chances(name, load.deepest)
             depths[name] = sum(chance >= bucket.least_survival for chance in chances)
         deepest = max(depths.values())

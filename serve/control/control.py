@@ -8,7 +8,7 @@ for token, a seeded request repeats at a fixed k only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -70,10 +70,10 @@ class RoundResult(NamedTuple):
 class Control(Protocol):
     learns: bool  # False: `observe` need not be called
 
-    def rests(self, request_class: str, num_rows: int, num_tokens: int) -> bool:
-        """True when a round of this load, whose first row is of `request_class`, goes by
-        `rest_plan` in place of `choose`: nothing has drafted for long, and what choosing and
-        observing take is more than they may bring. Called once a round."""
+    def rests(self, classes: Set[str], num_rows: int, num_tokens: int) -> bool:
+        """True when a round of this load, with rows of these classes, goes by `rest_plan` in place
+        of `choose`: nothing has drafted for long, and what choosing and observing take is more than
+        they may bring. Called once a round."""
         ...
 
     def choose(self, budgets: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
@@ -94,7 +94,7 @@ class FixedControl:
 
     learns = False
 
-    def rests(self, request_class: str, num_rows: int, num_tokens: int) -> bool:
+    def rests(self, classes: Set[str], num_rows: int, num_tokens: int) -> bool:
         return False
 
     def choose(self, budgets: Sequence[RowBudget], num_tokens: int) -> RoundPlan:

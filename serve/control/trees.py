@@ -3,7 +3,7 @@ per second. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from math import hypot
 
@@ -53,8 +53,8 @@ class TreeControl:
         self._control = AutoControl(start=1)
         self._control.survival = _Heights(depth)
 
-    def rests(self, request_class: str, num_rows: int, num_tokens: int) -> bool:
-        return self._control.rests(request_class, num_rows, num_tokens)
+    def rests(self, classes: Set[str], num_rows: int, num_tokens: int) -> bool:
+        return self._control.rests(classes, num_rows, num_tokens)
 
     def choose(self, budgets: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
         chosen = self._control.choose(

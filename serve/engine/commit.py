@@ -23,7 +23,7 @@ from draftsmith.serve.engine.recorder import Recorder
 from draftsmith.serve.engine.round import OnRound, Round, RowOutput
 from draftsmith.serve.engine.runner import state_read
 from draftsmith.serve.engine.scheduler import Scheduler
-from draftsmith.serve.requests.kept_taps import SharedTaps, keep_taps
+from draftsmith.serve.requests.kept_taps import SharedTaps, keep_taps, reads_taps
 from draftsmith.serve.requests.request import FinishReason, Request
 from draftsmith.serve.sampling.request_errors import is_own
 from draftsmith.serve.stats import EngineStats
@@ -82,15 +82,20 @@ class Committer:
         """Keep the taps of a round whose rows read a token each and drafted nothing."""
         taps, every, late = round.output.taps, round.output.every, round.late_taps
         alone = taps is not None and round.proposal is None and len(taps) == len(round.rows)
-        if not late and not alone:
+        requests = [row.request for row in round.rows] if late or alone else []
+        if self._shared is not None and not self._shared.are_of(requests):
+            # It stays for its rows, joined: all states of a pass are several times its taps.
+            self._shared.passes()
+            self._shared = None
+        if not any(map(reads_taps, requests)):
             self._shared = None
             return
-        requests = [row.request for row in round.rows]
-        if self._shared is None or not self._shared.are_of(requests):
+        if self._shared is None:
             self._shared = SharedTaps(requests)
         if taps is not None:
             self._shared.add(taps)
-        elif every is not None:
+        else:
+            assert every is not None, "taps that are joined later need the states of the pass"
             self._shared.add_late(every, late)
 
     def _commit_row(
@@ -230,6 +235,8 @@ class Committer:
         request.times.finished_s = time.monotonic()
         request.draft.taps.clear()
         self.scheduler.remove(request)
+        if not self.scheduler.running:
+            self._shared = None
         self.proposer.finished(request)
         self.drafts.finished(request)
         self.stats.finished[reason.value] += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from draftsmith.errors import UserError
 from draftsmith.serve.cache.blocks import BlockManager
@@ -20,6 +21,7 @@ from draftsmith.serve.requests.fair_queue import FairQueue
 from draftsmith.serve.requests.request import Request
 
 PREFILL_TOKENS_PER_DECODE = 8  # prefill tokens that cost about as much as one decoded token
+_CLASS = attrgetter("acceptance_class")
 
 
 class QueueFull(UserError):
@@ -142,7 +144,8 @@ class Scheduler:
     def _plan(self, deciding: list[Request]) -> RoundPlan:
         budget = max(self.max_round_tokens - len(deciding), self.blocks.block_size)
         num_tokens = len(deciding) + min(self._pending(), budget)
-        if self.control.rests(deciding[0].acceptance_class, len(deciding), num_tokens):
+        classes = set(map(_CLASS, deciding))
+        if self.control.rests(classes, len(deciding), num_tokens):
             return rest_plan(len(deciding))
         # The bonus token comes on top of the drafted ones, so the last token is never worth
         # drafting.

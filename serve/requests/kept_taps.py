@@ -1,12 +1,12 @@
-"""States of the target that a request keeps for a draft which has yet to read them. Torch-free but
-for the tensors."""
+"""States of the target that a request keeps for a draft which has yet to read them."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from draftsmith.serve.requests.request import DraftState, Request
+from draftsmith.serve.requests.request import Request
 
 if TYPE_CHECKING:
     import torch
@@ -20,17 +20,20 @@ class SharedTaps:
     kept once for all rows, as it came, and taken apart where a draft reads it."""
 
     def __init__(self, requests: Sequence[Request]):
-        self._drafts = _drafts(requests)
+        # Not the drafts themselves, which hold what reads this.
+        self._drafts = [weakref.ref(request.draft) for request in requests]
         self._joined: list[torch.Tensor] = []  # [B, width] each
         self._late: list[Sequence[torch.Tensor]] = []  # [1, B, H] each, after those joined
         self._taps: tuple[int, ...] = ()  # of `_late`
         for index, request in enumerate(requests):
-            if _reads(request):
+            if reads_taps(request):
                 request.draft.taps.append(RowTaps(self, index))
 
     def are_of(self, requests: Sequence[Request]) -> bool:
         """True when these are the rows, none of which has started again."""
-        return _drafts(requests) == self._drafts
+        return len(requests) == len(self._drafts) and all(
+            request.draft is draft() for request, draft in zip(requests, self._drafts, strict=True)
+        )
 
     def __len__(self) -> int:
         return len(self._joined) + len(self._late)
@@ -77,24 +80,21 @@ class RowTaps:
         return torch.cat(pieces) if pieces else passes[0][:0]
 
 
-def _drafts(requests: Sequence[Request]) -> list[DraftState]:
-    return [request.draft for request in requests]
-
-
-def _reads(request: Request) -> bool:
+def reads_taps(request: Request) -> bool:
+    """True when the taps of the request's tokens are of use to its draft."""
     return request.k > 0 and not request.draft.lost_taps
 
 
 def wants_taps(request: Request) -> bool:
     """True when the taps of the request's tokens are of use to its draft or to its records."""
-    lost = request.draft.lost_taps and request.recording.tap_log is None
-    return request.k > 0 and not lost
+    log = request.recording.tap_log
+    return reads_taps(request) or (request.k > 0 and log is not None and not log.is_full)
 
 
 def keep_taps(request: Request, taps: torch.Tensor, begin: int, count: int) -> None:
     """Keep the request's share `taps[begin : begin + count]` of a pass, until its drafter has
     consumed it."""
-    if count > 0 and _reads(request):
+    if count > 0 and reads_taps(request):
         request.draft.taps.append(taps[begin : begin + count])
 
 

@@ -7,7 +7,7 @@ import argparse
 import random
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import thread_time
@@ -30,7 +30,7 @@ Row = dict[str, Any]
 class AtRest(FixedControl):
     """k = 0 in every round, without a look at its rows."""
 
-    def rests(self, request_class: str, num_rows: int, num_tokens: int) -> bool:
+    def rests(self, classes: Set[str], num_rows: int, num_tokens: int) -> bool:
         return True
 
 

@@ -154,7 +154,8 @@ def _plan(control: Control, running: Sequence[Request], num_tokens: int) -> Roun
     """Plan of the rows that are decoding, as the scheduler gets it; None without any."""
     if not running:
         return None
-    if control.rests(running[0].request_class, len(running), num_tokens):
+    classes = {request.request_class for request in running}
+    if control.rests(classes, len(running), num_tokens):
         return rest_plan(len(running))
     budgets = [
         RowBudget(request.request_class, min(MAX_AUTO_K, request.left - 1)) for request in running

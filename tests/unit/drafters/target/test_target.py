@@ -96,6 +96,24 @@ def test_paged_forward_in_odd_chunks_is_the_plain_forward(pair):
 
 
 @torch.no_grad()
+def test_a_pass_with_gradients_on_goes_once_through_what_overrides_it(tiny_target):
+    """Rank 0 of several sends a message there."""
+
+    class Leading(Target):
+        passes = 0
+
+        def forward(self, *args, **kwargs):
+            self.passes += 1
+            return super().forward(*args, **kwargs)
+
+    target = Leading.load(tiny_target("llama"))
+    target.passes = 0
+    rows = texts(target)
+    with torch.enable_grad():
+        logits, _ = paged_in_chunks(target, rows, (0,), [LENGTHS])
+    assert target.passes == 1 and not logits[0].requires_grad
+
+
 def test_a_wrong_block_table_is_noticed(pair):
     """The comparison above can fail: the same pass with two blocks exchanged gives other logits."""
     target, eager = pair

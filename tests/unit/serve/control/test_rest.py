@@ -16,23 +16,34 @@ SHORT_S = 1e-3
 def play(
     control: AutoControl, rounds: int, *, round_s: float = SHORT_S, prompt_every: int = 0
 ) -> list[bool]:
-    """Rounds of one row whose drafts are never kept and take a fifth of the target's time each;
-    True for those at rest. Every `prompt_every`-th also reads 30 tokens of a prompt."""
+    """Rounds of one row whose drafts are never kept; True for those at rest. Every
+    `prompt_every`-th also reads 30 tokens of a prompt."""
     rests = []
     for number in range(rounds):
         num_tokens = 31 if prompt_every and number % prompt_every == 0 else 1
-        rests.append(control.rests("a", 1, num_tokens))
-        if rests[-1]:
-            continue
-        plan = control.choose([RowBudget("a", 8)], num_tokens)
-        k = plan.ks[0]
-        offers = [RowResult("a", k, 0)] if k else []
-        control.observe(
-            RoundResult(
-                plan, num_tokens, 1, k, round_s * (1 + 0.2 * k), False, offers, num_drafted=k
-            )
-        )
+        rests.append(play_round(control, ["a"], num_tokens, round_s=round_s) is None)
     return rests
+
+
+def play_round(
+    control: AutoControl, rows: list[str], num_tokens: int, *, round_s: float = SHORT_S
+) -> list[int] | None:
+    """k of rows of these classes; None at rest. A draft takes a fifth of the target's time, and is
+    kept by class "b" alone."""
+    if control.rests(set(rows), len(rows), num_tokens):
+        return None
+    plan = control.choose([RowBudget(name, 8) for name in rows], num_tokens)
+    offers = [
+        RowResult(name, k, k if name == "b" else 0)
+        for name, k in zip(rows, plan.ks, strict=True)
+        if k
+    ]
+    k = max(plan.ks)
+    seconds = round_s * (1 + 0.2 * k)
+    control.observe(
+        RoundResult(plan, num_tokens, len(rows), k, seconds, False, offers, num_drafted=k)
+    )
+    return plan.ks
 
 
 def resting() -> AutoControl:
@@ -59,16 +70,54 @@ def test_rounds_that_take_long_are_all_measured() -> None:
     assert not any(play(AutoControl(), 3000, round_s=REST_S / LATE))
 
 
-@pytest.mark.parametrize("load", [("b", 1, 1), ("a", 2, 2), ("a", 1, 31)])
-def test_another_class_or_load_is_looked_at_at_once(load: tuple[str, int, int]) -> None:
+@pytest.mark.parametrize("load", [({"b"}, 1, 1), ({"a"}, 2, 2), ({"a"}, 1, 31)])
+def test_another_class_or_load_is_looked_at_at_once(load: tuple[set[str], int, int]) -> None:
     assert not resting().rests(*load)
+
+
+def test_another_class_ends_the_rest_for_good() -> None:
+    """Also where it was the measured end of a rest that it came in."""
+    for begin in range(0, int(REST_S / SHORT_S), 20):
+        control = resting()
+        play(control, begin)
+        ks = [play_round(control, ["b"], 1) for _ in range(60)]
+        assert None not in ks
+        assert sum(k is not None and k[0] > 0 for k in ks) > 20
+
+
+def test_requests_that_are_accepted_draft_between_others_that_never_are() -> None:
+    """By turns 1000 tokens of a, which rest, and 60 of b."""
+    control = AutoControl()
+    for _ in range(4):
+        play(control, 1000)
+        tokens = rounds = 0
+        while tokens < 60:
+            ks = play_round(control, ["b"], 1)
+            tokens, rounds = tokens + 1 + (ks[0] if ks else 0), rounds + 1
+    assert rounds < 40
+
+
+@pytest.mark.parametrize("rows", [["a", "b"], ["b", "b"]])
+def test_a_class_that_comes_as_another_row_ends_the_rest(rows: list[str]) -> None:
+    control = AutoControl()
+    while play_round(control, ["a", "a"], 2) is not None:
+        pass
+    assert None not in [play_round(control, rows, 2) for _ in range(LATE)]
+
+
+def test_a_rest_that_was_left_for_another_load_is_not_caught_up_on() -> None:
+    control = resting()
+    for _ in range(int(REST_S / SHORT_S)):
+        play_round(control, ["a", "a"], 2, round_s=REST_S)
+    rests = play(control, 3 * LATE)
+    assert not any(rests[:TOGETHER]), "what it takes is measured first"
 
 
 def test_a_new_draft_ends_the_rest() -> None:
     control = resting()
-    assert control.rests("a", 1, 1)
+    assert control.rests({"a"}, 1, 1)
     control.new_draft()
-    assert not control.rests("a", 1, 1)
+    assert not control.rests({"a"}, 1, 1)
     assert any(control.choose([RowBudget("a", 8)], 1).ks[0] > 0 for _ in range(2)), "a trial"
 
 

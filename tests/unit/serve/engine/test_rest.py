@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,11 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.control import FixedControl, RoundPlan, RoundResult, RowBudget
 from draftsmith.serve.engine.build import build_engine
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.round import PassOutput
+from draftsmith.serve.requests.kept_taps import RowTaps
+from draftsmith.serve.requests.request import Request
+from draftsmith.serve.requests.tap_log import TapLog
 from draftsmith.serve.sampling.params import SamplingParams
 
 PROMPTS = [[2, 3, 5, 7, 11], [13, 17, 19], [23, 29, 31, 37, 41, 43]]
@@ -27,7 +33,7 @@ class Resting(FixedControl):
     def __init__(self, drafts_at: range):
         self.drafts_at, self.round, self.asked, self.observed = drafts_at, 0, 0, 0
 
-    def rests(self, request_class: str, num_rows: int, num_tokens: int) -> bool:
+    def rests(self, classes: Set[str], num_rows: int, num_tokens: int) -> bool:
         self.round += 1
         return self.round not in self.drafts_at
 
@@ -86,3 +92,80 @@ def test_a_draft_after_rest_reads_the_targets_states(
             own = target.states(ids, torch.ones_like(ids), head.taps)[0]
             assert own is not None
             torch.testing.assert_close(taps, own[0, start:], rtol=1e-3, atol=1e-4)
+
+
+def resting_engine(target: Target, head: Eagle3, *, compile: str) -> Engine:
+    config = EngineConfig(k=2, compile=compile, prefix_cache=False)  # type: ignore[arg-type]
+    engine = build_engine(target, head, config)
+    engine.scheduler.control = Resting(range(0))
+    return engine
+
+
+def submitted(engine: Engine, *, max_tokens: int) -> Request:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    return engine.submit(PROMPTS[0], params)
+
+
+@pytest.mark.parametrize("logged", [2, 64])
+@pytest.mark.parametrize("compile", ["auto", "off"])
+def test_states_that_no_draft_reads_are_not_kept(
+    compile: str, logged: int, target: Target, head: Eagle3
+) -> None:
+    engine = resting_engine(target, head, compile=compile)
+    engine.committer.most_unread = 4
+    request = submitted(engine, max_tokens=20)
+    request.recording.tap_log = TapLog(logged)
+    while request.num_output < 10:
+        engine.step()
+    assert request.draft.lost_taps
+    assert engine.committer._shared is None
+    assert request.recording.tap_log.end == min(logged, request.cache.computed)
+
+
+def test_no_states_are_kept_without_requests(target: Target, head: Eagle3) -> None:
+    engine = resting_engine(target, head, compile="auto")
+    submitted(engine, max_tokens=6)
+    while engine.busy:
+        engine.step()
+    assert engine.committer._shared is None
+
+
+def test_passes_are_joined_once_their_rows_change(target: Target, head: Eagle3) -> None:
+    engine = resting_engine(target, head, compile="auto")
+    first, second = submitted(engine, max_tokens=6), submitted(engine, max_tokens=12)
+    while not first.finished:
+        engine.step()
+    engine.step()
+    before, latest = [piece for piece in second.draft.taps if isinstance(piece, RowTaps)]
+    assert len(before) == 5 and not before._shared._late
+    assert len(latest._shared._late) == 1, "rows are the same so far"
+
+
+def test_a_pass_gives_all_its_states_only_in_place_of_joined_taps(
+    target: Target, head: Eagle3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = resting_engine(target, head, compile="auto")
+    run, given = engine.runner.run, []
+
+    def noted(*args: Any) -> PassOutput:
+        output = run(*args)
+        given.append((output.taps is not None, output.every is not None))
+        return output
+
+    monkeypatch.setattr(engine.runner, "run", noted)
+    submitted(engine, max_tokens=4)
+    while engine.busy:
+        engine.step()
+    assert given == [(True, False)] + 3 * [(False, True)]
+
+
+def test_taps_that_cannot_be_joined_are_an_error(
+    target: Target, head: Eagle3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = resting_engine(target, head, compile="auto")
+    run = engine.runner.run
+    monkeypatch.setattr(engine.runner, "run", lambda *args: run(*args)._replace(every=None))
+    submitted(engine, max_tokens=4)
+    engine.step()
+    with pytest.raises(AssertionError, match="need the states"):
+        engine.step()

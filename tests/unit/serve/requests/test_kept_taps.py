@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 
 import torch
 
@@ -51,6 +52,17 @@ def test_rows_are_the_same_while_none_starts_again() -> None:
     assert not shared.are_of(rows), "it has none of the passes before"
 
 
+def test_a_draft_that_starts_again_frees_its_taps_at_once() -> None:
+    one = request("a")
+    shared = SharedTaps([one])
+    passed(shared, torch.tensor([[0.0, 1.0]]), late=True)
+    kept = weakref.ref(shared)
+    del shared
+    assert kept() is not None
+    one.forget_caches()
+    assert kept() is None, "without a run of the garbage collector"
+
+
 def test_kept_taps_are_those_of_the_positions_that_are_not_cached() -> None:
     chance = random.Random(0)
     rows = [request("a"), request("b")]
@@ -84,4 +96,8 @@ def test_taps_are_wanted_while_a_draft_or_a_record_may_read_them() -> None:
     one.draft.lost_taps = True
     assert not wants_taps(one)
     one.recording.tap_log = TapLog(8)
+    assert wants_taps(one)
+    one.recording.tap_log = TapLog(0)
+    assert not wants_taps(one), "it is full"
+    one.draft.lost_taps = False
     assert wants_taps(one)
