@@ -72,14 +72,41 @@ def sent(device: torch.device, *columns: Sequence[int] | torch.Tensor) -> tuple[
     does not wait for."""
     if not columns:
         return ()
-    host = torch.cat([torch.as_tensor(column, dtype=torch.int64) for column in columns])
-    return sent_tensor(device, host).split([len(column) for column in columns])
+    parts = [torch.as_tensor(column, dtype=torch.int64) for column in columns]
+    if pins(device):
+        # Each begins at a multiple of 16 bytes: Triton compiles a kernel again for those that do
+        # not.
+        gaps = [part.new_zeros(len(part) % 2) for part in parts]
+        parts = [one for pair in zip(parts, gaps) for one in pair]
+    found = sent_tensor(device, torch.cat(parts)).split([len(part) for part in parts])
+    return found if len(found) == len(columns) else found[::2]
 
 
 def sent_tensor(device: torch.device, host: torch.Tensor) -> torch.Tensor:
     """A tensor of the host on `device`, from page-locked memory, which torch keeps until the copy
     is over."""
     return host.pin_memory().to(device, non_blocking=True) if pins(device) else host.to(device)
+
+
+class Upload:
+    """int64 columns [n] of the host that are on `device` before they are asked for: `parts` are
+    those of all `groups`, each of which is asked for at once."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        groups: Sequence[Sequence[Sequence[int]]],
+        parts: Iterable[torch.Tensor],
+    ):
+        self.device, rest = device, iter(parts)
+        self._groups = [(tuple(group), tuple(next(rest) for _ in group)) for group in groups]
+
+    def of(self, *columns: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """`columns` on the device. Others than a foreseen group are sent by a copy of their own."""
+        for group, parts in self._groups:
+            if group == columns:
+                return parts
+        return sent(self.device, *columns)
 
 
 class Reading:

@@ -15,13 +15,14 @@ from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.cuda_graphs import CountedCapturer
+from draftsmith.kernels.dispatch import reads_freely
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.control import MAX_K, RoundResult, RowResult
 from draftsmith.serve.control.draft_temperature import draft_temperatures
 from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.engine.commit import Committer
 from draftsmith.serve.engine.output import OutputQueue
-from draftsmith.serve.engine.propose import Proposer
+from draftsmith.serve.engine.propose import Proposer, unread_tokens
 from draftsmith.serve.engine.recorder import Recorder
 from draftsmith.serve.engine.round import (
     OnRound,
@@ -32,7 +33,7 @@ from draftsmith.serve.engine.round import (
     settle,
 )
 from draftsmith.serve.engine.runner import BlockTables, TargetRunner
-from draftsmith.serve.engine.scheduler import Row, Scheduler
+from draftsmith.serve.engine.scheduler import Row, Schedule, Scheduler
 from draftsmith.serve.engine.trees import collapse_to_chain, move_kept
 from draftsmith.serve.engine.verify import ChainRule, decides_late, verify_round
 from draftsmith.serve.requests.input_processor import InputProcessor
@@ -235,14 +236,32 @@ class Engine:
                 return None
             self._note_admissions(rows)
             sampling = RowSampling(schedule.drafting + schedule.sampling, self.tables.device)
+            tables, upload = self.tables.of([row.request for row in rows]), None
+            if not reads_freely(sampling.device):
+                foreseen = self._foreseen(schedule, sampling, tables)
+                tables, upload = sampling.send(tables, *foreseen)
             return Round(
                 schedule,
                 rows,
-                sampling.send(self.tables.of([row.request for row in rows])),
+                tables,
                 sampling,
                 sum(row.request.num_tokens - row.request.draft.cached for row in schedule.drafting),
                 begun_s,
+                upload,
             )
+
+    def _foreseen(
+        self, schedule: Schedule, sampling: RowSampling, tables: torch.Tensor
+    ) -> list[tuple[list[int], ...]]:
+        """Columns that drafting and the target pass will ask for, each group at once. Of a pass
+        whose drafted tokens the host has to see, they are not known yet."""
+        groups: list[tuple[list[int], ...]] = []
+        if schedule.drafting:
+            groups.append((unread_tokens(schedule.drafting),))
+        if not schedule.drafting or (self.proposer.tree is None and self._stay_unread(sampling)):
+            budgets = [row.k for row in schedule.drafting]
+            groups.append(self.runner.foreseen(schedule.rows, budgets, tables))
+        return groups
 
     def _note_admissions(self, rows: list[Row]) -> None:
         now_s = time.monotonic()
@@ -271,23 +290,26 @@ class Engine:
                 sampling.draft_seeds(count),
                 adjust=sampling.adjust,
                 least_survival=0.0 if plan is None else plan.least_survival,
-                budgets=self._late_budgets(round),
+                budgets=sampling.budgets[:count] if self._stay_unread(sampling) else None,
+                upload=round.upload,
             )
 
-    def _late_budgets(self, round: Round) -> torch.Tensor | None:
-        """k of the drafting rows where drafted tokens may stay on the device until they are
-        verified."""
-        sampling = round.sampling
+    def _stay_unread(self, sampling: RowSampling) -> bool:
+        """True where drafted tokens may stay on the device until they are verified."""
         reads_tokens = sampling.adjust is not None and sampling.adjust.reads_tokens
-        if reads_tokens or not decides_late(self.rule, sampling):
-            return None
-        return sampling.budgets[: len(round.schedule.drafting)]
+        return not reads_tokens and decides_late(self.rule, sampling)
 
     def _run(self, round: Round) -> None:
         with self.stats.phase("verify"):
             taps = self._taps(round)
             round.output = self.runner.run(
-                round.rows, round.chains, round.tables, taps, round.tree, round.late_tokens
+                round.rows,
+                round.chains,
+                round.tables,
+                taps,
+                round.tree,
+                round.late_tokens,
+                round.upload,
             )
         if self.committer.overlaps:
             with self.stats.phase("host"):

@@ -28,7 +28,7 @@ from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.constants import NULL_BLOCK
 from draftsmith.kernels.cuda_graphs import Capturer, Graph, Shape, Shapes
-from draftsmith.kernels.dispatch import sent
+from draftsmith.kernels.dispatch import Upload, sent
 from draftsmith.serve.control.control import MAX_AUTO_K
 from draftsmith.serve.rank_calls import Call, NewGraphs, Pass, Prepare, Ranks
 
@@ -48,6 +48,20 @@ class PassInputs(NamedTuple):
     tables: torch.Tensor  # [B, blocks] int64 on the device
     tree: TreeLayout | None
     late: LateIds | None = None
+    upload: Upload | None = None  # what is on the device already
+
+    @property
+    def columns(self) -> tuple[list[int], ...]:
+        """All of the host's numbers."""
+        return (*self[:4], *self.places)
+
+    @property
+    def places(self) -> tuple[list[int], ...]:
+        return () if self.late is None else (self.late.sources, self.late.places)
+
+    def sent(self, device: torch.device, *columns: list[int]) -> tuple[torch.Tensor, ...]:
+        """Columns of the host on the pass's device."""
+        return sent(device, *columns) if self.upload is None else self.upload.of(*columns)
 
     @property
     def decides_all(self) -> bool:
@@ -64,9 +78,9 @@ class LateIds(NamedTuple):
     sources: list[int]  # [n] of the flattened tokens
     places: list[int]  # [n] indices into T
 
-    def write(self, ids: torch.Tensor) -> None:
-        """Write them into the pass's `ids` [T]."""
-        sources, places = sent(ids.device, self.sources, self.places)
+    def write(self, ids: torch.Tensor, sources: torch.Tensor, places: torch.Tensor) -> None:
+        """Write them into the pass's `ids` [T]; `sources` and `places` are its own, on the
+        device."""
         ids.index_copy_(0, places, self.tokens.flatten()[sources])
 
 
@@ -87,8 +101,7 @@ class Views(NamedTuple):
 
 
 class StaticInputs:
-    """Inputs of all shapes at fixed addresses, each shape in the first of them. The host's numbers
-    arrive in one copy, from memory that the device can read."""
+    """Inputs of all shapes at fixed addresses, each shape in the first of them."""
 
     def __init__(self, shapes: Shapes, max_blocks: int, device: torch.device, *, has_trees: bool):
         whole = {"dtype": torch.int64, "device": device}
@@ -112,27 +125,13 @@ class StaticInputs:
         self.fill(shape, PassInputs([], [], [], [], none, None))
 
     def fill(self, shape: Shape, inputs: PassInputs) -> None:
-        """The round's rows first, then one of all tokens that are left, then empty ones. Padding is
-        at position 0, so that it attends to as little as can be."""
-        num_tokens, num_rows = len(inputs.ids), len(inputs.lengths)
-        spare_tokens, spare_rows = shape.num_tokens - num_tokens, shape.num_rows - num_rows
-        numbers = (
-            inputs.ids
-            + [0] * spare_tokens
-            + inputs.positions
-            + [0] * spare_tokens
-            + inputs.lengths
-            + [spare_tokens] * min(spare_rows, 1)
-            + [0] * (spare_rows - 1)
-        )
-        pinned = self._flat.device.type == "cuda"
-        # Pinned memory is torch's own, which keeps it until the device has read it.
-        host = torch.tensor(numbers, dtype=torch.int64, pin_memory=pinned)
-        self._flat[: len(numbers)].copy_(host, non_blocking=True)
+        numbers, *late = inputs.sent(self._flat.device, *static_columns(shape, inputs))
+        self._flat[: len(numbers)].copy_(numbers)
         if inputs.late is not None:
-            inputs.late.write(self.of(shape).ids)
+            inputs.late.write(self.of(shape).ids, *late)
+        num_rows = len(inputs.lengths)
         self._tables[:num_rows, : inputs.tables.shape[1]].copy_(inputs.tables)
-        if spare_tokens:
+        if shape.num_tokens > len(inputs.ids):
             self._tables[num_rows, 0] = NULL_BLOCK
         if self._tree is not None:
             self._fill_tree(self.of(shape), inputs)
@@ -148,6 +147,27 @@ class StaticInputs:
         views.tree.kv_indices[count:].copy_(views.positions[count:])
         views.tree.ancestors[count:] = -1
         views.tree.first[count:] = 0
+
+
+def static_columns(shape: Shape, inputs: PassInputs) -> tuple[list[int], ...]:
+    """Columns of the host that a pass in this shape reads: its numbers in the order of
+    `StaticInputs`, and the places of late ids.
+
+    The round's rows come first, then one of all tokens that are left, then empty ones. Padding is
+    at position 0, so that it attends to as little as can be.
+    """
+    spare_tokens = shape.num_tokens - len(inputs.ids)
+    spare_rows = shape.num_rows - len(inputs.lengths)
+    numbers = (
+        inputs.ids
+        + [0] * spare_tokens
+        + inputs.positions
+        + [0] * spare_tokens
+        + inputs.lengths
+        + [spare_tokens] * min(spare_rows, 1)
+        + [0] * (spare_rows - 1)
+    )
+    return (numbers, *inputs.places)
 
 
 class StaticOutputs:
@@ -236,6 +256,13 @@ class PassGraphs:
         assert outputs is not None
         kept = outputs.taps[:count].clone() if taps and outputs.taps is not None else None
         return TargetOutput(outputs.logits[:count], kept)
+
+    def columns(self, inputs: PassInputs) -> tuple[list[int], ...] | None:
+        """Columns of the host that `run` would read; None where there is no graph."""
+        shape = None
+        if inputs.decides_all:
+            shape = self.shapes.of(len(inputs.lengths), len(inputs.ids))
+        return static_columns(shape, inputs) if shape in self._graphs else None
 
     def _knows(self, inputs: PassInputs, taps: tuple[int, ...]) -> bool:
         return tuple(taps) in ((), self.taps) and (inputs.tree is None or self._has_trees)

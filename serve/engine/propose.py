@@ -27,7 +27,7 @@ from draftsmith.drafters.interface import (
 from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.kernels.dispatch import reads_freely, sent
+from draftsmith.kernels.dispatch import Upload
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.serve.audit.misreport import Misreport
 from draftsmith.serve.drafts.draft_set import DraftSet
@@ -85,6 +85,7 @@ class Proposer:
         adjust: Adjust | None = None,
         least_survival: float = 0.0,
         budgets: torch.Tensor | None = None,
+        upload: Upload | None = None,
     ) -> RoundProposal | None:
         """Drafted tokens of `rows`, None when no row has any; never raises.
 
@@ -94,8 +95,11 @@ class Proposer:
             least_survival: chance of being kept below which a row's drafting ends.
             budgets: [B] int64, k of the rows; chains whose lengths follow from it may stay unread
                 on the device, until `settle`. None: the host needs all tokens.
+            upload: what is on the device already; None on a CPU.
         """
-        asked = ProposalRequest(rows, tables, sampling, seeds, adjust, least_survival, budgets)
+        asked = ProposalRequest(
+            rows, tables, sampling, seeds, adjust, least_survival, budgets, upload
+        )
         awake = {name for name, draft in self.drafts.served.items() if draft.take_turn()}
         names = [row.request.route.draft for row in rows]
         if len(set(names)) == 1:
@@ -221,12 +225,10 @@ class Proposer:
 
     def _inputs(self, asked: ProposalRequest) -> DraftInputs:
         requests = [row.request for row in asked.rows]
-        tokens: list[int] = []
-        for request in requests:
-            tokens += request.tokens[request.draft.cached :]
+        tokens = unread_tokens(asked.rows)
         taps = [tap[:] for request in requests for tap in request.draft.taps]
         return DraftInputs(
-            tokens=_on_device(tokens, asked.tables.device),
+            tokens=torch.tensor(tokens) if asked.upload is None else asked.upload.of(tokens)[0],
             starts=torch.tensor([request.draft.cached for request in requests]),
             lengths=torch.tensor(
                 [request.num_tokens - request.draft.cached for request in requests]
@@ -256,6 +258,7 @@ class ProposalRequest(NamedTuple):
     adjust: Adjust | None
     least_survival: float
     budgets: torch.Tensor | None  # [B]
+    upload: Upload | None
 
     def select(self, indices: list[int]) -> ProposalRequest:
         at = torch.tensor(indices, device=self.tables.device)
@@ -269,7 +272,16 @@ class ProposalRequest(NamedTuple):
             adjust,
             self.least_survival,
             None,  # of one draft among several
+            self.upload,
         )
+
+
+def unread_tokens(rows: Sequence[Row]) -> list[int]:
+    """Tokens of all rows that their drafts have not read."""
+    tokens: list[int] = []
+    for row in rows:
+        tokens += row.request.tokens[row.request.draft.cached :]
+    return tokens
 
 
 def _of_rows(adjust: Adjust, at: torch.Tensor) -> Adjust:
@@ -279,7 +291,3 @@ def _of_rows(adjust: Adjust, at: torch.Tensor) -> Adjust:
 
 def _concatenated(taps: list[torch.Tensor]) -> torch.Tensor:
     return taps[0] if len(taps) == 1 else torch.cat(taps)
-
-
-def _on_device(tokens: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(tokens) if reads_freely(device) else sent(device, tokens)[0]

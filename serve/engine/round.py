@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.drafters.trees.layout import node_depths
-from draftsmith.kernels.dispatch import reads_freely, sent
+from draftsmith.kernels.dispatch import Upload, sent
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.random_streams import round_seeds
 from draftsmith.kernels.verify.draft_tree import DraftTree
@@ -59,16 +59,17 @@ class RowSampling:
         """[B] int64, most tokens that each row may draft."""
         return torch.tensor(self._budgets, dtype=torch.int64, device=self.device)
 
-    def send(self, tables: torch.Tensor) -> torch.Tensor:
-        """Everything of the host's that a round reads on its device, in one copy; `tables` [rows,
-        blocks] come back from there. On a CPU what follows is made when it is asked for."""
-        if reads_freely(self.device):
-            return tables
+    def send(
+        self, tables: torch.Tensor, *groups: Sequence[Sequence[int]]
+    ) -> tuple[torch.Tensor, Upload]:
+        """Everything of the host's that a round is expected to read on its device, by one copy:
+        `tables` [rows, blocks] and `groups` of columns. On a CPU it is made when it is asked
+        for."""
         seeds, positions = zip(*self.streams) if self.streams else ((), ())
-        flat, self.seeds, self.positions, self.budgets = sent(
-            self.device, tables.flatten(), seeds, positions, self._budgets
-        )
-        return flat.view(tables.shape)
+        own = (tables.flatten(), seeds, positions, self._budgets)
+        columns = [column for group in groups for column in group]
+        flat, self.seeds, self.positions, self.budgets, *parts = sent(self.device, *own, *columns)
+        return flat.view(tables.shape), Upload(self.device, groups, parts)
 
     def distributions(self) -> SamplingRows:
         """Distributions of every row."""
@@ -236,6 +237,7 @@ class Round:
     sampling: RowSampling  # of the deciding rows
     num_unread: int  # tokens that the drafts had yet to read
     begun_s: float
+    upload: Upload | None = None  # what is on the device; None on a CPU
     proposal: RoundProposal | None = None  # None: nothing was drafted
     output: PassOutput = field(init=False)
     late_taps: tuple[int, ...] = ()  # of the pass, to be joined once they are read

@@ -22,7 +22,7 @@ from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.attention.repeated_numbers import repeated_numbers
 from draftsmith.kernels.constants import NULL_BLOCK
-from draftsmith.kernels.dispatch import reads_freely, sent
+from draftsmith.kernels.dispatch import Upload, reads_freely, sent
 from draftsmith.serve.engine.graphs import LateIds, PassGraphs, PassInputs
 from draftsmith.serve.engine.round import PassOutput, RoundTree, prompt_positions
 from draftsmith.serve.engine.scheduler import Row
@@ -71,6 +71,12 @@ class PackedRows(NamedTuple):
     logit_rows: list[int]  # indices into T whose logits decide a token
     prompt_rows: list[int]  # and whose logits give a prompt token's logprob
 
+    @property
+    def head_rows(self) -> list[int]:
+        """Both. A pass of prompt pieces alone decides nothing; a head cannot run on no rows, so it
+        runs on one that is not read."""
+        return (self.logit_rows + self.prompt_rows) or [0]
+
 
 def pack(rows: Sequence[Row], drafts: Sequence[Sequence[int]]) -> PackedRows:
     packed = PackedRows([], [], [], [], [], [])
@@ -109,6 +115,20 @@ class TargetRunner:
         adapted = self.adapters is not None and any(row.request.options.adapter for row in rows)
         return self.target.captured and reads_freely(self.device) and not adapted
 
+    def foreseen(
+        self, rows: Sequence[Row], budgets: Sequence[int], tables: torch.Tensor
+    ) -> tuple[list[int], ...]:
+        """Columns of the host that a pass reads, if the first rows get as many drafted tokens as
+        their `budgets` and these stay on the device; `tables` as for `run`, on the host."""
+        drafts = [[0] * budget for budget in budgets] + [[]] * (len(rows) - len(budgets))
+        packed, late = pack(rows, drafts), None
+        if any(budgets):
+            none = torch.empty(len(budgets), max(budgets), dtype=torch.int64)
+            late = place_late(rows, drafts, packed.begins, none)
+        inputs = PassInputs(*packed[:3], packed.head_rows, tables, None, late)
+        by_graph = None if self.graphs is None else self.graphs.columns(inputs)
+        return inputs.columns if by_graph is None else by_graph
+
     def run(
         self,
         rows: Sequence[Row],
@@ -117,6 +137,7 @@ class TargetRunner:
         taps: Sequence[int],
         tree: RoundTree | None = None,
         late: torch.Tensor | None = None,
+        upload: Upload | None = None,
     ) -> PassOutput:
         """Run the pass.
 
@@ -125,17 +146,16 @@ class TargetRunner:
                 come last.
             tables: [rows, blocks] block ids.
             late: [B, K] the drafted tokens, where `drafts` has them by their number alone.
+            upload: what is on the device already; None on a CPU.
         """
         packed = pack(rows, drafts)
         positions, layout = packed.positions, None
         if tree is not None:
             positions, layout = lay_out(rows, tree, self.device)
-        # A pass of prompt pieces alone decides nothing; a head cannot run on no rows, so it runs on
-        # one that is not read.
-        logit_rows = (packed.logit_rows + packed.prompt_rows) or [0]
+        logit_rows = packed.head_rows
         late_ids = None if late is None else place_late(rows, drafts, packed.begins, late)
         inputs = PassInputs(
-            packed.ids, positions, packed.lengths, logit_rows, tables, layout, late_ids
+            packed.ids, positions, packed.lengths, logit_rows, tables, layout, late_ids, upload
         )
         split = None if self.states is None else self._split(rows, drafts)
         adapted = adapted_tokens(rows, packed.begins, packed.lengths, self.device)
@@ -180,12 +200,10 @@ def pass_tensors(inputs: PassInputs, device: torch.device) -> Sequence[torch.Ten
         same = (tuple(inputs.lengths), tuple(inputs.logit_rows))
         ids, positions = numbers.view(2, -1).unbind()
         return [ids, positions, *[repeated_numbers(each, device) for each in same]]
-    columns = inputs[:4]
-    if inputs.late is None:
-        return sent(device, *columns)
-    *parts, sources, places = sent(device, *columns, inputs.late.sources, inputs.late.places)
-    parts[0].index_copy_(0, places, inputs.late.tokens.flatten()[sources])
-    return parts
+    ids, positions, lengths, logit_rows, *late = inputs.sent(device, *inputs.columns)
+    if inputs.late is not None:
+        inputs.late.write(ids, *late)
+    return [ids, positions, lengths, logit_rows]
 
 
 def place_late(

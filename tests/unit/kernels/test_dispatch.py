@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draftsmith.kernels import dispatch
-from draftsmith.kernels.dispatch import choose, sent
+from draftsmith.kernels.dispatch import Upload, choose, sent
 
 CPU, CUDA, F32 = torch.device("cpu"), torch.device("cuda"), torch.float32
 
@@ -52,3 +52,9 @@ def test_unknown_names_are_listed() -> None:
 def test_nothing_is_sent_of_no_columns() -> None:
     assert sent(torch.device("cpu")) == ()
     assert [part.tolist() for part in sent(torch.device("cpu"), [1], [])] == [[1], []]
+
+
+def test_columns_that_were_not_foreseen_are_sent() -> None:
+    upload = Upload(CPU, [([1, 2], [3]), ([4],)], sent(CPU, [1, 2], [3], [4]))
+    for columns in (([4],), ([5],), ([1, 2], [3]), ([1, 2], [9])):
+        assert [part.tolist() for part in upload.of(*columns)] == list(columns)

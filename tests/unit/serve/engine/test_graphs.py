@@ -13,10 +13,12 @@ import torch
 
 from draftsmith.drafters.interface import Capturable
 from draftsmith.drafters.target.target import Target, TargetOutput
+from draftsmith.kernels import dispatch
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.constants import NULL_BLOCK
 from draftsmith.kernels.cuda_graphs import CudaCapturer, Shape, Shapes, row_buckets, token_buckets
+from draftsmith.serve.engine import graphs as graphs_module
 from draftsmith.serve.engine.graphs import (
     MOST_LOGITS,
     MOST_TOKENS,
@@ -406,6 +408,23 @@ def test_drafted_tokens_that_are_on_the_device_alone_reach_every_rank(target):
     graphs.run(inputs._replace(late=late), ())
     first, second = inputs.ids[0], inputs.ids[3]
     assert inputs_of(ranks.told[-1]).ids == [first, 71, 72, second, 73]
+
+
+def test_a_pass_reads_what_is_on_the_device_already(target, monkeypatch):
+    graphs = make_graphs(target, FakeCapturer())
+    late = LateIds(torch.tensor([[71, 72], [73, 0]]), [0, 1, 2], [1, 2, 4])
+    inputs = round_of([3, 2], [3, 4], 0)._replace(late=late)
+    assert graphs.columns(inputs) is None  # without a graph
+    expected = graphs.run(inputs, ()).logits.clone()
+    graphs.run(round_of([3, 2], [3, 4], 1), ())
+    group = graphs.columns(inputs)
+    assert group is not None
+    cpu = torch.device("cpu")
+    upload = dispatch.Upload(cpu, [([1],), group], dispatch.sent(cpu, [1], *group))
+    for module in (dispatch, graphs_module):
+        monkeypatch.setattr(module, "sent", lambda *given: pytest.fail("sent again"))
+    found = graphs.run(inputs._replace(upload=upload), ()).logits
+    assert torch.equal(found, expected)
 
 
 def test_what_one_rank_cannot_capture_none_replays(target):
