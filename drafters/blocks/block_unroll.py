@@ -10,6 +10,7 @@ Legend: B rows, L columns, S slots of a block, D width of a head.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -19,13 +20,14 @@ from torch.nn.functional import pad
 from draftsmith.drafters.blocks.dense_blocks import CHUNK, dense_blocks
 from draftsmith.drafters.blocks.fused_blocks import Blocks, fused_blocks
 from draftsmith.drafters.target.segments import Sights, begins_of
-from draftsmith.drafters.unrolled.flex import Sees, block_mask, can_flex, flex
-from draftsmith.drafters.unrolled.fused_parts import spans_of
+from draftsmith.drafters.unrolled.flex import LimitReached, Sees, block_mask, can_flex, flex
+from draftsmith.drafters.unrolled.fused_parts import can_fuse
 from draftsmith.kernels.attention.window import Chunk, Window
 
 # Of longer texts no scores are kept: fused attention on a CPU and `flex_attention` on a CUDA device
-# do not make them. Of 160 columns fused attention takes as long as scores do in float32, and twice
-# as long in bfloat16 (AMD EPYC with AVX-512, forward and backward).
+# do not make them, and otherwise they are recomputed in the backward pass. Of 160 columns fused
+# attention takes as long as scores do in float32, and twice as long in bfloat16 (AMD EPYC with
+# AVX-512, forward and backward).
 LONG = 512
 
 Attended = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # query, keys and values
@@ -50,7 +52,7 @@ class BlockPass:
         self.is_causal = causal if callable(causal) else lambda layer: causal
         self.segments, self.sights = segments, Sights(segments, CHUNK)
         self._bounds: dict[tuple[int, ...], Blocks] = {}
-        self._masks: dict[tuple[int, ...], BlockMask] = {}
+        self._masks: dict[Blocks, BlockMask] = {}
 
     def attend(
         self,
@@ -107,17 +109,14 @@ class BlockPass:
         segments = None if self.segments is None else self.segments[:, :length]
         asked = (first, slots, int(causal), window or 0)
         if asked not in self._bounds:
-            self._bounds[asked] = Blocks(spans_of(segments, length), first, slots, causal, window)
+            self._bounds[asked] = Blocks(segments, length, first, slots, causal, window)
         bounds = self._bounds[asked]
-        if length > LONG and can_flex(query):
-            keys, values = (torch.cat(pair, dim=2) for pair in zip(context, (key, value)))
-            if asked not in self._masks:
-                sees = _seen(segments, length, bounds, query)
-                rows = None if segments is None else len(query)
-                self._masks[asked] = block_mask(sees, rows, query, keys.shape[2])
-            return flex(query, keys, values, self._masks[asked])
-        if length <= LONG or query.device.type != "cpu":
-            return dense_blocks(query, (key, value), context, bounds, self.sights)
+        if length > LONG and can_flex(query, value):
+            with suppress(LimitReached):
+                return self._flex(own, context, bounds)
+        if length <= LONG or not can_fuse(query, query):
+            dense = partial(dense_blocks, recomputed=length > LONG)
+            return dense(query, (key, value), context, bounds, self.sights)
         # Fused attention takes values as wide as keys.
         width = max(key.shape[-1], value.shape[-1])
         query, key, context_key = (_wide(one, width) for one in (query, key, context[0]))
@@ -125,15 +124,24 @@ class BlockPass:
         found = fused_blocks(query, (key, values[0]), (context_key, values[1]), bounds)
         return found[..., : value.shape[-1]]
 
+    def _flex(self, own: Attended, context: Sequence[torch.Tensor], blocks: Blocks) -> torch.Tensor:
+        query, *behind = own
+        keys, values = (torch.cat(pair, dim=2) for pair in zip(context, behind, strict=True))
+        if blocks not in self._masks:
+            rows = None if blocks.segments is None else len(query)
+            self._masks[blocks] = block_mask(_seen(blocks, query), rows, query, keys.shape[2])
+        return flex(query, keys, values, self._masks[blocks])
+
 
 def _wide(states: torch.Tensor, width: int) -> torch.Tensor:
     missing = width - states.shape[-1]
     return pad(states, (0, missing)) if missing else states
 
 
-def _seen(segments: torch.Tensor | None, length: int, blocks: Blocks, like: torch.Tensor) -> Sees:
-    """Keys of the context, of so many columns, stand before those of the blocks. What `sees` needs
-    is looked up, as torch does not compile divisions of indices without bounds."""
+def _seen(blocks: Blocks, like: torch.Tensor) -> Sees:
+    """Keys of the context stand before those of the blocks. What `sees` needs is looked up, as
+    torch does not compile divisions of indices without bounds."""
+    segments, length = blocks.segments, blocks.length
     first, slots, window, causal = blocks.first, blocks.slots, blocks.window, blocks.causal
     every = torch.arange(length, device=like.device)
     columns = every[first:].repeat_interleave(slots)

@@ -1,4 +1,5 @@
-"""Attention of blocks of slots with all scores of a chunk of columns, for short texts.
+"""Attention of blocks of slots with all scores of a chunk of columns, for short texts and
+for devices without another form of it.
 
 Legend: B rows, L columns, S slots of a block, C columns of a chunk, G queries a key-value head, D
 width of a head.
@@ -7,8 +8,10 @@ width of a head.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from draftsmith.drafters.blocks.fused_blocks import Blocks
 from draftsmith.drafters.target.segments import Sight, Sights, chunks
@@ -23,15 +26,19 @@ def dense_blocks(
     context: Sequence[torch.Tensor],
     blocks: Blocks,
     sights: Sights,
+    *,
+    recomputed: bool,
 ) -> torch.Tensor:
-    """As `fused_blocks`; `sights` are of chunks of `CHUNK` columns."""
+    """As `fused_blocks`; `sights` are of chunks of `CHUNK` columns. Scores are kept for the
+    backward pass, or recomputed there."""
+    attend = partial(checkpoint, _attend, use_reentrant=False) if recomputed else _attend
     first, states = blocks.first, [one.unflatten(2, (-1, blocks.slots)) for one in (query, *own)]
     outputs = []
     for begin, end in chunks(first, first + states[0].shape[2], CHUNK):
         sight = sights.of(begin, end, blocks.window)
         part, key, value = (one[:, :, begin - first : end - first] for one in states)
         seen_key, seen_value = (one[:, :, sight.first : end - 1] for one in context)
-        outputs.append(_attend(part, key, value, seen_key, seen_value, begin, sight, blocks))
+        outputs.append(attend(part, key, value, seen_key, seen_value, begin, sight, blocks))
     return torch.cat(outputs, dim=2).flatten(2, 3)
 
 

@@ -9,7 +9,9 @@ head.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -21,17 +23,25 @@ from draftsmith.drafters.unrolled.fused_parts import (
     add_gradients,
     add_parts,
     parts_of,
+    spans_of,
 )
 
 
-class Blocks(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Blocks:
     """Bounds of what the slots of a pass see."""
 
-    spans: list[Span]
+    segments: torch.Tensor | None  # [B, length]
+    length: int  # columns of the context
     first: int  # column of the first block
     slots: int
     causal: bool
     window: int | None
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        """Waits for the device of `segments`."""
+        return spans_of(self.segments, self.length)
 
     def hidden_slots(self, device: torch.device) -> torch.Tensor:
         """[S, S] True where a slot does not see one of its own block."""

@@ -28,6 +28,15 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+)
 from transformers.distributed import DistributedConfig
 
 from draftsmith.drafters.layouts import mimo
@@ -257,17 +266,47 @@ def _class_for(config: PreTrainedConfig) -> type[Any]:
 
 
 def can_prepare(path: str | Path, *, trust_remote_code: bool) -> bool:
-    """True for the model of a folder or Hub id whose weights go where its class has them: no
-    adapter, no quantised one, and none with towers or code of its own."""
+    """True for the model of a folder or Hub id whose weights go where its class has them, row by
+    row: no adapter, no quantised one, none with towers or code of its own, and none of whose
+    tensors transformers joins or splits along their rows."""
     if adapter_base(path) is not None:
         return False
     config = load_config(path, trust_remote_code=trust_remote_code)
-    return (
-        config.get_text_config() is config
-        and not quantisation(config)
-        and not (trust_remote_code and getattr(config, "auto_map", None))
-        and isinstance(_class_for(config)._model_mapping.get(type(config), None), type)
+    if (
+        config.get_text_config() is not config
+        or quantisation(config)
+        or (trust_remote_code and getattr(config, "auto_map", None))
+        or not isinstance(_class_for(config)._model_mapping.get(type(config), None), type)
+    ):
+        return False
+    try:
+        with torch.device("meta"):
+            return _converts_within_rows(build_model(config, trust_remote_code=False))
+    except (ValueError, ImportError, RuntimeError):
+        return True  # `load_model` fails alike, with a sentence
+
+
+def _converts_within_rows(model: PreTrainedModel) -> bool:
+    """True where some rows (axis 0) of each parameter are made of the same rows of its sources.
+    transformers takes a process's rows of each source before it converts them: joined along axis 0,
+    those would be other rows of the right shape. The model may be on the meta device."""
+    return all(
+        _keeps_rows(operation)
+        for transform in get_model_conversion_mapping(model)
+        if isinstance(transform, WeightConverter)
+        for operation in transform.operations
     )
+
+
+def _keeps_rows(operation: ConversionOps) -> bool:
+    match operation:
+        case MergeModulelist(dim=0):  # each source is a row, and is taken for one
+            return True
+        case Concatenate(dim=axis) | Chunk(dim=axis):
+            return axis >= 1
+        case Transpose(dim0=one, dim1=other, check_dims=False):
+            return min(one, other) >= 1
+    return False
 
 
 def _prepared_class(config: PreTrainedConfig, prepare: Prepare) -> type[Any]:
@@ -277,6 +316,11 @@ def _prepared_class(config: PreTrainedConfig, prepare: Prepare) -> type[Any]:
 
     def init(model: PreTrainedModel, *args: Any, **options: Any) -> None:
         own.__init__(model, *args, **options)
+        if not _converts_within_rows(model):
+            raise UserError(
+                f"model {config.name_or_path!r} cannot be read in parts, as its tensors are joined "
+                "along their rows; load it whole"
+            )
         with torch.device("cpu"):  # in place of "meta", where transformers makes models
             prepare(model)
 

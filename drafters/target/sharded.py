@@ -33,8 +33,9 @@ def load_spread(
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """`shares` neighbouring processes hold one copy, and each reads its own parts of the files.
-    Models that `can_prepare` leaves out are loaded whole, by the processes of a machine one after
-    another: its memory must hold such a model once, its devices never."""
+    Models that `can_prepare` leaves out, among them those with tensors joined along their rows, are
+    loaded whole, by the processes of a machine one after another: its memory must
+    hold such a model once, its devices never."""
     mesh = share_mesh(device, shares)
     if can_prepare(path, trust_remote_code=trust_remote_code):
         return load_model(

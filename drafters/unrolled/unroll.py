@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 
 import torch
@@ -25,7 +26,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from draftsmith.drafters.target.segments import Sight, Sights, begins_of, chunks
-from draftsmith.drafters.unrolled.flex import Sees, block_mask, can_flex, flex
+from draftsmith.drafters.unrolled.flex import LimitReached, Sees, block_mask, can_flex, flex
 from draftsmith.drafters.unrolled.fused_parts import Geometry, Span, can_fuse, spans_of
 from draftsmith.drafters.unrolled.fused_unroll import fused_attention
 from draftsmith.kernels.attention.window import Chunk, Window
@@ -106,14 +107,9 @@ class UnrollPass:
         if length > LONG and can_fuse(query, values[0]):
             geometry = Geometry(self.spans(length), self.step, first, window)
             return fused_attention(query, keys, values, geometry)
-        if length > LONG and can_flex(query):
-            key, value = torch.cat(tuple(keys), dim=2), torch.cat(tuple(values), dim=2)
-            if (self.step, window) not in self._masks:
-                geometry = Geometry([], self.step, first, window)
-                sees = _seen(self.segments, geometry, length, query.device)
-                rows = None if self.segments is None else len(query)
-                self._masks[self.step, window] = block_mask(sees, rows, query, key.shape[2])
-            return flex(query, key, value, self._masks[self.step, window])
+        if length > LONG and can_flex(query, values[0]):
+            with suppress(LimitReached):
+                return self._flex(query, keys, values, Geometry([], self.step, first, window))
         outputs = []
         for begin, end in chunks(first, length, CHUNK):
             part = query[:, :, begin - first : end - first]
@@ -125,6 +121,23 @@ class UnrollPass:
                 else checkpoint(_attend, *inputs, use_reentrant=False)
             )
         return torch.cat(outputs, dim=2)
+
+    def _flex(
+        self,
+        query: torch.Tensor,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        geometry: Geometry,
+    ) -> torch.Tensor:
+        # Each step saves a copy of the keys and values of all steps up to it for its backward pass.
+        key, value = torch.cat(tuple(keys), dim=2), torch.cat(tuple(values), dim=2)
+        asked = (geometry.step, geometry.window)
+        if asked not in self._masks:
+            length = geometry.first + query.shape[2]
+            sees = _seen(self.segments, geometry, length, query.device)
+            rows = None if self.segments is None else len(query)
+            self._masks[asked] = block_mask(sees, rows, query, key.shape[2])
+        return flex(query, key, value, self._masks[asked])
 
 
 def is_hidden(

@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
 def without_flex() -> Iterator[None]:
     """The unroll's attention as it is where torch has no `flex_attention`."""
     can_flex = unroll.can_flex
-    unroll.can_flex = lambda states: False
+    unroll.can_flex = lambda query, value: False
     try:
         yield
     finally:

@@ -65,6 +65,7 @@ EQUAL_THEIRS = (
     "--no-norm-before-residual", "--no-norm-before-fc", "--no-norm-output",
 )  # fmt: skip
 EQUAL_MINUTES = 1 / 3
+WARM_S = 15.0  # that SpecForge, which compiles, trains before it is measured
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class Plan:
     minutes: float
     row_tokens: int  # of the longest text
     served: bool  # the first drafts by vLLM too
+    warm_s: float = WARM_S
 
     def cells(self) -> Iterator[Cell]:
         """Seed by seed, so that an interrupted run has compared something, and what is compared is
@@ -127,7 +129,10 @@ class Plan:
         minutes = min(self.minutes, EQUAL_MINUTES)
         for texts in EQUAL_TEXTS if self.peers else ():
             size, tokens = f"{texts} a step", ("--total-seq-len", str(texts * self.row_tokens))
-            flags = {THEIRS: (*EQUAL_THEIRS, *tokens), SPECFORGE: (str(texts), str(EQUAL_STEPS))}
+            flags = {
+                THEIRS: (*EQUAL_THEIRS, *tokens),
+                SPECFORGE: (str(texts), str(EQUAL_STEPS), str(self.warm_s)),
+            }
             yield self.ours(
                 "equal",
                 f"{OURS}, {size}",

@@ -24,21 +24,29 @@ from draftsmith.train.trainer import DraftTrainer
 TARGET, HEAD, BACKWARD, OPTIMIZER, DATA = "target", "head, loss", "backward", "optimizer", "data"
 
 
-class Parts:
-    """Seconds by part, as `now` counts them."""
+def device_done() -> None:
+    """Waits for what a CUDA device was given to compute."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
-    def __init__(self, now: Callable[[], float]):
-        self.now = now
+
+class Parts:
+    """Seconds by part, as `now` counts them when `done` has returned."""
+
+    def __init__(self, now: Callable[[], float], done: Callable[[], None] = device_done):
+        self.now, self.done = now, done
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._inside = [0.0]  # of the parts within each open one
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
+        self.done()
         begun_s = self.now()
         self._inside.append(0.0)
         try:
             yield
         finally:
+            self.done()
             spent_s = self.now() - begun_s
             self.seconds[name] += spent_s - self._inside.pop()
             self._inside[-1] += spent_s

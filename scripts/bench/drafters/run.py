@@ -286,9 +286,10 @@ def their_job(bench: Bench, cell: Cell) -> tuple[str, str, dict[str, Any]]:
         "budget_s": 60 * cell.minutes,
     }  # fmt: skip
     if cell.trainer == SPECFORGE:
-        size, steps = (int(word) for word in cell.arguments)
+        size, steps = (int(word) for word in cell.arguments[:2])
         taps = default_taps(bench.target.num_layers)
         job |= {"texts": size, "steps": steps, "taps": taps, "lr": 1e-3}
+        job["warm_s"] = float(cell.arguments[2])
     else:
         job["flags"] = [*cell.arguments, *(() if torch.cuda.is_available() else ON_CPU)]
     module = f"scripts.bench.drafters.{cell.trainer}_peer"

@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from scripts.bench.drafters.meter import Meter
 
-FOREVER, WARM_S = 10**9, 15.0
+FOREVER = 10**9
 SHAPE = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "max_position_embeddings", "rms_norm_eps",
@@ -102,7 +102,8 @@ class Batches:
 
 
 def main() -> None:
-    """The job is a JSON file: target, taps, rows, texts, steps, out, budget_s, seed and lr."""
+    """The job is a JSON file: target, taps, rows, texts, steps, out, budget_s, warm_s, seed
+    and lr."""
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.set_num_threads(1)
     torch.manual_seed(job["seed"])
@@ -113,7 +114,7 @@ def main() -> None:
         job["target"], dtype=torch.float32, trust_remote_code=False
     )
     target = target.to(device).eval().requires_grad_(False)
-    fit(job, target, WARM_S)
+    fit(job, target, job["warm_s"])
     gc.collect()
     if device == "cpu":
         ctypes.CDLL(None).malloc_trim(0)

@@ -23,7 +23,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.files import write_json
 from draftsmith.train.data.dataset import read_corpus
 from scripts.bench.drafters import figures, report
-from scripts.bench.drafters.cells import FAMILIES, PEERS, Plan, recipe
+from scripts.bench.drafters.cells import FAMILIES, PEERS, WARM_S, Plan, recipe
 from scripts.bench.drafters.parts import BACKWARD, DATA, HEAD, OPTIMIZER, TARGET
 from scripts.bench.drafters.run import (
     HELD_OUT,
@@ -72,6 +72,12 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
     parser.add_argument(
+        "--warm-up",
+        type=float,
+        default=WARM_S,
+        help=f"seconds that SpecForge trains before it is measured [{WARM_S:g}]",
+    )
+    parser.add_argument(
         "--with", nargs="*", default=[], dest="words", help="options of `train`, as `batch_size=8`"
     )
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
@@ -105,7 +111,7 @@ def main() -> None:
 
 
 def profiled(chosen: argparse.Namespace) -> list[dict[str, Any]]:
-    sides = [Side(HERE, ROOT / "src"), *(Side(one.name, one / "src") for one in chosen.beside)]
+    sides = sides_of(chosen.beside)
     lengths = read_corpus(
         chosen.run / "data", max_length=MAX_LENGTH, vocab_size=2**31, held_out_share=HELD_OUT
     ).train.lengths
@@ -121,6 +127,18 @@ def profiled(chosen: argparse.Namespace) -> list[dict[str, Any]]:
                     | {"tokens": tokens, "tokens_per_s": tokens / trained["seconds"]}
                 )
     return rows
+
+
+def sides_of(beside: Sequence[Path]) -> list[Side]:
+    """This checkout and those beside it, whose folders are named otherwise each."""
+    names = [HERE, *(one.name for one in beside)]
+    for name in names:
+        if names.count(name) > 1:
+            sys.exit(
+                f"bench_train: two checkouts would be called {name!r} in the table; give --beside a "
+                "folder of another name"
+            )
+    return [Side(HERE, ROOT / "src"), *(Side(one.name, one / "src") for one in beside)]
 
 
 def train(chosen: argparse.Namespace, training: Training) -> dict[str, Any]:
@@ -208,6 +226,7 @@ def beside_peers(chosen: argparse.Namespace) -> list[dict[str, Any]]:
         minutes=chosen.seconds / 60,
         row_tokens=int(corpus.train.lengths.max()),
         served=False,
+        warm_s=chosen.warm_up,
     )
     cells = [cell for seed in range(chosen.turns) for cell in plan.equal(seed)]
     return measure(Bench(target, corpus, {}, chosen.run.absolute(), work), cells)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.attention import flex_attention
@@ -18,14 +20,20 @@ States = list[torch.Tensor]
 
 
 def states(
-    length: int, first: int, *, own_context: bool, value_width: int = WIDTH, rows: int = 2
+    length: int,
+    first: int,
+    *,
+    own_context: bool,
+    value_width: int = WIDTH,
+    rows: int = 2,
+    width: int = WIDTH,
 ) -> States:
     """Query, key and value of the slots, and keys and values of the context unless slots are it."""
     generator = torch.Generator().manual_seed(0)
     count = (length - first) * SLOTS + (first if own_context else 0)
-    shapes = [(HEADS, count, WIDTH), (KV_HEADS, count, WIDTH), (KV_HEADS, count, value_width)]
+    shapes = [(HEADS, count, width), (KV_HEADS, count, width), (KV_HEADS, count, value_width)]
     if not own_context:
-        shapes += [(KV_HEADS, length, WIDTH), (KV_HEADS, length, value_width)]
+        shapes += [(KV_HEADS, length, width), (KV_HEADS, length, value_width)]
     made = [torch.randn(rows, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
     return [one.requires_grad_() for one in made]
 
@@ -67,22 +75,32 @@ def dense(
 
 
 def check(
-    made: States, segments: torch.Tensor | None, first: int, window: int | None, causal: bool
+    made: States,
+    segments: torch.Tensor | None,
+    first: int,
+    window: int | None,
+    causal: bool,
+    *,
+    length: int = 80,
+    on: tuple[str, torch.dtype] = ("cpu", torch.float64),
+    **near: float,
 ) -> None:
-    rows, length = (2, 80) if segments is None else segments.shape
+    rows, length = (2, length) if segments is None else segments.shape
+    placed = None if segments is None else segments.to(on[0])
     begins = torch.zeros(rows, length, dtype=torch.int64)
     begins = begins if segments is None else begins_of(segments)
     outputs = (
-        attended(made, segments, first, window, causal),
+        attended([one.to(*on) for one in made], placed, first, window, causal).cpu().double(),
         dense(made, begins, first, window, causal),
     )
-    torch.testing.assert_close(*outputs)
+    near = near or {"atol": 1e-7, "rtol": 1e-7}
+    torch.testing.assert_close(*outputs, **near)
     noise = torch.randn(
         outputs[0].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
     gradients = [torch.autograd.grad((one * noise).sum(), made) for one in outputs]
     for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(one, other, **near)
 
 
 @pytest.fixture(autouse=True)
@@ -91,18 +109,20 @@ def as_of_long_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_parts, "BAND", 16)
 
 
-@pytest.fixture(params=["fused", "flex", "dense"])
+@pytest.fixture(params=["fused", "flex", "dense", "recomputed"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "flex":
         use_flex(monkeypatch)
     if request.param == "dense":
         monkeypatch.setattr(block_unroll, "LONG", 80)
+    if request.param == "recomputed":
+        monkeypatch.setattr(block_unroll, "can_fuse", lambda query, value: False)
 
 
 def use_flex(monkeypatch: pytest.MonkeyPatch) -> None:
     # torch takes no gradients of it on a CPU, though its uncompiled form has them.
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *states: None)
-    monkeypatch.setattr(block_unroll, "can_flex", lambda states: True)
+    monkeypatch.setattr(block_unroll, "can_flex", lambda query, value: True)
     monkeypatch.setattr(block_unroll, "fused_blocks", None)
 
 
@@ -127,6 +147,48 @@ def test_flex_attention_gives_those_of_a_dense_mask(
     check(states(80, 0, own_context=own_context), None, 0, window, causal=True)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("own_context", [False, True])
+def test_compiled_flex_attention_gives_those_of_a_dense_mask(
+    own_context: bool,
+    packed: bool,
+    window: int | None,
+    causal: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    true = block_unroll.flex
+    monkeypatch.setattr(block_unroll, "flex", lambda *given: asked.append(1) or true(*given))
+    for length, first in ((80, 0), (71, 0), (80, 45)):
+        made = states(length, first, own_context=own_context, width=32, value_width=32)
+        segments = SEGMENTS[:, :length] if packed else None
+        on = ("cuda", torch.float32)
+        check(made, segments, first, window, causal, length=length, on=on, atol=5e-3, rtol=5e-3)
+    assert len(asked) == 3 + own_context
+
+
+@pytest.mark.parametrize("way", ["flex", "dense", "recomputed"], indirect=True)
+def test_only_fused_attention_reads_the_bounds_of_texts(
+    way: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That waits for the device."""
+    asked = []
+    true = fused_blocks.spans_of
+    monkeypatch.setattr(fused_blocks, "spans_of", lambda *given: asked.append(1) or true(*given))
+    check(states(80, 0, own_context=False), SEGMENTS, 0, 20, causal=True)
+    assert not asked
+
+
+def test_without_another_form_scores_are_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_unroll, "can_fuse", lambda query, value: False)
+    recomputed = memory_of_length(512, None)
+    monkeypatch.setattr(block_unroll, "LONG", 512)
+    assert recomputed.peak < 0.6 * memory_of_length(512, None).peak
+
+
 @pytest.mark.parametrize("window", [None, 20])
 def test_blocks_may_see_all_of_themselves(window: int | None, way: None) -> None:
     check(states(80, 37, own_context=False), SEGMENTS, 37, window, causal=False)
@@ -143,7 +205,7 @@ def test_the_reference_finds_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         block_unroll,
         "fused_blocks",
-        lambda query, own, context, blocks: true(query, own, context, blocks._replace(window=19)),
+        lambda query, own, context, blocks: true(query, own, context, replace(blocks, window=19)),
     )
     with pytest.raises(AssertionError):
         check(states(80, 0, own_context=False), None, 0, 20, causal=True)

@@ -18,12 +18,12 @@ SEGMENTS = torch.tensor([[0] * 150 + [1] * 3 + [2] * 130 + [-1] * 17, [0] * 20 +
 
 
 def states(
-    rows: int, length: int, first: int, dtype: torch.dtype = torch.float64
+    rows: int, length: int, first: int, dtype: torch.dtype = torch.float64, width: int = WIDTH
 ) -> list[list[torch.Tensor]]:
     """Query, key and value of each step."""
     generator = torch.Generator().manual_seed(0)
     shapes = [
-        (rows, heads, length - (first if step else 0), WIDTH)
+        (rows, heads, length - (first if step else 0), width)
         for step in range(STEPS)
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     ]
@@ -70,16 +70,27 @@ def dense(
     return found
 
 
-def check(segments: torch.Tensor | None, first: int, window: int | None, length: int = 300) -> None:
+def check(
+    segments: torch.Tensor | None,
+    first: int,
+    window: int | None,
+    length: int = 300,
+    *,
+    width: int = WIDTH,
+    on: tuple[str, torch.dtype] = ("cpu", torch.float64),
+    **near: float,
+) -> None:
     rows, length = (2, length) if segments is None else segments.shape
     positions = (
         torch.arange(length).expand(rows, -1) if segments is None else positions_of(segments)
     )
     begins = torch.arange(length) - positions
-    of_steps = states(rows, length, first)
+    of_steps = states(rows, length, first, width=width)
+    moved = [[one.to(*on) for one in made] for made in of_steps]
+    placed = None if segments is None else segments.to(on[0])
     leaves = [one for made in of_steps for one in made]
     ways = (
-        unrolled(of_steps, segments, first, window),
+        [one.cpu().double() for one in unrolled(moved, placed, first, window)],
         dense(of_steps, begins, first, window),
     )
     gradients = []
@@ -94,9 +105,10 @@ def check(segments: torch.Tensor | None, first: int, window: int | None, length:
             total = total + (output * noise * counts[:, None, :, None]).sum()
         gradients.append(torch.autograd.grad(total, leaves, allow_unused=True))
         assert total.isfinite()
-    torch.testing.assert_close(ways[0][0], ways[1][0])
+    near = near or {"atol": 1e-7, "rtol": 1e-7}
+    torch.testing.assert_close(ways[0][0], ways[1][0], **near)
     for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(one, other, **near)
 
 
 @pytest.mark.parametrize("first", [0, 1, 37, 160])
@@ -120,13 +132,30 @@ def test_flex_attention_gives_those_of_a_dense_mask(
 ) -> None:
     monkeypatch.setattr(unroll, "LONG", 0)
     monkeypatch.setattr(unroll, "can_fuse", lambda query, value: False)
-    monkeypatch.setattr(unroll, "can_flex", lambda query: True)
+    monkeypatch.setattr(unroll, "can_flex", lambda query, value: True)
     asked = []
     monkeypatch.setattr(unroll, "flex", counted(unroll.flex, asked))
     # torch takes no gradients of it on a CPU, though its uncompiled form has them.
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *states: None)
     check(SEGMENTS[:, 110:190] if packed else None, first, window, length=80)
     assert len(asked) == STEPS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", [0, 45])
+@pytest.mark.parametrize("window", [None, 60])
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiled_flex_attention_gives_those_of_a_dense_mask(
+    packed: bool, window: int | None, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unroll, "LONG", 0)
+    asked = []
+    monkeypatch.setattr(unroll, "flex", counted(unroll.flex, asked))
+    for length in (300, 217, 280):
+        segments = SEGMENTS[:, :length] if packed else None
+        on = ("cuda", torch.float32)
+        check(segments, first, window, length, width=32, on=on, atol=5e-3, rtol=5e-3)
+    assert len(asked) == 3 * STEPS
 
 
 def counted(call: Callable[..., torch.Tensor], asked: list[int]) -> Callable[..., torch.Tensor]:
