@@ -113,7 +113,8 @@ class TargetRunner:
     def joins_later(self, rows: Sequence[Row]) -> bool:
         """True when a pass of these rows gives every state, of which taps can be joined later."""
         adapted = self.adapters is not None and any(row.request.options.adapter for row in rows)
-        return self.target.captured and reads_freely(self.device) and not adapted
+        eager = self.graphs is None and reads_freely(self.device)
+        return self.target.captured and eager and not adapted
 
     def foreseen(
         self, rows: Sequence[Row], budgets: Sequence[int], tables: torch.Tensor

@@ -21,11 +21,17 @@ def test_options_choose_the_place_and_reach_it(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(place, "load_remote", loader("server"))
     monkeypatch.setattr(place, "load_target", loader("here"))
     options: dict[str, Any] = {"max_length": 7, "trust_remote_code": True}
-    assert load_here_or_served("t", None, device="cpu", shares=2, **options) == "here"
+    assert (
+        load_here_or_served("t", None, device="cpu", shares=2, offload="disk", **options) == "here"
+    )
     url = "http://host:1"
     assert load_here_or_served("t", url, dtype="int8", device="cpu", **options) == "server"
     assert made == [
-        ("here", ("t",), {"dtype": "auto", "device": "cpu", "shares": 2} | options),
+        (
+            "here",
+            ("t",),
+            {"dtype": "auto", "device": "cpu", "shares": 2, "offload": "disk"} | options,
+        ),
         (
             "server",
             ("t", url),
