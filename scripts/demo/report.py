@@ -214,7 +214,7 @@ def draw_speed(axes: Any, benches: dict[str, Any]) -> None:
     labels, values, colours = [], [], []
     for name, bench in benches.items():
         for ratio in bench["ratios"]:
-            labels.append(f"{name}\nT={ratio['temperature']:g}")
+            labels.append(tick(name, ratio["temperature"]))
             values.append(ratio["speedup"])
             colours.append("tab:blue" if ratio["temperature"] == 0 else "tab:orange")
     bars = axes.bar(labels, values, color=colours)
@@ -227,7 +227,7 @@ def draw_speed(axes: Any, benches: dict[str, Any]) -> None:
 def draw_tau(axes: Any, benches: dict[str, Any], evaluations: dict[str, Any]) -> None:
     ticks = []
     for place, (name, temperature) in enumerate((name, t) for name in benches for t in (0.0, 1.0)):
-        ticks.append(f"{name}\nT={temperature:g}")
+        ticks.append(tick(name, temperature))
         served = case(benches[name], temperature, "on")["acceptance"]
         if served:
             mark(axes, place - 0.1, served["tau"], served["tau_95"], "tab:green", "served")
@@ -245,6 +245,10 @@ def draw_tau(axes: Any, benches: dict[str, Any], evaluations: dict[str, Any]) ->
     axes.set_xticks(range(len(ticks)), ticks, fontsize=7)
     handles = dict(zip(*reversed(axes.get_legend_handles_labels())))
     axes.legend(handles.values(), handles.keys(), fontsize=8)
+
+
+def tick(name: str, temperature: float) -> str:
+    return "\n".join([name.replace("-shipped", ",\nshipped"), f"T={temperature:g}"])
 
 
 def mark(axes: Any, place: float, value: float, bounds: Any, colour: str, label: str) -> None:
