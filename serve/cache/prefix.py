@@ -50,7 +50,7 @@ class PrefixCache:
         root: what the cached values depend on besides the text.
         ahead: how many tokens after a position the draft's values there depend on.
         needs_taps: the drafter cannot read a text again from its tokens alone.
-        max_tapped: blocks that may carry taps at the same time; those that got them first lose them
+        max_tapped: blocks that may carry taps at the same time; the least recently used lose them
         first. As many carry states for records.
     """
 
@@ -74,7 +74,7 @@ class PrefixCache:
         ).digest()
         self._entries: dict[bytes, _Entry] = {}
         self._keys: dict[int, bytes] = {}  # of the blocks in `_entries`
-        self._tapped: dict[bytes, None] = {}  # keys of those with taps, in order
+        self._tapped: dict[bytes, None] = {}  # keys of those with taps, the latest used last
         self._logged: dict[bytes, None] = {}  # of those with states for records, in order
         blocks.on_evict = self._evicted
 
@@ -92,9 +92,11 @@ class PrefixCache:
         if request.k > 0:
             request.draft.cached = _num_ready(entries) * size
             if self.needs_taps:
-                request.draft.taps = [
-                    tap for entry in entries[_num_ready(entries) :] for tap in entry.taps or ()
-                ]
+                unread = entries[_num_ready(entries) :]
+                request.draft.taps = [tap for entry in unread for tap in entry.taps or ()]
+                for entry in unread:
+                    key = self._keys[entry.block]
+                    self._tapped[key] = self._tapped.pop(key)
 
     def num_found(self, request: Request) -> int:
         """Number of the request's tokens that `attach` would find."""
@@ -124,7 +126,8 @@ class PrefixCache:
         if entry is None:
             entry = self._entries[key] = _Entry(block, False)
             self._remember(block, key)
-        elif ready and not entry.draft_ready and entry.block != block:
+        taps = None if ready else self._wanted_taps(request, index, entry)
+        if entry.block != block and not entry.draft_ready and (ready or taps is not None):
             # The same text in two blocks: the one that both models can use is the one to find.
             self._forget(entry.block)
             entry.block = block
@@ -137,11 +140,10 @@ class PrefixCache:
         if ready or not self.needs_taps:
             entry.taps = None
             self._tapped.pop(key, None)
-        elif entry.taps is None and request.k > 0:
-            entry.taps = self._taps(request, index)
-            if entry.taps is not None:
-                self._tapped[key] = None
-                self._drop_taps()
+        elif taps is not None:
+            entry.taps = taps
+            self._tapped[key] = None
+            self._drop_taps()
 
     def _keep_logged(self, entry: _Entry, key: bytes, log: TapLog, index: int) -> None:
         size = self.blocks.block_size
@@ -183,6 +185,13 @@ class PrefixCache:
     def _root_of(self, request: Request) -> bytes:
         parts = (request.route.draft, request.options.adapter, request.options.cache_salt)
         return self._root + "\0".join(parts).encode()
+
+    def _wanted_taps(
+        self, request: Request, index: int, entry: _Entry
+    ) -> list[torch.Tensor] | None:
+        """Taps that the entry lacks and the request has."""
+        is_wanted = self.needs_taps and not entry.draft_ready and entry.taps is None
+        return self._taps(request, index) if is_wanted and request.k > 0 else None
 
     def _taps(self, request: Request, index: int) -> list[torch.Tensor] | None:
         """The block's share of what the request keeps for its draft; None when a part of it is
