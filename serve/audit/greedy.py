@@ -104,7 +104,8 @@ def same_text_check(
         )
         return Check(name=name, kind="check", passed=len(tokens) == len(plain), said=said)
     place = forks[0]
-    margin = distributions[(*context, *tokens[:place])].top_gap
+    before = (*context, *tokens[:place])
+    margin = distributions[before].top_gap
     found = Divergence(place, tokens[place], plain[place], margin)
     said = f"forks at token {place + 1} of {len(tokens)}, margin {margin:.3g}"
     return Check(

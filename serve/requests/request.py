@@ -133,7 +133,7 @@ class TapPiece(Protocol):
     def __getitem__(self, wanted: slice, /) -> torch.Tensor: ...
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(eq=False)
 class DraftState:
     """Prefix of the text that the draft's cache holds, and the taps that it has yet to read."""
 

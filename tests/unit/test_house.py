@@ -413,9 +413,29 @@ def test_every_direct_dependency_is_pinned() -> None:
     assert named <= pinned
 
 
+def test_the_wheel_holds_every_source_that_is_compiled_where_it_runs() -> None:
+    # A kernel without its source falls back on torch without a word.
+    section = (ROOT / "pyproject.toml").read_text().split("[tool.setuptools.package-data]")[1]
+    patterns = {
+        match[1].replace(".", "/"): re.findall(r'"([^"]+)"', match[2])
+        for match in re.finditer(r'^"draftsmith\.([a-z.]+)" = \[(.*)\]$', section, re.M)
+    }
+    sources = [path for path in (ROOT / "kernels").rglob("*") if path.suffix in (".cpp", ".h")]
+    assert len(sources) > 5
+    left_out = [
+        path
+        for path in sources
+        if not any(
+            path.match(pattern) for pattern in patterns.get(str(path.parent.relative_to(ROOT)), ())
+        )
+    ]
+    assert not left_out
+
+
 def test_types_of_the_package_and_of_the_scripts_are_checked() -> None:
     settings = (ROOT / "pyproject.toml").read_text().split("[tool.mypy]")[1].split("[")
     assert 'packages = ["draftsmith", "scripts"]' in "[".join(settings[:2])
+    assert 'python_version = "3.10"' in settings[0]
     assert re.search(r'^step "types" \d+ mypy', (ROOT / "scripts" / "test").read_text(), re.M)
 
 

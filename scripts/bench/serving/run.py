@@ -104,7 +104,8 @@ def measure(
     for row in rows:
         # Later passes repeat the prompts, which caches of prefixes then hold.
         if (row["temperature"], row["streams"]) == tuple(works[0]):
-            first = passes[(row["system"], *works[0])][0]
+            setting = (row["system"], *works[0])
+            first = passes[setting][0]
             row["first_token_s"] = first.first_token_s
     return rows
 

@@ -163,9 +163,9 @@ def _boxes(
     for place in itertools.product(*(range(size) for size in numbers)):
         # Numbers not yet looked at fail their tests, so that this one is not hidden behind them.
         asked = torch.where((lows == 0) & (highs == 1), HIGHEST, (lows + highs) / 2)
-        outcomes = []
+        outcomes, at = [], (slice(None), *place)
         for end in (LOWEST, HIGHEST):
-            asked[(slice(None), *place)] = end
+            asked[at] = end
             outcomes.append(_ask(decide, rows, asked))
         split = _differs(*outcomes).nonzero()[:, 0]
         if not len(split):
@@ -175,8 +175,8 @@ def _boxes(
         wide = (borders > SLIVER) & (borders < 1 - SLIVER)
         split, borders, whole = split[wide], borders[wide], len(rows)
         rows, lows, highs = (torch.cat([tensor, tensor[split]]) for tensor in (rows, lows, highs))
-        highs[(split, *place)] = borders
-        lows[(torch.arange(whole, len(rows)), *place)] = borders
+        below, above = (split, *place), (torch.arange(whole, len(rows)), *place)
+        highs[below] = lows[above] = borders
     return rows, lows, highs
 
 
@@ -201,9 +201,9 @@ def _borders(
         0, groups, torch.arange(len(rows)), "amin"
     )
     borders = _search(decide, rows[first], uniforms[first], place, passed.at(first))[groups]
-    alike = torch.ones(len(rows), dtype=torch.bool)
+    alike, at = torch.ones(len(rows), dtype=torch.bool), (slice(None), *place)
     for side, outcome in ((-ROUNDING, passed), (ROUNDING, failed)):
-        uniforms[(slice(None), *place)] = (borders + side).clamp(LOWEST, HIGHEST)
+        uniforms[at] = (borders + side).clamp(LOWEST, HIGHEST)
         alike &= ~_differs(outcome, _ask(decide, rows, uniforms))
     others = (~alike).nonzero()[:, 0]
     if len(others):
@@ -225,10 +225,10 @@ def _search(
         torch.ones(len(rows), dtype=torch.float64),
     )
     each = torch.arange(len(rows)).repeat_interleave(PARTS - 1)
-    asked, expected = uniforms[each], passed.at(each)
+    asked, expected, at = uniforms[each], passed.at(each), (slice(None), *place)
     for _ in range(SEARCHES):
         steps = low[:, None] + (high - low)[:, None] * torch.arange(PARTS + 1) / PARTS
-        asked[(slice(None), *place)] = steps[:, 1:-1].flatten()
+        asked[at] = steps[:, 1:-1].flatten()
         stands = ~_differs(expected, _ask(decide, rows[each], asked))
         passes = stands.view(len(rows), -1).sum(dim=1, keepdim=True)
         low, high = steps.gather(1, passes)[:, 0], steps.gather(1, passes + 1)[:, 0]
