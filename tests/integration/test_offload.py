@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.distill import command as distill
 from draftsmith.distill.config import GenerateOptions
@@ -28,38 +27,27 @@ from draftsmith.train.command import run
 from draftsmith.train.config import EvalConfig, OnPolicyConfig, OptimConfig, TrainConfig
 from draftsmith.train.evaluate import command as evaluation
 from tests.forked import Forked
+from tests.integration.own_memory import GROWN, large_target
 
 # Of the layers one matrix of fourteen is read at a time; embeddings, norm and head stay.
 MOST = 0.5
 
-# Memory of its own, to which pages of files that are mapped do not count.
-PEAK = """
-import sys, threading, torch
+PEAK = (
+    GROWN
+    + """
+import sys, torch
 from draftsmith.drafters.target.device import load_target
-def own_bytes():
-    lines = open("/proc/self/status").read().splitlines()
-    return 1024 * int(next(one for one in lines if one.startswith("RssAnon")).split()[1])
 def read(folder, offload):
     target = load_target(
         folder, dtype="float32", device="cpu", offload=offload, trust_remote_code=False
     )
     ids = torch.arange(3, 67)[None]
     target.states(ids, torch.ones_like(ids), (0, 2))
-def grown(folder, offload):
-    before, found, ended = own_bytes(), [], threading.Event()
-    def watch():
-        while not ended.wait(0.002):
-            found.append(own_bytes())
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    read(folder, offload)
-    ended.set()
-    watcher.join()
-    return max(found) - before
 small, large = sys.argv[1:]
 read(small, "disk")  # what the libraries take
-print(grown(large, "disk"), grown(large, None), flush=True)
+print(grown(lambda: read(large, "disk")), grown(lambda: read(large, None)), flush=True)
 """
+)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3"])
@@ -90,18 +78,8 @@ def test_states_and_logits_are_those_of_a_target_in_memory(
 def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     """A folder of bfloat16 weights, and their bytes in float32: 250 MB. Its large matrices
     are so large that the C library gives their memory back at once."""
-    config = AutoConfig.for_model(
-        "llama", hidden_size=1024, intermediate_size=8704, num_hidden_layers=2,
-        num_attention_heads=8, num_key_value_heads=8, vocab_size=288,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    model = model.to_empty(device="cpu").bfloat16()
-    for parameter in model.parameters():
-        torch.nn.init.constant_(parameter, 0.01)
     folder = tmp_path_factory.mktemp("large")
-    model.save_pretrained(folder)
-    return folder, 2 * (folder / "model.safetensors").stat().st_size
+    return folder, large_target(folder, layers=2, intermediate_size=8704)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is Linux's")

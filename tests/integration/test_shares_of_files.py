@@ -8,10 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.forked import Ranks, free_port
+from tests.integration.own_memory import GROWN, large_target
 
 # The parts of a process are half of the layers; embeddings, norm and head are whole.
 MOST = 0.65
@@ -49,31 +48,22 @@ dist.barrier()
 dist.destroy_process_group()
 """
 
-# Memory of its own, to which pages of files that are mapped do not count.
-PEAK = """
-import sys, threading, torch, torch.distributed as dist
+PEAK = (
+    GROWN
+    + """
+import sys, torch, torch.distributed as dist
 from draftsmith.drafters.target import sharded
 if sys.argv[2] == "whole":
     sharded.can_prepare = lambda path, **options: False
-def own_bytes():
-    lines = open("/proc/self/status").read().splitlines()
-    return 1024 * int(next(one for one in lines if one.startswith("RssAnon")).split()[1])
 sharded.share_mesh(torch.device("cpu"), 2)
-before, found, ended = own_bytes(), [], threading.Event()
-def watch():
-    while not ended.wait(0.002):
-        found.append(own_bytes())
-watcher = threading.Thread(target=watch)
-watcher.start()
-model = sharded.load_spread(
+load = lambda: sharded.load_spread(
     sys.argv[1], dtype=torch.float32, device=torch.device("cpu"), shares=2
 )
-ended.set()
-watcher.join()
-print(max([*found, own_bytes()]) - before, flush=True)
+print(grown(load), flush=True)
 dist.barrier()
 dist.destroy_process_group()
 """
+)
 
 
 def told(code: str, *words: object) -> list[str]:
@@ -100,18 +90,8 @@ def test_shares_are_the_model_to_the_bit(tiny_target: Callable[..., str]) -> Non
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     """A folder of bfloat16 weights, and their bytes in float32: 200 MB."""
-    config = AutoConfig.for_model(
-        "llama", hidden_size=1024, intermediate_size=4096, num_hidden_layers=3,
-        num_attention_heads=8, num_key_value_heads=8, vocab_size=288,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    model = model.to_empty(device="cpu").bfloat16()
-    for parameter in model.parameters():
-        torch.nn.init.constant_(parameter, 0.01)
     folder = tmp_path_factory.mktemp("large")
-    model.save_pretrained(folder)
-    return folder, 2 * (folder / "model.safetensors").stat().st_size
+    return folder, large_target(folder, layers=3, intermediate_size=4096)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is Linux's")
