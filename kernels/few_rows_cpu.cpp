@@ -28,7 +28,7 @@ typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 constexpr int64_t kMostRows = 32;
 // Of the width: its products are summed apart, and its weights stay near until all rows met them.
 constexpr int64_t kPart = 512;
-constexpr int64_t kAhead = 256;  // bytes of weights that are asked for early
+constexpr int64_t kAhead = 12288;  // bytes of weights that are asked for early, past a page: some hundred ns
 
 inline void store(Lanes x, float* to) { memcpy(to, &x, sizeof x); }
 inline void store(Lanes x, Bfloat16* to) {  // to nearest, ties to even
@@ -157,10 +157,15 @@ void multiply_group(const Product<T>& p, int64_t group) {
     Lanes bias = {};
     if (p.bias)
       for (int64_t i = 0; i < count; i++) bias[i] = widened(p.bias[first + i]);
+    T* out = p.out + first;
+    if (count == kLanes) {  // A copy whose length is not known here takes a call.
+      for (int64_t r = 0; r < p.num_rows; r++) store(sums[r][b] + bias, out + r * p.num_outputs);
+      continue;
+    }
     for (int64_t r = 0; r < p.num_rows; r++) {
       T found[kLanes];
       store(sums[r][b] + bias, found);
-      memcpy(p.out + r * p.num_outputs + first, found, count * sizeof(T));
+      memcpy(out + r * p.num_outputs, found, count * sizeof(T));
     }
   }
 }
