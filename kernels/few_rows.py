@@ -16,8 +16,8 @@ from draftsmith.kernels.host_compiler import compiled
 from draftsmith.kernels.huge_pages import empty_in_huge_pages
 
 SOURCE = Path(__file__).with_name("few_rows_cpu.cpp")
-# Rows of one product. With more, arithmetic is what counts, and oneDNN is as fast.
-MOST_ROWS = 32
+# Rows of one product, of both kinds of weights. With more, oneDNN is as fast or faster.
+MOST_ROWS = 64
 # dtype -> its name in the source, and the numbers of which the width is a multiple.
 KINDS = {torch.float32: ("float32", 1), torch.bfloat16: ("bfloat16", 2)}
 _NARROW = 16  # outputs of which there is room for a multiple: `kNarrow` of the source

@@ -25,7 +25,7 @@ constexpr int64_t kGroup = 48, kNarrow = 16;  // outputs of a group, and of the 
 typedef float Lanes __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
-constexpr int64_t kMostRows = 32;
+constexpr int64_t kNear = 32;  // rows that a part of the width meets in a run
 // Of the width: its products are summed apart, and its weights stay near until all rows met them.
 constexpr int64_t kPart = 512;
 constexpr int64_t kAhead = 12288;  // bytes of weights that are asked for early, past a page: some hundred ns
@@ -139,9 +139,10 @@ inline void add(const T* rows, int64_t count, const T* weights, int64_t width, i
   add_rows<T, kBlocks, kRows>(rows, weights, width, begin, end, sums);
 }
 
+// `num_rows` of `p` is at most `kNear`.
 template <typename T, int kBlocks>
-void multiply_group(const Product<T>& p, int64_t group) {
-  Lanes sums[kMostRows][kBlocks];
+void multiply_near(const Product<T>& p, int64_t group) {
+  Lanes sums[kNear][kBlocks];
   memset(sums, 0, p.num_rows * sizeof sums[0]);
   const T* weights = p.weights + group * p.width * kGroup;
   for (int64_t begin = 0; begin < p.width; begin += kPart) {
@@ -170,6 +171,17 @@ void multiply_group(const Product<T>& p, int64_t group) {
   }
 }
 
+template <typename T, int kBlocks>
+void multiply_group(const Product<T>& p, int64_t group) {
+  for (int64_t row = 0; row < p.num_rows; row += kNear) {
+    Product<T> near = p;
+    near.rows += row * p.width;
+    near.out += row * p.num_outputs;
+    near.num_rows = p.num_rows - row < kNear ? p.num_rows - row : kNear;
+    multiply_near<T, kBlocks>(near, group);
+  }
+}
+
 template <typename T>
 void multiply(const Product<T>& p, int threads) {
   const int64_t groups = (p.num_outputs + kGroup - 1) / kGroup;
@@ -187,15 +199,15 @@ void multiply(const Product<T>& p, int threads) {
 // Lays out `weights` [num_outputs, width]; outputs that a last group lacks are zeros.
 template <typename T>
 void lay_out(const T* weights, T* out, int64_t width, int64_t num_outputs, int threads) {
-  constexpr int64_t kStep = Step<T>::kWidth, kNear = 4096 / sizeof(T);  // numbers that are read in one run
+  constexpr int64_t kStep = Step<T>::kWidth, kRun = 4096 / sizeof(T);  // numbers that are read in one run
   const int64_t groups = (num_outputs + kGroup - 1) / kGroup;
   each(groups, threads, [=](int64_t group) {
     T* to = out + group * width * kGroup;
     const int64_t outputs = outputs_of(num_outputs - group * kGroup);
-    for (int64_t begin = 0; begin < width; begin += kNear)
+    for (int64_t begin = 0; begin < width; begin += kRun)
       for (int64_t i = 0; i < outputs; i++) {
         const int64_t output = group * kGroup + i;
-        const int64_t end = begin + kNear < width ? begin + kNear : width;
+        const int64_t end = begin + kRun < width ? begin + kRun : width;
         for (int64_t d = begin; d < end; d += kStep)
           for (int64_t s = 0; s < kStep; s++)
             to[d * outputs + i * kStep + s] =

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from draftsmith.kernels.few_rows import MOST_ROWS
 from draftsmith.kernels.host_compiler import compiled
 from draftsmith.kernels.huge_pages import empty_in_huge_pages
 
 SOURCE = Path(__file__).with_name("int8_rows_cpu.cpp")
-MOST_ROWS = 32  # of the kernel: `kMostRows` of the source
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 LARGEST = 127  # code
 STEP = 4  # the width is a multiple of it

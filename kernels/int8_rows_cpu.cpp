@@ -26,10 +26,10 @@ constexpr int64_t kBlocks = kGroup / kLanes;  // registers of a group
 typedef float Lanes __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Integers __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
-constexpr int64_t kMostRows = 32;
+constexpr int64_t kNear = 32;  // rows that a part of the width meets in a run
 // Of the width: its products are summed apart, and its codes stay near until all rows met them.
 constexpr int64_t kPart = 512;
-constexpr int64_t kAhead = 256;  // bytes of codes that are asked for early
+constexpr int64_t kAhead = 12288;  // bytes of codes that are asked for early, past a page
 
 // One step along the width: codes of `kLanes` outputs, and what they meet of a row.
 constexpr int64_t kWidth = 4;
@@ -165,9 +165,10 @@ inline void add(const T* rows, int64_t count, const uint8_t* codes, int64_t widt
   add_rows<T, kRows>(rows, codes, width, begin, end, sums);
 }
 
+// `num_rows` of `p` is at most `kNear`.
 template <typename T>
-void multiply_group(const Product<T>& p, const Layer<T>& layer, int64_t group) {
-  Lanes sums[kMostRows][kBlocks];
+void multiply_near(const Product<T>& p, const Layer<T>& layer, int64_t group) {
+  Lanes sums[kNear][kBlocks];
   memset(sums, 0, p.num_rows * sizeof sums[0]);
   const uint8_t* codes = layer.codes + group * p.width * kGroup;
   // Shares of one size: codes that two rows alone meet are opened almost for nothing.
@@ -190,6 +191,17 @@ void multiply_group(const Product<T>& p, const Layer<T>& layer, int64_t group) {
       const float scaled = found[i] * layer.scales[first + i];
       narrow(layer.bias ? scaled + widened(layer.bias[first + i]) : scaled, out + i);
     }
+  }
+}
+
+template <typename T>
+void multiply_group(const Product<T>& p, const Layer<T>& layer, int64_t group) {
+  for (int64_t row = 0; row < p.num_rows; row += kNear) {
+    Product<T> near = p;
+    near.rows += row * p.width;
+    near.out += row * p.stride;
+    near.num_rows = p.num_rows - row < kNear ? p.num_rows - row : kNear;
+    multiply_near(near, layer, group);
   }
 }
 

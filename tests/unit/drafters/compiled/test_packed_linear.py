@@ -41,7 +41,7 @@ def test_rows_that_need_no_padding_are_not_copied() -> None:
     packed, multiplied = PackedLinear([torch.ones(8, 24)], [None]), []
     multiply = packed._multiply
     packed._multiply = lambda rows: multiplied.append(rows) or multiply(rows)  # type: ignore
-    for count, same in ((40, True), (63, False), (64, True)):
+    for count, same in ((128, True), (65, False), (192, True)):
         rows = torch.ones(1, count, 24)
         with torch.inference_mode():
             packed(rows)
