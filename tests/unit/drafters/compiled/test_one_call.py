@@ -150,7 +150,10 @@ def test_passes_that_kernels_do_not_take_are_replayed(tiny_target, monkeypatch):
         ):
             found = target.paged(ids[None], positions[None], context)
             torch.testing.assert_close(found.final, expected.final, atol=1e-5, rtol=1e-5)
-        passes(target, [(MOST_ROWS // 2, MOST_ROWS // 2), (1, MOST_ROWS)])
+        for count in (MOST_ROWS, MOST_ROWS + 1):  # texts of one token
+            first, tables = torch.zeros(count, dtype=torch.int64), torch.arange(count)[:, None]
+            context = PagedPass(target.new_pool(count, 4), tables, first, first + 1)
+            target.paged(first[None] + 5, first[None], context)
     assert taken == [True, False, False, False, False, True, False]
 
 
