@@ -107,7 +107,7 @@ inline int64_t outputs_of(int64_t rest) {
 }
 
 // Adds the products of `kRows` rows and one group of `kBlocks` registers of outputs over
-// `begin <= d < end` of the width.
+// `begin <= d < end` of the width; the first part of it begins them.
 template <typename T, int kBlocks, int kRows>
 inline void add_rows(const T* rows, const T* weights, int64_t width, int64_t begin, int64_t end,
                      Lanes (*all)[kBlocks]) {
@@ -124,6 +124,10 @@ inline void add_rows(const T* rows, const T* weights, int64_t width, int64_t beg
       const typename S::Row x = S::meet(rows + r * width + d);
       for (int b = 0; b < kBlocks; b++) S::add(sums[r][b], w[b], x);
     }
+  }
+  if (begin == 0) {
+    memcpy(all, sums, sizeof sums);
+    return;
   }
   for (int r = 0; r < kRows; r++)
     for (int b = 0; b < kBlocks; b++) all[r][b] += sums[r][b];
@@ -143,7 +147,6 @@ inline void add(const T* rows, int64_t count, const T* weights, int64_t width, i
 template <typename T, int kBlocks>
 void multiply_near(const Product<T>& p, int64_t group) {
   Lanes sums[kNear][kBlocks];
-  memset(sums, 0, p.num_rows * sizeof sums[0]);
   const T* weights = p.weights + group * p.width * kGroup;
   for (int64_t begin = 0; begin < p.width; begin += kPart) {
     const int64_t end = begin + kPart < p.width ? begin + kPart : p.width;

@@ -151,6 +151,10 @@ inline void add_rows(const T* rows, const uint8_t* codes, int64_t width, int64_t
       for (int r = 0; r < kRows; r++) S::add(sums[r][b], w, rows + r * width + d);
     }
   }
+  if (begin == 0) {
+    memcpy(all, sums, sizeof sums);
+    return;
+  }
   for (int r = 0; r < kRows; r++)
     for (int b = 0; b < kBlocks; b++) all[r][b] += sums[r][b];
 }
@@ -169,7 +173,6 @@ inline void add(const T* rows, int64_t count, const uint8_t* codes, int64_t widt
 template <typename T>
 void multiply_near(const Product<T>& p, const Layer<T>& layer, int64_t group) {
   Lanes sums[kNear][kBlocks];
-  memset(sums, 0, p.num_rows * sizeof sums[0]);
   const uint8_t* codes = layer.codes + group * p.width * kGroup;
   // Shares of one size: codes that two rows alone meet are opened almost for nothing.
   const int64_t shares = (p.num_rows + kTogether - 1) / kTogether;
