@@ -17,7 +17,6 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.engine.engine import completion
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.http.tokens import completion_prompts
 from draftsmith.serve.requests.request import Completion, FinishReason, Request, Update
@@ -192,12 +191,12 @@ class Stream:
         """Completion of the request, once it has finished."""
         for _ in self:
             pass
-        return completion(self.request)
+        return Completion.of(self.request)
 
     async def result_async(self) -> Completion:
         async for _ in self:
             pass
-        return completion(self.request)
+        return Completion.of(self.request)
 
     def set_k(self, k: int) -> None:
         """Change the draft length from the next round on; 0 stops drafting."""

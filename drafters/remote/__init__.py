@@ -4,6 +4,7 @@ Files in reading order:
 - `messages`: texts and their states as bodies of requests
 - `service`: the server's part
 - `revision`: revision of the weights in a folder, without loading them
+- `kept_connections`: requests over connections that a server may close
 - `connection`: requests, repeated while a server is away
 - `parts`: weights of the target that come from the server
 - `rounds`: passes of speculative rounds
@@ -13,6 +14,6 @@ Files in reading order:
 - `outline`: a target without weights, which nothing runs
 - `place`: a target here or on a server, as options say
 
-Other chapters import `messages`, `service`, `connection`, `completions`, `target`, `outline`
-and `place`.
+Other chapters import `messages`, `service`, `kept_connections`, `connection`, `completions`,
+`target`, `outline` and `place`.
 """

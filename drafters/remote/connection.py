@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load
 
 from draftsmith.api_key import VARIABLE, bearer
+from draftsmith.drafters.remote.kept_connections import send
 from draftsmith.drafters.remote.messages import (
     BODY_TYPE,
     MALFORMED,
@@ -26,7 +27,6 @@ from draftsmith.drafters.remote.messages import (
     states_of_body,
 )
 from draftsmith.errors import UserError
-from draftsmith.kept_connections import send
 
 BUSY = (429, 502, 503, 504)
 CONNECT_S = 10.0

@@ -16,6 +16,8 @@ Files in reading order:
 - `ranks`: processes of one launcher
 - `device`: device and dtype of every command
 
+A folder within: `offload` (a target whose layers are read for every pass).
+
 Other chapters import `target`, `causal_lm`, `load`, `quantised`, `taps`, `attention`, `segments`,
 `device`.
 """

@@ -10,9 +10,7 @@ what has none is refused.
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +40,10 @@ from transformers.distributed import DistributedConfig
 from draftsmith.drafters.layouts import mimo
 from draftsmith.drafters.patches.table import implementation
 from draftsmith.drafters.target.attention import register
+from draftsmith.drafters.target.offload.device_map import device_map
+from draftsmith.drafters.target.offload.hooks import keep_needed_hooks
+from draftsmith.drafters.target.offload.layer_files import LayerFiles
 from draftsmith.drafters.target.quantised import check_quantisation, quantisation
-from draftsmith.drafters.target.taps import body_name, decoder_layers
 from draftsmith.errors import UserError
 from draftsmith.kernels.dispatch import use_device
 
@@ -73,10 +73,14 @@ def load_model(
     if (base := adapter_base(path)) is not None:
         options: dict[str, Any] = {"dtype": dtype, "device": device, "shards": shards}
         return _merged(load_model(base, trust_remote_code=trust_remote_code, **options), path)
+    files = LayerFiles()
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         check_quantisation(path, config)
         loader = _class_for(config) if prepare is None else _prepared_class(config, prepare)
+        own = loader._model_mapping.get(type(config), None) if offload == "disk" else None
+        if isinstance(own, type):  # code of the model's own is loaded as transformers does
+            loader = files.class_of(own)
         model, report = loader.from_pretrained(
             path,
             trust_remote_code=trust_remote_code,
@@ -99,7 +103,7 @@ def load_model(
         raise UserError(
             f"model {str(path)!r} cannot be loaded ({_first_line(error)}); check the path or Hub id"
         ) from error
-    if prepare is not None:
+    if prepare is not None or isinstance(own, type):
         model.__class__ = loader.__base__
     without_towers(model)
     if missing := sorted(report["missing_keys"] & model.state_dict().keys()):
@@ -108,7 +112,10 @@ def load_model(
             f"model {str(path)!r} lacks {len(missing)} of its weights, {missing[0]!r} for one; "
             "restore its files"
         )
-    return (model.to(device) if offload is None else _layers_offloaded(model)).eval()
+    if offload is None:
+        return model.to(device).eval()
+    files.give_to(model)
+    return keep_needed_hooks(model).eval()
 
 
 def _check_offload(path: str | Path, *, trust_remote_code: bool) -> None:
@@ -122,31 +129,6 @@ def _check_offload(path: str | Path, *, trust_remote_code: bool) -> None:
         raise UserError(f"target_offload is given and {str(path)!r} is {kind}; leave it out")
 
 
-def _layers_offloaded(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with accelerate's hooks on those modules alone whose weights are elsewhere: a hook
-    binds a module's forward, and a copy of the head must run its own."""
-    from accelerate.hooks import remove_hook_from_module
-    from accelerate.utils import has_offloaded_params
-
-    for module in model.modules():
-        if hasattr(module, "_hf_hook") and not has_offloaded_params(module):
-            remove_hook_from_module(module)
-            vars(module).pop("forward", None)
-    return model
-
-
-@contextmanager
-def weights_here(*modules: torch.nn.Module) -> Iterator[None]:
-    """Holds the own weights of offloaded modules in memory meanwhile."""
-    with ExitStack() as stack:
-        for module in modules:
-            if any(own.is_meta for own in module.parameters(recurse=False)):
-                from accelerate.utils import align_module_device
-
-                stack.enter_context(align_module_device(module))
-        yield
-
-
 def _placement(
     config: PreTrainedConfig,
     device: torch.device | str,
@@ -157,31 +139,15 @@ def _placement(
 ) -> dict[str, Any]:
     """Options by which transformers places the weights."""
     if offload is not None:
-        # It warns of what was asked for.
-        logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)
         with torch.device("meta"):
             outline = build_model(config, trust_remote_code=trust_remote_code)
-        return {"device_map": _device_map(outline, str(device), offload)}
+        return {"device_map": device_map(outline, str(device), offload)}
     if shards > 1:
         return {"distributed_config": DistributedConfig(tp_size=shards)}
     if quantisation(config) and torch.device(device).type != "cpu":
         # Libraries choose their kernels by where the weights are loaded.
         return {"device_map": {"": device}}
     return {}
-
-
-def _device_map(model: PreTrainedModel, device: str, layers_on: str) -> dict[str, str]:
-    """Place of every part by its name: `layers_on` of the decoder's layers, else `device`."""
-    body = getattr(model, body_name(model))
-    layers = decoder_layers(body, model.config.get_text_config().num_hidden_layers)
-    name = next(name for name, module in model.named_modules() if module is layers)
-    places, prefix, module = {name: layers_on}, "", model
-    for part in name.split("."):
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        beside = (other for other, _ in (*module.named_children(), *own) if other != part)
-        places |= {f"{prefix}{other}": device for other in beside}
-        module, prefix = getattr(module, part), f"{prefix}{part}."
-    return places
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -356,8 +322,8 @@ def _check_files(path: str | Path, error: Exception) -> None:
     if "offload_folder" in str(error):
         raise UserError(
             f"target_offload is 'disk' and the files of {str(path)!r} are no safetensors, or hold "
-            "weights that are converted while they are loaded (experts one by one); give cpu with "
-            "CUDA, or leave it out"
+            "weights that code of its own converts while they are loaded; give cpu with CUDA, or "
+            "leave it out"
         ) from error
 
 

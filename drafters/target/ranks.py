@@ -11,7 +11,9 @@ from __future__ import annotations
 import datetime
 import logging
 import os
+import re
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -32,8 +34,17 @@ FRAME = 4095
 PATIENCE = datetime.timedelta(days=3650)
 
 
-# What torch says of a process that is gone, where a library underneath makes the collective.
-LOST = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+# Words of gloo and NCCL on a process that is gone, where a library underneath makes the collective.
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
+        "remote process exited")  # fmt: skip
+SOURCE = re.compile(r"^\[\S+:\d+\] ")  # of a message of gloo, in its own code
+
+
+# Rank, and the library's sentence.
+ENDS = (
+    "rank %d ends because another process has (%s); see why it ended, and start all of them again: "
+    "they go on from what is saved"
+)
 
 
 class Gone(Exception):
@@ -111,6 +122,31 @@ def meeting() -> Iterator[None]:
         raise Gone(str(error).split(". ")[0]) from error
 
 
+def lost_by(error: BaseException | None) -> str | None:
+    """First sentence of an error that says that another process has ended; None for others, and for
+    connections that are no collective's."""
+    while error is not None:
+        is_torchs = isinstance(error, RuntimeError) and any(words in str(error) for words in LOST)
+        if is_torchs or isinstance(error, Gone):
+            return SOURCE.sub("", (str(error).split(". ")[0].splitlines() or [""])[0])
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def end_if_lost(error: BaseException) -> None:
+    """Ends this process with one sentence where another one of its group has ended: an orderly exit
+    may wait for that one."""
+    if (reason := lost_by(error)) is None:
+        return
+    print(f"draftsmith: error: {ENDS % (rank(), reason)}", file=sys.stderr, flush=True)
+    os._exit(FAILED)
+
+
+def rank() -> int:
+    """That of this process in its group, or as the launcher says."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK") or "0")
+
+
 @contextmanager
 def in_step() -> Iterator[None]:
     """Around a call that all ranks make; whatever it raises ends this process."""
@@ -119,15 +155,9 @@ def in_step() -> Iterator[None]:
     except BaseException as error:
         # Not for any handler above to catch, nor for an orderly exit: both may wait for ranks that
         # wait for this one.
-        if isinstance(error, Gone) or any(words in str(error) for words in LOST):
-            reason = (str(error).split(". ")[0].splitlines() or [""])[0]
-            log.critical(
-                "rank %d ends because another process has (%s)",
-                dist.get_rank(),
-                reason,
-                # A library's words may mean something else.
-                exc_info=not isinstance(error, Gone),
-            )
+        if (reason := lost_by(error)) is not None:
+            log.critical(ENDS, dist.get_rank(), reason)
+            log.debug("a collective failed", exc_info=True)
         elif isinstance(error, UserError):
             log.critical("rank %d: %s; all processes end", dist.get_rank(), error)
         else:

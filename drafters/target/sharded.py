@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
-from draftsmith.drafters.target.load import can_prepare, load_model, weights_here
+from draftsmith.drafters.target.load import can_prepare, load_model
+from draftsmith.drafters.target.offload.hooks import weights_here
 from draftsmith.drafters.target.taps import body_name, decoder_layers
 from draftsmith.errors import UserError
 

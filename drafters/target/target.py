@@ -17,7 +17,8 @@ from draftsmith.drafters.int8_linear import check_int8, int8_revision, make_int8
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.causal_lm import CausalLM, whole
 from draftsmith.drafters.target.generate import Sampling, Ways, answer_chunks, ways_of
-from draftsmith.drafters.target.load import load_model, load_tokenizer, weights_here
+from draftsmith.drafters.target.load import load_model, load_tokenizer
+from draftsmith.drafters.target.offload.hooks import weights_here
 from draftsmith.drafters.target.probe import TOLERANCE, check_model
 from draftsmith.drafters.target.quantised import first_values, quantisation
 from draftsmith.drafters.target.segments import positions_of

@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Iterable
 import httpx
 from starlette.types import Message, Receive, Scope, Send
 
+from draftsmith.drafters.remote.kept_connections import send_async
 from draftsmith.fleet.observe.exchange import Exchange, Observer
-from draftsmith.kept_connections import send_async
 
 CONNECT_S = 10.0
 # Servers on uvicorn drop an idle connection after 5 s: a pooled one must go before.

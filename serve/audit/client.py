@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 import httpx
 
 from draftsmith.api_key import bearer
+from draftsmith.drafters.remote.kept_connections import send
 from draftsmith.errors import UserError
-from draftsmith.kept_connections import send
 
 ID_PREFIX = "token_id:"
 MAX_LOGPROBS = 20

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 
 from draftsmith.api_key import bearer
+from draftsmith.drafters.remote.kept_connections import send_async
 from draftsmith.errors import UserError
-from draftsmith.kept_connections import send_async
 from draftsmith.serve.bench.prompts import Prompt
 
 Body = dict[str, Any]

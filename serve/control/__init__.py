@@ -4,6 +4,7 @@ Files in reading order:
 - `latency`: measured time of a round
 - `survival`: acceptance by position and class
 - `control`: fixed, by batch size, or measured
+- `forecast`: expected tokens and seconds of a round at each k
 - `auto`: k by measured throughput (measure, predict, choose, probe)
 - `trees`: trees or none by measured throughput
 - `stopping`: drafting of one request, stopped and resumed

@@ -7,20 +7,18 @@ them may be worth more than the probe costs.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from itertools import accumulate
 from math import erf, exp, inf, log, pi, sqrt
-from typing import NamedTuple
 
 from draftsmith.serve.control.control import (
     MAX_AUTO_K,
     RoundPlan,
     RoundResult,
     RowBudget,
-    RowResult,
 )
+from draftsmith.serve.control.forecast import Forecast, Forecaster, Load, share_of_price
 from draftsmith.serve.control.latency import (
     PROBE_ROUNDS,
     TOGETHER,
@@ -41,7 +39,6 @@ HORIZON = 75, 600  # rounds that a better k is thought to be of use for, at firs
 MOST_SURVIVAL = 0.9  # bound of `least_survival`: k = 0 covers drafts that never pay
 UNSEEN = 1.0 / 1000.0  # share of what is known of survival that a round without drafts takes away
 UNREAD = 24  # rounds without drafts after which a draft has as much to read as ever
-MEMORY = 1000.0  # tokens that the share of prompts goes over
 
 
 @dataclass(slots=True)
@@ -68,39 +65,6 @@ class _State:
         return min(k, budget.most, self.caps.get(budget.request_class, k))
 
 
-class _Load(NamedTuple):
-    number: Bucket
-    rows: Counter[RowBudget]  # equal ones counted together
-    deepest: int
-
-
-class _Forecast(NamedTuple):
-    """Expectations by k, from 0 on."""
-
-    tokens: list[float]
-    seconds: list[float]
-    doubts: list[float]  # deviation of the tokens of one more depth
-    late_s: float  # more than usual, of the first round that drafts after others
-
-    @property
-    def rates(self) -> list[float]:
-        return [count / time for count, time in zip(self.tokens, self.seconds, strict=True)]
-
-    def depth_s(self, k: int) -> float:
-        """Seconds of one more depth about this k."""
-        low, high = max(1, k - 1), min(max(k, 1) + 1, len(self.seconds) - 1)
-        return max(0.0, self.seconds[high] - self.seconds[low]) / max(1, high - low)
-
-
-class _Late(NamedTuple):
-    """Round in which a draft read text first."""
-
-    number: Bucket
-    k: int
-    num_unread: int
-    seconds: float
-
-
 @dataclass(frozen=True, slots=True)
 class _Plan(RoundPlan):
     """A round is measured in the bucket it was chosen for, whatever went through the target in the
@@ -118,15 +82,14 @@ class AutoControl:
 
     learns = True
 
-    def __init__(self, start: int = 3):
+    def __init__(self, start: int = 3, survival: Survival | None = None):
         self.start = start
-        self.latency, self.survival = LatencyTable(), Survival()
+        self.latency, self.survival = LatencyTable(), survival or Survival()
         self._buckets: dict[Bucket, _State] = {}
-        self._decided = self._fed = 0.0  # fading sums: tokens decided, prompt tokens fed
+        self.forecaster = Forecaster(self.latency, self.survival)
         self._rounds = 0  # of all loads
         self._undrafted = 0  # rounds since one that drafted
         self._rested_rows = self._rested_tokens = 0  # of rounds at rest since one that was measured
-        self._late: deque[_Late] = deque(maxlen=8)
 
     def rests(self, classes: Set[str], num_rows: int, num_tokens: int) -> bool:
         self._rounds += 1
@@ -152,10 +115,10 @@ class AutoControl:
         bucket.rounds += 1
         if bucket.rounds >= bucket.due or budgets[0].request_class != bucket.request_class:
             bucket.request_class = budgets[0].request_class
-            self._decide(bucket, _Load(number, Counter(budgets), deepest))
+            self._decide(bucket, Load(number, Counter(budgets), deepest))
         k = bucket.k if bucket.probe is None else bucket.probe
         ks = [bucket.k_of(budget, k) for budget in budgets]
-        scale = _scale(sum(ks), len(ks) * max(ks)) if len(ks) > 1 else 1.0
+        scale = share_of_price(sum(ks), len(ks) * max(ks)) if len(ks) > 1 else 1.0
         return _Plan(ks, number, scale, least_survival=bucket.least_survival)
 
     def observe(self, result: RoundResult) -> None:
@@ -167,7 +130,8 @@ class AutoControl:
         )
         bucket = self._state(number)
         self._undrafted = 0 if result.k > 0 else self._undrafted + 1
-        self._note_prompts(result)
+        self.forecaster.note_prompts(result, self._rested_rows, self._rested_tokens)
+        self._rested_rows = self._rested_tokens = 0
         self._measure(number, bucket, result)
         if not result.offers:
             return
@@ -186,25 +150,9 @@ class AutoControl:
             found = self._buckets[number] = _State(self.start)
         return found
 
-    def _note_prompts(self, result: RoundResult) -> None:
-        """Count what a draft has to read for each token decided."""
-        rows = result.num_rows + self._rested_rows
-        tokens = rows + sum(map(self._kept, result.offers))
-        fade = max(0.0, 1.0 - tokens / MEMORY)
-        self._decided = fade * self._decided + tokens
-        fed = result.num_tokens + self._rested_tokens - rows
-        self._fed = fade * self._fed + max(0, fed)
-        self._rested_rows = self._rested_tokens = 0
-
-    def _kept(self, row: RowResult) -> float:
-        """Accepted drafts of a row; as many as are expected where they may not be counted."""
-        if row.accepted is None:
-            return sum(self.survival.chances(row.request_class, row.offered))
-        return row.accepted
-
     def _measure(self, number: Bucket, bucket: _State, result: RoundResult) -> None:
         if result.catching_up:
-            self._late.append(_Late(number, result.k, result.num_unread, result.seconds))
+            self.forecaster.note_late_read(number, result)
             if self.latency.begun(number, result.k) and bucket.probe is not None:
                 bucket.due = min(bucket.due + 1, bucket.last)
             return
@@ -215,7 +163,7 @@ class AutoControl:
             seconds = plain_s + max(0.0, seconds - plain_s) / scale
         self.latency.add(number, result.k, seconds)
 
-    def _decide(self, bucket: _State, load: _Load) -> None:
+    def _decide(self, bucket: _State, load: Load) -> None:
         since, bucket.decided = bucket.rounds - bucket.decided, bucket.rounds
         classes, before = {budget.request_class for budget in load.rows}, bucket.classes
         bucket.classes, bucket.rested = classes, bucket.rested and classes == before
@@ -226,7 +174,7 @@ class AutoControl:
         self.latency.forget(load.number, since)
         if bucket.k == 0:
             self.survival.doubt(max(0.0, 1.0 - UNSEEN * since))
-        forecast = self._forecast(bucket, load)
+        forecast = self.forecaster.forecast(load, bucket.k_of)
         rates = forecast.rates
         best = max(range(len(rates)), key=rates.__getitem__)
         if self.latency.compared(load.number) and (
@@ -254,13 +202,13 @@ class AutoControl:
             bucket.due = bucket.rounds + PROBE_ROUNDS + (not self.latency.measured(load.number, k))
             bucket.last = bucket.due + PROBE_ROUNDS  # as many again where text is read late
 
-    def _rest(self, bucket: _State, load: _Load) -> None:
+    def _rest(self, bucket: _State, load: Load) -> None:
         """Draft nothing for `REST_S`, and measure the last rounds of it."""
         rounds = int(REST_S / self.latency.seconds(load.number, 0))
         if rounds > LATE:
             bucket.rest, bucket.rested = self._rounds + rounds - TOGETHER, True
 
-    def _worth(self, bucket: _State, load: _Load, forecast: _Forecast, k: int) -> float:
+    def _worth(self, bucket: _State, load: Load, forecast: Forecast, k: int) -> float:
         """Rounds that a probe of k may save, less those that it costs."""
         now = bucket.k
         if k == now:
@@ -281,56 +229,7 @@ class AutoControl:
         rounds = min(HORIZON[0] + bucket.rounds, HORIZON[1])
         return rounds * _gain(log(rates[k] / rates[now]) - GAIN_WANTED, resolved) - cost
 
-    def _forecast(self, bucket: _State, load: _Load) -> _Forecast:
-        tokens = [float(load.rows.total())] * (load.deepest + 1)
-        drafted = [0] * (load.deepest + 1)
-        doubts = [0.0] * load.deepest
-        spreads = self.survival.spreads(load.deepest)
-        for budget, count in load.rows.items():
-            chances = self.survival.chances(budget.request_class, load.deepest)
-            kept = list(accumulate(chances, initial=0.0))
-            for k in range(1, load.deepest + 1):
-                own = bucket.k_of(budget, k)
-                tokens[k] += count * kept[own]
-                drafted[k] += count * own
-                reached = 1.0 if k == 1 else chances[k - 2]
-                doubts[k - 1] += count * reached * spreads[k - 1]
-        token_s, late_s = self._reading_s()
-        plain_s = self._seconds(load, 0)
-        seconds = [plain_s]
-        for k in range(1, load.deepest + 1):
-            scale = _scale(drafted[k], load.rows.total() * k)
-            more_s = scale * max(0.0, self._seconds(load, k) - plain_s)
-            # A draft reads as many prompts as are fed for these tokens.
-            read_s = token_s * self._fed / max(self._decided, 1.0) * tokens[k]
-            seconds.append(plain_s + more_s + read_s)
-        return _Forecast(tokens, seconds, doubts, late_s)
-
-    def _reading_s(self) -> tuple[float, float]:
-        """Seconds that a draft takes to read a token of text, and most that it took in a round."""
-        known = [late for late in self._late if self.latency.measured(late.number, late.k)]
-        extra_s = [
-            max(0.0, late.seconds - self.latency.seconds(late.number, late.k)) for late in known
-        ]
-        unread = sum(late.num_unread for late in known)
-        return sum(extra_s) / max(unread, 1), max(extra_s, default=0.0)
-
-    def _seconds(self, load: _Load, k: int) -> float:
-        """Expected seconds of a round at depth k, less those of prompts, beside which a draft would
-        look cheap."""
-        alone = load.number.alone
-        seconds = self.latency.seconds(load.number, k)
-        if alone == load.number:
-            return seconds
-        measured = self.latency.measured(load.number, 0) and self.latency.measured(load.number, k)
-        if not measured:
-            return self.latency.seconds(alone, k)
-        without_s = self.latency.seconds(load.number, 0)
-        prompts_s = without_s - min(without_s, self.latency.seconds(alone, 0))
-        # Estimates of two k may contradict each other by more than a round without prompts takes.
-        return max(seconds - prompts_s, 0.1 * seconds)
-
-    def _caps(self, bucket: _State, load: _Load) -> dict[str, int]:
+    def _caps(self, bucket: _State, load: Load) -> dict[str, int]:
         """Depths to which a class's drafts bring more than their time is worth; none for the
         class that goes deepest, whose depth is the measured k."""
         if len(bucket.classes) == 1:
@@ -341,12 +240,6 @@ class AutoControl:
             depths[name] = sum(chance >= bucket.least_survival for chance in chances)
         deepest = max(depths.values())
         return {name: depth for name, depth in depths.items() if depth < deepest}
-
-
-def _scale(drafted: int, most: int) -> float:
-    """Share of the price of a depth where only some rows draft so deep: about half of it goes by
-    the depth, half by the tokens."""
-    return 1.0 if most == 0 else 0.5 + 0.5 * drafted / most
 
 
 def _gain(mean: float, spread: float) -> float:

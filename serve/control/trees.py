@@ -50,8 +50,7 @@ class TreeControl:
     learns = True
 
     def __init__(self, depth: int):
-        self._control = AutoControl(start=1)
-        self._control.survival = _Heights(depth)
+        self._control = AutoControl(start=1, survival=_Heights(depth))
 
     def rests(self, classes: Set[str], num_rows: int, num_tokens: int) -> bool:
         return self._control.rests(classes, num_rows, num_tokens)

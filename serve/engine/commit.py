@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from draftsmith.drafters.recurrent.mixers import StateLayers
+from draftsmith.serve.control.control import RoundResult, RowResult
 from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.engine.output import (
     OutputQueue,
@@ -20,7 +21,7 @@ from draftsmith.serve.engine.output import (
 )
 from draftsmith.serve.engine.propose import Proposer
 from draftsmith.serve.engine.recorder import Recorder
-from draftsmith.serve.engine.round import OnRound, Round, RowOutput
+from draftsmith.serve.engine.round import OnRound, Round, RowOutput, Source
 from draftsmith.serve.engine.runner import state_read
 from draftsmith.serve.engine.scheduler import Scheduler
 from draftsmith.serve.requests.kept_taps import SharedTaps, keep_taps, reads_taps
@@ -241,3 +242,27 @@ class Committer:
         self.drafts.finished(request)
         self.stats.finished[reason.value] += 1
         self.stats.num_seeded_requests += request.repeatable
+
+
+def round_result(round: Round, accepted: Sequence[int | None], seconds: float) -> RoundResult:
+    """Time and acceptance of a round, as the control of k takes them; `accepted` by drafting row,
+    None where it may not be counted."""
+    drafting = round.schedule.drafting
+    num_tokens = sum(row.count for row in round.rows)
+    # Tokens that a drafter could not offer count as not kept: the round was planned with them.
+    offers = [
+        RowResult(row.request.acceptance_class, row.k, None if count is None else min(count, row.k))
+        for index, (row, count) in enumerate(zip(drafting, accepted, strict=True))
+        if round.proposal is None or round.proposal.sources[index] is not Source.NONE
+    ]
+    return RoundResult(
+        plan=round.schedule.plan,
+        num_tokens=num_tokens,
+        num_rows=round.schedule.num_deciding,
+        k=round.planned_k,
+        seconds=seconds,
+        num_drafted=None if None in accepted else sum(map(len, round.chains)),
+        catching_up=round.num_unread > 2 * (num_tokens + sum(row.k for row in drafting)),
+        offers=offers,
+        num_unread=round.num_unread,
+    )

@@ -17,10 +17,10 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.cuda_graphs import CountedCapturer
 from draftsmith.kernels.dispatch import reads_freely
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.control.control import MAX_K, RoundResult, RowResult
+from draftsmith.serve.control.control import MAX_K
 from draftsmith.serve.control.draft_temperature import draft_temperatures
 from draftsmith.serve.drafts.draft_set import DraftSet
-from draftsmith.serve.engine.commit import Committer
+from draftsmith.serve.engine.commit import Committer, round_result
 from draftsmith.serve.engine.output import OutputQueue
 from draftsmith.serve.engine.propose import Proposer, unread_tokens
 from draftsmith.serve.engine.recorder import Recorder
@@ -28,12 +28,11 @@ from draftsmith.serve.engine.round import (
     OnRound,
     Round,
     RowSampling,
-    Source,
     reads_alone,
     settle,
 )
 from draftsmith.serve.engine.runner import BlockTables, TargetRunner
-from draftsmith.serve.engine.scheduler import Row, Schedule, Scheduler
+from draftsmith.serve.engine.scheduler import Schedule, Scheduler
 from draftsmith.serve.engine.trees import collapse_to_chain, move_kept
 from draftsmith.serve.engine.verify import ChainRule, decides_late, verify_round
 from draftsmith.serve.requests.input_processor import InputProcessor
@@ -130,18 +129,6 @@ class Engine:
         if request.stopping is not None:
             request.stopping.restart()
 
-    def requests_of(self, answer: str, tenant: str = "") -> list[Request]:
-        """Requests of an answer that have not ended, in order; `answer` and `tenant` as in their
-        options."""
-        return sorted(
-            (
-                request
-                for request in self.scheduler.requests()
-                if request.id.rpartition("-")[0] == answer and request.options.tenant == tenant
-            ),
-            key=lambda request: int(request.id.rpartition("-")[2]),
-        )
-
     def observe_rounds(self, on_round: OnRound) -> None:
         """Call `on_round` with each request's share of every round from now on."""
         self.committer.on_round = on_round
@@ -184,7 +171,7 @@ class Engine:
         ]
         for _ in self.complete(requests):
             pass
-        return [completion(request) for request in requests]
+        return [Completion.of(request) for request in requests]
 
     def complete(self, requests: Iterable[Request]) -> Iterator[Request]:
         """Answer all requests and give each when it ends. A request is taken from the iterable when
@@ -234,7 +221,7 @@ class Engine:
             if not rows:
                 self.committer.emit()
                 return None
-            self._note_admissions(rows)
+            self.scheduler.note_admissions(rows, self.stats)
             sampling = RowSampling(schedule.drafting + schedule.sampling, self.tables.device)
             tables, upload = self.tables.of([row.request for row in rows]), None
             if not reads_freely(sampling.device):
@@ -262,17 +249,6 @@ class Engine:
             budgets = [row.k for row in schedule.drafting]
             groups.append(self.runner.foreseen(schedule.rows, budgets, tables))
         return groups
-
-    def _note_admissions(self, rows: list[Row]) -> None:
-        now_s = time.monotonic()
-        for row in rows:
-            if row.request.times.admitted_s is None:
-                row.request.times.admitted_s = now_s
-                row.request.num_cached = row.begin
-                self.stats.num_prompt_tokens += row.request.num_prompt
-                if self.scheduler.prefix is not None:
-                    self.stats.prefix_cache_queries += row.request.num_tokens
-                    self.stats.prefix_cache_hits += row.begin
 
     def _propose(self, round: Round) -> None:
         rows, plan, sampling = round.schedule.drafting, round.schedule.plan, round.sampling
@@ -367,40 +343,5 @@ class Engine:
             if self.scheduler.control.learns and not round.at_rest and round.as_planned:
                 accepted = round.counted_acceptance()
                 seconds = time.perf_counter() - round.begun_s
-                self.scheduler.control.observe(_result(round, accepted, seconds))
+                self.scheduler.control.observe(round_result(round, accepted, seconds))
         self.stats.num_rounds += 1
-
-
-def _result(round: Round, accepted: Sequence[int | None], seconds: float) -> RoundResult:
-    drafting = round.schedule.drafting
-    num_tokens = sum(row.count for row in round.rows)
-    # Tokens that a drafter could not offer count as not kept: the round was planned with them.
-    offers = [
-        RowResult(row.request.acceptance_class, row.k, None if count is None else min(count, row.k))
-        for index, (row, count) in enumerate(zip(drafting, accepted, strict=True))
-        if round.proposal is None or round.proposal.sources[index] is not Source.NONE
-    ]
-    return RoundResult(
-        plan=round.schedule.plan,
-        num_tokens=num_tokens,
-        num_rows=round.schedule.num_deciding,
-        k=round.planned_k,
-        seconds=seconds,
-        num_drafted=None if None in accepted else sum(map(len, round.chains)),
-        catching_up=round.num_unread > 2 * (num_tokens + sum(row.k for row in drafting)),
-        offers=offers,
-        num_unread=round.num_unread,
-    )
-
-
-def completion(request: Request) -> Completion:
-    assert request.finish_reason is not None
-    return Completion(
-        prompt=request.tokens[: request.num_prompt],
-        tokens=request.output,
-        text=request.text,
-        finish_reason=request.finish_reason,
-        logprobs=request.logprobs,
-        prompt_logprobs=request.prompt_logprobs,
-        speculation=request.speculation,
-    )

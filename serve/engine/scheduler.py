@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from draftsmith.errors import UserError
 from draftsmith.serve.cache.blocks import BlockManager
@@ -19,6 +21,9 @@ from draftsmith.serve.control.control import (
 )
 from draftsmith.serve.requests.fair_queue import FairQueue
 from draftsmith.serve.requests.request import Request
+
+if TYPE_CHECKING:
+    from draftsmith.serve.stats import EngineStats
 
 PREFILL_TOKENS_PER_DECODE = 8  # prefill tokens that cost about as much as one decoded token
 _CLASS = attrgetter("acceptance_class")
@@ -85,6 +90,18 @@ class Scheduler:
         """All requests that have not ended."""
         return itertools.chain(self.running, self.waiting)
 
+    def requests_of(self, answer: str, tenant: str = "") -> list[Request]:
+        """Requests of an answer that have not ended, in order; `answer` and `tenant` as in their
+        options."""
+        return sorted(
+            (
+                request
+                for request in self.requests()
+                if request.id.rpartition("-")[0] == answer and request.options.tenant == tenant
+            ),
+            key=lambda request: int(request.id.rpartition("-")[2]),
+        )
+
     def schedule(self) -> Schedule:
         schedule = Schedule()
         self._decode(schedule)
@@ -94,6 +111,20 @@ class Scheduler:
         budget = self._fill(schedule, budget)
         self._admit(schedule, budget)
         return schedule
+
+    def note_admissions(self, rows: list[Row], stats: EngineStats) -> None:
+        """Count the prompts, and what the prefix cache had of them, of requests whose first round
+        this is."""
+        now_s = time.monotonic()
+        for row in rows:
+            request = row.request
+            if request.times.admitted_s is None:
+                request.times.admitted_s = now_s
+                request.num_cached = row.begin
+                stats.num_prompt_tokens += request.num_prompt
+                if self.prefix is not None:
+                    stats.prefix_cache_queries += request.num_tokens
+                    stats.prefix_cache_hits += row.begin
 
     def _decode(self, schedule: Schedule) -> None:
         deciding = [request for request in self.running if not request.prefilling]

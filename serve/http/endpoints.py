@@ -213,7 +213,7 @@ def _drafting(
     engine, tenant = server.loop.engine, server.tenant(request)
 
     def act() -> dict[str, Any]:
-        requests = engine.requests_of(answer, tenant)
+        requests = engine.scheduler.requests_of(answer, tenant)
         if k is not None:
             for each in requests:
                 engine.check_k(each, k)

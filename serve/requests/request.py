@@ -290,3 +290,16 @@ class Completion:
     logprobs: list[TokenLogprob]
     prompt_logprobs: list[TokenLogprob]  # of prompt[1:], if asked for
     speculation: SpeculationStats
+
+    @classmethod
+    def of(cls, request: Request) -> Completion:
+        assert request.finish_reason is not None
+        return cls(
+            prompt=request.tokens[: request.num_prompt],
+            tokens=request.output,
+            text=request.text,
+            finish_reason=request.finish_reason,
+            logprobs=request.logprobs,
+            prompt_logprobs=request.prompt_logprobs,
+            speculation=request.speculation,
+        )

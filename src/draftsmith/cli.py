@@ -30,6 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"draftsmith: error: {error}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        if (os.environ.get("WORLD_SIZE") or "1") != "1":
+            # Late: torch is imported where it raised this.
+            from draftsmith.drafters.target.ranks import end_if_lost
+
+            end_if_lost(error)
+        raise
     except KeyboardInterrupt:
         print(
             "draftsmith: interrupted; what was finished is kept, run the same command to go on",

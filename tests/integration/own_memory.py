@@ -29,16 +29,19 @@ def grown(work):
 """
 
 
-def large_target(folder: Path, *, layers: int, intermediate_size: int) -> int:
+def large_target(
+    folder: Path, kind: str = "llama", *, layers: int, hidden_size: int = 1024, **shape: int
+) -> int:
     """Writes bfloat16 weights into the folder; their bytes in float32."""
     config = AutoConfig.for_model(
-        "llama", hidden_size=1024, intermediate_size=intermediate_size, num_hidden_layers=layers,
-        num_attention_heads=8, num_key_value_heads=8, vocab_size=288,
+        kind, hidden_size=hidden_size, num_hidden_layers=layers,
+        num_attention_heads=8, num_key_value_heads=8, vocab_size=288, **shape,
     )  # fmt: skip
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     model = model.to_empty(device="cpu").bfloat16()
     for parameter in model.parameters():
-        torch.nn.init.constant_(parameter, 0.01)
+        # Equal rows would make every expert as good as every other.
+        torch.nn.init.normal_(parameter, std=0.01)
     model.save_pretrained(folder)
     return 2 * (folder / "model.safetensors").stat().st_size

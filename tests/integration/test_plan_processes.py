@@ -12,7 +12,7 @@ import pytest
 from draftsmith.cli import main
 from draftsmith.drafters.target.taps import body_name, decoder_layers
 from draftsmith.drafters.target.target import Target
-from draftsmith.train.doctor.memory import bytes_in_shares, num_bytes
+from draftsmith.train.doctor.memory import num_bytes, parts_of
 from tests.forked import Ranks, free_port
 
 OPTIONS = (
@@ -40,7 +40,7 @@ def test_a_launcher_plans_what_one_process_plans(
     assert "{" not in other
     assert (alone["processes"], both["processes"], both["target_shares"]) == (1, 2, 2)
     (one,), (two,) = alone["drafts"], both["drafts"]
-    measured = {"train_tokens_per_s", "train_hours"}
+    measured = {"step_s", "train_tokens_per_s", "train_hours"}
     for name, value in one["cost"].items():
         assert name in measured or two["cost"][name] == value, name
     assert two["cost"]["train_hours"] > 0
@@ -53,10 +53,11 @@ def test_memory_of_a_share_counts_the_layers_that_are_whole(
     whole = num_bytes(target.model)
     body = getattr(target.model, body_name(target.model))
     layers = [num_bytes(one) for one in decoder_layers(body, target.num_layers)]
-    assert bytes_in_shares(target, 1) == whole
-    two = bytes_in_shares(target, 2)
+    parts = parts_of(target.model)
+    assert parts.on_device(shares=1) == parts.whole == whole
+    two = parts.on_device(shares=2)
     assert two == whole - sum(layers) / 2 + sum(sorted(layers)[-2:])
-    assert bytes_in_shares(target, 4) < two
+    assert parts.on_device(shares=4) < two
 
 
 @pytest.mark.parametrize(

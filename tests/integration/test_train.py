@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from draftsmith.drafters.target.ranks import FAILED
 from draftsmith.errors import UserError
 from draftsmith.train.checkpoints import Checkpoint, RunFolder
 from draftsmith.train.command import run
@@ -343,6 +344,25 @@ def test_a_target_spread_over_two_processes_trains_alike(
         )
     )
     same_run(metrics(tmp_path / "spread"), metrics(tmp_path / "one"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", [None, "zero2"])
+@pytest.mark.parametrize("killed", [0, 1])
+def test_all_end_with_one_that_is_killed(killed, recipe, train, tmp_path):
+    sharding = () if recipe is None else ("--deepspeed", str(ROOT / f"recipes/{recipe}.json"))
+    run = train("killed", *SHORT_FLAGS, "--steps", "100000", *sharding, processes=2)
+    assert isinstance(run, Ranks)
+    lines, deadline_s = tmp_path / "killed/metrics.jsonl", time.monotonic() + 120
+    while not (lines.exists() and lines.stat().st_size):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    run.processes[killed].send_signal(signal.SIGKILL)
+    other = run.processes[1 - killed]
+    assert other.wait(60) == FAILED
+    said, _ = other.communicate()
+    assert f"draftsmith: error: rank {1 - killed} ends because another process has (" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.long

@@ -90,11 +90,8 @@ def check_options(config: DoctorConfig) -> None:
             "url is given together with a target, draft or data; ask about them one at a time"
         )
     check_draft_options(config)
-    if config.target_shares > 1:
-        # Late: a server is asked without importing what models need.
-        from draftsmith.drafters.target.sharded import check_shares
-
-        check_shares(config.target_shares, "doctor")
+    if config.target_shares > 1 or config.target_offload is not None:
+        check_target_place(config)
     processes = os.environ.get("WORLD_SIZE") or "1"
     if config.url is not None and processes != "1":
         raise UserError(
@@ -108,6 +105,20 @@ def check_options(config: DoctorConfig) -> None:
     if config.rows < 1 or config.max_length < 2 or config.sequences < 1 or config.show < 0:
         raise UserError(
             "--rows and --sequences must be at least 1, --max-length 2 and --show 0; raise them"
+        )
+
+
+def check_target_place(config: DoctorConfig) -> None:
+    # Late: a server is asked without importing what models need.
+    quiet()
+    from draftsmith.drafters.target.sharded import check_offload, check_shares
+
+    check_shares(config.target_shares, "doctor")
+    check_offload(config.target_offload, shares=config.target_shares, dtype="auto")
+    if config.target_offload is not None and config.target is None:
+        raise UserError(
+            f"--target-offload is {config.target_offload!r} and no target is given; give one, or "
+            "leave it out"
         )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from draftsmith.api_key import API_KEY_HELP
 from draftsmith.config import option
-from draftsmith.drafters.config import Pair
+from draftsmith.drafters.config import OFFLOAD_HELP, OFFLOADS, Pair
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,7 @@ class DoctorConfig(Pair):
         1,
         "processes that hold one copy of the target between them, under a launcher, as in train",
     )
+    target_offload: str | None = option(None, OFFLOAD_HELP, choices=OFFLOADS)
     url: str | None = option(
         None, "instead of a target: a running draftsmith server, for example http://127.0.0.1:8000"
     )

@@ -1,26 +1,133 @@
-"""Checks of memory: the needs of serving and training against what the machine has."""
+"""Checks of memory: the needs of serving and training against what the machine has, and the options
+by which a target that is too large fits."""
 
 from __future__ import annotations
 
 import os
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from draftsmith.drafters.recurrent.kept import NUM_SIDES
+from draftsmith.drafters.target.load import build_model, load_config
+from draftsmith.drafters.target.quantised import quantisation
 from draftsmith.drafters.target.taps import body_name, decoder_layers
 from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.train.doctor.finding import Finding, ok, warn
+from draftsmith.train.doctor.finding import Finding, fail, ok, warn
 
 GIB = 2**30
+OFFLOADED = {"cpu": "in the host's memory", "disk": "in its files"}
+SHARES = (2, 4, 8, 16, 32, 64)  # numbers of processes that are offered
 
 
 class Pooled(Protocol):
     def new_pool(
         self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
     ) -> PagedPool | None: ...
+
+
+class Parts(NamedTuple):
+    """Bytes of a target's weights: of each decoder layer, and of all else."""
+
+    beside: int
+    layers: tuple[int, ...]
+
+    @property
+    def whole(self) -> int:
+        return self.beside + sum(self.layers)
+
+    def on_device(self, *, shares: int = 1, offload: str | None = None) -> int:
+        """Memory of the device of one process. In shares the layer that runs and the next one are
+        whole; of an offloaded target at most one layer is there."""
+        if offload is not None:
+            return self.beside + max(self.layers)
+        if shares == 1:
+            return self.whole
+        gathered = sum(sorted(self.layers)[-2:])
+        return self.beside + -(-sum(self.layers) // shares) + gathered
+
+
+def parts_of(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Parts:
+    """Parts of a model, which may be on the meta device; with `dtype` as if its weights had it."""
+    body = getattr(model, body_name(model))
+    num_layers = model.config.get_text_config().num_hidden_layers
+    layers = tuple(num_bytes(one, dtype) for one in decoder_layers(body, num_layers))
+    return Parts(num_bytes(model, dtype) - sum(layers), layers)
+
+
+def outlined_parts(name: str, dtype: torch.dtype | str, *, trust_remote_code: bool) -> Parts | None:
+    """Parts of a target that is not loaded, by its configuration; None where its weights are
+    quantised, or where it cannot be read, for which loading has a sentence."""
+    try:
+        config = load_config(name, trust_remote_code=trust_remote_code)
+        if quantisation(config):
+            return None
+        own = config.get_text_config().dtype or config.dtype or torch.float32
+        with torch.device("meta"):
+            model = build_model(config, trust_remote_code=trust_remote_code)
+        return parts_of(model, own if isinstance(dtype, str) else dtype)
+    except (OSError, ValueError, ImportError, RuntimeError):
+        return None
+
+
+def check_fit(
+    name: str,
+    device: torch.device,
+    *,
+    dtype: torch.dtype | str,
+    shares: int = 1,
+    offload: str | None = None,
+    trust_remote_code: bool,
+) -> Finding | None:
+    """Weights of a target that is yet to be loaded; None where they are not known."""
+    parts = outlined_parts(name, dtype, trust_remote_code=trust_remote_code)
+    if parts is None:
+        return None
+    needed, available = parts.on_device(shares=shares, offload=offload), available_bytes(device)
+    what = (
+        f"{parts.whole / GIB:.3g} GiB of weights, {needed / GIB:.3g} GiB of them at a time on "
+        f"{device.type}, which has {available / GIB:.3g} GiB"
+    )
+    if needed >= available:
+        given = {"shares": shares > 1, "offload": offload is not None}
+        ways = ways_to_fit(parts, device, without=[one for one in given if given[one]])
+        return fail("target.fits", what, ways or "use a smaller target")
+    if offload == "cpu" and sum(parts.layers) >= host_bytes():
+        what += f"; its layers do not fit the host's {host_bytes() / GIB:.3g} GiB"
+        return fail("target.fits", what, "give --target-offload disk")
+    return ok("target.fits", what)
+
+
+def refuse_unfit(finding: Finding | None) -> None:
+    """Raises `UserError` for a target that does not fit."""
+    if finding is not None and finding.mend:
+        raise UserError(f"the target does not fit: {finding.what}; {finding.mend}")
+
+
+def ways_to_fit(
+    parts: Parts, device: torch.device, *, beside: int = 0, without: Sequence[str] = ()
+) -> str:
+    """Options with which a target leaves room for `beside` bytes more on the device, but those in
+    `without`; empty where none does. Processes on one CPU share its memory."""
+    room = available_bytes(device) - beside
+    is_cpu = device.type == "cpu"
+    ways = []
+    fitting = [shares for shares in SHARES if parts.on_device(shares=shares) < room]
+    if fitting and "shares" not in without:
+        ways.append(
+            f"--target-shares {fitting[0]} on as many {'machines' if is_cpu else 'devices'}"
+        )
+    if parts.on_device(offload="disk") < room and "offload" not in without:
+        on_host = not is_cpu and sum(parts.layers) < host_bytes()
+        ways.append(f"--target-offload {'cpu' if on_host else 'disk'}")
+    if parts.beside < room:
+        ways.append("train with --target-server URL of a server that holds it")
+    return f"give {', or '.join(ways)}" if ways else ""
 
 
 def check_serving(target: Target, draft: torch.nn.Module | None, sequences: int) -> Finding:
@@ -38,31 +145,36 @@ def check_serving(target: Target, draft: torch.nn.Module | None, sequences: int)
     )
     if states:
         what += f", of which states {states / 1024:.1f} KiB each"
-    return compare(
-        "memory.serving",
-        what,
-        weights + cache,
-        target.device,
-        "serve fewer or shorter sequences at once",
+    mend = (
+        "serve fewer or shorter sequences at once"
+        if weights < available_bytes(target.device)
+        else "serve with --tensor-parallel N, whose processes hold it between them"
     )
+    return compare("memory.serving", what, weights + cache, target.device, mend)
 
 
-def check_training(target: Target, draft: torch.nn.Module, max_length: int) -> Finding:
+def check_training(
+    target: Target,
+    draft: torch.nn.Module,
+    max_length: int,
+    *,
+    shares: int = 1,
+    offload: str | None = None,
+) -> Finding:
     """The frozen target beside the draft's float32 weights, gradients and two Adam moments."""
     trained = sum(parameter.numel() for parameter in draft.parameters() if parameter.requires_grad)
-    needed = held_bytes(target.model) + 16 * trained
+    parts = parts_of(target.model)
+    own = held_bytes(target.model) if shares > 1 else parts.on_device(offload=offload)
     what = (
-        f"{trained / 1e6:.1f} M trained parameters; {needed / GIB:.2f} GiB for weights and "
-        "optimizer, activations of rows up to "
-        f"{max_length} tokens on top"
+        f"{trained / 1e6:.1f} M trained parameters; {(own + 16 * trained) / GIB:.2f} GiB for "
+        f"weights and optimizer, activations of rows up to {max_length} tokens on top"
     )
-    return compare(
-        "memory.training",
-        what,
-        needed,
-        target.device,
-        "use --deepspeed recipes/zero3.json or a smaller draft",
-    )
+    if offload is not None:
+        what += f"; {sum(parts.layers) / GIB:.2f} GiB of layers {OFFLOADED[offload]}"
+    given = [name for name, is_given in (("shares", shares > 1), ("offload", offload)) if is_given]
+    ways = ways_to_fit(parts, target.device, beside=16 * trained, without=given)
+    mend = ways or "use --deepspeed recipes/zero3.json or a smaller draft"
+    return compare("memory.training", what, own + 16 * trained, target.device, mend)
 
 
 def compare(check: str, what: str, needed: float, device: torch.device, mend: str) -> Finding:
@@ -71,9 +183,12 @@ def compare(check: str, what: str, needed: float, device: torch.device, mend: st
     return ok(check, what) if needed < available else warn(check, what, mend)
 
 
-def num_bytes(model: torch.nn.Module) -> int:
+def num_bytes(model: torch.nn.Module, dtype: torch.dtype | None = None) -> int:
+    """Bytes of parameters and buffers, of floating-point ones as if they had `dtype`."""
     return sum(
-        tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers())
+        tensor.numel()
+        * (dtype.itemsize if dtype and tensor.is_floating_point() else tensor.element_size())
+        for tensor in (*model.parameters(), *model.buffers())
     )
 
 
@@ -82,17 +197,6 @@ def held_bytes(model: torch.nn.Module) -> int:
     tensors = (*model.parameters(), *model.buffers())
     own = [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
     return sum(tensor.numel() * tensor.element_size() for tensor in own)
-
-
-def bytes_in_shares(target: Target, shares: int) -> int:
-    """Memory of a process that holds a share of every decoder layer: all else of the target is
-    whole, and so are the layer that runs and the next one."""
-    body = getattr(target.model, body_name(target.model))
-    layers = [num_bytes(one) for one in decoder_layers(body, target.num_layers)]
-    if shares == 1:
-        return num_bytes(target.model)
-    gathered = sum(sorted(layers)[-2:])
-    return num_bytes(target.model) - sum(layers) + -(-sum(layers) // shares) + gathered
 
 
 def bytes_per_token(pooled: Pooled, target: Target) -> float:
@@ -105,4 +209,8 @@ def available_bytes(device: torch.device) -> int:
     """Memory of the whole device: what runs on it now may be gone when the server starts."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
+    return host_bytes()
+
+
+def host_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -7,7 +7,7 @@ from typing import Any
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import TrainedDrafter
-from draftsmith.drafters.target.device import device_of, load_target
+from draftsmith.drafters.target.device import device_of, load_target, weight_dtype
 from draftsmith.drafters.target.load import load_config
 from draftsmith.drafters.target.ranks import leave_group, started
 from draftsmith.drafters.target.target import Target
@@ -18,9 +18,9 @@ from draftsmith.train.doctor.data import check_data, read_sample
 from draftsmith.train.doctor.distributions import check_distribution
 from draftsmith.train.doctor.draft import check_draft
 from draftsmith.train.doctor.finding import FAIL, Finding, refused
-from draftsmith.train.doctor.memory import check_serving, check_training
+from draftsmith.train.doctor.memory import check_fit, check_serving, check_training
 from draftsmith.train.doctor.processes import check_group, check_spread
-from draftsmith.train.doctor.target import check_target
+from draftsmith.train.doctor.target import check_offloaded, check_target
 
 
 def check_pair(config: DoctorConfig) -> list[Finding]:
@@ -38,6 +38,21 @@ def check_pair(config: DoctorConfig) -> list[Finding]:
 def check_models(config: DoctorConfig, findings: list[Finding]) -> list[Finding]:
     """Adds to the findings on the processes those on target, draft and data."""
     begun_s = perf_counter()
+    assert config.target is not None
+    # In parts it is loaded as `train` loads it, otherwise as it is.
+    whole, device = config.target_shares == 1 and config.target_offload is None, device_of()
+    fits = check_fit(
+        config.target,
+        device,
+        dtype="auto" if whole else weight_dtype("auto", device),
+        shares=config.target_shares,
+        offload=config.target_offload,
+        trust_remote_code=config.trust_remote_code,
+    )
+    if fits is not None:
+        findings.append(fits)
+        if fits.status == FAIL:
+            return findings
     try:
         target = open_target(config)
     except UserError as error:
@@ -45,6 +60,8 @@ def check_models(config: DoctorConfig, findings: list[Finding]) -> list[Finding]
     if config.target_shares > 1:
         loaded_s = perf_counter() - begun_s
         findings.append(check_spread(target, config.target_shares, loaded_s))
+    if config.target_offload is not None:
+        findings.append(check_offloaded(target, config.target_offload))
     findings += check_target(target)
     draft = None
     try:
@@ -55,7 +72,15 @@ def check_models(config: DoctorConfig, findings: list[Finding]) -> list[Finding]
         findings += check_draft(config, draft, target)
     findings.append(check_serving(target, draft, config.sequences))
     if draft is not None and not config.heterogeneous_vocab:
-        findings.append(check_training(target, draft, config.max_length))
+        findings.append(
+            check_training(
+                target,
+                draft,
+                config.max_length,
+                shares=config.target_shares,
+                offload=config.target_offload,
+            )
+        )
     folders = [folder.path for folder in folders_of(config.data)]
     for folder in folders:
         found = check_examples(config, folder, target, draft)
@@ -66,6 +91,13 @@ def check_models(config: DoctorConfig, findings: list[Finding]) -> list[Finding]
 def open_target(config: DoctorConfig) -> Target:
     assert config.target is not None
     trust = config.trust_remote_code
+    if config.target_offload is not None:
+        return load_target(
+            config.target,
+            offload=config.target_offload,
+            max_length=config.max_length,
+            trust_remote_code=trust,
+        )
     if config.target_shares == 1:
         return Target.load(
             config.target,

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from time import perf_counter
+
 import torch
 
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.train.doctor.finding import Finding, fail, ok, refused, warn
+from draftsmith.train.doctor.memory import GIB, OFFLOADED, parts_of
+
+TOKENS = 16  # of a pass that is timed
 
 
 def check_target(target: Target) -> list[Finding]:
@@ -45,6 +50,22 @@ def check_finite(target: Target) -> Finding:
         "target.finite",
         "logits hold NaN or infinite values",
         "load the target in float32 or bfloat16, or fetch it again",
+    )
+
+
+def check_offloaded(target: Target, offload: str) -> Finding:
+    """A target whose layers are read for every pass: bytes of them, and the time of a short pass,
+    which is nearly all reading."""
+    parts = parts_of(target.model)
+    ids = torch.arange(TOKENS, device=target.device)[None] % target.vocab_size
+    begun_s = perf_counter()
+    target.states(ids, torch.ones_like(ids), ())[1].cpu()
+    took_ms = 1e3 * (perf_counter() - begun_s)
+    return ok(
+        "target.offload",
+        f"{sum(parts.layers) / GIB:.3g} GiB of layers are {OFFLOADED[offload]} and read for every "
+        f"pass, the largest {max(parts.layers) / GIB:.3g} GiB; a pass over {TOKENS} tokens takes "
+        f"{took_ms:.0f} ms",
     )
 
 

@@ -9,6 +9,8 @@ Files in reading order:
 - `expected`: expected acceptance
 - `forecast`: expected speed
 - `trees`: expected speed of draft trees
+- `text`: numbers and rows as text
+- `offloaded`: training beside an offloaded target
 - `make`: the plan
 - `report`: JSON and text
 - `curve_fit`: a saturating power curve through figures over amounts of data

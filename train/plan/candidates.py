@@ -76,7 +76,9 @@ def candidates(
                 for name, options in drafts.items()
             ]
         else:
-            found += list(shapes(family, num_layers, token_counts))
+            # Layers of an offloaded target are nowhere to be copied from.
+            copied = 0 if config.target_offload else num_layers
+            found += list(shapes(family, copied, token_counts))
     return found
 
 
@@ -112,14 +114,14 @@ def coverage_of(token_counts: torch.Tensor, size: int) -> float:
 class Planned(NamedTuple):
     candidate: Candidate
     cost: Cost
-    times: dict[int, RoundTimes]  # by the number of streams
+    times: dict[int, RoundTimes]  # by the number of streams; none of an offloaded target
     expectation: Expectation | None  # None where nothing is known of its acceptance
     taps: tuple[int, ...]
     trees: dict[int, list[TreeForecast]]  # by the number of streams; of measured shapes
 
     def forecasts(self, streams: int) -> list[Forecast]:
-        """One per draft length; none without an expectation."""
-        if self.expectation is None:
+        """One per draft length; none without an expectation or times."""
+        if self.expectation is None or streams not in self.times:
             return []
         coverage = self.candidate.coverage
         return [

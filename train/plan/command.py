@@ -51,5 +51,27 @@ def check(config: PlanConfig) -> None:
             f"option 'target_shares' is {config.target_shares} but {processes} processes run; "
             f"start a multiple of {config.target_shares}, or one process alone"
         )
+    check_target_offload(config)
     if not config.data_curve and (config.out, config.recipe) != (None, None):
         raise UserError("--out and --recipe are of --data-curve; give it too")
+
+
+def check_target_offload(config: PlanConfig) -> None:
+    if config.target_offload is None:
+        return
+    # Late, for what it imports.
+    quiet()
+    from draftsmith.drafters.target.sharded import check_offload
+
+    check_offload(config.target_offload, shares=config.target_shares, dtype="auto")
+    if config.data_curve:
+        raise UserError(
+            f"--target-offload is {config.target_offload!r} and --data-curve decodes, for which "
+            "the whole target would be read again in every round; leave one of the two out"
+        )
+    if config.draft_lm is not None and config.draft_lm.target_layers is not None:
+        raise UserError(
+            f"option 'draft_lm.target_layers' is {config.draft_lm.target_layers} and copies layers "
+            "of a target whose weights are here, not offloaded; give draft_lm.hidden_size, or "
+            "leave target_offload out"
+        )

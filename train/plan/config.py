@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftsmith.config import AT_LEAST_1, LimitsTable, option
-from draftsmith.drafters.config import SAMPLINGS, TRUST_HELP
+from draftsmith.drafters.config import OFFLOAD_HELP, OFFLOADS, SAMPLINGS, TRUST_HELP
 from draftsmith.train.config import DRAFT_SAMPLING_HELP, FamilyShapes
 
 
@@ -42,6 +42,7 @@ class PlanConfig(FamilyShapes):
         "processes that hold one copy of the target between them, as in train: the memory of each; "
         "started under a launcher, training is timed with such shares",
     )
+    target_offload: str | None = option(None, OFFLOAD_HELP, choices=OFFLOADS)
     data_curve: bool = option(
         False,
         "train one family on 1/8, 1/4, 1/2 and all of the data, as many epochs each, and "

@@ -11,7 +11,7 @@ from draftsmith.drafters.interface import TextBatch, TrainedDrafter
 from draftsmith.drafters.target.target import Target
 from draftsmith.record import TOP
 from draftsmith.train.config import UnrollConfig
-from draftsmith.train.doctor.memory import bytes_in_shares, bytes_per_token, num_bytes
+from draftsmith.train.doctor.memory import bytes_per_token, num_bytes, parts_of
 from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.plan.timing import take_turns
 from draftsmith.train.trainer import Trainee
@@ -19,6 +19,8 @@ from draftsmith.train.trainer import Trainee
 TEXT_BYTES = 4 + 1  # a token: its id and its entry of the loss mask, before Parquet packs them
 DISTRIBUTION_BYTES = TOP * (4 + 4) + 4  # ids, log-probabilities, the tail
 STEP_ROWS, STEP_LENGTH = 4, 256  # of the training step that is timed
+TRAINED_BYTES = 16  # of a trained parameter: float32 weight, gradient and two moments
+OFFLOADED_TURNS = 2  # of a step that reads the whole target
 # A checkpoint of a running training: float32 weights and two moments. The trainer keeps two.
 TRAINING_BYTES, CHECKPOINTS = 12, 2
 
@@ -28,12 +30,13 @@ class Cost(NamedTuple):
     instead of running the target."""
 
     parameters: int  # trained
+    step_s: float  # of `step_tokens` in each process, without the optimizer
     train_tokens_per_s: float
     train_hours: float
     draft_bytes: int
     run_bytes: int  # checkpoints while it trains, and the draft
     taps_bytes: int  # bfloat16; in fp8 half of it
-    # of one process: weights, gradients and moments; activations on top
+    # of one process's device: weights, gradients and moments; activations on top
     train_memory_bytes: int
     serve_memory_bytes: int  # weights, and keys and values of all streams at full context
 
@@ -65,36 +68,42 @@ def cost_of(
     streams: int,
     context: int,
     shares: int = 1,
+    offload: str | None = None,
     processes: int = 1,
 ) -> Cost:
     """Times a training step of one of `processes`, which needs the draft in float32, and leaves the
     draft as it was but for its gradients."""
     module: Any = drafter
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-    tokens_per_s = processes * training_tokens_per_s(target, module)
+    step_s = training_step_s(target, module, OFFLOADED_TURNS if offload else None)
+    tokens_per_s = processes * step_tokens(target) / step_s
     cache = bytes_per_token(target, target) + bytes_per_token(drafter, target)
     held = num_bytes(target.model)
     return Cost(
         parameters=trained,
+        step_s=step_s,
         train_tokens_per_s=tokens_per_s,
         train_hours=tokens * epochs / tokens_per_s / 3600,
         draft_bytes=num_bytes(module),
         run_bytes=num_bytes(module) + CHECKPOINTS * TRAINING_BYTES * trained,
         taps_bytes=tokens * len(drafter.taps) * target.hidden_size * torch.bfloat16.itemsize,
-        train_memory_bytes=bytes_in_shares(target, shares) + 16 * trained,
+        train_memory_bytes=parts_of(target.model).on_device(shares=shares, offload=offload)
+        + TRAINED_BYTES * trained,
         serve_memory_bytes=int(held + num_bytes(module) + cache * streams * context),
     )
 
 
-def training_tokens_per_s(target: Target, drafter: torch.nn.Module) -> float:
+def step_tokens(target: Target) -> int:
+    return STEP_ROWS * min(STEP_LENGTH, target.max_positions)
+
+
+def training_step_s(target: Target, drafter: torch.nn.Module, turns: int | None = None) -> float:
     """Forward of both and backward of the draft, without the optimizer, whose time does not grow
     with the tokens."""
     trainee = Trainee(drafter, LiveSource(target), UnrollConfig())
-    length = min(STEP_LENGTH, target.max_positions)
+    shape = (STEP_ROWS, step_tokens(target) // STEP_ROWS)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(target.vocab_size, (STEP_ROWS, length), generator=generator).to(
-        target.device
-    )
+    ids = torch.randint(target.vocab_size, shape, generator=generator).to(target.device)
     mask = torch.ones_like(ids)
     text = TextBatch(input_ids=ids, attention_mask=mask, weights=mask.float())
     count = torch.tensor(float(ids.numel()), device=target.device)
@@ -104,6 +113,6 @@ def training_tokens_per_s(target: Target, drafter: torch.nn.Module) -> float:
         with torch.inference_mode(False), torch.enable_grad():
             trainee(text, num_items_in_batch=count)["loss"].backward()
 
-    samples = take_turns({"step": step}, target.device)["step"]
+    samples = take_turns({"step": step}, target.device, turns)["step"]
     drafter.zero_grad(set_to_none=True)
-    return ids.numel() / min(samples)
+    return min(samples)

@@ -15,16 +15,18 @@ from draftsmith.drafters.checkpoint import locate, read_metadata
 from draftsmith.drafters.compiled.captured import capture_forwards
 from draftsmith.drafters.options import OPTIONS, DrafterOptions
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.target.device import device_of, load_target
+from draftsmith.drafters.target.device import device_of, load_target, weight_dtype
 from draftsmith.drafters.target.ranks import LEADER, join, leave_group, started
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.progress import Progress
 from draftsmith.train.data.mixture import Mixture, read_mixture
+from draftsmith.train.doctor.memory import check_fit, refuse_unfit
 from draftsmith.train.plan.candidates import Candidate, Planned, candidates
 from draftsmith.train.plan.config import PlanConfig
 from draftsmith.train.plan.costs import Data, cost_of, data_of
 from draftsmith.train.plan.expected import Expectation, published, recorded, stated, trained_shape
+from draftsmith.train.plan.offloaded import time_reading
 from draftsmith.train.plan.report import Plan
 from draftsmith.train.plan.timing import decode_tokens_per_s, time_rounds
 from draftsmith.train.plan.trees import TreeForecast, forecast_tree
@@ -49,11 +51,7 @@ def planned_by_all(config: PlanConfig) -> Plan | None:
 
 def make_plan(config: PlanConfig) -> Plan:
     load = os.getloadavg()[0]
-    target = load_target(
-        config.target,
-        shares=shares_here(config),
-        trust_remote_code=config.trust_remote_code,
-    )
+    target = open_target(config)
     corpus = corpus_of(config, target) if config.data else None
     counts = None if corpus is None else corpus.token_counts(target.vocab_size)
     records = {name: read_metadata(locate(name, weights=False)) for name in config.draft}
@@ -79,9 +77,36 @@ def make_plan(config: PlanConfig) -> Plan:
         raise UserError(
             f"no draft can be planned for {config.target!r}: {next(iter(refused.values()))}"
         )
+    if config.target_offload is not None:
+        return Plan(config, load, target, data, planned, refused, time_reading(target))
     if corpus is None:
         data = data_of(data.tokens, generation_speed(config, target, planned[0]))
     return Plan(config, load, target, data, planned, refused)
+
+
+def open_target(config: PlanConfig) -> Target:
+    """Raises `UserError` where it does not fit, before it is loaded."""
+    device, trust = device_of(), config.trust_remote_code
+    shares, offload = shares_here(config), config.target_offload
+    dtype = weight_dtype("auto", device)
+    found = check_fit(
+        config.target,
+        device,
+        dtype=dtype,
+        shares=shares,
+        offload=offload,
+        trust_remote_code=trust,
+    )
+    if found is not None and found.mend and config.target_shares > shares:
+        count = config.target_shares
+        found = found._replace(
+            mend=f"start {count} processes with torchrun --nproc_per_node {count} -m "
+            "draftsmith.cli plan ..."
+        )
+    refuse_unfit(found)
+    return load_target(
+        config.target, dtype=dtype, shares=shares, offload=offload, trust_remote_code=trust
+    )
 
 
 def shares_here(config: PlanConfig) -> int:
@@ -142,8 +167,12 @@ def plan_for(
         streams=max(config.streams),
         context=config.context,
         shares=config.target_shares,
+        offload=config.target_offload,
         processes=started(),
     )
+    if config.target_offload is not None:
+        # A server holds the whole target, so rounds that read it are none of a server's.
+        return Planned(candidate, cost, {}, expectation, tuple(drafter.taps), {})
     drafter = drafter.to(device=target.device, dtype=target.dtype).eval()
     if shares_here(config) == 1:
         # As the engine does it where there is a CPU.

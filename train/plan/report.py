@@ -9,11 +9,13 @@ import torch
 
 from draftsmith.drafters.target.ranks import started
 from draftsmith.drafters.target.target import Target
-from draftsmith.train.doctor.memory import GIB, num_bytes
+from draftsmith.train.doctor.memory import available_bytes, num_bytes, parts_of, ways_to_fit
 from draftsmith.train.plan.candidates import Planned
 from draftsmith.train.plan.config import PlanConfig
-from draftsmith.train.plan.costs import Data
-from draftsmith.train.plan.forecast import Forecast, Spread
+from draftsmith.train.plan.costs import TRAINED_BYTES, Data
+from draftsmith.train.plan.forecast import Forecast
+from draftsmith.train.plan.offloaded import Offloaded, offloaded_table
+from draftsmith.train.plan.text import aligned, gib, interval
 
 SCHEMA = 1
 BUSY = 0.5  # others' share of the cores above which times are not to be trusted
@@ -39,10 +41,11 @@ class Plan(NamedTuple):
     data: Data
     planned: list[Planned]
     refused: dict[str, str]  # why a candidate was left out, by its name
+    offloaded: Offloaded | None = None  # of an offloaded target
 
 
 def report(plan: Plan) -> dict[str, Any]:
-    config, load, target, data, planned, refused = plan
+    config, load, target, data, planned, refused, offloaded = plan
     return {
         "schema": SCHEMA,
         "target": {
@@ -57,6 +60,9 @@ def report(plan: Plan) -> dict[str, Any]:
         "load_before": round(load, 2),
         "context": config.context,
         "target_shares": config.target_shares,
+        "target_offload": config.target_offload,
+        "offloaded": None if offloaded is None else offloaded._asdict(),
+        "too_large": too_large(plan),
         "processes": started(),
         "data": data._asdict(),
         "drafts": [of_candidate(one) for one in planned],
@@ -115,8 +121,14 @@ def recommended(planned: list[Planned], streams: int) -> Planned | None:
 
 
 def table(plan: Plan) -> str:
-    config, load, _, data, planned, refused = plan
+    config, load, _, data, planned, refused, offloaded = plan
     parts = [data_line(data, generated=not config.data)]
+    if offloaded is not None:
+        assert config.target_offload is not None
+        most = max(config.streams)
+        parts.append(offloaded_table(planned, offloaded, config.target_offload, most))
+        parts += [*busy_line(load), *too_large(plan), *left_out(refused)]
+        return "\n\n".join(parts)
     for streams in sorted(set(config.streams)):
         one = planned[0].times[streams]
         parts.append(
@@ -138,20 +150,51 @@ def table(plan: Plan) -> str:
         if notes
         else "no acceptance is known yet"
     )
-    if load > BUSY * (os.cpu_count() or 1):
-        parts.append(
-            f"this machine was busy with other work (load {load:.1f}): times are unreliable; "
-            "plan again when it is idle"
-        )
+    parts += busy_line(load)
     if config.target_shares > 1:
         parts.append(shares_line(config.target_shares, started()))
-    parts += [f"{name} is left out: {reason}" for name, reason in refused.items()]
+    parts += [*too_large(plan), *left_out(refused)]
     parts.append(
         "needs: the tau at which drafting neither gains nor costs. Times are of this machine "
         "and of forwards alone: a server's own work per round, as much with drafts as without, "
         "moves speed-ups of very fast targets towards tau."
     )
     return "\n\n".join(parts)
+
+
+def busy_line(load: float) -> list[str]:
+    if load <= BUSY * (os.cpu_count() or 1):
+        return []
+    return [
+        f"this machine was busy with other work (load {load:.1f}): times are unreliable; "
+        "plan again when it is idle"
+    ]
+
+
+def left_out(refused: dict[str, str]) -> list[str]:
+    return [f"{name} is left out: {reason}" for name, reason in refused.items()]
+
+
+def too_large(plan: Plan) -> list[str]:
+    """A sentence on the drafts that cannot be trained here beside the target as it was planned, and
+    the options with which all of them can be; none where all fit."""
+    config, device = plan.config, plan.target.device
+    room = available_bytes(device)
+    large = [one for one in plan.planned if one.cost.train_memory_bytes >= room]
+    if not large:
+        return []
+    given = {"shares": config.target_shares > 1, "offload": config.target_offload is not None}
+    ways = ways_to_fit(
+        parts_of(plan.target.model),
+        device,
+        beside=max(TRAINED_BYTES * one.cost.parameters for one in large),
+        without=[name for name, is_given in given.items() if is_given],
+    )
+    return [
+        f"training {', '.join(one.candidate.name for one in large)} takes more than the "
+        f"{gib(room)} of this {device.type}; "
+        + (ways or "give --deepspeed recipes/zero3.json, or choose a smaller draft")
+    ]
 
 
 def shares_line(shares: int, processes: int) -> str:
@@ -185,11 +228,7 @@ def rows_of(planned: list[Planned], streams: int) -> str:
         planned,
         key=lambda one: -best.speedup.value if (best := one.best(streams)) is not None else 1.0,
     )
-    lines = [HEAD, *(row_of(one, streams) for one in ordered)]
-    widths = [max(len(line[at]) for line in lines) for at in range(len(HEAD))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines
-    )
+    return aligned([HEAD, *(row_of(one, streams) for one in ordered)])
 
 
 def by_length(planned: list[Planned], streams: int) -> list[str]:
@@ -242,14 +281,6 @@ def row_of(planned: Planned, streams: int) -> tuple[str, ...]:
         gib(cost.run_bytes),
         gib(cost.taps_bytes),
     )
-
-
-def interval(spread: Spread) -> str:
-    return f"{spread.value:.2f} ({spread.low:.2f}-{spread.high:.2f})"
-
-
-def gib(count: float) -> str:
-    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
 
 
 def advice(config: PlanConfig, planned: list[Planned], streams: int) -> str:

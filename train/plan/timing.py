@@ -88,7 +88,9 @@ def round_cost(
 
 
 @torch.inference_mode()
-def take_turns(runs: dict[Any, Callable[[], Any]], device: torch.device) -> dict[Any, list[float]]:
+def take_turns(
+    runs: dict[Any, Callable[[], Any]], device: torch.device, turns: int | None = None
+) -> dict[Any, list[float]]:
     """Seconds of each run, one per turn: the fastest of its repetitions, which others disturb
     least."""
     samples: dict[Any, list[float]] = {name: [] for name in runs}
@@ -97,7 +99,7 @@ def take_turns(runs: dict[Any, Callable[[], Any]], device: torch.device) -> dict
         timed(run, device)
         once_s = agreed(timed(run, device))
         repeats[name] = max(1, min(50, int(TURN_S / max(once_s, 1e-6))))
-    for _ in range(TURNS):
+    for _ in range(turns or TURNS):
         for name, run in runs.items():
             samples[name].append(min(timed(run, device) for _ in range(repeats[name])))
     return samples

@@ -7,6 +7,7 @@ import os
 import pytest
 import torch.distributed as dist
 
+from draftsmith import cli
 from draftsmith.drafters.target import ranks
 
 
@@ -15,7 +16,13 @@ from draftsmith.drafters.target import ranks
     [
         (ranks.Gone("Connection closed"), "another process has (Connection closed)", False),
         (ranks.Gone(), "another process has ()", False),
-        (RuntimeError("Connection reset by peer. Advice"), "(Connection reset by peer)", True),
+        (RuntimeError("Connection reset by peer. Advice"), "(Connection reset by peer)", False),
+        (
+            RuntimeError("[/a/pair.cc:553] Connection closed by peer [::1]:1. Advice"),
+            "rank 1 ends because another process has (Connection closed by peer [::1]:1); see why",
+            False,
+        ),
+        (OSError("Connection reset by peer"), "failed in a call that all ranks make", True),
         (RuntimeError("a mistake"), "failed in a call that all ranks make", True),
     ],
 )
@@ -36,3 +43,33 @@ def test_a_rank_that_ends_says_why(
         raise error
     assert left.value.code == ranks.FAILED and told in caplog.text
     assert ("Traceback" in caplog.text) == traced
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_command_whose_group_loses_a_process_ends_with_a_sentence(
+    processes: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def end(status: int) -> None:
+        raise SystemExit(status)
+
+    def fail(_: object) -> int:
+        try:
+            raise RuntimeError("[/a/pair.cc:553] Connection closed by peer [::1]:1. Advice. GLHF!")
+        except RuntimeError as error:
+            raise RuntimeError("a library's own words") from error
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(cli, "_dispatch", fail)
+    monkeypatch.setenv("WORLD_SIZE", processes)
+    monkeypatch.setenv("RANK", "3")
+    if processes == "1":
+        with pytest.raises(RuntimeError, match="own words"):
+            cli.main([])
+        return
+    with pytest.raises((SystemExit, RuntimeError)) as left:
+        cli.main([])
+    said = capsys.readouterr().err
+    assert isinstance(left.value, SystemExit) and left.value.code == ranks.FAILED
+    assert said.count("\n") == 1
+    assert said.startswith("draftsmith: error: rank 3 ends because another process has (Connection")
+    assert said.endswith("start all of them again: they go on from what is saved\n")

@@ -14,7 +14,7 @@ from statistics import stdev
 import pytest
 
 from draftsmith.errors import UserError
-from draftsmith.serve.control.auto import AutoControl, _Load, _State
+from draftsmith.serve.control.auto import AutoControl, _State
 from draftsmith.serve.control.control import (
     Control,
     FixedControl,
@@ -26,6 +26,7 @@ from draftsmith.serve.control.control import (
     Step,
     parse_schedule,
 )
+from draftsmith.serve.control.forecast import Load
 from draftsmith.serve.control.latency import LatencyTable, bucket_of
 from draftsmith.serve.control.survival import Survival
 from draftsmith.serve.control.trees import TreeControl, _Heights
@@ -335,8 +336,8 @@ def test_a_stall_measured_as_a_prompt_leaves_every_rate_positive() -> None:
         for _ in range(9):
             control.latency.add(bucket_of(8, num_tokens), k, seconds)
     control.latency.settle()
-    load = _Load(bucket_of(8, 24), Counter([RowBudget("", 3)] * 8), 3)
-    assert min(control._forecast(_State(3), load).rates) > 0
+    load = Load(bucket_of(8, 24), Counter([RowBudget("", 3)] * 8), 3)
+    assert min(control.forecaster.forecast(load, _State(3).k_of).rates) > 0
 
 
 @pytest.mark.parametrize(("draft_ms", "pays"), [(3.9, False), (1.2, True)])

@@ -126,7 +126,7 @@ def test_prompts_that_are_read_at_rest_count_for_what_a_draft_would_read() -> No
     control = AutoControl()
     rests = play(control, 12000, prompt_every=40)
     assert sum(rests) > 6000
-    assert control._fed / control._decided == pytest.approx(30 / 40, rel=0.3)
+    assert control.forecaster._fed / control.forecaster._decided == pytest.approx(30 / 40, rel=0.3)
 
 
 def test_a_plan_at_rest_drafts_nothing() -> None:

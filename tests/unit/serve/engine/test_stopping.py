@@ -82,8 +82,11 @@ def test_k_of_a_running_answer_restarts_its_drafting(
     engine = build_engine(target, fixed_drafter(), replace(CONFIG, stop_below=3.0))
     request = engine.submit(PROMPTS[0], GREEDY, options=RequestOptions(answer="cmpl-1", tenant="t"))
     other = engine.submit(PROMPTS[1], GREEDY, options=RequestOptions(answer="cmpl-11", tenant="t"))
-    assert engine.requests_of("cmpl-1", "t") == [request] and engine.requests_of("cmpl-1") == []
-    assert engine.requests_of("cmpl-11", "t") == [other]
+    assert (
+        engine.scheduler.requests_of("cmpl-1", "t") == [request]
+        and engine.scheduler.requests_of("cmpl-1") == []
+    )
+    assert engine.scheduler.requests_of("cmpl-11", "t") == [other]
     while not request.stopping.stopped:
         engine.step()
     engine.set_k(request, 2)
@@ -94,7 +97,10 @@ def test_k_of_a_running_answer_restarts_its_drafting(
     assert request.drafting is Drafting.OFF
     while engine.busy:
         engine.step()
-    assert request.output == greedy_text(PROMPTS[0], 70) and engine.requests_of("cmpl-1", "t") == []
+    assert (
+        request.output == greedy_text(PROMPTS[0], 70)
+        and engine.scheduler.requests_of("cmpl-1", "t") == []
+    )
 
 
 def test_k_that_a_request_cannot_have(target: Target, fixed_drafter: Callable) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from draftsmith.kept_connections import send, send_async
+from draftsmith.drafters.remote.kept_connections import send, send_async
 from draftsmith.serve.bench.client import Client
 from tests.closing_server import EVENT, Closing
 
