@@ -144,8 +144,8 @@ class LearnConfig:
     )
     dtype: str = option(
         "auto",
-        "of a step's arithmetic, over float32 weights; auto is bfloat16 on a GPU that has it, else "
-        "float32",
+        "of a step's arithmetic, over float32 weights; auto is bfloat16 autocast where the machine "
+        "is fast at it",
         choices=("auto", "float32", "bfloat16"),
     )
     lr: float = option(5e-4, "learning rate, constant after the first warm-up steps")

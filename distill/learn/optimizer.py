@@ -108,7 +108,7 @@ class CandidateOptimizer:
 def computes_in_bf16(dtype: str, device: torch.device) -> bool:
     """True where the arithmetic of `learn.dtype` is bfloat16."""
     if dtype == "auto":
-        return device.type == "cuda" and fast_at_bf16(device)
+        return fast_at_bf16(device)
     return dtype == "bfloat16"
 
 

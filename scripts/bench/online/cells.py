@@ -100,6 +100,7 @@ class Point:
     depths: int = 3  # drafted positions unrolled
     rate: float = 1.0  # of the setting's learning rate
     teacher: str = "live"
+    dtype: str = "auto"  # of the arithmetic
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ class Pipeline:
 POINTS: dict[str, Point] = {
     "8-per-8": Point(),
     "recorded": Point(teacher="recorded"),
+    "bfloat16": Point(dtype="bfloat16"),
     "one-depth": Point(depths=1),
     "half-batch": Point(batch=4),
     "quarter-batch": Point(batch=2),

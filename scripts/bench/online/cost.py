@@ -71,6 +71,7 @@ def point_config(point: Point) -> LearnConfig:
         warmup_steps=warmup_steps(point.steps, point.fresh),
         unroll=replace(LEARN.unroll, steps=point.depths),
         teacher=point.teacher,
+        dtype=point.dtype,
         positions=DRAFTED if point.teacher == "recorded" else LEARN.positions,
     )
 
@@ -190,6 +191,8 @@ def told_point(point: Point) -> str:
         extras.append(f"{point.depths} of {Point.depths} depths")
     if point.rate != Point.rate:
         extras.append(f"{point.rate:g} times the rate")
+    if point.dtype != Point.dtype:
+        extras.append(f"`learn.dtype={point.dtype}`")
     if point.teacher != Point.teacher:
         extras.append(f"`learn.teacher={point.teacher}`")
     return ", ".join([f"{point.steps} per {point.fresh}", *extras])

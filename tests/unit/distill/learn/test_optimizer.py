@@ -67,13 +67,16 @@ def test_a_step_in_bfloat16_keeps_float32_weights_and_nearly_their_gradient(
     assert all(parameter.dtype == torch.float32 for parameter in drafter.parameters())
 
 
-def test_only_a_gpu_computes_in_bfloat16_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert computes_in_bf16("auto", cuda) and not computes_in_bf16("auto", cpu)
-    assert computes_in_bf16("bfloat16", cpu) and not computes_in_bf16("float32", cuda)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
-    assert not computes_in_bf16("auto", cuda)
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_machine_that_is_fast_at_bfloat16_computes_in_it_unasked(
+    monkeypatch: pytest.MonkeyPatch, fast: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: fast)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: fast)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    for device in (torch.device("cuda"), torch.device("cpu")):
+        assert computes_in_bf16("auto", device) is fast
+        assert computes_in_bf16("bfloat16", device) and not computes_in_bf16("float32", device)
 
 
 @pytest.mark.parametrize("family", ["eagle3", "draft-lm"])
