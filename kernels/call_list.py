@@ -20,6 +20,9 @@ from draftsmith.kernels.host_compiler import compiled
 
 SOURCE = Path(__file__).with_name("call_list_cpu.cpp")
 _MOST_PLACES, _MOST_NUMBERS, _MOST_REALS = 4, 12, 2
+# What `run` returns: 0, or why it has stopped.
+NO_BLOCK, NO_ROW = 1, 2
+BEHIND_BLOCKS = "a token of the pass lies behind the blocks of its row"
 _number = ctypes.c_int64
 
 
@@ -36,6 +39,9 @@ class Kind(enum.IntEnum):
     # (query, key, value, out) layer, heads, key heads, key dim, value dim, strides of a head and of
     # a token of each, 2 * window + 1 where it is the size of chunks; scaling
     ATTEND = 6
+    ROWS = 7  # (table, a number for each token, out) bytes of a row, rows of the table
+    # (x, a number for each token, out) width and stride of x, in bytes; zeros where the number is 0
+    CLEAR = 8
 
 
 class Place(NamedTuple):
@@ -98,7 +104,7 @@ def _run() -> Any:
         return None
     library.run.argtypes = [ctypes.c_void_p, _number, ctypes.c_void_p, _number]
     library.run.argtypes += [ctypes.c_void_p, ctypes.c_int]
-    library.run.restype = ctypes.c_bool
+    library.run.restype = ctypes.c_int
     return library.run
 
 
@@ -107,24 +113,26 @@ class CallList:
 
     def __init__(self, function: Any, calls: Sequence[Call]):
         self._function = function
-        self._calls = (_Call * len(calls))(*map(_packed, calls))
+        self.calls = (_Call * len(calls))(*map(_packed, calls))
 
     def __call__(
         self, bases: Sequence[int], tokens: int, rows: RowAddresses, layers: torch.Tensor
-    ) -> None:
-        """`layers` [L, 2] int64: addresses of each layer's keys and values. Raises `IndexError`
-        where a token lies behind the blocks of its row."""
+    ) -> bool:
+        """`layers` [L, 2] int64: addresses of each layer's keys and values. False where a table has
+        no row of some number; raises `IndexError` where a token lies behind the blocks of its
+        row."""
         given = _Rows(*rows, layers.data_ptr())
-        done = self._function(
-            self._calls,
-            len(self._calls),
+        outcome = self._function(
+            self.calls,
+            len(self.calls),
             (_number * len(bases))(*bases),
             tokens,
             ctypes.byref(given),
             torch.get_num_threads(),
         )
-        if not done:
-            raise IndexError("a token of the pass lies behind the blocks of its row")
+        if outcome == NO_BLOCK:
+            raise IndexError(BEHIND_BLOCKS)
+        return outcome != NO_ROW
 
 
 def _packed(call: Call) -> _Call:

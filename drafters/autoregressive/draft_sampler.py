@@ -138,6 +138,7 @@ class DraftSampler:
             else torch.full(self.shape, -torch.inf, dtype=torch.float32, device=device)
         )
         self.lengths = torch.zeros(size, dtype=torch.int64, device=device)
+        self.all_have_mass = False  # True where every draw is known to
         # [B] the product of the draft's largest probabilities so far; None: not asked for
         self.confidence = self.sure = None
         if inputs.least_confidence > 0:
@@ -207,6 +208,8 @@ class DraftSampler:
         if self.sure is not None:
             self.shorten(self.offered)
         has_mass = None if self.best is None else torch.isfinite(self.best)
+        if self.all_have_mass:
+            has_mass = torch.ones(self.tokens.shape, dtype=torch.bool)
         return Proposal(
             tokens=self.tokens, lengths=self.lengths, logits=self.logits, has_mass=has_mass
         )

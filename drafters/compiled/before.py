@@ -1,5 +1,5 @@
-"""The part of a forward before its first kernel: embeddings, and what positions alone decide, which
-is kept."""
+"""The part of a forward before its first kernel: what positions alone decide is kept in tables, the
+rest is torch's."""
 
 from __future__ import annotations
 
@@ -9,49 +9,53 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-MOST_KEPT = 4096  # positions, of less than 2 KB each
+_FIRST_ROWS = 256  # of a table of positions
+_TOLERANCE = 1e-2  # of a cosine; a forward that mixes positions is further off
 
 
-class Before:
-    """Values of the nodes `wanted` for a graph's inputs. Of a pass of one token those that one
-    whole number decides, its position, are made once for each.
+class PositionTables:
+    """Values that one input of a graph, whole numbers, decides token by token: a row of each for
+    every number from 0 on.
 
     Args:
-        constants: the graph's last inputs. `forget` says that they have changed.
+        nodes: those that depend on no other input; see `deciding`.
+        constants: values of the graph's last inputs.
     """
 
-    def __init__(self, graph: Graph, wanted: Sequence[Node], constants: Collection[Node]):
+    def __init__(self, graph: Graph, nodes: Sequence[Node], number: Node, constants: Sequence[Any]):
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
-        decided = {node: _deciding(node, constants) for node in wanted}
-        # Input that decides most of the nodes; the others are made anew.
-        found = [node for node in decided.values() if node is not None]
-        number = max(found, key=found.count, default=None)
-        self._number = None if number is None else inputs.index(number)
-        kept = [node for node in wanted if number is not None and decided[node] is number]
-        others = [node for node in wanted if node not in kept]
-        self._all = _part(graph, wanted)
-        self._of_number = _part(graph, kept)
-        self._others = _part(graph, others, embedding=_embedding)
-        self._order = [[*kept, *others].index(node) for node in wanted]
-        self._kept: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._part, self._constants = part_of(graph, nodes), constants
+        self.input = inputs.index(number)  # of the graph, by its number
+        self._after = len(inputs) - self.input - 1 - len(constants)
+        self._dims = number.meta["val"].ndim
+        self.tables: list[torch.Tensor] = []
+        self.make(_FIRST_ROWS)
 
-    def forget(self) -> None:
-        self._kept.clear()
+    @property
+    def by_token(self) -> bool:
+        """True where a token's rows do not depend on the other tokens."""
+        chosen = torch.tensor([3, 1, 4])
+        pairs = zip(self._values(chosen), self.tables)
+        return all(torch.allclose(one, rows[chosen], atol=_TOLERANCE) for one, rows in pairs)
 
-    def __call__(
-        self, inputs: Sequence[torch.Tensor], context: Any, constants: Sequence[Any]
-    ) -> Sequence[torch.Tensor]:
-        number = None if self._number is None else inputs[self._number]
-        if number is None or number.numel() > 1 or number.dtype != torch.int64:
-            return self._all(*inputs, context, *constants)
-        key = number.item()
-        kept = self._kept.get(key)
-        if kept is None:
-            if len(self._kept) >= MOST_KEPT:
-                self._kept.clear()
-            kept = self._kept[key] = self._of_number(*inputs, context, *constants)
-        found = (*kept, *self._others(*inputs, context, *constants))
-        return [found[index] for index in self._order]
+    def make(self, num_rows: int) -> None:
+        self.tables = self._values(torch.arange(num_rows))
+
+    def reach(self, number: int) -> bool:
+        """Make the tables longer where they have no row `number`; False where there is nothing to
+        be made."""
+        num_rows = len(self.tables[0]) if self.tables else number + 1
+        if not 0 <= num_rows <= number:
+            return False
+        self.make(max(2 * num_rows, number + 1))
+        return True
+
+    @torch.no_grad()
+    def _values(self, numbers: torch.Tensor) -> list[torch.Tensor]:
+        given = numbers.view(*[1] * (self._dims - 1), -1)
+        nothing = (None,) * self.input, (None,) * self._after
+        found = self._part(*nothing[0], given, *nothing[1], *self._constants)
+        return [value.reshape(len(numbers), -1).contiguous() for value in found]
 
 
 def _needed(wanted: Sequence[Node]) -> set[Node]:
@@ -66,35 +70,25 @@ def _needed(wanted: Sequence[Node]) -> set[Node]:
     return needed
 
 
-def _deciding(node: Node, constants: Collection[Node]) -> Node | None:
-    """The only input that the node depends on; None for several, and for a row of a table, of which
-    there may be many large ones."""
+def deciding(node: Node, constants: Collection[Node]) -> Node | None:
+    """The only input that the node depends on, whole numbers; None for several, and for a row of a
+    table, of which there is one already."""
     needed = _needed([node])
     if any(one.target is torch.embedding for one in needed):
         return None
     inputs = [one for one in needed if one.op == "placeholder" and one not in constants]
-    return inputs[0] if len(inputs) == 1 else None
+    if len(inputs) != 1 or inputs[0] is node or inputs[0].meta["val"].dtype != torch.int64:
+        return None
+    return inputs[0]
 
 
-def _embedding(table: torch.Tensor, ids: torch.Tensor, *options: object) -> torch.Tensor:
-    """As torch's; of one id the row where it lies, in a fraction of the time."""
-    if ids.numel() > 1:
-        return torch.embedding(table, ids, *options)
-    return table[ids.item()].view(*ids.shape, -1)
-
-
-def _part(
-    graph: Graph, wanted: Sequence[Node], embedding: Callable[..., torch.Tensor] = torch.embedding
-) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """The part of the graph that gives `wanted`, with the same inputs, and with `embedding` in
-    torch's place."""
+def part_of(graph: Graph, wanted: Sequence[Node]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The part of the graph that gives `wanted`, with the same inputs."""
     needed = _needed(wanted)
     part = Graph()
     copies: dict[Node, Node] = {}
     for node in graph.nodes:
         if node.op == "placeholder" or node in needed:
             copies[node] = part.node_copy(node, copies.__getitem__)
-            if node.target is torch.embedding:
-                copies[node].target = embedding
     part.output(tuple(copies[node] for node in wanted))
     return GraphModule({}, part).forward

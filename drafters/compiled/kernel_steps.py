@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 
 from draftsmith.drafters.compiled.capture import attend
 from draftsmith.drafters.compiled.packed_linear import PackedLinear
-from draftsmith.drafters.compiled.patterns import fixed, multiply
+from draftsmith.drafters.compiled.patterns import cleared_at_zero, fixed, multiply
 from draftsmith.kernels.attention import paged_compiled
 from draftsmith.kernels.attention.pool import LayerShape
 from draftsmith.kernels.call_list import Kind
@@ -53,7 +53,7 @@ class View(NamedTuple):
         apart = self.strides[token + 1 :] != _strides(self.shape)[token + 1 :]
         if apart or any(size != 1 for size in self.shape[:token]):
             raise Unlike("the numbers of a token lie apart")
-        return _count(self.shape)
+        return count(self.shape)
 
     @property
     def stride(self) -> int:
@@ -61,12 +61,18 @@ class View(NamedTuple):
         return self.strides[self.shape.index(None)]
 
 
+class Table(NamedTuple):
+    """One of `before.PositionTables`."""
+
+    number: int
+
+
 class Step(NamedTuple):
     """A call whose buffers have no place yet."""
 
     kind: Kind
     function: Any
-    places: Sequence[View | PackedLinear | Int8Rows | torch.Tensor | None]
+    places: Sequence[View | Table | PackedLinear | Int8Rows | torch.Tensor | None]
     numbers: Sequence[int]
     reals: Sequence[float]
 
@@ -85,7 +91,7 @@ class Layer(NamedTuple):
     group: int  # queries of a token that share a key
 
 
-def _count(shape: Shape) -> int:
+def count(shape: Shape) -> int:
     """Numbers of a token."""
     product = 1
     for size in shape:
@@ -132,6 +138,7 @@ class KernelSteps:
         self.steps: list[Step] = []
         self.buffers: list[Buffer] = []
         self.views: dict[Node, View] = {}  # values of kernels, and torch's that they read
+        self.numbers: dict[Node, View] = {}
         self.products: dict[Node, tuple[View, list[int]]] = {}
         self.layers: list[Layer] = []
         kernels: dict[Any, Callable[[Node], None]] = {
@@ -158,15 +165,47 @@ class KernelSteps:
                 self.outputs = list(found) if isinstance(found, (list, tuple)) else [found]
             elif target in kernels:
                 kernels[target](node)
+            elif (number := cleared_at_zero(node)) is not None:
+                self._clear(node, number)
+            elif target is torch.cat and self._multiplies_inputs(node):
+                self._join(node)
             elif any(self.is_kernels(one) for one in node.all_input_nodes):
                 if target not in others:
                     raise Unlike(f"no kernel does {target}")
                 others[target](node)
 
+    def _multiplies_inputs(self, joined: Node) -> bool:
+        """True for inputs side by side that products alone read."""
+        parts = joined.all_input_nodes
+        given = all(one.op == "placeholder" and one not in self.constants for one in parts)
+        return given and all(user.target is multiply for user in joined.users)
+
     def is_kernels(self, node: Node) -> bool:
         if node in self.products:
             return True
         return node in self.views and self.buffers[self.views[node].buffer].given is None
+
+    def read_rows(self, tables: Mapping[Node, tuple[Table | torch.Tensor, Node]]) -> None:
+        """Read what kernels are given where it lies: rows of a table, by the numbers of an
+        input."""
+        steps: list[Step] = []
+        for node, (table, number) in tables.items():
+            view = self._view(node)
+            buffer = self.buffers[view.buffer]
+            buffer.given, buffer.last_used = None, max(buffer.last_used, 0)
+            num_bytes = view.width * self.dtype.itemsize
+            steps.append(
+                Step(Kind.ROWS, None, (table, self.number(number), view), (num_bytes,), ())
+            )
+        for buffer in self.buffers:
+            buffer.last_used += len(steps)
+        self.steps[:0] = steps
+
+    def number(self, node: Node) -> View:
+        """An input of one whole number a token."""
+        if node not in self.numbers:
+            self.numbers[node] = self._new((None,), given=node)
+        return self.numbers[node]
 
     def _view(self, node: Any) -> View:
         """The numbers that a kernel reads; torch's tensor is given to it side by side."""
@@ -180,10 +219,10 @@ class KernelSteps:
         return self.views[node]
 
     def _new(self, shape: Shape, given: Node | None = None) -> View:
-        self.buffers.append(Buffer(_count(shape), given))
+        self.buffers.append(Buffer(count(shape), given))
         return View(len(self.buffers) - 1, 0, shape, _strides(shape))
 
-    def _weight(self, node: Node | None) -> torch.Tensor | None:
+    def weight(self, node: Node | None) -> torch.Tensor | None:
         if node is None:
             return None
         weight = self.constants.get(node)
@@ -228,7 +267,7 @@ class KernelSteps:
         self._do(
             Kind.NORMALISE,
             self.functions["normalise"],
-            (read, self._weight(weight), out),
+            (read, self.weight(weight), out),
             numbers,
             (eps, share),
         )
@@ -247,6 +286,14 @@ class KernelSteps:
             (heads, dim, x.strides[2], x.strides[1]),
         )
         self.views[node] = _turned(out)
+
+    def _clear(self, node: Node, number: Node) -> None:
+        read = self._view(node.args[0])
+        out = self._new(read.shape)
+        bytes_each = self.dtype.itemsize
+        numbers = (bytes_each * read.width, bytes_each * read.stride)
+        self._do(Kind.CLEAR, None, (read, self.number(number), out), numbers)
+        self.views[node] = out
 
     def _gate(self, node: Node) -> None:
         self._pairs(node, Kind.GATE, "gate")
@@ -270,7 +317,7 @@ class KernelSteps:
             raise Unlike("tokens put together")
         out, begin = self._new(_shape_of(node)), 0
         if out.width != sum(part.width for part in parts) or any(
-            _count(part.shape) != part.shape[-1] for part in parts
+            count(part.shape) != part.shape[-1] for part in parts
         ):
             raise Unlike("parts of several rows")
         bytes_each = self.dtype.itemsize
@@ -303,7 +350,7 @@ class KernelSteps:
 
     def _reshape(self, node: Node) -> None:
         read, shape = self._view(node.args[0]), _shape_of(node)
-        if read.width != _count(shape) or shape.index(None) != read.shape.index(None):
+        if read.width != count(shape) or shape.index(None) != read.shape.index(None):
             raise Unlike(f"{node} mixes tokens")
         strides = list(_strides(shape))
         strides[shape.index(None)] = read.stride

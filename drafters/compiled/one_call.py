@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
 
-from draftsmith.drafters.compiled.before import Before
+from draftsmith.drafters.compiled.before import PositionTables, deciding, part_of
 from draftsmith.drafters.compiled.kernel_steps import (
     KernelSteps,
     Shape,
     Step,
+    Table,
     Unlike,
     View,
     compiled_product,
+    count,
 )
 from draftsmith.drafters.compiled.packed_linear import PackedLinear
 from draftsmith.drafters.target.attention import AttentionContext
@@ -28,14 +30,14 @@ from draftsmith.kernels.attention import paged_compiled
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.paged_compiled import CompiledContext
 from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.kernels.call_list import Call, CallList, Place, RowAddresses, at, call_list
+from draftsmith.kernels.call_list import Call, CallList, Kind, Place, RowAddresses, at, call_list
 from draftsmith.kernels.few_rows import MOST_ROWS
 from draftsmith.kernels.int8_rows import Int8Rows
 
 log = logging.getLogger(__name__)
 _SCRATCH, _STATES, _GIVEN = 1, 2, 3  # bases of places; `_GIVEN` and on: torch's tensors
 _LINE_BYTES = 64
-# Less is not worth a list: a head is one product, which is one call as it is.
+# Fewer are not worth a list: a head is one product, which is one call as it is.
 _LEAST_CALLS = 3
 
 
@@ -65,67 +67,103 @@ class OneCall:
     """A forward of a few tokens over a paged pool; made by `one_call`. The weights stay the
     caller's, kept alive there; `refresh` says that packed ones were laid out again."""
 
-    def __init__(self, graph: Graph, lowered: KernelSteps, constants: Collection[Node]):
-        self._lowered, self._dtype = lowered, lowered.dtype
-        self._most_group = max(layer.group for layer in lowered.layers)
-        outputs, self._states = _place_outputs(lowered)
-        self._scratch_bytes = _place_others(lowered)
-        given = [buffer for buffer in lowered.buffers if buffer.given is not None]
-        for index, buffer in enumerate(given):
-            buffer.place = (_GIVEN + index, 0)
-        wanted = [buffer.given for buffer in given]
+    def __init__(self, graph: Graph, lowered: KernelSteps, constants: Mapping[Node, Any]):
+        self._lowered, self._constants = lowered, list(constants.values())
+        self.dtype = lowered.dtype
+        num_kernels = len(lowered.steps)
+        # Others are as fast from Python.
+        self.is_forward = num_kernels >= _LEAST_CALLS and bool(lowered.layers)
+        self.most_group = max((layer.group for layer in lowered.layers), default=1)
+        self._tables = _read_rows(graph, lowered, constants)
+        outputs, self.states = _place_outputs(lowered)
+        self.scratch_bytes = _place_others(lowered)
+        inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        # What kernels are given: an input of the graph by its number, else torch's.
+        self.given: list[int | None] = []
+        wanted = []
+        for buffer in lowered.buffers:
+            if buffer.given is None:
+                continue
+            buffer.place = (_GIVEN + len(self.given), 0)
+            is_input = buffer.given.op == "placeholder"
+            self.given.append(inputs.index(buffer.given) if is_input else None)
+            wanted += [] if is_input else [buffer.given]
+        self._num_wanted = len(wanted)
         # Outputs that are torch's come after what kernels read.
         others = [node for node in outputs if isinstance(node, Node)]
         wanted += others
-        self._outputs = [
+        self.outputs = [
             _OutputPlace(1, others.index(one)) if isinstance(one, Node) else _OutputPlace(0, one)
             for one in outputs
         ]
-        self._num_given, self._before = len(given), Before(graph, wanted, constants)
+        self._by_torch = part_of(graph, wanted) if wanted else None
         self._known: tuple[weakref.ref[PagedPool], torch.Tensor | None] | None = None
-        self.refresh()
+        self._list_calls()
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token in each of the kernels' outputs."""
+        return count(self.states[1])
 
     def refresh(self) -> None:
-        calls = [_call(self._lowered, step) for step in self._lowered.steps]
-        found = call_list(calls)
+        if self._tables is not None:
+            self._tables.make(len(self._tables.tables[0]))
+        self._list_calls()
+
+    def reach(self, position: int) -> bool:
+        """Make the tables long enough; False where they are."""
+        if self._tables is None or not self._tables.reach(position):
+            return False
+        self._list_calls()
+        return True
+
+    def _list_calls(self) -> None:
+        tables = [] if self._tables is None else self._tables.tables
+        found = call_list([_call(self._lowered, step, tables) for step in self._lowered.steps])
         if found is None:
             raise Unlike("there is no compiler")
-        self._calls: CallList = found
-        self._before.forget()
+        self.calls: CallList = found
 
     def __call__(
-        self,
-        inputs: Sequence[torch.Tensor],
-        context: AttentionContext | None,
-        constants: Sequence[Any],
+        self, inputs: Sequence[torch.Tensor], context: AttentionContext | None
     ) -> Sequence[torch.Tensor] | None:
         """The forward's outputs; None for a pass that the kernels do not take: more tokens, a
-        tree, another context or pool."""
+        tree, another context or pool. Raises `IndexError` for an id outside the vocabulary."""
         tokens = inputs[0].shape[1]
         rows = self._rows(context) if 0 < tokens <= MOST_ROWS else None
-        layers = None if rows is None else self._layers(context.pool)  # type: ignore[union-attr]
+        layers = None if rows is None else self.layers(context.pool)  # type: ignore[union-attr]
         if rows is None or layers is None:
             return None
-        found = self._before(inputs, context, constants)
-        given = [tensor.contiguous() for tensor in found[: self._num_given]]
-        scratch = torch.empty(self._scratch_bytes * tokens, dtype=torch.uint8)
-        states = torch.empty(self._states[0], *self._sized(tokens), dtype=self._dtype)
-        addresses = [tensor.data_ptr() for tensor in (scratch, states, *given)]
-        self._calls([0, *addresses], tokens, rows, layers)
-        return _Outputs(self._outputs, states, list(found[self._num_given :]))
+        found: Sequence[torch.Tensor] = ()
+        if self._by_torch is not None:
+            found = self._by_torch(*inputs, context, *self._constants)
+        by_torch = iter(found)
+        given = [
+            (next(by_torch) if number is None else inputs[number]).contiguous()
+            for number in self.given
+        ]
+        scratch = torch.empty(self.scratch_bytes * tokens, dtype=torch.uint8)
+        states = torch.empty(self.states[0], *self._sized(tokens), dtype=self.dtype)
+        bases = [0, *(tensor.data_ptr() for tensor in (scratch, states, *given))]
+        if not self.calls(bases, tokens, rows, layers):
+            tables = self._tables
+            longer = tables is not None and self.reach(int(inputs[tables.input].max()))
+            if not longer or not self.calls(bases, tokens, rows, layers):
+                raise IndexError("a token id of the pass is outside the vocabulary")
+        return _Outputs(self.outputs, states, list(found[self._num_wanted :]))
 
     def _sized(self, tokens: int) -> list[int]:
-        return [tokens if size is None else size for size in self._states[1]]
+        return [tokens if size is None else size for size in self.states[1]]
 
     def _rows(self, context: AttentionContext | None) -> RowAddresses | None:
         if type(context) is not PagedPass or not isinstance(context.context, CompiledContext):
             return None
         rows = context.context.row_addresses
-        if rows is None or rows.longest_row * self._most_group > paged_compiled.MOST_QUERIES:
+        if rows is None or rows.longest_row * self.most_group > paged_compiled.MOST_QUERIES:
             return None
         return rows
 
-    def _layers(self, pool: PagedPool) -> torch.Tensor | None:
+    def layers(self, pool: PagedPool) -> torch.Tensor | None:
         """[L, 2] int64, addresses of keys and values; None where the pool has others than the
         layers."""
         if self._known is None or self._known[0]() is not pool:
@@ -138,12 +176,40 @@ class OneCall:
             if index >= len(pool.keys):
                 return None
             for states, dim in ((pool.keys[index], key_dim), (pool.values[index], value_dim)):
-                if states.shape[1:] != (heads, dim) or states.dtype != self._dtype:
+                if states.shape[1:] != (heads, dim) or states.dtype != self.dtype:
                     return None
                 if not states.is_contiguous():
                     return None
         pairs = zip(pool.keys, pool.values)
         return torch.tensor([[keys.data_ptr(), values.data_ptr()] for keys, values in pairs])
+
+
+def _read_rows(
+    graph: Graph, lowered: KernelSteps, constants: Mapping[Node, Any]
+) -> PositionTables | None:
+    """Have what kernels are given read from tables, where it is in one or positions decide it."""
+    wanted = [buffer.given for buffer in lowered.buffers if buffer.given is not None]
+    wanted += [node for node in lowered.outputs if node.target is torch.embedding]
+    rows: dict[Node, tuple[Table | torch.Tensor, Node]] = {}
+    decided: dict[Node, list[Node]] = {}
+    for node in dict.fromkeys(wanted):
+        if node.target is torch.embedding:
+            table, ids = node.args[:2]
+            weight = lowered.weight(table)
+            if ids.op == "placeholder" and ids.meta["val"].dtype == torch.int64:
+                rows[node] = (weight, ids)
+        elif (number := deciding(node, constants)) is not None:
+            decided.setdefault(number, []).append(node)
+    # Nearly always all of them; the others are torch's.
+    number, nodes = max(decided.items(), key=lambda item: len(item[1]), default=(None, []))
+    tables = None
+    if number is not None:
+        tables = PositionTables(graph, nodes, number, list(constants.values()))
+        if not tables.by_token:
+            raise Unlike("positions that decide on each other")
+        rows |= {node: (Table(index), number) for index, node in enumerate(nodes)}
+    lowered.read_rows(rows)
+    return tables
 
 
 def _place_outputs(lowered: KernelSteps) -> tuple[list[Node | int], tuple[int, Shape]]:
@@ -196,9 +262,9 @@ def _place_others(lowered: KernelSteps) -> int:
     return most
 
 
-def _call(lowered: KernelSteps, step: Step) -> Call:
+def _call(lowered: KernelSteps, step: Step, tables: Sequence[torch.Tensor]) -> Call:
     places: list[Place] = []
-    function = step.function
+    function, numbers = step.function, list(step.numbers)
     for value in step.places:
         if isinstance(value, View):
             base, per_token = lowered.buffers[value.buffer].place
@@ -209,25 +275,34 @@ def _call(lowered: KernelSteps, step: Step) -> Call:
             function = product.function
             places += map(at, product.pointers)
         else:
+            value = tables[value.number] if isinstance(value, Table) else value
             places.append(at(None if value is None else value.data_ptr()))
-    return Call(step.kind, function, places, step.numbers, step.reals)
+            numbers += [] if value is None or step.kind is not Kind.ROWS else [len(value)]
+    return Call(step.kind, function, places, numbers, step.reals)
 
 
 def one_call(graph: Graph, constants: Mapping[Node, Any]) -> OneCall | None:
     """`graph` is rewritten and `constants` are the values of its last inputs. None where a forward
-    holds anything but kernels and views behind its first kernel, or hardly any of them."""
+    holds anything but kernels and views behind its first kernel."""
     dtypes = {
         product.dtype
         for product in constants.values()
         if isinstance(product, (PackedLinear, Int8Rows))
     }
     try:
-        if len(dtypes) != 1:
+        if len(dtypes) > 1:
             raise Unlike("weights of several types")
-        lowered = KernelSteps(graph, constants, dtypes.pop())
-        if len(lowered.steps) < _LEAST_CALLS or not lowered.layers:
-            raise Unlike("hardly any kernels")
-        return OneCall(graph, lowered, constants)
+        dtype = dtypes.pop() if dtypes else _dtype_of(graph)
+        return OneCall(graph, KernelSteps(graph, constants, dtype), constants)
     except Unlike as reason:
         log.debug("a forward is not one call: %s", reason)
         return None
+
+
+def _dtype_of(graph: Graph) -> torch.dtype:
+    """Type of the outputs."""
+    (outputs,) = next(node for node in graph.nodes if node.op == "output").args
+    first = outputs[0] if isinstance(outputs, (list, tuple)) else outputs
+    if not isinstance(first, Node) or "val" not in first.meta:
+        raise Unlike("outputs of no known type")
+    return first.meta["val"].dtype

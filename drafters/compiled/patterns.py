@@ -170,6 +170,20 @@ def gate_activation(opened: Any, factor: Any) -> str | None:
     return _ACTIVATIONS[opened.target] + "_tanh" * tanh if fits else None
 
 
+def cleared_at_zero(node: Node) -> Node | None:
+    """The input of whole numbers at whose zeros masked_fill([..., T, H], number == 0, 0) clears the
+    token; None for anything else."""
+    if node.target is not aten.masked_fill.Scalar or node.args[2] != 0:
+        return None
+    mask = node.args[1]
+    equal = mask.args[0] if mask.target in (aten.unsqueeze.default, torch.unsqueeze) else mask
+    if equal.target is not aten.eq.Scalar or equal.args[1] != 0 or mask.args[1] not in (-1, 2):
+        return None
+    number, shape = equal.args[0], stand_in(node).shape
+    one_each = number.op == "placeholder" and stand_in(number).shape == shape[:-1]
+    return number if one_each and stand_in(number).dtype == torch.int64 else None
+
+
 def rotation_parts(root: Node) -> tuple[Node, Node, Node, int] | None:
     """(a, cos, sin, half width)."""
     if root.target is not aten.add.Tensor or len(root.args) != 2:

@@ -34,34 +34,50 @@ class Replay:
         steps: Literal["cpu", "triton"] = "cpu",
     ):
         module = capture(function, examples)
-        self._packed: Sequence[PackedLinear | JoinedLinear]
+        self._packed: Sequence[PackedLinear | JoinedLinear]  # laid out again by `refresh`
         if steps == "cpu":
             self._packed = rewrite(module, copies=copies)
         else:
             from draftsmith.drafters.compiled.device_rewrite import rewrite_for_device
 
             self._packed = rewrite_for_device(module)
+        held = [tensor for one in self._packed for tensor in (*one.weights, *one.biases)]
+        self._weights = [tensor for tensor in held if tensor is not None]
+        self._versions: list[int] = []
         constants = _lift_constants(module)
         self._constants = list(constants.values())
         module.recompile()
         self.graph = module.graph
         self._run = module.forward
-        self._one_call = one_call(module.graph, constants) if steps == "cpu" else None
+        self.calls = one_call(module.graph, constants) if steps == "cpu" else None
+        is_forward = self.calls is not None and self.calls.is_forward
+        self._one_call = self.calls if is_forward else None
 
     def __call__(
         self, *inputs: torch.Tensor, attention_context: AttentionContext | None = None
     ) -> Any:
         if self._one_call is not None:
-            found = self._one_call(inputs, attention_context, self._constants)
+            found = self._one_call(inputs, attention_context)
             if found is not None:
                 return found
         return self._run(*inputs, attention_context, *self._constants)
 
+    @property
+    def does_nothing(self) -> bool:
+        """True where the output is the first input."""
+        first, *_, last = self.graph.nodes
+        return last.args[0] is first
+
     def refresh(self) -> None:
+        if self.calls is not None:
+            versions = [tensor._version for tensor in self._weights]
+            if versions == self._versions:
+                return
+            self._versions = versions
         for packed in self._packed:
             packed.refresh()
-        if self._one_call is not None:
-            self._one_call.refresh()
+        if self.calls is not None:
+            self.calls.refresh()
 
 
 def _lift_constants(module: GraphModule) -> dict[torch.fx.Node, Any]:

@@ -42,6 +42,7 @@ def rewrite(module: GraphModule, *, copies: int) -> list[PackedLinear]:
     for more. Returns their holders, the caller's to refresh."""
     drop_no_operations(module.graph)
     merge_equal(module.graph)
+    count_inputs(module.graph)
     fuse_norms(module)
     fuse_rotations(module)
     fuse_gates(module.graph)
@@ -50,6 +51,18 @@ def rewrite(module: GraphModule, *, copies: int) -> list[PackedLinear]:
     call_directly(module.graph)
     module.graph.eliminate_dead_code()
     return packed
+
+
+def count_inputs(graph: Graph) -> None:
+    """The number of tokens is read off an input, not off a state that has to be there for it."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder" and "val" in node.meta]
+    sizes = {
+        str(size): (node, dim)
+        for node in reversed(inputs)
+        for dim, size in enumerate(stand_in(node).shape)
+    }
+    for node in graph.find_nodes(op="call_function", target=aten.sym_size.int):
+        node.args = sizes.get(str(node.meta["val"]), node.args)
 
 
 def fuse_norms(module: GraphModule) -> None:

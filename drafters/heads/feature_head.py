@@ -18,6 +18,7 @@ from draftsmith.drafters.autoregressive.chain_graphs import ChainGraphs
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler
 from draftsmith.drafters.autoregressive.rotary import HasRotary
 from draftsmith.drafters.autoregressive.state import HeadStep
+from draftsmith.drafters.compiled.one_chain import OneChain
 from draftsmith.drafters.heads.captured_head import CapturedHead, capture_head
 from draftsmith.drafters.interface import (
     Capturable,
@@ -46,6 +47,7 @@ class FeatureHead(HasRotary, ForwardCapturable, Capturable):
     windows: Windows = ()
     ends_chains = True
     ahead = 2  # the state at position t predicts the token at t + 2
+    one_chain: OneChain | None = None
     _captured: CapturedHead | None = None
     _graphs: ChainGraphs | None = None
     level_graphs: LevelGraphs | None = None
@@ -83,6 +85,8 @@ class FeatureHead(HasRotary, ForwardCapturable, Capturable):
     def capture_forward(self) -> None:
         if self._captured is None:
             self._captured = capture_head(self)
+            if self._captured is not None:
+                self.one_chain = self._captured.one_chain(self.ahead)
 
     def draft_logits(self, head_input: torch.Tensor) -> torch.Tensor:
         """[T, H] -> raw [T, Vd]; drafting only, as are `fused` and `read_ragged`."""

@@ -127,6 +127,11 @@ class CausalLM:
         return getattr(self.model, self._body_name)
 
     @property
+    def forwards(self) -> CapturedLm | None:
+        """The argument of `replay`."""
+        return self._captured
+
+    @property
     def captured(self) -> bool:
         return self._captured is not None
 

@@ -41,7 +41,8 @@ def draw(
         return Drawn(*draw_triton(logits, rows.options, streams, **kinds))
     found = None
     if impl == "auto":
-        found = draw_compiled(logits, rows, seeds, positions, int(purpose))
+        wide = logits.float() if logits.dtype == torch.bfloat16 else logits
+        found = draw_compiled(wide, rows, seeds, positions, int(purpose))
     return draw_torch(logits, rows, seeds, positions, purpose) if found is None else Drawn(*found)
 
 

@@ -23,16 +23,16 @@ ROWS: list[Any] = [
     _pointer,
     _pointer,
 ]  # `rows_of`'s arguments
-_ARGUMENTS = [*ROWS, _pointer, _pointer, _number, _pointer, _pointer, _number, _number]
-_ARGUMENTS += [ctypes.c_int]
+ARGUMENTS = [*ROWS, _pointer, _pointer, _number, _pointer, _pointer, _number, _number]
+ARGUMENTS += [ctypes.c_int]
 
 
 @cache
-def _kernel() -> Any:
+def draw_kernel() -> Any:
     library = compiled(SOURCE)
     if library is None:
         return None
-    library.draw.argtypes, library.draw.restype = _ARGUMENTS, ctypes.c_bool
+    library.draw.argtypes, library.draw.restype = ARGUMENTS, ctypes.c_bool
     return library.draw
 
 
@@ -67,7 +67,7 @@ def draw_compiled(
     purpose: int,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """As `draw`; None where a rounding of torch's might decide, and where there is no compiler."""
-    kernel = _kernel() if takes(logits) else None
+    kernel = draw_kernel() if takes(logits) else None
     if kernel is None:
         return None
     seeds, positions = seeds.contiguous(), positions.contiguous()

@@ -13,6 +13,7 @@ the first, which is a chain's only one), the drafted tokens of a block. Key plus
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from enum import IntEnum
 from functools import lru_cache
 from typing import Protocol
@@ -70,11 +71,12 @@ def stream_keys(
 def _few_keys(seeds: torch.Tensor, positions: torch.Tensor, purposes: torch.Tensor) -> torch.Tensor:
     rows = torch.broadcast_tensors(seeds, positions, purposes)
     numbers = zip(*(tensor.flatten().tolist() for tensor in rows))
-    keys = [
-        _mix(_mix(seed + GOLDEN) + (position * NUM_PURPOSES + purpose) * GOLDEN)
-        for seed, position, purpose in numbers
-    ]
-    return torch.tensor([signed(key) for key in keys], dtype=torch.int64).view(rows[0].shape)
+    keys = [_few_key(*row) for row in numbers]
+    return torch.tensor(keys, dtype=torch.int64).view(rows[0].shape)
+
+
+def _few_key(seed: int, position: int, purpose: int) -> int:
+    return signed(_mix(_mix(seed + GOLDEN) + (position * NUM_PURPOSES + purpose) * GOLDEN))
 
 
 def uniform(
@@ -112,6 +114,12 @@ def round_seeds(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     rounds start at different positions and these seeds differ from round to round.
     """
     return stream_keys(seeds, positions, Purpose.ROUND)
+
+
+def few_round_seeds(streams: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """`round_seeds` of (seed, position) pairs, on the CPU."""
+    keys = [_few_key(seed, position, int(Purpose.ROUND)) for seed, position in streams]
+    return torch.tensor(keys, dtype=torch.int64)
 
 
 class Draws(Protocol):

@@ -154,6 +154,8 @@ class Proposer:
         """Budgets of rows whose chains have their lengths from them, so that the pass can be laid
         out without a look at the device; None where a draft guesses how far it is kept, or is made
         wrong."""
+        if asked.budgets is None:
+            return None
         drafter = self.drafts.live.drafter
         chains = isinstance(drafter, EndsChains) and drafter.ends_chains
         guesses = asked.least_survival > 0 and not chains

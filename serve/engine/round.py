@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.drafters.trees.layout import node_depths
-from draftsmith.kernels.dispatch import Upload, sent
+from draftsmith.kernels.dispatch import Upload, reads_freely, sent
 from draftsmith.kernels.sampling.filters import SamplingRows
-from draftsmith.kernels.sampling.random_streams import round_seeds
+from draftsmith.kernels.sampling.random_streams import FEW, few_round_seeds, round_seeds
 from draftsmith.kernels.verify.draft_tree import DraftTree
 from draftsmith.serve.engine.scheduler import Row, Schedule
 from draftsmith.serve.requests.request import Request
@@ -84,6 +84,8 @@ class RowSampling:
     def draft_seeds(self, num_rows: int) -> torch.Tensor:
         """[num_rows] int64 of the first rows, which draft; no two rounds of a request have the same
         one."""
+        if reads_freely(self.device) and num_rows <= FEW:
+            return few_round_seeds(self.streams[:num_rows])
         return round_seeds(self.seeds[:num_rows], self.positions[:num_rows])
 
     def draft_distributions(

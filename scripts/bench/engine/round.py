@@ -31,6 +31,7 @@ from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.stats import PHASES
+from scripts.demo.pad_target import target_of
 from scripts.paths import ROOT
 
 TIMEOUT_S = 600.0
@@ -126,13 +127,14 @@ def measure(target: Path, draft: Path | None, options: argparse.Namespace) -> li
     read more slowly."""
     torch.set_num_threads(1)
     prompts = read_prompts(str(options.prompts), count=max(options.streams), chars=400, seed=0)
-    model = Target.load(target, dtype="float32")
+    model = Target.load(target, dtype=options.dtype)
     engine = build_engine(
         model, None if draft is None else load(draft, model), EngineConfig(k=options.k)
     )
     tokenizer = model.tokenizer()
     ids = [tokenizer(prompt["prompt"])["input_ids"] for prompt in prompts]
     arguments = ["--target", str(target), "--k", str(options.k), "--threads", "1"]
+    arguments += ["--dtype", options.dtype]
     rows = []
     with started(
         arguments + ([] if draft is None else ["--draft", str(draft)]), timeout_s=TIMEOUT_S
@@ -178,6 +180,8 @@ def main() -> None:
         help="a finished quickstart folder",
     )
     parser.add_argument("--draft", type=Path, help="another draft than its EAGLE-3")
+    parser.add_argument("--parameters", help="pad the run's target to so many, for example 100M")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--k", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument(
@@ -189,6 +193,7 @@ def main() -> None:
     options = parser.parse_args()
     source = options.run / "bench-prompts.jsonl"
     options.prompts = source if source.exists() else "stdlib:code"
+    target = target_of(options.run, options.parameters)
     load_before = os.getloadavg()[0]
     print(
         "| draft | T | streams | tokens | "
@@ -199,7 +204,7 @@ def main() -> None:
     rows: list[Row] = []
     for draft in (None, options.draft or options.run / "eagle3"):
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
-            rows += fresh.submit(measure, options.run / "target", draft, options).result()
+            rows += fresh.submit(measure, target, draft, options).result()
     report = {
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "cores": os.cpu_count(),

@@ -96,8 +96,11 @@ def main() -> None:
             for count in TOKENS
         },
         "draft_rounds": {
-            f"{family}, k = {options.k}": measure(draft_variants(family, own, captured, options.k), options.steps)
+            f"{family}, k = {options.k}, T = {temperature}": measure(
+                draft_variants(family, own, captured, options.k, temperature), options.steps
+            )
             for family in DRAFTS
+            for temperature in (0, 1)
         },
         "sampling": {
             name: measure(variants, options.steps)
@@ -244,17 +247,23 @@ def matmul_variants(model: nn.Module, count: int) -> Variants:
 
 
 def new_draft(family: str, target: Target) -> Any:
-    return FAMILIES[family].create(DRAFTS[family], target, seed=0).eval()
+    draft = FAMILIES[family].create(DRAFTS[family], target, seed=0)
+    return draft.to(device=target.device, dtype=target.dtype).eval()
 
 
-def draft_variants(family: str, own: Target, captured: Target, k: int) -> Variants:
-    plain, replayed = new_draft(family, own), new_draft(family, captured)
-    capture_forwards(captured, replayed)
-    return {"own": draft_round(plain, own, k), "captured": draft_round(replayed, captured, k)}
+def draft_variants(
+    family: str, own: Target, captured: Target, k: int, temperature: int
+) -> Variants:
+    drafts = {"own": new_draft(family, own)}
+    for name in ("many calls", "captured"):
+        drafts[name] = new_draft(family, captured)
+        capture_forwards(captured, drafts[name])
+    drafts["many calls"].one_chain = None  # the same kernels, each called from Python
+    return {name: draft_round(draft, own, k, temperature) for name, draft in drafts.items()}
 
 
-def draft_round(drafter: Any, target: Target, k: int) -> Callable[[], Any]:
-    """After a round that committed two tokens; one greedy row."""
+def draft_round(drafter: Any, target: Target, k: int, temperature: int) -> Callable[[], Any]:
+    """After a round that committed two tokens; one row."""
     num_new = 3
     inputs = DraftInputs(
         tokens=torch.full((num_new,), 7),
@@ -264,7 +273,7 @@ def draft_round(drafter: Any, target: Target, k: int) -> Callable[[], Any]:
         if drafter.taps
         else None,
         num_draft=torch.tensor([k]),
-        sampling=SamplingRows.of([0.0], top_k=[0], top_p=[1.0], device="cpu"),
+        sampling=SamplingRows.of([float(temperature)]),
         seeds=torch.tensor([0]),
         pool=drafter.new_pool(CONTEXT // BLOCK_SIZE + 4, BLOCK_SIZE, target.device, target.dtype),
         block_tables=torch.arange(1, CONTEXT // BLOCK_SIZE + 3)[None],

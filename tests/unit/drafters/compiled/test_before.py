@@ -4,63 +4,67 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
-from draftsmith.drafters.compiled import before
-from draftsmith.drafters.compiled.before import Before
+from draftsmith.drafters.compiled.before import PositionTables, deciding, part_of
+
+RATES, ROWS = torch.tensor([1.0, 0.5]), torch.arange(12.0).view(6, 2)
 
 
-@pytest.fixture
-def made(monkeypatch) -> tuple[Before, list[torch.Tensor]]:
-    """Of (ids, positions, context, table, rates): rows of the table, and angles; the arguments of
-    every angle that was made."""
-    asked: list[torch.Tensor] = []
+class Made:
+    """A graph of (ids, positions, context, table, rates): angles, rows of the table, their sum and
+    angles that depend on all positions."""
 
-    def angles(positions: torch.Tensor, rates: torch.Tensor) -> torch.Tensor:
-        asked.append(positions)
+    def __init__(self) -> None:
+        self.asked: list[torch.Tensor] = []
+        self.graph = graph = Graph()
+        names = ("ids", "positions", "context", "table", "rates")
+        self.ids, self.positions, _, table, rates = (graph.placeholder(name) for name in names)
+        for node in (self.ids, self.positions):
+            node.meta["val"] = torch.zeros(1, 3, dtype=torch.int64)
+        self.constants = [table, rates]
+        self.turned = graph.call_function(self.angles, (self.positions, rates))
+        self.rows = graph.call_function(torch.embedding, (table, self.ids))
+        self.mixed = graph.call_function(torch.add, (self.rows, self.turned))
+        self.shifted = graph.call_function(torch.roll, (self.turned, 1, 1))
+        graph.output((self.turned, self.rows, self.mixed, self.shifted))
+
+    def angles(self, positions: torch.Tensor, rates: torch.Tensor) -> torch.Tensor:
+        self.asked.append(positions)
         return positions[..., None] * rates
 
-    graph = Graph()
-    ids, positions, _, table, rates = (
-        graph.placeholder(name) for name in ("ids", "positions", "context", "table", "rates")
-    )
-    rows = graph.call_function(torch.embedding, (table, ids))
-    turned = graph.call_function(angles, (positions, rates))
-    mixed = graph.call_function(torch.add, (rows, turned))
-    graph.output((turned, rows, mixed))
-    return Before(graph, [turned, rows, mixed], [table, rates]), asked
+    def tables(self, *nodes: Node) -> PositionTables:
+        return PositionTables(self.graph, nodes, self.positions, [ROWS, RATES])
 
 
-def call(found: Before, ids: list[int], positions: list[int]) -> list[list]:
-    table = torch.arange(12.0).view(6, 2)
-    rates = torch.tensor([1.0, 0.5])
-    values = found([torch.tensor([ids]), torch.tensor([positions])], None, [table, rates])
-    return [value.tolist() for value in values]
+def test_what_positions_alone_decide_is_found() -> None:
+    made = Made()
+    found = [deciding(node, made.constants) for node in (made.turned, made.rows, made.mixed)]
+    assert found == [made.positions, None, None]
 
 
-def test_a_position_is_worked_out_once_and_ids_every_time(made) -> None:
-    found, asked = made
-    first = call(found, [3], [7])
-    assert first == [[[[7.0, 3.5]]], [[[6.0, 7.0]]], [[[13.0, 10.5]]]]
-    again = call(found, [5], [7])
-    assert again == [[[[7.0, 3.5]]], [[[10.0, 11.0]]], [[[17.0, 14.5]]]]
-    assert call(found, [3], [8])[0] == [[[8.0, 4.0]]]
-    # `mixed` depends on the id too, so that its own angles are made again.
-    alone = [one for one in asked if one.item() == 7]
-    assert len(alone) == 3
+def test_a_position_is_worked_out_once() -> None:
+    made = Made()
+    tables = made.tables(made.turned)
+    assert len(made.asked) == 1
+    assert torch.equal(tables.tables[0], torch.arange(256.0)[:, None] * RATES)
+    assert not tables.reach(255) and len(made.asked) == 1
+    assert tables.reach(256) and len(tables.tables[0]) == 512
+    assert tables.reach(5000) and tables.tables[0][5000].tolist() == [5000.0, 2500.0]
+    assert not tables.reach(-1)
 
 
-def test_several_tokens_are_not_kept(made) -> None:
-    found, _ = made
-    assert call(found, [3, 4], [7, 8])[0] == [[[7.0, 3.5], [8.0, 4.0]]]
-    assert not found._kept
+def test_tokens_that_depend_on_each_other_have_no_table() -> None:
+    made = Made()
+    assert made.tables(made.turned).by_token
+    assert not made.tables(made.turned, made.shifted).by_token
 
 
-def test_what_is_kept_is_bounded_and_forgotten_with_the_weights(made, monkeypatch) -> None:
-    found, _ = made
-    monkeypatch.setattr(before, "MOST_KEPT", 4)
-    for position in range(11):
-        assert call(found, [1], [position])[0] == [[[position, position / 2]]]
-        assert len(found._kept) <= 4
-    found.forget()
-    assert not found._kept
+@pytest.mark.parametrize("ids", [[3], [3, 4]])
+def test_the_rest_is_the_graph_s(ids: list[int]) -> None:
+    made = Made()
+    positions = torch.arange(7, 7 + len(ids))[None]
+    part = part_of(made.graph, [made.mixed, made.rows])
+    mixed, rows = part(torch.tensor([ids]), positions, None, ROWS, RATES)
+    assert torch.equal(rows, ROWS[ids][None])
+    assert torch.equal(mixed, ROWS[ids] + positions[..., None] * RATES)

@@ -101,9 +101,10 @@ def test_one_call_gives_the_bits_of_many(tiny_target, architecture, dtype, monke
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_layer_is_twelve_kernels(tiny_target, dtype):
-    """Two norms, four products, two rotations, attention, a gate and two sums; one norm behind."""
+    """Two norms, four products, two rotations, attention, a gate and two sums; before them rows of
+    the embedding and of both tables of angles, one norm behind."""
     target = made(tiny_target, "llama", dtype)
-    assert len(body(target)._one_call._calls._calls) == 12 * target.num_layers + 1
+    assert len(body(target)._one_call.calls.calls) == 3 + 12 * target.num_layers + 1
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -159,7 +160,7 @@ def test_passes_that_kernels_do_not_take_are_replayed(tiny_target, monkeypatch):
 
 def test_rows_with_more_queries_than_share_a_key_are_replayed(tiny_target, monkeypatch):
     target = made(tiny_target, "llama")
-    group = body(target)._one_call._most_group
+    group = body(target)._one_call.most_group
     longest = MOST_QUERIES // group
     with counted(target, monkeypatch) as taken:
         passes(target, [(longest, 1), (longest + 1, 1)])
@@ -188,6 +189,28 @@ def test_a_token_behind_its_blocks_is_an_error(tiny_target):
     )
     with pytest.raises(IndexError, match="behind the blocks"):
         target.paged(positions[None], positions[None], context)
+
+
+@torch.no_grad()
+def test_angles_are_made_as_far_as_positions_go(tiny_target, monkeypatch):
+    """Behind the first tables, whatever the ids; an id outside the vocabulary is an error."""
+    target = made(tiny_target, "llama")
+    tables, last = body(target)._one_call._tables, target.vocab_size - 1
+    pool, table, one = target.new_pool(80, 4), torch.arange(80)[None], torch.tensor([1])
+    for position, rows in ((255, 256), (256, 512), (300, 512)):
+        found = [
+            target.paged(torch.tensor([[last]]), torch.tensor([[position]]), context).final
+            for context in (
+                PagedPass(pool, table, torch.tensor([position]), one),
+                PagedPass(pool, table, torch.tensor([position]), one, impl="torch"),
+            )
+        ]
+        torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+        assert len(tables.tables[0]) == rows
+    with pytest.raises(IndexError, match="outside the vocabulary"):
+        strange, position = torch.tensor([[last + 1]]), torch.tensor([3])
+        target.paged(strange, position[None], PagedPass(pool, table, position, one))
+    assert len(tables.tables[0]) == 512
 
 
 def test_without_a_compiler_forwards_are_replayed(tiny_target, monkeypatch):

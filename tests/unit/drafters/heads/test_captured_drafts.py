@@ -110,5 +110,5 @@ def test_new_weights_in_place_are_drafted_with(drafter, target):
         fresh = FAMILIES["draft-lm"](drafter.model, "same weights")
     else:
         fresh = copy.copy(drafter)
-        fresh._captured = None
+        fresh._captured = fresh.one_chain = None
     assert_same(after, draft(fresh, target, [7, 2, 12], [K] * ROWS))

@@ -125,6 +125,12 @@ def test_the_distribution_is_the_models_own_over_the_shared_tokens(drafter, targ
         )
 
 
+def test_a_captured_draft_still_maps_ids(foreign, target):
+    drafter = checkpoint.load_foreign(foreign, target)
+    drafter.capture_forward()
+    test_the_distribution_is_the_models_own_over_the_shared_tokens(drafter, target)
+
+
 def engine(target: Target, drafter: ForeignLm | None, **changes) -> Engine:
     return build_engine(target, drafter, EngineConfig(k=3, **changes))
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from draftsmith.kernels.sampling import draw as module
 from draftsmith.kernels.sampling.draw import draw, draw_torch
-from draftsmith.kernels.sampling.draw_compiled import _kernel, draw_compiled
+from draftsmith.kernels.sampling.draw_compiled import draw_compiled, draw_kernel
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.random_streams import Purpose
 from draftsmith.kernels.statistics import g_test
 from tests.sampled_rows import logits_of, options, rows_of, streams
 
-compiler = pytest.mark.skipif(_kernel() is None, reason="there is no C++ compiler")
+compiler = pytest.mark.skipif(draw_kernel() is None, reason="there is no C++ compiler")
 
 
 @compiler
