@@ -27,6 +27,7 @@ from draftsmith.kernels.divergence.rows import (
 )
 from draftsmith.kernels.divergence.rows_compiled import divergence_rows_compiled
 from draftsmith.kernels.divergence.sparse import check_sparse, sparse_rows
+from draftsmith.kernels.float32_products import is_faster, multiply
 from draftsmith.kernels.sampling.top_tokens import TopProbs
 
 # Draft logits of one chunk on an accelerator. Every chunk reads the draft head twice and its
@@ -36,8 +37,10 @@ CHUNK_BYTES = 1 << 28
 # rounds once, as the result does anyway, and the buffer is half as large. More chunks, or any other
 # head, add up in float32.
 FEW_CHUNKS = 16
-# A block of the head's gradient while it is added up in more digits than the product has.
+# A block of the head's gradient while it is added up in more digits than the product has, or from a
+# product that adds nothing up.
 PRODUCT_ELEMENTS = 1 << 26
+CPU_PRODUCT_ELEMENTS = 1 << 22
 # On a CPU: rows enough to pay for reading the draft head.
 CPU_CHUNK_ELEMENTS, CPU_CHUNK_ROWS = 1 << 20, 256
 
@@ -239,9 +242,9 @@ def _chunk(
     """(loss, alpha, keep, outside) of the rows of one chunk; its logits are gone when
     it returns."""
     states = hidden[part].to(job.dtype)
-    terms = job.rows(states @ head.T, part)
+    terms = job.rows(multiply(states, head.T), part)
     if gradients.hidden is not None:
-        gradients.hidden[part] = terms.grad @ head
+        gradients.hidden[part] = multiply(terms.grad, head)
     if gradients.head is not None:
         # 0 * NaN is NaN: the hidden state of a row without weight must not reach the product
         # either.
@@ -260,12 +263,14 @@ def _sum_dtype(head: torch.Tensor, job: _Job) -> torch.dtype:
 
 def _add_product(total: torch.Tensor, grad: torch.Tensor, states: torch.Tensor) -> None:
     """total [Vd, H] += grad [t, Vd].T @ states [t, H]."""
-    if total.dtype == states.dtype:
+    if total.dtype == states.dtype and not is_faster(grad.T, states):
         total.addmm_(grad.T, states)
         return
-    step = max(1, PRODUCT_ELEMENTS // states.shape[-1])
+    on_cpu = states.device.type == "cpu"
+    elements = min(PRODUCT_ELEMENTS, CPU_PRODUCT_ELEMENTS) if on_cpu else PRODUCT_ELEMENTS
+    step = max(1, elements // states.shape[-1])
     for begin in range(0, len(total), step):
-        total[begin : begin + step] += grad[:, begin : begin + step].T @ states
+        total[begin : begin + step] += multiply(grad[:, begin : begin + step].T, states)
 
 
 class _Fused(torch.autograd.Function):
