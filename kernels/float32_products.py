@@ -110,7 +110,12 @@ def _takes(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
 
 
 def _is_float32(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype == torch.float32 and a.device.type == b.device.type == "cpu"
+    # Subclasses, as those of spread tensors, may hold no memory.
+    return (
+        a.dtype == b.dtype == torch.float32
+        and a.device.type == b.device.type == "cpu"
+        and {type(a), type(b)} <= {torch.Tensor, torch.nn.Parameter}
+    )
 
 
 def _linear(

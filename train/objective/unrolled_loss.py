@@ -80,14 +80,14 @@ def unrolled_loss(
 ) -> UnrolledLoss:
     """Loss over the unroll. The target's signals are read once, the draft runs once per step.
     Gradients reach the draft only."""
+    with torch.no_grad():
+        signals = source.read(text, drafter.taps)
+        taps = (
+            signals.taps
+            if noise is None or signals.taps is None
+            else noise.added(signals.taps, text.input_ids)
+        )
     with faster_linears():
-        with torch.no_grad():
-            signals = source.read(text, drafter.taps)
-            taps = (
-                signals.taps
-                if noise is None or signals.taps is None
-                else noise.added(signals.taps, text.input_ids)
-            )
         steps = list(drafter.unroll(text.unrolled(taps, num_steps)))
         predicted = [select(step, text) for step in steps]
         factors = weighting.factors(
