@@ -5,6 +5,8 @@
 // weights of a group lie together: for each step along the width (one number, or two of bfloat16)
 // those of its first output, of its second, and so on.
 
+#include <memory>
+
 #include "host_numbers.h"
 
 #if defined(__AVX512BF16__)
@@ -145,9 +147,8 @@ inline void add(const T* rows, int64_t count, const T* weights, int64_t width, i
 
 // `num_rows` of `p` is at most `kNear`.
 template <typename T, int kBlocks>
-void multiply_near(const Product<T>& p, int64_t group) {
+void multiply_near(const Product<T>& p, int64_t group, const T* weights) {
   Lanes sums[kNear][kBlocks];
-  const T* weights = p.weights + group * p.width * kGroup;
   for (int64_t begin = 0; begin < p.width; begin += kPart) {
     const int64_t end = begin + kPart < p.width ? begin + kPart : p.width;
     for (int64_t row = 0; row < p.num_rows; row += kTogether)
@@ -175,51 +176,89 @@ void multiply_near(const Product<T>& p, int64_t group) {
 }
 
 template <typename T, int kBlocks>
-void multiply_group(const Product<T>& p, int64_t group) {
+void multiply_group(const Product<T>& p, int64_t group, const T* weights) {
   for (int64_t row = 0; row < p.num_rows; row += kNear) {
     Product<T> near = p;
     near.rows += row * p.width;
     near.out += row * p.num_outputs;
     near.num_rows = p.num_rows - row < kNear ? p.num_rows - row : kNear;
-    multiply_near<T, kBlocks>(near, group);
+    multiply_near<T, kBlocks>(near, group, weights);
   }
+}
+
+// Outputs of a group, whose weights are laid out in `weights`.
+template <typename T>
+void multiply_outputs(const Product<T>& p, int64_t group, const T* weights) {
+  const int64_t outputs = outputs_of(p.num_outputs - group * kGroup);
+  if (outputs == kGroup)
+    multiply_group<T, kGroup / kLanes>(p, group, weights);
+  else if (outputs == 2 * kNarrow)
+    multiply_group<T, 2 * kNarrow / kLanes>(p, group, weights);
+  else
+    multiply_group<T, kNarrow / kLanes>(p, group, weights);
 }
 
 template <typename T>
 void multiply(const Product<T>& p, int threads) {
   const int64_t groups = (p.num_outputs + kGroup - 1) / kGroup;
   each(groups, threads, [=](int64_t group) {
-    const int64_t outputs = outputs_of(p.num_outputs - group * kGroup);
-    if (outputs == kGroup)
-      multiply_group<T, kGroup / kLanes>(p, group);
-    else if (outputs == 2 * kNarrow)
-      multiply_group<T, 2 * kNarrow / kLanes>(p, group);
-    else
-      multiply_group<T, kNarrow / kLanes>(p, group);
+    multiply_outputs(p, group, p.weights + group * p.width * kGroup);
   });
 }
 
-// Lays out `weights` [num_outputs, width]; outputs that a last group lacks are zeros.
+// Lays out a group of `weights` [num_outputs, width]; outputs that a last group lacks are zeros.
+template <typename T>
+void lay_out_group(const T* weights, T* to, int64_t width, int64_t num_outputs, int64_t group) {
+  constexpr int64_t kStep = Step<T>::kWidth, kRun = 4096 / sizeof(T);  // numbers that are read in one run
+  const int64_t outputs = outputs_of(num_outputs - group * kGroup);
+  for (int64_t begin = 0; begin < width; begin += kRun)
+    for (int64_t i = 0; i < outputs; i++) {
+      const int64_t output = group * kGroup + i;
+      const int64_t end = begin + kRun < width ? begin + kRun : width;
+      for (int64_t d = begin; d < end; d += kStep)
+        for (int64_t s = 0; s < kStep; s++)
+          to[d * outputs + i * kStep + s] =
+              output < num_outputs ? weights[output * width + d + s] : T{};
+    }
+}
+
 template <typename T>
 void lay_out(const T* weights, T* out, int64_t width, int64_t num_outputs, int threads) {
-  constexpr int64_t kStep = Step<T>::kWidth, kRun = 4096 / sizeof(T);  // numbers that are read in one run
   const int64_t groups = (num_outputs + kGroup - 1) / kGroup;
   each(groups, threads, [=](int64_t group) {
-    T* to = out + group * width * kGroup;
-    const int64_t outputs = outputs_of(num_outputs - group * kGroup);
-    for (int64_t begin = 0; begin < width; begin += kRun)
-      for (int64_t i = 0; i < outputs; i++) {
-        const int64_t output = group * kGroup + i;
-        const int64_t end = begin + kRun < width ? begin + kRun : width;
-        for (int64_t d = begin; d < end; d += kStep)
-          for (int64_t s = 0; s < kStep; s++)
-            to[d * outputs + i * kStep + s] =
-                output < num_outputs ? weights[output * width + d + s] : T{};
-      }
+    lay_out_group(weights, out + group * width * kGroup, width, num_outputs, group);
+  });
+}
+
+// The same of `weights` [width, num_outputs] in float32.
+void lay_out_columns(const float* weights, float* to, int64_t width, int64_t num_outputs,
+                     int64_t group) {
+  const int64_t rest = num_outputs - group * kGroup, outputs = outputs_of(rest);
+  for (int64_t d = 0; d < width; d++) {
+    const float* from = weights + d * num_outputs + group * kGroup;
+    for (int64_t i = 0; i < outputs; i++) to[d * outputs + i] = i < rest ? from[i] : 0;
+  }
+}
+
+// `weights` as they are, [num_outputs, width] or by columns [width, num_outputs]: a group is laid
+// out before all rows meet it.
+void multiply_plain(const Product<float>& p, bool by_columns, int threads) {
+  const int64_t groups = (p.num_outputs + kGroup - 1) / kGroup;
+  each(groups, threads, [=](int64_t group) {
+    std::unique_ptr<float[]> panel(new float[kGroup * p.width]);
+    (by_columns ? lay_out_columns : lay_out_group<float>)(p.weights, panel.get(), p.width,
+                                                          p.num_outputs, group);
+    multiply_outputs<float>(p, group, panel.get());
   });
 }
 
 }  // namespace
+
+extern "C" void multiply_plain_float32(const float* rows, const float* weights, const float* bias,
+                                       float* out, int64_t num_rows, int64_t width,
+                                       int64_t num_outputs, int by_columns, int threads) {
+  multiply_plain({rows, weights, bias, out, num_rows, width, num_outputs}, by_columns != 0, threads);
+}
 
 #define PRODUCTS(name, T)                                                                          \
   extern "C" void multiply_##name(const T* rows, const T* weights, const T* bias, T* out,          \

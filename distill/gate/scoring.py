@@ -38,6 +38,7 @@ from draftsmith.drafters.interface import UnrollBatch, UnrolledStep, head_of
 from draftsmith.drafters.remote.outline import TargetOutline
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import likeliest_mass, overlap
+from draftsmith.kernels.float32_products import faster_linears, multiply
 from draftsmith.kernels.sampling.filters import process
 from draftsmith.kernels.sampling.vocabulary import scatter_to_target_vocab
 from draftsmith.train.data.batches import mask_of, padded
@@ -196,13 +197,14 @@ def score_drafters(
     """Scores by drafter; those that read the same states share the target's pass."""
     reader = target if states is None else states
     scored: list[list[Scored]] = [[] for _ in drafters]
-    for begin in range(0, len(texts), batch):
-        part = texts[begin : begin + batch]
-        read: dict[tuple[int, ...], TargetSide] = {}
-        for one, found in zip(drafters, scored, strict=True):
-            if one.taps not in read:
-                read[one.taps] = TargetSide.of(target, reader, one.taps, part, max_length)
-            found += _score_batch(one, target, part, read[one.taps], max_depth, max_length)
+    with faster_linears():
+        for begin in range(0, len(texts), batch):
+            part = texts[begin : begin + batch]
+            read: dict[tuple[int, ...], TargetSide] = {}
+            for one, found in zip(drafters, scored, strict=True):
+                if one.taps not in read:
+                    read[one.taps] = TargetSide.of(target, reader, one.taps, part, max_length)
+                found += _score_batch(one, target, part, read[one.taps], max_depth, max_length)
     return scored
 
 
@@ -352,7 +354,7 @@ def draft_logits(
     """States [R, H] of the step of each -> [R, Vd] float32."""
     heads = {id(step.head): step.head for step in steps}
     if len(heads) == 1:
-        return (hidden @ head_of(steps[0], drafter).T).float()
+        return multiply(hidden, head_of(steps[0], drafter).T).float()
     return torch.stack(
         [head_of(step, drafter) @ state for step, state in zip(steps, hidden, strict=True)]
     ).float()

@@ -28,6 +28,7 @@ from draftsmith.drafters.target.segments import positions_of
 from draftsmith.drafters.target.taps import FINAL, body_name, captured, check_taps, decoder_layers
 from draftsmith.drafters.weights import weight_bytes
 from draftsmith.kernels.attention.pool import LayerShape, PagedPool
+from draftsmith.kernels.float32_products import faster_linears
 
 # Longest text of a model that counts no positions, as Mamba.
 NO_POSITIONS = 131_072
@@ -257,13 +258,15 @@ class CausalLM:
         """Whole right-padded texts [B, L], causal; several in a row where `segments` [B, L] says
         so. What stands at padding is meaningless, and no real token sees it."""
         check_taps(taps, self.num_layers)
-        if segments is None:
-            return _joined(self._body(taps, input_ids=input_ids), taps)
-        # Through our own attention rather than transformers' mask of packed texts: not every model
-        # passes its positions there.
-        return _joined(
-            self.own_paged(input_ids, positions_of(segments), PackedPass(segments), taps), taps
-        )
+        # A server's pass and a trainer's give the same bits: both come through here.
+        with faster_linears():
+            if segments is None:
+                return _joined(self._body(taps, input_ids=input_ids), taps)
+            # Through our own attention rather than transformers' mask of packed texts: not every
+            # model passes its positions there.
+            return _joined(
+                self.own_paged(input_ids, positions_of(segments), PackedPass(segments), taps), taps
+            )
 
     def _body(self, taps: Sequence[int], **inputs: Any) -> dict[int, torch.Tensor]:
         with captured(self.layers, taps) as states:

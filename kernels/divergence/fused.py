@@ -25,7 +25,9 @@ from draftsmith.kernels.divergence.rows import (
     divergence_rows_blocked,
     draft_columns,
 )
+from draftsmith.kernels.divergence.rows_compiled import divergence_rows_compiled
 from draftsmith.kernels.divergence.sparse import check_sparse, sparse_rows
+from draftsmith.kernels.float32_products import is_faster, multiply
 from draftsmith.kernels.sampling.top_tokens import TopProbs
 
 # Draft logits of one chunk on an accelerator. Every chunk reads the draft head twice and its
@@ -35,12 +37,23 @@ CHUNK_BYTES = 1 << 28
 # rounds once, as the result does anyway, and the buffer is half as large. More chunks, or any other
 # head, add up in float32.
 FEW_CHUNKS = 16
-# A block of the head's gradient while it is added up in more digits than the product has.
+# A block of the head's gradient while it is added up in more digits than the product has, or from a
+# product that adds nothing up.
 PRODUCT_ELEMENTS = 1 << 26
+CPU_PRODUCT_ELEMENTS = 1 << 22
 # On a CPU: rows enough to pay for reading the draft head.
 CPU_CHUNK_ELEMENTS, CPU_CHUNK_ROWS = 1 << 20, 256
 
-TargetLogits = Callable[[slice], torch.Tensor]
+
+class SharedLogits(NamedTuple):
+    """Target logits of neighbouring rows, some of which share theirs."""
+
+    logits: torch.Tensor  # [d, V]
+    which: torch.Tensor  # [t] int64, ascending, none of the d left out
+
+
+# Raw target logits of a slice of rows, [t, V] where none are shared.
+TargetLogits = Callable[[slice], "torch.Tensor | SharedLogits"]
 ChunkRows = Callable[[torch.Tensor, slice], RowTerms]  # (draft logits [t, Vd], which rows) -> terms
 
 
@@ -90,12 +103,13 @@ def divergence(
             held until backward.
         target: gives the target's raw logits [t, V] of a slice of rows, called without gradients,
         once a slice
-            (`HeadLogits` where they are a plain product); or the sparse distribution of every row.
+            (`HeadLogits` where they are a plain product), `SharedLogits` where rows share them; or
+            the sparse distribution of every row.
         weights: [T], constant; a row of weight 0 adds exactly nothing to loss and gradients.
         vocab_map: [Vd] target id of each draft id; None when the vocabularies are the same.
         tokens: [T] target ids of the text, for `keep` and for ce.
         impl: "auto", "triton" or "torch", for the row-wise part; the products are torch's, and so
-        is all of a sparse distribution.
+        is all of a sparse distribution. "auto" on a CPU is a compiled kernel where there is one.
         chunk_size: rows a chunk; by default what suits the device.
 
     Under autocast the products run in its type. Backward runs once.
@@ -106,7 +120,7 @@ def divergence(
         check_sparse(kind, target, vocab_map, len(draft_hidden), len(draft_head))
         rows, tokens = _from_distribution(kind, target, weights, vocab_map), None
     else:
-        function = _row_function(choose(impl, draft_hidden.device, dtype), draft_hidden.device)
+        function = _row_function(impl, draft_hidden.device, dtype)
         columns = None if tokens is None else draft_columns(tokens, vocab_map)
         rows = _from_logits(kind, target, weights, vocab_map, columns, function)
     chunk_size = chunk_size or default_chunk_size(draft_hidden.device, len(draft_head), dtype)
@@ -133,12 +147,19 @@ def _product_dtype(hidden: torch.Tensor) -> torch.dtype:
 RowFunction = Callable[[Kind, RowInputs], RowTerms]
 
 
-def _row_function(impl: str, device: torch.device) -> RowFunction:
-    if impl == "triton":
+def _row_function(impl: str, device: torch.device, dtype: torch.dtype) -> RowFunction:
+    if choose(impl, device, dtype) == "triton":
         from draftsmith.kernels.divergence.rows_triton import divergence_rows_triton
 
         return divergence_rows_triton
-    return divergence_rows_blocked if device.type == "cpu" else divergence_rows
+    if device.type != "cpu":
+        return divergence_rows
+    return _compiled_or_blocked if impl == "auto" else divergence_rows_blocked
+
+
+def _compiled_or_blocked(kind: Kind, rows: RowInputs) -> RowTerms:
+    found = divergence_rows_compiled(kind, rows)
+    return divergence_rows_blocked(kind, rows) if found is None else found
 
 
 def _from_logits(
@@ -150,11 +171,13 @@ def _from_logits(
     function: RowFunction,
 ) -> ChunkRows:
     def rows(draft_logits: torch.Tensor, part: slice) -> RowTerms:
-        target_logits = target(part).detach()
-        _check_sizes(draft_logits, target_logits, vocab_map)
+        found = target(part)
+        logits, which = found if isinstance(found, SharedLogits) else (found, None)
+        _check_sizes(draft_logits, logits, which, vocab_map)
         of_part = None if columns is None else columns[part]
         return function(
-            kind, RowInputs(draft_logits, target_logits, weights[part], vocab_map, of_part)
+            kind,
+            RowInputs(draft_logits, logits.detach(), weights[part], vocab_map, of_part, which),
         )
 
     return rows
@@ -219,9 +242,9 @@ def _chunk(
     """(loss, alpha, keep, outside) of the rows of one chunk; its logits are gone when
     it returns."""
     states = hidden[part].to(job.dtype)
-    terms = job.rows(states @ head.T, part)
+    terms = job.rows(multiply(states, head.T), part)
     if gradients.hidden is not None:
-        gradients.hidden[part] = terms.grad @ head
+        gradients.hidden[part] = multiply(terms.grad, head)
     if gradients.head is not None:
         # 0 * NaN is NaN: the hidden state of a row without weight must not reach the product
         # either.
@@ -240,12 +263,14 @@ def _sum_dtype(head: torch.Tensor, job: _Job) -> torch.dtype:
 
 def _add_product(total: torch.Tensor, grad: torch.Tensor, states: torch.Tensor) -> None:
     """total [Vd, H] += grad [t, Vd].T @ states [t, H]."""
-    if total.dtype == states.dtype:
+    if total.dtype == states.dtype and not is_faster(grad.T, states):
         total.addmm_(grad.T, states)
         return
-    step = max(1, PRODUCT_ELEMENTS // states.shape[-1])
+    on_cpu = states.device.type == "cpu"
+    elements = min(PRODUCT_ELEMENTS, CPU_PRODUCT_ELEMENTS) if on_cpu else PRODUCT_ELEMENTS
+    step = max(1, elements // states.shape[-1])
     for begin in range(0, len(total), step):
-        total[begin : begin + step] += grad[:, begin : begin + step].T @ states
+        total[begin : begin + step] += multiply(grad[:, begin : begin + step].T, states)
 
 
 class _Fused(torch.autograd.Function):
@@ -279,12 +304,15 @@ class _Fused(torch.autograd.Function):
 
 
 def _check_sizes(
-    draft_logits: torch.Tensor, target_logits: torch.Tensor, vocab_map: torch.Tensor | None
+    draft_logits: torch.Tensor,
+    target_logits: torch.Tensor,
+    which: torch.Tensor | None,
+    vocab_map: torch.Tensor | None,
 ) -> None:
-    if target_logits.shape[0] != draft_logits.shape[0]:
+    num_rows = len(target_logits if which is None else which)
+    if num_rows != len(draft_logits):
         raise ValueError(
-            f"target_logits gave {target_logits.shape[0]} rows for a slice of "
-            f"{draft_logits.shape[0]}"
+            f"target_logits gave {num_rows} rows for a slice of {draft_logits.shape[0]}"
         )
     num_mapped = target_logits.shape[-1] if vocab_map is None else len(vocab_map)
     if num_mapped != draft_logits.shape[-1]:

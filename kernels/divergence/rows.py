@@ -60,17 +60,20 @@ LEAST_DEVIATION = 1e-4  # of tvd++'s reward, lest rounding be blown up
 
 class RowInputs(NamedTuple):
     draft_logits: torch.Tensor  # [t, Vd] raw; the gradient may be written over them
-    target_logits: torch.Tensor  # [t, V] raw
+    target_logits: torch.Tensor  # [d, V] raw
     weights: torch.Tensor  # [t]; the reference computes in their dtype
     vocab_map: torch.Tensor | None  # [Vd] target id of each draft id
     # [t] draft ids of the text's tokens, -1 outside the draft vocabulary (`draft_columns`)
     columns: torch.Tensor | None
+    # [t] target row of each row, ascending, none of the d left out; None: its own, and d = t
+    which: torch.Tensor | None = None
 
     def part(self, rows: slice) -> RowInputs:
+        """These rows, each with a target row of its own."""
         columns = None if self.columns is None else self.columns[rows]
         return RowInputs(
             self.draft_logits[rows],
-            self.target_logits[rows],
+            self.target_logits[rows if self.which is None else self.which[rows]],
             self.weights[rows],
             self.vocab_map,
             columns,
@@ -195,6 +198,8 @@ DIVERGENCES: dict[str, Callable[[Distributions, float], Push]] = {
 
 def divergence_rows(kind: Kind, rows: RowInputs) -> RowTerms:
     """Raw logits -> terms of every row."""
+    if rows.which is not None:
+        rows = rows.part(slice(None))
     weights, vocab_map = rows.weights, rows.vocab_map
     log_q = torch.log_softmax(rows.draft_logits.to(weights.dtype), dim=-1).clamp_(min=LOG_ZERO)
     # Faster than to find the normaliser alone.

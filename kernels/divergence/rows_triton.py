@@ -243,6 +243,8 @@ def divergence_rows_triton(kind: Kind, rows: RowInputs, *, block: int = BLOCK) -
     over the draft logits."""
     if kind.name == "ce" and rows.columns is None:
         raise ValueError("divergence 'ce' needs the tokens of the text; give tokens")
+    if rows.which is not None:
+        rows = rows.part(slice(None))
     grad, target_logits = _rows(rows.draft_logits), _rows(rows.target_logits)
     num_rows, num_draft_tokens = grad.shape
     weights = rows.weights.float().contiguous()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch.utils import checkpoint
 
 from draftsmith.errors import UserError
+from draftsmith.kernels.float32_products import faster_linears
 
 
 def recompute_mlps(drafter: torch.nn.Module, option: str) -> None:
@@ -19,4 +22,11 @@ def recompute_mlps(drafter: torch.nn.Module, option: str) -> None:
             f"{drafter.family!r}; leave it out"
         )
     for mlp in mlps:
-        mlp.forward = partial(checkpoint.checkpoint, mlp.forward, use_reentrant=False)
+        again = partial(_in_the_same_products, mlp.forward)
+        mlp.forward = partial(checkpoint.checkpoint, again, use_reentrant=False)
+
+
+def _in_the_same_products(forward: Callable[..., Any], *inputs: Any) -> Any:
+    # The backward pass is none of the loss's context, and must keep the same tensors.
+    with faster_linears():
+        return forward(*inputs)

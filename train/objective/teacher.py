@@ -14,7 +14,7 @@ import torch
 
 from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels.divergence.fused import TargetLogits
+from draftsmith.kernels.divergence.fused import SharedLogits, TargetLogits
 from draftsmith.kernels.sampling.top_tokens import TopProbs
 
 # (row [R], position [R]) -> the target's distributions of the tokens at these positions, given the
@@ -106,9 +106,9 @@ def logits_at(target: Target, hidden: torch.Tensor) -> DistributionsAt:
         )
         before, on_host = hidden.flatten(0, 1)[asked], which.cpu()
 
-        def logits(rows: slice) -> torch.Tensor:
+        def logits(rows: slice) -> SharedLogits:
             first, last = on_host[rows][[0, -1]].tolist()
-            return target.head(before[first : last + 1])[which[rows] - first]
+            return SharedLogits(target.head(before[first : last + 1]), which[rows] - first)
 
         return logits
 

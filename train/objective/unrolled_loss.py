@@ -15,6 +15,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from draftsmith.drafters.interface import TextBatch, UnrollBatch, UnrolledStep
 from draftsmith.kernels.divergence.fused import Divergence, divergence
 from draftsmith.kernels.divergence.kind import FORWARD_KL, Kind
+from draftsmith.kernels.float32_products import faster_linears
 from draftsmith.train.objective.depth_weights import DepthStats, StepWeighting, folded
 from draftsmith.train.objective.feature_noise import FeatureNoise
 from draftsmith.train.objective.rounds_of_text import deepen
@@ -86,13 +87,16 @@ def unrolled_loss(
             if noise is None or signals.taps is None
             else noise.added(signals.taps, text.input_ids)
         )
-    steps = list(drafter.unroll(text.unrolled(taps, num_steps)))
-    predicted = [select(step, text) for step in steps]
-    factors = weighting.factors(
-        text.weights, num_steps, lambda: depth_stats(drafter, signals, predicted, text, num_steps)
-    )
-    weights = step_weights(predicted, folded(factors, len(steps)), text)
-    result = _divergence(drafter, signals, predicted, weights, kind)
+    with faster_linears():
+        steps = list(drafter.unroll(text.unrolled(taps, num_steps)))
+        predicted = [select(step, text) for step in steps]
+        factors = weighting.factors(
+            text.weights,
+            num_steps,
+            lambda: depth_stats(drafter, signals, predicted, text, num_steps),
+        )
+        weights = step_weights(predicted, folded(factors, len(steps)), text)
+        result = _divergence(drafter, signals, predicted, weights, kind)
     # The zero keeps every rank's graph alike when a rank has no trained position at some depth.
     total = (
         result.loss

@@ -1,0 +1,155 @@
+"""Products of many rows in float32 by the kernel of `few_rows`, on processors where torch's own are
+half as fast.
+
+torch multiplies float32 by MKL, which on AMD's processors makes no use of AVX-512. oneDNN does, but
+keeps half a megabyte of code for every shape, and texts have many lengths. Weights are laid out for
+every product, a few at a time, which many rows pay for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
+
+from draftsmith.kernels.few_rows import SOURCE
+from draftsmith.kernels.host_compiler import compiled
+
+# With fewer rows, laying out costs more than it spares.
+LEAST_ROWS = 64
+
+_pointer, _number = ctypes.c_void_p, ctypes.c_int64
+
+
+@cache
+def _kernel() -> Any:
+    """None where torch's products are as fast, and where there is no compiler."""
+    is_wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    library = compiled(SOURCE) if is_wide and _vendor() == "AuthenticAMD" else None
+    if library is None:
+        return None
+    function = library.multiply_plain_float32
+    function.argtypes = [_pointer] * 4 + [_number] * 3 + [ctypes.c_int] * 2
+    function.restype = None
+    return function
+
+
+def _vendor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.split()[-1] for line in lines if line.startswith("vendor_id")), "")
+
+
+def is_faster(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True for matrices that `multiply` leaves to the kernel."""
+    return len(a) >= LEAST_ROWS and _is_float32(a, b) and _kernel() is not None
+
+
+def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [m, k] @ b [k, n], of any layout and type, without gradients."""
+    return _product(a, b, None) if is_faster(a, b) else a @ b
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    by_columns = not b.T.is_contiguous()
+    a, b = a.contiguous(), b.contiguous() if by_columns else b
+    bias = None if bias is None else bias.contiguous()
+    width, count = b.shape
+    out = a.new_empty(len(a), count)
+    _kernel()(
+        a.data_ptr(),
+        b.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        len(a),
+        width,
+        count,
+        int(by_columns),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def faster_linears() -> AbstractContextManager[Any]:
+    """Context in which linear layers in float32, and their backward passes, are the kernel's where
+    it is faster. Other types, few rows and other devices stay torch's."""
+    if torch.is_autocast_enabled("cpu") or _kernel() is None:
+        return nullcontext()
+    return _Linears()
+
+
+class _Linears(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is linear and not kwargs and _takes(*args):
+            return _linear(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def _takes(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    return (
+        _is_float32(rows, weight)
+        and weight.ndim == 2
+        and rows.numel() >= LEAST_ROWS * weight.shape[1]
+        and (bias is None or bias.dtype == torch.float32)
+    )
+
+
+def _is_float32(a: torch.Tensor, b: torch.Tensor) -> bool:
+    # Subclasses, as those of spread tensors, may hold no memory.
+    return (
+        a.dtype == b.dtype == torch.float32
+        and a.device.type == b.device.type == "cpu"
+        and {type(a), type(b)} <= {torch.Tensor, torch.nn.Parameter}
+    )
+
+
+def _linear(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    trained = (rows, weight) if bias is None else (rows, weight, bias)
+    if torch.is_grad_enabled() and any(one.requires_grad for one in trained):
+        return _Linear.apply(rows, weight, bias)
+    return _applied(rows, weight, bias)
+
+
+def _applied(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """[..., k] by [n, k] -> [..., n]."""
+    out = _product(rows.reshape(-1, rows.shape[-1]), weight.T, bias)
+    return out.view(*rows.shape[:-1], -1)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, weight, bias):
+        ctx.save_for_backward(rows, weight)
+        return _applied(rows, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        rows, weight = ctx.saved_tensors
+        wants_rows, wants_weight, wants_bias = ctx.needs_input_grad
+        flat = grad.reshape(-1, grad.shape[-1])
+        of_rows = of_weight = of_bias = None
+        if wants_rows:
+            of_rows = multiply(flat, weight).view(rows.shape)
+        if wants_weight:
+            of_weight = multiply(flat.T, rows.reshape(-1, rows.shape[-1]))
+        if wants_bias:
+            of_bias = flat.sum(dim=0)
+        return of_rows, of_weight, of_bias

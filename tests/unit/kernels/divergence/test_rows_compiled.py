@@ -1,0 +1,248 @@
+"""The compiled row kernel against the reference in float64, for every divergence it computes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftsmith.kernels.divergence import fused, rows_compiled
+from draftsmith.kernels.divergence.fused import SharedLogits, divergence
+from draftsmith.kernels.divergence.kind import PARAMETERS, Kind, kind_of
+from draftsmith.kernels.divergence.rows import (
+    RowInputs,
+    RowTerms,
+    divergence_rows,
+    draft_columns,
+)
+from draftsmith.kernels.divergence.rows_compiled import CODES, divergence_rows_compiled
+
+pytestmark = pytest.mark.skipif(
+    rows_compiled._kernel(torch.float32, torch.float32) is None,
+    reason="there is no C++ compiler",
+)
+
+KINDS = [kind_of(name) for name in CODES]
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.metric)
+TYPES = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+]
+WHICH = [0, 0, 1, 2, 2, 2, 3]  # target row of each row
+
+
+class Case(NamedTuple):
+    rows: RowInputs
+
+    def copied(self) -> RowInputs:
+        return self.rows._replace(draft_logits=self.rows.draft_logits.clone())
+
+    def in_float64(self) -> RowInputs:
+        draft, target, weights = (one.double() for one in self.rows[:3])
+        return self.rows._replace(draft_logits=draft, target_logits=target, weights=weights)
+
+
+def make_case(
+    num_draft: int,
+    num_target: int,
+    types: tuple[torch.dtype, torch.dtype] = TYPES[0],
+    *,
+    which: Sequence[int] | None = WHICH,
+    subset: bool = False,
+) -> Case:
+    """Row 3 has no weight and NaN for logits; target row 1 rules tokens out; row 6 is nearly
+    one-hot."""
+    generator = torch.Generator().manual_seed(num_draft + num_target)
+    draft = 3 * torch.randn(len(WHICH), num_draft, generator=generator)
+    num_distinct = len(WHICH) if which is None else which[-1] + 1
+    target = 3 * torch.randn(num_distinct, num_target, generator=generator)
+    draft[3], target[1, 2:] = math.nan, -math.inf
+    draft[6, 0] = 60.0
+    vocab_map = torch.randperm(num_target, generator=generator)[:num_draft] if subset else None
+    tokens = torch.randint(num_target, (len(WHICH),), generator=generator)
+    return Case(
+        RowInputs(
+            draft.to(types[0]),
+            target.to(types[1]),
+            torch.tensor([1.0, 0.5, 2.0, 0.0, 1.0, 0.25, 1.0]),
+            vocab_map,
+            draft_columns(tokens, vocab_map),
+            None if which is None else torch.tensor(which),
+        )
+    )
+
+
+def computed(kind: Kind, rows: RowInputs) -> RowTerms:
+    terms = divergence_rows_compiled(kind, rows)
+    assert terms is not None
+    return terms
+
+
+def assert_close(kind: Kind, ours: RowTerms, exact: RowTerms, counted: torch.Tensor) -> None:
+    # Of float32 sums. tvd++ takes roots: that of a small mass has half its digits, and the arc of
+    # one within 6e-8 of 1 is known to 5e-4.
+    loose = 500 if kind.name == "tvd++" else 1
+    for name in ("loss", "alpha", "keep", "outside"):
+        found, expected = (getattr(one, name)[counted].double() for one in (ours, exact))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6 * loose)
+    rtol = 1e-5 if ours.grad.dtype == torch.float32 else 2.0**-8
+    # A gradient is a difference of terms as large as the loss.
+    atol = 1e-6 * loose + 4 * torch.finfo(torch.float32).eps * float(exact.loss.max())
+    torch.testing.assert_close(
+        ours.grad.double(), exact.grad.double(), rtol=rtol * loose, atol=atol
+    )
+
+
+SIZES = [(37, 37, False), (1100, 1100, False), (19, 70, True), (1, 5, True)]
+
+
+@every_kind
+@pytest.mark.parametrize("types", TYPES, ids=str)
+@pytest.mark.parametrize("num_draft, num_target, subset", SIZES)
+def test_rows_equal_the_reference_in_float64(
+    kind: Kind,
+    types: tuple[torch.dtype, torch.dtype],
+    num_draft: int,
+    num_target: int,
+    subset: bool,
+) -> None:
+    case = make_case(num_draft, num_target, types, subset=subset)
+    exact = divergence_rows(kind, case.in_float64())
+    rows = case.copied()
+    ours = computed(kind, rows)
+    counted = rows.weights != 0
+    assert_close(kind, ours, exact, counted)
+    assert torch.equal(ours.grad[3], torch.zeros_like(ours.grad[3])) and ours.loss[3] == 0
+    assert ours.grad.data_ptr() == rows.draft_logits.data_ptr(), "a second [t, V] was allocated"
+
+
+@every_kind
+def test_another_target_row_is_noticed(kind: Kind) -> None:
+    """Control of the test above: one row that is held against its neighbour's distribution."""
+    case = make_case(37, 37)
+    exact = divergence_rows(kind, case.in_float64())
+    shifted = case.copied()._replace(which=torch.tensor([0, 1, 1, 2, 2, 2, 3]))
+    with pytest.raises(AssertionError):
+        assert_close(kind, computed(kind, shifted), exact, shifted.weights != 0)
+
+
+@every_kind
+def test_shared_rows_are_rows_of_their_own_to_the_bit(kind: Kind) -> None:
+    case = make_case(37, 70, subset=True)
+    shared = computed(kind, case.copied())
+    rows = case.copied()
+    apart = computed(kind, rows._replace(target_logits=rows.target_logits[rows.which], which=None))
+    counted = rows.weights != 0
+    for name in RowTerms._fields:
+        assert torch.equal(getattr(shared, name)[counted], getattr(apart, name)[counted])
+
+
+@every_kind
+@pytest.mark.parametrize("side", ["draft_logits", "target_logits"])
+def test_a_nan_of_a_row_that_counts_is_told(kind: Kind, side: str) -> None:
+    case = make_case(37, 37)
+    broken = case.copied()
+    getattr(broken, side)[0, 5] = math.nan
+    exact = divergence_rows(kind, broken._replace(draft_logits=broken.draft_logits.clone()))
+    ours = computed(kind, broken)
+    for name in RowTerms._fields:
+        found, expected = (getattr(one, name).isnan() for one in (ours, exact))
+        assert found[expected].all(), name
+        assert not found[2].any() and not found[4:].any(), name  # rows 0 and 1 share theirs
+    assert exact.alpha[0].isnan()
+
+
+@every_kind
+def test_rows_do_not_depend_on_the_number_of_threads(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make_case(1100, 1100)
+    one = computed(kind, case.copied())
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    three = computed(kind, case.copied())
+    counted = case.rows.weights != 0
+    assert all(torch.equal(a[counted], b[counted]) for a, b in zip(one, three, strict=True))
+
+
+finite = st.floats(-300, 300, width=32)
+
+
+@every_kind
+@settings(max_examples=40, deadline=None)
+@given(
+    logits=st.integers(1, 8).flatmap(
+        lambda size: st.tuples(
+            st.lists(finite, min_size=size, max_size=size),
+            st.lists(finite, min_size=size, max_size=size),
+            st.integers(-1, size - 1),
+        )
+    )
+)
+def test_any_logits_give_the_reference(
+    kind: Kind, logits: tuple[list[float], list[float], int]
+) -> None:
+    draft, target, column = logits
+    rows = RowInputs(
+        torch.tensor([draft]), torch.tensor([target]), torch.ones(1), None, torch.tensor([column])
+    )
+    exact = divergence_rows(kind, Case(rows).in_float64())
+    ours = computed(kind, rows)
+    assert ours.grad.isfinite().all()
+    torch.testing.assert_close(ours.alpha.double(), exact.alpha, rtol=1e-5, atol=1e-6)
+    if kind.name != "tvd++":  # which takes the root of masses as small as rounding
+        torch.testing.assert_close(ours.loss.double(), exact.loss, rtol=1e-5, atol=1e-5)
+
+
+def test_what_no_kernel_computes_is_left_to_torch() -> None:
+    case = make_case(37, 37)
+    tv = kind_of("tv")
+    assert set(PARAMETERS) - set(CODES) == {"jsd"}
+    assert divergence_rows_compiled(kind_of("jsd"), case.copied()) is None
+    assert divergence_rows_compiled(tv, case.in_float64()) is None
+    assert (
+        divergence_rows_compiled(
+            tv, case.rows._replace(target_logits=case.rows.target_logits.half())
+        )
+        is None
+    )
+    strided = case.rows._replace(draft_logits=torch.randn(37, 7).T)
+    assert divergence_rows_compiled(tv, strided) is None
+    with pytest.raises(ValueError, match="needs the tokens"):
+        fused._compiled_or_blocked(kind_of("ce"), case.rows._replace(columns=None))
+
+
+@pytest.mark.parametrize("name", [*CODES, "jsd"])
+def test_auto_and_torch_agree_where_rows_share_target_logits(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(6, 4, generator=generator).requires_grad_()
+    head = torch.randn(33, 4, generator=generator).requires_grad_()
+    target = torch.randn(3, 33, generator=generator)
+    which = torch.tensor([0, 0, 1, 1, 1, 2])
+
+    def shared(rows: slice) -> SharedLogits:
+        chosen, of_chosen = which[rows].unique(return_inverse=True)
+        return SharedLogits(target[chosen], of_chosen)
+
+    results = {}
+    for impl, source in (
+        ("auto", shared),
+        ("torch", shared),
+        ("torch", lambda rows: target[which[rows]]),
+    ):
+        result = divergence(
+            kind_of(name), hidden, head, source, torch.ones(6), tokens=torch.arange(6), impl=impl,
+            chunk_size=4,
+        )  # fmt: skip
+        grads = torch.autograd.grad(result.loss, (hidden, head))
+        results[impl, source is shared] = (result.loss, result.keep, *grads)
+    expected = results.pop(("torch", False))
+    for found in results.values():
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
