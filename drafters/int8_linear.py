@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from draftsmith.errors import UserError
-from draftsmith.kernels.int8_rows import STEP, Int8Rows, Int8Weight, available, quantised
+from draftsmith.kernels.products.int8_rows import STEP, Int8Rows, Int8Weight, available, quantised
 
 log = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ from draftsmith.drafters.interface import UnrollBatch, UnrolledStep, head_of
 from draftsmith.drafters.remote.outline import TargetOutline
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import likeliest_mass, overlap
-from draftsmith.kernels.float32_products import faster_linears, multiply
+from draftsmith.kernels.products.float32_products import faster_linears, multiply
 from draftsmith.kernels.sampling.filters import process
 from draftsmith.kernels.sampling.vocabulary import scatter_to_target_vocab
 from draftsmith.train.data.batches import mask_of, padded

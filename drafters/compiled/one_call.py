@@ -31,8 +31,8 @@ from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.paged_compiled import CompiledContext
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.call_list import Call, CallList, Kind, Place, RowAddresses, at, call_list
-from draftsmith.kernels.few_rows import MOST_ROWS
-from draftsmith.kernels.int8_rows import Int8Rows
+from draftsmith.kernels.products.few_rows import MOST_ROWS
+from draftsmith.kernels.products.int8_rows import Int8Rows
 
 log = logging.getLogger(__name__)
 _SCRATCH, _STATES, _GIVEN = 1, 2, 3  # bases of places; `_GIVEN` and on: torch's tensors

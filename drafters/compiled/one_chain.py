@@ -21,7 +21,7 @@ from draftsmith.drafters.interface import DraftInputs
 from draftsmith.kernels.attention.paged_compiled import MOST_QUERIES
 from draftsmith.kernels.call_list import CallList
 from draftsmith.kernels.draft_chain import Chain, Part, Round, draft, draw_address
-from draftsmith.kernels.few_rows import MOST_ROWS
+from draftsmith.kernels.products.few_rows import MOST_ROWS
 
 
 class ChainParts(NamedTuple):

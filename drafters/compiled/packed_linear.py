@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from draftsmith.kernels.few_rows import MOST_ROWS, few_rows
+from draftsmith.kernels.products.few_rows import MOST_ROWS, few_rows
 
 _linear = torch.ops.mkldnn._linear_pointwise.default
 _plain = torch._C._nn.linear

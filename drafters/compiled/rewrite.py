@@ -32,7 +32,7 @@ from draftsmith.drafters.compiled.patterns import (
 )
 from draftsmith.drafters.int8_linear import int8_linear
 from draftsmith.kernels.forward.row_steps import RowSteps, row_steps
-from draftsmith.kernels.int8_rows import Int8Rows, Int8Weight
+from draftsmith.kernels.products.int8_rows import Int8Rows, Int8Weight
 
 aten = torch.ops.aten
 

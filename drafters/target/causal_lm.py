@@ -28,7 +28,7 @@ from draftsmith.drafters.target.segments import positions_of
 from draftsmith.drafters.target.taps import FINAL, body_name, captured, check_taps, decoder_layers
 from draftsmith.drafters.weights import weight_bytes
 from draftsmith.kernels.attention.pool import LayerShape, PagedPool
-from draftsmith.kernels.float32_products import faster_linears
+from draftsmith.kernels.products.float32_products import faster_linears
 
 # Longest text of a model that counts no positions, as Mamba.
 NO_POSITIONS = 131_072

@@ -27,7 +27,7 @@ from draftsmith.kernels.divergence.rows import (
 )
 from draftsmith.kernels.divergence.rows_compiled import divergence_rows_compiled
 from draftsmith.kernels.divergence.sparse import check_sparse, sparse_rows
-from draftsmith.kernels.float32_products import is_faster, multiply
+from draftsmith.kernels.products.float32_products import is_faster, multiply
 from draftsmith.kernels.sampling.top_tokens import TopProbs
 
 # Draft logits of one chunk on an accelerator. Every chunk reads the draft head twice and its

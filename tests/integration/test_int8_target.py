@@ -10,7 +10,7 @@ import torch
 
 from draftsmith.drafters.target import target as target_module
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels.int8_rows import available
+from draftsmith.kernels.products.int8_rows import available
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from tests.integration.test_greedy_identity import (

@@ -10,7 +10,7 @@ import torch
 from torch.utils import checkpoint
 
 from draftsmith.errors import UserError
-from draftsmith.kernels.float32_products import faster_linears
+from draftsmith.kernels.products.float32_products import faster_linears
 
 
 def recompute_mlps(drafter: torch.nn.Module, option: str) -> None:

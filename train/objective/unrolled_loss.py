@@ -15,7 +15,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from draftsmith.drafters.interface import TextBatch, UnrollBatch, UnrolledStep
 from draftsmith.kernels.divergence.fused import Divergence, divergence
 from draftsmith.kernels.divergence.kind import FORWARD_KL, Kind
-from draftsmith.kernels.float32_products import faster_linears
+from draftsmith.kernels.products.float32_products import faster_linears
 from draftsmith.train.objective.depth_weights import DepthStats, StepWeighting, folded
 from draftsmith.train.objective.feature_noise import FeatureNoise
 from draftsmith.train.objective.rounds_of_text import deepen

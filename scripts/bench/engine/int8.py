@@ -18,8 +18,8 @@ from draftsmith.corpus import CORPORA, held_out
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.compiled.captured import capture_lm
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels.few_rows import few_rows
-from draftsmith.kernels.int8_rows import Int8Rows, quantised
+from draftsmith.kernels.products.few_rows import few_rows
+from draftsmith.kernels.products.int8_rows import Int8Rows, quantised
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine

@@ -28,8 +28,8 @@ from draftsmith.drafters.interface import DraftInputs
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels import few_rows
 from draftsmith.kernels.attention.paged import PagedPass
+from draftsmith.kernels.products import few_rows
 from draftsmith.kernels.sampling import random_streams
 from draftsmith.kernels.sampling.draw import draw, draw_torch
 from draftsmith.kernels.sampling.filters import SamplingRows, process

@@ -23,7 +23,7 @@ from draftsmith.drafters.target.packed_pass import PackedPass
 from draftsmith.drafters.target.quantised import effective_weight
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.kernels.int8_rows import available
+from draftsmith.kernels.products.int8_rows import available
 from draftsmith.train import session
 from draftsmith.train.config import TrainConfig
 

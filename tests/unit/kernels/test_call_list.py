@@ -7,8 +7,8 @@ import torch
 
 from draftsmith.kernels import call_list as module
 from draftsmith.kernels.call_list import Call, Kind, Place, RowAddresses, at, call_list
-from draftsmith.kernels.few_rows import few_rows
 from draftsmith.kernels.forward.row_steps import row_steps
+from draftsmith.kernels.products.few_rows import few_rows
 
 needs_compiler = pytest.mark.skipif(
     row_steps(torch.float32) is None, reason="there is no C++ compiler"

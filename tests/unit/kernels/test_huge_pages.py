@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from draftsmith.kernels import huge_pages
-from draftsmith.kernels.few_rows import few_rows
 from draftsmith.kernels.huge_pages import PAGE_BYTES, empty_in_huge_pages
+from draftsmith.kernels.products.few_rows import few_rows
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 given = pytest.mark.skipif(

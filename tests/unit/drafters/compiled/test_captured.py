@@ -19,8 +19,8 @@ from draftsmith.drafters.target.load import load_model
 from draftsmith.drafters.target.target import FINAL, Target
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.kernels.few_rows import few_rows
 from draftsmith.kernels.forward.row_steps import row_steps
+from draftsmith.kernels.products.few_rows import few_rows
 
 ARCHITECTURES = [
     "llama",

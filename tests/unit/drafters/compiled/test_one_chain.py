@@ -16,8 +16,8 @@ from draftsmith.drafters.options import DraftLmOptions, Eagle1Options, Eagle3Opt
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.draft_chain import Draw
-from draftsmith.kernels.few_rows import MOST_ROWS
 from draftsmith.kernels.forward.row_steps import row_steps
+from draftsmith.kernels.products.few_rows import MOST_ROWS
 from draftsmith.kernels.sampling.filters import SamplingRows
 
 pytestmark = pytest.mark.skipif(row_steps(torch.float32) is None, reason="there is no C++ compiler")

@@ -8,7 +8,7 @@ import torch
 
 from draftsmith.drafters.compiled import packed_linear
 from draftsmith.drafters.compiled.packed_linear import PackedLinear, padded_rows
-from draftsmith.kernels.few_rows import MOST_ROWS, few_rows
+from draftsmith.kernels.products.few_rows import MOST_ROWS, few_rows
 
 needs_compiler = pytest.mark.skipif(
     few_rows(torch.ones(1, 2), None) is None, reason="there is no C++ compiler"

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from draftsmith.kernels.few_rows import MOST_ROWS
 from draftsmith.kernels.host_compiler import compiled
 from draftsmith.kernels.huge_pages import empty_in_huge_pages
+from draftsmith.kernels.products.few_rows import MOST_ROWS
 
 SOURCE = Path(__file__).with_name("int8_rows_cpu.cpp")
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}

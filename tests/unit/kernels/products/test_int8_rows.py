@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from draftsmith.kernels import host_compiler
-from draftsmith.kernels import int8_rows as module
-from draftsmith.kernels.int8_rows import (
+from draftsmith.kernels.products import int8_rows as module
+from draftsmith.kernels.products.int8_rows import (
     KINDS,
     LARGEST,
     MOST_ROWS,

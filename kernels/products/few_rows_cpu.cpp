@@ -7,7 +7,7 @@
 
 #include <memory>
 
-#include "host_numbers.h"
+#include "../host_numbers.h"
 
 #if defined(__AVX512BF16__)
 #include <immintrin.h>

@@ -4,7 +4,7 @@
 // Outputs are taken in groups of 48, as in few_rows_cpu.cpp. The codes of a group lie together: for
 // each step along the width, a register's worth for the first outputs, for the next, and so on.
 
-#include "host_numbers.h"
+#include "../host_numbers.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
 #include <immintrin.h>

@@ -9,8 +9,13 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from draftsmith.kernels import float32_products as module
-from draftsmith.kernels.float32_products import LEAST_ROWS, faster_linears, is_faster, multiply
+from draftsmith.kernels.products import float32_products as module
+from draftsmith.kernels.products.float32_products import (
+    LEAST_ROWS,
+    faster_linears,
+    is_faster,
+    multiply,
+)
 
 ROWS = LEAST_ROWS + 5
 # Of the norm of the terms: float32 sums of 512 products, then of parts.

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.kernels import few_rows as module
 from draftsmith.kernels import host_compiler
-from draftsmith.kernels.few_rows import KINDS, MOST_ROWS, FewRows, few_rows
+from draftsmith.kernels.products import few_rows as module
+from draftsmith.kernels.products.few_rows import KINDS, MOST_ROWS, FewRows, few_rows
 
 pytestmark = pytest.mark.skipif(
     module._kernel(torch.float32) is None, reason="there is no C++ compiler"

@@ -19,8 +19,8 @@ import torch
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
-from draftsmith.kernels.few_rows import SOURCE
 from draftsmith.kernels.host_compiler import compiled
+from draftsmith.kernels.products.few_rows import SOURCE
 
 # With fewer rows, laying out costs more than it spares.
 LEAST_ROWS = 64
