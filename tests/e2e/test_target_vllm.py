@@ -31,7 +31,7 @@ from tests.e2e.workshop import draftsmith, texts
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 TARGET = ROOT / "scripts/quickstart_target"
-TOP, MAX_TOKENS, MAX_MODEL_LEN, KEY = 64, 64, 128, "secret"
+TOP, MAX_TOKENS, MAX_MODEL_LEN, KEY = 32, 48, 128, "secret"
 
 
 class Place(NamedTuple):
@@ -55,7 +55,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def answers(folder: Path, out: str, *options: str) -> None:
     draftsmith(
-        folder, "generate", "--target", str(TARGET), "--prompts", "stdlib:code", "--count", "96",
+        folder, "generate", "--target", str(TARGET), "--prompts", "stdlib:code", "--count", "64",
         "--prompt-tokens", "32", "--max-tokens", str(MAX_TOKENS), "--batch", "32", "--dtype", "float32",
         "--out", out, *options,
     )  # fmt: skip
@@ -66,8 +66,8 @@ def settings(place: Place) -> TrainConfig:
     """By a teacher that is stored."""
     return TrainConfig(
         family="draft-lm", target=str(TARGET), data=(str(place.folder / "data"),), dtype="float32",
-        out=str(place.folder / "stored"), steps=40, log_every=1, batch_size=8, held_out=0.2,
-        max_length=96, eval_prompts=0, teacher="stored",
+        out=str(place.folder / "stored"), steps=30, log_every=1, batch_size=8, held_out=0.2,
+        max_length=80, eval_prompts=0, teacher="stored",
         optim=OptimConfig(lr=3e-3, schedule="constant", warmup=0.0),
         draft_lm=DraftLmOptions(num_layers=1, hidden_size=128),
     )  # fmt: skip
@@ -150,7 +150,7 @@ def test_greedy_answers_of_vllm_are_the_targets(place: Place) -> None:
     here, there = (texts(place.folder, name) for name in ("here", "there"))
     same = sum(one == other for one, other in zip(here, there, strict=True))
     # Two implementations round differently; a text forks where two logits agree to the last digits.
-    assert same >= 90
+    assert same >= 60
 
 
 def test_sampled_answers_of_vllm_end_with_the_end_of_text(place: Place) -> None:
@@ -169,7 +169,7 @@ def test_what_vllm_refuses_is_told_with_its_mend(place: Place, settings: TrainCo
         target_logprobs=TOP,
     )
     for changes, says in (
-        ({"target_logprobs": TOP + 1}, f"65, which .*; start vLLM with --max-logprobs {TOP + 1}"),
+        ({"target_logprobs": TOP + 1}, f"{TOP + 1}, which .*; start vLLM with --max-logprobs {TOP + 1}"),
         ({"target_logprobs": 0}, "gives no states of its target"),
         ({"family": "eagle3", "draft_lm": None, "target_logprobs": 0}, "gives no states"),
     ):
