@@ -169,7 +169,10 @@ def test_what_vllm_refuses_is_told_with_its_mend(place: Place, settings: TrainCo
         target_logprobs=TOP,
     )
     for changes, says in (
-        ({"target_logprobs": TOP + 1}, f"{TOP + 1}, which .*; start vLLM with --max-logprobs {TOP + 1}"),
+        (
+            {"target_logprobs": TOP + 1},
+            f"{TOP + 1}, which .*; start vLLM with --max-logprobs {TOP + 1}",
+        ),
         ({"target_logprobs": 0}, "gives no states of its target"),
         ({"family": "eagle3", "draft_lm": None, "target_logprobs": 0}, "gives no states"),
     ):
