@@ -14,8 +14,9 @@ from draftsmith.drafters.target.target import Target
 class StandIn:
     """Answers as vLLM does: nothing for the first token, then K tokens and the prompt's own."""
 
-    def __init__(self, target: Target, most: int = 300):
-        self.target, self.most = target, most
+    def __init__(self, target: Target, most: int = 300, max_logprobs: int = 300):
+        self.target, self.most, self.max_logprobs = target, most, max_logprobs
+        self.asked: list[list[int]] = []
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
@@ -24,6 +25,10 @@ class StandIn:
             return httpx.Response(404, json={"detail": "Not Found"})
         asked = json.loads(request.content)
         assert asked["model"] == "served" and asked["max_tokens"] == 1
+        if (top := asked["prompt_logprobs"]) > self.max_logprobs:
+            says = f"Requested prompt logprobs of {top}, which is greater than max allowed"
+            return httpx.Response(400, json={"error": {"message": says}})
+        self.asked.append(asked["prompt"])
         return httpx.Response(200, json={"choices": [{"prompt_logprobs": self._of(asked)}]})
 
     def _of(self, asked: dict[str, Any]) -> list[dict[str, Any] | None]:

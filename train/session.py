@@ -153,7 +153,7 @@ def new_source(config: TrainConfig, material: Material, taps: tuple[int, ...]) -
             return remote_source(target, config.target_logprobs)
         if config.target_server is not None:
             logprobs = PromptLogprobs(Connection(config.target_server), target.vocab_size)
-            return LikeliestSource(logprobs, config.target_logprobs)
+            return remote_source(logprobs, config.target_logprobs)
         return LiveSource(target)
     source = mixture_source(target, corpus, taps)
     if isinstance(source, DistributionSource):
@@ -161,10 +161,11 @@ def new_source(config: TrainConfig, material: Material, taps: tuple[int, ...]) -
     return source
 
 
-def remote_source(target: RemoteTarget, top: int) -> AheadSource:
-    """`top` likeliest tokens of each distribution; 0: whole ones."""
+def remote_source(target: RemoteTarget | PromptLogprobs, top: int) -> AheadSource:
+    """`top` likeliest tokens of each distribution; 0: whole ones, of states."""
     if top:
         return AheadSource(LikeliestSource(target, top), partial(target.expect, top=top))
+    assert isinstance(target, RemoteTarget)
     return AheadSource(LiveSource(target), target.expect)
 
 

@@ -3,20 +3,27 @@ completions, as vLLM has them."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
-from draftsmith.drafters.remote.connection import Connection
+from draftsmith.drafters.remote.connection import Connection, Refused, in_background
 from draftsmith.drafters.target.segments import stretches_of
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.top_tokens import TopProbs
 
 COMPLETIONS_PATH = "/v1/completions"
 MODELS_PATH = "/v1/models"
-AT_ONCE = 8  # requests; the server batches them
+AT_ONCE = 32  # requests; the server batches them
+
+
+class Asked(NamedTuple):
+    texts: list[list[int]]
+    top: int
 
 
 class PromptLogprobs:
@@ -25,6 +32,8 @@ class PromptLogprobs:
 
     def __init__(self, connection: Connection, vocab_size: int):
         self.connection, self.vocab_size = connection, vocab_size
+        self._room = threading.BoundedSemaphore(AT_ONCE)
+        self._ahead: tuple[Asked, Future[TopProbs]] | None = None
         listed = connection.json("GET", MODELS_PATH)
         try:
             self.model = str(listed["data"][0]["id"])
@@ -42,31 +51,46 @@ class PromptLogprobs:
     ) -> TopProbs:
         """As `RemoteTarget.likeliest`. Nothing is known after the last token of a text: all mass is
         in the tail there."""
-        numbers = attention_mask - 1 if segments is None else segments
-        texts = [
-            input_ids[row, begin:end].tolist()
-            for row, stretches in enumerate(stretches_of(numbers))
-            for begin, end, is_text in stretches
-            if is_text
-        ]
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            found = list(pool.map(lambda text: self._of(text, top), texts))
-        return TopProbs(
-            *(torch.cat(parts).to(input_ids.device) for parts in zip(*found, strict=True))
-        )
+        asked = _asked(input_ids, attention_mask, segments, top)
+        if self._ahead is not None and self._ahead[0] == asked:
+            found, self._ahead = self._ahead[1].result(), None
+        else:
+            found = self._found(asked)
+        return TopProbs(*(part.to(input_ids.device) for part in found))
+
+    def expect(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        taps: Sequence[int],
+        segments: torch.Tensor | None = None,
+        *,
+        top: int = 0,
+    ) -> None:
+        """Asks for what `likeliest` will be called for, and does not wait. There are no `taps`."""
+        asked = _asked(input_ids, attention_mask, segments, top)
+        self._ahead = asked, in_background(partial(self._found, asked))
+
+    def _found(self, asked: Asked) -> TopProbs:
+        found = [in_background(partial(self._of, text, asked.top)) for text in asked.texts]
+        return TopProbs(*map(torch.cat, zip(*(one.result() for one in found), strict=True)))
 
     def _of(self, text: list[int], top: int) -> TopProbs:
-        answer = self.connection.json(
-            "POST",
-            COMPLETIONS_PATH,
-            {
-                "model": self.model,
-                "prompt": text,
-                "max_tokens": 1,
-                "temperature": 0,
-                "prompt_logprobs": top,
-            },
-        )
+        body = {
+            "model": self.model,
+            "prompt": text,
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": top,
+        }
+        try:
+            with self._room:
+                answer = self.connection.json("POST", COMPLETIONS_PATH, body)
+        except Refused as error:
+            raise UserError(
+                f"{error}; start vLLM with --max-logprobs {top} or more, and give a max_length "
+                "below its --max-model-len"
+            ) from error
         try:
             entries = answer["choices"][0]["prompt_logprobs"]
             rows = [_sorted(entry) for entry in entries[1:]]
@@ -96,6 +120,22 @@ class PromptLogprobs:
                 f"target has {self.vocab_size}; give --target the model that it serves"
             )
         return TopProbs(ids, logprobs, (1 - logprobs.exp().sum(dim=-1)).clamp(min=0))
+
+
+def _asked(
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    segments: torch.Tensor | None,
+    top: int,
+) -> Asked:
+    numbers = attention_mask - 1 if segments is None else segments
+    texts = [
+        input_ids[row, begin:end].tolist()
+        for row, stretches in enumerate(stretches_of(numbers))
+        for begin, end, is_text in stretches
+        if is_text
+    ]
+    return Asked(texts, top)
 
 
 def _sorted(entry: dict[str, Any]) -> list[tuple[int, float]]:

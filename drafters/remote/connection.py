@@ -1,12 +1,14 @@
 """Requests to the server that runs the target. One that is away is waited for; what it refuses is
-raised at once."""
+raised at once. `in_background` makes one while something else goes on."""
 
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import httpx
 import torch
@@ -27,6 +29,8 @@ from draftsmith.drafters.remote.messages import (
     states_of_body,
 )
 from draftsmith.errors import UserError
+
+Found = TypeVar("Found")
 
 BUSY = (429, 502, 503, 504)
 CONNECT_S = 10.0
@@ -122,7 +126,7 @@ class Connection:
         if response.status_code == 404 and path == TARGET_PATH:
             raise self._no_target(_message(response))
         if response.status_code != 200:
-            raise UserError(f"target server {self.base} refuses: {_message(response)}")
+            raise Refused(f"target server {self.base} refuses: {_message(response)}")
         return response
 
     def _patiently(self, ask: Callable[[], httpx.Response]) -> httpx.Response:
@@ -160,8 +164,27 @@ class NoStates(UserError):
     """A server that gives no states of its target."""
 
 
+class Refused(UserError):
+    """A request that a server does not grant."""
+
+
 class Away(Exception):
     """A server that may answer later."""
+
+
+def in_background(ask: Callable[[], Found]) -> Future[Found]:
+    """Result or error of `ask`, by a thread of its own. No pool: at the end of the process nothing
+    waits for a server."""
+    found: Future[Found] = Future()
+
+    def resolve() -> None:
+        try:
+            found.set_result(ask())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=resolve, daemon=True).start()
+    return found
 
 
 def may_pass(error: Exception) -> bool:

@@ -3,8 +3,7 @@ server too; `--target` gives configuration and tokenizer, and needs no weights."
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from draftsmith.drafters.remote.checks import (
     check_weights,
     other_model,
 )
-from draftsmith.drafters.remote.connection import Connection
+from draftsmith.drafters.remote.connection import Connection, in_background
 from draftsmith.drafters.remote.messages import DTYPES, StatesOfTexts, Texts
 from draftsmith.drafters.remote.parts import LayersThere, fill
 from draftsmith.drafters.remote.rounds import token_pool, whole_texts, write_answers
@@ -129,12 +128,7 @@ class RemoteTarget(Target):
         """Asks for the states of texts that `states` will be called with, and does not wait.
         `top`: for `likeliest`."""
         texts = self._texts(input_ids, attention_mask, taps, segments, top)
-        found: Future[StatesOfTexts] = Future()
-        # No pool: at the end of the process nothing waits for a server.
-        threading.Thread(
-            target=_resolve, args=(found, partial(self._found, texts)), daemon=True
-        ).start()
-        self._ahead = texts, found
+        self._ahead = texts, in_background(partial(self._found, texts))
 
     def _found_ahead(self, texts: Texts) -> StatesOfTexts | None:
         if self._ahead is None or not is_same(self._ahead[0], texts):
@@ -281,13 +275,6 @@ class RemoteTarget(Target):
                 self, prompts[part], max_new_tokens, sampling, chosen[part], eos
             )
         return answers
-
-
-def _resolve(found: Future[StatesOfTexts], ask: Callable[[], StatesOfTexts]) -> None:
-    try:
-        found.set_result(ask())
-    except BaseException as error:
-        found.set_exception(error)
 
 
 def is_same(one: Texts, other: Texts) -> bool:

@@ -91,11 +91,11 @@ def draftsmith(folder: Path, *arguments: str) -> None:
     assert finished.returncode == 0, finished.stderr[-3000:]
 
 
-def texts(folder: Path) -> list[tuple[list[int], list[int]]]:
+def texts(folder: Path, data: str = "data") -> list[tuple[list[int], list[int]]]:
     """Prompt and answer of every row of the data."""
     rows = [
         row
-        for shard in sorted((folder / "data").glob("*.parquet"))
+        for shard in sorted((folder / data).glob("*.parquet"))
         for row in pyarrow.parquet.read_table(shard).to_pylist()
     ]
     begins = [row["loss_mask"].index(1) for row in rows]

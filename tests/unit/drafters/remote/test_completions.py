@@ -38,12 +38,34 @@ def test_they_are_those_of_the_targets_logits(tiny_target: Callable[..., str]) -
         assert (found.tail[ends] == 1).all()
 
 
+def test_texts_that_were_asked_for_ahead_are_taken_once(tiny_target: Callable[..., str]) -> None:
+    stand_in = StandIn(Target.load(tiny_target("llama")))
+    logprobs = PromptLogprobs(connected(stand_in), 288)
+    ids = torch.tensor([[5, 6, 7], [8, 9, 0]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    wanted = logprobs.likeliest(ids, mask, None, 4)
+    logprobs.expect(ids, mask, (), None, top=4)
+    few = logprobs.likeliest(ids, mask, None, 3)  # not what was asked for
+    found = logprobs.likeliest(ids, mask, None, 4)
+    assert sorted(stand_in.asked) == [[5, 6, 7]] * 3 + [[8, 9]] * 3
+    assert few.ids.shape[1] == 3
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    logprobs.likeliest(ids, mask, None, 4)
+    assert len(stand_in.asked) == 8
+    logprobs.expect(ids + 300, mask, (), None, top=4)
+    with pytest.raises(IndexError):
+        logprobs.likeliest(ids + 300, mask, None, 4)
+
+
 def test_other_answers_are_refused_in_a_sentence(tiny_target: Callable[..., str]) -> None:
     target = Target.load(tiny_target("llama"))
     ids = torch.tensor([[5, 6, 7]])
     few = PromptLogprobs(connected(StandIn(target, most=2)), target.vocab_size)
     with pytest.raises(UserError, match="fewer than 5 prompt_logprobs"):
         few.likeliest(ids, torch.ones_like(ids), None, 5)
+    low = PromptLogprobs(connected(StandIn(target, max_logprobs=4)), target.vocab_size)
+    with pytest.raises(UserError, match=r"refuses: Requested .* of 5.*; start vLLM with .* 5 or"):
+        low.likeliest(ids, torch.ones_like(ids), None, 5)
     small = PromptLogprobs(connected(StandIn(target)), 10)
     with pytest.raises(UserError, match=r"knows a token .* and the target has 10"):
         small.likeliest(ids, torch.ones_like(ids), None, 5)
