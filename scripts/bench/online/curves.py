@@ -12,6 +12,8 @@ from draftsmith.drafters.interface import ServingDrafter, TrainedDrafter
 from draftsmith.drafters.published import versions
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.drafters.text.suffix import Suffix
+from scripts.bench.markdown_table import header, line
+from scripts.bench.online import measures
 from scripts.bench.online.cells import BASELINES, CURVES, FIRST, REQUESTS, SECOND, Cell
 from scripts.bench.online.domains import DOMAINS, asks
 from scripts.bench.online.figures import pooled_tau
@@ -113,6 +115,29 @@ def distill(
             replay=0.0,
         )
         Learner(drafter, setting.target, config, seed=seed).update(list(texts))
+
+
+def compared_table(rows: Sequence[Any]) -> list[str]:
+    """Streams that end beside an offline draft, seed by seed: what each gained and cost."""
+    lines = header(
+        "stream", "seed", "alpha gained", "share of the offline draft's alpha",
+        f"requests to 90 % of the final alpha, {SECOND}", f"alpha on {FIRST} at return / before",
+        "CPU s of learning per CPU s of serving",
+    )  # fmt: skip
+    for name in (name for name, curve in CURVES.items() if curve.is_compared):
+        answers = measures.curves(rows, name)
+        figures = zip(
+            measures.gains(rows, name),
+            measures.shares_of_offline(rows, name),
+            measures.recoveries(rows, name, SECOND),
+            measures.returns(rows, name),
+            strict=True,
+        )
+        for (seed, own), (gain, share, requests, at_return) in zip(answers.items(), figures):
+            serving, learning = measures.cpu_seconds(own)
+            cells = f"{gain:.3f}", f"{share:.3f}", f"{requests:.0f}", f"{at_return:.3f}"
+            lines.append(line(name, seed, *cells, f"{learning / serving:.2f}"))
+    return lines
 
 
 def run_baselines(setting: Setting, cell: Cell) -> dict[str, Any]:
