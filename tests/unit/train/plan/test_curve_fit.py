@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.train.plan.curve_fit import Curve, Points, Power, Unclear, fit, verdict
+from draftsmith.train.plan.curve_fit import Curve, Points, Power, Rising, Unclear, fit, verdict
 
 AMOUNTS = np.array([1.0, 2.0, 4.0, 8.0]) * 1e5
 ALIKE = 0.05  # error that all figures share
@@ -80,6 +80,37 @@ def test_points_off_every_law_count_as_noisy():
     values = np.array([2.0, 2.001, 2.1, 2.101])
     sharp = fit(Points(AMOUNTS, values, np.eye(4) * 1e-3**2))
     assert isinstance(sharp, Unclear) or sharp.added(8).high - sharp.added(8).low > 0.1
+
+
+MEASURED = np.array([1.230, 1.329, 1.530, 1.713])  # of drafts of 37 to 291 steps
+ERRORS = np.array([0.009, 0.011, 0.034, 0.045])
+
+
+def test_figures_that_bend_upwards_tell_that_more_data_pays():
+    found = fit(Points(AMOUNTS, MEASURED, np.diag(ERRORS**2)))
+    assert isinstance(found, Rising) and found.last == pytest.approx(0.183)
+    assert verdict(found, 1.713).startswith("more data pays: tau 1.713 now, 0.183 above")
+    small = fit(Points(AMOUNTS, 1 + MEASURED / 100, np.diag((ERRORS / 100) ** 2)))
+    assert verdict(small, 1.017).startswith("more data may pay")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.array([1.0, 1.1, 1.2, 1.3]),  # a logarithm, which the slowest curve comes near to
+        np.array([1.0, 1.02, 1.2, 1.4]),  # a step within its error
+        np.array([1.0, 1.25, 1.4, 1.5]),
+    ],
+)
+def test_figures_that_do_not_bend_upwards_are_not_taken_for_such(values):
+    assert not isinstance(fit(Points(AMOUNTS, values, np.eye(4) * 0.012**2)), Rising)
+
+
+def test_planted_laws_with_noise_hardly_ever_bend_upwards():
+    """Three errors off the slowest curve, which saturates least: 0.1 % of its draws."""
+    law = Power(12.0, 10.0, 0.05)
+    found = [fit(planted(law, 0.02, seed)) for seed in range(120)]
+    assert sum(isinstance(one, Rising) for one in found) < 3
 
 
 @pytest.mark.parametrize(
