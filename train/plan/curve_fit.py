@@ -17,7 +17,6 @@ from draftsmith.train.plan.forecast import Spread
 EXPONENTS = np.geomspace(0.05, 3.0, 800)  # below the first it is a logarithm in effect
 DRAWS = 4000
 SURE = 2.0  # standard errors that a rise or fall must have to be one
-OFF = 9.0  # chi squared per degree of freedom of points that no curve goes through
 LEAST_POINTS = 4
 PAYS = 0.01  # of the figure, that twice the data must add to be worth having
 
@@ -65,7 +64,7 @@ class Unclear(NamedTuple):
 
 
 class Rising(NamedTuple):
-    """Figures that rise from each amount to the next, faster than any curve here does."""
+    """Figures that rise from each amount to the next, far from any curve here."""
 
     last: float  # rise from the last amount but one to all
 
@@ -78,7 +77,7 @@ def spread(draws: np.ndarray) -> Spread:
 
 def fit(points: Points, seed: int = 0) -> Curve | Rising | Unclear:
     """The curve through the points; `Unclear` where they fall, or rise within their errors;
-    `Rising` where they bend upwards, as those of drafts that have only begun to learn.
+    `Rising` where they do rise but no curve comes near, as when drafts have only begun to learn.
 
     Curves are drawn by their likelihood, all exponents between the bounds alike in logarithm and
     the figures at the least and the greatest amount alike. Points that scatter about the best one
@@ -89,8 +88,6 @@ def fit(points: Points, seed: int = 0) -> Curve | Rising | Unclear:
     if (fall := fall_of(points)) is not None:
         return Unclear(fall)
     powers = powers_of(points)
-    if bends_upwards(points, powers):
-        return Rising(float(points.values[-1] - points.values[-2]))
     scale = max(1.0, powers.misfit.min() / (len(points.values) - 3))
     covariance = points.covariance * scale
     first_to_last = np.zeros(len(points.values))
@@ -98,6 +95,8 @@ def fit(points: Points, seed: int = 0) -> Curve | Rising | Unclear:
     rise = float(first_to_last @ points.values)
     error = math.sqrt(first_to_last @ covariance @ first_to_last)
     if rise <= SURE * error:
+        if rises_throughout(points):
+            return Rising(float(points.values[-1] - points.values[-2]))
         return Unclear(
             f"all of the data gives {rise:+.3f} over the least, within the error of {error:.3f}"
         )
@@ -149,12 +148,8 @@ def drawn(points: Points, powers: Powers, chances: np.ndarray, scale: float, see
     )
 
 
-def bends_upwards(points: Points, powers: Powers) -> bool:
-    """True where the slowest curve to saturate is the nearest one and still far from the points,
-    which rise at every step beyond the errors."""
-    best = int(powers.misfit.argmin())
-    if best > 0 or powers.misfit[best] <= OFF * (len(points.values) - 3):
-        return False
+def rises_throughout(points: Points) -> bool:
+    """True where each figure is above the one before, beyond their errors as they were given."""
     return all(
         points.values[at + 1] - points.values[at] > SURE * error_between(points, at, at + 1)
         for at in range(len(points.values) - 1)
@@ -188,8 +183,8 @@ def verdict(curve: Curve | Rising | Unclear, now: float) -> str:
     if isinstance(curve, Rising):
         word = "more data pays" if curve.last >= PAYS * now else "more data may pay"
         return (
-            f"{word}: tau {now:.3f} now, {curve.last:.3f} above that of the amount before; it "
-            "rises faster than a curve that saturates, so nothing is extrapolated"
+            f"{word}: tau {now:.3f} now, {curve.last:.3f} above that of the amount before; its "
+            "rise is not that of a curve that saturates, so nothing is extrapolated"
         )
     twice, most = curve.added(2), curve.expected(8)
     if twice.low > 0 and twice.value >= PAYS * now:
