@@ -306,7 +306,7 @@ def test_figures_are_read_off_the_curves(script: Script) -> None:
     result = {
         "answers": curve,
         "decisions": [],
-        "compared": {"static": 0.3, "online": 0.5, "offline": 0.52},
+        "compared": {"static": 0.3, "online": 0.5, "at_return": 0.51, "offline": 0.52},
     }
     rows = [{"cell": {"part": "curves", "name": "sudden", "seed": 0}, "result": result}]
     rows.append(
@@ -328,6 +328,21 @@ def test_figures_are_read_off_the_curves(script: Script) -> None:
     ) == [145.0]
     assert measures.returns(rows, "sudden") == [pytest.approx(0.9)]
     assert measures.expected(rows, "static", 0, curve[:400])[0] == pytest.approx(0.45)
+    half = {**result, "compared": {**result["compared"], "online": 0.3}}
+    rows.append(
+        {"cell": {"part": "curves", "name": "sudden-half-batch", "seed": 1}, "result": half}
+    )
+    *_, whole, told = script("curves").compared_table(rows)
+    assert whole == "| sudden | 0 | 0.210 | 0.981 | 0.200 | 0.962 | 138 | 0.900 | 2.00 |"
+    assert told == "| sudden-half-batch | 1 | 0.210 | 0.981 | 0.000 | 0.577 | 138 | 0.900 | 2.00 |"
+    assert measures.gains(rows) == [pytest.approx(0.2)]
+
+
+def test_half_a_batch_changes_nothing_else(script: Script) -> None:
+    setting, cells = script("setting"), script("cells")
+    half = setting.learning(cells.HALF, 1200)
+    assert half.gate == setting.GATE and half.learn.batch == 4
+    assert replace(half.learn, batch=setting.LEARN.batch) == setting.LEARN
 
 
 def test_predictions_are_held_against_versions_that_served_one_domain(script: Script) -> None:

@@ -63,14 +63,21 @@ class Unclear(NamedTuple):
     reason: str
 
 
+class Rising(NamedTuple):
+    """Figures that rise from each amount to the next, far from any curve here."""
+
+    last: float  # rise from the last amount but one to all
+
+
 def spread(draws: np.ndarray) -> Spread:
     """Median and 95 % interval."""
     low, middle, high = np.percentile(draws, [2.5, 50, 97.5]).tolist()
     return Spread(middle, low, high)
 
 
-def fit(points: Points, seed: int = 0) -> Curve | Unclear:
-    """The curve through the points; `Unclear` where they fall, or rise within their errors.
+def fit(points: Points, seed: int = 0) -> Curve | Rising | Unclear:
+    """The curve through the points; `Unclear` where they fall, or rise within their errors;
+    `Rising` where they do rise but no curve comes near, as when drafts have only begun to learn.
 
     Curves are drawn by their likelihood, all exponents between the bounds alike in logarithm and
     the figures at the least and the greatest amount alike. Points that scatter about the best one
@@ -88,6 +95,8 @@ def fit(points: Points, seed: int = 0) -> Curve | Unclear:
     rise = float(first_to_last @ points.values)
     error = math.sqrt(first_to_last @ covariance @ first_to_last)
     if rise <= SURE * error:
+        if rises_throughout(points):
+            return Rising(float(points.values[-1] - points.values[-2]))
         return Unclear(
             f"all of the data gives {rise:+.3f} over the least, within the error of {error:.3f}"
         )
@@ -139,17 +148,27 @@ def drawn(points: Points, powers: Powers, chances: np.ndarray, scale: float, see
     )
 
 
+def rises_throughout(points: Points) -> bool:
+    """True where each figure is above the one before, beyond their errors as they were given."""
+    return all(
+        points.values[at + 1] - points.values[at] > SURE * error_between(points, at, at + 1)
+        for at in range(len(points.values) - 1)
+    )
+
+
+def error_between(points: Points, first: int, second: int) -> float:
+    """Standard error of the difference of two figures."""
+    covariance = points.covariance
+    variance = covariance[first, first] + covariance[second, second] - 2 * covariance[first, second]
+    return math.sqrt(max(variance, 0.0))
+
+
 def fall_of(points: Points) -> str | None:
     """The first fall beyond the errors, in words; None without one."""
     for later in range(1, len(points.values)):
         for earlier in range(later):
             fall = points.values[earlier] - points.values[later]
-            variance = (
-                points.covariance[earlier, earlier]
-                + points.covariance[later, later]
-                - 2 * points.covariance[earlier, later]
-            )
-            if fall > SURE * math.sqrt(max(variance, 0.0)):
+            if fall > SURE * error_between(points, earlier, later):
                 return (
                     f"the figures fall from {points.values[earlier]:.3f} to "
                     f"{points.values[later]:.3f} with more data"
@@ -157,10 +176,16 @@ def fall_of(points: Points) -> str | None:
     return None
 
 
-def verdict(curve: Curve | Unclear, now: float) -> str:
+def verdict(curve: Curve | Rising | Unclear, now: float) -> str:
     """One sentence: does more data pay?"""
     if isinstance(curve, Unclear):
         return f"cannot say whether more data pays: {curve.reason}"
+    if isinstance(curve, Rising):
+        word = "more data pays" if curve.last >= PAYS * now else "more data may pay"
+        return (
+            f"{word}: tau {now:.3f} now, {curve.last:.3f} above that of the amount before; its "
+            "rise is not that of a curve that saturates, so nothing is extrapolated"
+        )
     twice, most = curve.added(2), curve.expected(8)
     if twice.low > 0 and twice.value >= PAYS * now:
         word = "more data pays"

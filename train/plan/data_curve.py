@@ -26,7 +26,7 @@ from draftsmith.train.data.mixture import Mixture, read_mixture
 from draftsmith.train.evaluate.command import counts_of, texts_at
 from draftsmith.train.evaluate.teacher_forced import DocumentCounts, merge_documents
 from draftsmith.train.plan.config import PlanConfig
-from draftsmith.train.plan.curve_fit import Curve, Points, Unclear, fit, verdict
+from draftsmith.train.plan.curve_fit import Curve, Points, Rising, Unclear, fit, verdict
 from draftsmith.train.resolve import different_from
 
 SHARES = (0.125, 0.25, 0.5, 1.0)
@@ -149,16 +149,16 @@ def report(
             {"share": share, "tokens": count, "tau": value, "error": error}
             for share, count, value, error in zip(SHARES, tokens, points.values.tolist(), errors)
         ],
-        "power": None if isinstance(curve, Unclear) else curve.likeliest._asdict(),
+        "power": curve.likeliest._asdict() if isinstance(curve, Curve) else None,
         "expected": expected(curve),
         "verdict": verdict(curve, now),
         "note": "errors are over held-out documents; another seed of training moves tau too",
     }
 
 
-def expected(curve: Curve | Unclear) -> dict[str, dict[str, float]]:
+def expected(curve: Curve | Rising | Unclear) -> dict[str, dict[str, float]]:
     """tau by the times of the data; nothing where none was found."""
-    if isinstance(curve, Unclear):
+    if not isinstance(curve, Curve):
         return {}
     return {str(times): curve.expected(times)._asdict() for times in TIMES}
 

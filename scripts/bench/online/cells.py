@@ -10,6 +10,7 @@ from typing import Any
 from scripts.bench.online.streams import Stream, blocks, gradual, turns
 
 LEARNED, NO_REPLAY, PERIODIC = "learning", "no-replay", "periodic"
+HALF = "half-batch"  # 4 texts a step
 HELD_OUT = "held-out"  # evidence from held-out requests alone
 WARM, COLD = "warm", "cold"
 # the warm draft was trained on answers to the first
@@ -74,6 +75,7 @@ def again(requests: int) -> Stream:
 
 CURVES: dict[str, Curve] = {
     "sudden": Curve(there_and_back, is_compared=True),
+    "sudden-half-batch": Curve(there_and_back, HALF, is_compared=True),
     "sudden-periodic": Curve(there(SECOND, 0.05, 0.3), PERIODIC),
     "sudden-headers": Curve(there(THIRD, 0.05, 0.3)),
     "no-replay": Curve(there_and_back, NO_REPLAY),
@@ -149,7 +151,7 @@ BOUND, STATIC, SINGLE, TAGGED, CLUSTERED = (
 POOL_CELLS = (BOUND, STATIC, SINGLE, TAGGED, CLUSTERED)
 # In the order of their worth, should an hour end too soon.
 PARTS = ("baselines", "curves", GATE, SYSTEM, OBJECTIVES, CAPTURE)
-LATE = ("no-replay", *(name for name, one in CURVES.items() if one.learner == HELD_OUT))
+LATE = ("no-replay", *(name for name, one in CURVES.items() if one.learner in (HALF, HELD_OUT)))
 # what can be asked for alone
 NAMES = (
     *PARTS, COST, POOLS, BOUNDS, CHANGES,

@@ -12,6 +12,8 @@ from draftsmith.drafters.interface import ServingDrafter, TrainedDrafter
 from draftsmith.drafters.published import versions
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.drafters.text.suffix import Suffix
+from scripts.bench.markdown_table import header, line
+from scripts.bench.online import measures
 from scripts.bench.online.cells import BASELINES, CURVES, FIRST, REQUESTS, SECOND, Cell
 from scripts.bench.online.domains import DOMAINS, asks
 from scripts.bench.online.figures import pooled_tau
@@ -36,7 +38,9 @@ def run_curve(setting: Setting, cell: Cell) -> dict[str, Any]:
         shadow = Shadow(world) if curve.is_paired else None
         goal = warm_tau(setting, cell) if curve.ends_at_warm else float("inf")
         answers = list(until(world.serve(stream), goal * WARM_SHARE))
-        compared = compare(setting, cell, world, taught.texts) if curve.is_compared else None
+        compared = (
+            compare(setting, cell, world, taught.texts, answers) if curve.is_compared else None
+        )
         return {
             "answers": [answer.to_dict() for answer in answers],
             "decisions": versions.read_decisions(world.root),
@@ -83,16 +87,22 @@ def part(cell: Cell) -> int:
 
 
 def compare(
-    setting: Setting, cell: Cell, world: World, taught: Sequence[ServedText]
+    setting: Setting,
+    cell: Cell,
+    world: World,
+    taught: Sequence[ServedText],
+    answers: Sequence[Answer],
 ) -> dict[str, float]:
-    """Three drafts on the same texts of the second domain, which the newest version serves:
-    learned, static, offline."""
+    """Drafts on the same texts of the second domain, which the live version serves: learned (live
+    at the end, and when the first domain returned), static, offline."""
     static, online = setting.load(setting.draft(cell.seed)), world.daemon.shared.live.draft
+    last = max((one for one in answers if one.domain == SECOND), key=lambda one: one.number)
+    at_return = setting.load(versions.folder_of(world.root, last.version))
     offline = setting.load(setting.draft(cell.seed))
     of_second = [text for text in taught if text.records[0].request_class == SECOND]
     distill(offline, setting, of_second, seed=cell.seed)
     texts = setting.texts(online, SECOND, part(cell), seed=cell.seed, begin=EVALUATED)
-    names = {"static": static, "online": online, "offline": offline}
+    names = {"static": static, "online": online, "at_return": at_return, "offline": offline}
     return {name: setting.alpha(drafter, texts) for name, drafter in names.items()} | {
         "texts": len(of_second)
     }
@@ -113,6 +123,32 @@ def distill(
             replay=0.0,
         )
         Learner(drafter, setting.target, config, seed=seed).update(list(texts))
+
+
+def compared_table(rows: Sequence[Any]) -> list[str]:
+    """Streams that end beside an offline draft, seed by seed: what each gained and cost."""
+    lines = header(
+        "stream", "seed", f"alpha gained when {FIRST} returns", "share of the offline draft's",
+        "alpha gained at the end", "share of the offline draft's",
+        f"requests to 90 % of the final alpha, {SECOND}", f"alpha on {FIRST} at return / before",
+        "CPU s of learning per CPU s of serving",
+    )  # fmt: skip
+    for name in (name for name, curve in CURVES.items() if curve.is_compared):
+        answers = measures.curves(rows, name)
+        figures = zip(
+            measures.gains(rows, name, "at_return"),
+            measures.shares_of_offline(rows, name, "at_return"),
+            measures.gains(rows, name),
+            measures.shares_of_offline(rows, name),
+            measures.recoveries(rows, name, SECOND),
+            measures.returns(rows, name),
+            strict=True,
+        )
+        for (seed, own), (*alphas, requests, at_return) in zip(answers.items(), figures):
+            serving, learning = measures.cpu_seconds(own)
+            cells = [*(f"{alpha:.3f}" for alpha in alphas), f"{requests:.0f}", f"{at_return:.3f}"]
+            lines.append(line(name, seed, *cells, f"{learning / serving:.2f}"))
+    return lines
 
 
 def run_baselines(setting: Setting, cell: Cell) -> dict[str, Any]:

@@ -61,16 +61,18 @@ def of_domain(answers: Answers, domain: str) -> Answers:
 # After a sudden shift.
 
 
-def gains(rows: Sequence[Row]) -> list[float]:
-    return [one["online"] - one["static"] for one in compared(rows)]
+def gains(rows: Sequence[Row], name: str = "sudden", when: str = "online") -> list[float]:
+    return [one[when] - one["static"] for one in compared(rows, name)]
 
 
-def shares_of_offline(rows: Sequence[Row]) -> list[float]:
-    return [one["online"] / one["offline"] for one in compared(rows)]
+def shares_of_offline(
+    rows: Sequence[Row], name: str = "sudden", when: str = "online"
+) -> list[float]:
+    return [one[when] / one["offline"] for one in compared(rows, name)]
 
 
-def compared(rows: Sequence[Row]) -> list[Row]:
-    return [found["compared"] for found in results(rows, "curves", "sudden").values()]
+def compared(rows: Sequence[Row], name: str = "sudden") -> list[Row]:
+    return [found["compared"] for found in results(rows, "curves", name).values()]
 
 
 def recoveries(rows: Sequence[Row], name: str, domain: str) -> list[float]:

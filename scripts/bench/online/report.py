@@ -14,6 +14,7 @@ from scripts.bench.online import measures as measures
 from scripts.bench.online.cells import BASELINES, BOUNDS, CURVES, SECOND, THIRD
 from scripts.bench.online.changes import rate_table, replay_table
 from scripts.bench.online.cost import cost_summary, cost_table
+from scripts.bench.online.curves import compared_table
 from scripts.bench.online.figures import WINDOW, Answers, moving, pooled_alpha, pooled_tau
 from scripts.bench.online.measures import over_seeds, results
 from scripts.bench.online.pool_tables import bound_table, pools_summary, pools_table
@@ -29,6 +30,7 @@ def tables(report: Report) -> str:
     parts = [
         goals(rows),
         streams(rows),
+        compared_table(rows),
         pairs(rows),
         bounds(rows),
         cost_table(rows),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.train.plan.curve_fit import Curve, Points, Power, Unclear, fit, verdict
+from draftsmith.train.plan.curve_fit import Curve, Points, Power, Rising, Unclear, fit, verdict
 
 AMOUNTS = np.array([1.0, 2.0, 4.0, 8.0]) * 1e5
 ALIKE = 0.05  # error that all figures share
@@ -80,6 +80,45 @@ def test_points_off_every_law_count_as_noisy():
     values = np.array([2.0, 2.001, 2.1, 2.101])
     sharp = fit(Points(AMOUNTS, values, np.eye(4) * 1e-3**2))
     assert isinstance(sharp, Unclear) or sharp.added(8).high - sharp.added(8).low > 0.1
+
+
+BEGUN = np.array([1.230, 1.329, 1.530, 1.713])  # measured, of drafts of 37 to 291 steps
+ERRORS = np.array([0.0094, 0.0110, 0.0343, 0.0445])
+ALIKE_BY = np.array(
+    [
+        [1.0, 0.26, -0.39, -0.42],
+        [0.26, 1.0, 0.61, 0.57],
+        [-0.39, 0.61, 1.0, 0.98],
+        [-0.42, 0.57, 0.98, 1.0],
+    ]
+)
+
+
+@pytest.mark.parametrize(("size", "word"), [(1.0, "more data pays"), (0.01, "more data may pay")])
+def test_figures_that_rise_far_from_any_curve_tell_that_more_data_pays(size, word):
+    covariance = ALIKE_BY * np.outer(ERRORS, ERRORS) * size**2
+    found = fit(Points(AMOUNTS, 1 + size * (BEGUN - 1), covariance))
+    assert isinstance(found, Rising) and found.last == pytest.approx(0.183 * size)
+    said = verdict(found, 1 + 0.713 * size)
+    assert said.startswith(f"{word}: tau") and f"{0.183 * size:.3f} above that of" in said
+
+
+def test_a_step_within_its_error_is_no_rise():
+    found = fit(Points(AMOUNTS, np.array([1.0, 1.02, 1.05, 1.6]), np.eye(4) * 0.012**2))
+    assert isinstance(found, Unclear)
+
+
+def test_figures_near_a_curve_are_extrapolated():
+    """Measured, of drafts of 82 to 575 steps; one on twice the data reached 2.04."""
+    errors = np.array([0.0092, 0.0245, 0.0353, 0.0371])
+    measured = Points(
+        np.array([25777.0, 52477.0, 99869.0, 182092.0]),
+        np.array([1.341, 1.520, 1.699, 1.844]),
+        np.outer(errors, errors) * 0.9 + np.diag(errors**2) * 0.1,
+    )
+    found = fit(measured)
+    assert isinstance(found, Curve)
+    assert found.expected(2).low < 2.04 < found.expected(2).high
 
 
 @pytest.mark.parametrize(
