@@ -45,7 +45,8 @@ class TextStates:
     dropped first.
 
     A text is read in a pass of its own, so that its states depend on nothing else: not on the batch
-    it is trained in, nor on what a learner has read before it was started again.
+    it is trained in, nor on what a learner has read before it was started again, nor on whether a
+    step in bfloat16 or a score asks for them.
     """
 
     def __init__(self, target: Target, limit_bytes: float, read: Read | None = None):
@@ -81,7 +82,9 @@ class TextStates:
     def _of(self, texts: Sequence[torch.Tensor], taps: tuple[int, ...]) -> list[TextState]:
         keys = [(taps, ids.cpu().numpy().tobytes()) for ids in texts]
         unknown = {key: ids for key, ids in zip(keys, texts, strict=True) if key not in self._known}
-        found = dict(zip(unknown, self._read(list(unknown.values()), taps), strict=True))
+        with torch.autocast(self.target.device.type, enabled=False):
+            states = self._read(list(unknown.values()), taps)
+        found = dict(zip(unknown, states, strict=True))
         self.num_passes += len(found)
         self.num_bytes += sum(one.num_bytes for one in found.values())
         wanted = {key: found.get(key) or self._known.pop(key) for key in dict.fromkeys(keys)}

@@ -117,7 +117,7 @@ class Pipeline:
 POINTS: dict[str, Point] = {
     "8-per-8": Point(),
     "recorded": Point(teacher="recorded"),
-    "bfloat16": Point(dtype="bfloat16"),
+    "float32": Point(dtype="float32"),
     "one-depth": Point(depths=1),
     "half-batch": Point(batch=4),
     "quarter-batch": Point(batch=2),

@@ -31,7 +31,8 @@ def test_the_gradient_is_the_mean_over_the_weight_of_the_rows(
         Row(chance.integers(3, 288, size).tolist(), chance.random(size, dtype=np.float32))
         for size in (5, 17, 9, 12, 30)
     ]
-    optimizer = CandidateOptimizer(bigram(288).double(), LearnConfig(unroll=LearnUnroll(steps=1)))
+    config = LearnConfig(unroll=LearnUnroll(steps=1), dtype="float32")
+    optimizer = CandidateOptimizer(bigram(288).double(), config)
 
     def batch(some: list[Row]) -> Batch:
         return LiveTeacher(target).batch([LearningRow(row, []) for row in some])

@@ -55,6 +55,17 @@ def test_states_are_those_of_the_target(target: Target, texts: list[torch.Tensor
     torch.testing.assert_close(hidden, read(states, texts)[1])
 
 
+def test_a_step_in_bfloat16_reads_what_a_score_reads(
+    target: Target, texts: list[torch.Tensor]
+) -> None:
+    expected = read(TextStates(target, GENEROUS), texts)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = read(TextStates(target, GENEROUS), texts)
+        other = read(target, texts)[1]
+    assert all(map(torch.equal, found, expected))
+    assert not torch.equal(other[mask_of(texts).bool()], found[1][mask_of(texts).bool()])
+
+
 def test_a_text_is_read_once_and_alike_in_any_company(
     target: Target, texts: list[torch.Tensor]
 ) -> None:
@@ -97,7 +108,7 @@ def test_states_stay_within_their_bytes(target: Target, texts: list[torch.Tensor
 def test_training_and_gate_share_one_pass_a_text(
     target: Target, bigram: Callable, served: list[ServedText]
 ) -> None:
-    config = LearnConfig(lr=1e-2, unroll=LearnUnroll(steps=1), replay=0.5, batch=4)
+    config = LearnConfig(lr=1e-2, unroll=LearnUnroll(steps=1), replay=0.5, batch=4, dtype="float32")
     states, weights = TextStates(target, GENEROUS), []
     for reader in (states, target):
         learner = Learner(bigram(288), target, config, seed=0, states=states)
