@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -322,6 +323,9 @@ def test_figures_are_read_off_the_curves(script: Script) -> None:
     assert measures.gains(rows) == [pytest.approx(0.2)] and measures.shares_of_offline(rows) == [
         pytest.approx(0.5 / 0.52)
     ]
+    assert measures.gains(rows, when="at_return") == [pytest.approx(0.21)]
+    del result["compared"]["at_return"]  # of cells measured before it was compared
+    assert math.isnan(measures.gains(rows, when="at_return")[0])
     # Of the latest 50, so many must have 0.5 for a mean of 0.45: 38, and for 0.48: 45.
     assert measures.recoveries(rows, "sudden", "prose") == [138.0] and measures.risen(
         rows, "sudden", "prose"

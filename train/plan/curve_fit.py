@@ -149,11 +149,22 @@ def drawn(points: Points, powers: Powers, chances: np.ndarray, scale: float, see
 
 
 def rises_throughout(points: Points) -> bool:
-    """True where each figure is above the one before, beyond their errors as they were given."""
-    return all(
+    """True where each figure is above the one before, beyond their errors as they were given, and
+    no rise is below the one before it beyond them."""
+    count = len(points.values)
+    rises = all(
         points.values[at + 1] - points.values[at] > SURE * error_between(points, at, at + 1)
-        for at in range(len(points.values) - 1)
+        for at in range(count - 1)
     )
+    return rises and all(bends_no_lower(points, at) for at in range(count - 2))
+
+
+def bends_no_lower(points: Points, at: int) -> bool:
+    """True unless the rise behind the figure after `at` is below the rise to it, beyond errors."""
+    second = np.zeros(len(points.values))
+    second[at : at + 3] = 1, -2, 1
+    error = math.sqrt(max(float(second @ points.covariance @ second), 0.0))
+    return float(second @ points.values) >= -SURE * error
 
 
 def error_between(points: Points, first: int, second: int) -> float:

@@ -62,13 +62,19 @@ def of_domain(answers: Answers, domain: str) -> Answers:
 
 
 def gains(rows: Sequence[Row], name: str = "sudden", when: str = "online") -> list[float]:
-    return [one[when] - one["static"] for one in compared(rows, name)]
+    return [alpha_of(one, when) - one["static"] for one in compared(rows, name)]
 
 
 def shares_of_offline(
     rows: Sequence[Row], name: str = "sudden", when: str = "online"
 ) -> list[float]:
-    return [one[when] / one["offline"] for one in compared(rows, name)]
+    return [alpha_of(one, when) / one["offline"] for one in compared(rows, name)]
+
+
+def alpha_of(one: Row, when: str) -> float:
+    """NaN where it was not measured then."""
+    found = one.get(when)
+    return math.nan if found is None else float(found)
 
 
 def compared(rows: Sequence[Row], name: str = "sudden") -> list[Row]:

@@ -108,6 +108,11 @@ def test_a_step_within_its_error_is_no_rise():
     assert isinstance(found, Unclear)
 
 
+def test_a_rise_far_below_the_one_before_promises_nothing():
+    found = fit(Points(AMOUNTS, np.array([1.0, 1.05, 1.9, 1.93]), np.eye(4) * 0.004**2))
+    assert isinstance(found, Unclear)
+
+
 def test_figures_near_a_curve_are_extrapolated():
     """Measured, of drafts of 82 to 575 steps; one on twice the data reached 2.04."""
     errors = np.array([0.0092, 0.0245, 0.0353, 0.0371])
