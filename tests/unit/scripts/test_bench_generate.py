@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from scripts.bench.engine.generate import (
     group_cpu_s,
     report,
     target_of,
+    vllm,
     with_drafts,
 )
 
@@ -51,6 +54,45 @@ def test_all_systems_read_a_target_of_the_size_and_dtype_asked_for(
     size = sum(weight.numel() for weight in load_file(source / "model.safetensors").values())
     assert size < 190_000 < sum(weight.numel() for weight in stored.values()) < 210_000
     assert {str(weight.dtype) for weight in stored.values()} == {"torch.bfloat16"}
+
+
+def test_a_target_that_no_option_changes_is_read_as_it_is(tmp_path: Path) -> None:
+    for target in ("org/name", tmp_path):
+        given = argparse.Namespace(target=Path(target), parameters=None, dtype=None)
+        assert target_of(given, tmp_path) == Path(target)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "dtype", "lacks"),
+    [("200K", None, "config.json"), (None, "float32", "model.safetensors")],
+)
+def test_a_target_that_cannot_be_copied_is_refused_in_a_sentence(
+    parameters: str | None, dtype: str | None, lacks: str, tmp_path: Path
+) -> None:
+    given = argparse.Namespace(target=Path("org/name"), parameters=parameters, dtype=dtype)
+    with pytest.raises(UserError, match=f"target 'org/name' is no folder with {lacks}, .* leave"):
+        target_of(given, tmp_path)
+
+
+def test_vllm_ends_with_a_benchmark_that_is_terminated(tmp_path: Path) -> None:
+    peer = tmp_path / "python"
+    peer.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\necho '{{}}'\nexec sleep 60\n")
+    peer.chmod(0o700)
+
+    def left(*_: object) -> None:
+        pytest.fail("vLLM would be left")
+
+    unhandled = signal.signal(signal.SIGTERM, left)
+    try:
+        with pytest.raises(SystemExit) as ended, vllm(str(peer), PLAIN, 8, 1):
+            pid = int((tmp_path / "pid").read_text())
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert ended.value.code == 143
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+        assert signal.getsignal(signal.SIGTERM) is left
+    finally:
+        signal.signal(signal.SIGTERM, unhandled)
 
 
 def test_no_prompt_is_answered_at_two_temperatures() -> None:

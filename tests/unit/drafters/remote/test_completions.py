@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
 
 import httpx
 import pytest
 import torch
 
+from draftsmith.drafters.remote import completions, connection
 from draftsmith.drafters.remote.completions import PromptLogprobs
-from draftsmith.drafters.remote.connection import Connection
+from draftsmith.drafters.remote.connection import Connection, Refused
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.kernels.sampling.top_tokens import top_probs
+from draftsmith.kernels.sampling.top_tokens import TopProbs, top_probs
 from tests.vllm_stand_in import StandIn
 
 
@@ -55,6 +58,98 @@ def test_texts_that_were_asked_for_ahead_are_taken_once(tiny_target: Callable[..
     logprobs.expect(ids + 300, mask, (), None, top=4)
     with pytest.raises(IndexError):
         logprobs.likeliest(ids + 300, mask, None, 4)
+
+
+class Failing(StandIn):
+    """Answers completions with `status` while there is one."""
+
+    status: int | None = None
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if self.status is None or request.url.path == "/v1/models":
+            return super().__call__(request)
+        return httpx.Response(self.status, json={"error": {"message": "EngineCore died"}})
+
+
+def answer(logprobs: PromptLogprobs, ids: torch.Tensor) -> TopProbs:
+    """Likeliest tokens by a server that must not refuse."""
+    try:
+        return logprobs.likeliest(ids, torch.ones_like(ids), None, 4)
+    except UserError as error:
+        pytest.fail(str(error))
+
+
+def test_a_server_whose_engine_ended_is_waited_for(
+    tiny_target: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in = Failing(Target.load(tiny_target("llama")))
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        stand_in.status = None
+
+    monkeypatch.setattr(connection.time, "sleep", pause)
+    logprobs = PromptLogprobs(
+        Connection("http://vllm", transport=httpx.MockTransport(stand_in), wait_s=5.0), 288
+    )
+    ids = torch.tensor([[5, 6, 7]])
+    wanted = logprobs.likeliest(ids, torch.ones_like(ids), None, 4)
+    stand_in.status = 500
+    found = answer(logprobs, ids)
+    assert pauses == [connection.FIRST_PAUSE_S]
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_a_batch_that_failed_ahead_is_asked_for_again(tiny_target: Callable[..., str]) -> None:
+    stand_in = Failing(Target.load(tiny_target("llama")))
+    logprobs = PromptLogprobs(connected(stand_in), 288)
+    ids = torch.tensor([[5, 6, 7]])
+    mask = torch.ones_like(ids)
+    stand_in.status = 500
+    logprobs.expect(ids, mask, (), None, top=4)
+    says = (
+        r"does not answer \(EngineCore died\); start it, then the same command again, which goes on"
+    )
+    with pytest.raises(UserError, match=says) as lost:
+        logprobs.likeliest(ids, mask, None, 4)
+    assert "--max-logprobs" not in str(lost.value)
+    stand_in.status = None
+    assert answer(logprobs, ids).ids.shape == (3, 4)
+
+
+def test_options_of_vllm_are_named_for_bad_requests_alone(tiny_target: Callable[..., str]) -> None:
+    stand_in = Failing(Target.load(tiny_target("llama")))
+    logprobs = PromptLogprobs(connected(stand_in), 288)
+    ids = torch.tensor([[5, 6, 7]])
+    for status, is_named in ((400, True), (404, False), (422, False)):
+        stand_in.status = status
+        with pytest.raises(UserError, match="refuses: EngineCore died") as refused:
+            logprobs.likeliest(ids, torch.ones_like(ids), None, 4)
+        assert ("--max-logprobs" in str(refused.value)) is is_named
+        assert isinstance(refused.value, Refused) is not is_named
+
+
+def test_texts_of_a_batch_share_few_threads_and_keep_their_order(
+    tiny_target: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in = StandIn(Target.load(tiny_target("llama")))
+    logprobs = PromptLogprobs(connected(stand_in), 288)
+    ids = torch.arange(3, 3 + 7 * 4).view(7, 4)
+    single = [logprobs.likeliest(row[None], torch.ones(1, 4).long(), None, 4) for row in ids]
+    started: list[object] = []
+    begin = completions.in_background
+
+    def counted(ask: Callable[[], Any]) -> Future[Any]:
+        started.append(ask)
+        return begin(ask)
+
+    monkeypatch.setattr(completions, "AT_ONCE", 3)
+    monkeypatch.setattr(completions, "in_background", counted)
+    found = logprobs.likeliest(ids, torch.ones_like(ids), None, 4)
+    assert len(started) == 3
+    for part, parts in zip(found, zip(*single, strict=True), strict=True):
+        assert torch.equal(part, torch.cat(parts))
 
 
 def test_other_answers_are_refused_in_a_sentence(tiny_target: Callable[..., str]) -> None:

@@ -56,6 +56,17 @@ def test_a_server_that_comes_back_is_asked_again(pauses: list[float]) -> None:
     assert pauses == [0.5, 1.0, 2.0]
 
 
+def test_an_internal_error_is_waited_for_from_servers_of_completions_alone(
+    pauses: list[float],
+) -> None:
+    answers = error(500, "EngineCore died"), httpx.Response(200, json={"data": []})
+    assert connected(Server(*answers)).json("GET", "/v1/models") == {"data": []}
+    assert pauses == [0.5]
+    with pytest.raises(UserError, match="refuses: EngineCore died"):
+        connected(Server(*answers)).states(TEXTS)
+    assert pauses == [0.5]
+
+
 def test_a_server_lost_in_a_long_pass_is_waited_for_from_then_on(
     pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
