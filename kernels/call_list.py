@@ -59,7 +59,7 @@ def at(address: int | None) -> Place:
 
 class Call(NamedTuple):
     kind: Kind
-    function: Any  # of a compiled kernel; None for `COPY`
+    function: Any  # of a compiled kernel; None for `COPY`, `ROWS` and `CLEAR`
     places: Sequence[Place]
     numbers: Sequence[int]
     reals: Sequence[float] = ()
@@ -109,10 +109,11 @@ def _run() -> Any:
 
 
 class CallList:
-    """Made by `call_list`. The caller keeps alive what its places name."""
+    """Made by `call_list`. The list, alive, keeps `held`; what else its places name is the
+    caller's to keep."""
 
-    def __init__(self, function: Any, calls: Sequence[Call]):
-        self._function = function
+    def __init__(self, function: Any, calls: Sequence[Call], held: Sequence[Any]):
+        self._function, self.held = function, held
         self.calls = (_Call * len(calls))(*map(_packed, calls))
 
     def __call__(
@@ -146,7 +147,8 @@ def _packed(call: Call) -> _Call:
     return packed
 
 
-def call_list(calls: Sequence[Call]) -> CallList | None:
-    """None where there is no C++ compiler."""
+def call_list(calls: Sequence[Call], held: Sequence[Any] = ()) -> CallList | None:
+    """`held`: objects whose memory the fixed addresses lie in. None where there is no C++
+    compiler."""
     function = _run()
-    return None if function is None else CallList(function, calls)
+    return None if function is None else CallList(function, calls, held)

@@ -22,6 +22,10 @@ _NOT_TAKEN = -3  # `kNotTaken` of the source
 Draw = ctypes.CFUNCTYPE(ctypes.c_bool, *ARGUMENTS)
 
 
+class NoRow(LookupError):
+    """A table ends before a token's number."""
+
+
 class Part(ctypes.Structure):
     """A list of calls and the bases of its places."""
 
@@ -80,10 +84,10 @@ def draft(chain: Chain, round: Round) -> int | None:
     """Depths that were drawn, `round.depth` where all were; of the next one torch has to draw, from
     the chain's memory. None where nothing was done: a row has too many tokens to read, or there
     are too many rows. Raises `IndexError` where a token lies behind the blocks of its row, and
-    `LookupError` where a table has no row of some number."""
+    `NoRow` where a table has no row of some number."""
     drawn = _draft()(ctypes.byref(chain), ctypes.byref(round), torch.get_num_threads())
     if drawn == -NO_BLOCK:
         raise IndexError(BEHIND_BLOCKS)
     if drawn == -NO_ROW:
-        raise LookupError("a table has no row of a token's number")
+        raise NoRow("a table has no row of a token's number")
     return None if drawn == _NOT_TAKEN else drawn

@@ -1,7 +1,7 @@
 """Kernel calls of a rewritten forward, and which numbers each of them reads and writes.
 
-What comes before the layers (embedding, rotary angles) stays torch's. Whatever depends on a kernel
-must be a kernel's or a view; a forward with any other operation raises `Unlike`.
+What comes before the first kernel is read from tables (`read_rows`) or torch's. Whatever depends on
+a kernel must be a kernel's or a view; a forward with any other operation raises `Unlike`.
 
 Legend: T tokens of the pass.
 """

@@ -6,6 +6,7 @@ Legend: T tokens of the pass.
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -98,6 +99,7 @@ class OneCall:
         ]
         self._by_torch = part_of(graph, wanted) if wanted else None
         self._known: tuple[weakref.ref[PagedPool], torch.Tensor | None] | None = None
+        self._lock = threading.Lock()  # of tables and list, which change together
         self._list_calls()
 
     @property
@@ -106,20 +108,24 @@ class OneCall:
         return count(self.states[1])
 
     def refresh(self) -> None:
-        if self._tables is not None:
-            self._tables.make(len(self._tables.tables[0]))
-        self._list_calls()
+        with self._lock:
+            self._list_calls()
 
-    def reach(self, position: int) -> bool:
-        """Make the tables long enough; False where they are."""
-        if self._tables is None or not self._tables.reach(position):
-            return False
-        self._list_calls()
-        return True
+    def reach(self, position: int) -> None:
+        """Make the tables long enough, with a new list; nothing where they are."""
+        if self._tables is None:
+            return
+        with self._lock:
+            if self._tables.reach(position):
+                self._list_calls()
 
     def _list_calls(self) -> None:
+        # Another thread may be in a call of the list before, whose tables and laid out weights must
+        # live until it ends: each list holds its own.
+        held: list[Any] = []
         tables = [] if self._tables is None else self._tables.tables
-        found = call_list([_call(self._lowered, step, tables) for step in self._lowered.steps])
+        calls = [_call(self._lowered, step, tables, held) for step in self._lowered.steps]
+        found = call_list(calls, held)
         if found is None:
             raise Unlike("there is no compiler")
         self.calls: CallList = found
@@ -145,10 +151,12 @@ class OneCall:
         scratch = torch.empty(self.scratch_bytes * tokens, dtype=torch.uint8)
         states = torch.empty(self.states[0], *self._sized(tokens), dtype=self.dtype)
         bases = [0, *(tensor.data_ptr() for tensor in (scratch, states, *given))]
-        if not self.calls(bases, tokens, rows, layers):
-            tables = self._tables
-            longer = tables is not None and self.reach(int(inputs[tables.input].max()))
-            if not longer or not self.calls(bases, tokens, rows, layers):
+        calls = self.calls
+        if not calls(bases, tokens, rows, layers):
+            if self._tables is not None:
+                self.reach(int(inputs[self._tables.input].max()))
+            # Another thread may have made it.
+            if self.calls is calls or not self.calls(bases, tokens, rows, layers):
                 raise IndexError("a token id of the pass is outside the vocabulary")
         return _Outputs(self.outputs, states, list(found[self._num_wanted :]))
 
@@ -262,7 +270,10 @@ def _place_others(lowered: KernelSteps) -> int:
     return most
 
 
-def _call(lowered: KernelSteps, step: Step, tables: Sequence[torch.Tensor]) -> Call:
+def _call(
+    lowered: KernelSteps, step: Step, tables: Sequence[torch.Tensor], held: list[Any]
+) -> Call:
+    """Adds what the call's addresses lie in to `held`."""
     places: list[Place] = []
     function, numbers = step.function, list(step.numbers)
     for value in step.places:
@@ -274,9 +285,11 @@ def _call(lowered: KernelSteps, step: Step, tables: Sequence[torch.Tensor]) -> C
             assert product is not None
             function = product.function
             places += map(at, product.pointers)
+            held.append(product)
         else:
             value = tables[value.number] if isinstance(value, Table) else value
             places.append(at(None if value is None else value.data_ptr()))
+            held.append(value)
             numbers += [] if value is None or step.kind is not Kind.ROWS else [len(value)]
     return Call(step.kind, function, places, numbers, step.reals)
 

@@ -20,7 +20,7 @@ from draftsmith.drafters.compiled.replay import Replay
 from draftsmith.drafters.interface import DraftInputs
 from draftsmith.kernels.attention.paged_compiled import MOST_QUERIES
 from draftsmith.kernels.call_list import CallList
-from draftsmith.kernels.draft_chain import Chain, Part, Round, draft, draw_address
+from draftsmith.kernels.draft_chain import Chain, NoRow, Part, Round, draft, draw_address
 from draftsmith.kernels.products.few_rows import MOST_ROWS
 
 
@@ -50,35 +50,39 @@ class OneChain:
         self._listed: list[CallList] = []
         self._held: dict[str, Part] = {}
         self._lock = threading.Lock()  # one thread at a time: the memory is the draft's own
-        width = self._step.width
-        numbers = {name: torch.zeros(MOST_ROWS, dtype=torch.int64) for name in ("ids", "positions")}
-        sizes = {part.output: part.call.states[0] * part.call.width for part in parts.values()}
-        sizes |= {"hidden": width, "heads": width}
-        self._memory = numbers | {
-            name: torch.zeros(MOST_ROWS, size, dtype=self._dtype) for name, size in sizes.items()
-        }
-        wide = torch.zeros(MOST_ROWS, self._vocab)
-        self._memory["wide"] = self._memory["logits"] if self._dtype == torch.float32 else wide
-        self._memory["processed"] = torch.zeros_like(wide)
-        most = max(part.call.scratch_bytes for part in parts.values())
-        self._memory["scratch"] = torch.zeros(MOST_ROWS * most, dtype=torch.uint8)
+        self._memory: dict[str, torch.Tensor] = {}
         self._chain = Chain(
-            **{
-                name: self._memory[name].data_ptr()
-                for name in ("ids", "positions", "hidden", "stepped", "heads", "logits")
-            },
-            wide=self._memory["wide"].data_ptr(),
-            processed=self._memory["processed"].data_ptr(),
             draw=draw,
             next=self._step.outputs[outputs[0]].number,
             head_input=self._step.outputs[outputs[1]].number,
-            width=width * self._dtype.itemsize,
+            width=self._step.width * self._dtype.itemsize,
             draft_vocab=self._vocab,
             logits_width=self._dtype.itemsize,
             ahead=ahead,
             most_tokens=MOST_ROWS,
-            most_in_row=min(MOST_ROWS, MOST_QUERIES // self._step.most_group),
+            most_in_row=min(MOST_ROWS, _most_in_row(self._step)),
         )
+
+    def _allocate(self) -> None:
+        """Once it is needed: with a large vocabulary logits and their copies are most of it."""
+        width = self._step.width
+        names = ("ids", "positions")
+        numbers = {name: torch.zeros(MOST_ROWS, dtype=torch.int64) for name in names}
+        parts = self._parts.values()
+        sizes = {part.output: part.call.states[0] * part.call.width for part in parts}
+        sizes |= {"hidden": width, "heads": width}
+        # Not zeros: a round touches as many rows as it has.
+        memory = numbers | {
+            name: torch.empty(MOST_ROWS, size, dtype=self._dtype) for name, size in sizes.items()
+        }
+        memory["processed"] = torch.empty(MOST_ROWS, self._vocab)
+        narrow = self._dtype != torch.float32
+        memory["wide"] = torch.empty(MOST_ROWS, self._vocab) if narrow else memory["logits"]
+        for name in (*names, "hidden", "stepped", "heads", "logits", "wide", "processed"):
+            setattr(self._chain, name, memory[name].data_ptr())
+        most = max(part.call.scratch_bytes for part in parts)
+        memory["scratch"] = torch.empty(MOST_ROWS * most, dtype=torch.uint8)
+        self._memory = memory
 
     def draft(self, drafter: ReadsCommitted, inputs: DraftInputs, sampler: DraftSampler) -> bool:
         """Read what `drafter`, whose chain it is, has not, and draft as many tokens as each row
@@ -118,35 +122,42 @@ class OneChain:
         width = 0 if taps is None else taps.shape[1] * taps.itemsize
         block_size = inputs.own_pool.block_size
         round = Round(*pointers, width, *sampler.shape, tables.shape[1], block_size)
+        if not self._memory:
+            self._allocate()
         self._list_calls()
         try:
             return draft(self._chain, round)
-        except LookupError:
-            last = int((inputs.starts + inputs.lengths).max()) + sampler.depth
-            if not self._step.reach(last):
+        except NoRow:
+            self._step.reach(int((inputs.starts + inputs.lengths).max()) + sampler.depth)
+            if not self._list_calls():
                 raise
-        self._list_calls()
         return draft(self._chain, round)
 
-    def _list_calls(self) -> None:
-        """Take over lists that a refresh or a longer table has made anew."""
+    def _list_calls(self) -> bool:
+        """Take over lists that a refresh or a longer table has made anew; False where none was."""
         listed = [part.call.calls for part in self._parts.values()]
         if listed == self._listed:
-            return
-        for name, part in self._parts.items():
+            return False
+        for (name, part), calls in zip(self._parts.items(), listed):
             given = [part.inputs[number] for number in part.call.given if number is not None]
             places = [self._memory.get(one) for one in ("scratch", part.output, *given)]
             bases = [0, *(0 if one is None else one.data_ptr() for one in places)]
-            self._held[name] = Part.of(part.call.calls, bases)
+            self._held[name] = Part.of(calls, bases)
             setattr(self._chain, name, self._held[name])
             if "taps" in given:
                 self._chain.taps_base = len(bases) - len(given) + given.index("taps")
         self._listed = listed
+        return True
+
+
+def _most_in_row(step: OneCall) -> int:
+    """Tokens of a row that its attention takes."""
+    return MOST_QUERIES // step.most_group
 
 
 def one_chain(parts: ChainParts, ahead: int) -> OneChain | None:
     """Chains of a draft whose state at position t predicts the token at t + `ahead`. None where a
-    part is not made of kernels alone."""
+    part is not made of kernels alone, and where more heads share a key than attention takes."""
     draw = draw_address()
     found = {
         "embed": (parts.embed, ("ids",), "embeds"),
@@ -165,5 +176,7 @@ def one_chain(parts: ChainParts, ahead: int) -> OneChain | None:
     alike = {part.call.dtype for part in made.values()} == {step.dtype}
     alike &= "fuse" not in made or made["fuse"].call.width == step.width
     if draw is None or not alike or any(step.outputs[index].part for index in parts.outputs):
+        return None
+    if _most_in_row(step) == 0:
         return None
     return OneChain(made, parts.outputs, draw, ahead)

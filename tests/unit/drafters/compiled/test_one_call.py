@@ -3,6 +3,7 @@ other pass left to them."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -211,6 +212,68 @@ def test_angles_are_made_as_far_as_positions_go(tiny_target, monkeypatch):
         strange, position = torch.tensor([[last + 1]]), torch.tensor([3])
         target.paged(strange, position[None], PagedPass(pool, table, position, one))
     assert len(tables.tables[0]) == 512
+
+
+@torch.no_grad()
+def test_what_a_call_reads_lives_until_it_ends(tiny_target):
+    """Another thread makes tables longer and lays weights out again meanwhile."""
+    target = made(tiny_target, "llama")
+    one, position = body(target)._one_call, torch.tensor([5])
+
+    def final() -> torch.Tensor:
+        context = PagedPass(target.new_pool(4, 4), torch.arange(4)[None], position, position // 5)
+        return target.paged(position[None], position[None], context).final
+
+    expected = final()
+    run = one.calls._function
+    products = [held for held in one.calls.held if isinstance(held, FewRows)]
+    read = [weakref.ref(held) for held in (*products, *one._tables.tables)]
+    assert len(products) == 4 * target.num_layers
+    del products
+
+    def meanwhile(*arguments):
+        for weight in target.model.model.layers.parameters():
+            if weight.ndim == 2:
+                weight.mul_(1.5)
+        target.refresh()
+        one.reach(1000)
+        assert None not in [held() for held in read]
+        return run(*arguments)
+
+    one.calls._function = meanwhile
+    assert torch.equal(final(), expected)
+    assert [held() for held in read] == [None] * len(read)
+    assert not torch.equal(final(), expected)
+
+
+@torch.no_grad()
+def test_tables_that_another_thread_has_made_longer_are_taken(tiny_target):
+    target = made(tiny_target, "llama")
+    one, position = body(target)._one_call, torch.tensor([300])
+    run = one.calls._function
+
+    def late(*arguments):
+        outcome = run(*arguments)
+        one.reach(300)
+        return outcome
+
+    pool, table = target.new_pool(80, 4), torch.arange(80)[None]
+    context = PagedPass(pool, table, position, torch.tensor([1]))
+    one.calls._function = late
+    found = target.paged(torch.tensor([[5]]), position[None], context).final
+    assert len(one._tables.tables[0]) == 512 and run is one.calls._function
+    again = target.paged(torch.tensor([[5]]), position[None], context).final
+    assert torch.equal(found, again)
+
+
+def test_new_weights_leave_the_tables(tiny_target):
+    target = made(tiny_target, "llama")
+    one = body(target)._one_call
+    calls, tables = one.calls, one._tables.tables
+    with torch.no_grad():
+        target.model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    target.refresh()
+    assert one.calls is not calls and one._tables.tables is tables
 
 
 def test_without_a_compiler_forwards_are_replayed(tiny_target, monkeypatch):

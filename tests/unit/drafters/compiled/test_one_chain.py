@@ -4,15 +4,23 @@ and every other round left to them."""
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
+from draftsmith.drafters.compiled import one_chain
 from draftsmith.drafters.compiled.captured import capture_forwards
 from draftsmith.drafters.interface import DraftInputs, Proposal
-from draftsmith.drafters.options import DraftLmOptions, Eagle1Options, Eagle3Options, MtpOptions
+from draftsmith.drafters.options import (
+    OPTIONS,
+    DraftLmOptions,
+    Eagle1Options,
+    Eagle3Options,
+    MtpOptions,
+)
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.draft_chain import Draw
@@ -166,6 +174,50 @@ def test_draws_that_are_torch_s_go_on_from_there(drafter, target: Target, undeci
     assert_same(found, drafts(drafter, inputs, at_once=False))
 
 
+def test_tables_that_a_chain_reads_live_until_it_ends(target: Target) -> None:
+    """Another thread makes them longer between two depths."""
+    drafter = made("draft-lm", target)
+    chain, inputs = drafter.one_chain, round_of(drafter, target, PLAIN, temperature=1.0)
+    expected = drafts(drafter, inputs, at_once=True)
+    real, alive = ctypes.cast(chain._chain.draw, Draw), []
+    read = [weakref.ref(table) for table in chain._step._tables.tables]
+
+    def draw(*arguments) -> bool:
+        chain._step.reach(1000)
+        alive.extend(table() is not None for table in read)
+        return real(*arguments)
+
+    longer = Draw(draw)
+    before, chain._chain.draw = chain._chain.draw, ctypes.cast(longer, ctypes.c_void_p).value
+    try:
+        found = drafts(drafter, inputs, at_once=True)
+    finally:
+        chain._chain.draw = before
+    assert alive == [True] * 3 * len(read)
+    assert_same(found, expected)
+    drafts(drafter, inputs, at_once=True)
+    assert [table() for table in read] == [None] * len(read)
+
+
+def test_memory_is_taken_by_the_first_round(target: Target) -> None:
+    drafter = made("eagle3", target)
+    assert not drafter.one_chain._memory
+    drafts(drafter, round_of(drafter, target, PLAIN, temperature=0.0), at_once=True)
+    assert drafter.one_chain._memory
+
+
+def test_drafts_that_could_not_use_it_have_no_chain(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = FAMILIES["p-eagle"].create(OPTIONS["p-eagle"](), target, seed=0).to(dtype=target.dtype)
+    other.eval().capture_forward()
+    assert other._captured is not None and other.one_chain is None
+    made("eagle3", target)
+    monkeypatch.setattr(one_chain, "MOST_QUERIES", 0)
+    with pytest.raises(AssertionError):
+        made("eagle3", target)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_several_threads_draft_the_same(target: Target, temperature: float) -> None:
     drafter, threads = made("eagle3", target), torch.get_num_threads()
@@ -231,3 +283,7 @@ def test_a_token_outside_the_vocabulary_or_its_blocks_is_an_error(target: Target
     with pytest.raises(IndexError, match="behind the blocks"):
         few = inputs.block_tables[:, :1].contiguous()
         drafts(drafter, replace(inputs, block_tables=few), at_once=True)
+    near = round_of(drafter, target, LONG[:1], temperature=0.0)
+    with pytest.raises(IndexError, match="behind the blocks"):
+        drafts(drafter, replace(near, block_tables=few[:1]), at_once=True)
+    assert len(drafter.one_chain._step._tables.tables[0]) == 256  # which were long enough
