@@ -49,6 +49,8 @@ from draftsmith.kernels.dispatch import use_device
 
 mimo.register()
 
+# Errors of libraries with words for a reader; others' say little, as a KeyError's, its key alone.
+TOLD = (OSError, ValueError, ImportError, RuntimeError, SafetensorError)
 Prepare = Callable[[PreTrainedModel], object]
 
 
@@ -89,33 +91,40 @@ def load_model(
             output_loading_info=True,
             **_placement(config, device, shards, offload, trust_remote_code=trust_remote_code),
         )
-    except KeyError as error:
-        # Families with attention classes of their own, by name (Falcon), have no entry for ours.
-        raise UserError(
-            f"model {str(path)!r} cannot be served: it knows no attention named {error}; use "
-            "another model"
-        ) from error
     except (UserError, torch.OutOfMemoryError):
         raise
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        _check_remote_code(path, error)
-        _check_files(path, error)
-        raise UserError(
-            f"model {str(path)!r} cannot be loaded ({_first_line(error)}); check the path or Hub id"
-        ) from error
+    except Exception as error:  # a model's own code raises what it likes
+        raise _refusal(path, error) from error
     if prepare is not None or isinstance(own, type):
         model.__class__ = loader.__base__
-    without_towers(model)
-    if missing := sorted(report["missing_keys"] & model.state_dict().keys()):
-        # transformers would go on with random numbers in their place.
-        raise UserError(
-            f"model {str(path)!r} lacks {len(missing)} of its weights, {missing[0]!r} for one; "
-            "restore its files"
-        )
+    _check_weights(path, without_towers(model), report["missing_keys"])
     if offload is None:
         return model.to(device).eval()
     files.give_to(model)
     return keep_needed_hooks(model).eval()
+
+
+def _refusal(path: str | Path, error: Exception) -> UserError:
+    """Sentence for the user of a model that transformers does not load."""
+    _check_remote_code(path, error)
+    _check_files(path, error)
+    if isinstance(error, KeyError) and error.args == (register(),):
+        # Families with attention classes of their own, by name (Falcon), have no entry for ours.
+        return UserError(
+            f"model {str(path)!r} cannot be served: it knows no attention named {error}; use "
+            "another model"
+        )
+    mend = "the path or Hub id" if isinstance(error, TOLD) else "its config.json and its code"
+    return UserError(f"model {str(path)!r} cannot be loaded ({_first_line(error)}); check {mend}")
+
+
+def _check_weights(path: str | Path, model: PreTrainedModel, missing_keys: set[str]) -> None:
+    """Refuses a model that would go on with random numbers in the place of missing weights."""
+    if missing := sorted(missing_keys & model.state_dict().keys()):
+        raise UserError(
+            f"model {str(path)!r} lacks {len(missing)} of its weights, {missing[0]!r} for one; "
+            "restore its files"
+        )
 
 
 def _check_offload(path: str | Path, *, trust_remote_code: bool) -> None:
@@ -169,7 +178,7 @@ def load_config(path: str | Path, *, trust_remote_code: bool) -> PreTrainedConfi
     path = adapter_base(path) or path
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a model's own code raises what it likes
         _check_remote_code(path, error)
         raise UserError(
             f"model {str(path)!r} has no readable config.json ({_first_line(error)}); check the "
@@ -248,7 +257,7 @@ def can_prepare(path: str | Path, *, trust_remote_code: bool) -> bool:
     try:
         with torch.device("meta"):
             return _converts_within_rows(build_model(config, trust_remote_code=False))
-    except (ValueError, ImportError, RuntimeError):
+    except Exception:
         return True  # `load_model` fails alike, with a sentence
 
 
@@ -328,8 +337,8 @@ def _check_files(path: str | Path, error: Exception) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return (
-        str(error).strip().splitlines()[0].rstrip(".")
-        if str(error).strip()
-        else type(error).__name__
-    )
+    name, lines = type(error).__name__, str(error).strip().splitlines()
+    if not lines:
+        return name
+    line = lines[0].rstrip(".")
+    return line if isinstance(error, TOLD) else f"{name}: {line}"

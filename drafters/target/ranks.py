@@ -42,12 +42,11 @@ SOURCE = re.compile(r"^\[\S+:\d+\] ")  # of a message of gloo, in its own code
 
 # Rank, and the library's sentence.
 ENDS = (
-    "rank %d ends because another process has (%s); see why it ended, and start all of them again: "
-    "they go on from what is saved"
+    "rank %d ends because another process has (%s); see why it ended, and start all of them again"
 )
 
 
-class Gone(Exception):
+class Gone(RuntimeError):
     """Another process has ended."""
 
 
@@ -133,12 +132,13 @@ def lost_by(error: BaseException | None) -> str | None:
     return None
 
 
-def end_if_lost(error: BaseException) -> None:
+def end_if_lost(error: BaseException, *, saves: bool) -> None:
     """Ends this process with one sentence where another one of its group has ended: an orderly exit
-    may wait for that one."""
+    may wait for that one. `saves`: of a command that goes on from what it saved."""
     if (reason := lost_by(error)) is None:
         return
-    print(f"draftsmith: error: {ENDS % (rank(), reason)}", file=sys.stderr, flush=True)
+    said = ENDS % (rank(), reason) + (": they go on from what is saved" if saves else "")
+    print(f"draftsmith: error: {said}", file=sys.stderr, flush=True)
     os._exit(FAILED)
 
 

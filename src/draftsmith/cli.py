@@ -17,9 +17,10 @@ from draftsmith.version import __version__
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status. A `UserError` is printed as one sentence and gives
     2."""
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
         try:
-            return _dispatch(list(sys.argv[1:] if argv is None else argv))
+            return _dispatch(words)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Late: torch is imported where it raised this.
             from draftsmith.drafters.target.ranks import end_if_lost
 
-            end_if_lost(error)
+            end_if_lost(error, saves=COMMANDS[words[0]].saves)
         raise
     except KeyboardInterrupt:
         print(

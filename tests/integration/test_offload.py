@@ -29,9 +29,9 @@ from draftsmith.train.evaluate import command as evaluation
 from tests.forked import Forked
 from tests.integration.own_memory import GROWN, large_target
 
-# Of the layers one matrix of fourteen, or the experts of one of four layers are read at a time, and
-# joined in twice their memory; embeddings, norm and head stay.
-MOST = 0.5
+# By kind, of all weights. Embeddings, norm and head stay, and of the layers one matrix of fourteen
+# is read at a time, or the experts of one of four layers beside the tensors they are joined of.
+MOST = {"llama": 0.5, "mixtral": 0.4}
 
 PEAK = (
     GROWN
@@ -94,22 +94,22 @@ def test_a_layer_that_a_target_has_several_times_is_one(tiny_target: Callable[..
 @pytest.fixture(scope="module", params=["llama", "mixtral"])
 def large(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, int]:
-    """A folder of bfloat16 weights, and their bytes in float32: 250 MB."""
+) -> tuple[str, Path, int]:
+    """A model's kind, a folder of its bfloat16 weights, and their bytes in float32: 250 MB."""
     folder = tmp_path_factory.mktemp("large")
     if request.param == "mixtral":
-        return folder, large_target(
+        return "mixtral", folder, large_target(
             folder, "mixtral", layers=4, hidden_size=512, intermediate_size=1216,
             num_local_experts=8,
         )  # fmt: skip
-    return folder, large_target(folder, layers=2, intermediate_size=8704)
+    return "llama", folder, large_target(folder, layers=2, intermediate_size=8704)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is Linux's")
 def test_no_more_than_a_part_of_a_layer_is_in_memory(
-    large: tuple[Path, int], tiny_target: Callable[..., str]
+    large: tuple[str, Path, int], tiny_target: Callable[..., str]
 ) -> None:
-    folder, size = large
+    kind, folder, size = large
     assert size > 240e6
     held = sorted(folder.rglob("*"))
     command = [sys.executable, "-c", PEAK, tiny_target("llama"), str(folder)]
@@ -118,7 +118,7 @@ def test_no_more_than_a_part_of_a_layer_is_in_memory(
     said, _ = process.communicate(timeout=200)
     assert process.returncode == 0, said
     offloaded, whole = map(int, said.split()[-2:])
-    assert offloaded <= MOST * size
+    assert offloaded <= MOST[kind] * size
     assert whole > 0.8 * size, "negative control"
     assert sorted(folder.rglob("*")) == held, "no second copy of the weights"
 

@@ -4,7 +4,8 @@ by which a target that is too large fits."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.drafters.recurrent.kept import NUM_SIDES
 from draftsmith.drafters.target.load import build_model, load_config
+from draftsmith.drafters.target.offload.layer_files import converted_parameters
 from draftsmith.drafters.target.quantised import quantisation
 from draftsmith.drafters.target.taps import body_name, decoder_layers
 from draftsmith.drafters.target.target import Target
@@ -36,6 +38,7 @@ class Parts(NamedTuple):
 
     beside: int
     layers: tuple[int, ...]
+    converted: tuple[int, ...] = ()  # of each layer, what transformers may make of other tensors
 
     @property
     def whole(self) -> int:
@@ -43,7 +46,11 @@ class Parts(NamedTuple):
 
     def on_device(self, *, shares: int = 1, offload: str | None = None) -> int:
         """Memory of the device of one process. In shares the layer that runs and the next one are
-        whole; of an offloaded target at most one layer is there."""
+        whole; of an offloaded target at most one layer is there, read from its files with the
+        tensors that its converted weights are made of."""
+        if offload == "disk":
+            pairs = zip_longest(self.layers, self.converted, fillvalue=0)
+            return self.beside + max(map(sum, pairs))
         if offload is not None:
             return self.beside + max(self.layers)
         if shares == 1:
@@ -56,8 +63,13 @@ def parts_of(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Parts:
     """Parts of a model, which may be on the meta device; with `dtype` as if its weights had it."""
     body = getattr(model, body_name(model))
     num_layers = model.config.get_text_config().num_hidden_layers
-    layers = tuple(num_bytes(one, dtype) for one in decoder_layers(body, num_layers))
-    return Parts(num_bytes(model, dtype) - sum(layers), layers)
+    modules = decoder_layers(body, num_layers)
+    layers = tuple(num_bytes(one, dtype) for one in modules)
+    made = converted_parameters(model)
+    converted = tuple(
+        bytes_of([own for own in one.parameters() if own in made], dtype) for one in modules
+    )
+    return Parts(num_bytes(model, dtype) - sum(layers), layers, converted)
 
 
 def outlined_parts(name: str, dtype: torch.dtype | str, *, trust_remote_code: bool) -> Parts | None:
@@ -71,7 +83,7 @@ def outlined_parts(name: str, dtype: torch.dtype | str, *, trust_remote_code: bo
         with torch.device("meta"):
             model = build_model(config, trust_remote_code=trust_remote_code)
         return parts_of(model, own if isinstance(dtype, str) else dtype)
-    except (OSError, ValueError, ImportError, RuntimeError):
+    except Exception:  # a model's own code raises what it likes
         return None
 
 
@@ -122,9 +134,9 @@ def ways_to_fit(
         ways.append(
             f"--target-shares {fitting[0]} on as many {'machines' if is_cpu else 'devices'}"
         )
-    if parts.on_device(offload="disk") < room and "offload" not in without:
-        on_host = not is_cpu and sum(parts.layers) < host_bytes()
-        ways.append(f"--target-offload {'cpu' if on_host else 'disk'}")
+    offload = "cpu" if not is_cpu and sum(parts.layers) < host_bytes() else "disk"
+    if parts.on_device(offload=offload) < room and "offload" not in without:
+        ways.append(f"--target-offload {offload}")
     if parts.beside < room:
         ways.append("train with --target-server URL of a server that holds it")
     return f"give {', or '.join(ways)}" if ways else ""
@@ -185,10 +197,14 @@ def compare(check: str, what: str, needed: float, device: torch.device, mend: st
 
 def num_bytes(model: torch.nn.Module, dtype: torch.dtype | None = None) -> int:
     """Bytes of parameters and buffers, of floating-point ones as if they had `dtype`."""
+    return bytes_of((*model.parameters(), *model.buffers()), dtype)
+
+
+def bytes_of(tensors: Iterable[torch.Tensor], dtype: torch.dtype | None = None) -> int:
     return sum(
         tensor.numel()
         * (dtype.itemsize if dtype and tensor.is_floating_point() else tensor.element_size())
-        for tensor in (*model.parameters(), *model.buffers())
+        for tensor in tensors
     )
 
 

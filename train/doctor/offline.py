@@ -19,7 +19,7 @@ from draftsmith.train.doctor.distributions import check_distribution
 from draftsmith.train.doctor.draft import check_draft
 from draftsmith.train.doctor.finding import FAIL, Finding, refused
 from draftsmith.train.doctor.memory import check_fit, check_serving, check_training
-from draftsmith.train.doctor.processes import check_group, check_spread
+from draftsmith.train.doctor.processes import check_group, check_spread, fit_of_all
 from draftsmith.train.doctor.target import check_offloaded, check_target
 
 
@@ -49,6 +49,8 @@ def check_models(config: DoctorConfig, findings: list[Finding]) -> list[Finding]
         offload=config.target_offload,
         trust_remote_code=config.trust_remote_code,
     )
+    if started() > 1:
+        fits = fit_of_all(fits)
     if fits is not None:
         findings.append(fits)
         if fits.status == FAIL:

@@ -104,6 +104,15 @@ def check_spread(target: Target, shares: int, loaded_s: float) -> Finding:
     )
 
 
+def fit_of_all(own: Finding | None) -> Finding | None:
+    """The verdict on a target that is yet to be loaded, the same for all processes: that of the
+    first one where it does not fit, else this one's own."""
+    for rank, found in enumerate(gathered(own)):
+        if found is not None and found.status == FAIL:
+            return found._replace(what=f"process {rank}: {found.what}")
+    return own
+
+
 def gathered(value: Any) -> list[Any]:
     """The values of all processes."""
     values: list[Any] = [None] * dist.get_world_size()

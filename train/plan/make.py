@@ -22,6 +22,7 @@ from draftsmith.errors import UserError
 from draftsmith.progress import Progress
 from draftsmith.train.data.mixture import Mixture, read_mixture
 from draftsmith.train.doctor.memory import check_fit, refuse_unfit
+from draftsmith.train.doctor.processes import fit_of_all
 from draftsmith.train.plan.candidates import Candidate, Planned, candidates
 from draftsmith.train.plan.config import PlanConfig
 from draftsmith.train.plan.costs import Data, cost_of, data_of
@@ -78,7 +79,8 @@ def make_plan(config: PlanConfig) -> Plan:
             f"no draft can be planned for {config.target!r}: {next(iter(refused.values()))}"
         )
     if config.target_offload is not None:
-        return Plan(config, load, target, data, planned, refused, time_reading(target))
+        found = time_reading(target, config.target_offload)
+        return Plan(config, load, target, data, planned, refused, found)
     if corpus is None:
         data = data_of(data.tokens, generation_speed(config, target, planned[0]))
     return Plan(config, load, target, data, planned, refused)
@@ -97,6 +99,8 @@ def open_target(config: PlanConfig) -> Target:
         offload=offload,
         trust_remote_code=trust,
     )
+    if started() > 1:
+        found = fit_of_all(found)
     if found is not None and found.mend and config.target_shares > shares:
         count = config.target_shares
         found = found._replace(

@@ -18,13 +18,13 @@ HEAD = ("draft", "taps", "trained", "step s", "train h", "memory", "run on disk"
 
 
 class Offloaded(NamedTuple):
-    device_bytes: int  # of the target: all beside its layers, and the largest layer
+    device_bytes: int  # of the target: all beside its layers, and the largest as it is read
     layers_bytes: int  # in the host's memory or in the files
     read_s: float  # of a pass over one token, which is nearly all reading
     step_tokens: int
 
 
-def time_reading(target: Target) -> Offloaded:
+def time_reading(target: Target, offload: str) -> Offloaded:
     parts = parts_of(target.model)
     ids = torch.full((1, 1), 7, device=target.device)
     samples = take_turns(
@@ -33,7 +33,7 @@ def time_reading(target: Target) -> Offloaded:
         OFFLOADED_TURNS,
     )
     return Offloaded(
-        device_bytes=parts.on_device(offload="disk"),
+        device_bytes=parts.on_device(offload=offload),
         layers_bytes=sum(parts.layers),
         read_s=min(samples["read"]),
         step_tokens=step_tokens(target),

@@ -6,5 +6,5 @@ Files in reading order:
 - `layer_files`: layers that are left in their files, and converted as they are read
 - `hooks`: hooks of the modules whose weights are elsewhere
 
-Other chapters import `hooks`; `load` imports all.
+Other chapters import `hooks`, and the check of memory `layer_files`; `load` imports all.
 """

@@ -7,6 +7,7 @@ at a time: no converted copy is written, and no layer is read while the model is
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
@@ -152,6 +154,19 @@ class LayerFiles:
         """Lets the hooks read converted parameters by `convert`, and others as they do."""
         for weights in weights_of_hooks(model) if self.groups else ():
             weights.dataset = Converted(self, model, weights.dataset)
+
+
+def converted_parameters(model: PreTrainedModel) -> set[torch.nn.Parameter]:
+    """Parameters that transformers makes of other tensors, where the files have them as they were
+    published. The model may be on the meta device."""
+    patterns = [
+        re.compile(pattern.replace(r"\1", ".+"))
+        for transform in get_model_conversion_mapping(model)
+        if isinstance(transform, WeightConverter)
+        for pattern in transform.target_patterns
+    ]
+    named = model.named_parameters(remove_duplicate=False)
+    return {own for name, own in named if any(one.search(name) for one in patterns)}
 
 
 class Converted(Mapping[str, torch.Tensor]):

@@ -14,6 +14,7 @@ class Command(NamedTuple):
     # of its options alone, before anything is read: what a pipeline does with all its stages
     check: str | None = None
     alone: bool = False  # refused where a launcher has started several processes
+    saves: bool = False  # started again, it goes on from what it saved
 
 
 COMMANDS = {
@@ -23,6 +24,7 @@ COMMANDS = {
         "let the target answer prompts; a dataset to train on",
         "train",
         "draftsmith.commands.generate:check",
+        saves=True,
     ),
     "train": Command(
         "draftsmith.train.config:TrainConfig",
@@ -30,6 +32,7 @@ COMMANDS = {
         "train a drafter of any family by distillation",
         "train",
         "draftsmith.train.resolve:check_each",
+        saves=True,
     ),
     "eval": Command(
         "draftsmith.train.config:EvalConfig",
@@ -50,6 +53,7 @@ COMMANDS = {
         "the online daemon: learn from served traffic, publish gated versions",
         "train",
         "draftsmith.distill.command:check",
+        saves=True,
     ),
     "observe": Command(
         "draftsmith.fleet.observe.config:ObserveConfig",

@@ -45,6 +45,40 @@ def test_a_rank_that_ends_says_why(
     assert ("Traceback" in caplog.text) == traced
 
 
+SAVED = "start all of them again: they go on from what is saved\n"
+
+
+@pytest.mark.parametrize(
+    "command, last", [("distill", SAVED), ("plan", "start all of them again\n")]
+)
+def test_a_process_gone_at_a_message_of_the_first_one_gives_a_sentence(
+    command: str, last: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Outside of a call that all ranks make."""
+
+    def end(status: int) -> None:
+        raise SystemExit(status)
+
+    def fail(_: object) -> int:
+        with ranks.meeting():
+            raise RuntimeError("Socket closed. Advice")
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(cli, "_dispatch", fail)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises((SystemExit, ranks.Gone)) as left:
+        cli.main([command])
+    said = capsys.readouterr().err
+    assert (
+        isinstance(left.value, SystemExit)
+        and left.value.code == ranks.FAILED
+        and said.count("\n") == 1
+    )
+    assert "rank 0 ends because another process has (Socket closed)" in said
+    assert said.endswith(last)
+
+
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_a_command_whose_group_loses_a_process_ends_with_a_sentence(
     processes: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -64,12 +98,12 @@ def test_a_command_whose_group_loses_a_process_ends_with_a_sentence(
     monkeypatch.setenv("RANK", "3")
     if processes == "1":
         with pytest.raises(RuntimeError, match="own words"):
-            cli.main([])
+            cli.main(["train"])
         return
     with pytest.raises((SystemExit, RuntimeError)) as left:
-        cli.main([])
+        cli.main(["train"])
     said = capsys.readouterr().err
     assert isinstance(left.value, SystemExit) and left.value.code == ranks.FAILED
     assert said.count("\n") == 1
     assert said.startswith("draftsmith: error: rank 3 ends because another process has (Connection")
-    assert said.endswith("start all of them again: they go on from what is saved\n")
+    assert said.endswith(SAVED)

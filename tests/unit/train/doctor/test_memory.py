@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +17,14 @@ from draftsmith.cli import main
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.target.device import load_target
+from draftsmith.drafters.target.offload.hooks import weights_of_hooks
+from draftsmith.drafters.target.offload.layer_files import Converted
+from draftsmith.drafters.target.taps import body_name, decoder_layers
 from draftsmith.drafters.target.target import Target
-from draftsmith.train.doctor import memory
-from draftsmith.train.doctor.finding import FAIL, OK, WARN
+from draftsmith.errors import UserError
+from draftsmith.train.doctor import memory, offline, processes
+from draftsmith.train.doctor.finding import FAIL, OK, WARN, fail, ok
 from draftsmith.train.doctor.memory import (
     Parts,
     check_fit,
@@ -27,6 +34,7 @@ from draftsmith.train.doctor.memory import (
     parts_of,
     ways_to_fit,
 )
+from draftsmith.train.plan import make
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -35,8 +43,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def test_memory_of_a_device_is_bounded_by_the_whole(beside: int, layers: list[int]) -> None:
     parts = Parts(beside, tuple(layers))
     assert parts.on_device() == parts.whole == beside + sum(layers)
-    offloaded = parts.on_device(offload="disk")
+    offloaded = parts.on_device(offload="cpu")
     assert offloaded == beside + max(layers) <= parts.whole
+    assert parts.on_device(offload="disk") == offloaded, "nothing is converted"
     assert parts.on_device(shares=64) >= offloaded, "the next layer is gathered beside it"
     assert parts.on_device(shares=4) <= parts.on_device(shares=2)
 
@@ -51,6 +60,104 @@ def test_an_outline_tells_what_a_loaded_target_takes(
     assert parts == parts_of(target.model) and parts.whole == num_bytes(target.model)
     half = outlined_parts(folder, torch.bfloat16, trust_remote_code=False)
     assert half is not None and half.layers == tuple(layer // 2 for layer in parts.layers)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen3_next", "olmo_hybrid"])
+def test_what_is_converted_counts_twice_where_files_are_read(
+    kind: str, tiny_target: Callable[..., str]
+) -> None:
+    """Against what opening the files finds."""
+    folder = tiny_target(kind)
+    model = load_target(folder, device="cpu", offload="disk", trust_remote_code=False).model
+    maps = [one.dataset for one in weights_of_hooks(model)]
+    made = {name for one in maps if isinstance(one, Converted) for name in one.files.first}
+    body = decoder_layers(getattr(model, body_name(model)), model.config.num_hidden_layers)
+    names = {id(own): name for name, own in model.named_parameters()}
+    twice = [sum(own.nbytes for own in one.parameters() if names[id(own)] in made) for one in body]
+    parts = parts_of(model)
+    assert parts.converted == tuple(twice) and (sum(twice) > 0) is (kind != "llama")
+    peak = max(layer + more for layer, more in zip(parts.layers, twice, strict=True))
+    assert parts.on_device(offload="disk") == parts.beside + peak
+    assert parts.on_device(offload="cpu") == parts.beside + max(parts.layers)
+
+
+def test_an_offload_that_fits_by_half_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Parts(10, (20,) * 8, (18,) * 8)
+    need = "give --target-offload"
+    for room, device, says in ((48, CPU, False), (49, CPU, True), (31, CUDA, True)):
+        machine(monkeypatch, room, 500)
+        assert (need in ways_to_fit(parts, device)) is says
+
+
+BROKEN = "raise TypeError('of its own')\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"hidden_act": "nope"}, "cannot be loaded (KeyError: 'nope')"),
+        ({"rope_parameters": {"rope_type": "nope", "rope_theta": 1e4}}, "(KeyError: 'nope')"),
+        ({"auto_map": {"AutoConfig": "own.Config"}}, "(TypeError: of its own)"),
+        ({"auto_map": {"AutoModelForCausalLM": "own.Model"}}, "(TypeError: of its own)"),
+    ],
+)
+def test_a_configuration_that_nothing_can_be_made_of_gives_a_sentence(
+    change: dict[str, Any],
+    says: str,
+    tiny_target: Callable[..., str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "changed"
+    shutil.copytree(tiny_target("llama"), folder)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | change))
+    (folder / "own.py").write_text(BROKEN)
+    words = ["--target", str(folder), "--trust-remote-code"]
+    assert outlined_parts(str(folder), "auto", trust_remote_code=True) is None
+    assert main(["doctor", *words, "--max-length", "64"]) == 1
+    assert says in capsys.readouterr().out
+    for options in ([], ["--target-offload", "disk"]):
+        assert main(["plan", *words, *options]) == 2
+        said = capsys.readouterr().err
+        assert says in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("command", ["doctor", "plan"])
+def test_all_processes_leave_where_one_has_no_room(
+    command: str,
+    tiny_target: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """This process has room and the other one has not."""
+    mend = "give --target-offload disk"
+    lacking = fail("target.fits", "9 GiB of weights", mend)
+
+    def of_both(own: object) -> list[object]:
+        return [own, lacking]
+
+    def loaded(*_: object, **__: object) -> None:
+        raise UserError("it is loaded; leave before")
+
+    monkeypatch.setattr(processes, "gathered", of_both)
+    monkeypatch.setattr(offline, "check_group", lambda: [])
+    monkeypatch.setattr(offline, "leave_group", lambda: None)
+    monkeypatch.setattr(make, "join", lambda _: None)
+    monkeypatch.setattr(make, "leave_group", lambda: None)
+    monkeypatch.setattr(make.dist, "get_rank", lambda: 0)
+    for module in (offline, make):
+        monkeypatch.setattr(module, "load_target", loaded)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = [command, "--target", tiny_target("llama"), "--target-shares", "2"]
+    assert main(words) == (1 if command == "doctor" else 2)
+    said = capsys.readouterr()
+    assert "process 1: 9 GiB of weights" in said.out + said.err
+    assert mend in said.out + said.err
+    found = processes.fit_of_all(None)
+    assert found is not None and found.status == FAIL
+    monkeypatch.setattr(processes, "gathered", lambda own: [own, None, ok("target.fits", "room")])
+    assert processes.fit_of_all(None) is None
 
 
 def test_an_unreadable_target_has_no_outline(tmp_path: Path) -> None:
