@@ -197,7 +197,7 @@ def score_drafters(
     """Scores by drafter; those that read the same states share the target's pass."""
     reader = target if states is None else states
     scored: list[list[Scored]] = [[] for _ in drafters]
-    with faster_linears():
+    with faster_linears(target.device):
         for begin in range(0, len(texts), batch):
             part = texts[begin : begin + batch]
             read: dict[tuple[int, ...], TargetSide] = {}

@@ -116,10 +116,12 @@ def load_target(
 
 
 def fast_at_bf16(device: torch.device) -> bool:
-    """True where bfloat16 arithmetic pays. Without instructions for it (AVX512-BF16, AMX) a CPU is
-    slower at it than at float32."""
+    """True where bfloat16 arithmetic is known to pay: on no other device than CUDA and CPUs.
+    Without instructions for it (AVX512-BF16, AMX) a CPU is slower at it than at float32."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported()
+    if device.type != "cpu":
+        return False
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 

@@ -108,8 +108,9 @@ def divergence(
         weights: [T], constant; a row of weight 0 adds exactly nothing to loss and gradients.
         vocab_map: [Vd] target id of each draft id; None when the vocabularies are the same.
         tokens: [T] target ids of the text, for `keep` and for ce.
-        impl: "auto", "triton" or "torch", for the row-wise part; the products are torch's, and so
-        is all of a sparse distribution. "auto" on a CPU is a compiled kernel where there is one.
+        impl: "auto", "triton" or "torch", for the row-wise part; all of a sparse distribution
+        is torch's. "auto" on a CPU is a compiled kernel where there is one. Products are those of
+        `float32_products.multiply`.
         chunk_size: rows a chunk; by default what suits the device.
 
     Under autocast the products run in its type. Backward runs once.

@@ -24,6 +24,8 @@ from draftsmith.kernels.products.few_rows import SOURCE
 
 # With fewer rows, laying out costs more than it spares.
 LEAST_ROWS = 64
+# Each thread lays out 48 outputs of this width: 96 MiB.
+MOST_WIDTH = 1 << 19
 
 _pointer, _number = ctypes.c_void_p, ctypes.c_int64
 
@@ -51,7 +53,14 @@ def _vendor() -> str:
 
 def is_faster(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True for matrices that `multiply` leaves to the kernel."""
-    return len(a) >= LEAST_ROWS and _is_float32(a, b) and _kernel() is not None
+    return (
+        a.ndim == b.ndim == 2
+        and len(a) >= LEAST_ROWS
+        and a.shape[1] == b.shape[0]
+        and 0 < a.shape[1] <= MOST_WIDTH
+        and _is_float32(a, b)
+        and _kernel() is not None
+    )
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -79,10 +88,11 @@ def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> tor
     return out
 
 
-def faster_linears() -> AbstractContextManager[Any]:
-    """Context in which linear layers in float32, and their backward passes, are the kernel's where
-    it is faster. Other types, few rows and other devices stay torch's."""
-    if torch.is_autocast_enabled("cpu") or _kernel() is None:
+def faster_linears(device: torch.device) -> AbstractContextManager[Any]:
+    """Context in which linear layers in float32 on a CPU, and their backward passes, are the
+    kernel's where it is faster. Other types, autocast and few rows stay torch's; on another device
+    than a CPU all do, and the context is empty."""
+    if device.type != "cpu" or _kernel() is None:
         return nullcontext()
     return _Linears()
 
@@ -101,11 +111,16 @@ class _Linears(TorchFunctionMode):
 
 
 def _takes(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    # torch says what is wrong with sizes that do not fit.
     return (
         _is_float32(rows, weight)
+        and not torch.is_autocast_enabled("cpu")
         and weight.ndim == 2
+        and rows.ndim > 0
+        and rows.shape[-1] == weight.shape[1]
+        and 0 < weight.shape[1] <= MOST_WIDTH
         and rows.numel() >= LEAST_ROWS * weight.shape[1]
-        and (bias is None or bias.dtype == torch.float32)
+        and (bias is None or (_is_float32(bias, weight) and bias.shape == weight.shape[:1]))
     )
 
 
@@ -136,7 +151,8 @@ def _applied(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, weight, bias):
-        ctx.save_for_backward(rows, weight)
+        wants_rows, wants_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(rows if wants_weight else None, weight if wants_rows else None)
         return _applied(rows, weight, bias)
 
     @staticmethod
@@ -147,7 +163,7 @@ class _Linear(torch.autograd.Function):
         flat = grad.reshape(-1, grad.shape[-1])
         of_rows = of_weight = of_bias = None
         if wants_rows:
-            of_rows = multiply(flat, weight).view(rows.shape)
+            of_rows = multiply(flat, weight).view(*grad.shape[:-1], -1)
         if wants_weight:
             of_weight = multiply(flat.T, rows.reshape(-1, rows.shape[-1]))
         if wants_bias:

@@ -26,7 +26,7 @@ def recompute_mlps(drafter: torch.nn.Module, option: str) -> None:
         mlp.forward = partial(checkpoint.checkpoint, again, use_reentrant=False)
 
 
-def _in_the_same_products(forward: Callable[..., Any], *inputs: Any) -> Any:
+def _in_the_same_products(forward: Callable[..., Any], hidden: torch.Tensor, *others: Any) -> Any:
     # The backward pass is none of the loss's context, and must keep the same tensors.
-    with faster_linears():
-        return forward(*inputs)
+    with faster_linears(hidden.device):
+        return forward(hidden, *others)

@@ -87,7 +87,7 @@ def unrolled_loss(
             if noise is None or signals.taps is None
             else noise.added(signals.taps, text.input_ids)
         )
-    with faster_linears():
+    with faster_linears(text.input_ids.device):
         steps = list(drafter.unroll(text.unrolled(taps, num_steps)))
         predicted = [select(step, text) for step in steps]
         factors = weighting.factors(

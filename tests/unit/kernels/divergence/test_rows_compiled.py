@@ -218,6 +218,53 @@ def test_what_no_kernel_computes_is_left_to_torch() -> None:
         fused._compiled_or_blocked(kind_of("ce"), case.rows._replace(columns=None))
 
 
+def test_indices_of_32_bits_are_read_as_such() -> None:
+    case, tv = make_case(19, 70, subset=True), kind_of("tv")
+    wide, rows = computed(tv, case.copied()), case.copied()
+    narrow = rows._replace(
+        **{name: getattr(rows, name).int() for name in ("vocab_map", "columns", "which")}
+    )
+    counted = rows.weights != 0
+    for ours, expected in zip(computed(tv, narrow), wide, strict=True):
+        assert torch.equal(ours[counted], expected[counted])
+
+
+OUT_OF_PLACE = {
+    "map beyond the vocabulary": ("vocab_map", 4, 70),
+    "map below 0": ("vocab_map", 4, -1),
+    "token beyond the draft's": ("columns", 2, 19),
+    "target row beyond the last": ("which", 6, 4),
+    "target row below 0": ("which", 0, -1),
+    "target rows that fall": ("which", 4, 1),
+}
+
+
+@pytest.mark.parametrize("name, at, value", OUT_OF_PLACE.values(), ids=OUT_OF_PLACE)
+def test_indices_out_of_place_are_left_to_torch(name: str, at: int, value: int) -> None:
+    rows = make_case(19, 70, subset=True).copied()
+    getattr(rows, name)[at] = value
+    assert divergence_rows_compiled(kind_of("tv"), rows) is None
+
+
+@pytest.mark.parametrize("name", ["vocab_map", "columns", "which", "weights"])
+def test_sizes_that_do_not_fit_are_left_to_torch(name: str) -> None:
+    rows = make_case(19, 70, subset=True).copied()
+    short = rows._replace(**{name: getattr(rows, name)[:-1]})
+    assert divergence_rows_compiled(kind_of("tv"), short) is None
+
+
+@pytest.mark.parametrize("name", ["vocab_map", "which"])
+def test_what_lacks_where_sizes_differ_is_left_to_torch(name: str) -> None:
+    rows = make_case(19, 70, subset=True).copied()._replace(**{name: None})
+    assert divergence_rows_compiled(kind_of("tv"), rows) is None
+
+
+def test_a_head_of_another_width_is_refused() -> None:
+    hidden, head = torch.randn(100, 64), torch.randn(33, 48)
+    with pytest.raises(RuntimeError):
+        divergence(kind_of("tv"), hidden, head, lambda rows: torch.randn(100, 33), torch.ones(100))
+
+
 @pytest.mark.parametrize("name", [*CODES, "jsd"])
 def test_auto_and_torch_agree_where_rows_share_target_logits(name: str) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -12,12 +12,14 @@ from torch.utils.checkpoint import checkpoint
 from draftsmith.kernels.products import float32_products as module
 from draftsmith.kernels.products.float32_products import (
     LEAST_ROWS,
+    MOST_WIDTH,
     faster_linears,
     is_faster,
     multiply,
 )
 
 ROWS = LEAST_ROWS + 5
+CPU = torch.device("cpu")
 # Of the norm of the terms: float32 sums of 512 products, then of parts.
 TOLERANCE = 2e-6
 
@@ -95,7 +97,7 @@ def test_other_processors_keep_torchs_products(
     module._kernel.cache_clear()
     try:
         assert not is_faster(normal(ROWS, 6), normal(6, 4))
-        assert isinstance(faster_linears(), nullcontext)
+        assert isinstance(faster_linears(CPU), nullcontext)
     finally:
         module._kernel.cache_clear()
 
@@ -120,7 +122,7 @@ def test_linear_layers_and_their_gradients(
     rows_64 = rows.detach().double().requires_grad_()
 
     def forward(inputs: torch.Tensor) -> torch.Tensor:
-        with faster_linears():
+        with faster_linears(CPU):
             return model(inputs)
 
     found = checkpoint(forward, rows, use_reentrant=False) if recomputes else forward(rows)
@@ -138,10 +140,73 @@ def test_linear_layers_and_their_gradients(
 def test_frozen_layers_and_autocast(everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model = layers(has_bias=True).requires_grad_(False)
     rows = normal(ROWS, 70)
-    with faster_linears():
+    with faster_linears(CPU):
         found = model(rows)
     assert not found.requires_grad
     torch.testing.assert_close(found, model(rows), rtol=1e-5, atol=1e-6)
     monkeypatch.setattr(module, "_product", None)
-    with torch.autocast("cpu", torch.bfloat16), faster_linears():
+    with torch.autocast("cpu", torch.bfloat16), faster_linears(CPU):
         assert model(rows).dtype == torch.bfloat16
+    with faster_linears(CPU), torch.autocast("cpu", torch.bfloat16):
+        assert model(rows).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "rows, weight, bias",
+    [
+        ((100, 64), (33, 48), None),
+        ((96, 64), (33, 48), None),  # as many numbers as 128 rows of width 48
+        ((100, 64), (33, 64), 5),
+        ((64, 1), (1, 4_000_000), None),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_as_torch_does(
+    everywhere: None, rows: tuple[int, ...], weight: tuple[int, ...], bias: int | None
+) -> None:
+    a, b = torch.ones(rows), torch.ones(weight)
+    c = None if bias is None else torch.ones(bias)
+    with faster_linears(CPU), pytest.raises(RuntimeError):
+        torch.nn.functional.linear(a, b, c)
+    if bias is None:
+        assert not is_faster(a, b.T)
+        with pytest.raises(RuntimeError):
+            multiply(a, b.T)
+
+
+def test_widths_of_nothing_and_of_too_much_are_torchs(
+    everywhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_product", None)
+    with faster_linears(CPU):
+        nothing = torch.nn.functional.linear(torch.ones(ROWS, 0), torch.ones(5, 0))
+        assert torch.equal(nothing, torch.zeros(ROWS, 5))
+        one = torch.ones(1, 1)  # read again and again, [64, MOST_WIDTH + 1] without its memory
+        wide = one.expand(LEAST_ROWS, MOST_WIDTH + 1), one.expand(1, MOST_WIDTH + 1)
+        assert not is_faster(wide[0], wide[1].T) and not module._takes(*wide)
+    assert torch.equal(multiply(torch.ones(ROWS, 0), torch.ones(0, 5)), nothing)
+    assert not is_faster(torch.ones(ROWS, 3), torch.ones(3))
+
+
+@pytest.mark.parametrize("wants_rows, wants_weight", [(True, False), (False, True), (True, True)])
+def test_what_backward_does_not_read_is_not_kept(
+    everywhere: None, wants_rows: bool, wants_weight: bool
+) -> None:
+    weight = normal(20, 30).requires_grad_(wants_weight)
+    rows = normal(ROWS, 30).requires_grad_(wants_rows)
+    kept: list[int] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.data_ptr())
+        return tensor
+
+    with faster_linears(CPU), torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+        found = torch.nn.functional.linear(rows, weight)
+    assert (rows.data_ptr() in kept, weight.data_ptr() in kept) == (wants_weight, wants_rows)
+    found.sum().backward()
+    assert (rows.grad is not None, weight.grad is not None) == (wants_rows, wants_weight)
+
+
+def test_other_devices_get_an_empty_context(everywhere: None) -> None:
+    assert not isinstance(faster_linears(CPU), nullcontext)
+    for name in ("cuda", "meta"):
+        assert isinstance(faster_linears(torch.device(name)), nullcontext)
