@@ -42,10 +42,11 @@ float largest(const T* x, int64_t count) {
   return most;
 }
 
-// Logs of a softmax are (x - most) - log_total.
+// Logs of a softmax. In float64, since float32 differences of large logits may be taken in any order.
 struct Norm {
-  float most, log_total;
-  float of(float x) const { return at_least((x - most) - log_total, kLogZero); }
+  float most;
+  double log_total;  // of e^x
+  float of(float x) const { return at_least(float(x - log_total), kLogZero); }
 };
 
 // e^(x - most) of all logits into `powers`, and their sum.
@@ -79,7 +80,7 @@ Target target_of(const U* x, int64_t vocab, const int64_t* map, int64_t count, f
     float powers[kSpan];
     total += powers_of(x + begin, end - begin, target.norm.most, powers);
   }
-  target.norm.log_total = float(log(total));
+  target.norm.log_total = target.norm.most + log(total);
   for (int64_t begin = 0; begin < count; begin += kSpan) {
     const int64_t end = std::min(count, begin + kSpan);
     float sum = 0;
@@ -176,7 +177,7 @@ void row(T* z, int64_t count, const Target& target, float weight, bool has_map, 
          double parameter, float* q, const Results& results, int64_t at) {
   Norm norm = {largest(z, count), 0};
   const double total = powers_of(z, count, norm.most, q);
-  norm.log_total = float(log(total));
+  norm.log_total = norm.most + log(total);
   const float scale = float(1 / total);
   for (int64_t v = 0; v < count; v++) q[v] *= scale;
   Sums sums = sums_of<kKind>(z, norm, q, target, count);
