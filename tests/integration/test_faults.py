@@ -44,6 +44,7 @@ from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.published import versions
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.errors import UserError
+from draftsmith.kernels.divergence.fused import SharedLogits, TargetLogits
 from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
@@ -82,8 +83,14 @@ def wrong_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LiveSource, "read", shuffled)
 
 
-def shifted(logits: Callable[[slice], torch.Tensor]) -> Callable[[slice], torch.Tensor]:
-    return lambda rows: logits(rows).roll(1, dims=-1)
+def shifted(logits: TargetLogits) -> TargetLogits:
+    def read(rows: slice) -> torch.Tensor | SharedLogits:
+        found = logits(rows)
+        if isinstance(found, SharedLogits):
+            return found._replace(logits=found.logits.roll(1, dims=-1))
+        return found.roll(1, dims=-1)
+
+    return read
 
 
 def harmful(harm: str, made: Any) -> Callable[..., UpdateReport]:
