@@ -17,7 +17,7 @@ constexpr int64_t kSpan = 1024;  // summed in float32; such sums are added in fl
 
 enum Kind { kForwardKl, kReverseKl, kTv, kTvdPlusPlus, kLkAlpha, kLkHybrid, kCe };
 
-// Whether b in `Push` is not 0.
+// True where b in `Push` is not 0.
 constexpr bool has_below(int kind) {
   return kind == kTv || kind == kTvdPlusPlus || kind == kLkAlpha || kind == kLkHybrid;
 }

@@ -1,9 +1,9 @@
 """Products of many rows in float32 by the kernel of `few_rows`, on processors where torch's own are
-half as fast.
+slower.
 
 torch multiplies float32 by MKL, which on AMD's processors makes no use of AVX-512. oneDNN does, but
-keeps half a megabyte of code for every shape, and texts have many lengths. Weights are laid out for
-every product, a few at a time, which many rows pay for.
+keeps code for every shape, and texts have many lengths. Weights are laid out for every product, a
+few at a time, which many rows pay for.
 """
 
 from __future__ import annotations
