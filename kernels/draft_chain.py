@@ -15,11 +15,10 @@ import torch
 
 from draftsmith.kernels.call_list import BEHIND_BLOCKS, NO_BLOCK, NO_ROW, SOURCE, CallList
 from draftsmith.kernels.host_compiler import compiled
-from draftsmith.kernels.sampling.draw_compiled import ARGUMENTS, draw_kernel
+from draftsmith.kernels.sampling.draw_compiled import draw_kernel
 
 _pointer, _number = ctypes.c_void_p, ctypes.c_int64
 _NOT_TAKEN = -3  # `kNotTaken` of the source
-Draw = ctypes.CFUNCTYPE(ctypes.c_bool, *ARGUMENTS)
 
 
 class NoRow(LookupError):

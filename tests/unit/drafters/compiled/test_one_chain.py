@@ -23,10 +23,12 @@ from draftsmith.drafters.options import (
 )
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels.draft_chain import Draw
 from draftsmith.kernels.forward.row_steps import row_steps
 from draftsmith.kernels.products.few_rows import MOST_ROWS
+from draftsmith.kernels.sampling.draw_compiled import ARGUMENTS
 from draftsmith.kernels.sampling.filters import SamplingRows
+
+Draw = ctypes.CFUNCTYPE(ctypes.c_bool, *ARGUMENTS)  # of a chain's kernel
 
 pytestmark = pytest.mark.skipif(row_steps(torch.float32) is None, reason="there is no C++ compiler")
 KINDS = {
