@@ -112,7 +112,7 @@ class Plan:
         for seed in range(self.seeds):
             yield from self.equal(seed)
             if THEIRS in self.peers:
-                yield self.theirs("peers", THEIRS, seed, THEIR_RECIPE, self.minutes)
+                yield Cell("peers", THEIRS, seed, THEIRS, THEIR_RECIPE, self.minutes)
             for family in self.families:
                 yield self.ours("families", family, seed, family, recipe(family))
             for name in self.objectives:
@@ -142,7 +142,7 @@ class Plan:
                 minutes,
             )
             for peer in self.peers:
-                yield self.theirs("equal", f"{peer}, {size}", seed, flags[peer], minutes)
+                yield Cell("equal", f"{peer}, {size}", seed, peer, flags[peer], minutes)
 
     def continued(self, seed: int) -> Iterator[Cell]:
         chosen = [name for name in CONTINUED if name in self.objectives]
@@ -174,11 +174,6 @@ class Plan:
         minutes: float | None = None,
     ) -> Cell:
         return Cell(part, name, seed, OURS, (family, *arguments), minutes or self.minutes)
-
-    def theirs(
-        self, part: str, name: str, seed: int, flags: tuple[str, ...], minutes: float
-    ) -> Cell:
-        return Cell(part, name, seed, THEIRS, flags, minutes)
 
 
 def recipe(family: str) -> tuple[str, ...]:

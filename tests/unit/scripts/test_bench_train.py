@@ -87,3 +87,5 @@ def test_a_peer_is_trained_with_as_many_texts_and_steps_as_ours() -> None:
         assert cells[f"{SPECFORGE}, {texts} a step"] == (texts, "4", "6.0")
         theirs = cells[f"{THEIRS}, {texts} a step"]
         assert theirs[-2:] == ("--total-seq-len", str(160 * int(texts)))
+    for cell in plan.equal(0):
+        assert cell.trainer == cell.name.split(",")[0]
