@@ -54,6 +54,8 @@ class DraftTrack:
             seed=self.config.seed,
             states=context.states,
             new_optimizer=partial(context.new_optimizer, folder),
+            # A draft of a class is for that class alone.
+            rehearsal=None if name else context.rehearsal,
         )
         self.lifecycle = VersionLifecycle(self.live, self.learner, context)
         self.fresh: list[ServedText] = []
