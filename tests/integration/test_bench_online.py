@@ -296,7 +296,9 @@ def test_what_a_return_keeps_is_read_off(script: Script) -> None:
     *_, told = returns.returns_table([{"cell": cell, "result": result}])
     visits = "0.500, 0.500 | 0.300, 0.500 | 0.500, 0.400 | 0.300, 0.431"
     # Half of 60 requests had three quarters of the gain, and the version live then has nine tenths.
-    assert told == (f"| returning | 1 | {visits} | 0.38 | 0.90 | 0.800 | -0.100 | 3 | 1 | 7 |")
+    assert told == (
+        f"| returning | 1 | {visits} | 0.38 | 0.90 | 0.800 | 0.800 | -0.100 | 3 | 1 | 7 |"
+    )
 
 
 @pytest.mark.long

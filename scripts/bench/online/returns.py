@@ -140,7 +140,7 @@ def returns_table(rows: Sequence[Row]) -> list[str]:
     lines = header(
         "learner", "seed", *(f"{domain}: static, served" for domain, _ in VISITS),
         f"gain of prose kept, first {EDGE}", f"of the version live after {EDGE}",
-        "code at return / before", f"lowest gain of {WINDOW} requests",
+        "code at return / before", "/ static", f"lowest gain of {WINDOW} requests",
         "versions", "rollbacks", "CPU s of learning",
     )  # fmt: skip
     mine = [row for row in rows if row["cell"]["part"] == RETURNS]
@@ -186,6 +186,7 @@ def figures(row: Row) -> list[str]:
         f"{kept:.2f}",
         f"{kept_of_live(found['versions'], prose[-1], settled(again)):.2f}",
         f"{alpha(code[:EDGE]) / alpha(first):.3f}",
+        f"{alpha(code[:EDGE]) / alpha(code[:EDGE], 'static'):.3f}",
         f"{lowest_window(found['texts']):.3f}",
         str(found["published"]),
         str(decided.count(ROLLED_BACK)),
