@@ -168,6 +168,15 @@ class LearnConfig:
         "share of each batch drawn from older traffic, half from the latest texts, half from the "
         "reservoir",
     )
+    rehearse: tuple[str, ...] = option(
+        (),
+        "data folders that the draft was trained on, FOLDER[:WEIGHT]: a share of each batch is "
+        "drawn from them in place of older traffic, so that what the draft knew is not forgotten "
+        "while other traffic comes",
+    )
+    rehearse_share: float = option(
+        0.25, "share of each batch drawn from learn.rehearse, at most learn.replay"
+    )
     reservoir: int = option(512, "sequences kept for replay, a uniform sample of all")
     positions: tuple[str, ...] = option(
         ("accepted", "first-rejected", "bonus"), "positions trained on: " + ", ".join(POSITIONS)
@@ -360,6 +369,7 @@ LIMITS: LimitsTable = {
         "fresh": AT_LEAST_1,
         "most_fresh": AT_LEAST_1,
         "replay": BELOW_1,
+        "rehearse_share": BELOW_1,
         "reservoir": AT_LEAST_1,
         "taps_gib": POSITIVE,
         "branches": NOT_NEGATIVE,

@@ -10,6 +10,7 @@ import torch
 
 from draftsmith.distill.config import DistillConfig, LearnConfig
 from draftsmith.distill.learn.optimizer import DraftOptimizer
+from draftsmith.distill.learn.rehearsal import Rehearsal
 from draftsmith.distill.learn.text_states import TextStates
 from draftsmith.distill.state import Counters
 from draftsmith.distill.throttle import Throttle
@@ -27,4 +28,5 @@ class LearnerContext:
     cursor: Callable[[], Mapping[str, int]]  # records read so far, per writer of the buffer
     # by the folder of a version
     new_optimizer: Callable[[Path, torch.nn.Module, LearnConfig], DraftOptimizer]
+    rehearsal: Rehearsal | None
     states: TextStates  # of the target on the texts that are trained and scored

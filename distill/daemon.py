@@ -21,6 +21,7 @@ from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.context import LearnerContext
 from draftsmith.distill.draft_track import DraftTrack
 from draftsmith.distill.learn.processes import OneProcess
+from draftsmith.distill.learn.rehearsal import rehearsal_of
 from draftsmith.distill.learn.target_source import TargetSource
 from draftsmith.distill.learn.text_states import states_of
 from draftsmith.distill.monitor.monitor import Monitor
@@ -70,6 +71,7 @@ class Daemon:
             self.save,
             lambda: self.reader.cursor,
             partial(processes.new_optimizer, config, self.target),
+            rehearsal_of(config.learn, self.target, seed=config.seed),
             self.states,
         )
         self.shared = DraftTrack(self.root, context, draft=config.draft)

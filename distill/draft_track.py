@@ -23,7 +23,7 @@ from draftsmith.distill.buffer.traffic import (
 )
 from draftsmith.distill.context import LearnerContext
 from draftsmith.distill.decisions import DecisionLog
-from draftsmith.distill.gate.gate import Decision, decide, pairs_of
+from draftsmith.distill.gate.gate import Comparison, Decision, compare, decide, pairs_of
 from draftsmith.distill.gate.quarantine import enough, regate
 from draftsmith.distill.learn import learner as learning
 from draftsmith.distill.learn.learner import Learner, UpdateReport, taps_share
@@ -54,6 +54,8 @@ class DraftTrack:
             seed=self.config.seed,
             states=context.states,
             new_optimizer=partial(context.new_optimizer, folder),
+            # A draft of a class is for that class alone.
+            rehearsal=None if name else context.rehearsal,
         )
         self.lifecycle = VersionLifecycle(self.live, self.learner, context)
         self.fresh: list[ServedText] = []
@@ -67,6 +69,7 @@ class DraftTrack:
 
     @property
     def kept(self) -> Kept:
+        displaced = self.live.watch.displaced
         state = TrackState(
             self.live.version,
             self.is_gate_due,
@@ -75,6 +78,7 @@ class DraftTrack:
             self.live.drift.kept(),
             self.fresh,
             self.window,
+            displaced.version if displaced else None,
         )
         return Kept(self.learner, state)
 
@@ -163,8 +167,17 @@ class DraftTrack:
                     self.regate()
         elif self.live.watch.is_due:
             with self.context.throttle.work():
-                self.lifecycle.check_live()
+                self.check_live()
         return has_update
+
+    def check_live(self) -> None:
+        if not self.lifecycle.check_live():
+            return
+        if self.live.watch.displaced is not None:
+            # Held-out texts of other traffic would show the candidate better than it is on the
+            # newest.
+            self.window = []
+        self.context.save()
 
     def finish(self) -> None:
         """Trains on the texts that are left and decides on the last candidate."""
@@ -245,13 +258,18 @@ class DraftTrack:
             self.live.scorer.take_over(decision.judged)
 
     def _has_fallen_behind(self, decision: Decision) -> bool:
-        """True for a candidate that is worse with evidence: the live draft is the better start."""
-        comparison = decision.comparison
-        return (
-            comparison is not None
-            and comparison.gain < 0
-            and comparison.p_value <= self.config.gate.error
-        )
+        """True for a candidate that is worse with evidence: the live draft is the better start.
+        One that went on after a rollback has to be worse than the version that was left, too."""
+        comparison, displaced = decision.comparison, self.live.watch.displaced
+        if comparison is None or not self._is_worse(comparison):
+            return False
+        if displaced is None or decision.judged is None:
+            return True
+        pairs = pairs_of(displaced.scorer, decision.judged, self.window, max_depth=self.depth)
+        return self._is_worse(compare(*pairs.alphas))
+
+    def _is_worse(self, comparison: Comparison) -> bool:
+        return comparison.gain < 0 and comparison.p_value <= self.config.gate.error
 
     def regate(self) -> None:
         """Publishes the live draft again for a new target, if its traffic shows it good enough."""

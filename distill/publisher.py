@@ -131,13 +131,13 @@ class Publisher:
             return False
 
     def _open_parent(self) -> tuple[int | None, TrainedDrafter | None]:
-        return self._open_first(self._ancestors())
+        return self.open_first(self._ancestors())
 
     def open_floor(self) -> tuple[int | None, TrainedDrafter | None]:
         """Opens the floor; (None, None) where the parent is the floor, or the live version
         itself."""
         bound = self.version if self.parent_version is None else self.parent_version
-        return self._open_first(version for version in self.own_versions() if version < bound)
+        return self.open_first(version for version in self.own_versions() if version < bound)
 
     def own_versions(self) -> Iterator[int]:
         """Versions that were made for this target, ascending."""
@@ -149,7 +149,8 @@ class Publisher:
             if not stranger:
                 yield version
 
-    def _open_first(self, some: Iterable[int]) -> tuple[int | None, TrainedDrafter | None]:
+    def open_first(self, some: Iterable[int]) -> tuple[int | None, TrainedDrafter | None]:
+        """Loads the first of the versions that is whole and for this target."""
         for version in some:
             try:
                 stranger = versions.stranger(self.root, version, self.target.revision)

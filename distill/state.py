@@ -90,6 +90,7 @@ class TrackState:
     drift: dict[str, Any]
     fresh: list[ServedText]
     window: list[ServedText]
+    displaced: int | None = None  # version that the latest rollback left, if learning goes on
 
     def rebased(self) -> TrackState:
         """State for other weights of the target: its texts, and no evidence."""
@@ -223,6 +224,7 @@ def _save_track(kept: Kept, folder: Path, with_records: bool) -> dict[str, Any]:
         _write_records(folder / f"{name}.parquet", _flat(texts) if with_records else [])
     return {
         "live_version": state.live_version,
+        "displaced": state.displaced,
         "is_gate_due": state.is_gate_due,
         "ledger": state.ledger.to_dict(),
         "trial": state.trial.to_dict() if state.trial else None,
@@ -271,7 +273,14 @@ def _read_track(
         Trial.from_dict(values["trial"]) if values["trial"] else None,
     )
     state = TrackState(
-        values["live_version"], values["is_gate_due"], ledger, trial, values["drift"], fresh, window
+        values["live_version"],
+        values["is_gate_due"],
+        ledger,
+        trial,
+        values["drift"],
+        fresh,
+        window,
+        values.get("displaced"),
     )
     weights, moments = (
         load_file(folder / "candidate.safetensors"),

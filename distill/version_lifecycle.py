@@ -41,8 +41,16 @@ class VersionLifecycle:
                 self.live.drift.restore(state.drift)
         if state is not None and state.live_version != self.live.version:
             self._new_live_version()
-        else:
-            self.live.notice_target()
+            return
+        self.live.notice_target()
+        if state is not None and state.displaced is not None:
+            self._displace_again(state.displaced)
+
+    def _displace_again(self, version: int) -> None:
+        """Reads a displaced version after a restart, where it is still whole."""
+        known, draft = self.publisher.open_first([version])
+        if known is not None and draft is not None:
+            self.live.watch.displace(known, self.live.scorer.of(draft))
 
     def follow(self) -> None:
         """Adopts a version or a trial that was chosen outside this process, by `current` or
@@ -172,30 +180,48 @@ class VersionLifecycle:
         needed = (
             self.publisher.parent_version,
             self.canary.version,
+            displaced.version if (displaced := self.live.watch.displaced) else None,
             next(self.publisher.own_versions(), None),
         )
         keep = self.context.config.retention.versions
         versions.prune(self.publisher.root, keep=keep, needed=needed)
 
-    def check_live(self) -> None:
-        """Rolls the live version back if its traffic shows it worse than an earlier one."""
+    def check_live(self) -> bool:
+        """Rolls the live version back if its traffic shows it worse than another one. True where
+        it did; the state is then to be saved."""
         watched = self.live.look()
-        if watched.version is not None:
-            self._roll_back(watched, watched.version)
+        return watched.version is not None and self._roll_back(watched, watched.version)
 
-    def _roll_back(self, watched: Watched, version: int) -> None:
-        left = self.live.version
+    def _roll_back(self, watched: Watched, version: int) -> bool:
+        left, scorer = self.live.version, self.live.scorer
+        # Traffic has changed, and what the candidate has learned may be needed again.
+        is_kept = watched.is_outdone and self._is_proven(left, version)
         if not self.publisher.roll_back(version):
             self.log.report(
                 f"version {left} is worse than {version} ({watched.reason}), which cannot be "
                 "returned to any more"
             )
             self.live.watch.begin(self.live.scorer)
-            return
+            return False
         self.log.rolled_back(left, self.live.version, watched.to_dict())
         self._new_live_version()
-        self.start_over()
-        self.context.save()
+        if is_kept:
+            self.live.watch.displace(left, scorer)
+        else:
+            self.start_over()
+        return True
+
+    def _is_proven(self, left: int, version: int) -> bool:
+        """True where a gate has once accepted the version that is left for `version`, or `version`
+        was displaced by it. One that was chosen by hand may never have been good."""
+        displaced = self.live.watch.displaced
+        if displaced is not None and displaced.version == version:
+            return True
+        try:
+            manifest = versions.read_manifest(self.publisher.root, left)
+        except UserError:
+            return False
+        return manifest.get("gate", {}).get("decision") == "accept"
 
     def check_trial(self, window: Sequence[ServedText], *, max_depth: int) -> None:
         """Promotes the version on trial or rolls it back, once the evidence suffices. `window`

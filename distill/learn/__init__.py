@@ -2,6 +2,7 @@
 
 Files in reading order:
 - `learner`: the learner
+- `rehearsal`: texts of the data that a draft was trained on
 - `teachers`: distributions to match, of the running target or of records
 - `text_states`: hidden states of the target, each text read once
 - `processes`: several devices, which read texts and train
@@ -11,5 +12,6 @@ Files in reading order:
 - `adapters`: low-rank candidates
 - `target_source`: the target, whose weights may change meanwhile
 
-Other chapters import `learner`, `processes`, `teachers`, `text_states` and `target_source`.
+Other chapters import `learner`, `processes`, `rehearsal`, `teachers`, `text_states` and
+`target_source`.
 """

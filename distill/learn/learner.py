@@ -21,6 +21,7 @@ from draftsmith.distill.buffer.traffic import ServedText, branched, newest_withi
 from draftsmith.distill.config import LIMITS, POSITIONS, LearnConfig
 from draftsmith.distill.learn.adapters import adapt, rebase
 from draftsmith.distill.learn.optimizer import CandidateOptimizer, DraftOptimizer, trained
+from draftsmith.distill.learn.rehearsal import Rehearsal, num_rehearsed
 from draftsmith.distill.learn.teachers import (
     Batch,
     LearningRow,
@@ -113,6 +114,7 @@ class Learner:
         seed: int,
         states: TextStates | None = None,
         new_optimizer: NewOptimizer = CandidateOptimizer,
+        rehearsal: Rehearsal | None = None,
     ):
         check(config)
         self.drafter, self.target, self.config, self.seed = drafter, target, config, seed
@@ -120,6 +122,7 @@ class Learner:
         known = states_of(target, config) if states is None else states
         self.teacher = teacher_of(config, target, drafter.taps, known)
         self.reservoir = Reservoir(config.reservoir, self.teacher.keeps_p, taps_share(config))
+        self.rehearsal = rehearsal
         self.weights = role_weights(config.positions)
         if config.lora is not None:
             adapt(drafter, config.lora, seed=seed)
@@ -188,7 +191,9 @@ class Learner:
         loss, alpha = math.nan, [math.nan]
         for step in range(self.config.steps):
             begun_s = time.perf_counter()
-            batch = self.teacher.batch(self._rows(self._texts(queue, step, rng), rng))
+            rehearsed = self._rehearsed(rng)
+            texts = self._texts(queue, step, rng, num_rehearsed=len(rehearsed))
+            batch = self.teacher.batch([*self._rows(texts, rng), *rehearsed])
             masked += batch.masked
             if batch.tokens == 0:
                 continue
@@ -208,9 +213,18 @@ class Learner:
         self.updates += 1
         return UpdateReport(self.config.steps, broken, loss, alpha, tokens, masked)
 
-    def _texts(self, queue: list[ServedText], step: int, rng: random.Random) -> list[ServedText]:
-        older = self.reservoir.sample(round(self.config.replay * self.config.batch), rng)
-        num_fresh = self.config.batch - len(older)
+    def _rehearsed(self, rng: random.Random) -> list[LearningRow]:
+        if self.rehearsal is None:
+            return []
+        rows = self.rehearsal.sample(num_rehearsed(self.config), rng)
+        return [LearningRow(row, []) for row in rows]
+
+    def _texts(
+        self, queue: list[ServedText], step: int, rng: random.Random, *, num_rehearsed: int
+    ) -> list[ServedText]:
+        num_older = max(0, round(self.config.replay * self.config.batch) - num_rehearsed)
+        older = self.reservoir.sample(num_older, rng)
+        num_fresh = self.config.batch - num_rehearsed - len(older)
         # Few fresh texts are not repeated within a batch; over the steps all get their turn.
         picked = [
             queue[(step * num_fresh + index) % len(queue)]
@@ -314,5 +328,15 @@ def check(config: LearnConfig) -> None:
     for name in config.positions:
         if name not in POSITIONS:
             raise UserError(f"learn.positions holds {name!r}; choose from {', '.join(POSITIONS)}")
+    if config.rehearse and config.teacher == "recorded":
+        raise UserError(
+            "learn.rehearse needs the target's pass over its texts, and learn.teacher is "
+            "'recorded'; leave it out, or give learn.teacher=live"
+        )
+    if config.rehearse and config.rehearse_share > config.replay:
+        raise UserError(
+            f"learn.rehearse_share is {config.rehearse_share:g}, above learn.replay "
+            f"{config.replay:g}, of which it is a part; lower it"
+        )
     if not config.positions:
         raise UserError(f"learn.positions is empty; choose from {', '.join(POSITIONS)}")

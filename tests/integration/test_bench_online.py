@@ -257,6 +257,50 @@ def test_the_worth_of_a_perfect_choice_is_read_off(script: Script) -> None:
     assert longest.endswith("| 24 | 0.520 | 0.400 | 0.400 | 0.440 | 0.030 |")
 
 
+def test_kinds_that_come_back_are_served_and_told(
+    script: Script, work: Path, tmp_path: Path
+) -> None:
+    arguments = ["--work", work, "--out", tmp_path / "returns", "--seeds", 1, "--requests", 24]
+    script("run").main([str(one) for one in [*arguments, "--only", "returning"]])
+    (row,) = json.loads((tmp_path / "returns.json").read_text())["rows"]
+    found = row["result"]
+    assert sum(one["requests"] for one in found["windows"]) == 8 + 10 + 8 + 8
+    assert found["versions"].keys() == {"1"} and found["published"] == 1
+    # Nothing is published so soon: what serves is the static draft.
+    assert all(one["static"] == one["served"] for one in found["windows"])
+    assert "| returning | 0 | " in (tmp_path / "returns.md").read_text()
+
+
+def test_what_a_return_keeps_is_read_off(script: Script) -> None:
+    returns = script("returns")
+
+    def visit(domain: str, count: int, version: int, static: float, served: float) -> list[dict]:
+        text = {"domain": domain, "version": version, "positions": 10}
+        return [{**text, "static": 10 * static, "served": 10 * served} for _ in range(count)]
+
+    texts = [
+        *visit("code", 120, 1, 0.5, 0.5),
+        *visit("prose", 500, 2, 0.3, 0.5),
+        *visit("code", 240, 2, 0.5, 0.4),
+        *visit("prose", 30, 1, 0.3, 0.3),
+        *visit("prose", 210, 3, 0.3, 0.45),
+    ]
+    result = {
+        "texts": texts,
+        "answers": [{"learn_s": 7.0, "serve_s": 1.0}],
+        "decisions": [{"decision": "rolled back"}, {"decision": "accept"}],
+        "published": 3,
+        "versions": {"1": {"prose": 0.3}, "2": {"prose": 0.5}, "3": {"prose": 0.48}},
+    }
+    cell = {"part": "returns", "name": "returning", "seed": 1, "arguments": {"requests": 1200}}
+    *_, told = returns.returns_table([{"cell": cell, "result": result}])
+    visits = "0.500, 0.500 | 0.300, 0.500 | 0.500, 0.400 | 0.300, 0.431"
+    # Half of 60 requests had three quarters of the gain, and the version live then has nine tenths.
+    assert told == (
+        f"| returning | 1 | {visits} | 0.38 | 0.90 | 0.800 | 0.800 | -0.100 | 3 | 1 | 7 |"
+    )
+
+
 @pytest.mark.long
 def test_updates_of_known_worth_meet_the_gate(
     script: Script, work: Path, monkeypatch: pytest.MonkeyPatch

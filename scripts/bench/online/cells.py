@@ -141,6 +141,10 @@ SYSTEM, CAPTURE, GATE, OBJECTIVES = "system", "capture", "gate", "objectives"
 COST, BOUNDS, CHANGES = "cost", "bounds", "changes"  # only when asked for
 ALIKE, FALLING = "alike-replay", "falling-rate"
 CHANGE_CELLS = (ALIKE, FALLING)
+# Kinds that come back, each visit's share of the requests; only when asked for.
+RETURNS, RETURNING, REHEARSED = "returns", "returning", "returning-rehearsed"
+VISITS = ((FIRST, 0.1), (SECOND, 5 / 12), (FIRST, 0.2), (SECOND, 0.2))
+RETURN_CELLS = (RETURNING, REHEARSED)
 BOUNDED = ("gradual", "oscillating", "recurring")
 BOUND_CELLS = tuple(f"{name}-{BOUNDS}" for name in BOUNDED)
 # Drafts of classes, on the three domains at once; only when asked for. `BOUND` is offline.
@@ -154,8 +158,9 @@ PARTS = ("baselines", "curves", GATE, SYSTEM, OBJECTIVES, CAPTURE)
 LATE = ("no-replay", *(name for name, one in CURVES.items() if one.learner in (HALF, HELD_OUT)))
 # what can be asked for alone
 NAMES = (
-    *PARTS, COST, POOLS, BOUNDS, CHANGES,
+    *PARTS, COST, POOLS, BOUNDS, CHANGES, RETURNS,
     *CURVES, *POINTS, *PIPELINES, *POOL_CELLS, *BOUND_CELLS, *CHANGE_CELLS,
+    *RETURN_CELLS,
 )  # fmt: skip
 
 
@@ -164,7 +169,7 @@ def plan(*, seeds: int, requests: int, only: Sequence[str] = PARTS) -> Iterator[
     every = [
         cell
         for seed in range(seeds)
-        for part in (*PARTS, COST, POOLS, BOUNDS, CHANGES)
+        for part in (*PARTS, COST, POOLS, BOUNDS, CHANGES, RETURNS)
         for cell in cells_of(part, seed, requests)
     ]
     chosen = [cell for cell in every if cell.part in only or cell.name in only]
@@ -191,6 +196,8 @@ def cells_of(part: str, seed: int, requests: int) -> Iterator[Cell]:
     elif part == CHANGES:
         yield Cell(part, ALIKE, seed, {"requests": requests})
         yield Cell(part, FALLING, seed, {"requests": part_of(requests, 0.25)})
+    elif part == RETURNS:
+        yield from (Cell(part, name, seed, {"requests": requests}) for name in RETURN_CELLS)
     elif part == GATE:
         yield Cell(part, GATE, seed, {"requests": part_of(requests, 0.1)})
     elif part == OBJECTIVES:

@@ -11,13 +11,14 @@ from typing import Any
 from scripts.bench.drafters.figures import Figure
 from scripts.bench.markdown_table import header, line
 from scripts.bench.online import measures as measures
-from scripts.bench.online.cells import BASELINES, BOUNDS, CURVES, SECOND, THIRD
+from scripts.bench.online.cells import BASELINES, BOUNDS, CURVES, RETURNS, SECOND, THIRD
 from scripts.bench.online.changes import rate_table, replay_table
 from scripts.bench.online.cost import cost_summary, cost_table
 from scripts.bench.online.curves import compared_table
 from scripts.bench.online.figures import WINDOW, Answers, moving, pooled_alpha, pooled_tau
 from scripts.bench.online.measures import over_seeds, results
 from scripts.bench.online.pool_tables import bound_table, pools_summary, pools_table
+from scripts.bench.online.returns import returns_summary, returns_table
 
 Report = dict[str, Any]
 SUDDEN = ("sudden", "sudden-headers", "no-replay")
@@ -33,6 +34,7 @@ def tables(report: Report) -> str:
         compared_table(rows),
         pairs(rows),
         bounds(rows),
+        returns_table(rows),
         cost_table(rows),
         replay_table(rows),
         rate_table(rows),
@@ -370,6 +372,8 @@ def summary(report: Report) -> Report:
             result = cost_summary(result)
         elif row["cell"]["part"] == "pools":
             result = pools_summary(result)
+        elif row["cell"]["part"] == RETURNS:
+            result = returns_summary(result)
         elif row["cell"]["part"] == "baselines":
             result = {
                 name: {

@@ -29,6 +29,7 @@ from scripts.bench.online.cells import (
     PARTS,
     POOLS,
     REQUESTS,
+    RETURNS,
     SYSTEM,
     Cell,
     plan,
@@ -41,6 +42,7 @@ from scripts.bench.online.faults import run_gate
 from scripts.bench.online.objectives import run_objectives
 from scripts.bench.online.pools import run_pools
 from scripts.bench.online.report import draw, summary, tables
+from scripts.bench.online.returns import run_returns
 from scripts.bench.online.setting import Setting, open_setting
 from scripts.bench.online.system import run_capture, run_system
 from scripts.bench.online.world import BATCH, SAMPLING, K
@@ -57,6 +59,7 @@ RUN: dict[str, Callable[[Setting, Cell], dict[str, Any]]] = {
     POOLS: run_pools,
     BOUNDS: run_bounds,
     CHANGES: run_changes,
+    RETURNS: run_returns,
 }
 
 

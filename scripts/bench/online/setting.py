@@ -22,7 +22,16 @@ from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.published import versions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from scripts.bench.online.cells import COLD, HALF, HELD_OUT, LEARNED, NO_REPLAY, PERIODIC, WARM
+from scripts.bench.online.cells import (
+    COLD,
+    HALF,
+    HELD_OUT,
+    LEARNED,
+    NO_REPLAY,
+    PERIODIC,
+    RETURNING,
+    WARM,
+)
 from scripts.bench.online.domains import PROMPT_TOKENS, Ask, Prompts, asks
 from scripts.bench.online.target import make_target
 from scripts.bench.online.world import SAMPLING, Answer, K, Server, Texts
@@ -55,6 +64,7 @@ def learning(name: str, requests: int) -> Learning:
     )  # as many steps per text
     return {
         LEARNED: Learning(LEARN, GATE),
+        RETURNING: Learning(LEARN, GATE),
         HALF: Learning(replace(LEARN, batch=4), GATE),
         HELD_OUT: Learning(LEARN, GateConfig(fresh=False)),
         NO_REPLAY: Learning(replace(LEARN, replay=0.0), GATE),

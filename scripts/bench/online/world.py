@@ -19,7 +19,13 @@ import torch
 
 from draftsmith.distill.buffer.buffer import BufferReader, Reading
 from draftsmith.distill.buffer.traffic import OpenRequests, ServedText
-from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig, PoolConfig
+from draftsmith.distill.config import (
+    DistillConfig,
+    GateConfig,
+    LearnConfig,
+    PoolConfig,
+    RetentionConfig,
+)
 from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import NoGuard, Throttle
@@ -42,6 +48,7 @@ K = 3
 BATCH = 16
 SAMPLING = SamplingParams(temperature=0.7, max_tokens=48, ignore_eos=True)
 NO_POOL = PoolConfig(most=0)
+EVERY_VERSION = RetentionConfig(versions=0)  # is kept, since all are scored at the end
 CYCLE = 8  # finished requests between two turns of the learner
 
 
@@ -210,6 +217,7 @@ class World:
             target=target.name, draft=str(draft), buffer=str(folder / "buffer"),
             versions=str(folder / "versions"),
             learn=learn, gate=gate, pool=pool, seed=seed, save_s=1e9, dtype="float32",
+            retention=EVERY_VERSION,
         )  # fmt: skip
         self.target, self.root = target, folder / "versions"
         self.log = io.StringIO()
