@@ -35,7 +35,7 @@ OWN = ("eagle3", "draft-lm")  # drafts that the run trains
 GAIN = {"gain-first": "eagle3", "gain-live": "versions"}  # evaluation -> draft
 CODE_REQUESTS = 24  # before the prose
 TRAIN_MINUTES = 4.0
-DRAFT_MINUTES = 16.0  # of --train, about
+DRAFT_MINUTES = 24.0  # of --train, about
 
 
 class Stage(NamedTuple):
@@ -241,7 +241,7 @@ def stages(train_target: bool, train_draft: bool, sizes: Sizes) -> list[Stage]:
             lambda: make_target(train=True),
         )  # fmt: skip
     train_first = Stage(
-        "draft", "train a draft in place of the one that ships", "what a quarter of an hour is worth",
+        "draft", "train a draft in place of the one that ships", "what half an hour is worth",
         60 * DRAFT_MINUTES + ANSWERS * sizes.second_an_answer, train_shipped,
     )  # fmt: skip
     speed = Stage(
@@ -324,7 +324,7 @@ def main() -> None:
     parser.add_argument(
         "--train",
         action="store_true",
-        help="train a draft for 16 minutes in place of the one that ships beside the target",
+        help="train a draft for 24 minutes in place of the one that ships beside the target",
     )
     arguments = parser.parse_args()
     if arguments.fresh or (
