@@ -14,8 +14,9 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith import files
 from draftsmith.distill.buffer import record_table
 from draftsmith.distill.buffer.folder import Cursor
+from draftsmith.distill.buffer.record_files import RecordFiles
 from draftsmith.distill.buffer.traffic import ServedText, stitch
 from draftsmith.distill.gate.canary import Trial
 from draftsmith.distill.gate.sequential import Ledger
@@ -119,6 +121,7 @@ class Restored:
 class StateFolder:
     def __init__(self, versions: str | Path):
         self.root = Path(versions) / LEARNER
+        self.record_files = RecordFiles()
 
     def numbers(self) -> list[int]:
         if not self.root.is_dir():
@@ -146,8 +149,10 @@ class StateFolder:
         """
         files.sweep(self.root)
         number = max(self.numbers(), default=0) + 1
-        with files.atomic_folder(self.root / f"state-{number:08d}") as folder:
-            _write_records(folder / "open.parquet", open_records if with_records else [])
+        place = self.root / f"state-{number:08d}"
+        with files.atomic_folder(place) as folder:
+            write = partial(self.record_files.write, folder)
+            write("open.parquet", open_records if with_records else [])
             values = {
                 "schema": SCHEMA_VERSION,
                 "cursor": cursor,
@@ -157,11 +162,12 @@ class StateFolder:
                 "pool": pool,
                 "monitor": monitor,
                 "lineages": {
-                    name: _save_track(kept, folder / name, with_records)
+                    name: _save_track(kept, folder, name, write, with_records)
                     for name, kept in tracks.items()
                 },
             }
             files.write_json(folder / "state.json", values)
+        self.record_files.written(place)
         for older in self.numbers()[:-1]:
             shutil.rmtree(self.root / f"state-{older:08d}", ignore_errors=True)
 
@@ -215,13 +221,19 @@ class StateFolder:
         )
 
 
-def _save_track(kept: Kept, folder: Path, with_records: bool) -> dict[str, Any]:
+def _save_track(
+    kept: Kept,
+    folder: Path,
+    track: str,
+    write: Callable[[Path, Sequence[RoundRecord]], None],
+    with_records: bool,
+) -> dict[str, Any]:
     learner, state = kept
-    folder.mkdir(exist_ok=True)
-    _save_tensors(learner, folder)
+    (folder / track).mkdir(exist_ok=True)
+    _save_tensors(learner, folder / track)
     kept_texts = state.fresh, state.window, learner.reservoir.texts, learner.reservoir.latest
     for name, texts in zip(TEXTS, kept_texts, strict=True):
-        _write_records(folder / f"{name}.parquet", _flat(texts) if with_records else [])
+        write(Path(track) / f"{name}.parquet", _flat(texts) if with_records else [])
     return {
         "live_version": state.live_version,
         "displaced": state.displaced,
@@ -308,10 +320,6 @@ def _save_tensors(learner: Learner, folder: Path) -> None:
     for name, tensors in (("candidate", learner.parameters), ("optimizer", learner.moments())):
         compact = {key: value.detach().cpu().clone().contiguous() for key, value in tensors.items()}
         save_file(compact, folder / f"{name}.safetensors")
-
-
-def _write_records(path: Path, records: Sequence[RoundRecord]) -> None:
-    pq.write_table(record_table.to_table(records), path, compression="zstd")
 
 
 def _flat(texts: Sequence[ServedText]) -> list[RoundRecord]:

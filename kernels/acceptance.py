@@ -32,18 +32,30 @@ class DraftCost(NamedTuple):
 def overlap(p_logits: torch.Tensor, q_logits: torch.Tensor) -> torch.Tensor:
     """alpha of distributions given as processed logits [..., V] -> [...]. A row that is all -inf or
     holds NaN is no distribution and gives 0."""
-    return torch.minimum(_probs(p_logits), _probs(q_logits)).sum(dim=-1)
+    return shared_mass(probabilities(p_logits), probabilities(q_logits))
 
 
-def likeliest_mass(
-    p_logits: torch.Tensor, q_logits: torch.Tensor, counts: torch.Tensor
-) -> torch.Tensor:
-    """Mass [N] of p on the `counts` [N] likeliest tokens of q, both [N, V]: the chance that p alone
-    keeps one of them, which is alpha of siblings verified without q."""
+def shared_mass(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """alpha of `probabilities` [..., V] -> [...]."""
+    return torch.minimum(p, q).sum(dim=-1)
+
+
+def probabilities(logits: torch.Tensor) -> torch.Tensor:
+    """Probabilities [..., V] of processed logits; 0 in a row that is no distribution."""
+    probs = torch.softmax(_widen(logits), dim=-1)
+    # Such a row is NaN throughout.
+    if probs.device.type == "cpu" and not bool(probs[..., :1].isnan().any()):
+        return probs
+    return probs.nan_to_num(nan=0.0)
+
+
+def likeliest_mass(p: torch.Tensor, q_logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Mass [N] of the probabilities p on the `counts` [N] likeliest tokens of q, both [N, V]: the
+    chance that p alone keeps one of them, which is alpha of siblings verified without q."""
     widest = int(counts.max())
     ids = torch.topk(q_logits, widest, dim=-1).indices
     kept = torch.arange(widest, device=ids.device) < counts.to(ids.device)[:, None]
-    return (_probs(p_logits).gather(-1, ids) * kept).sum(dim=-1)
+    return (p.gather(-1, ids) * kept).sum(dim=-1)
 
 
 def keep_probability(
@@ -253,10 +265,6 @@ class AcceptanceCounts:
             "tau": self.tau,
             "tau_95": None if interval is None else list(interval),
         }
-
-
-def _probs(logits: torch.Tensor) -> torch.Tensor:
-    return torch.softmax(_widen(logits), dim=-1).nan_to_num(nan=0.0)
 
 
 def _token_logprob(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

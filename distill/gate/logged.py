@@ -3,6 +3,7 @@ this target's p, and bounds of alpha from it alone."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,7 +13,7 @@ import torch
 
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.top_tokens import TopProbs, top_overlap
-from draftsmith.record import Distributions, RoundRecord, sampler_of
+from draftsmith.record import Distributions, ProbArrays, RoundRecord, sampler_of
 
 # Samplers whose drafted tokens are the draft's likeliest ones.
 LIKELIEST = ("greedy", "target-only")
@@ -65,64 +66,76 @@ def draft_rows(logged: Sequence[Logged], device: torch.device | str = "cpu") -> 
     )
 
 
-def disagreement(logged: Sequence[Logged], target_logits: torch.Tensor) -> torch.Tensor:
+def logged_arrays(logged: Sequence[Logged]) -> ProbArrays:
+    """Logged p of the positions, as wide as the widest."""
+    parts = [Distributions.of([]).arrays]
+    # Neighbours of one record are taken at once.
+    for _, some in itertools.groupby(logged, key=lambda one: id(one.record)):
+        group = list(some)
+        depths = [one.depth for one in group]
+        arrays = Distributions.of(group[0].record.p).arrays
+        parts.append(ProbArrays(*(values[depths] for values in arrays[:4])))
+    width = max(arrays.ids.shape[1] for arrays in parts)
+    columns = zip(*(arrays.widened(width)[:4] for arrays in parts), strict=True)
+    return ProbArrays(*map(np.concatenate, columns))
+
+
+def disagreement(known: ProbArrays, target_logits: torch.Tensor) -> torch.Tensor:
     """Total variation [n], on the logged tokens, between the logged p and the distribution of raw
     `target_logits` [n, V]; 0 for a record without logged distributions."""
-    logged_p = [Distributions.of(one.record.p)[one.depth : one.depth + 1].arrays for one in logged]
-    width = max(distribution.ids.shape[1] for distribution in logged_p)
-    if width == 0:
-        return torch.zeros(len(logged))
-    wide = [distribution.widened(width) for distribution in logged_p]
+    if known.ids.shape[1] == 0:
+        return torch.zeros(len(known.ids))
     ids, logprobs = (
-        torch.from_numpy(np.concatenate(values)).to(target_logits.device)
-        for values in ([one.ids for one in wide], [one.logprobs for one in wide])
+        torch.from_numpy(values).to(target_logits.device) for values in (known.ids, known.logprobs)
     )
     ids = ids.long()
     if int(ids.max()) >= target_logits.shape[-1]:
-        return torch.ones(len(logged))
+        return torch.ones(len(ids))
     ours = target_logits.float().log_softmax(-1).gather(-1, ids).exp()
     difference = torch.where(logprobs == -torch.inf, 0.0, (ours - logprobs.exp()).abs())
     return difference.sum(-1).cpu() / 2
 
 
-def logged_alpha(logged: Sequence[Logged], q_logits: torch.Tensor) -> torch.Tensor:
-    """Bounds of alpha [n, 2] on the CPU, NaN where nothing is logged; `q_logits` [n, V] are
-    processed.
+class SampledTop(NamedTuple):
+    """Logged p under their requests' sampling, of the positions where any is logged."""
+
+    places: torch.Tensor  # [m] int64, of those positions among all n
+    top: TopProbs  # [m]; the tail is 0 where the support lies inside the logged tokens
+    num_positions: int  # n
+
+
+def sampled_top(
+    logged: Sequence[Logged], known: ProbArrays, device: torch.device | str = "cpu"
+) -> SampledTop:
+    """`known`: the positions' `logged_arrays`."""
+    # A buffer of tokens alone holds no distributions.
+    places = np.flatnonzero(np.isfinite(known.logprobs).any(axis=1))
+    records = [logged[place].record for place in places]
+    chosen = ProbArrays(*(values[places] for values in known[:4]))
+    probs = _tempered(chosen, [one.temperature for one in records]).to(device)
+    tail = (1 - probs.sum(-1)).clamp(min=0)
+    settings = torch.tensor(
+        [_settings(one, probs.shape[1]) for one in records], dtype=probs.dtype, device=device
+    )
+    probs, tail = filtered(probs, tail, *settings.reshape(-1, 3).T)
+    ids = torch.from_numpy(chosen.ids).long().to(device)
+    top = TopProbs(ids, probs.float().log(), tail.float())
+    return SampledTop(torch.from_numpy(places).to(device), top, len(logged))
+
+
+def logged_alpha(sampled: SampledTop, q: torch.Tensor) -> torch.Tensor:
+    """Bounds of alpha [n, 2] on the CPU, NaN where nothing is logged; `q` [n, V] are a draft's
+    probabilities under the requests' sampling.
 
     A filter that cuts behind the logged tokens raises the probabilities of the rest by an unknown
     amount: bounds are off by that.
     """
-    bounds = torch.full((len(logged), 2), math.nan)
-    # A buffer of tokens alone holds no distributions.
-    has_p = [index for index, one in enumerate(logged) if one.record.p[one.depth].ids]
-    if has_p:
-        overlap = top_overlap(
-            sampled_distribution([logged[index] for index in has_p], q_logits.device),
-            q_logits[has_p],
-        )
-        bounds[has_p] = torch.stack(overlap, dim=-1).float().cpu()
+    bounds = torch.full((sampled.num_positions, 2), math.nan)
+    if len(sampled.places):
+        of_logged = q if len(sampled.places) == sampled.num_positions else q[sampled.places]
+        overlap = top_overlap(sampled.top, of_logged)
+        bounds[sampled.places.cpu()] = torch.stack(overlap, dim=-1).float().cpu()
     return bounds
-
-
-def sampled_distribution(logged: Sequence[Logged], device: torch.device | str = "cpu") -> TopProbs:
-    """Logged distributions under their requests' sampling. The tail is 0 where the distribution's
-    support lies inside the logged tokens."""
-    distributions = [one.record.p[one.depth] for one in logged]
-    width = max(len(distribution.ids) for distribution in distributions)
-    ids = torch.tensor(
-        [
-            distribution.ids + [0] * (width - len(distribution.ids))
-            for distribution in distributions
-        ],
-        device=device,
-    )
-    probs = torch.stack([_tempered(one, width) for one in logged]).to(device)
-    tail = (1 - probs.sum(-1)).clamp(min=0)
-    settings = torch.tensor(
-        [_settings(one, width) for one in logged], dtype=probs.dtype, device=device
-    )
-    probs, tail = filtered(probs, tail, *settings.T)
-    return TopProbs(ids, probs.float().log(), tail.float())
 
 
 def filtered(
@@ -142,20 +155,22 @@ def filtered(
     return _keep(probs, tail, probs >= min_p[:, None] * probs[:, :1])
 
 
-def _tempered(one: Logged, width: int) -> torch.Tensor:
-    """Probabilities [width], float64, at the request's temperature, likeliest first."""
-    distribution, temperature = one.record.p[one.depth], one.record.temperature
-    logprobs = torch.full((width,), -math.inf, dtype=torch.float64)
-    logprobs[: len(distribution.ids)] = torch.tensor(distribution.logprobs, dtype=torch.float64)
-    if temperature == 0:
-        return torch.nn.functional.one_hot(torch.tensor(0), width).double()
-    return (logprobs / temperature - distribution.log_norm).exp()
+def _tempered(known: ProbArrays, temperatures: Sequence[float]) -> torch.Tensor:
+    """Probabilities [n, w], float64, at the requests' temperatures, likeliest first."""
+    temperature = torch.tensor(temperatures, dtype=torch.float64)
+    greedy = temperature == 0
+    divisor = torch.where(greedy, 1.0, temperature)[:, None]
+    logprobs, norms = (
+        torch.from_numpy(values).double() for values in (known.logprobs, known.log_norms)
+    )
+    probs = (logprobs / divisor - norms[:, None]).exp()
+    first = torch.arange(probs.shape[1]) == 0
+    return torch.where(greedy[:, None], first.double(), probs)
 
 
-def _settings(one: Logged, width: int) -> tuple[float, float, float]:
+def _settings(record: RoundRecord, width: int) -> tuple[float, float, float]:
     """Filter settings (top_k, top_p, min_p), neutral where they are off, and for a greedy
     distribution, which no filter changes."""
-    record = one.record
     if record.temperature == 0:
         return width, math.inf, 0.0
     # More than are logged, or off: the cut, if any, lies in the tail.

@@ -18,30 +18,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from draftsmith.distill.buffer.known_taps import known_taps, num_readable, padded_taps
 from draftsmith.distill.buffer.marks import is_forgotten
 from draftsmith.distill.buffer.traffic import ServedText
-from draftsmith.distill.gate.logged import (
-    Logged,
-    disagreement,
-    draft_rows,
-    logged_alpha,
-    sampling_rows,
-)
-from draftsmith.drafters.interface import UnrollBatch, UnrolledStep, head_of
-from draftsmith.drafters.remote.outline import TargetOutline
+from draftsmith.distill.gate.logged import logged_alpha
+from draftsmith.distill.gate.positions import Drafted, Position, positions_of
+from draftsmith.distill.gate.target_side import TargetRows, TargetSide
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels.acceptance import likeliest_mass, overlap
-from draftsmith.kernels.products.float32_products import faster_linears, multiply
+from draftsmith.kernels.acceptance import likeliest_mass, probabilities, shared_mass
+from draftsmith.kernels.products.float32_products import faster_linears
 from draftsmith.kernels.sampling.filters import process
 from draftsmith.kernels.sampling.vocabulary import scatter_to_target_vocab
-from draftsmith.train.data.batches import mask_of, padded
 from draftsmith.train.objective.teacher import StateReader
 from draftsmith.train.objective.unrolled_loss import Unrollable
 
@@ -73,13 +64,8 @@ class Scored(NamedTuple):
         return np.nan_to_num(self.logged[:, 0]) if self.is_bounded else self.alpha
 
 
-class Position(NamedTuple):
-    row: int  # of the batch
-    logged: Logged
-
-    @property
-    def absolute(self) -> int:
-        return self.logged.record.position + self.logged.depth
+# Of a text without a position.
+NOT_SCORED = Scored(np.zeros(0), np.zeros(0), [], True, np.zeros((0, 2)))
 
 
 class Rows(NamedTuple):
@@ -196,183 +182,101 @@ def score_drafters(
 ) -> list[list[Scored]]:
     """Scores by drafter; those that read the same states share the target's pass."""
     reader = target if states is None else states
+    by_taps: dict[tuple[int, ...], list[int]] = {}
+    for index, one in enumerate(drafters):
+        by_taps.setdefault(one.taps, []).append(index)
     scored: list[list[Scored]] = [[] for _ in drafters]
     with faster_linears(target.device):
         for begin in range(0, len(texts), batch):
             part = texts[begin : begin + batch]
-            read: dict[tuple[int, ...], TargetSide] = {}
-            for one, found in zip(drafters, scored, strict=True):
-                if one.taps not in read:
-                    read[one.taps] = TargetSide.of(target, reader, one.taps, part, max_length)
-                found += _score_batch(one, target, part, read[one.taps], max_depth, max_length)
+            for taps, alike in by_taps.items():
+                read = TargetSide.of(target, reader, taps, part, max_length)
+                chosen = [drafters[index] for index in alike]
+                found = _score_batch(chosen, part, read, max_depth, max_length)
+                for index, of_texts in zip(alike, found, strict=True):
+                    scored[index] += of_texts
     return scored
 
 
-@dataclass
-class TargetSide:
-    """Target's share in the scores of a batch of texts, the same for every draft."""
-
-    ids: torch.Tensor  # [B, L]
-    mask: torch.Tensor
-    taps: torch.Tensor | None
-    hidden: torch.Tensor | None  # None with an outline of the target alone
-    # of the logged p, by the row and the place of a position
-    disagreement: dict[tuple[int, int], float] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls,
-        target: Target,
-        reader: StateReader,
-        layers: tuple[int, ...],
-        texts: Sequence[ServedText],
-        max_length: int,
-    ) -> TargetSide:
-        is_outline = isinstance(target, TargetOutline)
-        reads_records = is_outline and bool(layers)
-        known = [known_taps(text.records, layers) if reads_records else None for text in texts]
-        lengths = [
-            min(max_length, num_readable(states)) if reads_records else max_length
-            for states in known
-        ]
-        rows = [
-            torch.tensor(text.tokens[:length], device=target.device)
-            for text, length in zip(texts, lengths, strict=True)
-        ]
-        ids, mask = padded(rows), mask_of(rows)
-        if not is_outline:
-            return cls(ids, mask, *reader.states(ids, mask, layers))
-        width = len(layers) * target.hidden_size
-        taps = padded_taps(known, ids.shape[1], width, target.device) if reads_records else None
-        return cls(ids, mask, taps, None)
-
-    def disagreements(self, positions: Sequence[Position], logits: torch.Tensor) -> torch.Tensor:
-        """[n] by `logits` [n, V] of the target; of positions that no draft before was scored at,
-        they are computed."""
-        keys = [(one.row, one.absolute) for one in positions]
-        new = [index for index, key in enumerate(keys) if key not in self.disagreement]
-        if new:
-            found = disagreement([positions[index].logged for index in new], logits[new])
-            self.disagreement |= zip((keys[index] for index in new), found.tolist(), strict=True)
-        return torch.tensor([self.disagreement[key] for key in keys])
-
-
 def _score_batch(
-    drafter: Unrollable,
-    target: Target,
+    drafters: Sequence[Unrollable],
     texts: Sequence[ServedText],
     read: TargetSide,
     max_depth: int,
     max_length: int,
-) -> list[Scored]:
+) -> list[list[Scored]]:
     is_outline = read.hidden is None
-    steps = list(
-        drafter.unroll(
-            UnrollBatch(
-                input_ids=read.ids, attention_mask=read.mask, taps=read.taps, num_steps=max_depth
-            )
-        )
-    )
     positions = [
         position
         for row, text in enumerate(texts)
         for position in positions_of(text, row, max_depth=max_depth, max_length=max_length)
-        if is_drafted(steps, position) and (not is_outline or position.logged.is_known)
+        if not is_outline or position.logged.is_known
     ]
-    chunks = [positions[at : at + CHUNK] for at in range(0, len(positions), CHUNK)]
-    parts = [_alphas(drafter, target, read, steps, chunk) for chunk in chunks]
-    nothing = Rows(torch.zeros(0), torch.zeros(0), torch.zeros(0, 2))
-    alphas = Rows(*(torch.cat(values) for values in zip(nothing, *parts, strict=True)))
-    scored = [_gather(row, positions, alphas) for row in range(len(texts))]
-    return [one._replace(is_bounded=is_outline) for one in scored]
-
-
-def positions_of(text: ServedText, row: int, *, max_depth: int, max_length: int) -> list[Position]:
-    """Accepted positions and the first rejected one of each round."""
-    found = []
-    for record in text.records:
-        known = min(len(record.p), record.accepted + 1, max_depth, max_length - record.position)
-        found += [Position(row, Logged(record, depth)) for depth in range(known)]
-    return found
-
-
-def step_of(steps: Sequence[UnrolledStep], depth: int) -> UnrolledStep:
-    """Step of the unroll for a depth. A language model has one step for all depths."""
-    return steps[min(depth, len(steps) - 1)]
-
-
-def is_drafted(steps: Sequence[UnrolledStep], position: Position) -> bool:
-    step = step_of(steps, position.logged.depth)
-    column = position.absolute - step.offset
-    # The last known position may lie one behind the text when a stop string cut it.
-    return 0 <= column < step.valid.shape[1] and bool(step.valid[position.row, column])
-
-
-def _alphas(
-    drafter: Unrollable,
-    target: Target,
-    read: TargetSide,
-    steps: Sequence[UnrolledStep],
-    positions: Sequence[Position],
-) -> Rows:
-    chosen = [step_of(steps, position.logged.depth) for position in positions]
-    hidden = torch.stack(
+    if not positions:
+        return [[NOT_SCORED._replace(is_bounded=is_outline) for _ in texts] for _ in drafters]
+    unrolled = read.unrolled(positions, max_depth)
+    drafted = [Drafted.of(one, unrolled, positions) for one in drafters]
+    parts: list[list[Rows]] = [[] for _ in drafters]
+    for begin in range(0, len(positions), CHUNK):
+        part = slice(begin, begin + CHUNK)
+        rows = read.rows(positions[part])
+        for one, found in zip(drafted, parts, strict=True):
+            found.append(_alphas(one, part, rows, read.target.vocab_size))
+    return [
         [
-            step.hidden[one.row, one.absolute - step.offset]
-            for step, one in zip(chosen, positions, strict=True)
+            scored._replace(is_bounded=is_outline)
+            for scored in _by_text(
+                len(texts),
+                positions,
+                one.is_drafted.cpu().numpy(),
+                Rows(*(torch.cat(values) for values in zip(*found, strict=True))),
+            )
         ]
-    )
-    logits = scatter_to_target_vocab(
-        draft_logits(hidden, chosen, drafter), drafter.vocab_map, target.vocab_size
-    )
-    logged = [position.logged for position in positions]
-    q_logits = process(logits, draft_rows(logged, logits.device))
-    is_finite = torch.isfinite(logits).any(-1) & ~torch.isnan(logits).any(-1)
-    logged_bounds = torch.where(is_finite.cpu()[:, None], logged_alpha(logged, q_logits), math.nan)
-    if read.hidden is None:
-        return Rows(logged_bounds.mean(-1), torch.zeros(len(logged)), logged_bounds)
-    rows = [position.row for position in positions]
-    before = [position.absolute - 1 for position in positions]
-    target_logits = target.head(read.hidden[rows, before])
-    p_logits = process(target_logits, sampling_rows(logged, logits.device))
-    alpha = overlap(p_logits, q_logits)
-    siblings = torch.tensor([one.siblings for one in logged])
-    trees = (siblings > 1).nonzero()[:, 0]
+        for one, found in zip(drafted, parts, strict=True)
+    ]
+
+
+def _alphas(drafted: Drafted, part: slice, rows: TargetRows, vocab_size: int) -> Rows:
+    logits = scatter_to_target_vocab(drafted.logits(part), drafted.drafter.vocab_map, vocab_size)
+    q = probabilities(process(logits, rows.draft_sampling))
+    is_finite = has_mass(logits)
+    logged_bounds = torch.where(is_finite.cpu()[:, None], logged_alpha(rows.sampled, q), math.nan)
+    if rows.p is None:
+        return Rows(logged_bounds.mean(-1), rows.disagreement, logged_bounds)
+    alpha = shared_mass(rows.p, q)
+    trees = (rows.siblings > 1).nonzero()[:, 0]
     if len(trees):
-        alpha[trees] = likeliest_mass(p_logits[trees], logits[trees], siblings[trees])
+        alpha[trees] = likeliest_mass(rows.p[trees], logits[trees], rows.siblings[trees])
         logged_bounds[trees] = math.nan
-    return Rows(
-        torch.where(is_finite, alpha, math.nan).cpu(),
-        read.disagreements(positions, target_logits),
-        logged_bounds,
-    )
+    return Rows(torch.where(is_finite, alpha, math.nan).cpu(), rows.disagreement, logged_bounds)
 
 
-def draft_logits(
-    hidden: torch.Tensor, steps: Sequence[UnrolledStep], drafter: Unrollable
-) -> torch.Tensor:
-    """States [R, H] of the step of each -> [R, Vd] float32."""
-    heads = {id(step.head): step.head for step in steps}
-    if len(heads) == 1:
-        return multiply(hidden, head_of(steps[0], drafter).T).float()
-    return torch.stack(
-        [head_of(step, drafter) @ state for step, state in zip(steps, hidden, strict=True)]
-    ).float()
+def has_mass(logits: torch.Tensor) -> torch.Tensor:
+    """[n] True where a row of logits [n, V] holds a finite one and no NaN."""
+    most = logits.amax(-1)
+    if bool(most.isfinite().all()):
+        return torch.ones_like(most, dtype=torch.bool)
+    return torch.isfinite(logits).any(-1) & ~torch.isnan(logits).any(-1)
 
 
-def _gather(row: int, positions: Sequence[Position], alphas: Rows) -> Scored:
-    mine = [index for index, position in enumerate(positions) if position.row == row]
-    logged = [positions[index].logged for index in mine]
-    kept = np.array([one.depth < one.record.accepted for one in logged], dtype=np.float64)
-    is_consistent = not mine or float(alphas.disagreement[mine].mean()) <= MAX_DISAGREEMENT
-    alpha = alphas.alpha[mine].double().numpy()
-    versions = [one.record.draft_version for one in logged]
-    is_finite = not np.isnan(alpha).any()
-    return Scored(
-        np.nan_to_num(alpha),
-        kept,
-        versions,
-        is_consistent,
-        alphas.logged[mine].double().numpy(),
-        is_finite,
-    )
+def _by_text(
+    num_texts: int, positions: Sequence[Position], is_drafted: np.ndarray, found: Rows
+) -> list[Scored]:
+    alpha, distance, logged = (values.numpy() for values in found)
+    row = np.array([position.row for position in positions])
+    scored = []
+    for text in range(num_texts):
+        mine = np.flatnonzero((row == text) & is_drafted)
+        records = [positions[index].logged for index in mine]
+        of_text = alpha[mine].astype(np.float64)
+        scored.append(
+            Scored(
+                np.nan_to_num(of_text),
+                np.array([one.depth < one.record.accepted for one in records], dtype=np.float64),
+                [one.record.draft_version for one in records],
+                len(mine) == 0 or float(distance[mine].mean()) <= MAX_DISAGREEMENT,
+                logged[mine].astype(np.float64),
+                not np.isnan(of_text).any(),
+            )
+        )
+    return scored

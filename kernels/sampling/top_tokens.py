@@ -68,12 +68,10 @@ def _best(values: torch.Tensor, k: int) -> torch.Tensor:
     return places.gather(-1, _best(values.gather(-1, places), k))
 
 
-def top_overlap(distribution: TopProbs, q_logits: torch.Tensor) -> Overlap:
-    """Bounds of alpha between a sparse p and draft logits [N, V]: what the kept tokens prove, and
-    what the tail could add."""
-    log_q = torch.log_softmax(q_logits.to(distribution.logprobs.dtype), dim=-1).gather(
-        -1, distribution.ids
-    )
-    low = torch.minimum(distribution.logprobs, log_q).exp().sum(dim=-1)
-    q_tail = (1 - log_q.exp().sum(dim=-1)).clamp(min=0)
+def top_overlap(distribution: TopProbs, q: torch.Tensor) -> Overlap:
+    """Bounds of alpha between a sparse p and the probabilities q [N, V] of a draft: what the kept
+    tokens prove, and what the tail could add."""
+    kept = q.to(distribution.logprobs.dtype).gather(-1, distribution.ids)
+    low = torch.minimum(distribution.logprobs.exp(), kept).sum(dim=-1)
+    q_tail = (1 - kept.sum(dim=-1)).clamp(min=0)
     return Overlap(low, low + torch.minimum(distribution.tail, q_tail))

@@ -21,7 +21,13 @@ from draftsmith.distill.buffer.forget import forget, run
 from draftsmith.distill.buffer.record_table import from_table, to_table, tokens_only
 from draftsmith.distill.buffer.traffic import OpenRequests
 from draftsmith.distill.config import ForgetConfig
-from draftsmith.distill.gate.logged import Logged, disagreement, logged_alpha
+from draftsmith.distill.gate.logged import (
+    Logged,
+    disagreement,
+    logged_alpha,
+    logged_arrays,
+    sampled_top,
+)
 from draftsmith.errors import UserError
 from draftsmith.record import Distribution, RoundRecord, hashed, hashed_answer
 
@@ -149,13 +155,14 @@ def test_distributions_of_which_nothing_is_told_are_no_evidence(temperature: flo
     told = replace(BASE, temperature=temperature, p=[Distribution([7], [0.0], 0.0)])
     logits = torch.full((2, 12), -50.0).index_fill(1, torch.tensor([7]), 0.0)
     silent, spoken = Logged(tokens_only(told), 0), Logged(told, 0)
-    alpha = logged_alpha([silent, spoken], logits)
+    both, one = ([silent, spoken], [silent])
+    q = logits.softmax(-1)
+    alpha = logged_alpha(sampled_top(both, logged_arrays(both)), q)
     assert alpha[0].isnan().all() and alpha[1].tolist() == pytest.approx([1.0, 1.0])
-    assert (
-        logged_alpha([silent], logits[:1]).isnan().all() and len(logged_alpha([], logits[:0])) == 0
-    )
-    assert disagreement([silent, spoken], logits).tolist() == pytest.approx([0.0, 0.0], abs=1e-6)
-    assert disagreement([silent], logits[:1]).tolist() == [0.0]
+    assert logged_alpha(sampled_top(one, logged_arrays(one)), q[:1]).isnan().all()
+    assert len(logged_alpha(sampled_top([], logged_arrays([])), q[:0])) == 0
+    assert disagreement(logged_arrays(both), logits).tolist() == pytest.approx([0, 0], abs=1e-6)
+    assert disagreement(logged_arrays(one), logits[:1]).tolist() == [0.0]
 
 
 def test_which_buffers_never_reach_a_disk(tmp_path: Path) -> None:

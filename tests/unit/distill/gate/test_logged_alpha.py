@@ -3,11 +3,14 @@ elsewhere."""
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 
-from draftsmith.distill.gate.logged import Logged, logged_alpha
-from draftsmith.kernels.acceptance import overlap
+from draftsmith.distill.gate.logged import Logged, logged_alpha, logged_arrays, sampled_top
+from draftsmith.kernels.acceptance import overlap, probabilities
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.top_tokens import top_probs
 from draftsmith.record import Distribution, RoundRecord
@@ -44,7 +47,8 @@ def both(sharpness: float, *sampling: float) -> tuple[torch.Tensor, torch.Tensor
     )
     q_logits = process(q, rows)
     records = [Logged(record(one, temperature, int(top_k), top_p, min_p), 0) for one in p]
-    return overlap(process(p, rows), q_logits), logged_alpha(records, q_logits)
+    sampled = sampled_top(records, logged_arrays(records))
+    return overlap(process(p, rows), q_logits), logged_alpha(sampled, probabilities(q_logits))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +88,7 @@ def test_sharp_distributions_leave_little_open_and_flat_ones_much() -> None:
     _, sharp = both(6.0, 1.0, 0, 1.0, 0.0)
     _, flat = both(0.5, 1.0, 0, 1.0, 0.0)
     assert float(sharp.diff().mean()) < 0.02 < 0.3 < float(flat.diff().mean())
-    assert logged_alpha([], torch.zeros(0, VOCAB)).shape == (0, 2)
+    assert logged_alpha(sampled_top([], logged_arrays([])), torch.zeros(0, VOCAB)).shape == (0, 2)
 
 
 def test_the_middle_over_all_positions_is_nearer_than_that_of_sharp_distributions_alone() -> None:
@@ -94,3 +98,14 @@ def test_the_middle_over_all_positions_is_nearer_than_that_of_sharp_distribution
     middle, sharp = logged.mean(-1), logged.diff().squeeze(-1) < 0.02
     error, flattering = float((middle - whole).mean()), float(middle[sharp].mean() - whole.mean())
     assert abs(error) < 0.03 < flattering
+
+
+def test_what_is_logged_belongs_to_its_depth() -> None:
+    first, second = (record(torch.arange(VOCAB) * step, 1.0, 0, 1.0, 0.0) for step in (1.0, -1.0))
+    both = dataclasses.replace(first, p=[*first.p, *second.p], drafted=[1, 1])
+    known = logged_arrays([Logged(both, 1), Logged(first, 0)])
+    assert known.ids[:, 0].tolist() == [0, VOCAB - 1]
+    tailed = dataclasses.replace(first, p=[Distribution([], [], 1.0)])
+    apart = logged_arrays([Logged(tailed, 0), Logged(both, 0), Logged(both, 1)])
+    assert apart.ids[1:, 0].tolist() == [VOCAB - 1, 0]
+    assert not np.isfinite(apart.logprobs[0]).any() and apart.tail[0] == 1

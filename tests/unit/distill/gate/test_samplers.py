@@ -316,7 +316,7 @@ def test_siblings_verified_by_p_alone_are_scored_by_their_mass(world: World) -> 
     assert scored.alpha[0] == pytest.approx(float(p[last, best].sum()), abs=1e-5)
     counts = torch.tensor([1, 3])
     rows = world.target.logits[:2]
-    mass = likeliest_mass(rows, rows, counts)
+    mass = likeliest_mass(rows.softmax(-1), rows, counts)
     torch.testing.assert_close(mass, torch.stack([p[0].max(), p[1].topk(3).values.sum()]))
 
 

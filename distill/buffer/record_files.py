@@ -1,0 +1,39 @@
+"""Files of round records in a saved state."""
+
+from __future__ import annotations
+
+import operator
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from draftsmith.distill.buffer import record_table
+from draftsmith.record import RoundRecord
+
+
+class RecordFiles:
+    """Files of records of the state saved last. A file that is to hold the same records again, as
+    at the second save around a publication, is copied."""
+
+    def __init__(self) -> None:
+        self._last: dict[Path, Sequence[RoundRecord]] = {}
+        self._new: dict[Path, Sequence[RoundRecord]] = {}  # by the file's place in its state
+        self._folder = Path()
+
+    def write(self, folder: Path, name: str | Path, records: Sequence[RoundRecord]) -> None:
+        path, known = Path(name), self._last.get(Path(name))
+        self._new[path] = records
+        if known is not None and _are_same(known, records) and (self._folder / path).is_file():
+            shutil.copyfile(self._folder / path, folder / path)
+        else:
+            pq.write_table(record_table.to_table(records), folder / path, compression="zstd")
+
+    def written(self, folder: Path) -> None:
+        """Notes that all files of a state are in place in `folder`."""
+        self._folder, self._last, self._new = folder, self._new, {}
+
+
+def _are_same(some: Sequence[RoundRecord], others: Sequence[RoundRecord]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
