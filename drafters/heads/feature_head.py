@@ -88,6 +88,10 @@ class FeatureHead(HasRotary, ForwardCapturable, Capturable):
             if self._captured is not None:
                 self.one_chain = self._captured.one_chain(self.ahead)
 
+    @property
+    def buffer_bytes(self) -> int:
+        return 0 if self.one_chain is None else self.one_chain.num_bytes
+
     def draft_logits(self, head_input: torch.Tensor) -> torch.Tensor:
         """[T, H] -> raw [T, Vd]; drafting only, as are `fused` and `read_ragged`."""
         return (

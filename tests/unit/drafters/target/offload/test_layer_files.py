@@ -110,7 +110,7 @@ def test_a_module_that_reads_weights_of_another_is_refused_with_the_mend(
     own = mlp.forward
     monkeypatch.setattr(mlp, "forward", lambda given: own(given) * mlp.down_proj.weight[:, 0])
     with pytest.raises(
-        UserError, match="with target_offload: .*; leave target_offload out"
+        UserError, match=r"with target_offload: .*; leave target_offload out"
     ) as told:
         Target(model, "reader")
     assert "another model" not in str(told.value) and "\n" not in str(told.value)
