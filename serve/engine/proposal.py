@@ -15,6 +15,7 @@ import torch
 
 from draftsmith.drafters.interface import Proposal
 from draftsmith.kernels.constants import MAX_NODES
+from draftsmith.kernels.dispatch import sent
 from draftsmith.kernels.verify.draft_tree import DraftTree, chain_tree
 from draftsmith.serve.engine.round import RoundProposal, RoundTree, Source, UnreadDrafts
 from draftsmith.serve.engine.trees import check_tree, report_width, tree_report, unread_tree
@@ -225,7 +226,7 @@ def joined(parts: Sequence[Part], num_rows: int) -> RoundProposal:
         for index, row in enumerate(rows):
             chains[row], has_mass[row] = own.chains[index], own.has_mass[index]
             sources[row], drawn[row] = own.sources[index], own.drawn[index]
-        at = torch.tensor(rows, device=like.device)
+        (at,) = sent(like.device, rows)
         tokens[at, : own.tokens.shape[1]] = own.tokens.to(like)
         lengths[at] = own.lengths.to(like)
     tree = None
@@ -244,9 +245,8 @@ def _joined_distributions(parts: Sequence[Part], shape: tuple[int, int]) -> torc
     distributions = given[0].new_full((*shape, given[0].shape[2]), -torch.inf)
     for rows, own in parts:
         if own.logits is not None:
-            distributions[
-                torch.tensor(rows, device=distributions.device), : own.logits.shape[1]
-            ] = own.logits
+            (at,) = sent(distributions.device, rows)
+            distributions[at, : own.logits.shape[1]] = own.logits
             continue
         for row, chain in zip(rows, own.chains, strict=True):
             distributions[row, torch.arange(len(chain)), chain] = 0.0
@@ -265,7 +265,7 @@ def _joined_trees(
         tree = _tree_of(own)
         for index, row in enumerate(rows):
             host_parents[row] = tree.parents[index]
-        at = torch.tensor(rows, device=tokens.device)
+        (at,) = sent(tokens.device, rows)
         parents[at, : tree.draft.parents.shape[1]] = tree.draft.parents.to(parents)
         if own.logits is not None and tree.q_rows is not None:
             shifted = tree.q_rows + sum(map(len, distributions))

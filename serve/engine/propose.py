@@ -27,7 +27,7 @@ from draftsmith.drafters.interface import (
 from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.kernels.dispatch import Upload
+from draftsmith.kernels.dispatch import Upload, sent
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.serve.audit.misreport import Misreport
 from draftsmith.serve.drafts.draft_set import DraftSet
@@ -262,13 +262,13 @@ class ProposalRequest(NamedTuple):
     upload: Upload | None
 
     def select(self, indices: list[int]) -> ProposalRequest:
-        at = torch.tensor(indices, device=self.tables.device)
+        (at,) = sent(self.tables.device, indices)
         rows = [self.rows[index] for index in indices]
         adjust = None if self.adjust is None else _of_rows(self.adjust, at)
         return ProposalRequest(
             rows,
             self.tables[at],
-            self.sampling.select(at),
+            self.sampling.select(at, indices),
             self.seeds[at],
             adjust,
             self.least_survival,

@@ -3,6 +3,7 @@ those of a round on a CPU."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from draftsmith.kernels.verify.tree import verify_tree_torch
 from draftsmith.record import RecordedRound, RoundRecord, SinkCounts
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
+from draftsmith.serve.requests.route import CANARY, LIVE, Route
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.sampling.params import SamplingParams
 from tests import device_stand_in
@@ -90,6 +92,7 @@ class Served:
         *values: dict[str, Any],
         change: Change | None = None,
         sink: Records | None = None,
+        canary: bool = False,
         **options: Any,
     ) -> Answers:
         """Answers of the prompts; of the device, the costs of one round are left in its counts."""
@@ -101,6 +104,11 @@ class Served:
         config = EngineConfig(k=3, max_length=64, num_blocks=40, compile="off", **options)
         engine = build_engine(self.target, self.drafter, config, sink=sink)
         engine.committer.overlaps = self.device is not None  # as on CUDA
+        if canary:
+            engine.drafts.put(CANARY, self.drafter)
+            names = itertools.cycle((LIVE, CANARY))
+            engine.drafts.router.choose = lambda *given: Route(draft=next(names))
+            engine.stats.draft_versions[CANARY] = "trial"
         rounds: list[tuple[list[int], int]] = []
         engine.observe_rounds(lambda request, drafted, count, _: rounds.append((drafted, count)))
         requests = [
@@ -226,6 +234,15 @@ def test_requests_of_other_parameters_share_a_round(
     )
     if rule == "chain":
         assert counted.count("wait") == waits
+
+
+@pytest.mark.parametrize("options", [{}, {"tree": "dynamic:nodes=6,depth=3,width=2"}])
+def test_rows_of_two_drafts_wait_once_a_draft_and_once_more(
+    options: dict[str, Any], both: Callable[..., StandIn]
+) -> None:
+    counted = both("eagle3", SAMPLED, GREEDY, canary=True, **options)
+    events = "\n".join(map(str, counted.events))
+    assert counted.count("wait") + counted.count("wait", drafting=True) == 3, events
 
 
 def test_a_greedy_round_of_another_rule_waits_once(both: Callable[..., StandIn]) -> None:
