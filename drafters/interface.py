@@ -315,6 +315,11 @@ class ForwardCapturable(ABC):
     def capture_forward(self) -> None:
         """Called once before serving. The drafter's weights may be written in place afterwards."""
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes that what is captured takes at the first draft, and keeps."""
+        return 0
+
 
 class HoldsGraphs(Protocol):
     @property

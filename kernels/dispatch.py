@@ -88,6 +88,13 @@ def sent_tensor(device: torch.device, host: torch.Tensor) -> torch.Tensor:
     return host.pin_memory().to(device, non_blocking=True) if pins(device) else host.to(device)
 
 
+def read_at_once(*parts: torch.Tensor) -> list[list[list[int]]]:
+    """int64 matrices of one device as lists of the host's, by one copy that it waits for."""
+    flat = torch.cat([part.flatten() for part in parts]).cpu()
+    found = flat.split([part.numel() for part in parts])
+    return [one.view(part.shape).tolist() for one, part in zip(found, parts)]
+
+
 class Upload:
     """int64 columns [n] of the host that are on `device` before they are asked for: `parts` are
     those of all `groups`, each of which is asked for at once."""

@@ -136,8 +136,8 @@ class EngineOptions:
     )
     memory_gib: float | None = option(
         None,
-        "most memory for keys and values, target's and draft's; default: 80 % of what a GPU has "
-        "free, 2 GiB on a CPU",
+        "most memory for keys and values, target's and draft's, and a draft's buffers on a CPU; "
+        "default: 80 % of what a GPU has free, 2 GiB on a CPU",
     )
     prefix_cache: bool = option(True, "keep blocks of finished text for requests that begin alike")
     compile: str = option(

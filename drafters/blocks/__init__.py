@@ -7,6 +7,7 @@ Files in reading order:
 - `fused_blocks`: training: attention of blocks of slots over long texts on a CPU
 - `dense_blocks`: training: the same over short texts
 - `block_unroll`: training: attention of blocks of slots
+- `block_drafting`: drafting of blocks
 - `dflash`: DFlash
 - `dspark`: DSpark
 

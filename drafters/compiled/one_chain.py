@@ -63,26 +63,45 @@ class OneChain:
             most_in_row=min(MOST_ROWS, _most_in_row(self._step)),
         )
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the buffers, which are taken at the first draft and kept."""
+        buffers = {id(one): one.nbytes for one in self._buffers("meta").values()}
+        return sum(buffers.values())
+
     def _allocate(self) -> None:
         """Once it is needed: with a large vocabulary logits and their copies are most of it."""
-        width = self._step.width
-        names = ("ids", "positions")
-        numbers = {name: torch.zeros(MOST_ROWS, dtype=torch.int64) for name in names}
+        memory = self._buffers("cpu")
+        for name in (
+            "ids",
+            "positions",
+            "hidden",
+            "stepped",
+            "heads",
+            "logits",
+            "wide",
+            "processed",
+        ):
+            setattr(self._chain, name, memory[name].data_ptr())
+        self._memory = memory
+
+    def _buffers(self, device: str) -> dict[str, torch.Tensor]:
+        width, whole = self._step.width, {"dtype": torch.int64, "device": device}
+        numbers = {name: torch.zeros(MOST_ROWS, **whole) for name in ("ids", "positions")}
         parts = self._parts.values()
         sizes = {part.output: part.call.states[0] * part.call.width for part in parts}
         sizes |= {"hidden": width, "heads": width}
         # Not zeros: a round touches as many rows as it has.
         memory = numbers | {
-            name: torch.empty(MOST_ROWS, size, dtype=self._dtype) for name, size in sizes.items()
+            name: torch.empty(MOST_ROWS, size, dtype=self._dtype, device=device)
+            for name, size in sizes.items()
         }
-        memory["processed"] = torch.empty(MOST_ROWS, self._vocab)
         narrow = self._dtype != torch.float32
-        memory["wide"] = torch.empty(MOST_ROWS, self._vocab) if narrow else memory["logits"]
-        for name in (*names, "hidden", "stepped", "heads", "logits", "wide", "processed"):
-            setattr(self._chain, name, memory[name].data_ptr())
+        memory["processed"] = torch.empty(MOST_ROWS, self._vocab, device=device)
+        memory["wide"] = torch.empty_like(memory["processed"]) if narrow else memory["logits"]
         most = max(part.call.scratch_bytes for part in parts)
-        memory["scratch"] = torch.empty(MOST_ROWS * most, dtype=torch.uint8)
-        self._memory = memory
+        memory["scratch"] = torch.empty(MOST_ROWS * most, dtype=torch.uint8, device=device)
+        return memory
 
     def draft(self, drafter: ReadsCommitted, inputs: DraftInputs, sampler: DraftSampler) -> bool:
         """Read what `drafter`, whose chain it is, has not, and draft as many tokens as each row

@@ -88,6 +88,10 @@ class FeatureHead(HasRotary, ForwardCapturable, Capturable):
             if self._captured is not None:
                 self.one_chain = self._captured.one_chain(self.ahead)
 
+    @property
+    def buffer_bytes(self) -> int:
+        return 0 if self.one_chain is None else self.one_chain.num_bytes
+
     def draft_logits(self, head_input: torch.Tensor) -> torch.Tensor:
         """[T, H] -> raw [T, Vd]; drafting only, as are `fused` and `read_ragged`."""
         return (
@@ -152,10 +156,9 @@ class FeatureHead(HasRotary, ForwardCapturable, Capturable):
     def propose_tree(self, inputs: DraftInputs, shape: TreeShape) -> Proposal:
         assert not isinstance(shape, FixedTree)
         self.refresh()
-        passes = inputs.sampling.passes
-        greedy = [passes.all_greedy] * len(inputs.num_draft)
-        if passes.greedy and not passes.all_greedy:
-            # The only look at the device, while it has nothing else to do.
+        greedy = inputs.sampling.greedy_rows
+        if greedy is None:
+            # Rows chosen on the device: a look at it, while it has nothing else to do.
             greedy = (inputs.sampling.temperature == 0).tolist()
         return grow(self, inputs, read_for_trees(self, inputs), shape, greedy)
 

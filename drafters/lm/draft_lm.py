@@ -197,6 +197,10 @@ class DraftLm(nn.Module, ForwardCapturable, Capturable):
             parts = ChainParts(body, ("ids", "positions"), head, outputs=(0, 0))
             self.one_chain = one_chain(parts, self.ahead)
 
+    @property
+    def buffer_bytes(self) -> int:
+        return 0 if self.one_chain is None else self.one_chain.num_bytes
+
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:
         self.lm.refresh()  # a swap writes new weights in place

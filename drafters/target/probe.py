@@ -85,9 +85,13 @@ def check_model(lm: CausalLM) -> Probe:
         raise
     except Exception as error:
         # Whatever a family's code raises here means that it cannot be run our way.
-        raise UserError(
-            refusal(lm, f"its code fails in a probe pass ({type(error).__name__}: {error})")
-        ) from error
+        told = f"({type(error).__name__}: {error})"
+        if any(own.is_meta for own in lm.model.parameters()) and "meta" in str(error):
+            raise UserError(
+                f"{lm.name!r} ({type(lm.model).__name__}) cannot be run with target_offload: its "
+                f"code reads weights of a layer from outside of it {told}; leave target_offload out"
+            ) from error
+        raise UserError(refusal(lm, f"its code fails in a probe pass {told}")) from error
 
 
 def _probe(lm: CausalLM, ids: torch.Tensor) -> Probe:

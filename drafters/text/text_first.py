@@ -53,6 +53,10 @@ class TextFirst(ForwardCapturable, Capturable):
         if isinstance(self.model, ForwardCapturable):
             self.model.capture_forward()
 
+    @property
+    def buffer_bytes(self) -> int:
+        return self.model.buffer_bytes if isinstance(self.model, ForwardCapturable) else 0
+
     def capture(
         self, pool: PagedPool | None, *, max_batch: int, max_blocks: int, capturer: Capturer
     ) -> None:

@@ -27,6 +27,7 @@ class Parents(NamedTuple):
     nodes: TreeNodes
     at: torch.Tensor  # [R, W] where they are among `nodes`, -1 for the root
     alive: torch.Tensor  # [R, W] bool; results of the others are arbitrary
+    depth: int  # drafted tokens up to them, their own included
 
 
 class Children(NamedTuple):
@@ -95,14 +96,13 @@ class TreeDistributions:
         owners = torch.arange(num_rows, device=parents.at.device).repeat_interleave(width)
         logits = parents.logits.flatten(0, 1)
         if self.inputs.adjust is not None:
-            # Penalties, bans and masks are worked out on the host, from the tokens drafted so far.
-            chosen = parents.alive.flatten().nonzero()[:, 0]
-            prefixes = parents.nodes.prefixes(owners[chosen], parents.at.flatten()[chosen])
-            rows = self.rows[owners[chosen]]
-            changed = adjusted(
-                self.inputs.adjust, logits[chosen], rows, prefixes, self.vocab_size, self.vocab_map
+            # Where the host works masks out, the tokens of a node that is not alive are not for it.
+            prefixes = parents.nodes.prefixes(parents.at, parents.depth).flatten(0, 1)
+            prefixes = prefixes.masked_fill(~parents.alive.flatten()[:, None], -1)
+            rows = self.rows[owners]
+            logits = adjusted(
+                self.inputs.adjust, logits, rows, prefixes, self.vocab_size, self.vocab_map
             )
-            logits = logits.index_copy(0, chosen, changed)
         return process(logits, sampling if width == 1 else sampling.select(owners))
 
     def _target_ids(self, ids: torch.Tensor) -> torch.Tensor:

@@ -82,7 +82,7 @@ def choose_fixed(
         at = level.owners.expand(size, -1)
         logits = logits_at(depth)[:, None].expand(-1, at.shape[1], -1)
         children = distributions.likeliest(
-            Parents(logits, nodes, at, torch.ones_like(at, dtype=torch.bool)), width
+            Parents(logits, nodes, at, torch.ones_like(at, dtype=torch.bool), depth), width
         )
         has_mass &= (children.logprobs[..., 0] > -torch.inf).all(dim=1)
         chosen = children.tokens[:, level.slots, level.ranks]

@@ -7,6 +7,7 @@ W nodes of a level, C nodes in all, H hidden width, Vd draft vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -50,7 +51,7 @@ def grow(
     inputs: DraftInputs,
     prefill: DraftPrefill | None,
     shape: GrownShape,
-    greedy: list[bool],
+    greedy: Sequence[bool],
 ) -> Proposal:
     """Grow a tree for every prefilled row, of `shape` but with no more than the row's `num_draft`
     nodes. `greedy` marks the greedy rows of the batch."""
@@ -114,7 +115,7 @@ def grow_dynamic(growth: Growth, shape: DynamicTree) -> Proposal:
     has_mass = torch.ones_like(budgets, dtype=torch.bool)
     for depth in range(deepest):
         children = distributions.likeliest(
-            Parents(level.logits, nodes, at, ranks > -torch.inf), shape.width
+            Parents(level.logits, nodes, at, ranks > -torch.inf, depth), shape.width
         )
         if depth == 0:
             has_mass = children.logprobs[:, 0, 0] > -torch.inf
@@ -191,7 +192,7 @@ class SampledGrowth:
         real = first < budgets[:, None]
         alive, greedy = real[:, ::count], distributions.greedy[:, None]
         parents, passes = (
-            Parents(level.logits, self.nodes, at, alive),
+            Parents(level.logits, self.nodes, at, alive, depth),
             distributions.sampling.passes,
         )
         tokens, rows_of_q = (

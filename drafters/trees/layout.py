@@ -1,4 +1,7 @@
-"""Positions of trees in a target pass: each row's known tokens, then its nodes."""
+"""Positions of trees in a target pass: each row's known tokens, then its nodes.
+
+Legend: B rows, N nodes, T tokens of the pass.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import torch
 
 from draftsmith.kernels.attention.pool import TreeLayout
 from draftsmith.kernels.dispatch import sent
+from draftsmith.kernels.verify.draft_tree import DraftTree, ancestors, depths
 
 
 class TreeSpan(NamedTuple):
@@ -54,6 +58,37 @@ def tree_pass(spans: Sequence[TreeSpan], device: torch.device) -> TreePass:
         positions,
         TreeLayout(*sent(device, kv_indices, ancestors, first)),
     )
+
+
+class NodeLayout(NamedTuple):
+    """Layout of trees whose parents are on the device alone."""
+
+    depths: torch.Tensor  # [B, N] int64, 0 for children of the root and for padding
+    ancestors: torch.Tensor  # [B, N] int64, as `TreeLayout` has them
+
+    @classmethod
+    def of(cls, tree: DraftTree) -> NodeLayout:
+        return cls(depths(tree).clamp(min=0), ancestors(tree))
+
+    def lay_out(
+        self, positions: torch.Tensor, sources: torch.Tensor, places: torch.Tensor
+    ) -> TreeLayout:
+        """Layout of a pass, the same as `tree_pass` makes.
+
+        Args:
+            positions: [T] int64, consecutive in each row; those of nodes are changed in place.
+            sources: [n] int64, of the flattened nodes.
+            places: [n] int64, where these are in the pass.
+        """
+        kv_indices = positions.clone()
+        ends = kv_indices[places] - sources % self.depths.shape[1]  # first index behind the text
+        positions.index_copy_(0, places, ends + self.depths.flatten()[sources])
+        seen = torch.full_like(positions, -1)
+        return TreeLayout(
+            kv_indices,
+            seen.index_copy(0, places, self.ancestors.flatten()[sources]),
+            torch.zeros_like(positions).index_copy(0, places, ends - 1),
+        )
 
 
 def tried(parents: Sequence[int], path: Sequence[int]) -> list[int]:

@@ -30,18 +30,18 @@ class TreeNodes:
     def count(self) -> int:
         return self.tokens.shape[1]
 
-    def prefixes(self, rows: torch.Tensor, nodes: torch.Tensor) -> list[list[int]]:
-        """The tokens from the root to each node [n] of `rows` [n], its own included; none for the
-        root, -1."""
-        tokens, parents = self.tokens.tolist(), self.parents.tolist()
-        found = []
-        for row, node in zip(rows.tolist(), nodes.tolist()):
-            path: list[int] = []
-            while node >= 0:
-                path.append(tokens[row][node])
-                node = parents[row][node]
-            found.append(path[::-1])
-        return found
+    def prefixes(self, nodes: torch.Tensor, depth: int) -> torch.Tensor:
+        """[R, W, depth] tokens from the root to each of `nodes` [R, W], its own included, in order
+        behind as many -1 as a node is less deep; -1 alone for the root, -1."""
+        tokens, parents = (
+            torch.nn.functional.pad(part, (1, 0), value=-1) for part in (self.tokens, self.parents)
+        )
+        path: list[torch.Tensor] = []
+        for _ in range(depth):
+            slots = nodes + 1
+            path.insert(0, tokens.gather(1, slots))
+            nodes = parents.gather(1, slots)
+        return torch.stack(path, dim=2) if path else tokens.new_empty(*nodes.shape, 0)
 
     def best(self, budgets: torch.Tensor, most: int) -> TreeNodes:
         """The `budgets` [R] (<= most) best nodes of each row, still in order of creation, the

@@ -71,6 +71,8 @@ class SamplingRows:
     top_p: torch.Tensor  # [N] float64: 1 - top_p must round as it does for a Python number
     min_p: torch.Tensor  # [N] float32
     passes: Passes
+    # [N] on the host, temperature 0; None where the device chose the rows
+    greedy_rows: tuple[bool, ...] | None = None
 
     @classmethod
     def of(
@@ -101,22 +103,31 @@ class SamplingRows:
             # As float64, which holds all of them, so that one copy is enough.
             columns = torch.tensor([temperature, top_k, top_p, min_p], dtype=torch.float64)
             sent = sent_tensor(torch.device(device), columns)
-            return cls(sent[0].float(), sent[1].long(), sent[2], sent[3].float(), passes)
+            options = (sent[0].float(), sent[1].long(), sent[2], sent[3].float())
+            return cls(*options, passes, tuple(value == 0 for value in temperature))
         return cls(
             torch.tensor(temperature, dtype=torch.float32, device=device),
             torch.tensor(top_k, dtype=torch.int64, device=device),
             torch.tensor(top_p, dtype=torch.float64, device=device),
             torch.tensor(min_p, dtype=torch.float32, device=device),
             passes,
+            tuple(value == 0 for value in temperature),
         )
 
-    def select(self, rows: torch.Tensor | slice) -> SamplingRows:
+    def select(
+        self, rows: torch.Tensor | slice, on_host: Sequence[int] | None = None
+    ) -> SamplingRows:
+        """Rows of them; `on_host` are the same where the host has them."""
+        greedy = self.greedy_rows
+        if greedy is not None:
+            greedy = None if on_host is None else tuple(greedy[row] for row in on_host)
         return SamplingRows(
             self.temperature[rows],
             self.top_k[rows],
             self.top_p[rows],
             self.min_p[rows],
             self.passes,
+            greedy,
         )
 
     def repeat(self, counts: Sequence[int]) -> SamplingRows:

@@ -68,13 +68,13 @@ def build_engine(
     """
     check_states(target, config)
     check_recorded_taps(drafter, config)
-    plan = plan_blocks(target, drafter, config)
     if target.device.type == "cpu":
         keep_freed_memory()
     # Captured forwards cannot hold a sharded target's collectives.
     captures_forwards = config.compile == "auto" and not isinstance(target, Ranks)
     if captures_forwards:
         capture_forwards(target, drafter)
+    plan = plan_blocks(target, drafter, config)
     stats = EngineStats(draft_versions={} if drafter is None else {LIVE: draft_version})
     tree = configured_tree(config)
     scheduler = _scheduler(target, drafter, config, plan)

@@ -245,7 +245,7 @@ class Engine:
         groups: list[tuple[list[int], ...]] = []
         if schedule.drafting:
             groups.append((unread_tokens(schedule.drafting),))
-        if not schedule.drafting or (self.proposer.tree is None and self._stay_unread(sampling)):
+        if not schedule.drafting or self._stay_unread(sampling):
             budgets = [row.k for row in schedule.drafting]
             groups.append(self.runner.foreseen(schedule.rows, budgets, tables))
         return groups

@@ -24,6 +24,7 @@ import torch
 
 from draftsmith.drafters.interface import Capturable, ServingDrafter
 from draftsmith.drafters.target.target import Target, TargetOutput
+from draftsmith.drafters.trees.layout import NodeLayout
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.constants import NULL_BLOCK
@@ -64,6 +65,10 @@ class PassInputs(NamedTuple):
         return sent(device, *columns) if self.upload is None else self.upload.of(*columns)
 
     @property
+    def has_trees(self) -> bool:
+        return self.tree is not None or (self.late is not None and self.late.nodes is not None)
+
+    @property
     def decides_all(self) -> bool:
         """True where every token's logits are asked for, in order: no piece of a prompt is
         there."""
@@ -77,11 +82,18 @@ class LateIds(NamedTuple):
     tokens: torch.Tensor  # [B, K] int64, on the device
     sources: list[int]  # [n] of the flattened tokens
     places: list[int]  # [n] indices into T
+    nodes: NodeLayout | None = None  # where they are trees
 
     def write(self, ids: torch.Tensor, sources: torch.Tensor, places: torch.Tensor) -> None:
         """Write them into the pass's `ids` [T]; `sources` and `places` are its own, on the
         device."""
         ids.index_copy_(0, places, self.tokens.flatten()[sources])
+
+    def lay_out(
+        self, positions: torch.Tensor, sources: torch.Tensor, places: torch.Tensor
+    ) -> TreeLayout | None:
+        """Layout of the pass, whose `positions` [T] it changes in place; None for chains."""
+        return None if self.nodes is None else self.nodes.lay_out(positions, sources, places)
 
 
 def longest_round(max_batch: int, per_row: int) -> int:
@@ -127,22 +139,24 @@ class StaticInputs:
     def fill(self, shape: Shape, inputs: PassInputs) -> None:
         numbers, *late = inputs.sent(self._flat.device, *static_columns(shape, inputs))
         self._flat[: len(numbers)].copy_(numbers)
+        views, tree = self.of(shape), inputs.tree
         if inputs.late is not None:
-            inputs.late.write(self.of(shape).ids, *late)
+            inputs.late.write(views.ids, *late)
+            tree = inputs.late.lay_out(views.positions[: len(inputs.ids)], *late)
         num_rows = len(inputs.lengths)
         self._tables[:num_rows, : inputs.tables.shape[1]].copy_(inputs.tables)
         if shape.num_tokens > len(inputs.ids):
             self._tables[num_rows, 0] = NULL_BLOCK
         if self._tree is not None:
-            self._fill_tree(self.of(shape), inputs)
+            self._fill_tree(views, tree)
 
-    def _fill_tree(self, views: Views, inputs: PassInputs) -> None:
+    def _fill_tree(self, views: Views, tree: TreeLayout | None) -> None:
         """Tokens of no tree see all up to their own."""
         assert views.tree is not None
         count = 0
-        if inputs.tree is not None:
-            count = len(inputs.ids)
-            for static, given in zip(views.tree, inputs.tree, strict=True):
+        if tree is not None:
+            count = len(tree.kv_indices)
+            for static, given in zip(views.tree, tree, strict=True):
                 static[:count].copy_(given)
         views.tree.kv_indices[count:].copy_(views.positions[count:])
         views.tree.ancestors[count:] = -1
@@ -265,7 +279,7 @@ class PassGraphs:
         return static_columns(shape, inputs) if shape in self._graphs else None
 
     def _knows(self, inputs: PassInputs, taps: tuple[int, ...]) -> bool:
-        return tuple(taps) in ((), self.taps) and (inputs.tree is None or self._has_trees)
+        return tuple(taps) in ((), self.taps) and (self._has_trees or not inputs.has_trees)
 
     @torch.inference_mode()
     def prepare(self, shape: Shape) -> bool:
@@ -336,9 +350,13 @@ def _message(inputs: PassInputs) -> Pass:
     ids, positions, lengths = (
         torch.tensor(numbers) for numbers in (inputs.ids, inputs.positions, inputs.lengths)
     )
-    if inputs.late is not None:
-        ids[inputs.late.places] = inputs.late.tokens.flatten()[inputs.late.sources].cpu()
-    tree = None if inputs.tree is None else TreeLayout(*(part.cpu() for part in inputs.tree))
+    tree = inputs.tree
+    if (late := inputs.late) is not None:
+        ids[late.places] = late.tokens.flatten()[late.sources].cpu()
+        if late.nodes is not None:
+            nodes = NodeLayout(*(part.cpu() for part in late.nodes))
+            tree = nodes.lay_out(positions, *map(torch.tensor, inputs.places))
+    tree = None if tree is None else TreeLayout(*(part.cpu() for part in tree))
     none = lengths[:0]
     tables = inputs.tables.cpu()
     return Pass(ids[None], positions[None], tables, lengths, tree, none, (), by_graph=True)

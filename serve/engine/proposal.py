@@ -14,9 +14,11 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.drafters.interface import Proposal
+from draftsmith.kernels.constants import MAX_NODES
+from draftsmith.kernels.dispatch import sent
 from draftsmith.kernels.verify.draft_tree import DraftTree, chain_tree
-from draftsmith.serve.engine.round import RoundProposal, RoundTree, Source, UnreadChains
-from draftsmith.serve.engine.trees import check_tree, tree_report
+from draftsmith.serve.engine.round import RoundProposal, RoundTree, Source, UnreadDrafts
+from draftsmith.serve.engine.trees import check_tree, report_width, tree_report, unread_tree
 
 
 class BadProposal(ValueError):
@@ -30,25 +32,38 @@ def checked(proposal: Proposal, allowed: Sequence[int], vocab_size: int) -> Roun
         allowed: [B] most drafted tokens per row.
     """
     # The round's one copy of the drafted tokens from the device.
-    report, grown = _report(proposal, _has_mass(proposal)), proposal.parents is not None
-    before = report.shape[1]
-    if grown:
-        report = torch.cat([report, tree_report(proposal)], dim=1)
-    host_rows: list[list[int]] = report.tolist()
-    lengths = [row[0] for row in host_rows]
+    host_rows: list[list[int]] = _report(proposal, _has_mass(proposal)).tolist()
     chains = _chains(host_rows, allowed, vocab_size)
-    width = proposal.tokens.shape[1]
-    masses = [row[1 + width : before] for row in host_rows]
-    if grown:
-        reports = [row[before:] for row in host_rows]
-        return _checked_trees(proposal, chains, reports, lengths, masses)
-    return _checked_chains(proposal, chains, lengths, masses)
+    if proposal.parents is not None:
+        draft = DraftTree(proposal.tokens, proposal.parents, proposal.lengths)
+        return _checked_trees(_grown(proposal, chains, draft), host_rows)
+    return _checked_chains(proposal, chains, host_rows)
 
 
 def _report(proposal: Proposal, mass: torch.Tensor | None) -> torch.Tensor:
-    """[B, 1 + K or 1 + 2 K] int64: lengths, tokens and, where it has to be looked at, mass."""
+    """[B, 1 + K or 1 + 2 K] int64: lengths, tokens and, where it has to be looked at, mass. Behind
+    that the report of trees."""
     parts = [proposal.lengths[:, None], proposal.tokens]
-    return torch.cat(parts if mass is None else [*parts, mass.long()], dim=1)
+    if mass is not None:
+        parts.append(mass.long())
+    if proposal.parents is not None:
+        parts.append(tree_report(proposal))
+    return torch.cat(parts, dim=1)
+
+
+def _grown(proposal: Proposal, chains: list[list[int]], draft: DraftTree) -> RoundProposal:
+    """A proposal of trees, whose parents the host does not have yet."""
+    count = len(chains)
+    return RoundProposal(
+        chains,
+        [Source.DRAFT] * count,
+        [proposal.q_rows is not None] * count,
+        [True] * count,
+        draft.tokens,
+        draft.lengths,
+        proposal.logits,
+        RoundTree(draft, proposal.q_rows, [[-1] * len(chain) for chain in chains]),
+    )
 
 
 def _chains(
@@ -67,8 +82,8 @@ def _chains(
 def unread(
     proposal: Proposal, allowed: Sequence[int], budgets: torch.Tensor, vocab_size: int
 ) -> RoundProposal:
-    """Chains whose tokens stay on the device until `read_late`. What `checked` would not let pass
-    is not usable: one strange token or length leaves all rows without drafts.
+    """Chains or trees whose tokens stay on the device until `read_late`. What `checked` would not
+    let pass is not usable: one strange token or length leaves all rows without drafts.
 
     Args:
         budgets: `allowed`, on the device.
@@ -77,21 +92,30 @@ def unread(
     num_rows, width = tokens.shape
     if num_rows != len(allowed):
         raise BadProposal(f"drafted for {num_rows} rows where {len(allowed)} were allowed")
-    mass, rooms = _has_mass(proposal), budgets.clamp(max=width)
+    most = width if proposal.parents is None else min(width, MAX_NODES)
+    mass, rooms = _has_mass(proposal), budgets.clamp(max=most)
+    chains = [[0] * min(one, most) for one in allowed]
     offered = torch.arange(width, device=tokens.device) < lengths[:, None]
     inside = tokens.clamp(0, vocab_size - 1)
     strange = (offered & (inside != tokens)).any() | (lengths > rooms).any()
+    late = UnreadDrafts(_report(proposal, mass), rooms)
+    if proposal.parents is not None:
+        sound = replace(proposal, tokens=inside)
+        draft = unread_tree(sound, offered & ~strange, rooms)
+        if isinstance(draft, str):
+            raise BadProposal(f"drafted {draft}")
+        return replace(_grown(proposal, chains, draft), unread=late)
     usable = lengths
     if mass is not None:
         usable = torch.minimum(lengths, (mass | ~offered).long().cumprod(dim=1).sum(dim=1))
     return RoundProposal(
-        [[0] * min(most, width) for most in allowed],
+        chains,
         *_origins(proposal, num_rows),
         [True] * num_rows,
         inside,
         usable.masked_fill(strange, 0),
         proposal.logits,
-        unread=UnreadChains(_report(proposal, mass), rooms),
+        unread=late,
     )
 
 
@@ -101,41 +125,44 @@ def read_late(
     """The proposal that `checked` would have made of an `unread` one, from its report. Raises
     `BadProposal`."""
     chains = _chains(host_rows, [len(chain) for chain in proposal.chains], vocab_size)
+    proposal = replace(proposal, chains=chains, unread=None)
+    if proposal.tree is not None:
+        return _checked_trees(proposal, host_rows)
     width = proposal.tokens.shape[1]
     usable, has_mass = _usable(
         [row[0] for row in host_rows], [row[1 + width :] for row in host_rows]
     )
     chains = [chain[:kept] for chain, kept in zip(chains, usable)]
-    return replace(proposal, chains=chains, has_mass=has_mass, unread=None)
+    return replace(proposal, chains=chains, has_mass=has_mass)
 
 
-def _checked_trees(
-    proposal: Proposal,
-    chains: list[list[int]],
-    reports: list[list[int]],
-    lengths: list[int],
-    masses: list[list[int]],
-) -> RoundProposal:
-    grown = check_tree(proposal, reports, lengths)
+def _checked_trees(proposal: RoundProposal, host_rows: Sequence[list[int]]) -> RoundProposal:
+    """The same with parents and masses of its report."""
+    assert proposal.tree is not None
+    draft, q_rows, _ = proposal.tree
+    width, logits = draft.tokens.shape[1], proposal.logits
+    own = report_width(width, drawn=logits is not None and q_rows is not None)
+    grown = check_tree(
+        draft,
+        q_rows,
+        None if logits is None else len(logits),
+        [row[len(row) - own :] for row in host_rows],
+        [row[0] for row in host_rows],
+    )
     if isinstance(grown, str):
         raise BadProposal(f"drafted {grown}")
-    tree, has_mass = grown
-    return RoundProposal(
-        chains,
-        [Source.DRAFT] * len(chains),
-        [proposal.q_rows is not None] * len(chains),
-        [fine and all(mass) for fine, mass in zip(has_mass, masses)],
-        proposal.tokens,
-        proposal.lengths,
-        proposal.logits,
-        tree,
-    )
+    tree, sound = grown
+    has_mass = [
+        fine and all(row[1 + width : len(row) - own]) for fine, row in zip(sound, host_rows)
+    ]
+    return replace(proposal, tree=tree, has_mass=has_mass)
 
 
 def _checked_chains(
-    proposal: Proposal, chains: list[list[int]], lengths: list[int], masses: list[list[int]]
+    proposal: Proposal, chains: list[list[int]], host_rows: Sequence[list[int]]
 ) -> RoundProposal:
-    usable, has_mass = _usable(lengths, masses)
+    width, lengths = proposal.tokens.shape[1], [row[0] for row in host_rows]
+    usable, has_mass = _usable(lengths, [row[1 + width :] for row in host_rows])
     chains = [chain[:kept] for chain, kept in zip(chains, usable)]
     used = (
         proposal.lengths if all(has_mass) else torch.tensor(usable, device=proposal.lengths.device)
@@ -199,7 +226,7 @@ def joined(parts: Sequence[Part], num_rows: int) -> RoundProposal:
         for index, row in enumerate(rows):
             chains[row], has_mass[row] = own.chains[index], own.has_mass[index]
             sources[row], drawn[row] = own.sources[index], own.drawn[index]
-        at = torch.tensor(rows, device=like.device)
+        (at,) = sent(like.device, rows)
         tokens[at, : own.tokens.shape[1]] = own.tokens.to(like)
         lengths[at] = own.lengths.to(like)
     tree = None
@@ -218,9 +245,8 @@ def _joined_distributions(parts: Sequence[Part], shape: tuple[int, int]) -> torc
     distributions = given[0].new_full((*shape, given[0].shape[2]), -torch.inf)
     for rows, own in parts:
         if own.logits is not None:
-            distributions[
-                torch.tensor(rows, device=distributions.device), : own.logits.shape[1]
-            ] = own.logits
+            (at,) = sent(distributions.device, rows)
+            distributions[at, : own.logits.shape[1]] = own.logits
             continue
         for row, chain in zip(rows, own.chains, strict=True):
             distributions[row, torch.arange(len(chain)), chain] = 0.0
@@ -239,7 +265,7 @@ def _joined_trees(
         tree = _tree_of(own)
         for index, row in enumerate(rows):
             host_parents[row] = tree.parents[index]
-        at = torch.tensor(rows, device=tokens.device)
+        (at,) = sent(tokens.device, rows)
         parents[at, : tree.draft.parents.shape[1]] = tree.draft.parents.to(parents)
         if own.logits is not None and tree.q_rows is not None:
             shifted = tree.q_rows + sum(map(len, distributions))

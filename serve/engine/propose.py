@@ -27,7 +27,7 @@ from draftsmith.drafters.interface import (
 from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.kernels.dispatch import Upload
+from draftsmith.kernels.dispatch import Upload, sent
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.serve.audit.misreport import Misreport
 from draftsmith.serve.drafts.draft_set import DraftSet
@@ -93,7 +93,7 @@ class Proposer:
             tables: [B, blocks] block ids of the rows.
             seeds: [B] int64 draft seeds of the round.
             least_survival: chance of being kept below which a row's drafting ends.
-            budgets: [B] int64, k of the rows; chains whose lengths follow from it may stay unread
+            budgets: [B] int64, k of the rows; tokens whose number follows from it may stay unread
                 on the device, until `settle`. None: the host needs all tokens.
             upload: what is on the device already; None on a CPU.
         """
@@ -151,16 +151,15 @@ class Proposer:
         return read
 
     def _late_budgets(self, asked: ProposalRequest) -> torch.Tensor | None:
-        """Budgets of rows whose chains have their lengths from them, so that the pass can be laid
+        """Budgets of rows whose drafts have their lengths from them, so that the pass can be laid
         out without a look at the device; None where a draft guesses how far it is kept, or is made
         wrong."""
         if asked.budgets is None:
             return None
         drafter = self.drafts.live.drafter
         chains = isinstance(drafter, EndsChains) and drafter.ends_chains
-        guesses = asked.least_survival > 0 and not chains
-        unknown = guesses or self.tree is not None or self.misreport is not None
-        return None if unknown else asked.budgets
+        guesses = asked.least_survival > 0 and not chains and self.tree is None
+        return None if guesses or self.misreport is not None else asked.budgets
 
     def _count(self, draft: ServedDraft, proposal: RoundProposal, rows: Sequence[Row]) -> None:
         """Decide if the draft has to rest after a proposal."""
@@ -263,13 +262,13 @@ class ProposalRequest(NamedTuple):
     upload: Upload | None
 
     def select(self, indices: list[int]) -> ProposalRequest:
-        at = torch.tensor(indices, device=self.tables.device)
+        (at,) = sent(self.tables.device, indices)
         rows = [self.rows[index] for index in indices]
         adjust = None if self.adjust is None else _of_rows(self.adjust, at)
         return ProposalRequest(
             rows,
             self.tables[at],
-            self.sampling.select(at),
+            self.sampling.select(at, indices),
             self.seeds[at],
             adjust,
             self.least_survival,

@@ -130,10 +130,10 @@ class Source(enum.Enum):
     NONE = enum.auto()
 
 
-class UnreadChains(NamedTuple):
-    """Chains that are laid out by their budgets, of which fewer tokens may be usable."""
+class UnreadDrafts(NamedTuple):
+    """Chains or trees that are laid out by their budgets, of which fewer tokens may be usable."""
 
-    report: torch.Tensor  # [B, 1 + K or more] int64, what `proposal.read` makes the chains of
+    report: torch.Tensor  # [B, 1 + K or more] int64, what `proposal.read_late` makes them of
     rooms: torch.Tensor  # [B] int64, tokens that each row has in the pass
 
 
@@ -153,7 +153,7 @@ class RoundProposal:
     tree: RoundTree | None = None  # parents of the tokens when they are no chains
     # None: the host has the tokens. Else they are on the device alone until the round's result is
     # read, and `chains` hold zeros in their place.
-    unread: UnreadChains | None = None
+    unread: UnreadDrafts | None = None
 
     @property
     def as_planned(self) -> bool:
@@ -177,7 +177,8 @@ class RoundTree(NamedTuple):
 
     draft: DraftTree
     q_rows: torch.Tensor | None  # [B, N + 1]
-    parents: list[list[int]]  # the same parents on the host, as many as a row has nodes
+    # the same parents on the host, as many as a row has nodes; -1 in their place while unread
+    parents: list[list[int]]
 
     def depths(self, row: int) -> list[int]:
         """Depths of the row's nodes, 0 for children of the root."""
@@ -310,7 +311,7 @@ def reads_alone(rows: Sequence[Row]) -> bool:
 
 
 def settle(round: Round, proposal: RoundProposal | None) -> None:
-    """Give a round its proposal, whose chains were unread so far, and leave out the logits of what
+    """Give a round its proposal, whose tokens were unread so far, and leave out the logits of what
     was not usable."""
     wanted: list[int] = []
     laid_out, begin = round.chains, 0

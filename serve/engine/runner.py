@@ -18,8 +18,9 @@ from draftsmith.drafters.recurrent.pieces import RowRead, Split, StatePass, roun
 from draftsmith.drafters.recurrent.slots import StateSlots
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.target import Target, TargetOutput
+from draftsmith.drafters.trees.layout import NodeLayout
 from draftsmith.kernels.attention.paged import PagedPass
-from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.attention.repeated_numbers import repeated_numbers
 from draftsmith.kernels.constants import NULL_BLOCK
 from draftsmith.kernels.dispatch import Upload, reads_freely, sent
@@ -146,15 +147,18 @@ class TargetRunner:
             drafts: drafted tokens of each row, chains or nodes of `tree`; rows that do not sample
                 come last.
             tables: [rows, blocks] block ids.
-            late: [B, K] the drafted tokens, where `drafts` has them by their number alone.
+            late: [B, K] the drafted tokens, where `drafts` and `tree` have them by their number
+                alone.
             upload: what is on the device already; None on a CPU.
         """
         packed = pack(rows, drafts)
         positions, layout = packed.positions, None
-        if tree is not None:
+        if tree is not None and late is None:
             positions, layout = lay_out(rows, tree, self.device)
-        logit_rows = packed.head_rows
-        late_ids = None if late is None else place_late(rows, drafts, packed.begins, late)
+        logit_rows, late_ids = packed.head_rows, None
+        if late is not None:
+            nodes = None if tree is None else NodeLayout.of(tree.draft)
+            late_ids = place_late(rows, drafts, packed.begins, late)._replace(nodes=nodes)
         inputs = PassInputs(
             packed.ids, positions, packed.lengths, logit_rows, tables, layout, late_ids, upload
         )
@@ -184,27 +188,32 @@ class TargetRunner:
     def _forward(
         self, inputs: PassInputs, taps: Sequence[int], split: Split | None
     ) -> TargetOutput:
-        ids, positions, lengths, logit_rows = pass_tensors(inputs, self.device)
+        (ids, positions, lengths, logit_rows), tree = pass_tensors(inputs, self.device)
         context: AttentionContext = PagedPass(
-            self.pool, inputs.tables, positions, lengths, tree=inputs.tree
+            self.pool, inputs.tables, positions, lengths, tree=tree
         )
         if split is not None:
             context = StatePass(context, split)
         return self.target.forward(ids[None], positions[None], context, logit_rows, taps)
 
 
-def pass_tensors(inputs: PassInputs, device: torch.device) -> Sequence[torch.Tensor]:
-    """Ids [T], positions [T], lengths [B] and rows of logits [R] of a pass on its device."""
+def pass_tensors(
+    inputs: PassInputs, device: torch.device
+) -> tuple[Sequence[torch.Tensor], TreeLayout | None]:
+    """(ids [T], positions [T], lengths [B] and rows of logits [R] of a pass on its device, the
+    layout of its trees)."""
     if reads_freely(device):
         # Not `torch.tensor`, which takes several times as long.
         numbers = torch.frombuffer(array("q", inputs.ids + inputs.positions), dtype=torch.int64)
         same = (tuple(inputs.lengths), tuple(inputs.logit_rows))
         ids, positions = numbers.view(2, -1).unbind()
-        return [ids, positions, *[repeated_numbers(each, device) for each in same]]
+        return [ids, positions, *[repeated_numbers(each, device) for each in same]], inputs.tree
     ids, positions, lengths, logit_rows, *late = inputs.sent(device, *inputs.columns)
+    tree = inputs.tree
     if inputs.late is not None:
         inputs.late.write(ids, *late)
-    return [ids, positions, lengths, logit_rows]
+        tree = inputs.late.lay_out(positions, *late)
+    return [ids, positions, lengths, logit_rows], tree
 
 
 def place_late(

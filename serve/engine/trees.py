@@ -22,6 +22,8 @@ from draftsmith.kernels.verify.draft_tree import DraftTree
 from draftsmith.serve.engine.round import PassOutput, RoundProposal, RoundTree
 from draftsmith.serve.engine.scheduler import Row
 
+NAMELESS = "distributions without telling whose they are"
+
 
 def lay_out(rows: Sequence[Row], tree: RoundTree, device: torch.device) -> TreePass:
     """Positions, cache indices and ancestors of all tokens of a round's pass."""
@@ -42,32 +44,63 @@ def tree_report(proposal: Proposal) -> torch.Tensor:
     return torch.cat([proposal.parents, proposal.q_rows, mass[:, None].long()], dim=1)
 
 
+def report_width(num_nodes: int, *, drawn: bool) -> int:
+    """Columns of a `tree_report`."""
+    return 2 * num_nodes + 2 if drawn else num_nodes
+
+
 def check_tree(
-    proposal: Proposal, host_rows: Sequence[list[int]], lengths: Sequence[int]
+    draft: DraftTree,
+    q_rows: torch.Tensor | None,
+    num_distributions: int | None,
+    host_rows: Sequence[list[int]],
+    lengths: Sequence[int],
 ) -> tuple[RoundTree, list[bool]] | str:
-    """The proposal's trees, each with True when all its nodes' distributions have mass, from their
+    """Proposed trees, each with True when all its nodes' distributions have mass, from their
     report; or the reason why the proposal is malformed.
+
+    Args:
+        q_rows: [B, N + 1], as the proposal has them.
+        num_distributions: Q; None where nothing was drawn.
+        host_rows: the report.
 
     Nodes of a distribution without mass stay where they are: verification passes over them, and
     dropping a token for what followed it would be choosing among the draws (invariant 4).
     """
-    assert proposal.parents is not None
-    width = proposal.parents.shape[1]
-    if proposal.logits is not None and proposal.q_rows is None:
-        return "distributions without telling whose they are"
+    width = draft.parents.shape[1]
+    if num_distributions is not None and q_rows is None:
+        return NAMELESS
     parents = [row[:length] for row, length in zip(host_rows, lengths)]
     if max(lengths, default=0) > MAX_NODES:
         return f"a tree of {max(lengths)} nodes, where {MAX_NODES} are possible"
     if any(not -1 <= parent < node for row in parents for node, parent in enumerate(row)):
         return f"nodes that do not come after their parents {parents}"
-    tree = RoundTree(
-        DraftTree(proposal.tokens, proposal.parents, proposal.lengths), proposal.q_rows, parents
-    )
-    if proposal.logits is None:
+    tree = RoundTree(draft, q_rows, parents)
+    if num_distributions is None:
         return tree, [True] * len(parents)
-    if any(max(row[width : 2 * width + 1]) >= len(proposal.logits) for row in host_rows):
-        return "distributions without telling whose they are"
+    if any(max(row[width : 2 * width + 1]) >= num_distributions for row in host_rows):
+        return NAMELESS
     return tree, [bool(row[-1]) for row in host_rows]
+
+
+def unread_tree(proposal: Proposal, usable: torch.Tensor, rooms: torch.Tensor) -> DraftTree | str:
+    """Trees whose parents stay on the device, padded to the rooms of their rows, with nodes that
+    hang nowhere; or the reason why the proposal is malformed. What `check_tree` would not let pass
+    leaves all rows without nodes.
+
+    Args:
+        usable: [B, N] bool, nodes whose tokens are sound.
+        rooms: [B] int64, nodes that each row has in the pass.
+    """
+    assert proposal.parents is not None
+    if proposal.logits is not None and proposal.q_rows is None:
+        return NAMELESS
+    parents = proposal.parents
+    nodes = torch.arange(parents.shape[1], device=parents.device)
+    sound = ~(usable & ((parents < -1) | (parents >= nodes))).any()
+    if proposal.logits is not None and proposal.q_rows is not None:
+        sound &= (proposal.q_rows < len(proposal.logits)).all()
+    return DraftTree(proposal.tokens, torch.where(usable & sound, parents, -2), rooms)
 
 
 def _has_mass(proposal: Proposal, logits: torch.Tensor, q_rows: torch.Tensor) -> torch.Tensor:
@@ -179,15 +212,20 @@ def _path_distributions(
     last; one-hot where nothing was drawn."""
     if proposal.logits is None or tree.q_rows is None:
         return None
-    distributions = proposal.logits.new_full(
-        (len(nodes), width, proposal.logits.shape[1]), -torch.inf
-    )
-    q_rows = tree.q_rows.tolist()
+    owners: list[int] = []
+    slots: list[int] = []  # that the nodes hang under
+    places: list[int] = []
+    tokens: list[int] = []
     for row, kept in enumerate(nodes):
-        for step, node in enumerate(kept):
-            distribution = q_rows[row][tree.parents[row][node] + 1]
-            if distribution >= 0:
-                distributions[row, step] = proposal.logits[distribution]
-            else:
-                distributions[row, step, proposal.chains[row][node]] = 0.0
-    return distributions
+        owners += [row] * len(kept)
+        slots += (tree.parents[row][node] + 1 for node in kept)
+        places += range(row * width, row * width + len(kept))
+        tokens += (proposal.chains[row][node] for node in kept)
+    rows_at, slots_at, places_at, ids = sent(proposal.logits.device, owners, slots, places, tokens)
+    size = proposal.logits.shape[1]
+    one_hot = proposal.logits.new_full((len(owners), size), -torch.inf)
+    one_hot.scatter_(1, ids[:, None], 0.0)
+    q_rows = tree.q_rows[rows_at, slots_at]
+    told = torch.where((q_rows < 0)[:, None], one_hot, proposal.logits[q_rows.clamp(min=0)])
+    distributions = proposal.logits.new_full((len(nodes) * width, size), -torch.inf)
+    return distributions.index_copy_(0, places_at, told).view(len(nodes), width, size)

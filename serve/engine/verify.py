@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from draftsmith.kernels.dispatch import reads_freely, sent
+from draftsmith.kernels.dispatch import read_at_once, reads_freely, sent
 from draftsmith.kernels.sampling.draw import draw
 from draftsmith.kernels.sampling.filters import process
 from draftsmith.kernels.sampling.random_streams import Purpose
@@ -19,11 +19,18 @@ from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.chain_compiled import Drafts, verify_chain_compiled
 from draftsmith.kernels.verify.chain_logits import takes_rounds, verify_logits
+from draftsmith.kernels.verify.draft_tree import DraftTree, paths
 from draftsmith.kernels.verify.lossy import verify_synthetic, verify_typical
 from draftsmith.kernels.verify.tree import verify_tree
 from draftsmith.kernels.verify.verdict import Verdict
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.round import RoundProposal, RowSampling, VerifyOutput
+from draftsmith.serve.engine.round import (
+    RoundProposal,
+    RoundTree,
+    RowSampling,
+    UnreadDrafts,
+    VerifyOutput,
+)
 from draftsmith.serve.engine.trees import greedy_path
 from draftsmith.serve.sampling.adjustments import chain_prefixes, tree_prefixes
 
@@ -73,7 +80,7 @@ def verify_round(
     tree = None if proposal is None else proposal.tree
     parents = None if tree is None else tree.parents + [[]] * (len(chains) - len(tree.parents))
     if sampling.adjust is not None and proposal is not None and proposal.unread is not None:
-        logits = sampling.adjust(logits, *_late_prefixes(chains, proposal.tokens))
+        logits = sampling.adjust(logits, *_late_prefixes(chains, proposal))
     elif sampling.adjust is not None:
         owners, prefixes = (
             chain_prefixes(chains) if parents is None else tree_prefixes(chains, parents)
@@ -81,6 +88,8 @@ def verify_round(
         logits = sampling.adjust.apply(logits, owners, prefixes)
     if tree is None and decides_late(rule, sampling):
         return _verify_at_once(logits, len(chains), proposal, sampling)
+    if proposal is not None and tree is not None and proposal.unread is not None:
+        return _verify_trees_at_once(logits, chains, proposal, proposal.unread, tree, sampling)
     if (
         sampling.all_greedy
         and rule.argmax
@@ -114,18 +123,21 @@ def verify_round(
 
 
 def _late_prefixes(
-    chains: Sequence[Sequence[int]], tokens: torch.Tensor
+    chains: Sequence[Sequence[int]], proposal: RoundProposal
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """(owner [R], drafted tokens before it [R, K], -1 behind them, the owners on the host) of every
-    row of logits. Of `chains` the lengths alone count; `tokens` [B, K] are those of the first."""
+    """(owner [R], drafted tokens before it [R, K], -1 in other places, the owners on the host) of
+    every row of logits. Of `chains` the lengths alone count; the first are the proposal's."""
+    tokens = proposal.tokens
     counts = [len(chain) + 1 for chain in chains]
     owners = [row for row, count in enumerate(counts) for _ in range(count)]
     places = [place for count in counts for place in range(count)]
     rows, before = sent(tokens.device, owners, places)
     # Behind the rows that draft are some that do not.
-    drafted = tokens[rows.clamp(max=len(tokens) - 1)]
+    drafting = rows.clamp(max=len(tokens) - 1)
+    if proposal.tree is not None:
+        return rows, paths(proposal.tree.draft)[drafting, before], owners
     known = torch.arange(tokens.shape[1], device=tokens.device) < before[:, None]
-    return rows, drafted.masked_fill(~known, -1), owners
+    return rows, tokens[drafting].masked_fill(~known, -1), owners
 
 
 def decides_late(rule: ChainRule, sampling: RowSampling) -> bool:
@@ -156,6 +168,44 @@ def _verify_at_once(
         both: list[list[int]] = torch.cat([verdicts, padded], dim=1).tolist()
         host_rows, reported = both, [row[width:] for row in both[: len(report)]]
     return VerifyOutput([row[1 : row[0] + 2] for row in host_rows], [], reported)
+
+
+def _verify_trees_at_once(
+    logits: torch.Tensor,
+    chains: Sequence[Sequence[int]],
+    proposal: RoundProposal,
+    unread: UnreadDrafts,
+    tree: RoundTree,
+    sampling: RowSampling,
+) -> VerifyOutput:
+    """Trees whose parents are on the device alone: one copy from it has them and the result."""
+    draft, q_rows = tree.draft, tree.q_rows
+    if sampling.all_greedy:
+        (choices, finite), tokens, parents, report = read_at_once(
+            _choices(logits), draft.tokens, draft.parents, unread.report
+        )
+        if all(finite):
+            grown = [row[: len(own)] for row, own in zip(parents, tree.parents, strict=True)]
+            grown += [[]] * (len(chains) - len(grown))
+            drafted = [row[: len(own)] for row, own in zip(tokens, chains)]
+            drafted += [[]] * (len(chains) - len(drafted))
+            return _chosen(choices, drafted, grown)._replace(report=report)
+    missing = len(chains) - len(draft.tokens)
+    rows = sampling.repeated([len(chain) + 1 for chain in chains])
+    whole = DraftTree(
+        pad(draft.tokens, (0, 0, 0, missing)),
+        pad(draft.parents, (0, 0, 0, missing)),
+        pad(draft.lengths, (0, missing)),
+    )
+    q_rows = None if q_rows is None else pad(q_rows, (0, 0, 0, missing), value=-1)
+    verdict = verify_tree(
+        process(logits, rows), whole, proposal.logits, q_rows, sampling.seeds, sampling.positions
+    )
+    (accepted,), tokens, nodes, report = read_at_once(
+        verdict.accepted[None], verdict.tokens, verdict.nodes, unread.report
+    )
+    emitted = [row[: count + 1] for row, count in zip(tokens, accepted)]
+    return VerifyOutput(emitted, [row[:count] for row, count in zip(nodes, accepted)], report)
 
 
 def _verify_compiled(
@@ -206,14 +256,27 @@ def _verify_greedily(
 
     The common case on a small machine, and several times cheaper than making the distributions.
     """
-    best = logits.max(dim=-1)  # the first of equal logits, as `process` takes it
     if reads_freely(logits.device):
+        best = logits.max(dim=-1)  # the first of equal logits, as `process` takes it
         choices, finite = best.indices.tolist(), map(math.isfinite, best.values.tolist())
     else:
         # One copy from the device.
-        choices, finite = torch.stack([best.indices, torch.isfinite(best.values).long()]).tolist()
-    if not all(finite):
-        return None
+        choices, finite = _choices(logits).tolist()
+    return _chosen(choices, chains, parents) if all(finite) else None
+
+
+def _choices(logits: torch.Tensor) -> torch.Tensor:
+    """[2, R] int64: the likeliest tokens, the first of equal ones, and 1 where they are finite."""
+    best = logits.max(dim=-1)
+    return torch.stack([best.indices, torch.isfinite(best.values).long()])
+
+
+def _chosen(
+    choices: list[int],
+    chains: Sequence[Sequence[int]],
+    parents: Sequence[Sequence[int]] | None,
+) -> VerifyOutput:
+    """Keep of chains, or of trees, what the target's `choices` [R] are."""
     verified = VerifyOutput([], [])
     begin = 0
     for row, chain in enumerate(chains):

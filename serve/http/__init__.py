@@ -7,7 +7,7 @@ Files in reading order:
 - `threads`: threads beside the event loop
 - `streams`: requests to the engine and their updates
 - `responses`: response bodies
-- `chat`: a chat request as prompt, grammar and form of its answer
+- `chat`: a chat request as prompt, grammar and form of its answer; its response bodies
 - `completions`: completions and chat
 - `endpoints`: health, models, tokenizer, drafting, learning
 - `target_states`: states of the target for trainers

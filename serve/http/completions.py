@@ -12,13 +12,12 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from draftsmith.errors import UserError
-from draftsmith.serve.http.chat import ChatPlan, chat_plan
+from draftsmith.serve.http.chat import ChatPlan, chat_plan, chat_responder
 from draftsmith.serve.http.errors import Refusal, as_refusal, failure, timed_out
 from draftsmith.serve.http.protocol import ChatRequest, CompletionRequest, Generation
 from draftsmith.serve.http.responses import (
     Responder,
     ResponseOptions,
-    chat_responder,
     completion_responder,
 )
 from draftsmith.serve.http.schema import (

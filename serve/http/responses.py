@@ -14,8 +14,6 @@ from draftsmith.serve.http.speculation_report import Level, speculation_report
 from draftsmith.serve.http.streams import encoded, sent_event
 from draftsmith.serve.http.tokens import Prompt
 from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
-from draftsmith.serve.tools.answer import AnswerForm, AnswerParser, joined
-from draftsmith.serve.tools.calls import CallPiece, Piece
 
 Body = dict[str, Any]
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM gives a token without mass the same number
@@ -310,113 +308,6 @@ class CompletionResponder(Responder):
         }
 
 
-@dataclass
-class ChatResponder(Responder):
-    form: AnswerForm = field(default_factory=AnswerForm)
-    parsers: dict[int, AnswerParser] = field(default_factory=dict)  # of streamed choices
-    call_ids: dict[tuple[int, int], str] = field(default_factory=dict)  # by choice and call
-
-    def body(self, requests: Sequence[Request]) -> Body:
-        return super().body(requests) | self._prompt_tokens() | self.prompt_logprobs(requests[0])
-
-    def choice(self, index: int, request: Request) -> Body:
-        parser = self.form.parser()
-        piece = joined([parser.push(request.text), parser.finish()])
-        content = None if piece.calls and not piece.content else piece.content
-        message: Body = {"role": "assistant", "content": content} | self._reasoning(piece)
-        if piece.calls:
-            message["tool_calls"] = [
-                {
-                    "id": self._call_id(index, call),
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in piece.calls
-            ]
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": self._logprobs(request, request.logprobs),
-            "finish_reason": self._finish_name(request.finish_reason, parser),
-        }
-
-    def opening(self, index: int) -> Body:
-        delta = {"role": "assistant", "content": ""}
-        chunk = self.chunk(
-            [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
-        )
-        return chunk | (self._prompt_tokens() if index == 0 else {})
-
-    def frames(self, index: int, request: Request, update: Update) -> str:
-        if self.form.is_text and update.text and self.brings_text(request, update):
-            return self.text_frame(index, update.text, _content_choice)
-        return super().frames(index, request, update)
-
-    def delta(self, index: int, request: Request, update: Update) -> Body:
-        parser = self.parsers.get(index)
-        if parser is None:
-            parser = self.parsers[index] = self.form.parser()
-        piece = parser.push(update.text)
-        if update.finish_reason is not None:
-            piece = joined([piece, parser.finish()])
-        return {
-            "index": index,
-            "delta": self._delta(index, piece),
-            "logprobs": self._logprobs(request, update.logprobs),
-            "finish_reason": self._finish_name(update.finish_reason, parser),
-        }
-
-    def _delta(self, index: int, piece: Piece) -> Body:
-        delta: Body = self._reasoning(piece)
-        if piece.content:
-            delta["content"] = piece.content
-        if piece.calls:
-            delta["tool_calls"] = [self._call_delta(index, call) for call in piece.calls]
-        return delta
-
-    def _call_delta(self, index: int, call: CallPiece) -> Body:
-        if call.name is None:
-            return {"index": call.index, "function": {"arguments": call.arguments}}
-        return {
-            "index": call.index,
-            "id": self._call_id(index, call),
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-
-    def _call_id(self, index: int, call: CallPiece) -> str:
-        return self.call_ids.setdefault((index, call.index), new_call_id())
-
-    def _reasoning(self, piece: Piece) -> Body:
-        shown = piece.reasoning and self.options.reasoning
-        return {"reasoning_content": piece.reasoning} if shown else {}
-
-    def _finish_name(self, reason: FinishReason | None, parser: AnswerParser) -> str | None:
-        if reason is FinishReason.STOP and parser.num_calls:
-            return "tool_calls"
-        return finish_name(reason)
-
-    def _prompt_tokens(self) -> Body:
-        return {"prompt_token_ids": self.prompts[0].tokens} if self.options.token_ids else {}
-
-    def _logprobs(self, request: Request, entries: list[TokenLogprob]) -> Body | None:
-        if request.params.logprobs is None:
-            return None
-        content = [
-            self._entry(entry.token, entry.logprob)
-            | {"top_logprobs": [self._entry(*pair) for pair in entry.top]}
-            for entry in entries
-        ]
-        return {"content": content}
-
-    def _entry(self, token: int, logprob: float) -> Body:
-        text = self.token(token)
-        # A part of a character has no text of its own, and its bytes are not those of the
-        # replacement character.
-        data = None if "\ufffd" in text else list(text.encode())
-        return {"token": text, "logprob": finite(logprob), "bytes": data}
-
-
 def _text_choice(
     index: int, text: str, logprobs: Body | None = None, reason: FinishReason | None = None
 ) -> Body:
@@ -426,20 +317,6 @@ def _text_choice(
         "logprobs": logprobs,
         "finish_reason": finish_name(reason),
     }
-
-
-def _content_choice(index: int, text: str) -> Body:
-    return {
-        "index": index,
-        "delta": {"content": text},
-        "logprobs": None,
-        "finish_reason": None,
-    }
-
-
-def new_call_id() -> str:
-    # Nine letters or digits are what templates of Mistral ask for.
-    return uuid.uuid4().hex[:9]
 
 
 def finish_name(reason: FinishReason | None) -> str | None:
@@ -458,24 +335,3 @@ def completion_responder(
     num_choices: int,
 ) -> Responder:
     return CompletionResponder(model, vocabulary, options, prompts, num_choices)
-
-
-def chat_responder(
-    model: str,
-    vocabulary: Vocabulary,
-    options: ResponseOptions,
-    prompt: Prompt,
-    num_choices: int,
-    form: AnswerForm,
-) -> Responder:
-    return ChatResponder(
-        model,
-        vocabulary,
-        options,
-        [prompt],
-        num_choices,
-        prefix="chatcmpl",
-        whole="chat.completion",
-        piece="chat.completion.chunk",
-        form=form,
-    )

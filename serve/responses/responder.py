@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from draftsmith.serve.http.responses import Body, Responder, new_call_id
+from draftsmith.serve.http.chat import new_call_id
+from draftsmith.serve.http.responses import Body, Responder
 from draftsmith.serve.http.streams import sent_event
 from draftsmith.serve.requests.request import FinishReason, Request, Update
 from draftsmith.serve.responses.items import OutputItems

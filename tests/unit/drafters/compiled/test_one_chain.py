@@ -204,8 +204,10 @@ def test_tables_that_a_chain_reads_live_until_it_ends(target: Target) -> None:
 def test_memory_is_taken_by_the_first_round(target: Target) -> None:
     drafter = made("eagle3", target)
     assert not drafter.one_chain._memory
+    counted = drafter.buffer_bytes
     drafts(drafter, round_of(drafter, target, PLAIN, temperature=0.0), at_once=True)
-    assert drafter.one_chain._memory
+    taken = {id(one): one.untyped_storage() for one in drafter.one_chain._memory.values()}
+    assert taken and counted == sum(storage.nbytes() for storage in taken.values())
 
 
 def test_drafts_that_could_not_use_it_have_no_chain(

@@ -107,9 +107,10 @@ def test_a_requests_rules_hold_along_each_path(drafter: Medusa, target: Target) 
     """No token may come twice in a row: what follows a node depends on the node."""
     seen: list[list[int]] = []
 
-    def adjust(logits: torch.Tensor, rows: torch.Tensor, prefixes: list[list[int]]) -> torch.Tensor:
+    def adjust(logits: torch.Tensor, rows: torch.Tensor, prefixes: torch.Tensor) -> torch.Tensor:
         changed = logits.clone()
-        for at, prefix in enumerate(prefixes):
+        for at, padded in enumerate(prefixes.tolist()):
+            prefix = [token for token in padded if token >= 0]
             seen.append(prefix)
             changed[at, (prefix or [0])[-1]] = -torch.inf
         return changed

@@ -82,6 +82,29 @@ def test_nothing_beyond_the_lengths_is_read(
         assert tokens_of(way, poisoned(given, token), impl, device, junk=token) == clean
 
 
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("way", ["tree", "tree without q"])
+def test_nodes_that_hang_nowhere_are_passed_over(
+    way: str, impl: str, device: torch.device, poisoned_empty: None
+) -> None:
+    """Rows padded to one length with nodes under -2 and logits that are none."""
+    given = make_round()
+    rows = torch.full((ROWS, DEPTH + 1, SIZE), math.nan)
+    rows[torch.arange(DEPTH + 1) <= given.lengths[:, None]] = given.p
+    drafts = torch.where(given.beyond, 0, given.drafts)
+    parents = torch.where(given.beyond, -2, (torch.arange(DEPTH) - 1).expand(ROWS, -1))
+    tree = DraftTree(drafts, parents, torch.full((ROWS,), DEPTH))
+    q_rows = torch.nn.functional.pad(torch.arange(ROWS * DEPTH).view(ROWS, DEPTH), (0, 1), value=-1)
+    told = (None, None) if way.endswith("without q") else (given.q.flatten(0, 1), q_rows)
+    arguments = (rows.flatten(0, 1), tree, *told, given.seeds, given.positions)
+    moved = [
+        DraftTree(*(part.to(device) for part in one)) if one is tree else one for one in arguments
+    ]
+    moved = [one.to(device) if isinstance(one, torch.Tensor) else one for one in moved]
+    found = verify_tree(*moved, impl=impl).tokens.tolist()
+    assert found == tokens_of(way, given, impl, device, junk=-1)
+
+
 def test_what_is_offered_is_read() -> None:
     """The negative control: the same poison one place earlier is seen."""
     given = make_round()

@@ -8,6 +8,8 @@ import torch
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.suffix import Suffix
+from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.serve.cache import memory
 from draftsmith.serve.config import EngineConfig
@@ -25,6 +27,22 @@ def test_both_pools_fit_what_is_allowed(target: Target) -> None:
         assert 0.9 * 2**20 < used <= 2**20
         sizes[drafter] = engine.scheduler.blocks.num_blocks
     assert sizes[head] < sizes[None]
+
+
+def test_what_a_draft_keeps_from_its_first_round_on_is_counted(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the pools are sized, when its forward is captured."""
+    head = Eagle3.create(Eagle3Options(), target, seed=1).eval()
+    config = EngineConfig(memory_gib=2**20 / memory.GIB, max_batch=64)
+    plain = memory.plan_blocks(target, head, config)
+    kept: list[int] = []
+    monkeypatch.setattr(Eagle3, "capture_forward", lambda self: kept.append(10 * plain.block_bytes))
+    monkeypatch.setattr(Eagle3, "buffer_bytes", property(lambda self: sum(kept)))
+    for drafter in (head, TextFirst(head, Suffix())):
+        kept.clear()
+        engine = build_engine(target, drafter, config)
+        assert engine.scheduler.blocks.num_blocks == plain.num_blocks - 10
 
 
 def test_a_gpu_gives_a_share_of_what_it_has_free(

@@ -13,11 +13,13 @@ import torch
 
 from draftsmith.drafters.interface import Capturable
 from draftsmith.drafters.target.target import Target, TargetOutput
+from draftsmith.drafters.trees.layout import NodeLayout
 from draftsmith.kernels import dispatch
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.constants import NULL_BLOCK
 from draftsmith.kernels.cuda_graphs import CudaCapturer, Shape, Shapes, row_buckets, token_buckets
+from draftsmith.kernels.verify.draft_tree import DraftTree
 from draftsmith.serve.engine import graphs as graphs_module
 from draftsmith.serve.engine.graphs import (
     MOST_LOGITS,
@@ -408,6 +410,25 @@ def test_drafted_tokens_that_are_on_the_device_alone_reach_every_rank(target):
     graphs.run(inputs._replace(late=late), ())
     first, second = inputs.ids[0], inputs.ids[3]
     assert inputs_of(ranks.told[-1]).ids == [first, 71, 72, second, 73]
+
+
+def test_trees_that_are_on_the_device_alone_are_laid_out_there(target):
+    """By a graph, without one, and as they reach every rank."""
+    ranks = Ranks([Outcome.CAPTURED])
+    graphs = make_graphs(target, FakeCapturer(), ranks=ranks)
+    plain = round_of([3, 2], [3, 4], 0)
+    given = with_tree(plain)
+    tokens = torch.tensor([plain.ids[1:3], [0, 0]])
+    tree = DraftTree(tokens, torch.tensor([[-1, -1], [-2, -2]]), torch.tensor([2, 0]))
+    late = LateIds(tokens, [0, 1], [1, 2], NodeLayout.of(tree))
+    unread = plain._replace(ids=[plain.ids[0], 0, 0, *plain.ids[3:]], late=late)
+    expected = graphs.run(given, ()).logits.clone()
+    assert not torch.equal(graphs.run(plain, ()).logits, expected)
+    assert torch.equal(graphs.run(unread, ()).logits, expected)
+    told = inputs_of(ranks.told[-1])
+    assert told[:2] == given[:2]
+    assert torch.equal(told.tree.kv_indices, given.tree.kv_indices)
+    assert torch.equal(told.tree.ancestors, given.tree.ancestors)
 
 
 def test_a_pass_reads_what_is_on_the_device_already(target, monkeypatch):

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.drafters.interface import Proposal
+from draftsmith.drafters.trees.layout import NodeLayout
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.verify.draft_tree import DraftTree, depths
 from draftsmith.serve.engine.round import PassOutput, RoundProposal, RoundTree, RowSampling, Source
+from draftsmith.serve.engine.runner import pack, place_late
 from draftsmith.serve.engine.scheduler import Row
 from draftsmith.serve.engine.trees import (
     check_tree,
@@ -31,7 +33,11 @@ CPU = torch.device("cpu")
 
 
 def check(proposal: Proposal, lengths: list[int]) -> tuple[RoundTree, list[bool]] | str:
-    return check_tree(proposal, tree_report(proposal).tolist(), lengths)
+    assert proposal.parents is not None
+    draft = DraftTree(proposal.tokens, proposal.parents, proposal.lengths)
+    num_distributions = None if proposal.logits is None else len(proposal.logits)
+    report = tree_report(proposal).tolist()
+    return check_tree(draft, proposal.q_rows, num_distributions, report, lengths)
 
 
 @st.composite
@@ -96,6 +102,41 @@ def test_places_and_ancestors_are_those_of_the_tree(forest: list[list[int]], cou
             token += 1
         assert tree.height(row) == max(deep[row].tolist(), default=-1) + 1
     assert token == len(laid.positions)
+
+
+@given(forests(), st.integers(1, 3), st.integers(0, 2))
+@settings(max_examples=60, deadline=None)
+def test_trees_of_a_device_are_laid_out_as_those_of_the_host(
+    forest: list[list[int]], count: int, spare: int
+) -> None:
+    """With nodes that hang nowhere in the room that a tree leaves over."""
+    width = max(map(len, forest)) + spare
+    padded = [[*row, *[-2] * (width - len(row))] for row in forest]
+    parents = torch.tensor(padded, dtype=torch.int64).view(len(forest), width)
+    tree = DraftTree(torch.zeros_like(parents), parents, torch.full((len(forest),), width))
+    rows = rows_of(forest, count=count)
+    chains = [[0] * width for _ in forest]
+    packed = pack(rows, chains)
+    positions = torch.tensor(packed.positions)
+    late = place_late(rows, chains, packed.begins, tree.tokens)
+    found = NodeLayout.of(tree).lay_out(
+        positions, torch.tensor(late.sources).long(), torch.tensor(late.places).long()
+    )
+    laid = lay_out(rows, round_tree(forest, forest), CPU)
+    at = [
+        token
+        for begin, own in zip(packed.begins, forest)
+        for token in range(begin, begin + count + len(own))
+    ]
+    assert positions[at].tolist() == laid.positions
+    assert found.kv_indices.tolist() == packed.positions
+    assert found.kv_indices[at].tolist() == laid.layout.kv_indices.tolist()
+    assert found.ancestors[at].tolist() == laid.layout.ancestors.tolist()
+    in_tree = laid.layout.ancestors >= 0
+    assert torch.equal(found.first[at][in_tree], laid.layout.first[in_tree])
+    # Padding sees the text and itself.
+    padding = sorted({*range(len(positions))} - {*at})
+    assert all(int(bits).bit_count() == 1 for bits in found.ancestors[padding])
 
 
 @given(forests(), st.integers(0, 2**31))

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from draftsmith.serve.http.chat import chat_responder
 from draftsmith.serve.http.responses import (
     Responder,
     ResponseOptions,
-    chat_responder,
     completion_responder,
 )
 from draftsmith.serve.http.tokens import Prompt

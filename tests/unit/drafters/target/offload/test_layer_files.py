@@ -16,6 +16,7 @@ from draftsmith.drafters.target.load import load_model
 from draftsmith.drafters.target.offload.device_map import device_map
 from draftsmith.drafters.target.offload.hooks import weights_here, weights_of_hooks
 from draftsmith.drafters.target.offload.layer_files import Converted, LayerFiles
+from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 
 
@@ -97,3 +98,19 @@ def test_a_lacking_expert_and_other_formats_are_refused(
     torch.save(tensors, folder / "pytorch_model.bin")
     with pytest.raises(UserError, match="are no safetensors"):
         opened(str(folder))
+
+
+def test_a_module_that_reads_weights_of_another_is_refused_with_the_mend(
+    tiny_target: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As RecurrentGemma reads its convolution's: outside of that one's forward they are in the
+    files."""
+    model = opened(tiny_target("llama"))
+    mlp = model.model.layers[1].mlp
+    own = mlp.forward
+    monkeypatch.setattr(mlp, "forward", lambda given: own(given) * mlp.down_proj.weight[:, 0])
+    with pytest.raises(
+        UserError, match=r"with target_offload: .*; leave target_offload out"
+    ) as told:
+        Target(model, "reader")
+    assert "another model" not in str(told.value) and "\n" not in str(told.value)
