@@ -1,4 +1,5 @@
-// Numbers of the kernels for a CPU (bfloat16 beside float32, and e^x), and their loops over threads.
+// Numbers of the kernels for a CPU (bfloat16 beside float32, e^x, gates), and their loops
+// over threads.
 
 #pragma once
 
@@ -84,4 +85,12 @@ inline float exponential(float x) {
   float value;
   memcpy(&value, &bits, sizeof value);
   return x < -87.0f ? 0.0f : (x == x ? value : x);
+}
+
+// silu(x) * factor, the former rounded to T first.
+template <typename T>
+inline float gated(T x, T factor) {
+  const float a = widened(x), e = exponential(-fabsf(a));
+  const float sigmoid = (a < 0 ? e : 1.0f) / (1.0f + e);
+  return rounded<T>(a * sigmoid) * widened(factor);
 }

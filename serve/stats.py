@@ -19,7 +19,8 @@ PHASES = ("draft", "verify", "sample", "host")
 
 
 class Phase:
-    """A `with` block of which the engine enters several a round, whose own time counts."""
+    """A `with` block of which the engine enters several a round, whose own time counts. One is
+    entered again and again, but not within itself."""
 
     __slots__ = ("_begun_s", "_name", "_time_s")
 
@@ -86,9 +87,9 @@ class EngineStats:
         """Version of the live draft."""
         return self.draft_versions.get(LIVE, "")
 
-    def phase(self, name: str) -> Phase:
-        """Adds the time of what is inside to `time_s`."""
-        return Phase(self.time_s, name)
+    def __post_init__(self) -> None:
+        # Each adds the time of what is inside to `time_s`.
+        self.phases = {name: Phase(self.time_s, name) for name in PHASES}
 
     def count_round(
         self, offered: int, accepted: int, committed: int, *, version: str | None, context: int = 0

@@ -40,6 +40,7 @@ _SCRATCH, _STATES, _GIVEN = 1, 2, 3  # bases of places; `_GIVEN` and on: torch's
 _LINE_BYTES = 64
 # Fewer are not worth a list: a head is one product, which is one call as it is.
 _LEAST_CALLS = 3
+_address = torch.Tensor.data_ptr
 
 
 class _OutputPlace(NamedTuple):
@@ -77,6 +78,7 @@ class OneCall:
         self.most_group = max((layer.group for layer in lowered.layers), default=1)
         self._tables = _read_rows(graph, lowered, constants)
         outputs, self.states = _place_outputs(lowered)
+        self._token_dim = 1 + self.states[1].index(None)  # of all states together
         self.scratch_bytes = _place_others(lowered)
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         # What kernels are given: an input of the graph by its number, else torch's.
@@ -149,8 +151,10 @@ class OneCall:
             for number in self.given
         ]
         scratch = torch.empty(self.scratch_bytes * tokens, dtype=torch.uint8)
-        states = torch.empty(self.states[0], *self._sized(tokens), dtype=self.dtype)
-        bases = [0, *(tensor.data_ptr() for tensor in (scratch, states, *given))]
+        shape = [self.states[0], *self.states[1]]
+        shape[self._token_dim] = tokens
+        states = torch.empty(shape, dtype=self.dtype)
+        bases = [0, *map(_address, (scratch, states, *given))]
         calls = self.calls
         if not calls(bases, tokens, rows, layers):
             if self._tables is not None:
@@ -159,9 +163,6 @@ class OneCall:
             if self.calls is calls or not self.calls(bases, tokens, rows, layers):
                 raise IndexError("a token id of the pass is outside the vocabulary")
         return _Outputs(self.outputs, states, list(found[self._num_wanted :]))
-
-    def _sized(self, tokens: int) -> list[int]:
-        return [tokens if size is None else size for size in self.states[1]]
 
     def _rows(self, context: AttentionContext | None) -> RowAddresses | None:
         if type(context) is not PagedPass or not isinstance(context.context, CompiledContext):

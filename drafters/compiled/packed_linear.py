@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from draftsmith.kernels.products.few_rows import MOST_ROWS, few_rows
+from draftsmith.kernels.forward.row_steps import RowSteps
+from draftsmith.kernels.products.few_rows import MOST_ROWS, FewRows, few_rows, gated_rows
 
 _linear = torch.ops.mkldnn._linear_pointwise.default
 _plain = torch._C._nn.linear
@@ -58,11 +59,14 @@ class PackedLinear:
             return
         joined = torch.cat(self.weights).detach()
         self._bias = self._joined_bias()
-        self.few = few_rows(joined, self._bias)
+        self.few = self._few(joined)
         self._packed = None
         if self.few is None or self._copies > 1:
             self._packed = _laid_out(joined)
         self._versions = versions
+
+    def _few(self, joined: torch.Tensor) -> FewRows | None:
+        return few_rows(joined, self._bias)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,22 +82,51 @@ class PackedLinear:
 
     def __call__(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
         """[..., in] -> [..., out_i] of every weight."""
-        count = rows.numel() // rows.shape[-1]
-        if count <= MOST_ROWS and self.few is not None:
-            joined = self.few(rows)
-        elif self._packed is None:
+        if rows.numel() > MOST_ROWS * rows.shape[-1] or self.few is None:
+            return self._many(rows)
+        joined = self.few(rows)
+        return (joined,) if len(self.sizes) == 1 else self._split(joined)
+
+    def _many(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        if self._packed is None:
             pairs = zip(self.weights, self.biases)
             return [_plain(rows, weight, bias) for weight, bias in pairs]
-        elif (missing := padded_rows(count) - count) == 0:
-            joined = self._multiply(rows)
-        else:
-            flat = torch.nn.functional.pad(rows.reshape(count, -1), (0, 0, 0, missing))
-            joined = self._multiply(flat)[:count].view(*rows.shape[:-1], -1)
+        count = rows.numel() // rows.shape[-1]
+        if (missing := padded_rows(count) - count) == 0:
+            return self._split(self._multiply(rows))
+        flat = torch.nn.functional.pad(rows.reshape(count, -1), (0, 0, 0, missing))
+        return self._split(self._multiply(flat)[:count].view(*rows.shape[:-1], -1))
+
+    def _split(self, joined: torch.Tensor) -> Sequence[torch.Tensor]:
         # Not the tensor's own `split`, half of whose time is Python.
-        return (joined,) if len(self.sizes) == 1 else torch.split_with_sizes(joined, self.sizes, -1)
+        return torch.split_with_sizes(joined, self.sizes, -1)
 
     def _multiply(self, rows: torch.Tensor) -> torch.Tensor:
         return _linear(rows, self._packed, self._bias, "none", [], "")
+
+
+class GatedLinear(PackedLinear):
+    """Two layers of as many outputs, the first of which opens a gate for the second's."""
+
+    def __init__(
+        self,
+        weights: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+        steps: RowSteps,
+        *,
+        copies: int = 2,
+    ):
+        self._steps = steps
+        super().__init__(weights, biases, copies=copies)
+
+    def _few(self, joined: torch.Tensor) -> FewRows | None:
+        return gated_rows(joined, self._bias)
+
+    def gated(self, rows: torch.Tensor) -> torch.Tensor:
+        """[1, T, in] -> [1, T, out], silu(x) * y of the layers' outputs x and y."""
+        if rows.shape[1] <= MOST_ROWS and self.few is not None:
+            return self.few(rows)
+        return self._steps.gate(*self._many(rows))
 
 
 def _laid_out(weight: torch.Tensor) -> torch.Tensor | None:

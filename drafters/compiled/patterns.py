@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -239,6 +239,26 @@ def join(module: GraphModule, name: str, nodes: list[Node], product: Product) ->
 
 def multiply(product: Product, rows: torch.Tensor) -> Any:
     return product(rows)
+
+
+class GatedProduct(Protocol):
+    def gated(self, rows: torch.Tensor) -> torch.Tensor: ...
+
+
+def join_gated(module: GraphModule, name: str, gate: Node, product: GatedProduct) -> None:
+    """One call in place of a gate and of the two products that it reads, both of the same rows."""
+    opened, factor = gate.args
+    module.__dict__[name] = product
+    with module.graph.inserting_before(gate):
+        attribute = module.graph.create_node("get_attr", name)
+        call = module.graph.call_function(multiply_gated, (attribute, opened.args[0]))
+    replace(module.graph, gate, call)
+    for node in (opened, factor):
+        module.graph.erase_node(node)
+
+
+def multiply_gated(product: GatedProduct, rows: torch.Tensor) -> torch.Tensor:
+    return product.gated(rows)
 
 
 def call_directly(graph: Graph) -> None:

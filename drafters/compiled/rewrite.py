@@ -13,13 +13,14 @@ from typing import NamedTuple
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from draftsmith.drafters.compiled.packed_linear import PackedLinear, packable
+from draftsmith.drafters.compiled.packed_linear import GatedLinear, PackedLinear, packable
 from draftsmith.drafters.compiled.patterns import (
     call_directly,
     drop_no_operations,
     fixed,
     gate_activation,
     join,
+    join_gated,
     merge_equal,
     norm_parts,
     norm_weight,
@@ -215,14 +216,31 @@ def pack_linears(module: GraphModule, copies: int) -> list[PackedLinear]:
 
 
 def _pack(module: GraphModule, name: str, nodes: list[Node], copies: int) -> PackedLinear:
+    gate = _gate_of(nodes)
+    if gate is not None:
+        nodes = list(gate.args)
     biases = [node.args[2] if len(node.args) > 2 else None for node in nodes]
-    packed = PackedLinear(
+    layers = (
         [tensor(module, node.args[1]) for node in nodes],
         [None if bias is None else tensor(module, bias) for bias in biases],
-        copies=copies,
     )
+    if gate is not None:
+        gated = GatedLinear(*layers, gate.target.__self__, copies=copies)
+        join_gated(module, name, gate, gated)
+        return gated
+    packed = PackedLinear(*layers, copies=copies)
     join(module, name, nodes, packed)
     return packed
+
+
+def _gate_of(nodes: list[Node]) -> Node | None:
+    """The gate that alone reads two linears."""
+    users = {user for node in nodes for user in node.users}
+    if len(nodes) != 2 or len(users) != 1:
+        return None
+    (gate,) = users
+    is_gate = getattr(gate.target, "__func__", None) is RowSteps.gate
+    return gate if is_gate and set(gate.args) == set(nodes) else None
 
 
 def join_int8(module: GraphModule) -> None:

@@ -145,8 +145,10 @@ class FeatureHead(HasRotary, ForwardCapturable, Capturable):
                     positions[:, first:],
                 )
 
-    @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:
+        if torch.is_grad_enabled():  # a round has entered `inference_mode` already
+            with torch.no_grad():
+                return FeatureHead.propose(self, inputs)
         self.refresh()
         sampler = DraftSampler(inputs, vocab_size=self.config.vocab_size, vocab_map=self.vocab_map)
         draft_chain(self, inputs, sampler, self._graphs)

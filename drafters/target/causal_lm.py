@@ -224,7 +224,8 @@ class CausalLM:
     ) -> States:
         """A ragged pass, input_ids and positions [1, T]; `context` owns keys, values
         and causality."""
-        check_taps(taps, self.num_layers)
+        if taps:
+            check_taps(taps, self.num_layers)
         if self._captured is None or torch.is_grad_enabled():
             return _joined(self.own_paged(input_ids, positions, context, taps), taps)
         found = self._captured.body(input_ids, positions, attention_context=context)

@@ -147,7 +147,7 @@ class Target(CausalLM):
                 )
         states = self.paged(input_ids, positions, attention_context, taps)
         rows = states.final[0]
-        if not len(rows) == len(logit_rows) == 1:  # to pick is dear on a CPU
+        if not rows.shape[0] == logit_rows.shape[0] == 1:  # to pick is dear on a CPU
             rows = rows[logit_rows]
         logits = super().head(rows).float()
         return TargetOutput(logits, None if states.taps is None else states.taps[0], states.every)

@@ -57,7 +57,10 @@ class CompiledContext(GatheredContext):
         tree: TreeLayout | None,
     ):
         super().__init__(block_size, block_tables, positions, lengths, tree)
-        self._tables, self._ends, self._lengths = map(_whole, (block_tables, positions, lengths))
+        # Of a pass's own tensors nothing is copied.
+        self._tables = block_tables.long().contiguous()
+        self._ends = positions.long().contiguous()
+        self._lengths = lengths.long().contiguous()
         begins = (0, *itertools.accumulate(self._row_lengths))
         self._begins = repeated_numbers(begins, self._lengths.device)
         self._longest_row = max(self._row_lengths, default=0)
@@ -168,11 +171,6 @@ class CompiledContext(GatheredContext):
                     part, query, keys, values, scaling, softcap, sinks
                 )
         return out
-
-
-def _whole(numbers: torch.Tensor) -> torch.Tensor:
-    """int64 numbers side by side."""
-    return (numbers if numbers.dtype == torch.int64 else numbers.long()).contiguous()
 
 
 def _of_stride_one(states: torch.Tensor) -> torch.Tensor:

@@ -56,13 +56,8 @@ template <typename T>
 void gate(const T* x, const T* factor, T* out, int64_t rows, int64_t width, int64_t x_stride,
           int64_t factor_stride, int threads) {
   each(rows, threads, [=](int64_t row) {
-    for (int64_t d = 0; d < width; d++) {
-      const float a = widened(x[row * x_stride + d]);
-      const float e = exponential(-fabsf(a));
-      const float sigmoid = (a < 0 ? e : 1.0f) / (1.0f + e);
-      narrow(rounded<T>(a * sigmoid) * widened(factor[row * factor_stride + d]),
-             out + row * width + d);
-    }
+    for (int64_t d = 0; d < width; d++)
+      narrow(gated(x[row * x_stride + d], factor[row * factor_stride + d]), out + row * width + d);
   });
 }
 

@@ -31,11 +31,11 @@ class _Kernel(NamedTuple):
 
 
 @cache
-def _kernel(dtype: torch.dtype) -> _Kernel | None:
+def _kernel(dtype: torch.dtype, gated: bool = False) -> _Kernel | None:
     library = compiled(SOURCE) if dtype in KINDS else None
     if library is None:
         return None
-    name, _ = KINDS[dtype]
+    name = "gated_" * gated + KINDS[dtype][0]
     found = _Kernel(getattr(library, f"multiply_{name}"), getattr(library, f"lay_out_{name}"))
     found.multiply.argtypes = [_pointer] * 4 + [_number] * 3 + [ctypes.c_int]
     found.lay_out.argtypes = [_pointer] * 2 + [_number] * 2 + [ctypes.c_int]
@@ -45,12 +45,20 @@ def _kernel(dtype: torch.dtype) -> _Kernel | None:
 
 class FewRows:
     """One copy of a weight `[out, in]`; made by `few_rows`. A row's product does not depend on the
-    other rows, nor on their number."""
+    other rows, nor on their number. `gated`: as `gated_rows` has it."""
 
-    def __init__(self, kernel: _Kernel, weight: torch.Tensor, bias: torch.Tensor | None):
-        self.num_outputs, self.width = weight.shape
+    def __init__(
+        self,
+        kernel: _Kernel,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        gated: bool = False,
+    ):
+        halves = 2 if gated else 1
+        self.num_outputs, self.width = len(weight) // halves, weight.shape[1]
         self.function, self._bias = kernel.multiply, bias
-        room = -(-self.num_outputs // _NARROW) * _NARROW
+        room = -(-self.num_outputs // _NARROW) * _NARROW * halves
         self._weight = empty_in_huge_pages(room * self.width, weight.dtype)
         # of weights and bias
         self.pointers = (self._weight.data_ptr(), None if bias is None else bias.data_ptr())
@@ -88,8 +96,19 @@ class FewRows:
 def few_rows(weight: torch.Tensor, bias: torch.Tensor | None) -> FewRows | None:
     """`weight` [out, in] and `bias` [out] laid out for a few rows; None where that is not possible:
     no C++ compiler, another dtype than float32 and bfloat16, an odd width in bfloat16."""
-    kernel = _kernel(weight.dtype)
+    return _made(weight, bias, gated=False)
+
+
+def gated_rows(weight: torch.Tensor, bias: torch.Tensor | None) -> FewRows | None:
+    """silu(x) * y of a few rows, where x are the products with the first half of `weight`
+    [2 * out, in] and y those with the second, both rounded to the dtype, as is silu(x). None as in
+    `few_rows`."""
+    return _made(weight, bias, gated=True)
+
+
+def _made(weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> FewRows | None:
+    kernel = _kernel(weight.dtype, gated)
     if kernel is None or weight.shape[1] % KINDS[weight.dtype][1]:
         return None
     bias = None if bias is None else bias.to(weight.dtype).contiguous()
-    return FewRows(kernel, weight.contiguous(), bias)
+    return FewRows(kernel, weight.contiguous(), bias, gated=gated)

@@ -7,7 +7,9 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -28,6 +30,7 @@ from draftsmith.serve.engine.round import (
     OnRound,
     Round,
     RowSampling,
+    VerifyOutput,
     reads_alone,
     settle,
 )
@@ -72,6 +75,10 @@ class Engine:
     outputs: OutputQueue
     committer: Committer
     draft_graphs: CountedCapturer | None = None  # what captures the drafts' steps
+    # Entered every round, as making one takes five calls.
+    _without_grad: AbstractContextManager[Any] = field(
+        default_factory=torch.inference_mode, init=False, repr=False
+    )
 
     def submit(
         self,
@@ -194,19 +201,20 @@ class Engine:
             while ended:
                 yield ended.popleft()
 
-    @torch.inference_mode()
     def step(self) -> bool:
         """Run one round for every request that can take part; False when there is none."""
-        self._apply_swaps()
-        round = self._schedule()
-        if round is None:
-            return False
-        self._propose(round)
-        self._run(round)
-        self._verify(round)
-        self._commit(round)
-        self._observe(round)
-        return True
+        with self._without_grad:
+            if self.drafts.swaps:
+                self._apply_swaps()
+            round = self._schedule()
+            if round is None:
+                return False
+            self._propose(round)
+            self._run(round)
+            self._verify(round)
+            self._commit(round)
+            self._observe(round)
+            return True
 
     def _apply_swaps(self) -> None:
         if self.drafts.apply_swaps():
@@ -215,7 +223,7 @@ class Engine:
     def _schedule(self) -> Round | None:
         """Rows of the next round; None when no request can take part."""
         begun_s = time.perf_counter()
-        with self.stats.phase("host"):
+        with self.stats.phases["host"]:
             schedule = self.scheduler.schedule()
             rows = schedule.rows
             if not rows:
@@ -227,15 +235,10 @@ class Engine:
             if not reads_freely(sampling.device):
                 foreseen = self._foreseen(schedule, sampling, tables)
                 tables, upload = sampling.send(tables, *foreseen)
-            return Round(
-                schedule,
-                rows,
-                tables,
-                sampling,
-                sum(row.request.num_tokens - row.request.draft.cached for row in schedule.drafting),
-                begun_s,
-                upload,
-            )
+            num_unread = 0
+            for row in schedule.drafting:
+                num_unread += row.request.num_tokens - row.request.draft.cached
+            return Round(schedule, rows, tables, sampling, num_unread, begun_s, upload)
 
     def _foreseen(
         self, schedule: Schedule, sampling: RowSampling, tables: torch.Tensor
@@ -254,7 +257,7 @@ class Engine:
         rows, plan, sampling = round.schedule.drafting, round.schedule.plan, round.sampling
         if not rows:
             return
-        with self.stats.phase("draft"):
+        with self.stats.phases["draft"]:
             count = len(rows)
             params = sampling.params[:count]
             greedy = self.config.draft_sampling == "greedy"
@@ -276,7 +279,7 @@ class Engine:
         return not reads_tokens and decides_late(self.rule, sampling)
 
     def _run(self, round: Round) -> None:
-        with self.stats.phase("verify"):
+        with self.stats.phases["verify"]:
             taps = self._taps(round)
             round.output = self.runner.run(
                 round.rows,
@@ -288,7 +291,7 @@ class Engine:
                 round.upload,
             )
         if self.committer.overlaps:
-            with self.stats.phase("host"):
+            with self.stats.phases["host"]:
                 self.outputs.flush()  # of the round before, while the device works
 
     def _taps(self, round: Round) -> tuple[int, ...]:
@@ -307,8 +310,9 @@ class Engine:
 
     def _verify(self, round: Round) -> None:
         if not round.schedule.num_deciding:
+            round.verified = VerifyOutput([], [])
             return
-        with self.stats.phase("sample"):
+        with self.stats.phases["sample"]:
             round.verified = verify_round(
                 round.output.logits,
                 round.chains[: round.schedule.num_deciding],
@@ -321,7 +325,7 @@ class Engine:
                 settle(round, self.proposer.settle(round.proposal, report, rows))
 
     def _commit(self, round: Round) -> None:
-        with self.stats.phase("host"):
+        with self.stats.phases["host"]:
             if round.proposal is not None and round.tree is not None:
                 self.stats.num_tree_nodes += sum(map(len, round.proposal.chains))
                 move_kept(self.runner.pool, round.tables, round.rows, round.verified.paths)

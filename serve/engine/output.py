@@ -16,6 +16,7 @@ from draftsmith.serve.engine.round import prompt_positions
 from draftsmith.serve.engine.scheduler import Row
 from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
 from draftsmith.serve.sampling.request_errors import LoneFailures, is_own
+from draftsmith.serve.sampling.state import SamplingState
 
 
 class StopCheck(NamedTuple):
@@ -86,27 +87,27 @@ class _Trimmed(NamedTuple):
 
 
 def _trim(request: Request, emitted: list[int], eos_token_ids: Collection[int]) -> _Trimmed:
-    params = request.params
+    params, remaining = request.params, request.remaining
     eos = () if params.ignore_eos else eos_token_ids
-    for count, token in enumerate(emitted[: request.remaining], 1):
+    for count, token in enumerate(emitted[:remaining], 1):
         if token in eos:
             hidden = 0 if params.include_stop_str_in_output else 1
             return _Trimmed(emitted[:count], FinishReason.STOP, hidden)
         if token in params.stop_token_ids:
             return _Trimmed(emitted[:count], FinishReason.STOP, 0)
-    if not eos and (ended := _grammar_end(request, emitted[: request.remaining])) is not None:
-        return _Trimmed(emitted[:ended], FinishReason.STOP, 0)
-    if len(emitted) >= request.remaining:
-        return _Trimmed(emitted[: request.remaining], FinishReason.LENGTH, 0)
+    if not eos and request.sampling_state is not None:
+        ended = _grammar_end(request.sampling_state, emitted[:remaining])
+        if ended is not None:
+            return _Trimmed(emitted[:ended], FinishReason.STOP, 0)
+    if len(emitted) >= remaining:
+        return _Trimmed(emitted[:remaining], FinishReason.LENGTH, 0)
     return _Trimmed(emitted, None, 0)
 
 
-def _grammar_end(request: Request, emitted: list[int]) -> int | None:
+def _grammar_end(state: SamplingState, emitted: list[int]) -> int | None:
     """Number of tokens that complete a text which the grammar lets nothing follow, None if they do
     not."""
-    if request.sampling_state is None or request.sampling_state.matcher is None:
-        return None
-    return request.sampling_state.matcher.tokens_until_end(emitted)
+    return None if state.matcher is None else state.matcher.tokens_until_end(emitted)
 
 
 log = logging.getLogger(__name__)

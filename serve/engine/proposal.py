@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import gt
 from typing import NamedTuple
 
 import torch
@@ -71,11 +72,14 @@ def _chains(
 ) -> list[list[int]]:
     """Tokens of a report, if they are such as were asked for."""
     lengths = [row[0] for row in host_rows]
-    if len(lengths) != len(allowed) or any(length > most for length, most in zip(lengths, allowed)):
+    if len(lengths) != len(allowed) or any(map(gt, lengths, allowed)):
         raise BadProposal(f"drafted {lengths} tokens where {list(allowed)} were allowed")
     chains = [row[1 : 1 + length] for row, length in zip(host_rows, lengths)]
-    if any(not 0 <= token < vocab_size for chain in chains for token in chain):
-        raise BadProposal(f"drafted {chains}, with a token outside the vocabulary of {vocab_size}")
+    for chain in chains:
+        if chain and not 0 <= min(chain) <= max(chain) < vocab_size:
+            raise BadProposal(
+                f"drafted {chains}, with a token outside the vocabulary of {vocab_size}"
+            )
     return chains
 
 

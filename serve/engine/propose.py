@@ -225,24 +225,32 @@ class Proposer:
                 log.warning("a drafter could not take in a finished text (%s)", error)
 
     def _inputs(self, asked: ProposalRequest) -> DraftInputs:
-        requests = [row.request for row in asked.rows]
         tokens = unread_tokens(asked.rows)
-        taps = [tap[:] for request in requests for tap in request.draft.taps]
+        starts, lengths, budgets = [], [], []
+        taps, histories, request_ids, shares = [], [], [], []
+        for row in asked.rows:
+            request, cached = row.request, row.request.draft.cached
+            starts.append(cached)
+            lengths.append(len(request.tokens) - cached)
+            budgets.append(row.k)
+            histories.append(request.tokens)
+            request_ids.append(request.id)
+            shares.append(not request.repeatable)
+            for tap in request.draft.taps:
+                taps.append(tap[:])
         return DraftInputs(
             tokens=torch.tensor(tokens) if asked.upload is None else asked.upload.of(tokens)[0],
-            starts=torch.tensor([request.draft.cached for request in requests]),
-            lengths=torch.tensor(
-                [request.num_tokens - request.draft.cached for request in requests]
-            ),
+            starts=torch.tensor(starts),
+            lengths=torch.tensor(lengths),
             taps=_concatenated(taps) if self.taps else None,
-            num_draft=torch.tensor([row.k for row in asked.rows]),
+            num_draft=torch.tensor(budgets),
             sampling=asked.sampling,
             seeds=asked.seeds,
             pool=self.pool,
             block_tables=asked.tables,
-            histories=[request.tokens for request in requests],
-            request_ids=[request.id for request in requests],
-            shares=[not request.repeatable for request in requests],
+            histories=histories,
+            request_ids=request_ids,
+            shares=shares,
             adjust=asked.adjust,
             least_survival=asked.least_survival,
             least_confidence=self.least_confidence,

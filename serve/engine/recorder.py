@@ -131,8 +131,10 @@ class Recorder:
     def end_round(self) -> None:
         """Called after the records of a round, before the engine uses the memory of its logits
         again. What a sink has then copied is gone; what it keeps is copied here, and bounded."""
-        self.put_late()
-        self._send()
+        if self._late:
+            self.put_late()
+        if self._rows:
+            self._send()
         logged, self._logged = self._logged, None
         kept = [] if logged is None else logged.kept()
         if not kept:

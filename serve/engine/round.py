@@ -23,6 +23,7 @@ from draftsmith.serve.engine.scheduler import Row, Schedule
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.sampling.adjustments import Adjustments
 from draftsmith.serve.sampling.params import SamplingParams
+from draftsmith.serve.sampling.state import SamplingState
 
 # (request, drafted tokens, number accepted, committed tokens)
 OnRound = Callable[[Request, list[int], int, list[int]], None]
@@ -33,13 +34,21 @@ class RowSampling:
     and verification share."""
 
     def __init__(self, rows: Sequence[Row], device: torch.device):
-        requests = [row.request for row in rows]
-        self.params, self.device = [request.params for request in requests], device
-        self.all_greedy = [params.temperature for params in self.params].count(0) == len(rows)
-        self.streams = [(request.seed, len(request.tokens)) for request in requests]
-        self._budgets = [row.k for row in rows]
-        states = [request.sampling_state for request in requests]
-        self.adjust = Adjustments.of(states, [request.tokens for request in requests])
+        self.device, self.all_greedy = device, True
+        self.params: list[SamplingParams] = []
+        self.streams: list[tuple[int, int]] = []
+        self._budgets: list[int] = []
+        states: list[SamplingState | None] = []
+        texts: list[list[int]] = []
+        for row in rows:
+            request = row.request
+            self.params.append(request.params)
+            self.all_greedy &= request.params.temperature == 0
+            self.streams.append((request.seed, len(request.tokens)))
+            self._budgets.append(row.k)
+            states.append(request.sampling_state)
+            texts.append(request.tokens)
+        self.adjust = Adjustments.of(states, texts)
 
     @cached_property
     def seeds(self) -> torch.Tensor:
@@ -244,7 +253,7 @@ class Round:
     proposal: RoundProposal | None = None  # None: nothing was drafted
     output: PassOutput = field(init=False)
     late_taps: tuple[int, ...] = ()  # of the pass, to be joined once they are read
-    verified: VerifyOutput = field(default_factory=lambda: VerifyOutput([], []))
+    verified: VerifyOutput = field(init=False)
 
     @property
     def tree(self) -> RoundTree | None:
@@ -277,7 +286,7 @@ class Round:
 
     @property
     def planned_k(self) -> int:
-        return max((row.k for row in self.schedule.drafting), default=0)
+        return max([row.k for row in self.schedule.drafting]) if self.schedule.drafting else 0
 
     def counted_acceptance(self) -> list[int | None]:
         """Accepted tokens of each drafting row; None where the row's draws can be repeated: a
@@ -289,10 +298,10 @@ class Round:
 
     def row_outputs(self) -> Iterator[RowOutput]:
         begin = prompt_begin = 0
-        emitted = self.verified.emitted
+        emitted, wants_prompts = self.verified.emitted, self.output.prompt_logits.shape[0] > 0
         for index, (row, drafted) in enumerate(zip(self.rows, self.chains, strict=True)):
             end = begin + (len(drafted) + 1 if row.samples else 0)
-            prompt_end = prompt_begin + len(prompt_positions(row))
+            prompt_end = prompt_begin + (len(prompt_positions(row)) if wants_prompts else 0)
             yield RowOutput(
                 row,
                 index,

@@ -53,12 +53,12 @@ class BlockTables:
                     request.blocks[written:]
                 )
             self._written[request.slot] = (owner, len(request.blocks))
-        width = max(len(request.blocks) for request in requests)
         if len(requests) == 1:
             # Of one row there is nothing to pick, which is dear on a CPU. It is written between
             # rounds alone.
             slot = requests[0].slot
-            return self.host[slot : slot + 1, :width]
+            return self.host[slot : slot + 1, : len(requests[0].blocks)]
+        width = max([len(request.blocks) for request in requests])
         return self.host[[request.slot for request in requests], :width]
 
 
@@ -86,9 +86,10 @@ def pack(rows: Sequence[Row], drafts: Sequence[Sequence[int]]) -> PackedRows:
         packed.begins.append(begin)
         ids += row.request.tokens[row.begin : row.begin + row.count]
         ids += drafted
-        packed.prompt_rows.extend(
-            begin + position - row.begin for position in prompt_positions(row)
-        )
+        if row.request.wants_prompt_logprobs:
+            packed.prompt_rows.extend(
+                [begin + position - row.begin for position in prompt_positions(row)]
+            )
         packed.positions.extend(range(row.begin, row.begin + row.count + len(drafted)))
         packed.lengths.append(row.count + len(drafted))
         if row.samples:
@@ -163,9 +164,13 @@ class TargetRunner:
             packed.ids, positions, packed.lengths, logit_rows, tables, layout, late_ids, upload
         )
         split = None if self.states is None else self._split(rows, drafts)
-        adapted = adapted_tokens(rows, packed.begins, packed.lengths, self.device)
+        adapted = None
+        if self.adapters is not None:
+            adapted = adapted_tokens(rows, packed.begins, packed.lengths, self.device)
         if self.adapters is None or not adapted:
-            output = self._replayed(inputs, taps) or self._forward(inputs, taps, split)
+            output = None if self.graphs is None else self.graphs.run(inputs, taps)
+            if output is None:
+                output = self._forward(inputs, taps, split)
         else:
             with self.adapters.of(adapted, len(packed.ids)):
                 output = self._forward(inputs, taps, split)
@@ -173,9 +178,6 @@ class TargetRunner:
         logits = output.logits if count == len(logit_rows) else output.logits[:count]
         prompt_logits = output.logits[count:]
         return PassOutput(logits, output.taps, packed.begins, prompt_logits, output.every)
-
-    def _replayed(self, inputs: PassInputs, taps: Sequence[int]) -> TargetOutput | None:
-        return None if self.graphs is None else self.graphs.run(inputs, taps)
 
     def _split(self, rows: Sequence[Row], drafts: Sequence[Sequence[int]]) -> Split:
         """Pieces of the pass for layers with a state."""
@@ -205,9 +207,10 @@ def pass_tensors(
     if reads_freely(device):
         # Not `torch.tensor`, which takes several times as long.
         numbers = torch.frombuffer(array("q", inputs.ids + inputs.positions), dtype=torch.int64)
-        same = (tuple(inputs.lengths), tuple(inputs.logit_rows))
         ids, positions = numbers.view(2, -1).unbind()
-        return [ids, positions, *[repeated_numbers(each, device) for each in same]], inputs.tree
+        lengths = repeated_numbers(tuple(inputs.lengths), device)
+        logit_rows = repeated_numbers(tuple(inputs.logit_rows), device)
+        return [ids, positions, lengths, logit_rows], inputs.tree
     ids, positions, lengths, logit_rows, *late = inputs.sent(device, *inputs.columns)
     tree = inputs.tree
     if inputs.late is not None:

@@ -104,11 +104,15 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         schedule = Schedule()
-        self._decode(schedule)
+        deciding = [request for request in self.running if not request.prefilling]
+        reads_prompts = len(deciding) < len(self.running)
+        if deciding:
+            self._decode(schedule, deciding, reads_prompts)
         decode_tokens = sum([row.count + row.k for row in schedule.drafting + schedule.sampling])
         # A full decode batch must not starve prompts, so a block of prompt tokens always fits.
         budget = max(self.max_round_tokens - decode_tokens, self.blocks.block_size)
-        budget = self._fill(schedule, budget)
+        if reads_prompts:
+            budget = self._fill(schedule, budget)
         self._admit(schedule, budget)
         return schedule
 
@@ -126,15 +130,12 @@ class Scheduler:
                     stats.prefix_cache_queries += request.num_tokens
                     stats.prefix_cache_hits += row.begin
 
-    def _decode(self, schedule: Schedule) -> None:
-        deciding = [request for request in self.running if not request.prefilling]
-        if not deciding:
-            return
+    def _decode(self, schedule: Schedule, deciding: list[Request], reads_prompts: bool) -> None:
         for request in deciding:
-            if request.k > 0:
+            if request.k > 0 and self.draft_positions is not None:
                 self._end_drafting(request)
-        schedule.plan = self._plan(deciding)
-        reading = len(deciding) < len(self.running) and any(
+        schedule.plan = self._plan(deciding, self._pending(reads_prompts))
+        reading = reads_prompts and any(
             request.prefilling and request.num_output > 0 for request in self.running
         )
         behind: list[Request] = []
@@ -142,11 +143,11 @@ class Scheduler:
             if k > 0 and request.draft.lost_taps:
                 behind.append(request)
                 k = 0
-            if request not in self.running or not self._reserve(
-                request, request.num_tokens + k, schedule
-            ):
+            num_tokens = len(request.tokens)
+            if request not in self.running or not self._reserve(request, num_tokens + k, schedule):
                 continue
-            row = Row(request, request.cache.begin, request.num_tokens - request.cache.begin, k)
+            begin = request.cache.begin
+            row = Row(request, begin, num_tokens - begin, k)
             (schedule.drafting if k > 0 else schedule.sampling).append(row)
         if behind and not reading:
             self._read_again(schedule, behind[0])
@@ -172,26 +173,31 @@ class Scheduler:
         schedule.sampling = [row for row in schedule.sampling if row.request is not request]
         self.preempt(request)
 
-    def _plan(self, deciding: list[Request]) -> RoundPlan:
+    def _plan(self, deciding: list[Request], pending: int) -> RoundPlan:
         budget = max(self.max_round_tokens - len(deciding), self.blocks.block_size)
-        num_tokens = len(deciding) + min(self._pending(), budget)
+        num_tokens = len(deciding) + min(pending, budget)
         classes = set(map(_CLASS, deciding))
         if self.control.rests(classes, len(deciding), num_tokens):
             return rest_plan(len(deciding))
         # The bonus token comes on top of the drafted ones, so the last token is never worth
         # drafting.
         budgets = [
-            RowBudget(
-                request.acceptance_class, min(_most_drafted(request), self._draftable(request))
-            )
+            RowBudget(request.acceptance_class, self._most_drafted(request) if request.k else 0)
             for request in deciding
         ]
         return self.control.choose(budgets, num_tokens)
 
-    def _pending(self) -> int:
+    def _most_drafted(self, request: Request) -> int:
+        return min(_most_drafted(request), self._draftable(request))
+
+    def _pending(self, reads_prompts: bool) -> int:
         """Prompt tokens that could be fed: k is chosen before it is known what is, because drafts
         take blocks first."""
-        pending = sum([_end(one) - one.cache.computed for one in self.running if one.prefilling])
+        pending = 0
+        if reads_prompts:
+            pending = sum(
+                [_end(one) - one.cache.computed for one in self.running if one.prefilling]
+            )
         if self.waiting and self._slots and self.waiting.head() is not self._blocked:
             head = self.waiting.head()
             pending += _end(head) - (0 if self.prefix is None else self.prefix.num_found(head))
@@ -292,11 +298,11 @@ class Row:
     begin: int
     count: int
     k: int = 0
+    # True when the pass reaches the newest token, so that its successor can be decided.
+    samples: bool = field(init=False)
 
-    @property
-    def samples(self) -> bool:
-        """True when the pass reaches the newest token, so that its successor can be decided."""
-        return self.begin + self.count == self.request.num_tokens
+    def __post_init__(self) -> None:
+        self.samples = self.begin + self.count == len(self.request.tokens)
 
 
 @dataclass(slots=True)

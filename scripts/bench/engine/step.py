@@ -36,6 +36,7 @@ from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose
 from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.chain_compiled import Drafts, verify_chain_compiled
+from scripts.bench.engine.kernel_times import kernel_times
 
 TOKENS = (1, 4, 8)
 DRAFTS = {"eagle3": Eagle3Options(), "mtp": MtpOptions(), "draft-lm": DraftLmOptions()}
@@ -61,9 +62,15 @@ def main() -> None:
     parser.add_argument(
         "--compile", action="store_true", help="torch.compile of the target too: takes minutes"
     )
+    parser.add_argument(
+        "--kernels", action="store_true", help="only the captured pass, by its kernels"
+    )
     parser.add_argument("--out", type=Path, help="writes the JSON here too")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.kernels:
+        show_kernels(options)
+        return
     own, captured, called, unfused = (
         Target.load(options.target, dtype=options.dtype) for _ in range(4)
     )
@@ -122,6 +129,18 @@ def main() -> None:
     print(text)
     if options.out is not None:
         options.out.write_text(text + "\n", encoding="utf-8")
+
+
+@torch.inference_mode()
+def show_kernels(options: argparse.Namespace) -> None:
+    target = Target.load(options.target, dtype=options.dtype)
+    capture_lm(target)
+    columns = [
+        kernel_times(target, target_pass(target, count), TURNS * options.steps) for count in TOKENS
+    ]
+    print(f"{'least ms, tokens':28}" + "".join(f"{count:>10}" for count in TOKENS))
+    for label in columns[0]:
+        print(f"{label:28}" + "".join(f"{column[label]:10.3f}" for column in columns))
 
 
 def measure(variants: Variants, steps: int) -> dict[str, dict[str, float]]:

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from draftsmith.drafters.compiled import packed_linear
-from draftsmith.drafters.compiled.packed_linear import PackedLinear, padded_rows
+from draftsmith.drafters.compiled.packed_linear import GatedLinear, PackedLinear, padded_rows
+from draftsmith.kernels.forward.row_steps import row_steps
 from draftsmith.kernels.products.few_rows import MOST_ROWS, few_rows
 
 needs_compiler = pytest.mark.skipif(
@@ -69,6 +70,27 @@ def test_every_number_of_rows_follows_weights_written_in_place(dtype: torch.dtyp
             assert first.shape == (*part.shape[:-1], 8) and first.dtype == dtype
             norm = (second.double() - expected).norm() / expected.norm()
             assert norm.item() < tolerance
+
+
+@needs_compiler
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_gated_layer_is_the_gate_of_its_products(copies: int) -> None:
+    """Of any number of rows, as weights written in place have it."""
+    generator, steps = torch.Generator().manual_seed(0), row_steps(torch.float32)
+    assert steps is not None
+    weights = [torch.randn(40, 24, generator=generator) for _ in range(2)]
+    bias = torch.randn(40, generator=generator)
+    gated = GatedLinear(weights, [bias, None], steps, copies=copies)
+    for scale in (1.0, 3.0):
+        with torch.inference_mode():
+            weights[1].mul_(scale)
+            gated.refresh()
+            rows = torch.randn(1, MOST_ROWS + 5, 24, generator=generator)
+            opened = torch.nn.functional.silu(torch.nn.functional.linear(rows, weights[0], bias))
+            expected = opened * (rows @ weights[1].T)
+            for count in (1, MOST_ROWS, MOST_ROWS + 5):
+                found = gated.gated(rows[:, :count])
+                torch.testing.assert_close(found, expected[:, :count], rtol=1e-4, atol=1e-4)
 
 
 @needs_compiler

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.kernels import host_compiler
+from draftsmith.kernels.forward.row_steps import row_steps
 from draftsmith.kernels.products import few_rows as module
-from draftsmith.kernels.products.few_rows import KINDS, MOST_ROWS, FewRows, few_rows
+from draftsmith.kernels.products.few_rows import KINDS, MOST_ROWS, FewRows, few_rows, gated_rows
 
 pytestmark = pytest.mark.skipif(
     module._kernel(torch.float32) is None, reason="there is no C++ compiler"
@@ -82,6 +83,24 @@ def test_a_rows_product_does_not_depend_on_the_other_rows(dtype: torch.dtype) ->
     assert found[3].isnan().all()
     others = [index for index in range(MOST_ROWS) if index != 3]
     assert torch.equal(found[others], together[others])
+
+
+@pytest.mark.parametrize("dtype", list(KINDS))
+@pytest.mark.parametrize(("units", "width"), [*SHAPES, (96, 8), (144, 514), (8500, 256)])
+def test_a_gated_product_has_the_bits_of_product_and_gate(
+    units: int, width: int, dtype: torch.dtype
+) -> None:
+    """The last shape is more than is kept in caches."""
+    rows, weight, bias = case(2 * units, width, dtype)
+    steps = row_steps(dtype)
+    assert steps is not None
+    for offset in (None, bias):
+        linear, gated = made(weight, offset), gated_rows(weight, offset)
+        assert gated is not None
+        for count in (1, 2, 4, 9, MOST_ROWS):
+            apart = linear(rows[None, :count])
+            expected = steps.gate(apart[..., :units], apart[..., units:])
+            assert torch.equal(gated(rows[None, :count]), expected)
 
 
 @settings(deadline=None, max_examples=40)
@@ -166,3 +185,5 @@ def test_what_the_kernel_does_not_know_is_left_to_others(
 def test_no_weights_are_read_that_are_not_there(outputs: int, room: int) -> None:
     linear = made(torch.ones(outputs, 24), None)
     assert linear._weight.numel() == room * 24  # all of it is read for every row
+    gated = gated_rows(torch.ones(2 * outputs, 24), None)
+    assert gated is not None and gated._weight.numel() == 2 * room * 24

@@ -1,0 +1,61 @@
+"""Time of a captured pass by its kernels: `scripts/bench_step --kernels`. Each is called alone, in
+the order of the pass, so that it finds in the caches what it finds there in a pass."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+from unittest.mock import patch
+
+from draftsmith.drafters.target.target import Target
+from draftsmith.kernels.call_list import CallList, Kind
+
+
+class _EachAlone:
+    """Stands in place of a list of calls."""
+
+    def __init__(self, whole: CallList):
+        self.labels = [_label(call) for call in whole.calls]
+        self._parts = [_alone(whole, call) for call in whole.calls]
+        self.least_s = [math.inf] * len(self._parts)
+
+    def __call__(self, *arguments: Any) -> bool:
+        done = True
+        for index, part in enumerate(self._parts):
+            begun_s = perf_counter()
+            done &= part(*arguments)
+            self.least_s[index] = min(self.least_s[index], perf_counter() - begun_s)
+        return done
+
+
+def _label(call: Any) -> str:
+    kind = Kind(call.kind)
+    sizes = f" {call.numbers[0]} x {call.numbers[1]}" if kind is Kind.MULTIPLY else ""
+    return kind.name.lower() + sizes
+
+
+def _alone(whole: CallList, call: Any) -> CallList:
+    part = copy.copy(whole)
+    part.calls = (type(call) * 1)(call)
+    return part
+
+
+def kernel_times(target: Target, run: Callable[[], Any], steps: int) -> dict[str, float]:
+    """Sums of the lowest ms of all kernels of a kind in `run`, a pass of the captured `target`;
+    products by width and outputs. Empty where the pass is not one call."""
+    forwards: Any = target.forwards
+    one_call = None if forwards is None else forwards.body.calls
+    if one_call is None:
+        return {}
+    alone = _EachAlone(one_call.calls)
+    with patch.object(one_call, "calls", alone):
+        for _ in range(steps):
+            run()
+    sums: dict[str, float] = defaultdict(float)
+    for label, least_s in zip(alone.labels, alone.least_s, strict=True):
+        sums[label] += 1e3 * least_s
+    return {label: round(ms, 3) for label, ms in sums.items()}
