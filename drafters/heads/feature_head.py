@@ -8,7 +8,7 @@ K draft positions, T ragged positions.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from transformers import LlamaConfig
@@ -158,7 +158,10 @@ class FeatureHead(HasRotary, ForwardCapturable, Capturable):
     def propose_tree(self, inputs: DraftInputs, shape: TreeShape) -> Proposal:
         assert not isinstance(shape, FixedTree)
         self.refresh()
-        greedy = inputs.sampling.greedy_rows
+        greedy: Sequence[bool] | None = inputs.sampling.greedy_rows
+        passes = inputs.sampling.passes
+        if greedy is None and (passes.all_greedy or not passes.greedy):
+            greedy = [passes.all_greedy] * len(inputs.num_draft)
         if greedy is None:
             # Rows chosen on the device: a look at it, while it has nothing else to do.
             greedy = (inputs.sampling.temperature == 0).tolist()

@@ -34,7 +34,7 @@ def checked(proposal: Proposal, allowed: Sequence[int], vocab_size: int) -> Roun
     """
     # The round's one copy of the drafted tokens from the device.
     host_rows: list[list[int]] = _report(proposal, _has_mass(proposal)).tolist()
-    chains = _chains(host_rows, allowed, vocab_size)
+    chains = _chains(host_rows, proposal.tokens.shape[1], allowed, vocab_size)
     if proposal.parents is not None:
         draft = DraftTree(proposal.tokens, proposal.parents, proposal.lengths)
         return _checked_trees(_grown(proposal, chains, draft), host_rows)
@@ -68,12 +68,16 @@ def _grown(proposal: Proposal, chains: list[list[int]], draft: DraftTree) -> Rou
 
 
 def _chains(
-    host_rows: Sequence[list[int]], allowed: Sequence[int], vocab_size: int
+    host_rows: Sequence[list[int]], width: int, allowed: Sequence[int], vocab_size: int
 ) -> list[list[int]]:
-    """Tokens of a report, if they are such as were asked for."""
+    """Tokens of a report, if they are such as were asked for. `width` tokens of a row are there."""
     lengths = [row[0] for row in host_rows]
-    if len(lengths) != len(allowed) or any(map(gt, lengths, allowed)):
-        raise BadProposal(f"drafted {lengths} tokens where {list(allowed)} were allowed")
+    if (
+        len(lengths) != len(allowed)
+        or any(map(gt, lengths, allowed))
+        or max(lengths, default=0) > width
+    ):
+        raise BadProposal(f"drafted {lengths} of {width} tokens where {list(allowed)} were allowed")
     chains = [row[1 : 1 + length] for row, length in zip(host_rows, lengths)]
     for chain in chains:
         if chain and not 0 <= min(chain) <= max(chain) < vocab_size:
@@ -128,7 +132,9 @@ def read_late(
 ) -> RoundProposal:
     """The proposal that `checked` would have made of an `unread` one, from its report. Raises
     `BadProposal`."""
-    chains = _chains(host_rows, [len(chain) for chain in proposal.chains], vocab_size)
+    chains = _chains(
+        host_rows, proposal.tokens.shape[1], [len(chain) for chain in proposal.chains], vocab_size
+    )
     proposal = replace(proposal, chains=chains, unread=None)
     if proposal.tree is not None:
         return _checked_trees(proposal, host_rows)

@@ -4,6 +4,7 @@ the order of the pass, so that it finds in the caches what it finds there in a p
 from __future__ import annotations
 
 import copy
+import ctypes
 import math
 from collections import defaultdict
 from collections.abc import Callable
@@ -11,15 +12,18 @@ from time import perf_counter
 from typing import Any
 from unittest.mock import patch
 
+import torch
+
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.call_list import CallList, Kind
+from draftsmith.kernels.products.few_rows import gated_rows
 
 
 class _EachAlone:
     """Stands in place of a list of calls."""
 
-    def __init__(self, whole: CallList):
-        self.labels = [_label(call) for call in whole.calls]
+    def __init__(self, whole: CallList, gated: int | None):
+        self.labels = [_label(call, gated) for call in whole.calls]
         self._parts = [_alone(whole, call) for call in whole.calls]
         self.least_s = [math.inf] * len(self._parts)
 
@@ -32,10 +36,18 @@ class _EachAlone:
         return done
 
 
-def _label(call: Any) -> str:
+def _label(call: Any, gated: int | None) -> str:
+    """`gated` is the address of the kernel whose products are gated, of twice the outputs."""
     kind = Kind(call.kind)
-    sizes = f" {call.numbers[0]} x {call.numbers[1]}" if kind is Kind.MULTIPLY else ""
-    return kind.name.lower() + sizes
+    if kind is not Kind.MULTIPLY:
+        return kind.name.lower()
+    halves = "2*" if call.function == gated else ""
+    return f"{'gated' if halves else 'multiply'} {call.numbers[0]} x {halves}{call.numbers[1]}"
+
+
+def _gated_kernel(dtype: torch.dtype) -> int | None:
+    made = gated_rows(torch.zeros(2, 64, dtype=dtype), None)
+    return None if made is None else ctypes.cast(made.function, ctypes.c_void_p).value
 
 
 def _alone(whole: CallList, call: Any) -> CallList:
@@ -46,12 +58,12 @@ def _alone(whole: CallList, call: Any) -> CallList:
 
 def kernel_times(target: Target, run: Callable[[], Any], steps: int) -> dict[str, float]:
     """Sums of the lowest ms of all kernels of a kind in `run`, a pass of the captured `target`;
-    products by width and outputs. Empty where the pass is not one call."""
+    products by width and outputs, those with a gate of their own. Empty where the pass is not one call."""
     forwards: Any = target.forwards
     one_call = None if forwards is None else forwards.body.calls
     if one_call is None:
         return {}
-    alone = _EachAlone(one_call.calls)
+    alone = _EachAlone(one_call.calls, _gated_kernel(target.dtype))
     with patch.object(one_call, "calls", alone):
         for _ in range(steps):
             run()

@@ -138,6 +138,13 @@ def show_kernels(options: argparse.Namespace) -> None:
     columns = [
         kernel_times(target, target_pass(target, count), TURNS * options.steps) for count in TOKENS
     ]
+    if not all(columns):
+        raise SystemExit("--kernels: a pass of this target is not one call here; leave it out")
+    if options.out is not None:
+        report = {f"{count} tokens": ms for count, ms in zip(TOKENS, columns, strict=True)}
+        options.out.write_text(
+            json.dumps({"kernels_ms": report}, indent=1) + "\n", encoding="utf-8"
+        )
     print(f"{'least ms, tokens':28}" + "".join(f"{count:>10}" for count in TOKENS))
     for label in columns[0]:
         print(f"{label:28}" + "".join(f"{column[label]:10.3f}" for column in columns))

@@ -262,6 +262,17 @@ def too_long(call: int, proposal: Proposal) -> Proposal:
     return replace(proposal, lengths=lengths)
 
 
+def longer_than_they_are(call: int, proposal: Proposal) -> Proposal:
+    """As long as was asked for, in every third round without a place for the last node."""
+    if call % 3 != 1:
+        return proposal
+    assert proposal.parents is not None and proposal.q_rows is not None
+    tokens, parents, q_rows = (
+        part[:, :-1] for part in (proposal.tokens, proposal.parents, proposal.q_rows)
+    )
+    return replace(proposal, tokens=tokens, parents=parents, q_rows=q_rows)
+
+
 def broken(call: int, proposal: Proposal) -> Proposal:
     """A distribution without mass behind the first token."""
     if proposal.logits is None:
@@ -330,6 +341,7 @@ def without_mass(call: int, proposal: Proposal) -> Proposal:
         (SAMPLED, of_no_distribution, "invalid"),
         (SAMPLED, without_mass, "nan"),
         (SAMPLED, shorter, None),
+        (SAMPLED, longer_than_they_are, "invalid"),
     ],
 )
 def test_bad_trees_slow_as_they_do_on_a_cpu(
