@@ -71,7 +71,7 @@ class Daemon:
             self.save,
             lambda: self.reader.cursor,
             partial(processes.new_optimizer, config, self.target),
-            rehearsal_of(config.learn, self.target, seed=config.seed),
+            rehearsal_of(config.learn, self.target, gate=config.gate, seed=config.seed),
             self.states,
         )
         self.shared = DraftTrack(self.root, context, draft=config.draft)
