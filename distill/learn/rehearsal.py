@@ -75,7 +75,9 @@ def rehearsal_of(
             held_out_share=TrainConfig.held_out,
         )
     except UserError as error:
-        raise UserError(f"learn.rehearse: {error}") from None
+        # To the reader the folders are those of `train --data`.
+        said = str(error).replace("option 'data'", "the option")
+        raise UserError(f"learn.rehearse: {said}") from None
     return Rehearsal(mixture.train, config.reservoir, gate=gate, seed=seed)
 
 
