@@ -71,7 +71,7 @@ class Daemon:
             self.save,
             lambda: self.reader.cursor,
             partial(processes.new_optimizer, config, self.target),
-            rehearsal_of(config.learn, self.target, seed=config.seed),
+            rehearsal_of(config.learn, self.target, gate=config.gate, seed=config.seed),
             self.states,
         )
         self.shared = DraftTrack(self.root, context, draft=config.draft)
@@ -194,6 +194,7 @@ class Daemon:
         has_update = is_rested and self.work()
         if has_update and time.monotonic() - self.saved_s >= self.config.save_s:
             self.save()
+        self.saves.record_files.release()
         self.retain()
         self.show()
         return arrived or has_update or not is_rested

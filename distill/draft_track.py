@@ -79,6 +79,7 @@ class DraftTrack:
             self.fresh,
             self.window,
             displaced.version if displaced else None,
+            self.lifecycle.spared,
         )
         return Kept(self.learner, state)
 
@@ -91,6 +92,10 @@ class DraftTrack:
                 state.fresh,
                 state.window,
             )
+            if state.live_version != self.live.version:
+                # Ended between a rollback and its save, perhaps: the held-out texts are of traffic
+                # that the candidate is not to be judged on, as in `check_live`.
+                self.window = []
         self.lifecycle.begin(state)
 
     def predict(self) -> float | None:
@@ -249,6 +254,7 @@ class DraftTrack:
         self.lifecycle.record(decision)
         if decision.decision == "refuse" or self._has_fallen_behind(decision):
             self.lifecycle.start_over()
+        self.lifecycle.spared = max(0, self.lifecycle.spared - 1)
 
     def _publish(self, decision: Decision) -> None:
         """Publishes the candidate. Where it goes live, its scores are those of the live version."""
@@ -259,11 +265,12 @@ class DraftTrack:
 
     def _has_fallen_behind(self, decision: Decision) -> bool:
         """True for a candidate that is worse with evidence: the live draft is the better start.
-        One that went on after a rollback has to be worse than the version that was left, too."""
+        One that went on past a rollback has to be worse than the version that was left, too, for
+        some decisions."""
         comparison, displaced = decision.comparison, self.live.watch.displaced
         if comparison is None or not self._is_worse(comparison):
             return False
-        if displaced is None or decision.judged is None:
+        if not self.lifecycle.spared or displaced is None or decision.judged is None:
             return True
         pairs = pairs_of(displaced.scorer, decision.judged, self.window, max_depth=self.depth)
         return self._is_worse(compare(*pairs.alphas))

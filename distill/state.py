@@ -93,6 +93,7 @@ class TrackState:
     fresh: list[ServedText]
     window: list[ServedText]
     displaced: int | None = None  # version that the latest rollback left, if learning goes on
+    spared: int = 0  # gate decisions left to a candidate that went on past it, to catch up
 
     def rebased(self) -> TrackState:
         """State for other weights of the target: its texts, and no evidence."""
@@ -237,6 +238,7 @@ def _save_track(
     return {
         "live_version": state.live_version,
         "displaced": state.displaced,
+        "spared": state.spared,
         "is_gate_due": state.is_gate_due,
         "ledger": state.ledger.to_dict(),
         "trial": state.trial.to_dict() if state.trial else None,
@@ -293,6 +295,7 @@ def _read_track(
         fresh,
         window,
         values.get("displaced"),
+        values.get("spared", 0),
     )
     weights, moments = (
         load_file(folder / "candidate.safetensors"),

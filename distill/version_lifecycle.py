@@ -21,6 +21,11 @@ from draftsmith.drafters.published import versions
 from draftsmith.errors import UserError
 from draftsmith.version import __version__
 
+# Gate decisions for which a candidate that went on past a rollback may be worse than the live
+# version: replay and new texts take some updates to teach it what that one holds. After so many
+# without catching up it is taken for one that does not.
+SPARED_DECISIONS = 16
+
 
 class VersionLifecycle:
     """Publishes the learner's candidate and follows whatever becomes live.
@@ -32,6 +37,8 @@ class VersionLifecycle:
         self.live, self.learner, self.context = live, learner, context
         self.publisher, self.log = live.publisher, live.log
         self.canary = CanaryTrial(self.publisher, context.config.gate)
+        # Gate decisions left for which the candidate that went on past a rollback is spared.
+        self.spared = 0
 
     def begin(self, state: TrackState | None) -> None:
         """Goes on from a saved state, or begins at the live version."""
@@ -44,6 +51,7 @@ class VersionLifecycle:
             return
         self.live.notice_target()
         if state is not None and state.displaced is not None:
+            self.spared = state.spared
             self._displace_again(state.displaced)
 
     def _displace_again(self, version: int) -> None:
@@ -83,6 +91,7 @@ class VersionLifecycle:
         """Makes the candidate a copy of the live draft."""
         self.learner.restart(self.live.draft.state_dict())
         self.live.ledger.gate.new_candidate()
+        self.spared = 0
 
     def _new_live_version(self) -> None:
         """Restarts error budgets and the watch. A version on trial was compared with another one,
@@ -131,6 +140,7 @@ class VersionLifecycle:
             self.start_over()
             return
         self.record(decision, version=version, live=live, share=share)
+        self.spared = 0
         if share > 0:
             self.canary.begin(version)
         else:
@@ -207,6 +217,7 @@ class VersionLifecycle:
         self._new_live_version()
         if is_kept:
             self.live.watch.displace(left, scorer)
+            self.spared = SPARED_DECISIONS
         else:
             self.start_over()
         return True

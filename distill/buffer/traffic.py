@@ -100,9 +100,17 @@ def branched(text: ServedText) -> list[tuple[RoundRecord, Branch]]:
 def is_held_out(text: ServedText, share: float, by: str = "prompt") -> bool:
     """Decides by the prompt, so that a repeated prompt is never both trained on and scored, or by
     the request."""
-    name = np.array(text.records[0].context, dtype=np.int32).tobytes()
-    digest = hashlib.sha256(text.request.encode() if by == "request" else name).digest()
-    return int.from_bytes(digest[:4], "big") < share * 2**32
+    if by == "prompt":
+        return is_held_out_prompt(text.records[0].context, share)
+    return _is_within(text.request.encode(), share)
+
+
+def is_held_out_prompt(prompt: Sequence[int], share: float) -> bool:
+    return _is_within(np.array(prompt, dtype=np.int32).tobytes(), share)
+
+
+def _is_within(name: bytes, share: float) -> bool:
+    return int.from_bytes(hashlib.sha256(name).digest()[:4], "big") < share * 2**32
 
 
 def is_whole(records: Sequence[RoundRecord]) -> bool:

@@ -338,5 +338,10 @@ def check(config: LearnConfig) -> None:
             f"learn.rehearse_share is {config.rehearse_share:g}, above learn.replay "
             f"{config.replay:g}, of which it is a part; lower it"
         )
+    if config.rehearse and num_rehearsed(config) == 0:
+        raise UserError(
+            f"learn.rehearse_share {config.rehearse_share:g} of learn.batch {config.batch} is less "
+            "than half a text, so nothing is rehearsed; raise one of them"
+        )
     if not config.positions:
         raise UserError(f"learn.positions is empty; choose from {', '.join(POSITIONS)}")

@@ -4,16 +4,21 @@ that was left goes live again once it is better."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from draftsmith.distill import command as daemon
-from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.buffer.traffic import is_held_out_prompt
+from draftsmith.distill.config import DistillConfig, LearnConfig
 from draftsmith.distill.daemon import Daemon
+from draftsmith.distill.draft_track import DraftTrack
 from draftsmith.distill.gate.gate import Decision, decide
 from draftsmith.distill.gate.sequential import Evidence
 from draftsmith.distill.status import Status
@@ -56,6 +61,8 @@ def test_what_was_learned_goes_on_after_a_rollback_unless_no_gate_has_seen_it(
     assert track["displaced"] == (2 if is_kept else None)
     # The steps of before count on, or begin again.
     assert (track["steps"] > 0) == is_kept
+    assert (track["spared"] > 0) == is_kept
+    assert learner_of(made.config).shared.lifecycle.spared == track["spared"]
     # Held-out texts are of other traffic.
     assert (made.status()["window"] == 0) == is_kept
     first = dict(checkpoint.load(made.root / "draft", made.target).named_parameters())
@@ -90,12 +97,14 @@ def test_a_version_that_was_left_goes_live_again_when_its_traffic_is_back(
     assert track["displaced"] == (1 if is_displaced else None)
 
 
-@pytest.mark.parametrize(("noise", "is_dropped"), [(0.05, False), (3.0, True)])
-def test_a_candidate_that_catches_up_stays_and_one_that_training_broke_is_dropped(
-    loop: Callable[..., Any], noise: float, is_dropped: bool
+@pytest.mark.parametrize(
+    ("noise", "is_restarted", "num_kept"), [(0.05, False, 2), (3.0, False, 0), (0.05, True, 0)]
+)
+def test_a_candidate_that_catches_up_is_spared_for_a_while_and_no_other(
+    loop: Callable[..., Any], noise: float, is_restarted: bool, num_kept: int
 ) -> None:
-    """Both are worse than the live version with evidence; the second one than the version that was
-    left, too."""
+    """All are worse than the live version with evidence; the second one, which training broke, than
+    the version that was left, too. The third one began again after the rollback."""
     made = loop("perfect")
     learner = learner_of(watched_only(made))
     track, live = learner.shared, learner.shared.live
@@ -105,6 +114,9 @@ def test_a_candidate_that_catches_up_stays_and_one_that_training_broke_is_droppe
     left = checkpoint.load(made.root / "draft", made.target)
     weaken(left, 0.1)
     live.watch.displace(2, live.scorer.of(left))
+    track.lifecycle.spared = 2
+    if is_restarted:
+        track.lifecycle.start_over()
     weaken(track.learner.drafter, noise)
     weakened = [one.clone() for one in track.learner.drafter.parameters()]
 
@@ -117,14 +129,70 @@ def test_a_candidate_that_catches_up_stays_and_one_that_training_broke_is_droppe
 
     comparison = decision().comparison
     assert comparison.gain < 0 and comparison.p_value <= track.config.gate.error
+
+    def is_at(parameters: Iterable[torch.Tensor]) -> bool:
+        mine = track.learner.drafter.parameters()
+        return all(torch.equal(*pair) for pair in zip(mine, parameters, strict=True))
+
+    for _ in range(num_kept):
+        track.gate()
+        assert is_at(weakened)
     track.gate()
-    now = list(track.learner.drafter.parameters())
-    is_weakened = all(torch.equal(*pair) for pair in zip(now, weakened, strict=True))
-    assert is_weakened == (not is_dropped)
-    # The control: without a version that was left, either is dropped.
-    live.watch.displaced = None
-    track.gate()
-    assert all(
-        torch.equal(*pair)
-        for pair in zip(track.learner.drafter.parameters(), live.draft.parameters(), strict=True)
+    assert is_at(live.draft.parameters()) and live.watch.displaced is not None
+
+
+def test_a_restart_at_another_version_judges_the_candidate_on_new_traffic_alone(
+    loop: Callable[..., Any],
+) -> None:
+    """As after an end between a rollback and its save."""
+    made = loop("perfect")
+    learner = learner_of(watched_only(made))
+    assert made.publish(made.draft, decision="accept") == 2
+    learner.shared.lifecycle.follow()
+    made.serve(20, version=2)
+    learner.take_in()
+    learner.sort_in_finished(idle_s=0.0)
+    learner.save()
+    num_held_out = len(learner.shared.window)
+    assert len(learner_of(watched_only(made)).shared.window) == num_held_out > 0
+    versions.rollback(made.versions, 1, "traffic was other")
+    after = learner_of(watched_only(made)).shared
+    assert after.live.version == 1 and after.window == []
+
+
+def test_what_is_forgotten_is_forgotten_by_the_version_that_was_left(
+    loop: Callable[..., Any],
+) -> None:
+    learner, left = learner_of(loop().config), Mock()
+    learner.shared.live.watch.displace(2, left)
+    learner.forget(frozenset({"answer"}))
+    left.forget.assert_called_once_with(frozenset({"answer"}))
+
+
+def test_the_draft_for_all_requests_is_rehearsed_and_no_drafts_of_classes(
+    loop: Callable[..., Any],
+) -> None:
+    made = loop()
+    data = made.root / "data"
+    data.mkdir()
+    rows = [
+        {
+            "name": str(number),
+            "split": "train",
+            "input_ids": [5, 6, 7 + number, 8, 9],
+            "loss_mask": [0, 0, 0, 1, 1],
+        }
+        for number in range(20)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), data / "part-00000.parquet")
+    learner = learner_of(replace(made.config, learn=replace(LearnConfig(), rehearse=(str(data),))))
+    rehearsal = learner.shared.learner.rehearsal
+    assert rehearsal is not None
+    held_out = [
+        is_held_out_prompt(row.tokens[:3], made.config.gate.held_out) for row in rehearsal.rows
+    ]
+    assert held_out and not any(held_out)
+    of_class = DraftTrack(
+        made.root / "class", learner.shared.context, draft=made.config.draft, name="code"
     )
+    assert of_class.learner.rehearsal is None

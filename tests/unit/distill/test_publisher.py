@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from draftsmith.distill.config import DistillConfig, GateConfig
+from draftsmith.distill.config import DistillConfig, GateConfig, RetentionConfig
 from draftsmith.distill.gate.gate import Decision
 from draftsmith.distill.publisher import Publisher
 from draftsmith.distill.version_lifecycle import VersionLifecycle
@@ -141,6 +141,19 @@ def test_versions_that_are_needed_are_not_pruned(
     publisher = made(*[target.revision] * 8)
     assert versions.prune(publisher.root, keep=1, needed=(4, None)) == [2, 3, 5, 6]
     assert versions.versions(publisher.root) == [1, 4, 7, 8]
+
+
+def test_the_version_that_a_rollback_left_is_not_pruned(
+    made: Callable[..., Publisher], target: Target
+) -> None:
+    publisher = made(*[target.revision] * 6)
+    config = DistillConfig(
+        target="", draft="", buffer="", versions="", retention=RetentionConfig(versions=1)
+    )
+    live = Mock(publisher=publisher)
+    live.watch.displaced.version = 3
+    VersionLifecycle(live, Mock(), Mock(config=config)).prune()
+    assert versions.versions(publisher.root) == [1, 3, 5, 6]
 
 
 @pytest.mark.parametrize("spoilt", ["nothing", "weights", "current"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -46,6 +47,12 @@ def test_records_that_were_saved_before_are_copied_and_others_written(
     # The folder before was lost.
     (tmp_path / "3" / "window.parquet").unlink()
     assert save(4, known[:1]) == ["a"] and written == [2, 2, 1, 1]
+    # Changed since.
+    shutil.copyfile(tmp_path / "2" / "window.parquet", tmp_path / "4" / "window.parquet")
+    assert save(5, known[:1]) == ["a"] and written == [2, 2, 1, 1, 1]
+    assert save(6, known[:1]) == ["a"] and written == [2, 2, 1, 1, 1]
+    files.release()
+    assert save(7, known[:1]) == ["a"] and written == [2, 2, 1, 1, 1, 1]
 
 
 def test_a_state_that_did_not_come_into_place_is_not_copied_from(tmp_path: Path) -> None:

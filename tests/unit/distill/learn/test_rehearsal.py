@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from draftsmith.distill.buffer.traffic import ServedText, stitch
-from draftsmith.distill.config import LearnConfig, LearnUnroll
+from draftsmith.distill.buffer.traffic import ServedText, is_held_out_prompt, stitch
+from draftsmith.distill.config import GateConfig, LearnConfig, LearnUnroll
 from draftsmith.distill.learn import learner as learning
 from draftsmith.distill.learn.learner import Learner
 from draftsmith.distill.learn.rehearsal import Rehearsal, rehearsal_of
@@ -23,6 +23,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 
 PROMPT, ANSWER = 3, 5
+ALL = GateConfig(held_out_by="request")  # holds out no prompt
 MARK = 250  # second token of every text of the folders, by which a row is known
 
 
@@ -55,7 +56,7 @@ def learner_of(
     target: Target, drafter: torch.nn.Module, config: LearnConfig
 ) -> tuple[Learner, list[Sequence[LearningRow]]]:
     """A learner, and the rows of its batches as they come."""
-    rehearsal = rehearsal_of(config, target, seed=0)
+    rehearsal = rehearsal_of(config, target, gate=ALL, seed=0)
     learner = Learner(drafter, target, config, seed=0, rehearsal=rehearsal)
     batch, seen = learner.teacher.batch, []
 
@@ -94,15 +95,30 @@ def test_what_training_holds_out_is_not_rehearsed_and_the_sample_is_the_seeds(
     target: Target, tmp_path: Path
 ) -> None:
     config = LearnConfig(rehearse=(folder_of(tmp_path, "code", 40, 9),), reservoir=16)
-    sample = rehearsal_of(config, target, seed=0)
+    sample = rehearsal_of(config, target, gate=ALL, seed=0)
     numbers = [row.tokens[2] - 3 for row in sample.rows]
     assert len(set(numbers)) == 16 and not any(number % 4 == 0 for number in numbers)
-    assert [row.tokens for row in rehearsal_of(config, target, seed=0).rows] == [
+    assert [row.tokens for row in rehearsal_of(config, target, gate=ALL, seed=0).rows] == [
         row.tokens for row in sample.rows
     ]
-    other = rehearsal_of(config, target, seed=1)
+    other = rehearsal_of(config, target, gate=ALL, seed=1)
     assert [row.tokens for row in other.rows] != [row.tokens for row in sample.rows]
-    assert rehearsal_of(LearnConfig(), target, seed=0) is None
+    assert rehearsal_of(LearnConfig(), target, gate=ALL, seed=0) is None
+
+
+def test_prompts_that_the_gate_holds_out_are_not_rehearsed(target: Target, tmp_path: Path) -> None:
+    config = LearnConfig(rehearse=(folder_of(tmp_path, "code", 40, 9),))
+    prompts = {
+        share: [
+            row.tokens[:PROMPT]
+            for row in rehearsal_of(config, target, gate=GateConfig(held_out=share), seed=0).rows
+        ]
+        for share in (1e-9, 0.5)
+    }
+    rehearsed = [one for one in prompts[1e-9] if not is_held_out_prompt(one, 0.5)]
+    assert sorted(prompts[0.5]) == sorted(rehearsed) and 0 < len(rehearsed) < len(prompts[1e-9])
+    with pytest.raises(UserError, match=r"learn\.rehearse names no text"):
+        rehearsal_of(config, target, gate=GateConfig(held_out=1 - 1e-9), seed=0)
 
 
 def test_weights_of_folders_count(target: Target, tmp_path: Path) -> None:
@@ -110,7 +126,7 @@ def test_weights_of_folders_count(target: Target, tmp_path: Path) -> None:
     counts = []
     for weight in (1, 100):
         config = LearnConfig(rehearse=(folders[0], f"{folders[1]}:{weight}"), reservoir=20)
-        rows = rehearsal_of(config, target, seed=0).rows
+        rows = rehearsal_of(config, target, gate=ALL, seed=0).rows
         counts.append(Counter(row.tokens[0] for row in rows)[10])
     assert counts[0] < 15 < 18 <= counts[1]
 
@@ -130,7 +146,7 @@ def test_a_rehearsed_text_changes_what_is_learned_alike_every_time(
 
 def test_fewer_texts_than_asked_for_are_all_there_are(target: Target, tmp_path: Path) -> None:
     sample = rehearsal_of(
-        LearnConfig(rehearse=(folder_of(tmp_path, "code", 4, 9),)), target, seed=0
+        LearnConfig(rehearse=(folder_of(tmp_path, "code", 4, 9),)), target, gate=ALL, seed=0
     )
     assert isinstance(sample, Rehearsal) and len(sample.rows) == 3
     assert len(sample.sample(5, random.Random(0))) == 3
@@ -141,9 +157,25 @@ def test_fewer_texts_than_asked_for_are_all_there_are(target: Target, tmp_path: 
     [
         ({"teacher": "recorded"}, "learn.rehearse needs the target's pass"),
         ({"rehearse_share": 0.5, "replay": 0.25}, "above learn.replay 0.25"),
+        ({"rehearse_share": 0.05}, "0.05 of learn.batch 8 is less than half a text"),
+        ({"batch": 2}, "0.25 of learn.batch 2 is less than half a text"),
     ],
 )
 def test_what_cannot_be_rehearsed_is_one_sentence(changes: dict, says: str) -> None:
     with pytest.raises(UserError, match=says):
         learning.check(LearnConfig(rehearse=("DATA",), **changes))
     learning.check(LearnConfig(**changes))
+
+
+@pytest.mark.parametrize(
+    ("folders", "says"),
+    [
+        (("nowhere",), "^learn.rehearse: .*nowhere"),
+        (("a", "a"), "^learn.rehearse: the option names 'a' twice"),
+    ],
+)
+def test_a_folder_that_cannot_be_rehearsed_is_an_error_of_the_option(
+    target: Target, folders: tuple[str, ...], says: str
+) -> None:
+    with pytest.raises(UserError, match=says):
+        rehearsal_of(LearnConfig(rehearse=folders), target, gate=ALL, seed=0)
