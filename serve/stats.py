@@ -18,20 +18,20 @@ TEXT = "text"  # the version of what text drafted in place of a trained draft
 PHASES = ("draft", "verify", "sample", "host")
 
 
+@dataclass(slots=True)
 class Phase:
     """A `with` block of which the engine enters several a round, whose own time counts. One is
     entered again and again, but not within itself."""
 
-    __slots__ = ("_begun_s", "_name", "_time_s")
-
-    def __init__(self, time_s: dict[str, float], name: str):
-        self._time_s, self._name = time_s, name
+    time_s: dict[str, float]
+    name: str
+    begun_s: float = field(default=0.0, compare=False)
 
     def __enter__(self) -> None:
-        self._begun_s = perf_counter()
+        self.begun_s = perf_counter()
 
     def __exit__(self, *error: object) -> None:
-        self._time_s[self._name] += perf_counter() - self._begun_s
+        self.time_s[self.name] += perf_counter() - self.begun_s
 
 
 @dataclass
