@@ -29,6 +29,8 @@ class RecordFiles:
         self._folder = Path()
 
     def write(self, folder: Path, name: str | Path, records: Sequence[RoundRecord]) -> None:
+        """Writes the records to `name`, a place in the state's `folder`, by which the same file is
+        found again at the next save."""
         path, known = Path(name), self._last.get(Path(name))
         if known is not None and _are_same(known.records, records) and self._is_whole(path):
             shutil.copyfile(self._folder / path, folder / path)

@@ -106,6 +106,7 @@ def is_held_out(text: ServedText, share: float, by: str = "prompt") -> bool:
 
 
 def is_held_out_prompt(prompt: Sequence[int], share: float) -> bool:
+    """The same of token ids, for texts that were never served."""
     return _is_within(np.array(prompt, dtype=np.int32).tobytes(), share)
 
 

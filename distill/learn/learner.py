@@ -340,8 +340,8 @@ def check(config: LearnConfig) -> None:
         )
     if config.rehearse and num_rehearsed(config) == 0:
         raise UserError(
-            f"learn.rehearse_share {config.rehearse_share:g} of learn.batch {config.batch} is less "
-            "than half a text, so nothing is rehearsed; raise one of them"
+            f"learn.rehearse_share {config.rehearse_share:g} of learn.batch {config.batch} is no "
+            "more than half a text, so nothing is rehearsed; raise one of them"
         )
     if not config.positions:
         raise UserError(f"learn.positions is empty; choose from {', '.join(POSITIONS)}")

@@ -106,7 +106,8 @@ class PackedLinear:
 
 
 class GatedLinear(PackedLinear):
-    """Two layers of as many outputs, the first of which opens a gate for the second's."""
+    """Two layers of as many outputs, the first of which opens a gate for the second's: one output,
+    silu(x) * y of their outputs x and y."""
 
     def __init__(
         self,
@@ -122,11 +123,11 @@ class GatedLinear(PackedLinear):
     def _few(self, joined: torch.Tensor) -> FewRows | None:
         return gated_rows(joined, self._bias)
 
-    def gated(self, rows: torch.Tensor) -> torch.Tensor:
-        """[1, T, in] -> [1, T, out], silu(x) * y of the layers' outputs x and y."""
+    def __call__(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        """[1, T, in] -> ([1, T, out],)."""
         if rows.shape[1] <= MOST_ROWS and self.few is not None:
-            return self.few(rows)
-        return self._steps.gate(*self._many(rows))
+            return (self.few(rows),)
+        return (self._steps.gate(*self._many(rows)),)
 
 
 def _laid_out(weight: torch.Tensor) -> torch.Tensor | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -241,11 +241,7 @@ def multiply(product: Product, rows: torch.Tensor) -> Any:
     return product(rows)
 
 
-class GatedProduct(Protocol):
-    def gated(self, rows: torch.Tensor) -> torch.Tensor: ...
-
-
-def join_gated(module: GraphModule, name: str, gate: Node, product: GatedProduct) -> None:
+def join_gated(module: GraphModule, name: str, gate: Node, product: Product) -> None:
     """One call in place of a gate and of the two products that it reads, both of the same rows."""
     opened, factor = gate.args
     module.__dict__[name] = product
@@ -257,8 +253,8 @@ def join_gated(module: GraphModule, name: str, gate: Node, product: GatedProduct
         module.graph.erase_node(node)
 
 
-def multiply_gated(product: GatedProduct, rows: torch.Tensor) -> torch.Tensor:
-    return product.gated(rows)
+def multiply_gated(product: Product, rows: torch.Tensor) -> torch.Tensor:
+    return product(rows)[0]
 
 
 def call_directly(graph: Graph) -> None:

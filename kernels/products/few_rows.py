@@ -35,7 +35,7 @@ def _kernel(dtype: torch.dtype, gated: bool = False) -> _Kernel | None:
     library = compiled(SOURCE) if dtype in KINDS else None
     if library is None:
         return None
-    name = "gated_" * gated + KINDS[dtype][0]
+    name = ("gated_" if gated else "") + KINDS[dtype][0]
     found = _Kernel(getattr(library, f"multiply_{name}"), getattr(library, f"lay_out_{name}"))
     found.multiply.argtypes = [_pointer] * 4 + [_number] * 3 + [ctypes.c_int]
     found.lay_out.argtypes = [_pointer] * 2 + [_number] * 2 + [ctypes.c_int]

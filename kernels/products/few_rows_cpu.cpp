@@ -105,10 +105,10 @@ struct Product {
   const T *rows, *weights, *bias;
   T* out;
   int64_t num_rows, width, num_outputs;
-  bool streams = false;  // whether its weights are kept out of the caches
+  bool streams = false;  // its weights are kept out of the caches
 };
 
-// Whether each weight is read once, and not again before many others were.
+// True where each weight is read once, and not again before many others were.
 template <typename T>
 bool streams(int64_t num_rows, int64_t width, int64_t num_outputs) {
   return num_rows <= kTogether && width * num_outputs * int64_t(sizeof(T)) >= kStreamed;

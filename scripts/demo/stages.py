@@ -241,7 +241,7 @@ def stages(train_target: bool, train_draft: bool, sizes: Sizes) -> list[Stage]:
             lambda: make_target(train=True),
         )  # fmt: skip
     train_first = Stage(
-        "draft", "train a draft in place of the one that ships", "what half an hour is worth",
+        "draft", "train a draft in place of the one that ships", "what more training is worth",
         60 * DRAFT_MINUTES + ANSWERS * sizes.second_an_answer, train_shipped,
     )  # fmt: skip
     speed = Stage(

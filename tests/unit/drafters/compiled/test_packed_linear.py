@@ -89,7 +89,7 @@ def test_a_gated_layer_is_the_gate_of_its_products(copies: int) -> None:
             opened = torch.nn.functional.silu(torch.nn.functional.linear(rows, weights[0], bias))
             expected = opened * (rows @ weights[1].T)
             for count in (1, MOST_ROWS, MOST_ROWS + 5):
-                found = gated.gated(rows[:, :count])
+                (found,) = gated(rows[:, :count])
                 torch.testing.assert_close(found, expected[:, :count], rtol=1e-4, atol=1e-4)
 
 
