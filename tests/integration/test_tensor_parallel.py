@@ -258,6 +258,7 @@ def test_a_rank_that_fails_in_a_pass_ends_all(
 GRAPHS = """
 import json
 import sys
+from pathlib import Path
 from draftsmith.drafters.checkpoint import load
 from draftsmith.drafters.target.ranks import LEADER, Channel, leave_group
 from draftsmith.drafters.target.target import Target
@@ -285,7 +286,7 @@ target = kind.load(folder, dtype="float32", device="cpu", shards=2)
 channel = Channel()
 if place.rank != LEADER:
     follow(target, channel, lambda device: Capturer())
-    print(json.dumps({"follower": Capturer.captures}), flush=True)
+    found = {"follower": Capturer.captures}
 else:
     drafter = load(draft, target.lead(channel))
     engine = build_engine(target, drafter, EngineConfig(compile="auto", k=3, max_length=128))
@@ -300,10 +301,11 @@ else:
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     tokens = [answer.tokens for answer in engine.generate(prompts, params, text=False)]
     target.stop()
-    print(json.dumps({
+    found = {
         "leader": Capturer.captures, "shapes": len(graphs.shapes), "tokens": tokens,
         "messages": sent[0] - 1, "rounds": engine.stats.num_rounds,
-    }), flush=True)
+    }
+Path(sys.argv[4], f"{place.rank}.json").write_text(json.dumps(found))
 leave_group()
 """
 
@@ -324,13 +326,14 @@ def test_two_processes_replay_graphs_in_step(
         target_folder,
         str(drafts["eagle3"]),
         json.dumps(PROMPTS),
+        str(tmp_path),
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     ended = forked.run(command, env=environment, capture_output=True, timeout=90)
     assert ended.returncode == 0, ended.stderr
     found: dict[str, Any] = {}
-    for line in ended.stdout.splitlines():
-        found |= json.loads(line)
+    for rank in range(2):
+        found |= json.loads((tmp_path / f"{rank}.json").read_text())
     assert found["leader"] == found["follower"] == found["shapes"] > 10
     assert found["messages"] == found["rounds"]
     assert found["tokens"] == Target.load(target_folder, dtype="float32").answer(
