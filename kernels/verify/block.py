@@ -31,6 +31,7 @@ from draftsmith.kernels.verify.residual import (
     assemble,
     log_distribution,
     residual_distribution,
+    rows_before,
     wide,
 )
 from draftsmith.kernels.verify.verdict import Verdict
@@ -44,6 +45,7 @@ def verify_block(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     *,
+    room: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> Verdict:
     """`verify_chain`, with the same arguments and edge cases, that judges each row's drafted tokens
@@ -54,12 +56,18 @@ def verify_block(
     the ACCEPT stream at the row's first position.
     """
     if q_logits is None or draft_tokens.shape[1] == 0:
-        return verify_chain(p_logits, draft_tokens, lengths, q_logits, seeds, positions, impl=impl)
+        return verify_chain(
+            p_logits, draft_tokens, lengths, q_logits, seeds, positions, room=room, impl=impl
+        )
     if choose(impl, p_logits.device, p_logits.dtype) == "triton":
         from draftsmith.kernels.verify.block_triton import verify_block_triton
 
-        return verify_block_triton(p_logits, draft_tokens, lengths, q_logits, seeds, positions)
-    return verify_block_torch(p_logits, draft_tokens, lengths, q_logits, seeds, positions)
+        return verify_block_triton(
+            p_logits, draft_tokens, lengths, q_logits, seeds, positions, room=room
+        )
+    return verify_block_torch(
+        p_logits, draft_tokens, lengths, q_logits, seeds, positions, room=room
+    )
 
 
 class BlockDistribution(NamedTuple):
@@ -109,12 +117,13 @@ def verify_block_torch(
     positions: torch.Tensor,
     *,
     draws: Draws = STREAMS,
+    room: torch.Tensor | None = None,
 ) -> Verdict:
     """The reference. Computes in the dtype of the logits, float32 at least; random numbers come
     from `draws`."""
     num_rows, num_draft = draft_tokens.shape
     device = p_logits.device
-    first_rows = torch.cumsum(lengths + 1, 0) - (lengths + 1)
+    first_rows = rows_before(lengths, room)
     places = torch.arange(num_draft + 1, device=device)
     p_rows = first_rows[:, None] + torch.minimum(places, lengths[:, None])
     log_p, log_q = log_distribution(p_logits), log_distribution(q_logits)

@@ -30,6 +30,7 @@ from draftsmith.kernels.sampling.random_streams_triton import (
     stream_key,
     uniform,
 )
+from draftsmith.kernels.verify.residual import rows_before
 from draftsmith.kernels.verify.rows_triton import (
     MINUS_INF,
     block_stats,
@@ -239,6 +240,7 @@ def verify_block_triton(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     *,
+    room: torch.Tensor | None = None,
     block: int = BLOCK,
 ) -> Verdict:
     """`verify_block.verify_block` in float32; `block` tokens of the vocabulary per program."""
@@ -251,7 +253,7 @@ def verify_block_triton(
     draft_tokens, lengths, seeds, positions = (
         t.contiguous() for t in (draft_tokens, lengths, seeds, positions)
     )
-    first_rows = torch.cumsum(lengths + 1, 0) - (lengths + 1)
+    first_rows = rows_before(lengths, room)
     accepted, lasts = (
         torch.empty(num_requests, dtype=torch.int64, device=device) for _ in range(2)
     )

@@ -26,6 +26,7 @@ from draftsmith.kernels.verify.residual import (
     log_distribution,
     one_hot_logits,
     residual_distribution,
+    rows_before,
     wide,
 )
 from draftsmith.kernels.verify.verdict import Verdict
@@ -39,12 +40,13 @@ def verify_chain(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     *,
+    room: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> Verdict:
     """Keeps a prefix of each row's drafted tokens and draws the next one.
 
     Args:
-        p_logits: [R, V] processed target logits; row b owns `lengths[b] + 1` consecutive ones.
+        p_logits: [R, V] processed target logits; row b owns `room[b] + 1` consecutive ones.
         draft_tokens: [B, K] int64; entries at `lengths[b]` and beyond are not read. A negative one
         is always rejected.
         lengths: [B] int64, 0 <= lengths[b] <= K.
@@ -54,6 +56,8 @@ def verify_chain(
             its token and -inf elsewhere.
         seeds: [B] int64.
         positions: [B] int64, absolute position of each row's first drafted token.
+        room: [B] int64, at least the lengths, which it is where none is given: drafted tokens that
+        a row could have had in the pass.
         impl: "auto", "triton" or "torch".
 
     NaN counts as -inf. A token with p(x) = 0 or q(x) = 0 is never kept. A token that its
@@ -64,9 +68,14 @@ def verify_chain(
     if choose(impl, p_logits.device, p_logits.dtype) == "triton":
         from draftsmith.kernels.verify.chain_triton import verify_chain_triton
 
-        return verify_chain_triton(p_logits, draft_tokens, lengths, q_logits, seeds, positions)
-    verify = verify_chain_few if impl == "auto" and is_few(draft_tokens) else verify_chain_torch
-    return verify(p_logits, draft_tokens, lengths, q_logits, seeds, positions)
+        return verify_chain_triton(
+            p_logits, draft_tokens, lengths, q_logits, seeds, positions, room=room
+        )
+    if impl == "auto" and room is None and is_few(draft_tokens):
+        return verify_chain_few(p_logits, draft_tokens, lengths, q_logits, seeds, positions)
+    return verify_chain_torch(
+        p_logits, draft_tokens, lengths, q_logits, seeds, positions, room=room
+    )
 
 
 def verify_chain_torch(
@@ -81,12 +90,11 @@ def verify_chain_torch(
     room: torch.Tensor | None = None,
 ) -> Verdict:
     """The reference. Computes in the dtype of the logits, float32 at least; random numbers come
-    from `draws`. Row b owns `room[b] + 1` rows of logits, `lengths[b] + 1` where none is given."""
+    from `draws`."""
     num_rows, num_draft = draft_tokens.shape
     device = p_logits.device
     log_p = log_distribution(p_logits)
-    owned = (lengths if room is None else room) + 1
-    first_rows = torch.cumsum(owned, 0) - owned
+    first_rows = rows_before(lengths, room)
     depths = torch.arange(num_draft, device=device)
     offered = (depths < lengths[:, None]) & (draft_tokens >= 0)
     p_rows = torch.where(offered, first_rows[:, None] + depths, 0)

@@ -238,11 +238,12 @@ def verify_chain_triton(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     *,
+    room: torch.Tensor | None = None,
     block: int | None = None,
 ) -> Verdict:
     """`chain.verify_chain` in float32; `block` tokens of the vocabulary per program."""
     ones = torch.ones(len(seeds), dtype=torch.float32, device=seeds.device)
-    drafts = Drafts(draft_tokens, lengths, q_logits)
+    drafts = Drafts(draft_tokens, lengths, q_logits, room)
     verdicts = verify_logits_triton(p_logits, ones, drafts, seeds, positions, block=block)
     return Verdict(verdicts[:, 0], verdicts[:, 1:])
 

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 import torch
 
+from draftsmith.kernels.dispatch import sent_tensor
 from draftsmith.kernels.sampling.filters import clean
 from draftsmith.kernels.sampling.random_streams import Purpose, sample, uniform
-from draftsmith.kernels.verify.residual import assemble, log_distribution, wide
+from draftsmith.kernels.verify.residual import assemble, log_distribution, rows_before, wide
 from draftsmith.kernels.verify.verdict import Verdict
 
 EPSILON = 0.09
@@ -29,12 +30,13 @@ def verify_typical(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     *,
+    room: torch.Tensor | None = None,
     epsilon: float = EPSILON,
     delta: float = DELTA,
 ) -> Verdict:
     """Arguments as `verify_chain`'s; the draft's distribution `q_logits` plays no part."""
     log_p = log_distribution(p_logits)
-    first_rows = torch.cumsum(lengths + 1, 0) - (lengths + 1)
+    first_rows = rows_before(lengths, room)
     depths = torch.arange(draft_tokens.shape[1], device=p_logits.device)
     offered = (depths < lengths[:, None]) & (draft_tokens >= 0)
     rows = torch.where(offered, first_rows[:, None] + depths, 0)
@@ -56,6 +58,7 @@ def verify_synthetic(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     *,
+    room: torch.Tensor | None = None,
     rates: Sequence[float],
 ) -> Verdict:
     """Arguments as `verify_chain`'s; neither distribution says what is kept, only `rates`, each in
@@ -63,16 +66,17 @@ def verify_synthetic(
     num_draft = draft_tokens.shape[1]
     device = p_logits.device
     depths = torch.arange(num_draft, device=device)
-    deep = torch.tensor(
-        [rates[min(depth, len(rates) - 1)] for depth in range(num_draft)],
-        dtype=torch.float64,
-        device=device,
+    deep = sent_tensor(
+        device,
+        torch.tensor(
+            [rates[min(depth, len(rates) - 1)] for depth in range(num_draft)], dtype=torch.float64
+        ),
     )
     keep = (depths < lengths[:, None]) & (
         uniform(seeds[:, None], positions[:, None] + depths, Purpose.ACCEPT) < deep
     )
     accepted = keep.long().cumprod(dim=1).sum(dim=1)
-    first_rows = torch.cumsum(lengths + 1, 0) - (lengths + 1)
+    first_rows = rows_before(lengths, room)
     emitted = sample(
         clean(wide(p_logits[first_rows + accepted])), seeds, positions + accepted, Purpose.BONUS
     )

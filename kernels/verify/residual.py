@@ -62,6 +62,13 @@ def log_distribution(logits: torch.Tensor) -> torch.Tensor:
     return torch.where(distribution.isnan(), -math.inf, distribution)
 
 
+def rows_before(lengths: torch.Tensor, room: torch.Tensor | None) -> torch.Tensor:
+    """[B] int64, the first row of logits of each request, which owns `room[b] + 1` of them,
+    `lengths[b] + 1` where none is given."""
+    owned = (lengths if room is None else room) + 1
+    return torch.cumsum(owned, 0) - owned
+
+
 def assemble(
     draft_tokens: torch.Tensor, accepted: torch.Tensor, emitted: torch.Tensor
 ) -> torch.Tensor:

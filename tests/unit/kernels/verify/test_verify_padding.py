@@ -4,6 +4,8 @@ there change anything or end the round."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -13,7 +15,9 @@ from draftsmith.kernels.sampling.random_streams import Purpose, sample_without_r
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.draft_tree import DraftTree
+from draftsmith.kernels.verify.lossy import verify_synthetic, verify_typical
 from draftsmith.kernels.verify.tree import verify_tree
+from draftsmith.kernels.verify.verdict import Verdict
 
 ROWS, DEPTH, SIZE = 4, 3, 21
 
@@ -112,3 +116,32 @@ def test_what_is_offered_is_read() -> None:
     shorter = given._replace(lengths=(given.lengths - 1).clamp(min=0))
     broken = poisoned(shorter, -1)._replace(lengths=given.lengths)
     assert tokens_of("chain", broken, "torch", torch.device("cpu"), junk=-1) != clean
+
+
+RULES: dict[str, Callable[..., Verdict]] = {
+    "chain": partial(verify_chain, impl="torch"),
+    "chain, triton": partial(verify_chain, impl="triton"),
+    "block": partial(verify_block, impl="torch"),
+    "block, triton": partial(verify_block, impl="triton"),
+    "typical": verify_typical,
+    "synthetic": partial(verify_synthetic, rates=(0.9, 0.5)),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("more", [1, DEPTH])
+def test_rows_of_logits_behind_the_drafts_are_not_read(
+    rule: str, more: int, device: torch.device
+) -> None:
+    """Where the pass was laid out before it was known how much would be drafted."""
+    given = make_round()
+    room = (given.lengths + more).clamp(max=DEPTH)
+    places = torch.arange(DEPTH + 1)
+    read = (places <= given.lengths[:, None])[places <= room[:, None]]
+    wide = torch.full((len(read), SIZE), math.nan)
+    wide[read] = given.p
+    rest = [part.to(device) for part in given[1:]]
+    expected = RULES[rule](given.p.to(device), *rest)
+    found = RULES[rule](wide.to(device), *rest, room=room.to(device))
+    assert found.accepted.tolist() == expected.accepted.tolist() and found.accepted.any()
+    assert found.tokens.tolist() == expected.tokens.tolist()
