@@ -248,7 +248,7 @@ class Engine:
         groups: list[tuple[list[int], ...]] = []
         if schedule.drafting:
             groups.append((unread_tokens(schedule.drafting),))
-        if not schedule.drafting or self._stay_unread(sampling):
+        if not schedule.drafting or decides_late(sampling):
             budgets = [row.k for row in schedule.drafting]
             groups.append(self.runner.foreseen(schedule.rows, budgets, tables))
         return groups
@@ -269,14 +269,12 @@ class Engine:
                 sampling.draft_seeds(count),
                 adjust=sampling.adjust,
                 least_survival=0.0 if plan is None else plan.least_survival,
-                budgets=sampling.budgets[:count] if self._stay_unread(sampling) else None,
+                budgets=sampling.budgets[:count] if decides_late(sampling) else None,
                 upload=round.upload,
             )
-
-    def _stay_unread(self, sampling: RowSampling) -> bool:
-        """True where drafted tokens may stay on the device until they are verified."""
-        reads_tokens = sampling.adjust is not None and sampling.adjust.reads_tokens
-        return not reads_tokens and decides_late(self.rule, sampling)
+            reads_tokens = sampling.adjust is not None and sampling.adjust.reads_tokens
+            if round.proposal is not None and reads_tokens:
+                round.proposal = round.proposal.on_its_way()
 
     def _run(self, round: Round) -> None:
         with self.stats.phases["verify"]:

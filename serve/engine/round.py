@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
 
 from draftsmith.drafters.trees.layout import node_depths
-from draftsmith.kernels.dispatch import Upload, reads_freely, sent
+from draftsmith.kernels.dispatch import Reading, Upload, reads_freely, sent
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.random_streams import FEW, few_round_seeds, round_seeds
 from draftsmith.kernels.verify.draft_tree import DraftTree
@@ -144,6 +144,9 @@ class UnreadDrafts(NamedTuple):
 
     report: torch.Tensor  # [B, 1 + K or more] int64, what `proposal.read_late` makes them of
     rooms: torch.Tensor  # [B] int64, tokens that each row has in the pass
+    # Tokens [B, K], of trees their parents behind them, on their way to a host that works out the
+    # target's distributions from them; None: it does not.
+    coming: Reading | None = None
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,14 @@ class RoundProposal:
         """True when most rows have tokens of their own draft. One draft of several that fails must
         not keep the control of k from learning."""
         return 2 * self.sources.count(Source.NONE) < len(self.chains)
+
+    def on_its_way(self) -> RoundProposal:
+        """The same, with unread tokens sent to the host while the target's pass runs."""
+        if self.unread is None:
+            return self
+        parts = [self.tokens] if self.tree is None else [self.tokens, self.tree.draft.parents]
+        coming = Reading(torch.cat(parts, dim=1))
+        return replace(self, unread=self.unread._replace(coming=coming))
 
     def offered(self, index: int) -> int:
         """Depth of the row's drafted tokens: a round keeps at most so many of them."""

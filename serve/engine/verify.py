@@ -42,6 +42,10 @@ class ChainRule(NamedTuple):
     # For greedy rows the rule keeps drafted tokens exactly while they are the argmax.
     argmax: bool = True
 
+    def decides_as_chain(self, sampling: RowSampling) -> bool:
+        """True for rows where it is the rule of a chain."""
+        return self.verify is verify_chain or (self.argmax and sampling.all_greedy)
+
 
 CHAIN_RULES = {
     "chain": ChainRule(verify_chain),
@@ -80,14 +84,14 @@ def verify_round(
     tree = None if proposal is None else proposal.tree
     parents = None if tree is None else tree.parents + [[]] * (len(chains) - len(tree.parents))
     if sampling.adjust is not None and proposal is not None and proposal.unread is not None:
-        logits = sampling.adjust(logits, *_late_prefixes(chains, proposal))
+        logits = sampling.adjust.apply_late(logits, *_late_prefixes(chains, proposal))
     elif sampling.adjust is not None:
         owners, prefixes = (
             chain_prefixes(chains) if parents is None else tree_prefixes(chains, parents)
         )
         logits = sampling.adjust.apply(logits, owners, prefixes)
-    if tree is None and decides_late(rule, sampling):
-        return _verify_at_once(logits, len(chains), proposal, sampling)
+    if tree is None and decides_late(sampling):
+        return _verify_at_once(logits, chains, proposal, sampling, rule)
     if proposal is not None and tree is not None and proposal.unread is not None:
         return _verify_trees_at_once(logits, chains, proposal, proposal.unread, tree, sampling)
     if (
@@ -124,9 +128,10 @@ def verify_round(
 
 def _late_prefixes(
     chains: Sequence[Sequence[int]], proposal: RoundProposal
-) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """(owner [R], drafted tokens before it [R, K], -1 in other places, the owners on the host) of
-    every row of logits. Of `chains` the lengths alone count; the first are the proposal's."""
+) -> tuple[torch.Tensor, torch.Tensor, list[int], list[list[int]]]:
+    """(owner [R], drafted tokens before it [R, K], -1 in other places, the owners on the host, the
+    drafted tokens there) of every row of logits; the last are empty where the host does not read
+    them. Of `chains` the lengths alone count; the first are the proposal's."""
     tokens = proposal.tokens
     counts = [len(chain) + 1 for chain in chains]
     owners = [row for row, count in enumerate(counts) for _ in range(count)]
@@ -135,39 +140,101 @@ def _late_prefixes(
     # Behind the rows that draft are some that do not.
     drafting = rows.clamp(max=len(tokens) - 1)
     if proposal.tree is not None:
-        return rows, paths(proposal.tree.draft)[drafting, before], owners
-    known = torch.arange(tokens.shape[1], device=tokens.device) < before[:, None]
-    return rows, tokens[drafting].masked_fill(~known, -1), owners
+        drafted = paths(proposal.tree.draft)[drafting, before]
+    else:
+        known = torch.arange(tokens.shape[1], device=tokens.device) < before[:, None]
+        drafted = tokens[drafting].masked_fill(~known, -1)
+    return rows, drafted, owners, _host_prefixes(chains, proposal)
 
 
-def decides_late(rule: ChainRule, sampling: RowSampling) -> bool:
-    """True where a round of chains is decided without a look at the device before its result."""
-    exact = rule.verify is verify_chain or (sampling.all_greedy and rule.argmax)
-    return exact and takes_rounds(sampling.device)
+def _host_prefixes(chains: Sequence[Sequence[int]], proposal: RoundProposal) -> list[list[int]]:
+    if proposal.unread is None or proposal.unread.coming is None:
+        return []
+    rows: list[list[int]] = proposal.unread.coming.wait().tolist()
+    rows += [[]] * (len(chains) - len(rows))
+    drafted = [row[: len(chain)] for row, chain in zip(rows, chains, strict=True)]
+    if proposal.tree is None:
+        return chain_prefixes(drafted).drafted
+    width = proposal.tokens.shape[1]
+    # Behind a node that hangs nowhere no distribution is read.
+    parents = [
+        [max(parent, -1) for parent in row[width : width + len(chain)]]
+        for row, chain in zip(rows, chains, strict=True)
+    ]
+    return tree_prefixes(drafted, parents).drafted
+
+
+def decides_late(sampling: RowSampling) -> bool:
+    """True where a round is decided without a look at the device before its result."""
+    return takes_rounds(sampling.device)
 
 
 def _verify_at_once(
-    logits: torch.Tensor, num_rows: int, proposal: RoundProposal | None, sampling: RowSampling
+    logits: torch.Tensor,
+    chains: Sequence[Sequence[int]],
+    proposal: RoundProposal | None,
+    sampling: RowSampling,
+    rule: ChainRule,
 ) -> VerifyOutput:
-    """Chains by one launch, which may be unread: one copy from the device has them all."""
-    drafts = report = None
-    if proposal is not None:
-        rooms = None if proposal.unread is None else proposal.unread.rooms
-        drafts = Drafts(proposal.tokens, proposal.lengths, proposal.logits, rooms)
-        report = None if proposal.unread is None else proposal.unread.report
-    verdicts = verify_logits(
-        logits, sampling.distributions(), drafts, sampling.seeds, sampling.positions
-    )
+    """Chains that may be unread: one copy from the device has their report and the result."""
+    report = None if proposal is None or proposal.unread is None else proposal.unread.report
+    if proposal is None or rule.decides_as_chain(sampling):
+        drafts = None if proposal is None else _drafts(proposal)
+        verdicts = verify_logits(
+            logits, sampling.distributions(), drafts, sampling.seeds, sampling.positions
+        )
+    else:
+        verdicts = _verdicts(logits, chains, proposal, sampling, rule)
     host_rows: list[list[int]]
     if report is None:
         host_rows, reported = verdicts.tolist(), None
     else:
         # Each row's part of the report behind its part of the verdict; the report's rows are fewer.
-        padded = pad(report, (0, 0, 0, num_rows - len(report)))
+        padded = pad(report, (0, 0, 0, len(chains) - len(report)))
         width = verdicts.shape[1]
         both: list[list[int]] = torch.cat([verdicts, padded], dim=1).tolist()
         host_rows, reported = both, [row[width:] for row in both[: len(report)]]
     return VerifyOutput([row[1 : row[0] + 2] for row in host_rows], [], reported)
+
+
+def _drafts(proposal: RoundProposal) -> Drafts:
+    rooms = None if proposal.unread is None else proposal.unread.rooms
+    return Drafts(proposal.tokens, proposal.lengths, proposal.logits, rooms)
+
+
+def _verdicts(
+    logits: torch.Tensor,
+    chains: Sequence[Sequence[int]],
+    proposal: RoundProposal,
+    sampling: RowSampling,
+    rule: ChainRule,
+) -> torch.Tensor:
+    """As `verify_logits`, by another rule than a chain's. Of `chains` the lengths alone count."""
+    drafts, num_drafting = _drafts(proposal), len(proposal.chains)
+    counts = [len(chain) + 1 for chain in chains]
+    num_rows = sum(counts[:num_drafting])
+    rows = sampling.repeated(counts)
+    seeds, positions = sampling.seeds, sampling.positions
+    verdict = rule.verify(
+        process(logits[:num_rows], rows.select(slice(num_rows))),
+        drafts.tokens,
+        drafts.lengths,
+        drafts.logits,
+        seeds[:num_drafting],
+        positions[:num_drafting],
+        room=drafts.room,
+    )
+    verdicts = torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1)
+    if num_drafting == len(counts):
+        return verdicts
+    rest = verify_logits(
+        logits[num_rows:],
+        rows.select(slice(num_rows, None)),
+        None,
+        seeds[num_drafting:],
+        positions[num_drafting:],
+    )
+    return torch.cat([verdicts, pad(rest, (0, verdicts.shape[1] - rest.shape[1]), value=-1)])
 
 
 def _verify_trees_at_once(

@@ -16,13 +16,13 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels.dispatch import reads_freely, sent
+from draftsmith.kernels.dispatch import reads_freely, sent, sent_tensor
 from draftsmith.serve.sampling.grammar_matcher import GrammarCompiler
 from draftsmith.serve.sampling.params import SamplingParams, check_vocabulary
 from draftsmith.serve.sampling.processors import check_processors, run_processors
 from draftsmith.serve.sampling.stages import ban, mask
 from draftsmith.serve.sampling.state import RowContext, SamplingState
-from draftsmith.serve.sampling.tables import AdjustmentTables
+from draftsmith.serve.sampling.tables import AdjustmentTables, numbered
 
 
 class Adjustments:
@@ -31,6 +31,7 @@ class Adjustments:
     def __init__(self, states: Sequence[SamplingState | None]):
         self.states = states
         self._tables: AdjustmentTables | None = None
+        self._next: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
     def of(
@@ -51,39 +52,51 @@ class Adjustments:
         return any(state is not None and state.reads_tokens for state in self.states)
 
     def __call__(
-        self,
-        logits: torch.Tensor,
-        rows: torch.Tensor,
-        prefixes: list[list[int]] | torch.Tensor,
-        owners: Sequence[int] | None = None,
+        self, logits: torch.Tensor, rows: torch.Tensor, prefixes: list[list[int]] | torch.Tensor
     ) -> torch.Tensor:
-        """A new tensor [R, V]; row r is that of request `rows[r]` behind the drafted tokens
-        `prefixes[r]`, of a tensor those that are not negative. `owners` are the rows where the host
-        has them too."""
+        """A new tensor [R, V] of draft logits; row r is that of request `rows[r]` behind the
+        drafted tokens `prefixes[r]`, of a tensor those that are not negative.
+
+        Where a look at the device costs a wait, what the host works out from the tokens is left out
+        behind drafted ones: drafts need not follow it, as verification does.
+        """
         if isinstance(prefixes, list):
             return self.apply(logits, rows.tolist(), prefixes)
-        if owners is None and reads_freely(rows.device):
-            owners = rows.tolist()
+        looks = reads_freely(rows.device)
+        owners = rows.tolist() if looks else None
         adjusted = logits.clone()
         self._tables_on(logits.device).apply(adjusted, rows, prefixes, owners)
-        if self.reads_tokens:
-            # One look at the device.
-            host_rows: list[list[int]] = torch.cat([rows[:, None], prefixes], dim=1).tolist()
-            owners = [row[0] for row in host_rows]
-            self._on_host(
-                adjusted, rows, owners, [[one for one in row[1:] if one >= 0] for row in host_rows]
-            )
+        if not self.reads_tokens:
+            return adjusted
+        if owners is not None:
+            host = [[token for token in row if token >= 0] for row in prefixes.tolist()]
+            self._on_host(adjusted, rows, owners, host)
+        elif prefixes.shape[1] == 0:
+            which, forbidden = self._next_on(logits)
+            adjusted.masked_fill_(forbidden[which[rows]], -torch.inf)
         return adjusted
 
     def apply(
         self, logits: torch.Tensor, owners: Sequence[int], prefixes: Sequence[list[int]]
     ) -> torch.Tensor:
-        """The same as a call, of rows and tokens that the host has."""
+        """Adjusted logits [R, V] of the target, of rows and tokens that the host has."""
         device, width = logits.device, max(map(len, prefixes), default=0)
         padded = [token for one in prefixes for token in (*one, *[-1] * (width - len(one)))]
         rows, flat = sent(device, list(owners), padded)
+        return self.apply_late(logits, rows, flat.view(len(owners), width), owners, prefixes)
+
+    def apply_late(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        drafted: torch.Tensor,
+        owners: Sequence[int],
+        prefixes: Sequence[list[int]],
+    ) -> torch.Tensor:
+        """The same of drafted tokens [R, D] that are on the device. `prefixes` are these where a
+        request `reads_tokens`."""
         adjusted = logits.clone()
-        self._tables_on(device).apply(adjusted, rows, flat.view(len(owners), width), owners)
+        self._tables_on(logits.device).apply(adjusted, rows, drafted, owners)
         if self.reads_tokens:
             self._on_host(adjusted, rows, owners, prefixes)
         return adjusted
@@ -93,6 +106,23 @@ class Adjustments:
         if self._tables is None:
             self._tables = AdjustmentTables.of(self.states, device)
         return self._tables
+
+    def _next_on(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """([B] int64, [n, V] bool) on the device of `logits` [R, V], made once: which row of the
+        matrix has the tokens that the host forbids a request behind its committed ones. The first
+        forbids none."""
+        if self._next is None:
+            own = [state is not None and state.reads_tokens for state in self.states]
+            asking = [state for state in self.states if state is not None and state.reads_tokens]
+            contexts = [
+                RowContext(row, state, []) for row, state in enumerate(asking, 1) if not state.error
+            ]
+            scores = torch.zeros(len(asking) + 1, logits.shape[1])
+            ban(scores, contexts)
+            mask(scores, contexts)
+            (which,) = sent(logits.device, numbered(own))
+            self._next = which, sent_tensor(logits.device, scores < 0)
+        return self._next
 
     def _on_host(
         self,

@@ -57,7 +57,7 @@ class AdjustmentTables(NamedTuple):
                 for state, left in zip(states, least)
             ]),
             [[left] for left in least],
-            [[one] for one in _numbered([state is not None and state.forbidden is not None
+            [[one] for one in numbered([state is not None and state.forbidden is not None
                                          for state in states])],
             [[int(one)] for one in failed],
         ]  # fmt: skip
@@ -138,7 +138,7 @@ def _bits(lists: Sequence[Sequence[float]]) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.float64).view(torch.int64)
 
 
-def _numbered(flags: Sequence[bool]) -> list[int]:
+def numbered(flags: Sequence[bool]) -> list[int]:
     """Numbers from 1 for flags that are set, else 0."""
     counter = itertools.count(1)
     return [next(counter) if flag else 0 for flag in flags]

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import NoRepeatNGramLogitsProcessor
 
 from draftsmith.errors import UserError
+from draftsmith.serve.sampling import adjustments
 from draftsmith.serve.sampling.adjustments import Adjustments, chain_prefixes, tree_prefixes
 from draftsmith.serve.sampling.params import SamplingParams, check_vocabulary
 from draftsmith.serve.sampling.penalties import CountedTexts, Seen
@@ -197,6 +198,25 @@ def test_a_least_number_of_tokens_bans_nothing_of_a_request_without_ends() -> No
     found = adjust.apply(logits, [0, 1], [[], []])
     assert torch.equal(found[0], logits[0])
     assert (found[1] == -torch.inf).nonzero().tolist() == [[9]]
+
+
+def test_drafts_of_a_device_heed_the_host_at_their_first_token_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(adjustments, "reads_freely", lambda device: False)
+    words = SamplingParams(bad_words=((4, 5), (6,)), repetition_penalty=1.3)
+    adjust = batch((SamplingParams(), [1], [2]), (words, [3], [4]), (words, [3], [7]))
+    rows, logits = torch.tensor([2, 1, 0]), torch.randn(3, VOCAB)
+    first = adjust(logits, rows, torch.empty(3, 0, dtype=torch.int64))
+    assert torch.equal(first, adjust.apply(logits, rows.tolist(), [[], [], []]))
+    assert (first == -torch.inf).nonzero().tolist() == [[0, 6], [1, 5], [1, 6]]
+    behind = adjust(logits, rows, torch.tensor([[4], [4], [4]]))
+    assert (behind == -torch.inf).nonzero().tolist() == [[0, 6], [1, 6]]
+    exact = adjust.apply(logits, rows.tolist(), [[4], [4], [4]])
+    assert (exact == -torch.inf).nonzero().tolist() == [[0, 5], [0, 6], [1, 5], [1, 6]]
+    allowed = behind > -torch.inf
+    allowed[0, 5] = allowed[1, 5] = False
+    assert torch.equal(behind[allowed], exact[allowed])
 
 
 @pytest.mark.gpu
