@@ -320,6 +320,16 @@ class ForwardCapturable(ABC):
         """Bytes that what is captured takes at the first draft, and keeps."""
         return 0
 
+    def share_buffers(self, other: ForwardCapturable) -> bool:
+        """Take those of `other`, which drafts by turns with this draft. False where the two have
+        none alike."""
+        return False
+
+
+def buffer_bytes(drafter: object) -> int:
+    """Bytes that a draft takes beside its weights and its pool; 0 until it is captured."""
+    return drafter.buffer_bytes if isinstance(drafter, ForwardCapturable) else 0
+
 
 class HoldsGraphs(Protocol):
     @property

@@ -49,7 +49,8 @@ class OneChain:
         self._dtype, self._vocab = head.dtype, head.width
         self._listed: list[CallList] = []
         self._held: dict[str, Part] = {}
-        self._lock = threading.Lock()  # one thread at a time: the memory is the draft's own
+        # One thread and one draft of those that share it at a time; a round leaves nothing in it.
+        self._lock = threading.Lock()
         self._memory: dict[str, torch.Tensor] = {}
         self._chain = Chain(
             draw=draw,
@@ -69,9 +70,22 @@ class OneChain:
         buffers = {id(one): one.nbytes for one in self._buffers("meta").values()}
         return sum(buffers.values())
 
+    def share_buffers(self, other: OneChain) -> bool:
+        """Draft in the buffers of `other`; before the first draft. False where they are not such
+        as these."""
+        if self._shapes != other._shapes:
+            return False
+        self._lock, self._memory = other._lock, other._memory
+        return True
+
+    @property
+    def _shapes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        return {name: (one.shape, one.dtype) for name, one in self._buffers("meta").items()}
+
     def _allocate(self) -> None:
         """Once it is needed: with a large vocabulary logits and their copies are most of it."""
-        memory = self._buffers("cpu")
+        if not self._memory:
+            self._memory.update(self._buffers("cpu"))
         for name in (
             "ids",
             "positions",
@@ -82,8 +96,7 @@ class OneChain:
             "wide",
             "processed",
         ):
-            setattr(self._chain, name, memory[name].data_ptr())
-        self._memory = memory
+            setattr(self._chain, name, self._memory[name].data_ptr())
 
     def _buffers(self, device: str) -> dict[str, torch.Tensor]:
         width, whole = self._step.width, {"dtype": torch.int64, "device": device}
@@ -141,7 +154,7 @@ class OneChain:
         width = 0 if taps is None else taps.shape[1] * taps.itemsize
         block_size = inputs.own_pool.block_size
         round = Round(*pointers, width, *sampler.shape, tables.shape[1], block_size)
-        if not self._memory:
+        if not self._listed:
             self._allocate()
         self._list_calls()
         try:

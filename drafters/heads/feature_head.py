@@ -92,6 +92,12 @@ class FeatureHead(HasRotary, ForwardCapturable, Capturable):
     def buffer_bytes(self) -> int:
         return 0 if self.one_chain is None else self.one_chain.num_bytes
 
+    def share_buffers(self, other: ForwardCapturable) -> bool:
+        its = other.one_chain if isinstance(other, FeatureHead) else None
+        if self.one_chain is None or its is None:
+            return False
+        return self.one_chain.share_buffers(its)
+
     def draft_logits(self, head_input: torch.Tensor) -> torch.Tensor:
         """[T, H] -> raw [T, Vd]; drafting only, as are `fused` and `read_ragged`."""
         return (

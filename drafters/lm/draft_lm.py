@@ -201,6 +201,12 @@ class DraftLm(nn.Module, ForwardCapturable, Capturable):
     def buffer_bytes(self) -> int:
         return 0 if self.one_chain is None else self.one_chain.num_bytes
 
+    def share_buffers(self, other: ForwardCapturable) -> bool:
+        its = other.one_chain if isinstance(other, DraftLm) else None
+        if self.one_chain is None or its is None:
+            return False
+        return self.one_chain.share_buffers(its)
+
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:
         self.lm.refresh()  # a swap writes new weights in place

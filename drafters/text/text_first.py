@@ -19,6 +19,7 @@ from draftsmith.drafters.interface import (
     HoldsGraphs,
     Proposal,
     ServingDrafter,
+    buffer_bytes,
     draft_positions,
 )
 from draftsmith.drafters.text.suffix import Draft, Suffix
@@ -55,7 +56,15 @@ class TextFirst(ForwardCapturable, Capturable):
 
     @property
     def buffer_bytes(self) -> int:
-        return self.model.buffer_bytes if isinstance(self.model, ForwardCapturable) else 0
+        return buffer_bytes(self.model)
+
+    def share_buffers(self, other: ForwardCapturable) -> bool:
+        if not isinstance(other, TextFirst):
+            return False
+        mine, its = self.model, other.model
+        if not isinstance(mine, ForwardCapturable) or not isinstance(its, ForwardCapturable):
+            return False
+        return mine.share_buffers(its)
 
     def capture(
         self, pool: PagedPool | None, *, max_batch: int, max_blocks: int, capturer: Capturer

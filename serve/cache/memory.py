@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.drafters.interface import ForwardCapturable, ServingDrafter
+from draftsmith.drafters.interface import ServingDrafter, buffer_bytes
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.cache.states import state_bytes
@@ -43,8 +43,7 @@ def plan_blocks(target: Target, drafter: ServingDrafter | None, config: EngineCo
             else int(config.memory_gib * GIB)
         )
         allowed -= state_bytes(target, config)
-        if isinstance(drafter, ForwardCapturable):
-            allowed -= drafter.buffer_bytes
+        allowed -= buffer_bytes(drafter)
         # A block of a model without attention takes nothing.
         num_blocks = min(wanted, allowed // each) if each else wanted
     if num_blocks < 2:

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from draftsmith.drafters.interface import buffer_bytes
 from draftsmith.drafters.recurrent.kept import NUM_SIDES
 from draftsmith.drafters.target.load import build_model, load_config
 from draftsmith.drafters.target.offload.layer_files import converted_parameters
@@ -142,27 +143,50 @@ def ways_to_fit(
     return f"give {', or '.join(ways)}" if ways else ""
 
 
+class Served(NamedTuple):
+    """Bytes that a server of a target and a draft takes."""
+
+    weights: int
+    per_token: float  # of keys and values
+    per_text: int  # of recurrent states
+    buffers: int  # of a draft that is captured, as it is for serving
+
+    @classmethod
+    def of(cls, target: Target, draft: torch.nn.Module | None) -> Served:
+        """Count modules in the types that they are served in."""
+        weights, per_token = num_bytes(target.model), bytes_per_token(target, target)
+        if draft is not None:
+            weights += num_bytes(draft)
+            per_token += bytes_per_token(draft, target)
+        states = NUM_SIDES * target.state_layers.num_bytes
+        return cls(weights, per_token, states, buffer_bytes(draft))
+
+    def whole(self, num_texts: int, num_tokens: int) -> int:
+        """With `num_texts` texts of `num_tokens` tokens each."""
+        texts = (self.per_token * num_tokens + self.per_text) * num_texts
+        return self.weights + self.buffers + int(texts)
+
+
 def check_serving(target: Target, draft: torch.nn.Module | None, sequences: int) -> Finding:
-    """Weights, and keys and values of `sequences` texts of full length."""
-    weights = num_bytes(target.model) + (0 if draft is None else num_bytes(draft))
-    token = bytes_per_token(target, target) + (
-        0 if draft is None else bytes_per_token(draft, target)
-    )
-    states = NUM_SIDES * target.state_layers.num_bytes
-    cache = (token * target.max_positions + states) * sequences
+    """Weights, keys and values of `sequences` texts of full length, and a draft's buffers."""
+    served, tokens = Served.of(target, draft), target.max_positions
+    needed = served.whole(sequences, tokens)
+    cache = needed - served.weights - served.buffers
     what = (
-        f"weights {weights / GIB:.2f} GiB, keys and values {token / 1024:.1f} KiB per token, "
-        f"{cache / GIB:.2f} GiB for {sequences} "
-        f"texts of {target.max_positions} tokens"
+        f"weights {served.weights / GIB:.2f} GiB, keys and values "
+        f"{served.per_token / 1024:.1f} KiB per token, {cache / GIB:.2f} GiB for {sequences} "
+        f"texts of {tokens} tokens"
     )
-    if states:
-        what += f", of which states {states / 1024:.1f} KiB each"
+    if served.per_text:
+        what += f", of which states {served.per_text / 1024:.1f} KiB each"
+    if served.buffers:
+        what += f", buffers of the draft {served.buffers / GIB:.2g} GiB"
     mend = (
         "serve fewer or shorter sequences at once"
-        if weights < available_bytes(target.device)
+        if served.weights < available_bytes(target.device)
         else "serve with --tensor-parallel N, whose processes hold it between them"
     )
-    return compare("memory.serving", what, weights + cache, target.device, mend)
+    return compare("memory.serving", what, needed, target.device, mend)
 
 
 def check_training(

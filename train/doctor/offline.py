@@ -6,7 +6,7 @@ from time import perf_counter
 from typing import Any
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.interface import TrainedDrafter
+from draftsmith.drafters.interface import ForwardCapturable, TrainedDrafter
 from draftsmith.drafters.target.device import device_of, load_target, weight_dtype
 from draftsmith.drafters.target.load import load_config
 from draftsmith.drafters.target.ranks import leave_group, started
@@ -72,6 +72,8 @@ def check_models(config: DoctorConfig, findings: list[Finding]) -> list[Finding]
         findings.append(refused("draft.loads", error))
     if draft is not None:
         findings += check_draft(config, draft, target)
+        if config.target_shares == 1 and isinstance(draft, ForwardCapturable):
+            draft.capture_forward()  # as a server does, whose buffers it then has
     findings.append(check_serving(target, draft, config.sequences))
     if draft is not None and not config.heterogeneous_vocab:
         findings.append(

@@ -118,6 +118,8 @@ class Planned(NamedTuple):
     expectation: Expectation | None  # None where nothing is known of its acceptance
     taps: tuple[int, ...]
     trees: dict[int, list[TreeForecast]]  # by the number of streams; of measured shapes
+    # weights, keys and values of all streams at full context, and buffers of the draft
+    serve_memory_bytes: int
 
     def forecasts(self, streams: int) -> list[Forecast]:
         """One per draft length; none without an expectation or times."""

@@ -11,7 +11,7 @@ from draftsmith.drafters.interface import TextBatch, TrainedDrafter
 from draftsmith.drafters.target.target import Target
 from draftsmith.record import TOP
 from draftsmith.train.config import UnrollConfig
-from draftsmith.train.doctor.memory import bytes_per_token, num_bytes, parts_of
+from draftsmith.train.doctor.memory import num_bytes, parts_of
 from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.plan.timing import take_turns
 from draftsmith.train.trainer import Trainee
@@ -38,7 +38,6 @@ class Cost(NamedTuple):
     taps_bytes: int  # bfloat16; in fp8 half of it
     # of one process's device: weights, gradients and moments; activations on top
     train_memory_bytes: int
-    serve_memory_bytes: int  # weights, and keys and values of all streams at full context
 
 
 class Data(NamedTuple):
@@ -65,8 +64,6 @@ def cost_of(
     *,
     tokens: int,
     epochs: float,
-    streams: int,
-    context: int,
     shares: int = 1,
     offload: str | None = None,
     processes: int = 1,
@@ -77,8 +74,6 @@ def cost_of(
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     step_s = training_step_s(target, module, OFFLOADED_TURNS if offload else None)
     tokens_per_s = processes * step_tokens(target) / step_s
-    cache = bytes_per_token(target, target) + bytes_per_token(drafter, target)
-    held = num_bytes(target.model)
     return Cost(
         parameters=trained,
         step_s=step_s,
@@ -89,7 +84,6 @@ def cost_of(
         taps_bytes=tokens * len(drafter.taps) * target.hidden_size * torch.bfloat16.itemsize,
         train_memory_bytes=parts_of(target.model).on_device(shares=shares, offload=offload)
         + TRAINED_BYTES * trained,
-        serve_memory_bytes=int(held + num_bytes(module) + cache * streams * context),
     )
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from draftsmith.drafters.checkpoint import locate, read_metadata
 from draftsmith.drafters.compiled.captured import capture_forwards
+from draftsmith.drafters.interface import ForwardCapturable
 from draftsmith.drafters.options import OPTIONS, DrafterOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.device import device_of, load_target, weight_dtype
@@ -21,7 +22,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.progress import Progress
 from draftsmith.train.data.mixture import Mixture, read_mixture
-from draftsmith.train.doctor.memory import check_fit, refuse_unfit
+from draftsmith.train.doctor.memory import Served, check_fit, refuse_unfit
 from draftsmith.train.doctor.processes import fit_of_all
 from draftsmith.train.plan.candidates import Candidate, Planned, candidates
 from draftsmith.train.plan.config import PlanConfig
@@ -168,25 +169,27 @@ def plan_for(
         drafter.to(device=target.device, dtype=torch.float32),
         tokens=data.tokens,
         epochs=config.epochs,
-        streams=max(config.streams),
-        context=config.context,
         shares=config.target_shares,
         offload=config.target_offload,
         processes=started(),
     )
-    if config.target_offload is not None:
-        # A server holds the whole target, so rounds that read it are none of a server's.
-        return Planned(candidate, cost, {}, expectation, tuple(drafter.taps), {})
     drafter = drafter.to(device=target.device, dtype=target.dtype).eval()
-    if shares_here(config) == 1:
+    offloaded = config.target_offload is not None
+    if offloaded and isinstance(drafter, ForwardCapturable):
+        drafter.capture_forward()
+    elif shares_here(config) == 1 and not offloaded:
         # As the engine does it where there is a CPU.
         capture_forwards(target, drafter)
-    times = {
-        rows: time_rounds(target, drafter, rows=rows, k=config.k, context=config.context)
-        for rows in sorted(set(config.streams))
-    }
-    trees = tree_forecasts(config, target, drafter, expectation)
-    return Planned(candidate, cost, times, expectation, tuple(drafter.taps), trees)
+    needed = Served.of(target, drafter).whole(max(config.streams), config.context)
+    times, trees = {}, {}
+    # A server holds the whole target, so rounds that read it are none of a server's.
+    if not offloaded:
+        times = {
+            rows: time_rounds(target, drafter, rows=rows, k=config.k, context=config.context)
+            for rows in sorted(set(config.streams))
+        }
+        trees = tree_forecasts(config, target, drafter, expectation)
+    return Planned(candidate, cost, times, expectation, tuple(drafter.taps), trees, needed)
 
 
 def tree_forecasts(

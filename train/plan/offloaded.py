@@ -53,7 +53,7 @@ def offloaded_table(planned: list[Planned], found: Offloaded, offload: str, stre
         "with --packing and a large batch_size, or read it once with generate --keep-answers "
         "--store-taps",
         "rounds are not timed: serve holds the whole target, "
-        f"{gib(max(one.cost.serve_memory_bytes for one in planned))} with keys and values of "
+        f"{gib(max(one.serve_memory_bytes for one in planned))} with keys and values of "
         f"{streams} streams at most; plan without --target-offload where it fits",
     )
     return "\n\n".join((rows, *notes))

@@ -84,7 +84,7 @@ def of_candidate(planned: Planned) -> dict[str, Any]:
         "options": planned.candidate.overrides,
         "taps": list(planned.taps),
         "coverage": planned.candidate.coverage,
-        "cost": planned.cost._asdict(),
+        "cost": planned.cost._asdict() | {"serve_memory_bytes": planned.serve_memory_bytes},
         "expected_from": None if expectation is None else expectation.source,
         "streams": {
             str(streams): {

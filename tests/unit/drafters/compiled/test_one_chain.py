@@ -23,6 +23,8 @@ from draftsmith.drafters.options import (
 )
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.suffix import Suffix
+from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.kernels.forward.row_steps import row_steps
 from draftsmith.kernels.products.few_rows import MOST_ROWS
 from draftsmith.kernels.sampling.draw_compiled import ARGUMENTS
@@ -208,6 +210,23 @@ def test_memory_is_taken_by_the_first_round(target: Target) -> None:
     drafts(drafter, round_of(drafter, target, PLAIN, temperature=0.0), at_once=True)
     taken = {id(one): one.untyped_storage() for one in drafter.one_chain._memory.values()}
     assert taken and counted == sum(storage.nbytes() for storage in taken.values())
+
+
+def test_drafts_that_take_turns_share_memory(target: Target) -> None:
+    drafters = [made("eagle3", target) for _ in range(3)]
+    with torch.no_grad():
+        for drafter in drafters[1:]:
+            for parameter in drafter.parameters():
+                parameter.mul_(1.5)
+    first, sharing, alone = drafters
+    given = round_of(first, target, RAGGED, **SAMPLED)
+    expected = [drafts(one, given, at_once=True) for one in (first, alone, first, alone)]
+    assert not torch.equal(expected[0][0].logits, expected[1][0].logits)
+    assert TextFirst(sharing, Suffix()).share_buffers(TextFirst(first, Suffix()))
+    for drafter, one in zip((first, sharing, first, sharing), expected, strict=True):
+        assert_same(drafts(drafter, given, at_once=True), one)
+    assert sharing.one_chain._memory is first.one_chain._memory
+    assert not made("eagle1", target).share_buffers(first)
 
 
 def test_drafts_that_could_not_use_it_have_no_chain(

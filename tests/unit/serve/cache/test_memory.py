@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from draftsmith.drafters.checkpoint import save
 from draftsmith.drafters.heads.eagle3 import Eagle3
+from draftsmith.drafters.interface import buffer_bytes
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.suffix import Suffix
@@ -14,6 +18,8 @@ from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.serve.cache import memory
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
+from draftsmith.serve.requests.route import CANARY
+from draftsmith.train.doctor.memory import Served, check_serving
 
 
 def test_both_pools_fit_what_is_allowed(target: Target) -> None:
@@ -43,6 +49,34 @@ def test_what_a_draft_keeps_from_its_first_round_on_is_counted(
         kept.clear()
         engine = build_engine(target, drafter, config)
         assert engine.scheduler.blocks.num_blocks == plain.num_blocks - 10
+
+
+def test_plan_and_doctor_count_what_a_draft_keeps(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = Eagle3.create(Eagle3Options(), target, seed=1).eval()
+    plain = Served.of(target, head)
+    monkeypatch.setattr(Eagle3, "buffer_bytes", 3 * memory.GIB)
+    for draft in (head, TextFirst(head, Suffix())):
+        assert buffer_bytes(draft) == 3 * memory.GIB
+    served = Served.of(target, head)
+    assert served == plain._replace(buffers=3 * memory.GIB) and plain.buffers == 0
+    assert served.whole(2, 10) - plain.whole(2, 10) == 3 * memory.GIB
+    assert plain.whole(2, 10) - plain.weights == int(20 * plain.per_token)
+    assert "buffers of the draft 3 GiB" in check_serving(target, head, 2).what
+
+
+def test_further_drafts_take_no_buffers_of_their_own(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = Eagle3.create(Eagle3Options(), target, seed=1).eval()
+    save(head, tmp_path / "further", target)
+    asked: list[tuple[object, object]] = []
+    monkeypatch.setattr(Eagle3, "share_buffers", lambda *pair: asked.append(pair))
+    engine = build_engine(target, head, EngineConfig(num_blocks=40))
+    engine.drafts.prepare(str(tmp_path / "further"), "2", CANARY)
+    engine.drafts.apply_swaps()
+    assert asked == [(engine.drafts.served[CANARY].drafter, head)]
 
 
 def test_a_gpu_gives_a_share_of_what_it_has_free(

@@ -158,7 +158,7 @@ def target(tiny_target: Callable[..., str]) -> Target:
 
 def test_costs_are_bytes_that_can_be_counted(target: Target, fast: None) -> None:
     drafter = FAMILIES["eagle3"].create(Eagle3Options(taps=(1, 2, 3)), target, seed=0)
-    cost = cost_of(target, drafter, tokens=1000, epochs=2.0, streams=4, context=64)
+    cost = cost_of(target, drafter, tokens=1000, epochs=2.0)
     parameters = sum(
         parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad
     )
@@ -167,7 +167,7 @@ def test_costs_are_bytes_that_can_be_counted(target: Target, fast: None) -> None
     )
     assert cost.taps_bytes == 1000 * 3 * 32 * 2
     assert cost.train_hours == pytest.approx(2000 / cost.train_tokens_per_s / 3600)
-    assert cost.serve_memory_bytes > cost.draft_bytes and cost.train_memory_bytes > 16 * parameters
+    assert cost.train_memory_bytes > 16 * parameters
     assert not any(parameter.grad is not None for parameter in drafter.parameters())
     assert (
         data_of(10, 5.0).distributions_bytes == 10 * DISTRIBUTION_BYTES
