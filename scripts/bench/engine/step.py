@@ -23,12 +23,13 @@ from torch import nn
 
 from draftsmith.drafters.compiled import replay, rewrite
 from draftsmith.drafters.compiled.captured import capture_forwards, capture_lm
-from draftsmith.drafters.compiled.packed_linear import PackedLinear
+from draftsmith.drafters.compiled.packed_linear import GatedLinear, PackedLinear
 from draftsmith.drafters.interface import DraftInputs
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.attention.paged import PagedPass
+from draftsmith.kernels.forward.row_steps import row_steps
 from draftsmith.kernels.products import few_rows
 from draftsmith.kernels.sampling import random_streams
 from draftsmith.kernels.sampling.draw import draw, draw_torch
@@ -41,6 +42,8 @@ from scripts.bench.engine.kernel_times import kernel_times
 TOKENS = (1, 4, 8)
 DRAFTS = {"eagle3": Eagle3Options(), "mtp": MtpOptions(), "draft-lm": DraftLmOptions()}
 CONTEXT, BLOCK_SIZE, TURNS = 200, 16, 12  # positions before the step; turns of each variant
+GATED = ("gate_proj", "up_proj")
+JOINED = (("q_proj", "k_proj", "v_proj"), GATED)
 PRODUCTS = ("plain", "packed", "captured", "small pages", "bfloat16", "int8")
 # those of a target; else plain
 PRODUCTS_OF = {"captured": "captured", "many calls": "captured", "unfused": "small pages"}
@@ -226,16 +229,38 @@ def target_pass(target: Target, count: int) -> Callable[[], Any]:
     )
 
 
+def captured_products(model: nn.Module) -> list[PackedLinear]:
+    """A model's products as a captured forward has them: of one input in one, a gate within it."""
+    found: list[PackedLinear] = []
+    for parent in model.modules():
+        linears = {
+            name: one.weight.detach()
+            for name, one in parent.named_children()
+            if isinstance(one, nn.Linear)
+        }
+        for names in JOINED:
+            if linears.keys() >= set(names):
+                weights, biases = [linears.pop(name) for name in names], [None] * len(names)
+                steps = row_steps(weights[0].dtype) if names is GATED else None
+                found.append(
+                    PackedLinear(weights, biases)
+                    if steps is None
+                    else GatedLinear(weights, biases, steps)
+                )
+        found += [PackedLinear([weight], [None]) for weight in linears.values()]
+    return found
+
+
 def matmul_variants(model: nn.Module, count: int) -> Variants:
-    """A model's matrices alone: as torch multiplies them, packed by oneDNN, as a capture chooses
-    between the two, and in fewer bits, for drafts to come."""
+    """A model's matrices alone: as torch multiplies them, packed by oneDNN, as a captured forward
+    has them, with its gates, and in fewer bits, for drafts to come."""
     weights = [
         module.weight.detach() for module in model.modules() if isinstance(module, nn.Linear)
     ]
     packed = [torch.ops.mkldnn._reorder_linear_weight(weight, 8) for weight in weights]
-    captured = [PackedLinear([weight], [None]) for weight in weights]
+    captured = captured_products(model)
     with SMALL_PAGES:
-        small_pages = [PackedLinear([weight], [None]) for weight in weights]
+        small_pages = captured_products(model)
     narrow = [torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), 8) for weight in weights]
     scales = [weight.abs().amax(dim=1, keepdim=True) / 127 for weight in weights]
     int8 = [
@@ -255,12 +280,8 @@ def matmul_variants(model: nn.Module, count: int) -> Variants:
             multiply(rows[weight.shape[1]], other, None, "none", [], "")
             for weight, other in zip(weights, packed)
         ],
-        "captured": lambda: [
-            other(rows[weight.shape[1]]) for weight, other in zip(weights, captured)
-        ],
-        "small pages": lambda: [
-            other(rows[weight.shape[1]]) for weight, other in zip(weights, small_pages)
-        ],
+        "captured": lambda: [one(rows[one.weights[0].shape[1]][None]) for one in captured],
+        "small pages": lambda: [one(rows[one.weights[0].shape[1]][None]) for one in small_pages],
         "bfloat16": lambda: [
             multiply(rows[weight.shape[1]].bfloat16(), other, None, "none", [], "").float()
             for weight, other in zip(weights, narrow)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
+from draftsmith.drafters.compiled.captured import capture_lm
+from draftsmith.drafters.compiled.packed_linear import GatedLinear, PackedLinear
+from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.products.few_rows import few_rows
 from scripts.bench.engine import step
 from scripts.paths import ROOT
@@ -44,3 +48,17 @@ def test_a_pass_that_is_not_one_call_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(step, "kernel_times", lambda *given: {})
     with pytest.raises(SystemExit, match="not one call"):
         step.main()
+
+
+@needs_compiler
+def test_products_are_those_of_a_captured_pass() -> None:
+    target = Target.load(str(ROOT / "scripts" / "quickstart_target"), dtype=torch.float32)
+    capture_lm(target)
+    assert target.forwards is not None
+    made = [one for part in target.forwards for one in part._packed]
+    found = step.captured_products(target.model)
+    shapes = [
+        Counter((type(one), tuple(len(weight) for weight in one.weights)) for one in products)
+        for products in (made, found)
+    ]
+    assert shapes[0] == shapes[1] and {GatedLinear, PackedLinear} == {type(one) for one in found}
