@@ -29,9 +29,8 @@ from draftsmith.serve.control.latency import (
 from draftsmith.serve.control.survival import Survival
 
 EARLY, LATE = 4, 32  # rounds of a bucket between two decisions: after a change, and long after
-# Time without drafts between two decisions, long after a change. Rounds that are so short that more
-# than `LATE` of them go into it rest for it: what a choice takes each round is a share of them that
-# can be seen.
+# Time without drafts between two decisions, long after a change; `LATE` rounds where these take
+# longer.
 REST_S = 0.2
 # Least relative gain in tokens per second for a change of k.
 GAIN_WANTED = 0.02
@@ -97,7 +96,8 @@ class AutoControl:
         if bucket is None or bucket.rest == 0:
             return False
         if bucket.rest < self._rounds or bucket.classes != classes:
-            bucket.due = bucket.rounds + TOGETHER if bucket.classes == classes else 0
+            if bucket.rested:  # longer than until the decision that was due
+                bucket.due = bucket.rounds + TOGETHER if bucket.classes == classes else 0
             bucket.rest = 0
             return False
         bucket.rounds += 1
@@ -117,6 +117,8 @@ class AutoControl:
             bucket.request_class = budgets[0].request_class
             self._decide(bucket, Load(number, Counter(budgets), deepest))
         k = bucket.k if bucket.probe is None else bucket.probe
+        if k == 0:
+            return _Plan([0] * len(budgets), number, least_survival=bucket.least_survival)
         ks = [bucket.k_of(budget, k) for budget in budgets]
         scale = share_of_price(sum(ks), len(ks) * max(ks)) if len(ks) > 1 else 1.0
         return _Plan(ks, number, scale, least_survival=bucket.least_survival)
@@ -203,10 +205,15 @@ class AutoControl:
             bucket.last = bucket.due + PROBE_ROUNDS  # as many again where text is read late
 
     def _rest(self, bucket: _State, load: Load) -> None:
-        """Draft nothing for `REST_S`, and measure the last rounds of it."""
+        """Draft nothing until the next decision, and measure the last rounds before it."""
         rounds = int(REST_S / self.latency.seconds(load.number, 0))
         if rounds > LATE:
-            bucket.rest, bucket.rested = self._rounds + rounds - TOGETHER, True
+            bucket.rested = True
+        elif bucket.pause == LATE:
+            rounds = LATE
+        else:
+            return
+        bucket.rest = self._rounds + rounds - TOGETHER
 
     def _worth(self, bucket: _State, load: Load, forecast: Forecast, k: int) -> float:
         """Rounds that a probe of k may save, less those that it costs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import lru_cache
 from math import exp, log, log2, sqrt
 from statistics import fmean, median
 from typing import NamedTuple
@@ -50,6 +51,7 @@ class Bucket(NamedTuple):
         return abs(log2(self.rows / other.rows)) + 0.5 * abs(log2(self.tokens / other.tokens))
 
 
+@lru_cache(maxsize=1024)
 def bucket_of(num_rows: int, num_tokens: int | None = None) -> Bucket:
     """The bucket of a round with `num_tokens` known tokens, drafts not counted; by default none but
     those of the rows."""

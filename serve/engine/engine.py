@@ -295,7 +295,7 @@ class Engine:
     def _taps(self, round: Round) -> tuple[int, ...]:
         """Taps that the pass has to join; none where they may be joined once they are read."""
         taps = self.proposer.taps
-        if not taps or not any(wants_taps(row.request) for row in round.rows):
+        if not taps or not any(map(wants_taps, [row.request for row in round.rows])):
             return ()
         if (
             round.proposal is None

@@ -131,9 +131,10 @@ class Scheduler:
                     stats.prefix_cache_hits += row.begin
 
     def _decode(self, schedule: Schedule, deciding: list[Request], reads_prompts: bool) -> None:
-        for request in deciding:
-            if request.k > 0 and self.draft_positions is not None:
-                self._end_drafting(request)
+        if self.draft_positions is not None:
+            for request in deciding:
+                if len(request.tokens) >= self.draft_positions:
+                    self._end_drafting(request)
         schedule.plan = self._plan(deciding, self._pending(reads_prompts))
         reading = reads_prompts and any(
             request.prefilling and request.num_output > 0 for request in self.running
@@ -188,7 +189,10 @@ class Scheduler:
         return self.control.choose(budgets, num_tokens)
 
     def _most_drafted(self, request: Request) -> int:
-        return min(_most_drafted(request), self._draftable(request))
+        most = _most_drafted(request)
+        if self.draft_positions is None:
+            return most
+        return max(0, min(most, self.draft_positions - len(request.tokens)))
 
     def _pending(self, reads_prompts: bool) -> int:
         """Prompt tokens that could be fed: k is chosen before it is known what is, because drafts

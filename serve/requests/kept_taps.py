@@ -22,7 +22,8 @@ class SharedTaps:
     def __init__(self, requests: Sequence[Request]):
         # Not the drafts themselves, which hold what reads this.
         self._drafts = [weakref.ref(request.draft) for request in requests]
-        self._joined: list[torch.Tensor] = []  # [B, width] each
+        self._num_passes = 0
+        self._joined: list[torch.Tensor] = []  # [passes, B, width] each
         self._late: list[Sequence[torch.Tensor]] = []  # [1, B, H] each, after those joined
         self._taps: tuple[int, ...] = ()  # of `_late`
         for index, request in enumerate(requests):
@@ -31,33 +32,34 @@ class SharedTaps:
 
     def are_of(self, requests: Sequence[Request]) -> bool:
         """True when these are the rows, none of which has started again."""
-        return len(requests) == len(self._drafts) and all(
-            request.draft is draft() for request, draft in zip(requests, self._drafts, strict=True)
-        )
+        # Drafts are equal where they are the same.
+        return [request.draft for request in requests] == [draft() for draft in self._drafts]
 
     def __len__(self) -> int:
-        return len(self._joined) + len(self._late)
+        return self._num_passes
 
     def add(self, taps: torch.Tensor) -> None:
         """Keep a pass [B, width]."""
-        self.passes().append(taps)
+        self.passes().append(taps[None])
+        self._num_passes += 1
 
     def add_late(self, states: Sequence[torch.Tensor], taps: tuple[int, ...]) -> None:
         """Keep a pass whose taps are still to be joined of its `states`, by 1 + raw id."""
         self._late.append(states)
+        self._num_passes += 1
         self._taps = taps
         if len(self._late) == MOST_LATE:
             self.passes()
 
     def passes(self) -> list[torch.Tensor]:
-        """All passes, joined."""
+        """All passes in their order, [passes, B, width] each."""
         if self._late:
             import torch
 
             parts = [
                 torch.cat([states[1 + tap] for states in self._late]) for tap in self._taps
             ]  # [passes, B, H] each
-            self._joined.extend(torch.cat(parts, dim=-1).unbind())
+            self._joined.append(torch.cat(parts, dim=-1))
             self._late = []
         return self._joined
 
@@ -75,9 +77,15 @@ class RowTaps:
         """[n, width]"""
         import torch
 
-        passes = self._shared.passes()
-        pieces = [one[self._row : self._row + 1] for one in passes[wanted]]
-        return torch.cat(pieces) if pieces else passes[0][:0]
+        begin, end, _ = wanted.indices(len(self))
+        pieces, position = [], 0
+        for passes in self._shared.passes():
+            count = passes.shape[0]
+            if position < end and begin < position + count:
+                pieces.append(passes[max(begin - position, 0) : end - position, self._row])
+            position += count
+        # A copy: a view would keep the taps of the other rows alive.
+        return torch.cat(pieces) if pieces else passes[:0, self._row]
 
 
 def reads_taps(request: Request) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from draftsmith.serve.control.control import MAX_AUTO_K
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.sampling.params import SamplingParams
-from scripts.bench.engine import auto_parts
+from scripts.bench.engine import auto_parts, auto_where
 from scripts.bench.engine.auto_parts import AGAIN, AUTO, IDLE, NONE
 from scripts.bench.markdown_table import header, line
 from scripts.demo.pad_target import target_of
@@ -101,16 +102,17 @@ def measure(
     temperature: float,
     streams: int,
 ) -> list[Row]:
-    """Rows of one load. The engines take turns at every group of requests, every other time
-    backwards; the first turn warms up."""
+    """Rows of one load. The engines take turns at every group of requests; the first turn warms
+    up."""
     groups = [prompts[begin : begin + streams] for begin in range(0, len(prompts), streams)]
     for player in found.values():
         player.forget()
+    order, chance = list(found), random.Random(0)
     for turn in range(options.repeats + 1):
-        for number, group in enumerate(groups):
-            order = list(found.values())
-            for player in order if (turn + number) % 2 == 0 else reversed(order):
-                player.answer(group, temperature, options.max_tokens)
+        for group in groups:
+            order = next_order(order, chance)
+            for name in order:
+                found[name].answer(group, temperature, options.max_tokens)
         for player in found.values():
             player.end_turn()
             if turn == 0:
@@ -129,6 +131,15 @@ def measure(
             }
         )  # fmt: skip
     return with_best(rows)
+
+
+def next_order(before: Sequence[str], chance: random.Random) -> list[str]:
+    """Another order of the same engines, in which none follows itself: it would find its weights
+    in the caches, which the others do not."""
+    while True:
+        order = chance.sample(before, len(before))
+        if order[0] != before[-1]:
+            return order
 
 
 def with_best(rows: list[Row]) -> list[Row]:
@@ -174,6 +185,12 @@ def arguments() -> argparse.Namespace:
         help="CPU time of a round without drafts by the parts of k auto, engines in turns at "
         "every round",
     )
+    parser.add_argument(
+        "--where",
+        action="store_true",
+        help="CPU time of k auto over no draft by the kind of round, engines in turns at every "
+        "round",
+    )
     parser.add_argument("--out", type=Path, help="write the JSON here too")
     options = parser.parse_args()
     options.draft = options.draft or options.run / "eagle3"
@@ -187,6 +204,9 @@ def loads(
     if options.parts:
         found = auto_parts.parts(options, target)
         return partial(auto_parts.measure, found, prompts, options), auto_parts.table
+    if options.where:
+        booked = auto_where.watched(options, target)
+        return partial(auto_where.measure, booked, prompts, options), auto_where.table
     return partial(measure, players(options, target), prompts, options), table
 
 

@@ -21,6 +21,7 @@ from draftsmith.serve.control.control import MAX_AUTO_K, Control, FixedControl
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.sampling.params import SamplingParams
+from scripts.bench.engine.round import calls
 from scripts.bench.markdown_table import header, line
 
 NONE, AGAIN, IDLE, AUTO = "no draft", "no draft, again", "idle draft", "k auto"
@@ -92,7 +93,7 @@ def measure(
         part.all_s, part.rounds = [], Counter()
     for turn in range(options.repeats + 1):
         for group in groups:
-            _answer(found, group, options.max_tokens, temperature, chance, counts=turn > 0)
+            _answer(found, group, options, temperature, chance, counts=turn > 0)
     plain_s = {name: kind(found[NONE].all_s) for name, kind in KINDS.items()}
     return [
         {
@@ -100,6 +101,7 @@ def measure(
             **{f"{key}_us": 1e6 * kind(part.all_s) for key, kind in KINDS.items()},
             **{f"{key}_more_us": 1e6 * (kind(part.all_s) - plain_s[key]) for key, kind in KINDS.items()},
             "over_none": plain_s["mean"] / _mean(part.all_s),
+            "calls": calls(part.engine, prompts[:streams], _params(part, options, temperature)),
             "rounds_by_k": dict(sorted(part.rounds.items())),
         }
         for name, part in found.items()
@@ -117,10 +119,16 @@ KINDS: dict[str, Callable[[Sequence[float]], float]] = {
 }
 
 
+def _params(part: Part, options: argparse.Namespace, temperature: float) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=options.max_tokens, temperature=temperature, ignore_eos=True, k=part.k
+    )
+
+
 def _answer(
     found: dict[str, Part],
     prompts: Sequence[list[int]],
-    num_tokens: int,
+    options: argparse.Namespace,
     temperature: float,
     chance: random.Random,
     *,
@@ -128,9 +136,7 @@ def _answer(
 ) -> None:
     requests, before = {}, {}
     for name, part in found.items():
-        params = SamplingParams(
-            max_tokens=num_tokens, temperature=temperature, ignore_eos=True, k=part.k
-        )
+        params = _params(part, options, temperature)
         requests[name] = [part.engine.submit(prompt, params) for prompt in prompts]
         before[name] = Counter(part.engine.stats.rounds_by_k)
     busy = list(found)
@@ -159,6 +165,7 @@ def table(rows: Sequence[Row]) -> list[str]:
         "mean us",
         "more",
         "/ no draft",
+        "calls",
         "rounds at k",
     )
     for row in rows:
@@ -166,5 +173,5 @@ def table(rows: Sequence[Row]) -> list[str]:
         shares = ", ".join(f"{k}: {n / total:.1%}" for k, n in row["rounds_by_k"].items())
         cells = (row["engine"], f"{row['temperature']:g}", row["streams"])
         numbers = [f"{row[name]:.0f}" for name in ("median_us", "median_more_us", "mean_us", "mean_more_us")]  # fmt: skip
-        lines.append(line(*cells, *numbers, f"{row['over_none']:.3f}", shares))
+        lines.append(line(*cells, *numbers, f"{row['over_none']:.3f}", row["calls"], shares))
     return lines

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
+from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from scripts.bench.engine import auto
+from scripts.bench.engine import auto, auto_where
 
 
 @pytest.fixture
@@ -52,6 +55,19 @@ def test_ratios_are_those_of_the_same_turn(rows: list[auto.Row]) -> None:
             assert row["lowest"] == row["highest"] == 1.0
 
 
+def test_no_engine_follows_itself() -> None:
+    """And each is as often behind every other."""
+    names, chance = ["a", "b", "c", "d"], random.Random(0)
+    played: list[str] = list(names)
+    order = names
+    for _ in range(600):
+        order = auto.next_order(order, chance)
+        assert sorted(order) == names
+        played += order
+    pairs = Counter(pairwise(played))
+    assert len(pairs) == 12 and max(pairs.values()) < 1.4 * min(pairs.values())
+
+
 def test_the_best_fixed_k_may_be_none() -> None:
     def of(engine: str, over_none: float) -> auto.Row:
         return {"engine": engine, "over_none": over_none}
@@ -77,5 +93,37 @@ def test_parts_are_engines_that_draft_nothing_but_k_auto(
     for row in rows:
         assert f"| {row['engine']} | {row['temperature']:g} |" in told
         assert row["engine"] == auto.AUTO or set(row["rounds_by_k"]) == {"0"}
+        assert row["calls"] > 50 or row["engine"] == auto.AUTO, "whose answers end soon"
         if row["engine"] == auto.NONE:
             assert row["over_none"] == 1.0 and row["mean_more_us"] == 0.0
+
+
+def test_time_over_no_draft_is_booked_by_the_kind_of_round(
+    tiny_target: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "target").symlink_to(tiny_target("llama"))
+    sizes = "--where --prompts 2 --prompt-tokens 6 --max-tokens 24 --repeats 2 --streams 1"
+    folders = f"--run {tmp_path} --draft {tmp_path / 'target'} --out {tmp_path / 'where.json'}"
+    monkeypatch.setattr("sys.argv", ["auto", *folders.split(), *sizes.split()])
+    auto.main()
+    rows = json.loads((tmp_path / "where.json").read_text())["rows"]
+    told = capsys.readouterr().out
+    assert len(rows) == 2 * 2 * 3
+    for row in rows:
+        assert f"| {row['engine']} | {row['temperature']:g} | 1 | {row['turns']} |" in told
+        answers = 2 if row["turns"] == "first" else 4
+        rounds = row["rounds"]
+        assert rounds[auto_where.PROMPTS] == rounds[auto_where.ARRIVALS] == answers
+        drafted = rounds[auto_where.LATE] + rounds[auto_where.DRAFTED]
+        if row["engine"] == auto.AUTO:
+            assert rounds[auto_where.MEASURED] + rounds[auto_where.REST] + drafted > 0
+            begins = row["turns"] == "first" and row["temperature"] == 0
+            assert drafted > 0 or not begins, "before anything is known it drafts"
+        else:
+            assert rounds[auto_where.REST] == 23 * answers and drafted == 0
+        for kind, count in rounds.items():
+            shares = row["more_us"][kind] * count / 1e6 / row["none_s"]
+            assert row["share"][kind] == pytest.approx(shares)

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from draftsmith.serve.control.auto import LATE, REST_S, AutoControl
+from draftsmith.serve.control.auto import LATE, REST_S, AutoControl, _State
 from draftsmith.serve.control.control import RoundResult, RowBudget, RowResult, rest_plan
+from draftsmith.serve.control.forecast import Load
 from draftsmith.serve.control.latency import TOGETHER
 from scripts.bench.engine.control import noticed_ms, scenarios
 
@@ -66,8 +67,37 @@ def test_rests_end_in_time_and_with_rounds_that_are_measured() -> None:
     assert len(measured) > 10 and min(measured) >= TOGETHER
 
 
-def test_rounds_that_take_long_are_all_measured() -> None:
-    assert not any(play(AutoControl(), 3000, round_s=REST_S / LATE))
+def test_rounds_that_take_long_rest_until_the_decision_that_is_due() -> None:
+    rests = "".join("r" if one else "m" for one in play(AutoControl(), 3000, round_s=REST_S / LATE))
+    assert rests.count("r") >= 0.6 * len(rests[1000:])
+    assert max(map(len, rests.split("m"))) <= LATE - TOGETHER
+    assert min(len(part) for part in rests.strip("m").split("r") if part) >= TOGETHER
+
+
+@pytest.mark.parametrize("every", [20, 50])
+def test_a_rest_of_long_rounds_moves_no_decision(
+    every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows, of which every so often one is of another class."""
+    decide = AutoControl._decide
+
+    def decided() -> tuple[list[int], int]:
+        control, rounds, at_rest = AutoControl(), [], 0
+
+        def noted(self: AutoControl, bucket: _State, load: Load) -> None:
+            rounds.append(number)
+            decide(self, bucket, load)
+
+        monkeypatch.setattr(AutoControl, "_decide", noted)
+        for number in range(3000):
+            rows = ["a", "c" if number % every == every - 1 else "a"]
+            at_rest += play_round(control, rows, 2, round_s=REST_S / LATE) is None
+        return rounds, at_rest
+
+    found, at_rest = decided()
+    monkeypatch.setattr(AutoControl, "_rest", lambda *unused: None)
+    assert decided() == (found, 0)
+    assert at_rest > 500
 
 
 @pytest.mark.parametrize("load", [({"b"}, 1, 1), ({"a"}, 2, 2), ({"a"}, 1, 31)])

@@ -21,6 +21,7 @@ from draftsmith.serve.requests.kept_taps import RowTaps
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.requests.tap_log import TapLog
 from draftsmith.serve.sampling.params import SamplingParams
+from scripts.bench.engine.round import calls
 
 PROMPTS = [[2, 3, 5, 7, 11], [13, 17, 19], [23, 29, 31, 37, 41, 43]]
 
@@ -169,3 +170,16 @@ def test_taps_that_cannot_be_joined_are_an_error(
     engine.step()
     with pytest.raises(AssertionError, match="need the states"):
         engine.step()
+
+
+@pytest.mark.parametrize("streams", [1, 8])
+def test_a_round_at_rest_calls_few_functions_more_than_one_without_a_draft(
+    streams: int, target: Target, head: Eagle3
+) -> None:
+    """Nor more of them where it has more rows."""
+    plain = build_engine(target, None, EngineConfig())
+    resting = build_engine(target, head, EngineConfig(k=3, adaptive=True))
+    resting.scheduler.control = Resting(range(0))
+    prompts = [[2 + row, 3, 5] for row in range(streams)]
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    assert calls(resting, prompts, params) <= calls(plain, prompts, params) + 16

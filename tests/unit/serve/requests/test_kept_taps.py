@@ -7,7 +7,13 @@ import weakref
 
 import torch
 
-from draftsmith.serve.requests.kept_taps import SharedTaps, drop_taps, keep_taps, wants_taps
+from draftsmith.serve.requests.kept_taps import (
+    MOST_LATE,
+    SharedTaps,
+    drop_taps,
+    keep_taps,
+    wants_taps,
+)
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.requests.tap_log import TapLog
 from draftsmith.serve.sampling.params import SamplingParams
@@ -42,6 +48,31 @@ def test_passes_that_are_shared_give_each_row_its_own_taps() -> None:
     assert rows[1].draft.taps == rows[2].draft.taps == []
     assert rows[0].draft.taps[0][1:3].tolist() == [[1, 1], [2, 1]]
     assert rows[0].draft.taps[0][5:].shape == (0, 2)
+
+
+def test_a_part_of_the_passes_is_that_of_its_positions() -> None:
+    """However the passes were joined."""
+    rows = [request("a"), request("b")]
+    shared = SharedTaps(rows)
+    for position in range(MOST_LATE + 6):
+        taps = torch.tensor([[float(position), 0.0], [100.0 + position, 0.0]])
+        passed(shared, taps, late=position not in (3, 4))
+    (piece,) = rows[1].draft.taps
+    positions = list(range(MOST_LATE + 6))
+    for begin in range(len(positions) + 2):
+        for end in range(begin, len(positions) + 2):
+            found = piece[begin:end]
+            assert found.shape == (len(positions[begin:end]), 2)
+            assert found[:, 0].tolist() == [100.0 + one for one in positions[begin:end]]
+
+
+def test_a_part_of_the_passes_does_not_hold_the_others() -> None:
+    rows = [request("a"), request("b")]
+    shared = SharedTaps(rows)
+    for _ in range(MOST_LATE):
+        passed(shared, torch.zeros(2, 2), late=True)
+    part = rows[0].draft.taps[0][2:4]
+    assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
 
 
 def test_rows_are_the_same_while_none_starts_again() -> None:
