@@ -51,29 +51,31 @@ class Adjustments:
         """True where the host needs the drafted tokens."""
         return any(state is not None and state.reads_tokens for state in self.states)
 
+    @cached_property
+    def _runs_processors(self) -> bool:
+        return any(state is not None and state.params.logits_processors for state in self.states)
+
     def __call__(
         self, logits: torch.Tensor, rows: torch.Tensor, prefixes: list[list[int]] | torch.Tensor
     ) -> torch.Tensor:
         """A new tensor [R, V] of draft logits; row r is that of request `rows[r]` behind the
         drafted tokens `prefixes[r]`, of a tensor those that are not negative.
 
-        Where a look at the device costs a wait, what the host works out from the tokens is left out
-        behind drafted ones: drafts need not follow it, as verification does.
+        What the host works out from drafted tokens takes one look at the device.
         """
         if isinstance(prefixes, list):
             return self.apply(logits, rows.tolist(), prefixes)
-        looks = reads_freely(rows.device)
-        owners = rows.tolist() if looks else None
+        owners = rows.tolist() if reads_freely(rows.device) else None
         adjusted = logits.clone()
         self._tables_on(logits.device).apply(adjusted, rows, prefixes, owners)
         if not self.reads_tokens:
             return adjusted
-        if owners is not None:
-            host = [[token for token in row if token >= 0] for row in prefixes.tolist()]
-            self._on_host(adjusted, rows, owners, host)
-        elif prefixes.shape[1] == 0:
+        if owners is None and prefixes.shape[1] == 0 and not self._runs_processors:
             which, forbidden = self._next_on(logits)
-            adjusted.masked_fill_(forbidden[which[rows]], -torch.inf)
+            return adjusted.masked_fill_(forbidden[which[rows]], -torch.inf)
+        known: list[list[int]] = torch.cat([rows[:, None], prefixes], dim=1).tolist()
+        drafted = [[token for token in row[1:] if token >= 0] for row in known]
+        self._on_host(adjusted, rows, [row[0] for row in known], drafted)
         return adjusted
 
     def apply(

@@ -1,9 +1,9 @@
 """A request's own transformers `LogitsProcessor`s: which can be honoured, and how they are called.
 
 Demanded is a pure function of (input_ids [1, n], scores [1, V]). It is called once for every
-position of every round, in verifying and, on a CPU, in drafting, on texts that grow by drafted
-tokens and shrink again when those fall; what it returns for a text must not depend on what it was
-called with before.
+position of every round, in drafting and in verifying, on texts that grow by drafted tokens and
+shrink again when those fall; what it returns for a text must not depend on what it was called with
+before.
 """
 
 from __future__ import annotations

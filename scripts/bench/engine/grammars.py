@@ -1,5 +1,5 @@
-"""Acceptance under a grammar where drafts heed its masks at every drafted token, as on a CPU, and at
-the first one alone, as on a device; `scripts/bench_round --grammars`.
+"""Acceptance under a grammar where drafts heed its masks at every drafted token, as they do, and at
+the first one alone, which would save a GPU waits; `scripts/bench_round --grammars`.
 
 Prompts are records of JSON, whose next one the target writes, or source code, which it was trained
 on and would go on with.
@@ -24,7 +24,7 @@ from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.sampling import adjustments
+from draftsmith.serve.sampling.adjustments import Adjustments
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.sampling.params import SamplingParams
 from scripts.bench.markdown_table import header, line
@@ -81,14 +81,20 @@ PROMPTS = {"records": records, "code": code}
 
 @contextmanager
 def masked(*, at_first_alone: bool) -> Iterator[None]:
-    """Drafts of an engine on this CPU, as they would be on a device or as they are here."""
-    looks = adjustments.reads_freely
+    """Drafts of an engine with masks of every drafted token, or of the first alone."""
+    adjust = Adjustments.__call__
+
+    def first(
+        self: Adjustments, logits: torch.Tensor, rows: torch.Tensor, prefixes: torch.Tensor
+    ) -> torch.Tensor:
+        return logits.clone() if prefixes.shape[1] else adjust(self, logits, rows, prefixes)
+
     if at_first_alone:
-        adjustments.reads_freely = lambda device: False
+        Adjustments.__call__ = first  # type: ignore[method-assign]
     try:
         yield
     finally:
-        adjustments.reads_freely = looks
+        Adjustments.__call__ = adjust  # type: ignore[method-assign]
 
 
 def tau(

@@ -23,7 +23,6 @@ from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.round import RowSampling
 from draftsmith.serve.engine.scheduler import Row
 from draftsmith.serve.requests.request import Request, RequestOptions, Update
-from draftsmith.serve.sampling import adjustments
 from draftsmith.serve.sampling.adjustments import Adjustments
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.sampling.params import SamplingParams
@@ -182,23 +181,6 @@ def test_the_joint_distribution_of_answers_is_the_enumerated_one(
     found = fit(target, drafter, CONFIG, CASES[name], distribution)
     assert found.p_value > FALSE_ALARM, found
     assert detectable_bias(NUM_SAMPLES, found.degrees, FALSE_ALARM) < 0.15
-
-
-@pytest.mark.parametrize("name", ["bans", "grammar"])
-def test_the_joint_distribution_where_masks_reach_the_first_drafted_token_alone(
-    target: Target, drafter: DraftLm, adjusted: Callable, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """As on a device, where each further look would be a wait."""
-    monkeypatch.setattr(adjustments, "reads_freely", lambda device: False)
-    params = CASES[name]
-    if params.grammar is not None:
-        # Few enough that drafts are in the grammar by chance.
-        letters = [target.tokenizer().encode(letter)[0] for letter in "abcd"]
-        params = replace(params, allowed_token_ids=(*letters, *target.eos_token_ids))
-    distribution = enumerated(target, params, adjusted)
-    found = fit(target, drafter, CONFIG, params, distribution)
-    assert found.p_value > FALSE_ALARM, found
-    assert detectable_bias(NUM_SAMPLES, found.degrees, FALSE_ALARM) < 0.2
 
 
 @pytest.mark.parametrize("tree", TREES)
