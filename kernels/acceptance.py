@@ -199,7 +199,8 @@ class AcceptanceCounts:
                 raise ValueError(
                     f"a round accepted {num_accepted} of {num_offered} offered tokens; it cannot"
                 )
-            self._reserve(num_offered)
+            if num_offered > len(self.offered):
+                self._reserve(num_offered)
             for position in range(min(num_offered, num_accepted + 1)):
                 self.offered[position] += 1
                 self.accepted[position] += position < num_accepted

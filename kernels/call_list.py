@@ -114,7 +114,7 @@ class CallList:
 
     def __init__(self, function: Any, calls: Sequence[Call], held: Sequence[Any]):
         self._function, self.held = function, held
-        self.calls = (_Call * len(calls))(*map(_packed, calls))
+        self.calls = (_Call * len(calls))(*map(packed, calls))
 
     def __call__(
         self, bases: Sequence[int], tokens: int, rows: RowAddresses, layers: torch.Tensor
@@ -136,15 +136,16 @@ class CallList:
         return outcome != NO_ROW
 
 
-def _packed(call: Call) -> _Call:
-    packed = _Call(call.kind)
+def packed(call: Call) -> _Call:
+    """As the source has it."""
+    made = _Call(call.kind)
     if call.function is not None:
-        packed.function = ctypes.cast(call.function, ctypes.c_void_p).value
+        made.function = ctypes.cast(call.function, ctypes.c_void_p).value
     for index, place in enumerate(call.places):
-        packed.places[index] = _Place(*place)
-    packed.numbers[: len(call.numbers)] = list(call.numbers)
-    packed.reals[: len(call.reals)] = list(call.reals)
-    return packed
+        made.places[index] = _Place(*place)
+    made.numbers[: len(call.numbers)] = list(call.numbers)
+    made.reals[: len(call.reals)] = list(call.reals)
+    return made
 
 
 def call_list(calls: Sequence[Call], held: Sequence[Any] = ()) -> CallList | None:

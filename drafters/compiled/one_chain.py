@@ -123,11 +123,12 @@ class OneChain:
             return False
         if sampler.vocab_map is None and self._vocab > sampler.shape[2]:
             return False
-        layers = self._step.layers(inputs.own_pool)
+        pool = inputs.own_pool
+        layers = self._step.layers(pool)
         if layers is None or not self._lock.acquire(blocking=False):
             return False
         try:
-            depth = self._drawn(inputs, sampler, layers)
+            depth = self._drawn(inputs, sampler, layers, pool.block_size)
             if depth is None:
                 return False
             if depth < sampler.depth:
@@ -140,7 +141,7 @@ class OneChain:
         return True
 
     def _drawn(
-        self, inputs: DraftInputs, sampler: DraftSampler, layers: torch.Tensor
+        self, inputs: DraftInputs, sampler: DraftSampler, layers: torch.Tensor, block_size: int
     ) -> int | None:
         taps = None if inputs.taps is None else inputs.taps.to(self._dtype).contiguous()
         tables, seeds, rows = inputs.block_tables.contiguous(), inputs.seeds, inputs.sampling
@@ -152,7 +153,6 @@ class OneChain:
         )  # fmt: skip
         pointers = [None if one is None else one.data_ptr() for one in tensors]
         width = 0 if taps is None else taps.shape[1] * taps.itemsize
-        block_size = inputs.own_pool.block_size
         round = Round(*pointers, width, *sampler.shape, tables.shape[1], block_size)
         if not self._listed:
             self._allocate()

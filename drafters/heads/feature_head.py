@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import torch
 from transformers import LlamaConfig
@@ -111,6 +112,10 @@ class FeatureHead(HasRotary, ForwardCapturable, Capturable):
             return self.fuse(taps)
         return self._captured.fuse(taps.to(self.head_weight().dtype))  # captured of its own type
 
+    @cached_property
+    def _vocab_size(self) -> int:
+        return self.config.vocab_size  # which takes three calls
+
     @property
     @abstractmethod
     def vocab_map(self) -> torch.Tensor | None: ...
@@ -156,7 +161,7 @@ class FeatureHead(HasRotary, ForwardCapturable, Capturable):
             with torch.no_grad():
                 return FeatureHead.propose(self, inputs)
         self.refresh()
-        sampler = DraftSampler(inputs, vocab_size=self.config.vocab_size, vocab_map=self.vocab_map)
+        sampler = DraftSampler(inputs, vocab_size=self._vocab_size, vocab_map=self.vocab_map)
         draft_chain(self, inputs, sampler, self._graphs)
         return sampler.proposal()
 

@@ -99,6 +99,7 @@ class CausalLM:
         patch(model)
         self._body_name = body_name(model)
         self.layers = decoder_layers(self.body, self.config.num_hidden_layers)
+        self.num_layers = len(self.layers)
         self.eos_token_ids = end_of_text_ids(model)
         self._head = _head_alone(model, self._body_name)
         self._unused_mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=model.device)
@@ -149,10 +150,6 @@ class CausalLM:
     @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.layers)
 
     @property
     def hidden_size(self) -> int:

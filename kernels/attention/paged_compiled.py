@@ -64,20 +64,19 @@ class CompiledContext(GatheredContext):
         begins = (0, *itertools.accumulate(self._row_lengths))
         self._begins = repeated_numbers(begins, self._lengths.device)
         self._longest_row = max(self._row_lengths, default=0)
-        self._rows = (
-            self._tables.data_ptr(),
-            self._ends.data_ptr(),
-            self._lengths.data_ptr(),
-            self._begins.data_ptr(),
-            len(self._row_lengths),
-        )
-
-    @property
-    def row_addresses(self) -> RowAddresses | None:
-        """Valid as long as this object; None where a row is a tree."""
-        if self.tree is not None:
-            return None
-        return RowAddresses(*self._rows, self._longest_row, self._tables.shape[1], self.block_size)
+        # Valid as long as this object; None where a row is a tree.
+        self.row_addresses: RowAddresses | None = None
+        if tree is None:
+            self.row_addresses = RowAddresses(
+                self._tables.data_ptr(),
+                self._ends.data_ptr(),
+                self._lengths.data_ptr(),
+                self._begins.data_ptr(),
+                len(self._row_lengths),
+                self._longest_row,
+                self._tables.shape[1],
+                block_size,
+            )
 
     def takes(
         self,
@@ -130,6 +129,8 @@ class CompiledContext(GatheredContext):
                 softcap=softcap,
                 sinks=sinks,
             )
+        rows = self.row_addresses
+        assert rows is not None  # neither `takes` nor `_is_plain` lets a tree come here
         query = _of_stride_one(query)
         _, heads, num_tokens, key_dim = query.shape
         _, kv_heads, value_dim = values.shape
@@ -146,10 +147,10 @@ class CompiledContext(GatheredContext):
             keys.data_ptr(),
             values.data_ptr(),
             out.data_ptr(),
-            *self._rows,
+            *rows[:5],
             longest,
-            self._tables.shape[1],
-            self.block_size,
+            rows.table_width,
+            rows.block_size,
             heads,
             kv_heads,
             key_dim,

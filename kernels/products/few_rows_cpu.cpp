@@ -31,7 +31,9 @@ typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 constexpr int64_t kNear = 32;  // rows that a part of the width meets in a run
 // Of the width: its products are summed apart, and its weights stay near until all rows met them.
 constexpr int64_t kPart = 512;
-constexpr int64_t kAhead = 12288;  // bytes of weights that are asked for early, past a page: some hundred ns
+constexpr int64_t kAhead = 8192;  // bytes of weights that are asked for early
+// Those behind them that arrive while a row's gates of a group are computed.
+constexpr int64_t kGateAhead = 768, kLine = 64;
 // Weights of so many bytes are gone from the caches before the next pass reads them: they are kept out
 // of these, for what else a round reads, such as a draft's weights.
 constexpr int64_t kStreamed = 4 << 20;
@@ -209,14 +211,18 @@ void multiply_near(const Product<T>& p, int64_t group, const T* weights) {
   }
 }
 
-// silu(x) * factor of rows of `kGroup` numbers, of which `count` are meant. Apart from the sums: beside
-// them the compiler keeps too little in registers.
+// silu(x) * factor of rows of `kGroup` numbers, of which `count` are meant; weights from `ahead` on, if
+// given, are asked for meanwhile. Apart from the sums: beside them the compiler keeps too little in
+// registers.
 template <typename T>
 DRAFTSMITH_ONCE void gate(const T* x, const T* factor, T* out, int64_t num_rows, int64_t count,
-                          int64_t out_stride) {
-  for (int64_t r = 0; r < num_rows; r++)
+                          int64_t out_stride, const char* ahead) {
+  for (int64_t r = 0; r < num_rows; r++) {
+    if (ahead)
+      for (int64_t i = 0; i < kGateAhead; i += kLine, ahead += kLine) __builtin_prefetch(ahead, 0, 0);
     for (int64_t i = 0; i < count; i++)
       narrow(gated(x[r * kGroup + i], factor[r * kGroup + i]), out + r * out_stride + i);
+  }
 }
 
 // The same of a gated product, where `weights` of the group's factors lie behind the gate's.
@@ -235,8 +241,9 @@ void multiply_gated_near(const Product<T>& p, int64_t group, const T* weights) {
         store(sums[r][b] + bias, halves[half] + r * kGroup + begin);
     }
   }
+  const char* ahead = (const char*)(weights + 2 * kBlocks * kLanes * p.width) + kAhead;
   gate(halves[0], halves[1], p.out + first, p.num_rows, rest < kGroup ? rest : kGroup,
-       p.num_outputs);
+       p.num_outputs, p.streams ? ahead : nullptr);
 }
 
 template <typename T, bool kGated, int kBlocks>

@@ -88,8 +88,7 @@ def verify_chain_compiled(
     done = kernel(
         *rows_of(logits, rows),
         *[None if part is None else part.data_ptr() for part in (tokens, lengths, q_logits)],
-        0 if tokens is None else len(tokens),
-        0 if tokens is None else tokens.shape[1],
+        *((0, 0) if tokens is None else tokens.shape),
         seeds,
         positions,
         accepted,

@@ -16,7 +16,7 @@ from draftsmith.kernels.verify.chain_compiled import Drafts
 
 def takes_rounds(device: torch.device) -> bool:
     """True where `verify_logits` decides a round without a look at the device."""
-    return choose("auto", device, torch.float32) == "triton"
+    return device.type != "cpu" and choose("auto", device, torch.float32) == "triton"
 
 
 def verify_logits(

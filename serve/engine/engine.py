@@ -237,7 +237,7 @@ class Engine:
                 tables, upload = sampling.send(tables, *foreseen)
             num_unread = 0
             for row in schedule.drafting:
-                num_unread += row.request.num_tokens - row.request.draft.cached
+                num_unread += len(row.request.tokens) - row.request.draft.cached
             return Round(schedule, rows, tables, sampling, num_unread, begun_s, upload)
 
     def _foreseen(
@@ -262,6 +262,8 @@ class Engine:
             params = sampling.params[:count]
             greedy = self.config.draft_sampling == "greedy"
             temperatures = draft_temperatures(params, greedy=greedy)
+            # The host of a CPU has them at once.
+            read = round.upload is None or not decides_late(sampling)
             round.proposal = self.proposer.propose(
                 rows,
                 round.tables[:count],
@@ -269,7 +271,7 @@ class Engine:
                 sampling.draft_seeds(count),
                 adjust=sampling.adjust,
                 least_survival=0.0 if plan is None else plan.least_survival,
-                budgets=sampling.budgets[:count] if decides_late(sampling) else None,
+                budgets=None if read else sampling.budgets[:count],
                 upload=round.upload,
             )
             reads_tokens = sampling.adjust is not None and sampling.adjust.reads_tokens
@@ -307,13 +309,14 @@ class Engine:
         return taps
 
     def _verify(self, round: Round) -> None:
-        if not round.schedule.num_deciding:
+        num_deciding = round.schedule.num_deciding
+        if not num_deciding:
             round.verified = VerifyOutput([], [])
             return
         with self.stats.phases["sample"]:
             round.verified = verify_round(
                 round.output.logits,
-                round.chains[: round.schedule.num_deciding],
+                round.chains[:num_deciding],
                 round.proposal,
                 round.sampling,
                 self.rule,

@@ -171,12 +171,12 @@ def _checked_trees(proposal: RoundProposal, host_rows: Sequence[list[int]]) -> R
 def _checked_chains(
     proposal: Proposal, chains: list[list[int]], host_rows: Sequence[list[int]]
 ) -> RoundProposal:
-    width, lengths = proposal.tokens.shape[1], [row[0] for row in host_rows]
-    usable, has_mass = _usable(lengths, [row[1 + width :] for row in host_rows])
-    chains = [chain[:kept] for chain, kept in zip(chains, usable)]
-    used = (
-        proposal.lengths if all(has_mass) else torch.tensor(usable, device=proposal.lengths.device)
-    )
+    width, used = proposal.tokens.shape[1], proposal.lengths
+    masses, has_mass = [row[1 + width :] for row in host_rows], [True] * len(chains)
+    if not all(map(all, masses)):  # nearly always they are
+        usable, has_mass = _usable([row[0] for row in host_rows], masses)
+        chains = [chain[:kept] for chain, kept in zip(chains, usable)]
+        used = used if all(has_mass) else torch.tensor(usable, device=used.device)
     sources, drawn = _origins(proposal, len(chains))
     return RoundProposal(chains, sources, drawn, has_mass, proposal.tokens, used, proposal.logits)
 
@@ -196,9 +196,12 @@ def _usable(
 
 def _origins(proposal: Proposal, num_rows: int) -> tuple[list[Source], list[bool]]:
     """(origin, drawn from a distribution) of each row's tokens."""
+    is_drawn = proposal.logits is not None
+    if not proposal.copied:
+        return [Source.DRAFT] * num_rows, [is_drawn] * num_rows
     copied = [row in proposal.copied for row in range(num_rows)]
     sources = [Source.TEXT if from_text else Source.DRAFT for from_text in copied]
-    return sources, [proposal.logits is not None and not from_text for from_text in copied]
+    return sources, [is_drawn and not from_text for from_text in copied]
 
 
 def leading(flags: Sequence[int], length: int) -> int:

@@ -238,11 +238,14 @@ class Proposer:
             shares.append(not request.repeatable)
             for tap in request.draft.taps:
                 taps.append(tap[:])
+        states = None
+        if self.taps:
+            states = taps[0] if len(taps) == 1 else torch.cat(taps)
         return DraftInputs(
             tokens=torch.tensor(tokens) if asked.upload is None else asked.upload.of(tokens)[0],
             starts=torch.tensor(starts),
             lengths=torch.tensor(lengths),
-            taps=_concatenated(taps) if self.taps else None,
+            taps=states,
             num_draft=torch.tensor(budgets),
             sampling=asked.sampling,
             seeds=asked.seeds,
@@ -296,7 +299,3 @@ def unread_tokens(rows: Sequence[Row]) -> list[int]:
 def _of_rows(adjust: Adjust, at: torch.Tensor) -> Adjust:
     """`adjust` for the rows `at` of the round, renumbered from 0."""
     return lambda logits, rows, prefixes: adjust(logits, at[rows], prefixes)
-
-
-def _concatenated(taps: list[torch.Tensor]) -> torch.Tensor:
-    return taps[0] if len(taps) == 1 else torch.cat(taps)

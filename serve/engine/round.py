@@ -22,7 +22,7 @@ from draftsmith.kernels.verify.draft_tree import DraftTree
 from draftsmith.serve.engine.scheduler import Row, Schedule
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.sampling.adjustments import Adjustments
-from draftsmith.serve.sampling.params import SamplingParams
+from draftsmith.serve.sampling.params import DrawOptions, SamplingParams
 from draftsmith.serve.sampling.state import SamplingState
 
 # (request, drafted tokens, number accepted, committed tokens)
@@ -38,11 +38,13 @@ class RowSampling:
         self.params: list[SamplingParams] = []
         self.streams: list[tuple[int, int]] = []
         self._budgets: list[int] = []
+        self._options: list[DrawOptions] = []
         states: list[SamplingState | None] = []
         texts: list[list[int]] = []
         for row in rows:
             request = row.request
             self.params.append(request.params)
+            self._options.append(request.params.draw_options)
             self.all_greedy &= request.params.temperature == 0
             self.streams.append((request.seed, len(request.tokens)))
             self._budgets.append(row.k)
@@ -82,12 +84,12 @@ class RowSampling:
 
     def distributions(self) -> SamplingRows:
         """Distributions of every row."""
-        return _distributions(tuple([_options(params) for params in self.params]), self.device)
+        return _distributions(tuple(self._options), self.device)
 
     def repeated(self, counts: Sequence[int]) -> SamplingRows:
         """The distribution of row b `counts[b]` times."""
-        options = [_options(params) for params in self.params]
-        repeated = [one for one, count in zip(options, counts, strict=True) for _ in range(count)]
+        pairs = zip(self._options, counts, strict=True)
+        repeated = [one for one, count in pairs for _ in range(count)]
         return _distributions(tuple(repeated), self.device)
 
     def draft_seeds(self, num_rows: int) -> torch.Tensor:
@@ -102,7 +104,7 @@ class RowSampling:
     ) -> SamplingRows:
         """Distributions of the first rows, which draft; at their requests' temperatures or the
         given ones."""
-        options = [_options(params) for params in self.params[:num_rows]]
+        options = self._options[:num_rows]
         if temperatures is not None:
             options = [
                 one._replace(temperature=temperature)
@@ -111,19 +113,8 @@ class RowSampling:
         return _distributions(tuple(options), self.device)
 
 
-class _Options(NamedTuple):
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-
-
-def _options(params: SamplingParams) -> _Options:
-    return _Options(params.temperature, params.top_k, params.top_p, params.min_p)
-
-
 @lru_cache(maxsize=64)
-def _distributions(options: tuple[_Options, ...], device: torch.device) -> SamplingRows:
+def _distributions(options: tuple[DrawOptions, ...], device: torch.device) -> SamplingRows:
     """Made once for the rounds of the same requests; nothing writes into them."""
     temperature, top_k, top_p, min_p = zip(*options)
     return SamplingRows.of(temperature, top_k=top_k, top_p=top_p, min_p=min_p, device=device)
@@ -231,6 +222,7 @@ class RowOutput(NamedTuple):
     index: int  # type: ignore[assignment]  # in place of the tuple's method
     drafted: list[int]
     emitted: list[int]  # accepted tokens and the token after them; empty for a piece of a prompt
+    accepted: int
     output: PassOutput
     own: slice  # of its logits
     own_prompt: slice  # of its prompt logits
@@ -244,10 +236,6 @@ class RowOutput(NamedTuple):
     def prompt_logits(self) -> torch.Tensor:
         """[n, V], after the row's `prompt_positions`."""
         return self.output.prompt_logits[self.own_prompt]
-
-    @property
-    def accepted(self) -> int:
-        return max(len(self.emitted) - 1, 0)
 
 
 @dataclass(slots=True)
@@ -309,15 +297,17 @@ class Round:
 
     def row_outputs(self) -> Iterator[RowOutput]:
         begin = prompt_begin = 0
-        emitted, wants_prompts = self.verified.emitted, self.output.prompt_logits.shape[0] > 0
+        wants_prompts = self.output.prompt_logits.shape[0] > 0
         for index, (row, drafted) in enumerate(zip(self.rows, self.chains, strict=True)):
+            emitted = self.verified.emitted[index] if row.samples else []
             end = begin + (len(drafted) + 1 if row.samples else 0)
             prompt_end = prompt_begin + (len(prompt_positions(row)) if wants_prompts else 0)
             yield RowOutput(
                 row,
                 index,
                 drafted,
-                emitted[index] if row.samples else [],
+                emitted,
+                max(len(emitted) - 1, 0),
                 self.output,
                 slice(begin, end),
                 slice(prompt_begin, prompt_end),

@@ -112,8 +112,9 @@ def drop_taps(request: Request, cached: int) -> None:
     request.draft.cached = cached
     while request.draft.taps and surplus > 0:
         first = request.draft.taps[0]
-        if len(first) > surplus:
+        count = len(first)
+        if count > surplus:
             request.draft.taps[0] = first[surplus:]
             return
-        surplus -= len(first)
+        surplus -= count
         request.draft.taps.pop(0)

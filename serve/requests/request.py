@@ -262,12 +262,13 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        return self.max_tokens - self.num_output
+        return self.num_prompt + self.max_tokens - len(self.tokens)
 
     @property
     def prefilling(self) -> bool:
         """More than the newest token still has to go through the target."""
-        return self.cache.computed < len(self.tokens) - 1 or self.num_output == 0
+        count = len(self.tokens)
+        return self.cache.computed < count - 1 or count == self.num_prompt
 
     @property
     def finished(self) -> bool:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 from draftsmith.errors import UserError
 from draftsmith.kernels.constants import MIN_TEMPERATURE
@@ -109,6 +110,15 @@ MAX_LOGPROBS = 20
 LogitsProcessor = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 
 
+class DrawOptions(NamedTuple):
+    """Temperature and filters of a request."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of a request; every field is honoured exactly or refused here."""
@@ -166,6 +176,11 @@ class SamplingParams:
         if "" in self.stop:
             raise UserError("stop holds an empty string; give the text to stop at")
         check_adjustments(self)
+
+    @cached_property
+    def draw_options(self) -> DrawOptions:
+        """Made once, as every round asks for them."""
+        return DrawOptions(self.temperature, self.top_k, self.top_p, self.min_p)
 
     @property
     def adjusts(self) -> bool:

@@ -23,7 +23,7 @@ class _EachAlone:
     """Stands in place of a list of calls."""
 
     def __init__(self, whole: CallList, gated: int | None):
-        self.labels = [_label(call, gated) for call in whole.calls]
+        self.labels = [label_of(call, gated) for call in whole.calls]
         self._parts = [_alone(whole, call) for call in whole.calls]
         self.least_s = [math.inf] * len(self._parts)
 
@@ -36,7 +36,7 @@ class _EachAlone:
         return done
 
 
-def _label(call: Any, gated: int | None) -> str:
+def label_of(call: Any, gated: int | None) -> str:
     """`gated` is the address of the kernel whose products are gated, of twice the outputs."""
     kind = Kind(call.kind)
     if kind is not Kind.MULTIPLY:
@@ -45,7 +45,7 @@ def _label(call: Any, gated: int | None) -> str:
     return f"{'gated' if halves else 'multiply'} {call.numbers[0]} x {halves}{call.numbers[1]}"
 
 
-def _gated_kernel(dtype: torch.dtype) -> int | None:
+def gated_kernel(dtype: torch.dtype) -> int | None:
     made = gated_rows(torch.zeros(2, 64, dtype=dtype), None)
     return None if made is None else ctypes.cast(made.function, ctypes.c_void_p).value
 
@@ -63,7 +63,7 @@ def kernel_times(target: Target, run: Callable[[], Any], steps: int) -> dict[str
     one_call = None if forwards is None else forwards.body.calls
     if one_call is None:
         return {}
-    alone = _EachAlone(one_call.calls, _gated_kernel(target.dtype))
+    alone = _EachAlone(one_call.calls, gated_kernel(target.dtype))
     with patch.object(one_call, "calls", alone):
         for _ in range(steps):
             run()

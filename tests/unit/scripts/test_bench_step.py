@@ -1,4 +1,4 @@
-"""The parts of a captured pass that `scripts/bench_step --kernels` times."""
+"""The parts of a captured pass that `scripts/bench_step --kernels` and `--rounds` time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from draftsmith.drafters.compiled.captured import capture_lm
 from draftsmith.drafters.compiled.packed_linear import GatedLinear, PackedLinear
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.products.few_rows import few_rows
-from scripts.bench.engine import step
+from scripts.bench.engine import round_kernels, step
 from scripts.paths import ROOT
 
 needs_compiler = pytest.mark.skipif(
@@ -62,3 +62,40 @@ def test_products_are_those_of_a_captured_pass() -> None:
         for products in (made, found)
     ]
     assert shapes[0] == shapes[1] and {GatedLinear, PackedLinear} == {type(one) for one in found}
+
+
+def test_kernels_are_timed_inside_the_call_of_a_pass_and_of_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rounds.json"
+    monkeypatch.setattr("sys.argv", ["bench_step", "--turns", "1", "--out", str(out)])
+    for name, value in {"STEPS": 2, "MAX_TOKENS": 8, "PROMPT_CHARS": 40}.items():
+        monkeypatch.setattr(round_kernels, name, value)
+    round_kernels.main()
+    columns = json.loads(out.read_text())["rounds_ms"]
+    assert list(columns)[:2] == ["1 token", "4 tokens"] and list(columns)[-1] == "k = 3, T = 1"
+    for name, ms in columns.items():
+        assert ms["gated 256 x 2*512"] > 0 and ms["attend"] > 0
+        assert ms["pass"] > ms["all kernels"] > ms["gated 256 x 2*512"]
+        assert ("round" in ms) == ("T =" in name)
+        assert (ms.get("draft", 0) > 0) == name.startswith("k = 3")
+    assert "round, CPU time" in capsys.readouterr().out
+
+
+@needs_compiler
+@torch.inference_mode()
+def test_the_clock_between_kernels_changes_no_bit() -> None:
+    target = Target.load(ROOT / "scripts" / "quickstart_target")
+    capture_lm(target)
+    run = step.target_pass(target, 4)
+    expected = run().logits
+    timed = round_kernels.TimedTarget(target, step.CONTEXT + 4)
+    found = []
+    row = timed.measure({"pass": lambda: found.append(run().logits)}, turns=1)["pass"]
+    assert len(found) == 1 + round_kernels.STEPS
+    assert all(torch.equal(logits, expected) for logits in found)
+    kernels, around = timed.last
+    assert len(kernels) == len(timed.calls.labels) and min(kernels) > 0
+    outside = around["before the kernels"] + around["behind, with the head"]
+    assert sum(kernels) + outside == pytest.approx(around["pass"])
+    assert row["all kernels"] == pytest.approx(sum(row[label] for label in set(timed.calls.labels)))
