@@ -173,6 +173,37 @@ def test_changes_of_the_learner_are_measured_beside_it(
     assert "| of the same domain first | 1 |" in told and "| falling | 1 |" in told
 
 
+def test_variants_of_the_learner_are_measured_beside_an_offline_draft(
+    script: Script, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script("variants"), "JUDGED", 4)
+    arguments = ["--work", work, "--out", tmp_path / "variants", "--seeds", 1, "--requests", 32]
+    chosen = ["offline", "as-it-is", "all-texts"]
+    script("run").main([str(one) for one in [*arguments, "--only", *chosen]])
+    report = json.loads((tmp_path / "variants.json").read_text())
+    names = [row["cell"]["name"] for row in report["rows"]]
+    found = [row["result"] for row in report["rows"]]
+    assert names == chosen
+    assert {one["texts"] for one in found} == {found[0]["texts"]} and found[0]["texts"] >= 16
+    assert min(one["learn_s"] for one in found) > 0
+    assert len({one["alpha"] for one in found} | {found[0]["static"]}) == len(found) + 1
+    assert "| offline | 1 | " in (tmp_path / "variants.md").read_text()
+
+
+def test_shares_of_the_offline_draft_are_of_the_same_seed(script: Script) -> None:
+    values = {("offline", 0): 0.5, ("offline", 1): 0.6, ("as-it-is", 1): 0.54}
+    rows = [
+        {
+            "cell": {"part": "variants", "name": name, "seed": seed},
+            "result": {"alpha": alpha, "learn_s": 60.0},
+        }
+        for (name, seed), alpha in values.items()
+    ]
+    *_, learner, offline = script("variants").variants_table(rows)
+    assert learner == "| as-it-is | 1 | 0.540 | 0.900 | 60 |"
+    assert offline.startswith("| offline | 2 | 0.550") and "| 1.000" in offline
+
+
 def test_replay_by_domain_takes_its_texts_first(script: Script) -> None:
     def text(domain: str, token: int) -> Any:
         return SimpleNamespace(tokens=[token], records=[SimpleNamespace(request_class=domain)])

@@ -31,6 +31,7 @@ from scripts.bench.online.cells import (
     REQUESTS,
     RETURNS,
     SYSTEM,
+    VARIANTS_PART,
     Cell,
     plan,
 )
@@ -45,6 +46,7 @@ from scripts.bench.online.report import draw, summary, tables
 from scripts.bench.online.returns import run_returns
 from scripts.bench.online.setting import Setting, open_setting
 from scripts.bench.online.system import run_capture, run_system
+from scripts.bench.online.variants import run_variant
 from scripts.bench.online.world import BATCH, SAMPLING, K
 from scripts.paths import ROOT
 
@@ -60,6 +62,7 @@ RUN: dict[str, Callable[[Setting, Cell], dict[str, Any]]] = {
     BOUNDS: run_bounds,
     CHANGES: run_changes,
     RETURNS: run_returns,
+    VARIANTS_PART: run_variant,
 }
 
 
