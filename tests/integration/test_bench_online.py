@@ -178,7 +178,7 @@ def test_variants_of_the_learner_are_measured_beside_an_offline_draft(
 ) -> None:
     monkeypatch.setattr(script("variants"), "JUDGED", 4)
     arguments = ["--work", work, "--out", tmp_path / "variants", "--seeds", 1, "--requests", 32]
-    chosen = ["offline", "as-it-is", "all-texts"]
+    chosen = ["offline", "as-it-is", "muon"]
     script("run").main([str(one) for one in [*arguments, "--only", *chosen]])
     report = json.loads((tmp_path / "variants.json").read_text())
     names = [row["cell"]["name"] for row in report["rows"]]

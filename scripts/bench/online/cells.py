@@ -134,17 +134,15 @@ POINTS: dict[str, Point] = {
 class Variant:
     """Options of the learner beside those that it is measured with."""
 
+    optimizer: str = "adamw"
     rate: float = 1.0  # of the setting's learning rate
-    reservoir: int = 512
-    average: float = 0.96
-    is_uniform: bool = False  # older texts are drawn from all alike
 
 
 # On the same texts, beside a draft that is distilled offline from them; only when asked for.
 VARIANTS: dict[str, Variant] = {
     "as-it-is": Variant(),
     "twice-the-rate": Variant(rate=2.0),
-    "all-texts": Variant(rate=2.0, reservoir=2048, is_uniform=True),
+    "muon": Variant("muon", rate=2.0),
 }
 OFFLINE = "offline"
 # Recipes of pipelines at the same stream, with their own options of learning; without their drafts

@@ -3,14 +3,13 @@ that is distilled offline from them."""
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from draftsmith.distill.buffer.traffic import ServedText
-from draftsmith.distill.learn.learner import Learner, Reservoir
+from draftsmith.distill.learn.learner import Learner
 from draftsmith.drafters.interface import TrainedDrafter
 from scripts.bench.markdown_table import header, line
 from scripts.bench.online.cells import (
@@ -60,23 +59,11 @@ def learn(
     seed: int,
 ) -> None:
     """Updates in the order of the texts; the draft then has the mean of its weights."""
-    config = replace(
-        LEARN, lr=variant.rate * LEARN.lr, reservoir=variant.reservoir, average=variant.average
-    )
+    config = replace(LEARN, optimizer=variant.optimizer, lr=variant.rate * LEARN.lr)
     learner = Learner(drafter, setting.target, config, seed=seed)
-    if variant.is_uniform:
-        learner.reservoir = UniformReservoir(config.reservoir)
     for begin in range(0, len(texts) - config.fresh + 1, config.fresh):
         learner.update(texts[begin : begin + config.fresh])
     drafter.load_state_dict(drafter.state_dict() | learner.average)
-
-
-@dataclass
-class UniformReservoir(Reservoir):
-    """Reservoir that prefers no latest texts."""
-
-    def sample(self, count: int, rng: random.Random) -> list[ServedText]:
-        return rng.sample(self.texts, min(count, len(self.texts)))
 
 
 def variants_table(rows: Sequence[Row]) -> list[str]:
