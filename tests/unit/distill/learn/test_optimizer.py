@@ -187,7 +187,9 @@ def test_muon_is_refused_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> No
     check_processes(muon)
     monkeypatch.setenv("WORLD_SIZE", "2")
     check_processes(adamw)
-    with pytest.raises(UserError, match=r"'learn.optimizer' is 'muon'.*WORLD_SIZE is 2.*give adamw"):
+    with pytest.raises(
+        UserError, match=r"'learn.optimizer' is 'muon'.*WORLD_SIZE is 2.*give adamw"
+    ):
         check_processes(muon)
 
 
