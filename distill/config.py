@@ -148,9 +148,17 @@ class LearnConfig:
         "is fast at it",
         choices=("auto", "float32", "bfloat16"),
     )
+    optimizer: str = option(
+        "adamw",
+        "muon trains the matrices inside the draft by Muon and all else by AdamW, as in train; one "
+        "process",
+        choices=("adamw", "muon"),
+    )
     lr: float = option(5e-4, "learning rate, constant after the first warm-up steps")
     warmup_steps: int = option(10, "steps over which the learning rate rises")
-    weight_decay: float = option(0.0, "AdamW's")
+    weight_decay: float = option(
+        0.0, "of all trained parameters, or of matrices and tables by Muon"
+    )
     max_grad_norm: float = option(
         1.0, "gradients are clipped to this norm; 0 switches clipping off"
     )

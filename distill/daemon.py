@@ -243,7 +243,9 @@ class Daemon:
         self.counters.damaged_shards += reading.damaged
         self.counters.seeded += reading.seeded
         own = [
-            replace(record, target_revision=self.target.revision)
+            record
+            if record.target_revision == self.target.revision
+            else replace(record, target_revision=self.target.revision)
             for record in reading.records
             if self.is_own(record)
         ]

@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from torch.optim import AdamW, Muon, Optimizer
 
+from draftsmith.errors import UserError
 from draftsmith.train.config import OptimConfig
+
+MUON_MOMENT = "momentum_buffer"  # the only one of Muon
 
 
 def muon_with_adamw(
@@ -35,6 +38,10 @@ def muon_with_adamw(
         if one.ndim == 2 and num_tokens not in one.shape and min(one.shape) > 1
     ]
     tables = [one for one in trained if one.ndim == 2 and num_tokens in one.shape]
+    if not matrices:
+        raise UserError(
+            "optimizer is 'muon', but the draft holds no matrix that it trains; give 'adamw'"
+        )
     known = {id(one) for one in (*matrices, *tables)}
     vectors = [one for one in trained if id(one) not in known]
     groups = [
@@ -72,6 +79,16 @@ class MuonWithAdamW(Optimizer):
             part.load_state_dict(state)
         # Loading replaces the groups.
         self._show_groups()
+
+
+def part_of(optimizer: Optimizer, parameter: torch.nn.Parameter) -> Optimizer:
+    """Optimizer whose `state` holds that of the parameter."""
+    parts = optimizer.parts if isinstance(optimizer, MuonWithAdamW) else (optimizer,)
+    return next(
+        part
+        for part in parts
+        if any(one is parameter for group in part.param_groups for one in group["params"])
+    )
 
 
 class Clock:

@@ -1,5 +1,5 @@
-"""Optimizer steps of a candidate: gradient of the trainer's objective on a batch, clipping,
-AdamW."""
+"""Optimizer steps of a candidate: gradient of the trainer's objective on a batch, clipping, AdamW
+or Muon."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.train.objective.depth_weights import step_weighting
 from draftsmith.train.objective.recompute import recompute_mlps
 from draftsmith.train.objective.unrolled_loss import StepSums, UnrolledLoss, unrolled_loss
+from draftsmith.train.optim import MUON_MOMENT, muon_with_adamw, part_of
 
 Trained = dict[str, torch.nn.Parameter]  # by name
+BETAS = (0.9, 0.999)
 
 
 class DraftOptimizer(Protocol):
@@ -35,7 +37,8 @@ class DraftOptimizer(Protocol):
 
 
 class CandidateOptimizer:
-    """AdamW over the trained parameters of `drafter`, whose weights may change between steps."""
+    """AdamW, or Muon with it, over the trained parameters of `drafter`, whose weights may change
+    between steps."""
 
     def __init__(self, drafter: torch.nn.Module, config: LearnConfig):
         self.drafter, self.config = drafter, config
@@ -59,7 +62,8 @@ class CandidateOptimizer:
         if not bool(torch.isfinite(norm)):
             self.adam.zero_grad(set_to_none=True)
             return None
-        self.adam.param_groups[0]["lr"] = lr
+        for group in self.adam.param_groups:
+            group["lr"] = lr
         self.adam.step()
         return sums
 
@@ -81,26 +85,38 @@ class CandidateOptimizer:
 
     def moments(self) -> dict[str, torch.Tensor]:
         """Optimizer state as "<parameter>:<moment>", which `fill` takes back."""
-        state, parameters = self.adam.state, trained(self.drafter)
         return {
             f"{name}:{key}": value
-            for name, parameter in parameters.items()
-            for key, value in state.get(parameter, {}).items()
+            for name, parameter in trained(self.drafter).items()
+            for key, value in part_of(self.adam, parameter).state.get(parameter, {}).items()
         }
 
     def fill(self, moments: Mapping[str, torch.Tensor]) -> None:
+        """Moments of another optimizer than the one at hand are left out."""
         self.forget()
         parameters = trained(self.drafter)
         for key, value in moments.items():
             name, _, moment = key.rpartition(":")
-            device = "cpu" if moment == "step" else parameters[name].device
-            self.adam.state.setdefault(parameters[name], {})[moment] = value.to(device)
+            part = part_of(self.adam, parameters[name])
+            if (moment == MUON_MOMENT) == isinstance(part, torch.optim.Muon):
+                device = "cpu" if moment == "step" else parameters[name].device
+                part.state.setdefault(parameters[name], {})[moment] = value.to(device)
 
     def forget(self) -> None:
         """Returns to the state before the first step."""
+        if self.config.optimizer == "muon":
+            self.adam: torch.optim.Optimizer = muon_with_adamw(
+                self.drafter,
+                num_tokens=len(self.drafter.head_weight()),
+                lr=self.config.lr,
+                betas=BETAS,
+                weight_decay=self.config.weight_decay,
+            )
+            return
         self.adam = torch.optim.AdamW(
             trained(self.drafter).values(),
             lr=self.config.lr,
+            betas=BETAS,
             weight_decay=self.config.weight_decay,
             # One pass over each tensor. On an accelerator torch chooses.
             fused=True if self.device.type == "cpu" else None,

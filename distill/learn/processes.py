@@ -1,8 +1,8 @@
 """Processes of one learner, on devices of their own: all of them read texts with the target and
 train the draft, the first one does all else.
 
-Each text is read by one process alone, in a pass of its own, so its states are those that a single
-process would compute. A step's rows are shared out (`spread_optimizer.py`), so its gradient is the
+Each text is read by one process alone, in a pass of its own, and its states are those that a single
+process computes. A step's rows are shared out (`spread_optimizer.py`), so its gradient is the
 single process's but for the order of sums. The buffer, the saved state and all decisions are the
 first process's; the others keep nothing, so a kill loses what it would lose of one process.
 """
@@ -274,6 +274,11 @@ def check_processes(config: DistillConfig) -> None:
                 "torchrun --nproc_per_node N -m draftsmith.cli distill ..."
             )
         return
+    if config.learn.optimizer == "muon":
+        raise UserError(
+            f"option 'learn.optimizer' is 'muon', which one process runs, but WORLD_SIZE is "
+            f"{started()}; give adamw, or start the learner without a launcher"
+        )
     if config.target_server is not None:
         raise UserError(
             f"WORLD_SIZE is {started()}, but the target's passes are made by target_server; start "

@@ -7,6 +7,7 @@ states under one target never change.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from draftsmith.distill.config import LearnConfig
 from draftsmith.drafters.target.segments import stretches_of
 from draftsmith.drafters.target.target import Target
+from draftsmith.kernels.products.float32_products import LEAST_ROWS, has_kernel
 from draftsmith.train.data.batches import padded, rows_of
 
 Key = tuple[tuple[int, ...], bytes]  # taps, token ids
@@ -34,25 +36,83 @@ class TextState(NamedTuple):
 Read = Callable[[Sequence[torch.Tensor], tuple[int, ...]], list[TextState]]
 
 
+# Tokens of a pass that several texts share; weights are laid out once for all of its rows.
+MOST_TOKENS = 1024
+
+
 def read_one(target: Target, ids: torch.Tensor, taps: tuple[int, ...]) -> TextState:
-    """State of the text `ids` [n] by a pass of its own."""
-    tapped, hidden = target.states(ids[None], torch.ones_like(ids[None]), taps)
-    return TextState(None if tapped is None else tapped[0].cpu(), hidden[0].cpu())
+    """State of the text `ids` [n], the same bits as in a pass with others."""
+    return read_texts(target, [ids], taps)[0]
+
+
+def read_texts(
+    target: Target, texts: Sequence[torch.Tensor], taps: tuple[int, ...]
+) -> list[TextState]:
+    """States of the texts, each [n], in passes that texts share where that changes no bit."""
+    is_apart = rows_are_apart(target)
+    found: list[TextState] = []
+    for some in passes_of(texts, MOST_TOKENS if is_apart else 0):
+        segments = None
+        if is_apart and len(some[0]) >= LEAST_ROWS:
+            # Of a text alone, too: it is attended as in company.
+            numbers = [torch.full_like(ids, number) for number, ids in enumerate(some)]
+            segments = torch.cat(numbers)[None]
+        ids, lengths = torch.cat(some)[None], [len(one) for one in some]
+        tapped, hidden = target.states(ids, torch.ones_like(ids), taps, segments)
+        of_taps = [None] * len(some) if tapped is None else tapped[0].split(lengths)
+        for one, other in zip(of_taps, hidden[0].split(lengths), strict=True):
+            found.append(TextState(None if one is None else _kept(one), _kept(other)))
+    return found
+
+
+def _kept(part: torch.Tensor) -> torch.Tensor:
+    """Copy on the CPU that holds no other text's memory."""
+    return part.cpu().clone()
+
+
+def passes_of(texts: Sequence[torch.Tensor], most_tokens: int) -> list[list[torch.Tensor]]:
+    """Texts of each pass, in order: neighbours of at least `LEAST_ROWS` tokens share one of up to
+    `most_tokens`."""
+    passes: list[list[torch.Tensor]] = []
+    room = 0
+    for ids in texts:
+        if len(ids) < LEAST_ROWS or len(ids) > room:
+            passes.append([])
+            room = most_tokens if len(ids) >= LEAST_ROWS else 0
+        passes[-1].append(ids)
+        room -= len(ids)
+    return passes
+
+
+def rows_are_apart(target: Target) -> bool:
+    """True where what a token gives in a pass of `LEAST_ROWS` tokens or more does not depend on
+    how many others there are: all products are those of linear layers in float32, by the kernel
+    that adds up each row alone, and none is of an expert, which has few rows."""
+    if not has_kernel(target.device):
+        return False
+    for name, module in target.model.named_modules():
+        own = list(module.parameters(recurse=False))
+        is_known = type(module) is torch.nn.Linear or isinstance(module, torch.nn.Embedding)
+        if "expert" in name or any(one.ndim > 1 and not is_known for one in own):
+            return False
+        if any(one.dtype != torch.float32 or type(one) is not torch.nn.Parameter for one in own):
+            return False
+    return True
 
 
 class TextStates:
     """States of texts under `target`, kept up to `limit_bytes`; those not read for longest are
     dropped first.
 
-    A text is read in a pass of its own, so that its states depend on nothing else: not on the batch
-    it is trained in, nor on what a learner has read before it was started again, nor on whether a
-    step in bfloat16 or a score asks for them.
+    A text is read so that its states depend on nothing else: not on the batch it is trained in, nor
+    on what a learner has read before it was started again, nor on whether a step in bfloat16 or a
+    score asks for them.
     """
 
     def __init__(self, target: Target, limit_bytes: float, read: Read | None = None):
-        """`read` in place of passes one after another."""
+        """`read` in place of passes here."""
         self.target, self.limit_bytes = target, limit_bytes
-        self._read = read or self._read_each
+        self._read = read or partial(read_texts, target)
         self.num_bytes = self.num_passes = 0
         self._known: dict[Key, TextState] = {}  # the latest read last
 
@@ -91,9 +151,6 @@ class TextStates:
         self._known |= wanted
         self._drop()
         return [wanted[key] for key in keys]
-
-    def _read_each(self, texts: Sequence[torch.Tensor], taps: tuple[int, ...]) -> list[TextState]:
-        return [read_one(self.target, ids, taps) for ids in texts]
 
     def _drop(self) -> None:
         while self._known and self.num_bytes > self.limit_bytes:

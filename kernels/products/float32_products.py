@@ -63,6 +63,12 @@ def is_faster(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
+def has_kernel(device: torch.device) -> bool:
+    """True where linear layers in float32 on `device` are the kernel's from `LEAST_ROWS` rows on,
+    within `faster_linears`."""
+    return device.type == "cpu" and _kernel() is not None
+
+
 def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [m, k] @ b [k, n], of any layout and type, without gradients."""
     return _product(a, b, None) if is_faster(a, b) else a @ b
@@ -91,8 +97,9 @@ def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> tor
 def faster_linears(device: torch.device) -> AbstractContextManager[Any]:
     """Context in which linear layers in float32 on a CPU, and their backward passes, are the
     kernel's where it is faster. Other types, autocast and few rows stay torch's; on another device
-    than a CPU all do, and the context is empty."""
-    if device.type != "cpu" or _kernel() is None:
+    than a CPU, and where it begins under autocast, all do, and the context is empty: its mode costs
+    a microsecond per call of torch."""
+    if not has_kernel(device) or torch.is_autocast_enabled("cpu"):
         return nullcontext()
     return _Linears()
 

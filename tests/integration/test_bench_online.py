@@ -116,6 +116,7 @@ def test_learning_is_priced_by_its_options(script: Script, work: Path, tmp_path:
     assert min(row["training_s"] for row in (dear, recorded, cheap)) > 0
     # the bonus token and the prompt's last one are not recorded
     assert 0 < recorded["positions"] < dear["positions"]
+    assert recorded["reading_s"] == 0 < dear["reading_s"]
     # each eight texts of an own step, at their first rejected tokens alone
     assert 8 * osd["steps"] == osd["texts"] > 0
     assert osd["positions"] / osd["steps"] < cheap["positions"] / cheap["steps"]
@@ -123,6 +124,25 @@ def test_learning_is_priced_by_its_options(script: Script, work: Path, tmp_path:
     assert "| 8 per 8 | 1 |" in told and "| 1 per 8 | 1 |" in told
     assert "| 8 per 8, `learn.teacher=recorded` | 1 |" in told
     assert "| 1 per 8, `osd.yaml` | 1 |" in told
+
+
+def test_a_padded_target_is_priced_in_cells_of_its_own(
+    script: Script, work: Path, tmp_path: Path
+) -> None:
+    def report(*more: str) -> dict[str, Any]:
+        arguments = ["--work", work, "--seeds", 1, "--requests", 48, "--only", "half-batch"]
+        script("run").main([str(one) for one in [*arguments, "--out", tmp_path / "cost", *more]])
+        return json.loads((tmp_path / "cost.json").read_text())
+
+    padded = report("--parameters", "200K")
+    (row,) = padded["rows"]
+    assert padded["parameters"] == "200K" and row["result"]["steps"] > 0
+    assert "target padded to 200K, 1 cells" in (tmp_path / "cost.md").read_text()
+    # The trained target's own cell is another one.
+    assert report("--report")["rows"] == []
+    opened = script("setting").open_setting(work, target_minutes=0, parameters="200K")
+    size = sum(one.numel() for one in opened.target.model.parameters())
+    assert size == pytest.approx(200_000, rel=0.1)
 
 
 def test_a_recipe_is_measured_with_its_own_options(script: Script) -> None:
@@ -153,6 +173,37 @@ def test_changes_of_the_learner_are_measured_beside_it(
     assert "| of the same domain first | 1 |" in told and "| falling | 1 |" in told
 
 
+def test_variants_of_the_learner_are_measured_beside_an_offline_draft(
+    script: Script, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script("variants"), "JUDGED", 4)
+    arguments = ["--work", work, "--out", tmp_path / "variants", "--seeds", 1, "--requests", 32]
+    chosen = ["offline", "as-it-is", "muon"]
+    script("run").main([str(one) for one in [*arguments, "--only", *chosen]])
+    report = json.loads((tmp_path / "variants.json").read_text())
+    names = [row["cell"]["name"] for row in report["rows"]]
+    found = [row["result"] for row in report["rows"]]
+    assert names == chosen
+    assert {one["texts"] for one in found} == {found[0]["texts"]} and found[0]["texts"] >= 16
+    assert min(one["learn_s"] for one in found) > 0
+    assert len({one["alpha"] for one in found} | {found[0]["static"]}) == len(found) + 1
+    assert "| offline | 1 | " in (tmp_path / "variants.md").read_text()
+
+
+def test_shares_of_the_offline_draft_are_of_the_same_seed(script: Script) -> None:
+    values = {("offline", 0): 0.5, ("offline", 1): 0.6, ("as-it-is", 1): 0.54}
+    rows = [
+        {
+            "cell": {"part": "variants", "name": name, "seed": seed},
+            "result": {"alpha": alpha, "learn_s": 60.0},
+        }
+        for (name, seed), alpha in values.items()
+    ]
+    *_, learner, offline = script("variants").variants_table(rows)
+    assert learner == "| as-it-is | 1 | 0.540 | 0.900 | 60 |"
+    assert offline.startswith("| offline | 2 | 0.550") and "| 1.000" in offline
+
+
 def test_replay_by_domain_takes_its_texts_first(script: Script) -> None:
     def text(domain: str, token: int) -> Any:
         return SimpleNamespace(tokens=[token], records=[SimpleNamespace(request_class=domain)])
@@ -172,7 +223,7 @@ def test_what_is_gained_is_read_off_beside_its_cost(script: Script) -> None:
         "answers": answers("code", 0, (10, 0.6)) + answers("prose", 10, (90, 0.5)),
         "alphas": {"static": 0.3, "live": 0.5}, "training_s": 8.9, "positions": 800,
     }  # fmt: skip
-    cheap = {**dear, "alphas": {"static": 0.3, "live": 0.48}}
+    cheap = {**dear, "alphas": {"static": 0.3, "live": 0.48}, "reading_s": 1.78}
     rows = [
         {"cell": {"part": "cost", "name": name, "seed": 0}, "result": result}
         for name, result in (("8-per-8", dear), ("4-per-8", cheap))
@@ -181,8 +232,9 @@ def test_what_is_gained_is_read_off_beside_its_cost(script: Script) -> None:
     assert cost.told("quarter-batch") == "8 per 8, 2 texts a step"
     assert cost.relative_cost(dear) == pytest.approx(2.0)
     assert cost.training_share(dear) == pytest.approx(0.5)  # the last answer has 17.8 s of learning
+    assert math.isnan(cost.reading_share(dear))  # of a cell from before passes were timed
     *_, last = cost.cost_table(rows)
-    assert last == "| 4 per 8 | 1 | 2.0 | 0.50 | 800 | 0.500 | 0.500 | 0.180 | 0.90 | 1.00 |"
+    assert last == "| 4 per 8 | 1 | 2.0 | 0.50 | 0.10 | 800 | 0.500 | 0.500 | 0.180 | 0.90 | 1.00 |"
 
 
 def test_drafts_by_class_are_served_and_told(

@@ -128,6 +128,22 @@ POINTS: dict[str, Point] = {
     "8-per-32": Point(fresh=32),
     "1-per-8": Point(steps=1),
 }
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Options of the learner beside those that it is measured with."""
+
+    optimizer: str = "adamw"
+    rate: float = 1.0  # of the setting's learning rate
+
+
+# On the same texts, beside a draft that is distilled offline from them; only when asked for.
+VARIANTS: dict[str, Variant] = {
+    "as-it-is": Variant(),
+    "muon": Variant("muon", rate=2.0),
+}
+OFFLINE = "offline"
 # Recipes of pipelines at the same stream, with their own options of learning; without their drafts
 # by topic.
 PIPELINES: dict[str, Pipeline] = {
@@ -145,6 +161,7 @@ CHANGE_CELLS = (ALIKE, FALLING)
 RETURNS, RETURNING, REHEARSED = "returns", "returning", "returning-rehearsed"
 VISITS = ((FIRST, 0.1), (SECOND, 5 / 12), (FIRST, 0.2), (SECOND, 0.2))
 RETURN_CELLS = (RETURNING, REHEARSED)
+VARIANTS_PART = "variants"
 BOUNDED = ("gradual", "oscillating", "recurring")
 BOUND_CELLS = tuple(f"{name}-{BOUNDS}" for name in BOUNDED)
 # Drafts of classes, on the three domains at once; only when asked for. `BOUND` is offline.
@@ -160,7 +177,7 @@ LATE = ("no-replay", *(name for name, one in CURVES.items() if one.learner in (H
 NAMES = (
     *PARTS, COST, POOLS, BOUNDS, CHANGES, RETURNS,
     *CURVES, *POINTS, *PIPELINES, *POOL_CELLS, *BOUND_CELLS, *CHANGE_CELLS,
-    *RETURN_CELLS,
+    *RETURN_CELLS, VARIANTS_PART, *VARIANTS, OFFLINE,
 )  # fmt: skip
 
 
@@ -169,7 +186,7 @@ def plan(*, seeds: int, requests: int, only: Sequence[str] = PARTS) -> Iterator[
     every = [
         cell
         for seed in range(seeds)
-        for part in (*PARTS, COST, POOLS, BOUNDS, CHANGES, RETURNS)
+        for part in (*PARTS, COST, POOLS, BOUNDS, CHANGES, RETURNS, VARIANTS_PART)
         for cell in cells_of(part, seed, requests)
     ]
     chosen = [cell for cell in every if cell.part in only or cell.name in only]
@@ -198,6 +215,9 @@ def cells_of(part: str, seed: int, requests: int) -> Iterator[Cell]:
         yield Cell(part, FALLING, seed, {"requests": part_of(requests, 0.25)})
     elif part == RETURNS:
         yield from (Cell(part, name, seed, {"requests": requests}) for name in RETURN_CELLS)
+    elif part == VARIANTS_PART:
+        for name in (OFFLINE, *VARIANTS):
+            yield Cell(part, name, seed, {"requests": part_of(requests, 0.75)})
     elif part == GATE:
         yield Cell(part, GATE, seed, {"requests": part_of(requests, 0.1)})
     elif part == OBJECTIVES:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from draftsmith.config import build, read_yaml
 from draftsmith.distill.config import LearnConfig
-from draftsmith.distill.draft_track import DraftTrack
+from draftsmith.distill.daemon import Daemon
 from draftsmith.drafters.published import versions
 from scripts.bench.markdown_table import header, line
 from scripts.bench.online.cells import (
@@ -89,7 +89,7 @@ def run_cost(setting: Setting, cell: Cell) -> Row:
             setting.target, draft, folder, learn, gate=GATE, seed=cell.seed,
             record_taps=MAX_LENGTH if learn.teacher == "recorded" else 0,
         )  # fmt: skip
-        training = Timed.of(world.daemon.shared)
+        training, reading = Timed.of(world.daemon)
         answers = [answer.to_dict() for answer in world.serve(stream)]
         counters = world.daemon.counters
         static = setting.load(draft)
@@ -102,6 +102,7 @@ def run_cost(setting: Setting, cell: Cell) -> Row:
             "texts": counters.texts,
             "positions": counters.positions_trained,
             "training_s": training.seconds,
+            "reading_s": reading.seconds,
             "published": world.live - 1,
             "alphas": alphas,
         }
@@ -114,11 +115,13 @@ class Timed:
     seconds: float = 0.0
 
     @classmethod
-    def of(cls, track: DraftTrack) -> Timed:
-        """Times the track's updates from here on: training without the gate and the watch."""
-        timed = cls()
-        track.learner.update = timed.wrapped(track.learner.update)  # type: ignore[method-assign]
-        return timed
+    def of(cls, daemon: Daemon) -> tuple[Timed, Timed]:
+        """Times updates, which are training without the gate and the watch, and passes of the
+        target over texts that are trained or scored, from here on."""
+        training, reading, learner = cls(), cls(), daemon.shared.learner
+        learner.update = training.wrapped(learner.update)  # type: ignore[method-assign]
+        daemon.states._read = reading.wrapped(daemon.states._read)
+        return training, reading
 
     def wrapped(self, function: Callable[..., Result]) -> Callable[..., Result]:
         def call(*arguments: Any) -> Result:
@@ -138,7 +141,7 @@ def cost_table(rows: Sequence[Row]) -> list[str]:
     dearest = found[next(iter(POINTS))]
     lines = header(
         "steps per texts", "seeds", "CPU s of learning per CPU s of serving", "of it training",
-        "positions trained", "alpha after the shift", "alpha at the end", "gain at the end",
+        "of it passes of the target", "positions trained", "alpha after the shift", "alpha at the end", "gain at the end",
         "of the gain of the first row", "of its gain over the stream",
     )  # fmt: skip
     for name, results in found.items():
@@ -148,6 +151,7 @@ def cost_table(rows: Sequence[Row]) -> list[str]:
         cells = [
             over_seeds([relative_cost(one) for one in values]).text(1),
             over_seeds([training_share(one) for one in values]).text(2),
+            over_seeds([reading_share(one) for one in values]).text(2),
             f"{sum(one['positions'] for one in values) / len(values):.0f}",
             over_seeds([pooled_alpha(after(one)) for one in values]).text(),
             over_seeds([final_alpha(after(one)) for one in values]).text(),
@@ -210,7 +214,16 @@ def relative_cost(result: Row) -> float:
 
 def training_share(result: Row) -> float:
     """Share of training in the CPU time of learning; the rest is gate and watch."""
-    return result["training_s"] / max(one["learn_s"] for one in result["answers"])
+    return result["training_s"] / learning_s(result)
+
+
+def reading_share(result: Row) -> float:
+    """Share of the target's passes over texts; NaN in cells from before they were timed."""
+    return float(result.get("reading_s", math.nan)) / learning_s(result)
+
+
+def learning_s(result: Row) -> float:
+    return float(max(one["learn_s"] for one in result["answers"]))
 
 
 def gain_at_end(result: Row) -> float:

@@ -19,6 +19,7 @@ from scripts.bench.online.figures import WINDOW, Answers, moving, pooled_alpha, 
 from scripts.bench.online.measures import over_seeds, results
 from scripts.bench.online.pool_tables import bound_table, pools_summary, pools_table
 from scripts.bench.online.returns import returns_summary, returns_table
+from scripts.bench.online.variants import variants_table
 
 Report = dict[str, Any]
 SUDDEN = ("sudden", "sudden-headers", "no-replay")
@@ -38,6 +39,7 @@ def tables(report: Report) -> str:
         cost_table(rows),
         replay_table(rows),
         rate_table(rows),
+        variants_table(rows),
         bound_table(rows),
         pools_table(rows),
         objectives(rows),

@@ -31,6 +31,7 @@ from scripts.bench.online.cells import (
     REQUESTS,
     RETURNS,
     SYSTEM,
+    VARIANTS_PART,
     Cell,
     plan,
 )
@@ -45,6 +46,7 @@ from scripts.bench.online.report import draw, summary, tables
 from scripts.bench.online.returns import run_returns
 from scripts.bench.online.setting import Setting, open_setting
 from scripts.bench.online.system import run_capture, run_system
+from scripts.bench.online.variants import run_variant
 from scripts.bench.online.world import BATCH, SAMPLING, K
 from scripts.paths import ROOT
 
@@ -60,6 +62,7 @@ RUN: dict[str, Callable[[Setting, Cell], dict[str, Any]]] = {
     BOUNDS: run_bounds,
     CHANGES: run_changes,
     RETURNS: run_returns,
+    VARIANTS_PART: run_variant,
 }
 
 
@@ -92,18 +95,31 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--target-minutes", type=float, default=9.0, help="training time of the target, once"
     )
+    parser.add_argument(
+        "--parameters",
+        help="serve and learn with the trained target padded to so many (scripts/pad_target), "
+        "for example 100M",
+    )
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str]) -> None:
     chosen = options(arguments)
     torch.set_num_threads(1)
-    setting = open_setting(chosen.work, target_minutes=chosen.target_minutes)
+    setting = open_setting(
+        chosen.work, target_minutes=chosen.target_minutes, parameters=chosen.parameters
+    )
     cells = list(plan(seeds=chosen.seeds, requests=chosen.requests, only=chosen.only))
     if not chosen.report:
         measure(setting, cells)
     rows = [row for cell in cells if (row := finished(setting, cell)) is not None]
-    report = {"schema": 1, "requests": chosen.requests, "machine": machine(), "rows": rows}
+    report = {
+        "schema": 1,
+        "requests": chosen.requests,
+        "parameters": chosen.parameters,
+        "machine": machine(),
+        "rows": rows,
+    }
     text = f"{conditions(report)}\n\n{tables(report)}"
     print(text)
     if chosen.out is not None:
@@ -151,7 +167,7 @@ def run(setting: Setting, cell: Cell) -> dict[str, Any]:
 
 
 def path_of(setting: Setting, cell: Cell) -> Path:
-    return setting.work / f"{cell.folder}.json"
+    return setting.cells / f"{cell.folder}.json"
 
 
 def finished(setting: Setting, cell: Cell) -> dict[str, Any] | None:
@@ -162,10 +178,12 @@ def finished(setting: Setting, cell: Cell) -> dict[str, Any] | None:
 
 def conditions(report: dict[str, Any]) -> str:
     loads = [row["load"] for row in report["rows"]] or [math.nan]
+    padded = f", target padded to {report['parameters']}" if report["parameters"] else ""
     return (
         f"{report['requests']} requests after the shift of {PROMPT_TOKENS} + "
         f"{SAMPLING.max_tokens} tokens at T = "
-        f"{SAMPLING.temperature:g}, batch {BATCH}, EAGLE-3 with k = {K}, {len(report['rows'])} "
+        f"{SAMPLING.temperature:g}, batch {BATCH}, EAGLE-3 with k = {K}{padded}, "
+        f"{len(report['rows'])} "
         "cells finished; one thread, load "
         f"average {min(loads):.1f} to {max(loads):.1f} on {os.cpu_count()} cores. Intervals are "
         "95 %, over seeds."

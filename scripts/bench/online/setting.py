@@ -35,6 +35,7 @@ from scripts.bench.online.cells import (
 from scripts.bench.online.domains import PROMPT_TOKENS, Ask, Prompts, asks
 from scripts.bench.online.target import make_target
 from scripts.bench.online.world import SAMPLING, Answer, K, Server, Texts
+from scripts.demo.pad_target import target_of
 
 MAX_LENGTH = 128
 # A high rate for a small draft, and a long warm-up: the first steps on a few texts would cost it
@@ -42,6 +43,7 @@ MAX_LENGTH = 128
 LEARN = LearnConfig(lr=1e-3, warmup_steps=100, unroll=LearnUnroll(steps=K), max_length=MAX_LENGTH)
 # Every 21 requests on average: 16 to learn from beside the quarter that is held out.
 GATE = GateConfig()
+TARGET = "target"  # folder of the trained target in that of the setting
 PERIOD = 250  # requests between two retrainings, where learning is not continuous
 
 
@@ -74,8 +76,17 @@ def learning(name: str, requests: int) -> Learning:
 
 @dataclass(frozen=True)
 class Setting:
+    """Target that serves and teaches, and the folder of everything that is kept. `parameters` is
+    what the target is padded to."""
+
     target: Target
     work: Path
+    parameters: str | None = None
+
+    @property
+    def cells(self) -> Path:
+        """Folder of the finished cells."""
+        return self.work if self.parameters is None else self.work / f"cells-{self.parameters}"
 
     def prompts(self, seed: int) -> Prompts:
         return Prompts(self.target.tokenizer(), seed=seed)
@@ -95,14 +106,14 @@ class Setting:
 
     def _train(self, folder: Path, seed: int) -> None:
         draftsmith(
-            "generate", "--target", self.target.name, "--prompts", "stdlib:code", "--count", 768,
+            "generate", "--target", self.work / TARGET, "--prompts", "stdlib:code", "--count", 768,
             "--batch", 32,
             "--prompt-tokens", PROMPT_TOKENS, "--max-tokens", 48, "--temperature",
             SAMPLING.temperature, "--seed", seed,
             "--out", self.data(seed),
         )  # fmt: skip
         draftsmith(
-            "train", "eagle3", "--target", self.target.name, "--data", self.data(seed), "--out",
+            "train", "eagle3", "--target", self.work / TARGET, "--data", self.data(seed), "--out",
             folder, "--seed", seed,
             "--steps", 400, "--batch-size", 8, "--eval-prompts", 0, "--log-every", 50,
             "optim.lr=3e-3", f"unroll.steps={K}",
@@ -168,8 +179,10 @@ def draftsmith(*arguments: object) -> None:
         raise SystemExit(f"draftsmith {arguments[0]} failed; its message is above")
 
 
-def open_setting(work: Path, *, target_minutes: float) -> Setting:
-    folder = work / "target"
+def open_setting(work: Path, *, target_minutes: float, parameters: str | None = None) -> Setting:
+    """Setting with the trained target, padded to `parameters` where they are given."""
+    folder = work / TARGET
     if not folder.exists():
         make_target(folder, minutes=target_minutes)
-    return Setting(Target.load(str(folder), dtype=torch.float32), work)
+    served = target_of(work, parameters)
+    return Setting(Target.load(str(served), dtype=torch.float32), work, parameters)

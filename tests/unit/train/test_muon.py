@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch.optim import AdamW, Muon
 from torch.optim.lr_scheduler import LambdaLR
 
+from draftsmith.errors import UserError
 from draftsmith.train.optim import MuonWithAdamW, muon_with_adamw
 
 TOKENS = 12
@@ -79,3 +81,8 @@ def test_a_resumed_optimizer_goes_on_to_the_bit():
     for name, weight in straight.state_dict().items():
         assert torch.equal(weight, resumed.state_dict()[name])
         assert not torch.equal(weight, forgetful.state_dict()[name])
+
+
+def test_a_draft_without_a_matrix_is_refused():
+    with pytest.raises(UserError, match=r"'muon', but the draft holds no matrix"):
+        optimizer(draft()["norm"])

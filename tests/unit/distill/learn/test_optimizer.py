@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.distill.config import LearnConfig, LearnUnroll
-from draftsmith.distill.learn.optimizer import CandidateOptimizer, computes_in_bf16
+from draftsmith.distill.config import DistillConfig, LearnConfig, LearnUnroll
+from draftsmith.distill.learn.optimizer import CandidateOptimizer, computes_in_bf16, trained
+from draftsmith.distill.learn.processes import check_processes
 from draftsmith.distill.learn.teachers import Batch, LearningRow, LiveTeacher
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
 from draftsmith.train.data.roles import Row
+from draftsmith.train.optim import MUON_MOMENT
 
 
 def gradient(optimizer: CandidateOptimizer, batch: Batch) -> list[torch.Tensor]:
@@ -110,3 +113,90 @@ def test_recomputed_activations_give_the_same_step_and_less_is_kept(
     assert all(torch.equal(plain[name], other[name]) for name in plain)
     assert all(torch.equal(*both) for both in zip(scored, also_scored, strict=True))
     assert little < 0.9 * much
+
+
+class Steps:
+    """Optimizers of like drafts, and a batch for them."""
+
+    def __init__(self, folder: str):
+        self.target = Target.load(folder)
+        chance = np.random.default_rng(0)
+        row = Row(chance.integers(3, 288, 24).tolist(), np.ones(24, dtype=np.float32))
+        self.batch = LiveTeacher(self.target).batch([LearningRow(row, [])])
+
+    def new(self, name: str, weights: dict[str, torch.Tensor] | None = None) -> CandidateOptimizer:
+        drafter = FAMILIES["eagle3"].create(OPTIONS["eagle3"](), self.target, seed=0)
+        if weights is not None:
+            drafter.load_state_dict(weights)
+        return CandidateOptimizer(drafter, LearnConfig(optimizer=name, dtype="float32"))
+
+    def take(self, optimizer: CandidateOptimizer, count: int) -> dict[str, torch.Tensor]:
+        for _ in range(count):
+            assert optimizer.step(self.batch, lr=1e-2) is not None
+        return {name: one.detach().clone() for name, one in optimizer.drafter.state_dict().items()}
+
+
+def test_muon_moves_matrices_and_adamw_all_else(tiny_target: Callable[..., str]) -> None:
+    steps = Steps(tiny_target("llama"))
+    before = steps.take(steps.new("adamw"), 0)
+    adamw, muon = (steps.take(steps.new(name), 1) for name in ("adamw", "muon"))
+    num_tokens = steps.target.vocab_size
+    kinds = set()
+    for name, one in trained(steps.new("muon").drafter).items():
+        is_matrix = one.ndim == 2 and num_tokens not in one.shape
+        kinds.add(is_matrix)
+        assert torch.equal(adamw[name], muon[name]) is not is_matrix, name
+        if is_matrix:
+            sizes, others = (
+                torch.linalg.svdvals(one[name] - before[name]) for one in (muon, adamw)
+            )
+            # More alike in all directions.
+            assert sizes.median() / sizes.max() > others.median() / others.max()
+    assert kinds == {True, False}
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_saved_moments_go_on_and_those_of_another_optimizer_are_left_out(
+    tiny_target: Callable[..., str], name: str
+) -> None:
+    steps = Steps(tiny_target("llama"))
+    first = steps.new(name)
+    weights = steps.take(first, 2)
+    moments = {key: value.clone() for key, value in first.moments().items()}
+    again, fresh = steps.new(name, weights), steps.new(name, weights)
+    again.fill(moments)
+    third = steps.take(first, 1)
+    assert all(torch.equal(one, third[key]) for key, one in steps.take(again, 1).items())
+    assert not all(torch.equal(one, third[key]) for key, one in steps.take(fresh, 1).items())
+    other = steps.new({"adamw": "muon", "muon": "adamw"}[name], weights)
+    other.fill(moments)
+    kept = other.moments()
+    # Those of the tables and vectors, which AdamW has in both.
+    assert 0 < len(kept) < len(moments)
+    assert set(kept) < set(moments) and not any(key.endswith(MUON_MOMENT) for key in kept)
+    steps.take(other, 1)
+
+
+def test_muon_is_refused_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    muon, adamw = (
+        DistillConfig(
+            target="t", draft="d", buffer="b", versions="v", learn=LearnConfig(optimizer=name)
+        )
+        for name in ("muon", "adamw")
+    )
+    check_processes(muon)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_processes(adamw)
+    with pytest.raises(
+        UserError, match=r"'learn.optimizer' is 'muon'.*WORLD_SIZE is 2.*give adamw"
+    ):
+        check_processes(muon)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_all_parts_step_at_the_rate_of_the_step(tiny_target: Callable[..., str], name: str) -> None:
+    steps = Steps(tiny_target("llama"))
+    optimizer = steps.new(name)
+    before = steps.take(optimizer, 0)
+    assert optimizer.step(steps.batch, lr=0.0) is not None
+    assert all(torch.equal(one, before[key]) for key, one in steps.take(optimizer, 0).items())

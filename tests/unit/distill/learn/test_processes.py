@@ -98,7 +98,7 @@ def test_each_text_is_read_once_and_in_its_place(
     found, passes = read(texts)
     assert passes == [[30, 9], [17, 5], [9]]
     for ids, state in zip(texts, found, strict=True):
-        (expected,) = TextStates(target, 1 << 30)._read_each([ids], TAPS)
+        (expected,) = TextStates(target, 1 << 30)._read([ids], TAPS)
         assert torch.equal(state.hidden, expected.hidden)
         assert torch.equal(state.taps, expected.taps)
 

@@ -11,8 +11,15 @@ from draftsmith.distill.buffer.traffic import ServedText, stitch
 from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.gate.scoring import Scorer
 from draftsmith.distill.learn.learner import Learner
-from draftsmith.distill.learn.text_states import TextStates
+from draftsmith.distill.learn.text_states import (
+    TextStates,
+    passes_of,
+    read_one,
+    read_texts,
+    rows_are_apart,
+)
 from draftsmith.drafters.target.target import Target
+from draftsmith.kernels.products.float32_products import has_kernel
 from draftsmith.record import RoundRecord
 from draftsmith.train.data.batches import mask_of, padded
 from draftsmith.train.objective.teacher import LiveSource
@@ -143,3 +150,59 @@ def test_no_more_than_the_limit_is_held(target: Target) -> None:
         read_all()
     assert 3 * each <= states.num_bytes <= 3.5 * each
     assert 3 * each <= memory.live < 4 * each
+
+
+def test_long_texts_share_passes_and_short_ones_do_not() -> None:
+    texts = [torch.zeros(size) for size in (80, 64, 63, 100, 65, 60, 200, 12)]
+    sizes = [[len(one) for one in some] for some in passes_of(texts, 170)]
+    assert sizes == [[80, 64], [63], [100, 65], [60], [200], [12]]
+    assert [len(some) for some in passes_of(texts, 0)] == [1] * len(texts)
+
+
+def test_a_text_that_is_kept_holds_no_memory_of_others(target: Target) -> None:
+    class Together(Target):
+        def __init__(self) -> None:
+            """Any target, with the states of more tokens in one piece of memory."""
+
+        device = target.device
+        model = target.model
+
+        def states(self, *of: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return tuple(one.repeat(1, 2, 1)[:, : len(of[0][0])] for one in target.states(*of))
+
+    (found,) = read_texts(Together(), [torch.arange(3, 23)], TAPS)
+    for part in found:
+        assert part.untyped_storage().nbytes() == part.nbytes > 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma2"])
+def test_texts_that_share_a_pass_have_the_bits_of_their_own(
+    tiny_target: Callable[..., str], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    if not has_kernel(torch.device("cpu")):
+        pytest.skip("this processor's products are torch's")
+    target = Target.load(tiny_target(kind), dtype=torch.float32)
+    chance = torch.Generator().manual_seed(1)
+    texts = [torch.randint(3, 280, (size,), generator=chance) for size in (64, 90, 20, 77, 130)]
+    calls = []
+    states = target.states
+    monkeypatch.setattr(target, "states", lambda *of: calls.append(1) or states(*of))
+    together = read_texts(target, texts, TAPS)
+    assert len(calls) == 3
+    for ids, found in zip(texts, together, strict=True):
+        alone = read_one(target, ids, TAPS)
+        assert torch.equal(found.hidden, alone.hidden) and torch.equal(found.taps, alone.taps)
+        tapped, hidden = states(ids[None], torch.ones_like(ids[None]), TAPS)
+        if kind in ("llama", "qwen3"):  # without windows and soft caps
+            assert torch.equal(found.hidden, hidden[0]) and torch.equal(found.taps, tapped[0])
+        torch.testing.assert_close(found.hidden, hidden[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found.taps, tapped[0], rtol=1e-4, atol=1e-4)
+
+
+def test_experts_other_types_and_other_devices_are_read_text_by_text(
+    target: Target, tiny_target: Callable[..., str]
+) -> None:
+    assert rows_are_apart(target) == has_kernel(torch.device("cpu"))
+    assert not rows_are_apart(Target.load(tiny_target("qwen3_moe"), dtype=torch.float32))
+    assert not rows_are_apart(Target.load(tiny_target("llama"), dtype=torch.bfloat16))
+    assert not has_kernel(torch.device("meta"))

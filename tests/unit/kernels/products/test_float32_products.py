@@ -145,8 +145,8 @@ def test_frozen_layers_and_autocast(everywhere: None, monkeypatch: pytest.Monkey
     assert not found.requires_grad
     torch.testing.assert_close(found, model(rows), rtol=1e-5, atol=1e-6)
     monkeypatch.setattr(module, "_product", None)
-    with torch.autocast("cpu", torch.bfloat16), faster_linears(CPU):
-        assert model(rows).dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16), faster_linears(CPU) as mode:
+        assert mode is None and model(rows).dtype == torch.bfloat16
     with faster_linears(CPU), torch.autocast("cpu", torch.bfloat16):
         assert model(rows).dtype == torch.bfloat16
 
