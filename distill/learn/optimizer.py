@@ -99,7 +99,8 @@ class CandidateOptimizer:
             name, _, moment = key.rpartition(":")
             part = part_of(self.adam, parameters[name])
             if (moment == MUON_MOMENT) == isinstance(part, torch.optim.Muon):
-                device = "cpu" if moment == "step" else parameters[name].device
+                on_host = moment == "step" and not part.param_groups[0].get("fused")
+                device = "cpu" if on_host else parameters[name].device
                 part.state.setdefault(parameters[name], {})[moment] = value.to(device)
 
     def forget(self) -> None:

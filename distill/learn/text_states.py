@@ -36,6 +36,7 @@ class TextState(NamedTuple):
 Read = Callable[[Sequence[torch.Tensor], tuple[int, ...]], list[TextState]]
 
 
+WHOLE_VECTORS = 32  # numbers of float32 that torch's widest loops take at once
 # Tokens of a pass that several texts share; weights are laid out once for all of its rows.
 MOST_TOKENS = 1024
 
@@ -87,13 +88,17 @@ def passes_of(texts: Sequence[torch.Tensor], most_tokens: int) -> list[list[torc
 def rows_are_apart(target: Target) -> bool:
     """True where what a token gives in a pass of `LEAST_ROWS` tokens or more does not depend on
     how many others there are: all products are those of linear layers in float32, by the kernel
-    that adds up each row alone, and none is of an expert, which has few rows."""
-    if not has_kernel(target.device):
+    that adds up each row alone, none is of an expert, which has few rows, and no row ends within a
+    vector, nor at a place between threads, for which activations round otherwise."""
+    if not has_kernel(target.device) or torch.get_num_threads() > 1:
         return False
     for name, module in target.model.named_modules():
         own = list(module.parameters(recurse=False))
         is_known = type(module) is torch.nn.Linear or isinstance(module, torch.nn.Embedding)
-        if "expert" in name or any(one.ndim > 1 and not is_known for one in own):
+        held = [*own, *module.buffers(recurse=False)]
+        if "expert" in name or any(one.ndim > 1 and not is_known for one in held):
+            return False
+        if isinstance(module, torch.nn.Linear) and module.out_features % WHOLE_VECTORS:
             return False
         if any(one.dtype != torch.float32 or type(one) is not torch.nn.Parameter for one in own):
             return False

@@ -73,6 +73,7 @@ class OneChain:
     def share_buffers(self, other: OneChain) -> bool:
         """Draft in the buffers of `other`; before the first draft. False where they are not such
         as these."""
+        assert not self._listed, "calls that are listed have the addresses of other buffers"
         if self._shapes != other._shapes:
             return False
         self._lock, self._memory = other._lock, other._memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -70,7 +70,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         if len(self.waiting) >= self.max_queue:
             raise QueueFull(f"{len(self.waiting)} requests are waiting already; try again later")
-        self._end_drafting(request)
+        self._end_drafts([request])
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
@@ -131,10 +131,7 @@ class Scheduler:
                     stats.prefix_cache_hits += row.begin
 
     def _decode(self, schedule: Schedule, deciding: list[Request], reads_prompts: bool) -> None:
-        if self.draft_positions is not None:
-            for request in deciding:
-                if len(request.tokens) >= self.draft_positions:
-                    self._end_drafting(request)
+        self._end_drafts(deciding)
         schedule.plan = self._plan(deciding, self._pending(reads_prompts))
         reading = reads_prompts and any(
             request.prefilling and request.num_output > 0 for request in self.running
@@ -153,16 +150,14 @@ class Scheduler:
         if behind and not reading:
             self._read_again(schedule, behind[0])
 
-    def _end_drafting(self, request: Request) -> None:
-        if self._draftable(request) == 0:
-            request.k = 0
-            request.draft.taps.clear()
-
-    def _draftable(self, request: Request) -> int:
-        """Drafted tokens that the draft's positions have room for."""
+    def _end_drafts(self, requests: Sequence[Request]) -> None:
+        """Of those behind whose text the draft's positions have no room."""
         if self.draft_positions is None:
-            return request.k
-        return max(0, min(request.k, self.draft_positions - request.num_tokens))
+            return
+        for request in requests:
+            if len(request.tokens) >= self.draft_positions:
+                request.k = 0
+                request.draft.taps.clear()
 
     def _read_again(self, schedule: Schedule, request: Request) -> None:
         """Preempt a request that is to draft, but has lost its taps, so that it is admitted again

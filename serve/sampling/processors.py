@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from draftsmith.errors import UserError
+from draftsmith.kernels.dispatch import sent_tensor
 from draftsmith.serve.sampling.params import LogitsProcessor
 from draftsmith.serve.sampling.state import RowContext, SamplingState
 
@@ -70,7 +71,7 @@ def run_processors(logits: torch.Tensor, contexts: Sequence[RowContext]) -> bool
 
 
 def _processed(scores: torch.Tensor, state: SamplingState, prefix: Sequence[int]) -> torch.Tensor:
-    input_ids = torch.tensor([[*state.tokens, *prefix]], device=scores.device)
+    input_ids = sent_tensor(scores.device, torch.tensor([[*state.tokens, *prefix]]))
     processed = scores[None].clone()
     for processor in state.params.logits_processors:
         processed = processor(input_ids, processed)

@@ -122,6 +122,7 @@ def measure(
             {
                 "engine": engine, "temperature": temperature, "streams": streams, "turns": name,
                 "none_s": plain_s,
+                "whole": sum(map(sum, one.more_s.values())) / plain_s,
                 "rounds": {kind: len(one.more_s[kind]) for kind in KINDS},
                 "more_us": {kind: 1e6 * _mean(one.more_s[kind]) for kind in KINDS},
                 "share": {
@@ -173,12 +174,13 @@ def _answer(
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    lines = header("engine", "T", "streams", "turns", "/ no draft", *KINDS)
+    lines = header("engine", "T", "streams", "turns", "/ no draft", "nothing left out", *KINDS)
     for row in rows:
         cells = [
             f"{row['rounds'][kind]} x {row['more_us'][kind]:+.0f} us: {row['share'][kind]:+.1%}"
             for kind in KINDS
         ]
         setting = (row["engine"], f"{row['temperature']:g}", row["streams"], row["turns"])
-        lines.append(line(*setting, f"{1 / (1 + sum(row['share'].values())):.3f}", *cells))
+        speeds = [f"{1 / (1 + more):.3f}" for more in (sum(row["share"].values()), row["whole"])]
+        lines.append(line(*setting, *speeds, *cells))
     return lines

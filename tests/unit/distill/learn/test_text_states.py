@@ -10,6 +10,7 @@ import torch
 from draftsmith.distill.buffer.traffic import ServedText, stitch
 from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.gate.scoring import Scorer
+from draftsmith.distill.learn import text_states
 from draftsmith.distill.learn.learner import Learner
 from draftsmith.distill.learn.text_states import (
     TextStates,
@@ -23,10 +24,14 @@ from draftsmith.kernels.products.float32_products import has_kernel
 from draftsmith.record import RoundRecord
 from draftsmith.train.data.batches import mask_of, padded
 from draftsmith.train.objective.teacher import LiveSource
+from scripts.paths import ROOT
 from tests.peak_memory import Memory
 
 TAPS = (0, 1)
 GENEROUS = 1 << 30
+KEYS = (
+    16  # width of a tiny target's keys, the only one that is no multiple of 32; none is activated
+)
 
 
 @pytest.fixture
@@ -181,6 +186,7 @@ def test_texts_that_share_a_pass_have_the_bits_of_their_own(
 ) -> None:
     if not has_kernel(torch.device("cpu")):
         pytest.skip("this processor's products are torch's")
+    monkeypatch.setattr(text_states, "WHOLE_VECTORS", KEYS)
     target = Target.load(tiny_target(kind), dtype=torch.float32)
     chance = torch.Generator().manual_seed(1)
     texts = [torch.randint(3, 280, (size,), generator=chance) for size in (64, 90, 20, 77, 130)]
@@ -200,9 +206,32 @@ def test_texts_that_share_a_pass_have_the_bits_of_their_own(
 
 
 def test_experts_other_types_and_other_devices_are_read_text_by_text(
-    target: Target, tiny_target: Callable[..., str]
+    target: Target, tiny_target: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(text_states, "WHOLE_VECTORS", KEYS)
     assert rows_are_apart(target) == has_kernel(torch.device("cpu"))
     assert not rows_are_apart(Target.load(tiny_target("qwen3_moe"), dtype=torch.float32))
     assert not rows_are_apart(Target.load(tiny_target("llama"), dtype=torch.bfloat16))
     assert not has_kernel(torch.device("meta"))
+    wide = Target.load(tiny_target("llama"), dtype=torch.float32)
+    wide.model.model.layers[0].mlp.up_proj = torch.nn.Linear(32, 72, bias=False)
+    assert not rows_are_apart(wide), "a row of 72 numbers ends within a vector"
+    coded = Target.load(tiny_target("llama"), dtype=torch.float32)
+    coded.model.register_buffer("codes", torch.zeros(4, 4, dtype=torch.int32))
+    assert not rows_are_apart(coded), "a product of its own"
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_texts_have_their_own_bits_with_any_number_of_threads(threads: int) -> None:
+    """Activations of 100 kB and more, which threads share out."""
+    target = Target.load(str(ROOT / "scripts" / "quickstart_target"), dtype=torch.float32)
+    chance = torch.Generator().manual_seed(1)
+    texts = [torch.randint(3, 4000, (size,), generator=chance) for size in (65, 90, 77, 131)]
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        alone = [read_one(target, ids, TAPS).hidden for ids in texts]
+        together = [one.hidden for one in read_texts(target, texts, TAPS)]
+    finally:
+        torch.set_num_threads(before)
+    assert all(map(torch.equal, together, alone))

@@ -1,4 +1,4 @@
-"""Rounds at rest: long after drafting has stopped paying, a short round is neither chosen for nor
+"""Rounds at rest: long after drafting has stopped paying, most rounds are neither chosen for nor
 measured."""
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def test_rests_end_in_time_and_with_rounds_that_are_measured() -> None:
 
 def test_rounds_that_take_long_rest_until_the_decision_that_is_due() -> None:
     rests = "".join("r" if one else "m" for one in play(AutoControl(), 3000, round_s=REST_S / LATE))
-    assert rests.count("r") >= 0.6 * len(rests[1000:])
+    assert rests[1000:].count("r") >= 0.55 * len(rests[1000:])
     assert max(map(len, rests.split("m"))) <= LATE - TOGETHER
     assert min(len(part) for part in rests.strip("m").split("r") if part) >= TOGETHER
 

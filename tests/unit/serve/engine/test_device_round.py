@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from transformers import TemperatureLogitsWarper
 
 from draftsmith.drafters.interface import Proposal
 from draftsmith.drafters.options import OPTIONS
@@ -421,6 +422,7 @@ ROUNDS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "greedy grammar": ({**GRAMMAR, **GREEDY}, {}, 4),
     "grammar and penalties": ({**GRAMMAR, "repetition_penalty": 1.2}, {}, 4),
     "grammar and blocks": (GRAMMAR, {"verification": "block"}, 4),
+    "processor": ({**SAMPLED, "logits_processors": (TemperatureLogitsWarper(0.9),)}, {}, 5),
     "tree of a grammar": (GRAMMAR, {"tree": TREES}, 3),
 }
 

@@ -24,9 +24,12 @@ from draftsmith.drafters.target.taps import body_name, decoder_layers
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.train.doctor import memory, offline, processes
+from draftsmith.train.doctor.config import DoctorConfig
 from draftsmith.train.doctor.finding import FAIL, OK, WARN, fail, ok
 from draftsmith.train.doctor.memory import (
+    GIB,
     Parts,
+    Served,
     check_fit,
     check_training,
     num_bytes,
@@ -35,6 +38,10 @@ from draftsmith.train.doctor.memory import (
     ways_to_fit,
 )
 from draftsmith.train.plan import make
+from draftsmith.train.plan.candidates import Candidate
+from draftsmith.train.plan.config import PlanConfig
+from draftsmith.train.plan.costs import data_of
+from draftsmith.train.plan.timing import RoundTimes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -245,6 +252,31 @@ def test_a_draft_too_large_beside_its_target_is_told_what_frees_the_target(
     assert found(own + parts.whole, offload="disk") == (OK, "")
     status, mend = found(own)
     assert status == WARN and mend == "use --deepspeed recipes/zero3.json or a smaller draft"
+
+
+def test_buffers_of_a_captured_draft_are_counted_where_it_is_served(
+    tiny_target: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By `plan` and by `doctor`, which capture it as a server does."""
+    folder, draft = tiny_target("llama"), str(tmp_path / "draft")
+    target = Target.load(folder, dtype=torch.float32)
+    head = FAMILIES["eagle3"].create(OPTIONS["eagle3"](), target, seed=0)
+    checkpoint.save(head, draft, target)
+    captured: list[object] = []
+    monkeypatch.setattr(type(head), "capture_forward", lambda self: captured.append(self))
+    buffers = property(lambda self: 3 * GIB * (self in captured))
+    monkeypatch.setattr(type(head), "buffer_bytes", buffers)
+    monkeypatch.setattr(make, "time_rounds", lambda *args, **options: RoundTimes(1.0, {}, {}, {}))
+    findings = offline.check_pair(DoctorConfig(target=folder, draft=draft))
+    (serving,) = [one.what for one in findings if one.check == "memory.serving"]
+    assert "buffers of the draft 3 GiB" in serving
+    small = Target.load(folder, dtype=torch.bfloat16)
+    config = PlanConfig(target=folder, families=("eagle3",), context=32, streams=(1,))
+    candidate = Candidate("eagle3", OPTIONS["eagle3"](), [])
+    planned = make.plan_for(config, small, candidate, data_of(10, 1.0), None, None)
+    assert planned.serve_memory_bytes == 3 * GIB + Served.of(small, head.bfloat16()).whole(1, 32)
 
 
 def test_an_offloaded_target_is_examined(
