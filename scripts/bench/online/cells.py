@@ -141,6 +141,7 @@ class Variant:
 # On the same texts, beside a draft that is distilled offline from them; only when asked for.
 VARIANTS: dict[str, Variant] = {
     "as-it-is": Variant(),
+    "twice-the-rate": Variant(rate=2.0),
     "muon": Variant("muon", rate=2.0),
 }
 OFFLINE = "offline"
