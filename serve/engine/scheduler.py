@@ -151,7 +151,7 @@ class Scheduler:
             self._read_again(schedule, behind[0])
 
     def _end_drafts(self, requests: Sequence[Request]) -> None:
-        """Of those behind whose text the draft's positions have no room."""
+        """Ends the drafting of those behind whose text the draft has no positions left."""
         if self.draft_positions is None:
             return
         for request in requests:
