@@ -175,11 +175,11 @@ def plan_for(
     )
     drafter = drafter.to(device=target.device, dtype=target.dtype).eval()
     offloaded = config.target_offload is not None
-    if offloaded and isinstance(drafter, ForwardCapturable):
-        drafter.capture_forward()
-    elif shares_here(config) == 1 and not offloaded:
+    if shares_here(config) == 1 and not offloaded:
         # As the engine does it where there is a CPU.
         capture_forwards(target, drafter)
+    elif isinstance(drafter, ForwardCapturable):
+        drafter.capture_forward()
     needed = Served.of(target, drafter).whole(max(config.streams), config.context)
     times, trees = {}, {}
     # A server holds the whole target, so rounds that read it are none of a server's.
