@@ -118,7 +118,7 @@ class TextStates:
         """`read` in place of passes here."""
         self.target, self.limit_bytes = target, limit_bytes
         self._read = read or partial(read_texts, target)
-        self.num_bytes = self.num_passes = 0
+        self.num_bytes = self.num_read = 0
         self._known: dict[Key, TextState] = {}  # the latest read last
 
     def states(
@@ -150,7 +150,7 @@ class TextStates:
         with torch.autocast(self.target.device.type, enabled=False):
             states = self._read(list(unknown.values()), taps)
         found = dict(zip(unknown, states, strict=True))
-        self.num_passes += len(found)
+        self.num_read += len(found)
         self.num_bytes += sum(one.num_bytes for one in found.values())
         wanted = {key: found.get(key) or self._known.pop(key) for key in dict.fromkeys(keys)}
         self._known |= wanted

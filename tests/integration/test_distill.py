@@ -133,10 +133,10 @@ def test_each_text_is_read_and_each_draft_scored_once(
             learner.cycle()
     assert learner.shared.live.version == 2
     shared, states = learner.shared, learner.states
-    assert states.num_passes <= 60 < learner.config.learn.steps * learner.config.learn.batch
+    assert states.num_read <= 60 < learner.config.learn.steps * learner.config.learn.batch
     window, live = shared.window, shared.live.scorer
     fresh = live.of(live.drafter).score(window, max_depth=shared.depth)
-    before = states.num_passes
+    before = states.num_read
     with monkeypatch.context() as patched:
         patched.setattr(scoring, "score_drafters", None)
         known = live.score(window, max_depth=shared.depth)
@@ -144,9 +144,9 @@ def test_each_text_is_read_and_each_draft_scored_once(
     for one, other in zip(known, fresh, strict=True):
         np.testing.assert_allclose(one.alpha, other.alpha, atol=1e-6)
     learner.forget(frozenset({window[0].request.partition("-")[0]}))
-    assert before == states.num_passes and states.num_bytes == 0
+    assert before == states.num_read and states.num_bytes == 0
     live.of(live.drafter).score(window[:1], max_depth=shared.depth)
-    assert states.num_passes == before + 1
+    assert states.num_read == before + 1
 
 
 def test_a_version_that_is_worse_live_is_rolled_back_to_the_best_before_it(

@@ -76,18 +76,27 @@ def test_the_best_fixed_k_may_be_none() -> None:
     assert auto.with_best([of("k = 1", 1.5), of(auto.AUTO, 1.2)])[1]["over_best"] == 1.2 / 1.5
 
 
+@pytest.fixture
+def measured(
+    tiny_target: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], list[auto.Row]]:
+    """`measured(options)` -> the rows that the script writes of a tiny target, its own draft."""
+
+    def run(options: str) -> list[auto.Row]:
+        (tmp_path / "target").symlink_to(tiny_target("llama"))
+        folders = f"--run {tmp_path} --draft {tmp_path / 'target'} --out {tmp_path / 'out.json'}"
+        monkeypatch.setattr("sys.argv", ["auto", *folders.split(), *options.split()])
+        auto.main()
+        rows: list[auto.Row] = json.loads((tmp_path / "out.json").read_text())["rows"]
+        return rows
+
+    return run
+
+
 def test_parts_are_engines_that_draft_nothing_but_k_auto(
-    tiny_target: Callable[..., str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    measured: Callable[[str], list[auto.Row]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "target").symlink_to(tiny_target("llama"))
-    sizes = "--parts --prompts 2 --prompt-tokens 6 --max-tokens 8 --repeats 1 --streams 2"
-    folders = f"--run {tmp_path} --draft {tmp_path / 'target'} --out {tmp_path / 'parts.json'}"
-    monkeypatch.setattr("sys.argv", ["auto", *folders.split(), *sizes.split()])
-    auto.main()
-    rows = json.loads((tmp_path / "parts.json").read_text())["rows"]
+    rows = measured("--parts --prompts 2 --prompt-tokens 6 --max-tokens 8 --repeats 1 --streams 2")
     told = capsys.readouterr().out
     assert len(rows) == 12 and all(row["median_us"] > 0 for row in rows)
     for row in rows:
@@ -99,17 +108,9 @@ def test_parts_are_engines_that_draft_nothing_but_k_auto(
 
 
 def test_time_over_no_draft_is_booked_by_the_kind_of_round(
-    tiny_target: Callable[..., str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    measured: Callable[[str], list[auto.Row]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "target").symlink_to(tiny_target("llama"))
-    sizes = "--where --prompts 2 --prompt-tokens 6 --max-tokens 24 --repeats 2 --streams 1"
-    folders = f"--run {tmp_path} --draft {tmp_path / 'target'} --out {tmp_path / 'where.json'}"
-    monkeypatch.setattr("sys.argv", ["auto", *folders.split(), *sizes.split()])
-    auto.main()
-    rows = json.loads((tmp_path / "where.json").read_text())["rows"]
+    rows = measured("--where --prompts 2 --prompt-tokens 6 --max-tokens 24 --repeats 2 --streams 1")
     told = capsys.readouterr().out
     assert len(rows) == 2 * 2 * 3
     for row in rows:

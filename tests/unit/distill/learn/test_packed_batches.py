@@ -151,7 +151,7 @@ def test_each_text_of_a_packed_row_has_the_states_of_a_pass_of_its_own(exact: Ta
     taps, hidden = states.states(
         batch.text.input_ids, batch.text.attention_mask, (1, 2), batch.text.segments
     )
-    assert taps is not None and states.num_passes == len(rows)
+    assert taps is not None and states.num_read == len(rows)
     for places, tapped, last in zip(teachers.arranged(rows), taps, hidden, strict=True):
         begin = 0
         for at in places:

@@ -83,7 +83,7 @@ def test_a_text_is_read_once_and_alike_in_any_company(
 ) -> None:
     states, others = TextStates(target, GENEROUS), TextStates(target, GENEROUS)
     whole = read(states, texts)
-    assert states.num_passes == 4
+    assert states.num_read == 4
     # In pairs, so that every text is padded to another width, and in another order.
     for part in ([3, 0], [2, 1], [1]):
         for found, expected in zip(
@@ -92,14 +92,14 @@ def test_a_text_is_read_once_and_alike_in_any_company(
             for row, index in enumerate(part):
                 size = len(texts[index])
                 assert torch.equal(found[row, :size], expected[index, :size])
-    assert others.num_passes == 4
+    assert others.num_read == 4
     read(states, texts)
-    assert states.num_passes == 4
+    assert states.num_read == 4
     states.states(padded(texts), mask_of(texts), (1,))
-    assert states.num_passes == 8, "other taps are not known"
+    assert states.num_read == 8, "other taps are not known"
     states.forget()
     read(states, texts[:1])
-    assert states.num_passes == 9
+    assert states.num_read == 9
 
 
 def test_states_stay_within_their_bytes(target: Target, texts: list[torch.Tensor]) -> None:
@@ -109,9 +109,9 @@ def test_states_stay_within_their_bytes(target: Target, texts: list[torch.Tensor
         read(states, kept)
     # 5 + 17 tokens fit, then the text of 17, not read for longest, makes room for 9.
     assert states.num_bytes == 14 * width
-    before = states.num_passes
+    before = states.num_read
     read(states, [texts[0], texts[2]])
-    assert states.num_passes == before
+    assert states.num_read == before
     found = read(states, [texts[3]])[1]
     assert states.num_bytes == 0, "a text over the limit is read and not kept"
     torch.testing.assert_close(found, read(target, [texts[3]])[1], rtol=1e-4, atol=1e-5)
@@ -128,7 +128,7 @@ def test_training_and_gate_share_one_pass_a_text(
         learner.update(served[:6])
         learner.update(served[6:])
         weights.append(learner.drafter.head.detach().clone())
-    assert states.num_passes == len(served), "though each is trained on in several steps"
+    assert states.num_read == len(served), "though each is trained on in several steps"
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-3, atol=1e-5)
     plain = Scorer(learner.drafter, target, max_length=512).score(served, max_depth=3)
     scorer = Scorer(learner.drafter, target, max_length=512, states=states)
@@ -136,7 +136,7 @@ def test_training_and_gate_share_one_pass_a_text(
         scored = one.score(served, max_depth=3)
         for found, expected in zip(scored, plain, strict=True):
             assert found.alpha == pytest.approx(expected.alpha, abs=1e-5)
-    assert states.num_passes == len(served)
+    assert states.num_read == len(served)
 
 
 def test_no_more_than_the_limit_is_held(target: Target) -> None:
