@@ -72,7 +72,7 @@ def check_models(config: DoctorConfig, findings: list[Finding]) -> list[Finding]
         findings.append(refused("draft.loads", error))
     if draft is not None:
         findings += check_draft(config, draft, target)
-        if config.target_shares == 1 and isinstance(draft, ForwardCapturable):
+        if isinstance(draft, ForwardCapturable):
             draft.capture_forward()  # as a server does, whose buffers it then has
     findings.append(check_serving(target, draft, config.sequences))
     if draft is not None and not config.heterogeneous_vocab:
