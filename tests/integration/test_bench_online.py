@@ -445,6 +445,25 @@ def test_half_a_batch_changes_nothing_else(script: Script) -> None:
     assert replace(half.learn, batch=setting.LEARN.batch) == setting.LEARN
 
 
+def test_streams_of_other_learners_are_measured_where_they_are_named(script: Script) -> None:
+    cells, setting = script("cells"), script("setting")
+
+    def names(*only: str) -> list[str]:
+        return [cell.name for cell in cells.plan(seeds=1, requests=40, only=only)]
+
+    assert names("sudden-muon", "returning-twice-the-rate") == [
+        "sudden-muon",
+        "returning-twice-the-rate",
+    ]
+    assert "sudden" in names("curves") and "sudden-muon" not in names("curves")
+    assert names("returns") == ["returning", "returning-rehearsed"]
+    curve = cells.CURVES["gradual-muon"]
+    assert curve == replace(cells.CURVES["gradual"], learner="muon")
+    usual, other = (setting.learning(one, 40) for one in ("learning", curve.learner))
+    assert other.learn == replace(usual.learn, optimizer="muon", lr=2 * usual.learn.lr)
+    assert other.gate == usual.gate
+
+
 def test_predictions_are_held_against_versions_that_served_one_domain(script: Script) -> None:
     measures = script("measures")
     curve = answers("prose", 0, (300, 0.4)) + answers("prose", 300, (60, 0.5), version=2)

@@ -4,7 +4,7 @@ Torch-free."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from scripts.bench.online.streams import Stream, blocks, gradual, turns
@@ -90,6 +90,7 @@ CURVES: dict[str, Curve] = {
         lambda requests: blocks((FIRST, part_of(requests, 0.5))), start=COLD, ends_at_warm=True
     ),
 }
+VARIED = ("sudden", "gradual", "oscillating", "recurring")
 
 
 @dataclass(frozen=True)
@@ -138,13 +139,20 @@ class Variant:
     rate: float = 1.0  # of the setting's learning rate
 
 
+FAST, MUON = "twice-the-rate", "muon"
 # On the same texts, beside a draft that is distilled offline from them; only when asked for.
 VARIANTS: dict[str, Variant] = {
     "as-it-is": Variant(),
-    "twice-the-rate": Variant(rate=2.0),
-    "muon": Variant("muon", rate=2.0),
+    FAST: Variant(rate=2.0),
+    MUON: Variant("muon", rate=2.0),
 }
 OFFLINE = "offline"
+# Streams with those learners and a gate; only when asked for by name.
+CURVES |= {
+    f"{name}-{learner}": replace(CURVES[name], learner=learner)
+    for name in VARIED
+    for learner in (FAST, MUON)
+}
 # Recipes of pipelines at the same stream, with their own options of learning; without their drafts
 # by topic.
 PIPELINES: dict[str, Pipeline] = {
@@ -161,6 +169,7 @@ CHANGE_CELLS = (ALIKE, FALLING)
 # Kinds that come back, each visit's share of the requests; only when asked for.
 RETURNS, RETURNING, REHEARSED = "returns", "returning", "returning-rehearsed"
 VISITS = ((FIRST, 0.1), (SECOND, 5 / 12), (FIRST, 0.2), (SECOND, 0.2))
+RETURN_LEARNERS = {f"{RETURNING}-{learner}": learner for learner in (FAST, MUON)}
 RETURN_CELLS = (RETURNING, REHEARSED)
 VARIANTS_PART = "variants"
 BOUNDED = ("gradual", "oscillating", "recurring")
@@ -178,7 +187,7 @@ LATE = ("no-replay", *(name for name, one in CURVES.items() if one.learner in (H
 NAMES = (
     *PARTS, COST, POOLS, BOUNDS, CHANGES, RETURNS,
     *CURVES, *POINTS, *PIPELINES, *POOL_CELLS, *BOUND_CELLS, *CHANGE_CELLS,
-    *RETURN_CELLS, VARIANTS_PART, *VARIANTS, OFFLINE,
+    *RETURN_CELLS, *RETURN_LEARNERS, VARIANTS_PART, *VARIANTS, OFFLINE,
 )  # fmt: skip
 
 
@@ -190,9 +199,20 @@ def plan(*, seeds: int, requests: int, only: Sequence[str] = PARTS) -> Iterator[
         for part in (*PARTS, COST, POOLS, BOUNDS, CHANGES, RETURNS, VARIANTS_PART)
         for cell in cells_of(part, seed, requests)
     ]
-    chosen = [cell for cell in every if cell.part in only or cell.name in only]
+    chosen = [
+        cell
+        for cell in every
+        if cell.name in only or (cell.part in only and not is_variant_of(cell))
+    ]
     yield from (cell for cell in chosen if cell.name not in LATE)
     yield from (cell for cell in chosen if cell.name in LATE)
+
+
+def is_variant_of(cell: Cell) -> bool:
+    """True for streams of other cells with a learner of `VARIANTS`."""
+    return cell.name in RETURN_LEARNERS or (
+        cell.part == "curves" and CURVES[cell.name].learner in VARIANTS
+    )
 
 
 def cells_of(part: str, seed: int, requests: int) -> Iterator[Cell]:
@@ -215,7 +235,8 @@ def cells_of(part: str, seed: int, requests: int) -> Iterator[Cell]:
         yield Cell(part, ALIKE, seed, {"requests": requests})
         yield Cell(part, FALLING, seed, {"requests": part_of(requests, 0.25)})
     elif part == RETURNS:
-        yield from (Cell(part, name, seed, {"requests": requests}) for name in RETURN_CELLS)
+        names = (*RETURN_CELLS, *RETURN_LEARNERS)
+        yield from (Cell(part, name, seed, {"requests": requests}) for name in names)
     elif part == VARIANTS_PART:
         for name in (OFFLINE, *VARIANTS):
             yield Cell(part, name, seed, {"requests": part_of(requests, 0.75)})

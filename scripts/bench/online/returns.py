@@ -16,6 +16,7 @@ from scripts.bench.markdown_table import header, line
 from scripts.bench.online.cells import (
     FIRST,
     REHEARSED,
+    RETURN_LEARNERS,
     RETURNING,
     RETURNS,
     SECOND,
@@ -42,7 +43,8 @@ def visits(requests: int) -> Stream:
 
 def run_returns(setting: Setting, cell: Cell) -> Row:
     requests = int(cell.arguments["requests"])
-    chosen, draft = learning(RETURNING, requests), setting.draft(cell.seed)
+    draft = setting.draft(cell.seed)
+    chosen = learning(RETURN_LEARNERS.get(cell.name, RETURNING), requests)
     learn = chosen.learn
     if cell.name == REHEARSED:
         learn = replace(learn, rehearse=(str(setting.data(cell.seed)),))

@@ -30,6 +30,7 @@ from scripts.bench.online.cells import (
     NO_REPLAY,
     PERIODIC,
     RETURNING,
+    VARIANTS,
     WARM,
 )
 from scripts.bench.online.domains import PROMPT_TOKENS, Ask, Prompts, asks
@@ -71,7 +72,13 @@ def learning(name: str, requests: int) -> Learning:
         HELD_OUT: Learning(LEARN, GateConfig(fresh=False)),
         NO_REPLAY: Learning(replace(LEARN, replay=0.0), GATE),
         PERIODIC: Learning(periodic, GateConfig(every=1)),
+        **{variant: Learning(varied(variant), GATE) for variant in VARIANTS},
     }[name]
+
+
+def varied(variant: str) -> LearnConfig:
+    chosen = VARIANTS[variant]
+    return replace(LEARN, optimizer=chosen.optimizer, lr=chosen.rate * LEARN.lr)
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from draftsmith.distill.buffer.traffic import ServedText
+from draftsmith.distill.config import LearnConfig
 from draftsmith.distill.learn.learner import Learner
 from draftsmith.drafters.interface import TrainedDrafter
 from scripts.bench.markdown_table import header, line
@@ -19,13 +19,12 @@ from scripts.bench.online.cells import (
     VARIANTS,
     VARIANTS_PART,
     Cell,
-    Variant,
     part_of,
 )
 from scripts.bench.online.changes import JUDGED_AT, domain_of, stream_of, taught
 from scripts.bench.online.curves import distill
 from scripts.bench.online.measures import over_seeds, results
-from scripts.bench.online.setting import LEARN, Setting
+from scripts.bench.online.setting import Setting, varied
 from scripts.bench.online.streams import blocks
 
 Row = dict[str, Any]
@@ -45,7 +44,7 @@ def run_variant(setting: Setting, cell: Cell) -> Row:
         of_second = [one for one in texts if domain_of(one) == SECOND]
         distill(drafter, setting, of_second, seed=cell.seed)
     else:
-        learn(drafter, setting, VARIANTS[cell.name], texts, seed=cell.seed)
+        learn(drafter, setting, varied(cell.name), texts, seed=cell.seed)
     found["learn_s"] = time.thread_time() - begun_s
     return found | {"alpha": setting.alpha(drafter, judged)}
 
@@ -53,13 +52,12 @@ def run_variant(setting: Setting, cell: Cell) -> Row:
 def learn(
     drafter: TrainedDrafter,
     setting: Setting,
-    variant: Variant,
+    config: LearnConfig,
     texts: Sequence[ServedText],
     *,
     seed: int,
 ) -> None:
     """Updates in the order of the texts; the draft then has the mean of its weights."""
-    config = replace(LEARN, optimizer=variant.optimizer, lr=variant.rate * LEARN.lr)
     learner = Learner(drafter, setting.target, config, seed=seed)
     for begin in range(0, len(texts) - config.fresh + 1, config.fresh):
         learner.update(texts[begin : begin + config.fresh])
