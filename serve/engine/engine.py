@@ -24,7 +24,7 @@ from draftsmith.serve.control.draft_temperature import draft_temperatures
 from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.engine.commit import Committer, round_result
 from draftsmith.serve.engine.output import OutputQueue
-from draftsmith.serve.engine.propose import Proposer, unread_tokens
+from draftsmith.serve.engine.propose import Proposer, unread_by_draft
 from draftsmith.serve.engine.recorder import Recorder
 from draftsmith.serve.engine.round import (
     OnRound,
@@ -246,8 +246,7 @@ class Engine:
         """Columns that drafting and the target pass will ask for, each group at once. Of a pass
         whose drafted tokens the host has to see, they are not known yet."""
         groups: list[tuple[list[int], ...]] = []
-        if schedule.drafting:
-            groups.append((unread_tokens(schedule.drafting),))
+        groups += [(tokens,) for tokens in unread_by_draft(schedule.drafting)]
         if not schedule.drafting or decides_late(sampling):
             budgets = [row.k for row in schedule.drafting]
             groups.append(self.runner.foreseen(schedule.rows, budgets, tables))

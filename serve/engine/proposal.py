@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import gt
-from typing import NamedTuple
 
 import torch
 
@@ -18,7 +17,7 @@ from draftsmith.drafters.interface import Proposal
 from draftsmith.kernels.constants import MAX_NODES
 from draftsmith.kernels.dispatch import sent
 from draftsmith.kernels.verify.draft_tree import DraftTree, chain_tree
-from draftsmith.serve.engine.round import RoundProposal, RoundTree, Source, UnreadDrafts
+from draftsmith.serve.engine.round import Part, RoundProposal, RoundTree, Source, UnreadDrafts
 from draftsmith.serve.engine.trees import check_tree, report_width, tree_report, unread_tree
 
 
@@ -218,27 +217,14 @@ def _has_mass(proposal: Proposal) -> torch.Tensor | None:
     return torch.isfinite(proposal.logits.gather(2, tokens[:, :, None])[:, :, 0])
 
 
-class Part(NamedTuple):
-    """Proposal of one draft for its rows of a round."""
-
-    rows: list[int]  # of the round
-    proposal: RoundProposal
-
-
 def joined(parts: Sequence[Part], num_rows: int) -> RoundProposal:
-    """Proposal of the whole round; rows in none of the parts have no drafted tokens."""
+    """Proposal of the whole round; rows in none of the parts have no drafted tokens. Where every
+    part is unread, so is the whole; otherwise none may be."""
     width = max(part.proposal.tokens.shape[1] for part in parts)
     like = parts[0].proposal.tokens
-    chains: list[list[int]] = [[] for _ in range(num_rows)]
-    sources = [Source.NONE] * num_rows
-    drawn = [False] * num_rows
-    has_mass = [False] * num_rows
     tokens = like.new_full((num_rows, width), -1)
     lengths = like.new_zeros(num_rows)
     for rows, own in parts:
-        for index, row in enumerate(rows):
-            chains[row], has_mass[row] = own.chains[index], own.has_mass[index]
-            sources[row], drawn[row] = own.sources[index], own.drawn[index]
         (at,) = sent(like.device, rows)
         tokens[at, : own.tokens.shape[1]] = own.tokens.to(like)
         lengths[at] = own.lengths.to(like)
@@ -247,7 +233,66 @@ def joined(parts: Sequence[Part], num_rows: int) -> RoundProposal:
         tree, logits = _joined_trees(parts, tokens, lengths)
     else:
         logits = _joined_distributions(parts, (num_rows, width))
-    return RoundProposal(chains, sources, drawn, has_mass, tokens, lengths, logits, tree)
+    host = _host_fields(parts, num_rows)
+    return RoundProposal(*host, tokens, lengths, logits, tree, _joined_unread(parts, num_rows))
+
+
+def settled(proposal: RoundProposal, parts: Sequence[Part]) -> RoundProposal:
+    """A proposal of several drafts whose `parts` are read by now; those that are missing were
+    malformed, so that their rows have no drafted tokens."""
+    num_rows, tree = len(proposal.chains), proposal.tree
+    chains, sources, drawn, has_mass = _host_fields(parts, num_rows)
+    if tree is not None:
+        tree = tree._replace(parents=_host_parents(parts, num_rows))
+    return replace(
+        proposal,
+        chains=chains,
+        sources=sources,
+        drawn=drawn,
+        has_mass=has_mass,
+        tree=tree,
+        unread=None,
+    )
+
+
+def part_reports(proposal: RoundProposal, report: Sequence[list[int]]) -> list[list[list[int]]]:
+    """Reports of the parts of an unread proposal of several drafts, out of that of the whole."""
+    assert proposal.unread is not None
+    return [
+        [report[row][: own.unread.report.shape[1]] for row in rows]
+        for rows, own in proposal.unread.parts
+        if own.unread is not None
+    ]
+
+
+def _host_fields(
+    parts: Sequence[Part], num_rows: int
+) -> tuple[list[list[int]], list[Source], list[bool], list[bool]]:
+    """(chains, sources, drawn, has_mass) of every row."""
+    chains: list[list[int]] = [[] for _ in range(num_rows)]
+    sources = [Source.NONE] * num_rows
+    drawn = [False] * num_rows
+    has_mass = [False] * num_rows
+    for rows, own in parts:
+        for index, row in enumerate(rows):
+            chains[row], has_mass[row] = own.chains[index], own.has_mass[index]
+            sources[row], drawn[row] = own.sources[index], own.drawn[index]
+    return chains, sources, drawn, has_mass
+
+
+def _joined_unread(parts: Sequence[Part], num_rows: int) -> UnreadDrafts | None:
+    every = [(rows, own.unread) for rows, own in parts if own.unread is not None]
+    if not every:
+        return None
+    assert len(every) == len(parts), "parts are unread together or not at all"
+    like = every[0][1].report
+    report = like.new_zeros((num_rows, max(late.report.shape[1] for _, late in every)))
+    rooms = like.new_zeros(num_rows)
+    for rows, late in every:
+        (at,) = sent(like.device, rows)
+        report[at, : late.report.shape[1]] = late.report
+        rooms[at] = late.rooms
+    return UnreadDrafts(report, rooms, parts=parts)
 
 
 def _joined_distributions(parts: Sequence[Part], shape: tuple[int, int]) -> torch.Tensor | None:
@@ -255,15 +300,26 @@ def _joined_distributions(parts: Sequence[Part], shape: tuple[int, int]) -> torc
     given = [part.proposal.logits for part in parts if part.proposal.logits is not None]
     if not given:
         return None
-    distributions = given[0].new_full((*shape, given[0].shape[2]), -torch.inf)
+    size = given[0].shape[2]
+    distributions = given[0].new_full((*shape, size), -torch.inf)
     for rows, own in parts:
+        (at,) = sent(distributions.device, rows)
         if own.logits is not None:
-            (at,) = sent(distributions.device, rows)
             distributions[at, : own.logits.shape[1]] = own.logits
             continue
-        for row, chain in zip(rows, own.chains, strict=True):
-            distributions[row, torch.arange(len(chain)), chain] = 0.0
+        # Those beyond a row's length may be anything.
+        ids = own.tokens.to(distributions.device).clamp(0, size - 1)
+        one_hot = distributions.new_full((*ids.shape, size), -torch.inf)
+        distributions[at, : ids.shape[1]] = one_hot.scatter_(2, ids[:, :, None], 0.0)
     return distributions
+
+
+def _host_parents(parts: Sequence[Part], num_rows: int) -> list[list[int]]:
+    parents: list[list[int]] = [[] for _ in range(num_rows)]
+    for rows, own in parts:
+        for row, its in zip(rows, _tree_of(own).parents, strict=True):
+            parents[row] = its
+    return parents
 
 
 def _joined_trees(
@@ -272,12 +328,9 @@ def _joined_trees(
     """Trees of all rows, and the distributions [Q, V] that their nodes were drawn from."""
     parents = torch.full_like(tokens, -1)
     q_rows = parents.new_full((len(tokens), tokens.shape[1] + 1), -1)
-    host_parents: list[list[int]] = [[] for _ in range(len(tokens))]
     distributions: list[torch.Tensor] = []
     for rows, own in parts:
         tree = _tree_of(own)
-        for index, row in enumerate(rows):
-            host_parents[row] = tree.parents[index]
         (at,) = sent(tokens.device, rows)
         parents[at, : tree.draft.parents.shape[1]] = tree.draft.parents.to(parents)
         if own.logits is not None and tree.q_rows is not None:
@@ -286,7 +339,9 @@ def _joined_trees(
             distributions.append(own.logits)
     logits = torch.cat(distributions) if distributions else None
     return RoundTree(
-        DraftTree(tokens, parents, lengths), q_rows if distributions else None, host_parents
+        DraftTree(tokens, parents, lengths),
+        q_rows if distributions else None,
+        _host_parents(parts, len(tokens)),
     ), logits
 
 

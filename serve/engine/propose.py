@@ -32,8 +32,16 @@ from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.serve.audit.misreport import Misreport
 from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.drafts.served import ServedDraft
-from draftsmith.serve.engine.proposal import BadProposal, Part, checked, joined, read_late, unread
-from draftsmith.serve.engine.round import RoundProposal, Source
+from draftsmith.serve.engine.proposal import (
+    BadProposal,
+    checked,
+    joined,
+    part_reports,
+    read_late,
+    settled,
+    unread,
+)
+from draftsmith.serve.engine.round import Part, RoundProposal, Source
 from draftsmith.serve.engine.scheduler import Row
 from draftsmith.serve.requests.kept_taps import drop_taps
 from draftsmith.serve.requests.request import Request
@@ -101,16 +109,31 @@ class Proposer:
             rows, tables, sampling, seeds, adjust, least_survival, budgets, upload
         )
         awake = {name for name, draft in self.drafts.served.items() if draft.take_turn()}
-        names = [row.request.route.draft for row in rows]
-        if len(set(names)) == 1:
-            return self._of(names[0], asked, awake)
+        by_draft = rows_by_draft(rows)
+        if len(by_draft) == 1:
+            (name,) = by_draft
+            return self._of(name, asked, awake)
         parts = []
-        for name in dict.fromkeys(names):
-            indices = [index for index, own in enumerate(names) if own == name]
+        for name, indices in by_draft.items():
             proposal = self._of(name, asked.select(indices), awake)
             if proposal is not None:
                 parts.append(Part(indices, proposal))
+        if len({part.proposal.unread is None for part in parts}) == 2:
+            # What the fallback gave is on the host, and the pass is laid out for all or for none.
+            parts = self._read(parts, rows)
         return joined(parts, len(rows)) if parts else None
+
+    def _read(self, parts: Sequence[Part], rows: Sequence[Row]) -> list[Part]:
+        """`parts` with their tokens on the host; without those that were malformed."""
+        read = []
+        for indices, own in parts:
+            proposal: RoundProposal | None = own
+            if own.unread is not None:
+                report = own.unread.report.tolist()
+                proposal = self._settled(own, report, [rows[index] for index in indices])
+            if proposal is not None:
+                read.append(Part(indices, proposal))
+        return read
 
     def _of(
         self, name: str, asked: ProposalRequest, awake: Collection[str]
@@ -140,6 +163,21 @@ class Proposer:
     ) -> RoundProposal | None:
         """The proposal of `rows` that stayed unread, by its report; None where it was malformed.
         The round was verified as it would have been with this one."""
+        assert proposal.unread is not None
+        parts = proposal.unread.parts
+        if not parts:
+            return self._settled(proposal, report, rows)
+        read = []
+        for (indices, own), lines in zip(parts, part_reports(proposal, report), strict=True):
+            found = self._settled(own, lines, [rows[index] for index in indices])
+            if found is not None:
+                read.append(Part(indices, found))
+        return settled(proposal, read) if read else None
+
+    def _settled(
+        self, proposal: RoundProposal, report: Sequence[list[int]], rows: Sequence[Row]
+    ) -> RoundProposal | None:
+        """The same of one draft."""
         draft = self.drafts.served[rows[0].request.route.draft]
         try:
             read = read_late(proposal, report, self.vocab_size)
@@ -283,9 +321,25 @@ class ProposalRequest(NamedTuple):
             self.seeds[at],
             adjust,
             self.least_survival,
-            None,  # of one draft among several
+            None if self.budgets is None else self.budgets[at],
             self.upload,
         )
+
+
+def rows_by_draft(rows: Sequence[Row]) -> dict[str, list[int]]:
+    """Indices of the rows of each draft, in the order in which they draft."""
+    found: dict[str, list[int]] = {}
+    for index, row in enumerate(rows):
+        found.setdefault(row.request.route.draft, []).append(index)
+    return found
+
+
+def unread_by_draft(rows: Sequence[Row]) -> list[list[int]]:
+    """Tokens that each draft has to read in the round, as `Proposer` asks for them."""
+    return [
+        unread_tokens([rows[index] for index in indices])
+        for indices in rows_by_draft(rows).values()
+    ]
 
 
 def unread_tokens(rows: Sequence[Row]) -> list[int]:

@@ -138,6 +138,14 @@ class UnreadDrafts(NamedTuple):
     # Tokens [B, K], of trees their parents behind them, on their way to a host that works out the
     # target's distributions from them; None: it does not.
     coming: Reading | None = None
+    parts: Sequence[Part] = ()  # of several drafts, each of its own rows; empty: one draft's
+
+
+class Part(NamedTuple):
+    """Proposal of one draft for its rows of a round."""
+
+    rows: Sequence[int]  # of the round
+    proposal: RoundProposal
 
 
 @dataclass(frozen=True)
