@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftsmith.api_key import API_KEY_HELP
-from draftsmith.config import NOT_NEGATIVE, SHARE, Limits, LimitsTable, option
+from draftsmith.config import NOT_NEGATIVE, SHARE, TOP, Limits, LimitsTable, option
 from draftsmith.drafters.config import TRUST_HELP
-from draftsmith.record import TOP
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from draftsmith.config import TOP
 from draftsmith.kernels.dispatch import Reading, sent, sent_tensor
 from draftsmith.kernels.sampling import logged_compiled
 from draftsmith.kernels.sampling.top_tokens import top_probs
-from draftsmith.record import TOP, ProbArrays
+from draftsmith.record import ProbArrays
 
 
 def prob_arrays(logits: torch.Tensor, log_norms: np.ndarray, tokens: Sequence[int]) -> ProbArrays:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from draftsmith.config import TOP
 from draftsmith.kernels.host_compiler import compiled
-from draftsmith.record import TOP, ProbArrays
+from draftsmith.record import ProbArrays
 
 SOURCE = Path(__file__).with_name("logged_cpu.cpp")
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}

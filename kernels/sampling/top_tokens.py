@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from draftsmith.record import TOP
+from draftsmith.config import TOP
 
 # Tokens that are looked at as one while the likeliest are searched.
 GROUP = 8

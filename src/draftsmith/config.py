@@ -325,6 +325,7 @@ class Limits(NamedTuple):
 
 AT_LEAST_1, NOT_NEGATIVE, POSITIVE = Limits(1), Limits(0), Limits(0, ends="()")
 INSIDE, BELOW_1, SHARE = Limits(0, 1, "()"), Limits(0, 1), Limits(0, 1, "[]")
+TOP = 64  # likeliest tokens that a recorded distribution holds
 LimitsTable = Mapping[type, Mapping[str, Limits]]
 
 

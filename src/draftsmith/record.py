@@ -13,13 +13,12 @@ from typing import Any, NamedTuple, Protocol, overload
 import numpy as np
 
 SCHEMA_VERSION = 6
-TOP = 64
 UNLOGGED = -1  # in place of a token whose id is not known
 
 
 @dataclass(slots=True)
 class Distribution:
-    """One categorical distribution as its `TOP` likeliest tokens; never renormalised:
+    """One categorical distribution as its `config.TOP` likeliest tokens; never renormalised:
     exp(logprobs).sum() + tail == 1."""
 
     ids: list[int]

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from draftsmith.config import TOP
 from draftsmith.drafters.interface import TextBatch, TrainedDrafter
 from draftsmith.drafters.target.target import Target
-from draftsmith.record import TOP
 from draftsmith.train.config import UnrollConfig
 from draftsmith.train.doctor.memory import num_bytes, parts_of
 from draftsmith.train.objective.teacher import LiveSource

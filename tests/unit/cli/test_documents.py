@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -91,6 +93,22 @@ def reference() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_the_reference_is_made_with_the_standard_library_and_yaml(tmp_path: Path) -> None:
+    """The environment of the site has nothing else of what the project requires."""
+    code = f"""
+import runpy, sys
+class Missing:
+    def find_spec(self, name, *rest):
+        if name.partition(".")[0] not in {{*sys.stdlib_module_names, "draftsmith", "yaml", "_yaml"}}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Missing())
+sys.argv = ["make_reference", {str(tmp_path)!r}]
+runpy.run_path({str(ROOT / "scripts/make_reference.py")!r}, run_name="__main__")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    assert "## observe" in (tmp_path / "reference" / "cli.md").read_text()
 
 
 @pytest.fixture(scope="module")
