@@ -301,12 +301,13 @@ def test_the_worth_of_a_perfect_choice_is_read_off(script: Script) -> None:
             "result": {"texts": 8, "alphas": alphas},
         }
     ]
-    *_, static, one, three, _, longest = tables.bound_table(rows)
+    *_, static, one, three, _, longest, whole = tables.bound_table(rows)
     assert static.endswith("| 0.400 | -0.010 |") and one.endswith(
         "| 8 x 3 | 0.430 | 0.400 | 0.400 | 0.410 | - |"
     )
     assert three.endswith("| 8 | 0.460 | 0.400 | 0.400 | 0.420 | 0.010 |")
     assert longest.endswith("| 24 | 0.520 | 0.400 | 0.400 | 0.440 | 0.030 |")
+    assert whole.endswith("| 24 x 3 | 0.550 | 0.400 | 0.400 | 0.450 | 0.040 |")
 
 
 def test_kinds_that_come_back_are_served_and_told(

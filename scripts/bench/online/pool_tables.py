@@ -37,6 +37,7 @@ BOUNDS = {
     "three": "three drafts, as many tokens in all",
     "three, from the one": "three drafts, begun at the one",
     "three, as many tokens each": "three drafts, as many tokens each",
+    "one, from all of these": "one draft for all, trained on all of these",
 }
 
 
@@ -113,7 +114,12 @@ def bound_table(rows: Sequence[Row]) -> list[str]:
     if not found:
         return []
     count = found[0]["texts"]
-    taught = {"static": "-", "one": f"{count} x 3", "three, as many tokens each": f"{3 * count}"}
+    taught = {
+        "static": "-",
+        "one": f"{count} x 3",
+        "three, as many tokens each": f"{3 * count}",
+        "one, from all of these": f"{3 * count} x 3",
+    }
     lines = header("drafts, offline", "seeds", "texts of each", *KINDS, "mean", "against the one")
     for name, told in BOUNDS.items():
         values = [one["alphas"][name] for one in found]

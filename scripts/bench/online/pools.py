@@ -104,13 +104,16 @@ def by_domain(
 
 def run_bound(setting: Setting, cell: Cell) -> Row:
     """Each draft takes one step per text. `requests` texts of each domain in the first rows; in
-    the last one as many of one domain as the single draft has of all."""
-    count, kinds = int(cell.arguments["requests"]), list(DOMAINS)
-    every = texts(setting, cell.seed, count * len(kinds), begin=TAUGHT_AT)
+    the last two as many of each domain as the first single draft has of all."""
+    count = int(cell.arguments["requests"])
+    every = texts(setting, cell.seed, count * len(DOMAINS), begin=TAUGHT_AT)
     few = {domain: some[:count] for domain, some in every.items()}
     judged = judged_texts(setting, cell.seed)
     begun = setting.load(setting.draft(cell.seed))
-    one = trained(setting, cell.seed, [text for some in few.values() for text in some])
+    one, whole = (
+        trained(setting, cell.seed, [text for some in kinds.values() for text in some])
+        for kinds in (few, every)
+    )
     further = {name: value.clone() for name, value in one.state_dict().items()}
     return {
         "texts": count,
@@ -120,6 +123,7 @@ def run_bound(setting: Setting, cell: Cell) -> Row:
             "three": own(setting, cell.seed, few, judged),
             "three, from the one": own(setting, cell.seed, few, judged, further),
             "three, as many tokens each": own(setting, cell.seed, every, judged),
+            "one, from all of these": by_domain(setting, whole, judged),
         },
     }
 
