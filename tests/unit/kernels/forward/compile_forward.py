@@ -1,5 +1,5 @@
 """Compiles the steps between products for three generations of GPUs at the sizes of real models,
-asserts that none of them spills registers, and prints what they take; run by
+asserts that none of them spills registers or takes many, and prints what they take; run by
 test_compile_forward.py in a process that does not interpret."""
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from draftsmith.kernels.forward import gate_triton, norm_triton, rotation_triton
 from draftsmith.kernels.forward.norm_triton import Norm, norm_constants, sizes
 
 ARCHITECTURES = (80, 90, 100)
+MOST_REGISTERS = 48  # of a thread
+MOST_SHARED_BYTES = 4096
 # Hidden size, feed-forward size, heads, key heads: 1B, 8B and 70B of one family.
 SHAPES = ((2048, 8192, 32, 8), (4096, 14336, 32, 8), (8192, 28672, 64, 8))
 HEAD_DIM = 128
@@ -97,7 +99,10 @@ def main() -> int:
         for architecture in ARCHITECTURES:
             taken = resources(kernel, constants, architecture=architecture, dtype=dtype)
             print(f"sm_{architecture} {name}: {taken}")
-            assert re.search(r"STACK:0 .*LOCAL:0 ", taken), "registers are spilled"
+            used = {kind: int(number) for kind, number in re.findall(r"\b([A-Z]+):(\d+)", taken)}
+            assert used["STACK"] == used["LOCAL"] == 0, "registers are spilled"
+            assert used["REG"] <= MOST_REGISTERS, "fewer programs share a multiprocessor"
+            assert used["SHARED"] <= MOST_SHARED_BYTES, "a step exchanges sums alone"
             done += 1
     return done
 

@@ -1,4 +1,4 @@
-"""The steps between products compile to cubins for three generations of GPUs, without one, and spill
+"""The steps between products compile to cubins for three generations of GPUs, without one, fit and spill
 no registers."""
 
 from __future__ import annotations
