@@ -32,7 +32,8 @@ STAGES = {
     "tests": Stage("scripts.bench.device.gpu_tests", 0.35),
     "kernels": Stage("scripts.bench.kernels.run", 0.4),
     "serving": Stage("scripts.bench.device.serving", 0.6),
-    "training": Stage("scripts.bench.device.training", 1.0),
+    "training": Stage("scripts.bench.device.training", 0.9),
+    "commands": Stage("scripts.bench.device.commands", 1.0),
 }
 GRACE_S = 10.0  # between a signal to end and one that cannot be ignored
 TINY_KERNELS = (

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.bench.device import run
+from scripts.bench.device import commands, run
 from scripts.bench.device.run import STAGES, Stage, main, parser, run_stage
 from scripts.paths import ROOT
 from tests import forked
@@ -21,6 +21,31 @@ from tests import forked
 
 def report(folder: Path, stage: str) -> dict[str, Any]:
     return dict(json.loads((folder / f"{stage}.json").read_text(encoding="utf-8")))
+
+
+SHORT = [name for name in STAGES if name != "commands"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_training_is_started_in_every_way_that_needs_no_device(tmp_path: Path) -> None:
+    options = parser().parse_args(["--out", str(tmp_path), "--dry-run"])
+    assert run_stage("commands", tmp_path, options, 800.0) == ""
+    found = report(tmp_path, "commands")
+    assert found["data"]["seconds"] > 0
+    left_out = [name for name, way in found["ways"].items() if "left out" in way]
+    assert left_out == ["layers from the host"]
+    ended = {name: way for name, way in found["ways"].items() if name not in left_out}
+    assert len(ended) == 8 and all("seconds" in way for way in ended.values()), ended
+
+
+def test_a_command_that_fails_is_told_by_its_last_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert commands.ended("train") == {"failed": ""}
+    two = commands.WAYS["target in two shares"]
+    assert commands.tried(two, tmp_path, tmp_path, devices=1) == {"left out": "needs 2 devices"}
 
 
 def test_every_stage_runs_without_a_device(tmp_path: Path) -> None:
@@ -31,12 +56,14 @@ def test_every_stage_runs_without_a_device(tmp_path: Path) -> None:
         "--out",
         str(tmp_path),
         "--dry-run",
+        "--stages",
+        *SHORT,
     ]
     done = forked.run(command, capture_output=True, timeout=300, cwd=ROOT)
     logs = "".join(path.read_text(encoding="utf-8")[-1500:] for path in tmp_path.glob("*.log"))
     assert done.returncode == 0, (done.stdout, logs)
     assert f"'torch': '{torch.__version__}'" in str(done.stdout)
-    reports = {name: report(tmp_path, name) for name in STAGES}
+    reports = {name: report(tmp_path, name) for name in SHORT}
     assert all(one["schema"] == 1 and "failed" not in one for one in reports.values())
     assert reports["machine"]["versions"]["torch"] == torch.__version__
     assert reports["tests"]["skipped"] > 0 and not reports["tests"]["failed_tests"]
