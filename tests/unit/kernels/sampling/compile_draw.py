@@ -105,12 +105,12 @@ def variants(capability: int, num_tokens: int, logits: str) -> list[dict[str, An
     ]
 
 
-def main(capabilities: list[int], sizes: list[int]) -> None:
+def main(logits: str, capabilities: list[int], sizes: list[int]) -> None:
     for num_tokens in sizes:
         for capability in capabilities:
-            for variant in variants(capability, num_tokens, "*bf16"):
+            for variant in variants(capability, num_tokens, logits):
                 print(json.dumps(variant), flush=True)
 
 
 if __name__ == "__main__":
-    main(*([int(part) for part in argument.split(",")] for argument in sys.argv[1:]))
+    main(sys.argv[1], *([int(part) for part in one.split(",")] for one in sys.argv[2:]))

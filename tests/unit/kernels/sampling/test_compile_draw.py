@@ -17,12 +17,14 @@ CAPABILITIES = (80, 90, 100)
 REGISTERS, SHARED_BYTES = 65_536, 160 << 10
 
 
-def compiled(folder: Path, capabilities: tuple[int, ...], sizes: list[int]) -> list[dict[str, Any]]:
+def compiled(
+    folder: Path, capabilities: tuple[int, ...], sizes: list[int], logits: str = "*bf16"
+) -> list[dict[str, Any]]:
     """In a process that does not interpret."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
     arguments = [",".join(map(str, numbers)) for numbers in (capabilities, sizes)]
     finished = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
+        [sys.executable, str(SCRIPT), logits, *arguments],
         env=environment,
         capture_output=True,
         text=True,
@@ -49,3 +51,10 @@ def test_kernels_of_a_draw_compile_ahead_of_time(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_kernels_of_a_draw_compile_for_other_vocabularies(tmp_path: Path) -> None:
     check(compiled(tmp_path, CAPABILITIES, [32_000, 128_256]), 48)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("logits", ["*fp16", "*fp32"])
+def test_kernels_of_a_draw_compile_for_other_logits(logits: str, tmp_path: Path) -> None:
+    check(compiled(tmp_path, CAPABILITIES, [151_936], logits), 24)
