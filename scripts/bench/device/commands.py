@@ -1,6 +1,6 @@
 """`draftsmith train` as a user starts it, a few steps on the quickstart's target in each way that spreads
 or saves memory: ZeRO, a target in shares, layers that are read for every pass, activations computed
-again. Says which ways end well, not how fast a real model would be."""
+again. Which ways end well is the result; how fast a real model would be is not."""
 
 from __future__ import annotations
 
@@ -48,6 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = stage_parser("commands", __doc__)
     options = parser.parse_args(arguments)
     devices = 0 if options.dry_run else torch.cuda.device_count()
+    if options.dry_run:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the commands
     report: dict[str, Any] = {"schema": 1, "devices": devices, "ways": {}}
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
@@ -59,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
             report["ways"][name] = tried(way, data, Path(folder) / str(number), devices)
             print(name, report["ways"][name], flush=True)
             write_json(options.out, report)
-    return 0
+    return int(any("failed" in one for one in (report["data"], *report["ways"].values())))
 
 
 def tried(way: Way, data: Path, out: Path, devices: int) -> dict[str, Any]:

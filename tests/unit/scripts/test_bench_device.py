@@ -48,6 +48,20 @@ def test_a_command_that_fails_is_told_by_its_last_words(
     assert commands.tried(two, tmp_path, tmp_path, devices=1) == {"left out": "needs 2 devices"}
 
 
+@pytest.mark.parametrize("failed, status", [("zero2.json", 1), ("nothing", 0)])
+def test_one_way_that_fails_fails_the_stage(
+    failed: str, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(
+        commands,
+        "ended",
+        lambda *given, **_: {"failed": ""} if failed in str(given) else {"seconds": 1.0},
+    )
+    assert commands.main(["--out", str(tmp_path / "commands.json"), "--dry-run"]) == status
+    assert report(tmp_path, "commands")["ways"].keys() == commands.WAYS.keys()
+
+
 def test_every_stage_runs_without_a_device(tmp_path: Path) -> None:
     command = [
         sys.executable,
