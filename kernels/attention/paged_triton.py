@@ -323,7 +323,10 @@ class TritonContext:
         tree: TreeLayout | None,
     ) -> TritonContext:
         starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-        return cls(block_size, block_tables, positions, starts, tree)
+        # The kernel steps by one number, and a number that was expanded over a row has no step.
+        if tree is not None:
+            tree = type(tree)(*(part.contiguous() for part in tree))
+        return cls(block_size, block_tables, positions.contiguous(), starts, tree)
 
     @on_its_device
     def attend(

@@ -172,8 +172,13 @@ def run_rows(
     layout = TreeLayout(
         kv_indices=torch.tensor([place for row in rows for place in row.places], device=device),
         ancestors=torch.tensor([bits for row in rows for bits in row.ancestors], device=device),
-        first=torch.tensor([row.first for row in rows for _ in row.places], device=device),
+        first=torch.tensor([row.first for row in rows], device=device).repeat_interleave(
+            torch.tensor(counts, device=device)
+        ),
     )
+    if len(rows) == 1:  # one number for all of its tokens, as tensors of one row are made
+        beside = torch.tensor([rows[0].first] + [0] * (counts[0] - 1), device=device)
+        layout = layout._replace(first=beside[:1].expand(counts[0]))
     has_tree = any(row.parents for row in rows)
     positions = torch.tensor(
         [position for row in rows for position in row.positions], device=device
