@@ -28,7 +28,8 @@ class Capturer(Protocol):
 
 class CudaCapturer:
     """All graphs share one memory pool: they never run at the same time, and their outputs are used
-    up before the next runs.
+    up before the next runs. The first of them is kept: torch captures nothing more into a pool that
+    has lost all its graphs.
 
     Args:
         device: of the tensors; None: the current one.
@@ -42,6 +43,7 @@ class CudaCapturer:
             # One stream for warm-up and capture: libraries keep a workspace for each.
             self._stream = torch.cuda.Stream(self._device)
             self._memory = torch.cuda.graph_pool_handle()
+        self._kept: Graph | None = None
 
     def capture(self, run: Callable[[], Output]) -> tuple[Graph, Output]:
         graph = torch.cuda.CUDAGraph()
@@ -63,6 +65,16 @@ class CudaCapturer:
     def _captured(self, graph: Any, run: Callable[[], Output]) -> Output:
         # A version may be loading on another thread, which is none of the capture's business.
         graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+        try:
+            output = self._run(graph, run)
+        except BaseException:
+            if self._kept is None:  # the pool has had no graph but this one
+                self._memory = torch.cuda.graph_pool_handle()
+            raise
+        self._kept = self._kept or graph
+        return output
+
+    def _run(self, graph: Any, run: Callable[[], Output]) -> Output:
         try:
             output = run()
         except BaseException:

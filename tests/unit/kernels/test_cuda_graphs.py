@@ -3,6 +3,8 @@ leaves behind."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +17,8 @@ from draftsmith.kernels.cuda_graphs import CountedCapturer, CudaCapturer
 
 class Device:
     """As the library behaves: an invalidated capture throws when it is ended, before it has given
-    its pool back, and nobody may empty the cache while a pool is being filled."""
+    its pool back, nobody may empty the cache while a pool is being filled, and nothing is captured
+    into a pool whose graphs are gone."""
 
     def __init__(self) -> None:
         self.device, self.stream = 0, "caller"
@@ -23,7 +26,13 @@ class Device:
         self.filling: list[Any] = []  # pools of captures that have not ended
         self.released: list[Any] = []
         self.invalid = False
+        self.pools = 0  # handles given out
+        self.graphs: dict[Any, weakref.WeakSet[Any]] = {}  # by pool
         self.ran_on: list[tuple[int, str]] = []  # of `work`
+
+    def handle(self) -> tuple[int, int]:
+        self.pools += 1
+        return 0, 6 + self.pools
 
     def work(self, *, forbidden: bool = False) -> torch.Tensor:
         self.ran_on.append((self.device, self.stream))
@@ -52,6 +61,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Device:
         def capture_begin(self, *, pool: object, capture_error_mode: str) -> None:
             assert not state.filling, "the pool of an earlier capture was not given back"
             assert (state.stream, capture_error_mode) == ("own", "thread_local")
+            assert state.graphs.get(pool) is None or len(state.graphs[pool]), "use_count > 0"
+            state.graphs.setdefault(pool, weakref.WeakSet()).add(self)
             state.filling, state.invalid = [pool], False
 
         def capture_end(self) -> None:
@@ -79,7 +90,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Device:
         "current_stream": Caller,
         "device": lambda device: on("device", device.index),
         "stream": lambda stream: on("stream", "own"),
-        "graph_pool_handle": lambda: (0, 7),
+        "graph_pool_handle": state.handle,
         "synchronize": lambda: None,
         "empty_cache": empty_cache,
     }.items():
@@ -138,6 +149,23 @@ def test_a_capture_that_was_invalidated_quietly_is_told(cuda: Device) -> None:
     with pytest.raises(RuntimeError, match="invalidated"):
         capturer.capture(run)
     capturer.capture(cuda.work)
+
+
+def test_the_pool_outlives_the_callers_graphs(cuda: Device) -> None:
+    capturer = CudaCapturer(torch.device("cuda:0"))
+    for _ in range(3):
+        capturer.capture(cuda.work)  # whose graph is gone at once
+        gc.collect()
+    assert list(cuda.graphs) == [(0, 7)]
+
+
+def test_the_stand_in_refuses_a_pool_that_has_lost_its_graphs(cuda: Device) -> None:
+    capturer = CudaCapturer(torch.device("cuda:0"))
+    capturer.capture(cuda.work)
+    capturer._kept = None
+    gc.collect()
+    with pytest.raises(AssertionError, match="use_count"):
+        capturer.capture(cuda.work)
 
 
 def test_counts_of_captures_and_failures() -> None:
