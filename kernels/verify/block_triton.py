@@ -32,6 +32,7 @@ from draftsmith.kernels.sampling.random_streams_triton import (
 )
 from draftsmith.kernels.verify.residual import rows_before
 from draftsmith.kernels.verify.rows_triton import (
+    FEWEST_DEPTHS,
     MINUS_INF,
     block_stats,
     clean,
@@ -47,7 +48,10 @@ from draftsmith.kernels.verify.verdict import Verdict
 BLOCK = 4096
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_draft"],
+    do_not_specialize_on_alignment=["draft_tokens", "lengths", "first_rows"],
+)
 def _reach(
     p_logits,  # [R, V]
     p_stride,  # of a row of p_logits
@@ -118,7 +122,7 @@ def _left(
     return log_residual(logprob(p, p_top, p_log_sum) + reach, logprob(q, q_top, q_log_sum))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_draft"], do_not_specialize_on_alignment=["first_rows"])
 def _mass(
     p_logits,  # [R, V]
     p_stride,  # of a row of p_logits
@@ -155,7 +159,7 @@ def _mass(
     tl.store(masses + q_row * num_blocks + block, tl.sum(tl.exp(left), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_draft"], do_not_specialize_on_alignment=["seeds", "positions"])
 def _decide(
     reaches, lasts, masses, seeds, positions, accepted, num_draft, num_blocks, BLOCKS: tl.constexpr
 ):
@@ -181,7 +185,10 @@ def _decide(
     tl.store(accepted + b, kept)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_draft"],
+    do_not_specialize_on_alignment=["lengths", "first_rows", "seeds", "positions"],
+)
 def _race(
     p_logits,  # [R, V]
     p_stride,  # of a row of p_logits
@@ -308,7 +315,7 @@ def verify_block_triton(
         BLOCKS=blocks,
         num_warps=8,
     )
-    columns = triton.next_power_of_2(num_draft + 1)
+    columns = max(FEWEST_DEPTHS, triton.next_power_of_2(num_draft + 1))
     emit[(num_requests,)](
         draft_tokens,
         accepted,

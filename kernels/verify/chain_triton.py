@@ -29,6 +29,7 @@ from draftsmith.kernels.sampling.random_streams_triton import (
 )
 from draftsmith.kernels.verify.chain_compiled import Drafts
 from draftsmith.kernels.verify.rows_triton import (
+    FEWEST_DEPTHS,
     contiguous_rows,
     finite,
     keep_best,
@@ -39,8 +40,10 @@ from draftsmith.kernels.verify.rows_triton import (
 from draftsmith.kernels.verify.verdict import Verdict
 
 BLOCK = 4096
-# Most requests whose rows each program adds up by itself.
+# Requests whose rows each program adds up by itself: the most, and the fewest that it is compiled
+# for.
 MOST_SUMMED = 1024
+_FEWEST_REQUESTS = 64
 
 
 @triton.jit
@@ -91,7 +94,13 @@ def _at(values, depths, depth):
     return tl.max(tl.where(depths == depth, values, float("-inf")), axis=0)
 
 
-@triton.jit
+# What differs from round to round makes no variants of its own.
+@triton.jit(
+    do_not_specialize=["num_requests", "num_drafting", "num_draft"],
+    do_not_specialize_on_alignment=[
+        "temperatures", "draft_tokens", "lengths", "owned", "seeds", "positions",
+    ],
+)  # fmt: skip
 def _verify(
     logits,  # [R, V] raw
     stride,  # of a row of logits
@@ -267,7 +276,7 @@ def verify_logits_triton(
     tokens, lengths, owned = (
         tensor.contiguous() for tensor in (drafts.tokens, drafts.lengths, drafts.room)
     )
-    requests = triton.next_power_of_2(num_requests)
+    requests = max(_FEWEST_REQUESTS, triton.next_power_of_2(num_requests))
     if num_requests > MOST_SUMMED:
         requests = 0
         counts = torch.nn.functional.pad(owned, (0, num_requests - num_drafting)) + 1
@@ -312,7 +321,7 @@ def verify_logits_triton(
         HAS_Q=has_q,
         BLOCK=block,
         BLOCKS=triton.next_power_of_2(num_blocks),
-        DEPTHS=triton.next_power_of_2(num_draft + 1),
+        DEPTHS=max(FEWEST_DEPTHS, triton.next_power_of_2(num_draft + 1)),
         REQUESTS=requests,
         num_warps=8,
     )

@@ -17,8 +17,12 @@ import triton.language as tl
 from draftsmith.kernels.dispatch import on_its_device
 from draftsmith.kernels.sampling.filters_triton import MINUS_INF, clean
 
+# Positions of a request that kernels are compiled for at least: one variant for every k up to 7,
+# and for what the end of an answer leaves of it.
+FEWEST_DEPTHS = 8
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["per_request"], do_not_specialize_on_alignment=["lengths"])
 def row_stats(
     logits,  # [N, V]
     stride,  # of a row of logits
@@ -126,7 +130,7 @@ def winner(scores, winners, b, slot, num_blocks, BLOCKS: tl.constexpr):
     return tl.where(best == MINUS_INF, -1, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_draft"], do_not_specialize_on_alignment=["draft_tokens"])
 def emit(
     draft_tokens,  # [B, K] int64
     accepted,  # [B] int64

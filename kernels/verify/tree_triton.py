@@ -55,6 +55,10 @@ BLOCK = 4096
 # A walk is one program alone with its rows: only loads that run ahead of the sums keep it near the
 # bandwidth.
 _STAGES = tl.constexpr(4)
+# Nodes of a tree that kernels are compiled for at least.
+_FEWEST_NODES = 64
+# What differs from round to round makes no variants of its own.
+_VECTORS = ["q_rows", "tokens", "parents", "lengths", "first_rows", "seeds", "positions"]
 
 
 @triton.jit
@@ -142,7 +146,7 @@ def _log_add(a, b):
     return top + tl.log(tl.exp(a - top) + tl.exp(b - top))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_nodes"], do_not_specialize_on_alignment=_VECTORS)
 def _walk(
     p_logits,  # [R, V]
     p_stride,  # of a row of p_logits
@@ -257,7 +261,7 @@ def _walk(
     tl.store(scales + b * 4 + 3, log_scale.to(tl.float32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_nodes"], do_not_specialize_on_alignment=_VECTORS)
 def _race(
     p_logits,  # [R, V]
     p_stride,  # of a row of p_logits
@@ -355,7 +359,7 @@ def verify_tree_triton(
     winners = torch.empty(num_requests, num_blocks, 2, dtype=torch.int32, device=device)
     output = torch.empty(num_requests, num_nodes + 1, dtype=torch.int64, device=device)
     if num_requests:
-        columns = triton.next_power_of_2(num_nodes + 1)
+        columns = max(_FEWEST_NODES, triton.next_power_of_2(num_nodes + 1))
         _walk[(num_requests,)](
             *distributions,
             *requests,

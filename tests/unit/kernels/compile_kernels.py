@@ -3,7 +3,7 @@ prints a line of JSON for each variant; run by test_compile.py in a process that
 interpret.
 
     python -m tests.unit.kernels.compile_kernels few|80|90|100    # each variant and its resources
-    python -m tests.unit.kernels.compile_kernels count           # variants of a server's attention
+    python -m tests.unit.kernels.compile_kernels count           # variants that a server meets
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from tests.unit.kernels.compiled_cases import CASES, FEW, SERVED, Case, served_passes
+from tests.unit.kernels.compiled_cases import CASES, FEW, SERVED, Case, served_passes, served_rounds
 from tests.unit.kernels.launches import Launch, recorded
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -98,12 +98,15 @@ def resources_of(variant: Variant) -> dict[str, int]:
 
 
 def count() -> dict[str, dict[str, int]]:
-    """Variants of each attention kernel in all passes of a server."""
+    """Variants of each kernel of attention in all passes of a server, and of each kernel of
+    verification in all its rounds."""
+    cases: dict[str, Iterable[Case]] = {
+        layers: served_passes(shape, of_layers) for layers, (shape, of_layers) in SERVED.items()
+    }
     found = {}
-    for layers, (shape, of_layers) in SERVED.items():
-        variants = variants_of(served_passes(shape, of_layers), 90)
-        names = [variant.name for _, variant in variants]
-        found[layers] = {name: names.count(name) for name in sorted(set(names))}
+    for what, served in (cases | {"rounds": served_rounds()}).items():
+        names = [variant.name for _, variant in variants_of(served, 90)]
+        found[what] = {name: names.count(name) for name in sorted(set(names))}
     return found
 
 

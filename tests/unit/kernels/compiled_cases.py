@@ -125,6 +125,26 @@ def served_passes(shape: str, layers: list[Layer], *, max_batch: int = 64) -> It
                 yield of_pass(heads, layers, rows, tokens, 1 << (rows + tokens) % 14, has_tree)
 
 
+def served_rounds() -> Iterator[Case]:
+    """Every round that a server of 64 requests with k up to 7, or with trees, verifies. Tensors of
+    requests start at any multiple of eight bytes."""
+    for requests in (*range(1, 9), 16, 17, 24, 33, 48, 63, 64):
+        for kind, drafts in (("chain", range(8)), ("block", range(1, 8)), ("tree", (1, 2, 7, 63))):
+            for num_draft in drafts:
+                for has_q in (True, False) if kind != "block" else (True,):
+                    yield of_round(kind, requests, num_draft, has_q)
+
+
+def of_round(kind: str, requests: int, num_draft: int, has_q: bool) -> Case:
+    def launch() -> None:
+        verify(
+            kind, F32, num_draft=num_draft, vocab=VOCAB, has_q=has_q, requests=requests,
+            shift=(requests + num_draft) % 2,
+        )  # fmt: skip
+
+    return Case(f"{kind}, {requests} requests, {num_draft} drafts", launch)
+
+
 def of_pass(
     heads: Heads, layers: list[Layer], rows: int, tokens: int, max_blocks: int, has_tree: bool
 ) -> Case:

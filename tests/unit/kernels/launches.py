@@ -134,22 +134,36 @@ def attend(
     )
 
 
-def verify(kind: str, dtype: torch.dtype, *, num_draft: int, vocab: int, has_q: bool) -> None:
-    """A round of 4 requests."""
-    rows = 4 * (num_draft + 1)
-    p, seeds, positions, lengths = empty(rows, vocab, dtype=dtype), empty(4), empty(4), empty(4)
-    drafts = empty(4, num_draft)
+def verify(
+    kind: str,
+    dtype: torch.dtype,
+    *,
+    num_draft: int,
+    vocab: int,
+    has_q: bool,
+    requests: int = 4,
+    shift: int = 0,
+) -> None:
+    """A round. Numbers of requests lie `shift` numbers behind the start of their memory."""
+    rows = requests * (num_draft + 1)
+
+    def vector(count: int = requests, dtype: torch.dtype = I64) -> torch.Tensor:
+        return empty(count + shift, dtype=dtype).split([shift, count])[1]
+
+    p, seeds, positions, lengths = empty(rows, vocab, dtype=dtype), vector(), vector(), vector()
+    drafts = vector(requests * num_draft).view(requests, num_draft)
     if kind == "tree":
         q = empty(rows, vocab, dtype=dtype) if has_q else None
-        tree = DraftTree(drafts, empty(4, num_draft), lengths)
-        verify_tree_triton(p, tree, q, empty(4, num_draft) if has_q else None, seeds, positions)
+        tree = DraftTree(drafts, empty(requests, num_draft), lengths)
+        q_rows = empty(requests, num_draft + 1) if has_q else None
+        verify_tree_triton(p, tree, q, q_rows, seeds, positions)
         return
-    q = empty(4, num_draft, vocab, dtype=dtype) if has_q else None
+    q = empty(requests, num_draft, vocab, dtype=dtype) if has_q else None
     if kind == "block":
         assert q is not None
         verify_block_triton(p, drafts, lengths, q, seeds, positions)
     else:
-        temperatures = empty(4, dtype=F32)
+        temperatures = vector(dtype=F32)
         verify_logits_triton(p, temperatures, Drafts(drafts, lengths, q), seeds, positions)
 
 

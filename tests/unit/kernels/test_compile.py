@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.kernels.compiled_cases import SERVED
 from tests.unit.kernels.launches import LIMITS
 
 # Minutes on a machine that is busy.
@@ -54,13 +55,24 @@ def test_what_is_served_most_compiles_and_fits(tmp_path: Path) -> None:
     assert max(told["stack"] for told in variants) == 0
 
 
-def test_a_server_meets_few_variants_of_attention(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+    [found] = compiled("count", tmp_path_factory.mktemp("cache"))
+    return found
+
+
+def test_a_server_meets_few_variants_of_attention(counts: dict[str, dict[str, int]]) -> None:
     """The first pass of each kind waits a second for the compiler."""
-    [counts] = compiled("count", tmp_path)
-    print(counts)
     assert counts["alike"]["_attend"] <= 24
     assert counts["with windows"]["_attend"] <= 48
-    assert {of["_merge"] for of in counts.values()} == {2}
+    assert {counts[layers]["_merge"] for layers in SERVED} == {2}
+
+
+def test_a_server_meets_few_variants_of_verification(counts: dict[str, dict[str, int]]) -> None:
+    """Any number of requests up to 64 and any k up to 7: with and without draft distributions."""
+    rounds = counts["rounds"]
+    assert rounds["_verify"] == 2
+    assert sum(rounds.values()) <= 14, rounds
 
 
 @pytest.mark.long
