@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 Sees = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 # Variants by depth, window and shape; one more would run uncompiled, with all scores in memory.
 RECOMPILES = 64
+# torch's other kernel, which it takes for fewer than 128 queries, has no tile for these masks
+# (torch 2.11: "No choices to select").
+KERNEL = {"BACKEND": "TRITON"}
 # Head width that Inductor compiles it for at least.
 NARROWEST = 16
 
@@ -84,4 +87,6 @@ def flex(
 ) -> torch.Tensor:
     """Scaled queries [B, heads, N, D] -> [B, heads, N, value dim]. Raises `LimitReached`."""
     attend = _fitting(flex_attention, query.device)
-    return attend(query, key, value, block_mask=mask, scale=1.0, enable_gqa=True)
+    return attend(
+        query, key, value, block_mask=mask, scale=1.0, enable_gqa=True, kernel_options=KERNEL
+    )
