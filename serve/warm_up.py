@@ -20,6 +20,7 @@ from draftsmith.serve.sampling.params import SamplingParams
 
 log = logging.getLogger(__name__)
 
+SHORT_PROMPT = 128  # tokens
 ROUNDS = 3  # of a batch: the prompt, and two that draft, the second behind drafts of its own
 # Kinds of requests whose draft steps and samplers get graphs and compiled kernels.
 KINDS = (
@@ -68,12 +69,14 @@ def _captures(engine: Engine) -> list[Callable[[], object]]:
 
 def _batches(engine: Engine) -> list[Callable[[], object]]:
     """Rounds of as many rows, and of as many unread tokens in each, as draft steps have graphs for,
-    and a pass of a prompt alone. A draft reads a prompt with the token behind it."""
+    and passes of a prompt alone, whose contexts attention cuts or does not. A draft reads a prompt
+    with the token behind it."""
     config = engine.config
     longest = min(config.max_round_tokens, engine.max_length - 1)
+    prompts = sorted({min(SHORT_PROMPT, longest), longest}, reverse=True)
     sizes = sizes_up_to(min(config.max_batch, config.max_queue))
     return [
-        partial(_rounds, engine, [KINDS[0]], length=longest),
+        *(partial(_rounds, engine, [KINDS[0]], length=length) for length in prompts),
         *(
             partial(_rounds, engine, [kind] * size, length=min(width - 1, longest))
             for size in reversed(sizes)
