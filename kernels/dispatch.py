@@ -72,14 +72,27 @@ def sent(device: torch.device, *columns: Sequence[int] | torch.Tensor) -> tuple[
     does not wait for."""
     if not columns:
         return ()
-    parts = [torch.as_tensor(column, dtype=torch.int64) for column in columns]
-    if pins(device):
-        # Each begins at a multiple of 16 bytes: Triton compiles a kernel again for those that do
-        # not.
-        gaps = [part.new_zeros(len(part) % 2) for part in parts]
-        parts = [one for pair in zip(parts, gaps) for one in pair]
-    found = sent_tensor(device, torch.cat(parts)).split([len(part) for part in parts])
-    return found if len(found) == len(columns) else found[::2]
+    # Each begins at a multiple of 16 bytes: Triton compiles a kernel again for those that do not.
+    sizes = [size for column in columns for size in (len(column), len(column) % 2)]
+    found = sent_tensor(device, _joined(columns)).split_with_sizes(sizes)
+    return tuple(found[::2])
+
+
+def _joined(columns: Iterable[Sequence[int] | torch.Tensor]) -> torch.Tensor:
+    """int64 [n] of lists and of int64 tensors, a zero behind each column of an odd length. Lists
+    that follow one another become one tensor: a tensor each costs more than their numbers."""
+    parts: list[torch.Tensor] = []
+    numbers: list[int] = []
+    for column in columns:
+        if isinstance(column, torch.Tensor):
+            parts += [torch.tensor(numbers, dtype=torch.int64), column]
+            numbers = []
+        else:
+            numbers.extend(column)
+        if len(column) % 2:
+            numbers.append(0)
+    parts.append(torch.tensor(numbers, dtype=torch.int64))
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def sent_tensor(device: torch.device, host: torch.Tensor) -> torch.Tensor:

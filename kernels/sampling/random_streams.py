@@ -116,10 +116,9 @@ def round_seeds(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return stream_keys(seeds, positions, Purpose.ROUND)
 
 
-def few_round_seeds(streams: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """`round_seeds` of (seed, position) pairs, on the CPU."""
-    keys = [_few_key(seed, position, int(Purpose.ROUND)) for seed, position in streams]
-    return torch.tensor(keys, dtype=torch.int64)
+def few_round_seeds(streams: Sequence[tuple[int, int]]) -> list[int]:
+    """`round_seeds` of (seed, position) pairs, on the host."""
+    return [_few_key(seed, position, int(Purpose.ROUND)) for seed, position in streams]
 
 
 class Draws(Protocol):

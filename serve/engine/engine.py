@@ -234,7 +234,8 @@ class Engine:
             tables, upload = self.tables.of([row.request for row in rows]), None
             if not reads_freely(sampling.device):
                 foreseen = self._foreseen(schedule, sampling, tables)
-                tables, upload = sampling.send(tables, *foreseen)
+                drafting = len(schedule.drafting)
+                tables, upload = sampling.send(tables, *foreseen, num_drafting=drafting)
             num_unread = 0
             for row in schedule.drafting:
                 num_unread += len(row.request.tokens) - row.request.draft.cached

@@ -38,6 +38,7 @@ class RowSampling:
         self.params: list[SamplingParams] = []
         self.streams: list[tuple[int, int]] = []
         self._budgets: list[int] = []
+        self._draft_seeds: torch.Tensor | None = None  # that are on the device already
         self._options: list[DrawOptions] = []
         states: list[SamplingState | None] = []
         texts: list[list[int]] = []
@@ -71,15 +72,18 @@ class RowSampling:
         return torch.tensor(self._budgets, dtype=torch.int64, device=self.device)
 
     def send(
-        self, tables: torch.Tensor, *groups: Sequence[Sequence[int]]
+        self, tables: torch.Tensor, *groups: Sequence[Sequence[int]], num_drafting: int = 0
     ) -> tuple[torch.Tensor, Upload]:
         """Everything of the host's that a round is expected to read on its device, by one copy:
-        `tables` [rows, blocks] and `groups` of columns. On a CPU it is made when it is asked
-        for."""
+        `tables` [rows, blocks], `groups` of columns and, of a few rows that draft, their seeds: on
+        the device these are thirty launches. On a CPU it is made when it is asked for."""
         seeds, positions = zip(*self.streams) if self.streams else ((), ())
-        own = (tables.flatten(), seeds, positions, self._budgets)
+        drafting = few_round_seeds(self.streams[:num_drafting]) if num_drafting <= FEW else []
+        own = (tables.flatten(), seeds, positions, self._budgets, drafting)
         columns = [column for group in groups for column in group]
-        flat, self.seeds, self.positions, self.budgets, *parts = sent(self.device, *own, *columns)
+        flat, self.seeds, self.positions, self.budgets, self._draft_seeds, *parts = sent(
+            self.device, *own, *columns
+        )
         return flat.view(tables.shape), Upload(self.device, groups, parts)
 
     def distributions(self) -> SamplingRows:
@@ -96,7 +100,9 @@ class RowSampling:
         """[num_rows] int64 of the first rows, which draft; no two rounds of a request have the same
         one."""
         if reads_freely(self.device) and num_rows <= FEW:
-            return few_round_seeds(self.streams[:num_rows])
+            return torch.tensor(few_round_seeds(self.streams[:num_rows]), dtype=torch.int64)
+        if self._draft_seeds is not None and len(self._draft_seeds) == num_rows:
+            return self._draft_seeds
         return round_seeds(self.seeds[:num_rows], self.positions[:num_rows])
 
     def draft_distributions(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 
 from draftsmith.kernels.sampling.filters import SamplingRows
+from draftsmith.kernels.sampling.random_streams import round_seeds
+from draftsmith.serve.engine import round as rounds
 from draftsmith.serve.engine.round import RowSampling
 from draftsmith.serve.engine.scheduler import Row
 from draftsmith.serve.requests.request import Request
@@ -41,3 +44,23 @@ def test_rounds_of_the_same_requests_share_their_tensors() -> None:
     assert sampling(FIRST, SECOND).repeated([2, 1]) is first
     others = sampling(SECOND, FIRST).repeated([2, 1]), sampling(FIRST, SECOND).repeated([1, 2])
     assert all(values(other) != values(first) for other in others)
+
+
+@pytest.mark.parametrize("few", [32, 1])
+def test_seeds_that_a_device_gets_from_the_host_are_those_it_would_make(
+    few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    monkeypatch.setattr(rounds, "FEW", few)
+    monkeypatch.setattr(rounds, "reads_freely", lambda device: False)
+    monkeypatch.setattr(
+        rounds, "round_seeds", lambda *streams: made.append(1) or round_seeds(*streams)
+    )
+    found = sampling(FIRST, SECOND, FIRST)
+    tables, _ = found.send(torch.tensor([[3, 4], [5, 6], [7, 8]]), num_drafting=2)
+    assert tables.tolist() == [[3, 4], [5, 6], [7, 8]]
+    expected = round_seeds(found.seeds, found.positions)
+    assert torch.equal(found.draft_seeds(2), expected[:2])
+    assert len(made) == (few == 1)
+    assert torch.equal(found.draft_seeds(3), expected)  # of other rows than were foreseen
+    assert len(made) == 1 + (few == 1)
