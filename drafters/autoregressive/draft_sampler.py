@@ -138,6 +138,7 @@ class DraftSampler:
             else torch.full(self.shape, -torch.inf, dtype=torch.float32, device=device)
         )
         self.lengths = torch.zeros(size, dtype=torch.int64, device=device)
+        self._drafted_by_all = 0  # depths, not in `lengths` yet
         self.all_have_mass = False  # True where every draw is known to
         # [B] the product of the draft's largest probabilities so far; None: not asked for
         self.confidence = self.sure = None
@@ -185,26 +186,39 @@ class DraftSampler:
 
     def keep(self, rows: torch.Tensor, depth: int, drawn: DraftStep) -> None:
         # All rows are in their order, so that nothing has to be looked up.
-        chosen = slice(None) if len(rows) == len(self.budgets) else rows
+        every = len(rows) == len(self.budgets)
+        chosen = slice(None) if every else rows
         self.tokens[chosen, depth] = drawn.tokens
-        self.lengths[chosen] = depth + 1
+        if every:
+            self._drafted_by_all = depth + 1
+        else:
+            self._note_lengths()
+            self.lengths[chosen] = depth + 1
         if self.best is not None:
             assert drawn.best is not None  # greedy rows draw their most likely token
-            self.best[chosen, depth] = drawn.best.float()
+            self.best[chosen, depth] = drawn.best if every else drawn.best.float()
         elif self.logits is not None:
             check_sampled_head(drawn.distribution, self.vocab_map, self.shape[2])
             self.logits[chosen, depth] = scatter_to_target_vocab(
                 drawn.distribution, self.vocab_map, self.shape[2]
             )
 
+    def _note_lengths(self) -> None:
+        """Depths that all rows have drafted, once for all of them."""
+        if self._drafted_by_all:
+            self.lengths.fill_(self._drafted_by_all)
+        self._drafted_by_all = 0
+
     def shorten(self, lengths: torch.Tensor) -> None:
         """Offer no more than `lengths` [B] of the drawn tokens."""
+        self._note_lengths()
         self.lengths = torch.minimum(self.lengths, lengths)
         self.tokens.masked_fill_(
             torch.arange(self.depth, device=lengths.device) >= self.lengths[:, None], -1
         )
 
     def proposal(self) -> Proposal:
+        self._note_lengths()
         if self.sure is not None:
             self.shorten(self.offered)
         has_mass = None if self.best is None else torch.isfinite(self.best)

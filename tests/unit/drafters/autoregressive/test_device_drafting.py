@@ -250,7 +250,7 @@ def test_a_decoding_round_is_a_few_launches(
         counts.append(traffic.num_operations)
         assert len(counts) < 3 or traffic.operations["replay"] == k
     # One for the catch-up and the first draw and one a step; the rest moves inputs and results.
-    assert counts[2] <= 22 and counts[4] - counts[3] == 3 * (counts[3] - counts[2]) <= 3 * 5
+    assert counts[2] <= 21 and counts[4] - counts[3] == 3 * (counts[3] - counts[2]) <= 3 * 3
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in CHAINS])
@@ -267,7 +267,7 @@ def test_a_decoding_round_of_drafts_made_at_once_is_one_launch(
             drafter.propose(inputs)
         counts.append(traffic.num_operations)
         assert traffic.operations["replay"] == 1
-    assert counts[1] <= 24 and counts[3] - counts[1] <= 2 * 4
+    assert counts[1] <= 21 and counts[3] - counts[1] <= 2 * 2
 
 
 def test_the_only_message_is_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
