@@ -23,8 +23,12 @@ LIMIT_S = 180.0  # of each command
 
 
 class Way(NamedTuple):
+    """`processes` of a launcher, where each has a device of its own; `fewest` of them where there
+    are fewer."""
+
     arguments: tuple[str, ...] = ()
-    processes: int = 1
+    processes: int | None = None
+    fewest: int = 1
     needs_device: bool = False
 
 
@@ -35,9 +39,9 @@ WAYS = {
         f"ZeRO-{stage}": Way(("--deepspeed", str(ROOT / f"recipes/zero{stage}.json")), 2)
         for stage in (1, 2, 3)
     },
-    "target in two shares": Way(("--target-shares", "2"), 2),
+    "target in two shares": Way(("--target-shares", "2"), 2, 2),
     "two shares, ZeRO-3": Way(
-        ("--target-shares", "2", "--deepspeed", str(ROOT / "recipes/zero3.json")), 2
+        ("--target-shares", "2", "--deepspeed", str(ROOT / "recipes/zero3.json")), 2, 2
     ),
     "layers from the host": Way(("--target-offload", "cpu"), needs_device=True),
     "layers from the disk": Way(("--target-offload", "disk")),
@@ -65,21 +69,25 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def tried(way: Way, data: Path, out: Path, devices: int) -> dict[str, Any]:
-    if devices and way.processes > devices:
-        return {"left out": f"needs {way.processes} devices"}
+    if devices and way.fewest > devices:
+        return {"left out": f"needs {way.fewest} devices"}
     if way.needs_device and not devices:
         return {"left out": "needs a device"}
+    processes = way.processes
+    if processes and devices:
+        processes = min(processes, devices)
     return ended(
         "train", "eagle3", "--target", TARGET, "--data", data, "--out", out,
         "--steps", "4", "--batch-size", "2", "--log-every", "2", "--eval-prompts", "0",
-        *way.arguments, processes=way.processes,
+        *way.arguments, processes=processes,
     )  # fmt: skip
 
 
-def ended(*arguments: object, processes: int = 1) -> dict[str, Any]:
-    """{"seconds"} of a command that ended well, and {"failed"}, its last words, of another."""
+def ended(*arguments: object, processes: int | None = None) -> dict[str, Any]:
+    """{"seconds"} of a command that ended well, and {"failed"}, its last words, of another.
+    `processes` of a launcher; None: without one."""
     launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
-    command = [sys.executable, "-m", *(launcher if processes > 1 else ()), "draftsmith.cli"]
+    command = [sys.executable, "-m", *(launcher if processes else ()), "draftsmith.cli"]
     begun_s = time.monotonic()
     try:
         done = subprocess.run(

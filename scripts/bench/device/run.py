@@ -32,6 +32,7 @@ STAGES = {
     "tests": Stage("scripts.bench.device.gpu_tests", 0.35),
     "kernels": Stage("scripts.bench.kernels.run", 0.4),
     "serving": Stage("scripts.bench.device.serving", 0.6),
+    "pair": Stage("scripts.bench.device.pair", 0.6),
     "training": Stage("scripts.bench.device.training", 0.9),
     "commands": Stage("scripts.bench.device.commands", 1.0),
 }

@@ -1,5 +1,6 @@
-"""Rounds of an engine with random weights: no draft, EAGLE-3, and EAGLE-3 without captured forwards
-and graphs. Milliseconds, launches and waits a round; what a draft brings is not measured."""
+"""Rounds of an engine with random weights: no draft, EAGLE-3, and both without captured forwards and
+graphs. Milliseconds, launches and waits a round, and the share of a round in which the target's
+weights could be read; what a draft brings is not measured."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from draftsmith.serve.requests.request import RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.warm_up import warm_up
 from scripts.bench.device.shapes import device_of, random_draft, random_target, stage_parser
+from scripts.bench.kernels.timing import Stopwatch, copy_bandwidth
 
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")  # fmt: skip
 
@@ -39,8 +41,8 @@ FULL = Work((1, 8, 32), 512, 8, 60, 8)
 TINY = Work((1, 2), 6, 2, 3, 2)
 WAYS: dict[str, dict[str, Any]] = {
     "no draft": {"draft": False, "compile": "auto"},
-    "no draft, nothing captured": {"draft": False, "compile": "off"},
     "eagle3": {"draft": True, "compile": "auto"},
+    "no draft, nothing captured": {"draft": False, "compile": "off"},
     "eagle3, nothing captured": {"draft": True, "compile": "off"},
 }
 
@@ -48,11 +50,15 @@ WAYS: dict[str, dict[str, Any]] = {
 def main(arguments: list[str] | None = None) -> int:
     options = stage_parser("serving", __doc__).parse_args(arguments)
     device, work = device_of(options), TINY if options.dry_run else FULL
-    report: dict[str, Any] = {"schema": 1, "size": options.size, "ways": {}}
+    bandwidth = copy_bandwidth(Stopwatch(device, 0.05))
+    report: dict[str, Any] = {
+        "schema": 1, "size": options.size, "copy_bytes_s": bandwidth, "ways": {},
+    }  # fmt: skip
     for name, way in WAYS.items():
         # A target of its own: what was captured stays captured.
         target = random_target(options.size, device)
-        report["ways"][name] = measure(target, work, **way)
+        report["reading_ms"] = 1e3 * weight_bytes(target) / bandwidth
+        report["ways"][name] = measure(target, work, report["reading_ms"], **way)
         write_json(options.out, report)
         print(name, report["ways"][name], flush=True)
         del target
@@ -61,7 +67,17 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def measure(target: Target, work: Work, *, draft: bool, compile: str) -> dict[str, Any]:
+def weight_bytes(target: Target) -> int:
+    """Bytes that a pass reads at least: of the input embedding next to nothing."""
+    model = target.model
+    embedding = model.get_input_embeddings().weight
+    every = sum(one.numel() * one.element_size() for one in model.parameters())
+    return every - embedding.numel() * embedding.element_size()
+
+
+def measure(
+    target: Target, work: Work, reading_ms: float, *, draft: bool, compile: str
+) -> dict[str, Any]:
     prefill = 2 * max(work.streams)  # rounds at most: each reads a whole prompt or two halves
     config = EngineConfig(
         k=3,
@@ -78,6 +94,7 @@ def measure(target: Target, work: Work, *, draft: bool, compile: str) -> dict[st
         for streams in work.streams:
             name = f"T={temperature:g}, {streams} streams"
             found[name] = rounds(engine, work, streams, temperature)
+            found[name]["of_reading"] = reading_ms / found[name]["ms_a_round"]
     if target.device.type == "cuda":
         found["peak_bytes"] = torch.cuda.max_memory_allocated(target.device)
         torch.cuda.reset_peak_memory_stats(target.device)

@@ -9,7 +9,7 @@ import os
 import random
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from draftsmith.serve.control.control import MAX_AUTO_K
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.sampling.params import SamplingParams
+from draftsmith.serve.warm_up import warm_up
 from scripts.bench.engine import auto_parts, auto_where
 from scripts.bench.engine.auto_parts import AGAIN, AUTO, IDLE, NONE
 from scripts.bench.markdown_table import header, line
@@ -77,22 +78,35 @@ class Player:
         self.rounds.clear()
 
 
-def players(options: argparse.Namespace, target: Path) -> dict[str, Player]:
-    """An engine each, with a target of its own, as servers would have."""
+def players(
+    load_target: Callable[[], Target],
+    draft: Path,
+    fixed: Sequence[int],
+    only: Collection[str] | None = None,
+) -> dict[str, Player]:
+    """An engine each, with a target of its own, as servers would have.
+
+    Args:
+        fixed: values of k, above 0.
+        only: names of those that are made; None: all.
+    """
 
     def engine(has_draft: bool, k: int, adaptive: bool = False) -> Engine:
-        model = Target.load(target, dtype=options.dtype)
-        drafter = load(options.draft, model) if has_draft else None
-        return build_engine(model, drafter, EngineConfig(k=k, adaptive=adaptive))
+        target = load_target()
+        drafter = load(draft, target) if has_draft else None
+        built = build_engine(target, drafter, EngineConfig(k=k, adaptive=adaptive))
+        warm_up(built)
+        return built
 
-    most = max(options.k)
-    return {
-        NONE: Player(engine(False, most)),
-        AGAIN: Player(engine(False, most)),
-        IDLE: Player(engine(True, most), k=0),
-        **{f"k = {k}": Player(engine(True, k)) for k in options.k},
-        AUTO: Player(engine(True, MAX_AUTO_K, adaptive=True)),
+    most = max(fixed)
+    makers: dict[str, Callable[[], Player]] = {
+        NONE: lambda: Player(engine(False, most)),
+        AGAIN: lambda: Player(engine(False, most)),
+        IDLE: lambda: Player(engine(True, most), k=0),
+        **{f"k = {k}": partial(lambda k: Player(engine(True, k)), k) for k in fixed},
+        AUTO: lambda: Player(engine(True, MAX_AUTO_K, adaptive=True)),
     }
+    return {name: make() for name, make in makers.items() if only is None or name in only}
 
 
 def measure(
@@ -202,12 +216,13 @@ def loads(
 ) -> tuple[Callable[[float, int], list[Row]], Callable[[Sequence[Row]], list[str]]]:
     """(rows of a load, their table), of whole answers or of rounds by their parts."""
     if options.parts:
-        found = auto_parts.parts(options, target)
-        return partial(auto_parts.measure, found, prompts, options), auto_parts.table
+        parts = auto_parts.parts(options, target)
+        return partial(auto_parts.measure, parts, prompts, options), auto_parts.table
     if options.where:
         booked = auto_where.watched(options, target)
         return partial(auto_where.measure, booked, prompts, options), auto_where.table
-    return partial(measure, players(options, target), prompts, options), table
+    found = players(partial(Target.load, target, dtype=options.dtype), options.draft, options.k)
+    return partial(measure, found, prompts, options), table
 
 
 def main() -> None:

@@ -48,6 +48,17 @@ def test_a_command_that_fails_is_told_by_its_last_words(
     assert commands.tried(two, tmp_path, tmp_path, devices=1) == {"left out": "needs 2 devices"}
 
 
+@pytest.mark.parametrize("devices, processes", [(0, 2), (1, 1), (2, 2), (8, 2)])
+def test_zero_takes_the_devices_that_there_are(
+    devices: int, processes: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[int | None] = []
+    monkeypatch.setattr(commands, "ended", lambda *given, processes: asked.append(processes))
+    for name in ("ZeRO-3", "one process"):
+        commands.tried(commands.WAYS[name], tmp_path, tmp_path, devices)
+    assert asked == [processes, None]
+
+
 @pytest.mark.parametrize("failed, status", [("zero2.json", 1), ("nothing", 0)])
 def test_one_way_that_fails_fails_the_stage(
     failed: str, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -86,6 +97,9 @@ def test_every_stage_runs_without_a_device(tmp_path: Path) -> None:
         assert steps[name]["ours"]["runs"] >= 5, steps[name]
     for way in reports["serving"]["ways"].values():
         assert way["T=1, 2 streams"]["ms_a_round"] > 0 and way["T=0, 1 streams"]["tokens_s"] > 0
+        assert way["T=0, 1 streams"]["of_reading"] > 0
+    assert set(reports["pair"]["same_greedy_answers"].values()) == {1.0}
+    assert {row["engine"] for row in reports["pair"]["rows"]} == {"no draft", "k = 3", "k auto"}
     for name in ("training", "training_without_flex", "dflash", "learner", "two_processes"):
         assert reports["training"][name]["tokens_s_a_process"] > 0
 
