@@ -8,9 +8,6 @@ hold pieces of prompts run as they are; they are long enough to keep a device bu
 All shapes read the same inputs and write the same outputs, as large as the largest needs: a further
 graph costs no memory but its own nodes. It stays valid for the life of the engine, because
 everything it reads stays at its address: weights, pools, inputs and outputs.
-
-Never run on a device so far: the tests drive it with a capturer of their own on the CPU, and those
-marked `gpu` wait for one.
 """
 
 from __future__ import annotations
