@@ -64,8 +64,8 @@ class CudaCapturer:
 
     def _captured(self, graph: Any, run: Callable[[], Output]) -> Output:
         # A version may be loading on another thread, which is none of the capture's business.
-        graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
         try:
+            graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
             output = self._run(graph, run)
         except BaseException:
             if self._kept is None:  # the pool has had no graph but this one

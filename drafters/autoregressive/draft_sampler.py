@@ -204,7 +204,7 @@ class DraftSampler:
             )
 
     def _note_lengths(self) -> None:
-        """Depths that all rows have drafted, once for all of them."""
+        """Write how many depths all rows have drafted, once for all of them."""
         if self._drafted_by_all:
             self.lengths.fill_(self._drafted_by_all)
         self._drafted_by_all = 0

@@ -193,7 +193,7 @@ def _launch(
         sine.contiguous(),
         query if norms is None else norms.query_weight,
         query if norms is None else norms.key_weight,
-        slots,
+        slots.contiguous(),
         turned,
         keys,
         values,

@@ -298,7 +298,7 @@ def verify_logits_triton(
     _verify[(num_requests * (num_draft + 2) * num_blocks,)](
         logits,
         logits.stride(0),
-        temperatures,
+        temperatures.contiguous(),
         q_rows,
         q_rows.stride(0),
         tokens,

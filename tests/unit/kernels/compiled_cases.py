@@ -126,7 +126,7 @@ def served_passes(shape: str, layers: list[Layer], *, max_batch: int = 64) -> It
 
 
 def served_rounds() -> Iterator[Case]:
-    """Every round that a server of 64 requests with k up to 7, or with trees, verifies. Tensors of
+    """Rounds that a server of 64 requests with k up to 7, or with trees, verifies. Tensors of
     requests start at any multiple of eight bytes."""
     for requests in (*range(1, 9), 16, 17, 24, 33, 48, 63, 64):
         for kind, drafts in (("chain", range(8)), ("block", range(1, 8)), ("tree", (1, 2, 7, 63))):
