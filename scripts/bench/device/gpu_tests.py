@@ -1,7 +1,9 @@
-"""The tests marked `gpu`, and which of them failed."""
+"""The tests marked `gpu`, and which of them failed. Most of their time is the compiler's, so that
+several processes share the device."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from draftsmith.files import write_json
 from scripts.bench.device.shapes import stage_parser
 from scripts.paths import ROOT
 
+MOST_PROCESSES = 12
 ONE_FILE = "tests/unit/kernels/divergence/test_divergence_gpu.py"
 
 
@@ -19,11 +22,17 @@ def main(arguments: list[str] | None = None) -> int:
     xml = Path(options.out).resolve().with_suffix(".xml")
     xml.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={xml}"]
-    status = subprocess.run(
-        [*command, ONE_FILE if options.dry_run else "tests"], cwd=ROOT
-    ).returncode
+    processes = [] if options.dry_run else ["-n", str(min(MOST_PROCESSES, os.cpu_count() or 1))]
+    files = [ONE_FILE] if options.dry_run else files_with_mark(ROOT / "tests")
+    status = subprocess.run([*command, *processes, *files], cwd=ROOT).returncode
     write_json(options.out, {"schema": 1, "status": status, **counts(xml)})
     return status
+
+
+def files_with_mark(folder: Path) -> list[str]:
+    """Files that hold such tests: collecting all others takes longer than many of these."""
+    files = sorted(folder.rglob("test_*.py"))
+    return [str(file) for file in files if "mark.gpu" in file.read_text(encoding="utf-8")]
 
 
 def counts(xml: Path) -> dict[str, object]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.bench.device import commands, run
+from scripts.bench.device import commands, gpu_tests, run
 from scripts.bench.device.run import STAGES, Stage, main, parser, run_stage
 from scripts.paths import ROOT
 from tests import forked
@@ -102,6 +102,12 @@ def test_every_stage_runs_without_a_device(tmp_path: Path) -> None:
     assert {row["engine"] for row in reports["pair"]["rows"]} == {"no draft", "k = 3", "k auto"}
     for name in ("training", "training_without_flex", "dflash", "learner", "two_processes"):
         assert reports["training"][name]["tokens_s_a_process"] > 0
+
+
+def test_the_files_of_device_tests_are_found() -> None:
+    files = gpu_tests.files_with_mark(ROOT / "tests")
+    assert str(ROOT / gpu_tests.ONE_FILE) in files and len(files) >= 10
+    assert not any("distill" in file for file in files)
 
 
 def test_without_a_device_it_refuses_in_a_sentence(
