@@ -73,7 +73,8 @@ def _batches(engine: Engine) -> list[Callable[[], object]]:
     with the token behind it."""
     config = engine.config
     longest = min(config.max_round_tokens, engine.max_length - 1)
-    prompts = sorted({min(SHORT_PROMPT, longest), longest}, reverse=True)
+    # The short one first: behind the longest the prefix cache would hold nearly all of it.
+    prompts = sorted({min(SHORT_PROMPT, longest), longest})
     sizes = sizes_up_to(min(config.max_batch, config.max_queue))
     return [
         *(partial(_rounds, engine, [KINDS[0]], length=length) for length in prompts),

@@ -110,6 +110,20 @@ def test_after_the_warm_up_no_round_captures(target, capsys):
     assert line.endswith(f"CUDA graphs: {warmed[0]} target, {warmed[1]} draft")
 
 
+def test_a_short_prompt_is_read_whole(target, monkeypatch):
+    """None of it is in the prefix cache: its pass is as long as a client's first."""
+    engine, counts = make_engine(target), []
+    run = engine.runner.run
+    monkeypatch.setattr(
+        engine.runner,
+        "run",
+        lambda rows, *rest: counts.append([row.count for row in rows]) or run(rows, *rest),
+    )
+    monkeypatch.setattr("draftsmith.serve.warm_up.SHORT_PROMPT", 40)
+    rehearse(engine)
+    assert [40] in counts and max(map(max, counts)) > 40
+
+
 # Requests of each kind that has draws, graphs or launches of its own, or of several by turns.
 OTHERS: dict[str, list[dict[str, Any]]] = {
     "top-k": [{"temperature": 1.0, "top_k": 5}],
