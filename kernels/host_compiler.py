@@ -44,7 +44,7 @@ def _load(source: Path) -> ctypes.CDLL:
     compiler = _compiler()
     name = f"{source.stem}-{_digest(source, compiler)}.so"
     try:
-        library = _cache_folder() / name
+        library = cache_folder() / name
         try:
             return ctypes.CDLL(str(library))
         except OSError:  # not there, or damaged
@@ -64,19 +64,19 @@ def _compiler() -> str:
     raise RuntimeError("there is no C++ compiler")
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 
 
 def _digest(source: Path, compiler: str) -> str:
-    parts = (compiler, os.stat(compiler).st_mtime_ns, FLAGS, platform.machine(), _processor())
+    parts = (compiler, os.stat(compiler).st_mtime_ns, FLAGS, platform.machine(), processor())
     texts = source.read_bytes() + HEADER.read_bytes()
     return hashlib.sha256(texts + repr(parts).encode()).hexdigest()[:16]
 
 
-def _processor() -> str:
+def processor() -> str:
     """Model and instruction sets of this processor; a cache may be shared by machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

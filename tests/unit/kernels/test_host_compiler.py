@@ -59,7 +59,7 @@ def test_another_source_or_processor_is_another_library(
     answer(source)
     source.write_text(SOURCE.replace("40", "50"), encoding="utf-8")
     assert answer(source) == 52
-    monkeypatch.setattr(host_compiler, "_processor", lambda: "another")
+    monkeypatch.setattr(host_compiler, "processor", lambda: "another")
     assert answer(source) == 52
     assert len(list((tmp_path / "cache" / "draftsmith").iterdir())) == 3
 
@@ -81,7 +81,7 @@ def test_a_home_that_cannot_be_written_costs_nothing_but_time(
 @needs_compiler
 def test_a_damaged_library_is_made_again(source: Path) -> None:
     digest = host_compiler._digest(source, host_compiler._compiler())
-    library = host_compiler._cache_folder() / f"answer-{digest}.so"
+    library = host_compiler.cache_folder() / f"answer-{digest}.so"
     library.write_bytes(b"cut off")
     assert answer(source) == 42
     assert library.stat().st_size > 1000

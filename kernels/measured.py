@@ -1,0 +1,189 @@
+"""Choices among ways to do one kind of work, by their times on this machine.
+
+Which way is fastest is a matter of the processor, and no name of a vendor tells it. Ways are timed
+when work of a shape is first met. Choices are kept in the folder of compiled libraries, by
+processor, version of torch, threads, sources and shape: the next start times nothing.
+
+`DRAFTSMITH_MEASURE` is "again" to time anew what is kept, and "off" to take the first way of each.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import math
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+
+from draftsmith.files import atomic_path
+from draftsmith.kernels.host_compiler import cache_folder, processor
+
+log = logging.getLogger(__name__)
+
+VARIABLE = "DRAFTSMITH_MEASURE"
+SCHEMA_VERSION = 1
+MOST_S = 1.0  # of timing in a process, for each kind of work
+TURNS = 5
+FAR_BEHIND = 1.25  # a way that takes this much longer than the fastest is not timed again
+
+Way = Callable[[], object]
+Clock = Callable[[str, Way], float]
+
+
+def timed(name: str, way: Way) -> float:
+    """Seconds that a call of `way` takes."""
+    begun_s = perf_counter()
+    way()
+    return perf_counter() - begun_s
+
+
+class Choice(NamedTuple):
+    kind: str
+    shape: str
+    threads: int
+    way: str
+    seconds: dict[str, float]  # the least of each way
+
+
+class Choices:
+    """Choices of one processor, kept in `folder`, by default in that of compiled libraries.
+    `clock` gives the seconds of a named way, `most_s` is as `MOST_S`."""
+
+    def __init__(self, folder: Path | None = None, clock: Clock = timed, most_s: float = MOST_S):
+        self._folder, self._clock, self._most_s = folder, clock, most_s
+        self._known: dict[str, Choice] | None = None
+        self._made: set[str] = set()  # keys of this process
+        self._spent_s: dict[str, float] = defaultdict(float)
+        self._lock = threading.RLock()
+
+    def fastest(
+        self,
+        kind: str,
+        shape: Sequence[object],
+        names: Sequence[str],
+        prepare: Callable[[], Mapping[str, Way]],
+        *,
+        sources: Sequence[Path] = (),
+    ) -> str:
+        """The name of the fastest of some ways to do work of `shape`.
+
+        Args:
+            names: of ways; the first is taken where nothing is timed.
+            prepare: called where ways are to be timed; those of `names` that there are here. A call
+            of one takes about a millisecond, and finds in the caches what it finds there in use.
+            sources: of kernels; other contents are other ways.
+        """
+        mode, threads = os.environ.get(VARIABLE, ""), torch.get_num_threads()
+        if mode == "off" or len(names) == 1:
+            return names[0]
+        with self._lock:
+            key = _key(kind, shape, threads, sources)
+            found = self._all().get(key)
+            kept = mode != "again" or key in self._made
+            if found is not None and found.way in names and kept:
+                return found.way
+            if self._spent_s[kind] >= self._most_s:
+                return names[0]
+            begun_s = perf_counter()
+            seconds = _least(prepare(), self._clock)
+            self._spent_s[kind] += perf_counter() - begun_s
+            way = min(seconds, key=seconds.__getitem__, default=names[0])
+            made = Choice(kind, _text(shape), threads, way, seconds)
+            log.debug("%s %s: %s of %s", kind, made.shape, way, seconds)
+            self._made.add(key)
+            return self._keep(key, made, replace=mode == "again").way
+
+    def known(self) -> list[Choice]:
+        """Those that are kept for this processor."""
+        with self._lock:
+            return sorted(self._all().values())
+
+    def _all(self) -> dict[str, Choice]:
+        if self._known is None:
+            self._known = {}
+            with suppress(OSError):
+                self._known = _read(self._path())
+        return self._known
+
+    def _path(self) -> Path:
+        machine = f"{processor()} {torch.__version__}"
+        digest = hashlib.sha256(machine.encode()).hexdigest()[:16]
+        return (self._folder or cache_folder()) / f"choices-{digest}.json"
+
+    def _keep(self, key: str, made: Choice, *, replace: bool) -> Choice:
+        """What another process has kept meanwhile stands: all of them do the same."""
+        known = self._all()
+        try:
+            path = self._path()
+            with _alone(path):
+                known = _read(path) if path.exists() else {}
+                if replace or key not in known or known[key].way not in made.seconds:
+                    known[key] = made
+                    _write(path, known)
+        except OSError as error:  # a home that cannot be written
+            log.debug("choices are not kept: %s", error)
+            known[key] = made
+        self._known = known
+        return known[key]
+
+
+CHOICES = Choices()
+
+
+def _key(kind: str, shape: Sequence[object], threads: int, sources: Sequence[Path]) -> str:
+    contents = b"".join(source.read_bytes() for source in sources)
+    digest = hashlib.sha256(contents).hexdigest()[:8]
+    return f"{kind} {_text(shape)}, {threads} threads, {digest}"
+
+
+def _text(shape: Sequence[object]) -> str:
+    return " ".join(str(part).removeprefix("torch.") for part in shape)
+
+
+@torch.no_grad()
+def _least(ways: Mapping[str, Way], clock: Clock) -> dict[str, float]:
+    """The least seconds of each way; they take turns, so that a loaded machine slows them alike."""
+    for way in ways.values():
+        way()  # touches pages, compiles
+    seconds, left = dict.fromkeys(ways, math.inf), list(ways)
+    for _ in range(TURNS):
+        for name in left:
+            seconds[name] = min(seconds[name], clock(name, ways[name]))
+        most_s = FAR_BEHIND * min(seconds.values(), default=0.0)
+        left = [name for name in left if seconds[name] <= most_s]
+    return seconds
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _read(path: Path) -> dict[str, Choice]:
+    """Nothing of a file that is missing, damaged or of another schema."""
+    try:
+        value: Any = json.loads(path.read_text(encoding="utf-8"))
+        if value["schema_version"] == SCHEMA_VERSION:
+            return {key: Choice(**choice) for key, choice in value["choices"].items()}
+    except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError):
+        pass
+    return {}
+
+
+def _write(path: Path, known: Mapping[str, Choice]) -> None:
+    choices = {key: choice._asdict() for key, choice in known.items()}
+    text = json.dumps({"schema_version": SCHEMA_VERSION, "choices": choices}, indent=1)
+    with atomic_path(path) as temporary:
+        temporary.write_text(text + "\n", encoding="utf-8")
