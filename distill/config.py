@@ -38,8 +38,8 @@ class GenerateOptions:
     target: str = option(help="folder or Hub id of the target")
     prompts: str = option(
         help=(
-            "JSONL of prompt or messages, a text file (one prompt a line), a dataset folder or "
-            "Hub id, stdlib:code, stdlib:prose"
+            "a file or folder of JSON lines, JSON, Parquet, CSV or text (a prompt per line), a "
+            "dataset folder or Hub id, stdlib:code, stdlib:prose"
         )
     )
     out: str = option(help="folder to write; a started one is resumed")

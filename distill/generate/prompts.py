@@ -1,4 +1,4 @@
-"""Prompts from JSONL, plain text (one prompt per line), a dataset, or the standard-library corpora.
+"""Prompts from rows of files and data sets, or from the standard-library corpora.
 
 With `--keep-answers` they hold their answers: the assistant turns of chats, completions of prompts,
 or all of a plain text.
@@ -10,17 +10,17 @@ import hashlib
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Protocol
 
-from draftsmith.corpus import CORPORA, Document, held_out
 from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate.chat_mask import ChatTokenizer, Masked, masked_chat
 from draftsmith.distill.generate.ways import Way, way_of
 from draftsmith.drafters.vocabulary import template_takes
 from draftsmith.errors import UserError
+from draftsmith.prompts.corpus import CORPORA, Document, held_out
+from draftsmith.prompts.sources import read_rows
 
 # Enough text for any tokenizer to fill a window: a token is seldom longer.
 CHARACTERS_A_TOKEN = 12
@@ -97,17 +97,15 @@ def _from_rows(
     config: GenerateOptions, tokenizer: Tokenizer, eos_token_ids: Sequence[int]
 ) -> Iterator[Prompt]:
     ways = (way_of(config, number) for number in itertools.count())
-    for number, row in enumerate(_rows(config), start=1):
-        text = row["messages"] if "messages" in row else row.get("prompt", row.get("text", ""))
+    for where, row in read_rows(config.prompts, split=config.prompts_split):
+        text = next(row[name] for name in ("messages", "prompt", "text") if name in row)
         key = _asked_in(text)
         # Named by what it asks, so that a repeated prompt falls into one part, whatever its answer.
         document = Document(hashlib.sha256(key.encode()).hexdigest()[:16], key)
         if not key or not _wanted(document, config):
             continue
         if config.keep_answers:
-            masked = _with_answer(
-                row, config, tokenizer, eos_token_ids, where=f"row {number} of {config.prompts!r}"
-            )
+            masked = _with_answer(row, config, tokenizer, eos_token_ids, where=where)
             yield Prompt(
                 document.name, held_out(document, config.held_out), masked.ids, masked.mask
             )
@@ -117,8 +115,8 @@ def _from_rows(
             yield Prompt(document.name, held_out(document, config.held_out), ids)
         else:
             raise UserError(
-                f"row {number} of {config.prompts!r} holds a text and no prompt; give "
-                "--keep-answers to train on the text itself"
+                f"{where} holds a text and no prompt; give --keep-answers to train on the text "
+                "itself"
             )
 
 
@@ -235,88 +233,3 @@ def _check_template(config: GenerateOptions, tokenizer: Tokenizer) -> None:
             f"prompts {config.prompts!r} hold messages but target {config.target!r} has no chat "
             "template; give plain prompts"
         )
-
-
-def _rows(config: GenerateOptions) -> Iterator[dict[str, Any]]:
-    path = Path(config.prompts)
-    if path.is_file():
-        yield from READERS.get(path.suffix, _read_lines)(path)
-    elif path.is_dir() or not _looks_like_a_file(config.prompts):
-        yield from _read_dataset(config)
-    else:
-        raise UserError(
-            f"prompts {config.prompts!r} do not exist; give a file, a dataset, "
-            f"{' or '.join(CORPORA)}"
-        )
-
-
-def _looks_like_a_file(name: str) -> bool:
-    return (
-        Path(name).suffix in {*READERS, ".txt", ".md"}
-        or name.startswith((".", "/", "~"))
-        or name.count("/") > 1
-    )
-
-
-def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if line.strip():
-            yield {"prompt": line, "text": line}
-
-
-def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"line {number} of {str(path)!r} is not valid JSON ({error}); mend or delete it"
-            ) from error
-        yield _checked(row, f"line {number} of {str(path)!r}")
-
-
-READERS: dict[str, Callable[[Path], Iterator[dict[str, Any]]]] = {
-    ".jsonl": _read_jsonl,
-    ".json": _read_jsonl,
-}
-
-
-def _read_dataset(config: GenerateOptions) -> Iterator[dict[str, Any]]:
-    import datasets
-
-    try:
-        if (Path(config.prompts) / "state.json").is_file():
-            rows = datasets.load_from_disk(config.prompts)
-        else:
-            rows = datasets.load_dataset(config.prompts, split=config.prompts_split)
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(
-            f"prompts {config.prompts!r} are no file and no dataset that loads ({reason}); check "
-            "the name"
-        ) from error
-    for number, row in enumerate(rows):
-        yield _checked(row, f"row {number} of {config.prompts!r}")
-
-
-def _checked(row: Any, where: str) -> dict[str, Any]:
-    """Row with `messages` (a list of role and content), `prompt` (text) with or without a
-    `completion`, or `text`."""
-    if isinstance(row, dict):
-        if isinstance(row.get("messages"), list) and all(
-            isinstance(turn, dict) and "role" in turn for turn in row["messages"]
-        ):
-            return {"messages": row["messages"]}
-        if isinstance(row.get("prompt"), str):
-            return {
-                key: row[key] for key in ("prompt", "completion") if isinstance(row.get(key), str)
-            }
-        if isinstance(row.get("text"), str):
-            return {"text": row["text"]}
-    held = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
-    raise UserError(
-        f"{where} holds {held}; it must have a `prompt` text or a `messages` list of role and "
-        "content"
-    )

@@ -18,10 +18,10 @@ from typing import Any
 
 import httpx
 
-from draftsmith.corpus import CORPORA, held_out
 from draftsmith.drafters.target.load import load_tokenizer
 from draftsmith.files import read_json, write_json, write_text
 from draftsmith.progress import Progress
+from draftsmith.prompts.corpus import CORPORA, held_out
 
 # Of the model, as clients ask for it.
 NAME = "quickstart"

@@ -19,8 +19,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from draftsmith.corpus import held_out, stdlib_code, stdlib_prose
 from draftsmith.progress import Progress
+from draftsmith.prompts.corpus import held_out, stdlib_code, stdlib_prose
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|pad|>", "<|mask|>"]
 

@@ -23,8 +23,8 @@ class BenchConfig(ServedPair):
     target: str | None = option(None, "instead of a URL: a server is started for this target")
     prompts: str = option(
         "stdlib:code",
-        "JSONL with `prompt` or `messages`, plain text with a prompt per line, ShareGPT-like JSON, "
-        "stdlib:code or stdlib:prose",
+        "a file or folder of JSON lines, JSON, Parquet, CSV or text (a prompt per line), as for "
+        "generate; stdlib:code or stdlib:prose",
     )
     num_prompts: int = option(16, "prompts of one pass")
     prompt_chars: int = option(400, "length of prompts cut from the standard library")

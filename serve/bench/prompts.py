@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import random
-from pathlib import Path
 from typing import Any
 
-from draftsmith.corpus import CORPORA, held_out
 from draftsmith.errors import UserError
+from draftsmith.prompts.corpus import CORPORA, held_out
+from draftsmith.prompts.shapes import Row
+from draftsmith.prompts.sources import read_rows
 
 Prompt = dict[str, Any]  # {"prompt": text} or {"messages": [...]}
 
@@ -18,7 +19,7 @@ def read_prompts(source: str, *, count: int, chars: int, seed: int) -> list[Prom
     corpus's held-out part."""
     if count < 1:
         raise UserError(f"num_prompts is {count}; it must be at least 1")
-    prompts = _cut(source, count, chars, seed) if source in CORPORA else _read(Path(source))
+    prompts = _cut(source, count, chars, seed) if source in CORPORA else _read(source, count)
     return [prompts[index % len(prompts)] for index in range(count)]
 
 
@@ -38,49 +39,27 @@ def _cut(source: str, count: int, chars: int, seed: int) -> list[Prompt]:
     return prompts
 
 
-def _read(path: Path) -> list[Prompt]:
-    if not path.is_file():
-        known = ", ".join(CORPORA)
-        raise UserError(
-            f"prompts {str(path)!r} is no file; give JSONL, plain text, or one of {known}"
-        )
-    if path.suffix == ".json":
-        return _conversations(path)
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not lines:
-        raise UserError(f"prompts {str(path)!r} is empty; give at least one prompt")
-    if path.suffix == ".jsonl":
-        return [_entry(path, number, line) for number, line in enumerate(lines, 1)]
-    return [{"prompt": line} for line in lines]
-
-
-def _conversations(path: Path) -> list[Prompt]:
-    """ShareGPT's layout, [{"conversations": [{"from": "human", "value": text}, ...]}, ...]; a first
-    human turn is a prompt."""
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-        turns = [
-            [turn["value"] for turn in entry["conversations"] if turn["from"] in ("human", "user")]
-            for entry in entries
-        ]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise UserError(
-            f"prompts {str(path)!r} is no ShareGPT-like JSON ({error!r}); mend it or give JSONL"
-        ) from error
-    prompts = [{"prompt": human[0]} for human in turns if human and human[0].strip()]
+def _read(source: str, count: int) -> list[Prompt]:
+    """The first `count` questions of a file or folder."""
+    rows = (_question(row, where) for where, row in read_rows(source))
+    prompts = list(itertools.islice(filter(None, rows), count))
     if not prompts:
-        raise UserError(f"prompts {str(path)!r} holds no human turn; give at least one")
+        raise UserError(f"prompts {source!r} hold no question; give at least one")
     return prompts
 
 
-def _entry(path: Path, number: int, line: str) -> Prompt:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"line {number} of {str(path)!r} is not valid JSON ({error.msg}); mend it"
-        ) from error
-    for key in ("messages", "prompt"):
-        if isinstance(entry, dict) and key in entry:
-            return {key: entry[key]}
-    raise UserError(f"line {number} of {str(path)!r} has neither `prompt` nor `messages`; add one")
+def _question(row: Row, where: str) -> Prompt | None:
+    """What a row asks: of a conversation that ends in an answer, its first question."""
+    if "messages" not in row:
+        if "prompt" not in row:
+            raise UserError(f"{where} holds a text and neither `prompt` nor `messages`; add one")
+        return {"prompt": row["prompt"]} if row["prompt"].strip() else None
+    turns = row["messages"]
+    if turns[-1]["role"] != "assistant":
+        return row
+    asked = list(itertools.takewhile(lambda turn: turn["role"] != "assistant", turns))
+    if [turn["role"] for turn in asked] == ["user"] and row.keys() == {"messages"}:
+        text = asked[0].get("content")
+        if isinstance(text, str):
+            return {"prompt": text} if text.strip() else None
+    return {**row, "messages": asked} if asked else None

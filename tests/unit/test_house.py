@@ -89,8 +89,11 @@ ABOVE = ("__init__", "cli", "commands")
 BASE = ROOT / "src" / "draftsmith"
 COMMAND_LINE = BASE / "commands"
 SHARED_MEMORY = BASE / "shared_memory"
+PROMPTS = BASE / "prompts"
 TESTS = sorted((ROOT / "tests" / "unit").rglob("test_*.py"))
-BASE_FILES = sorted([*BASE.glob("*.py"), *COMMAND_LINE.glob("*.py"), *SHARED_MEMORY.glob("*.py")])
+BASE_FILES = sorted(
+    path for folder in (BASE, COMMAND_LINE, SHARED_MEMORY, PROMPTS) for path in folder.glob("*.py")
+)
 TORCH_FREE = (
     "kernels/constants.py",
     "drafters/options.py",
@@ -164,8 +167,8 @@ def test_imports_run_downward(folder: str) -> None:
 
 
 def test_base_modules_import_no_code_folder() -> None:
-    for path in [*sorted(BASE.glob("*.py")), *sorted(SHARED_MEMORY.glob("*.py"))]:
-        if path.parent == BASE and path.stem in ABOVE:
+    for path in BASE_FILES:
+        if path.parent == COMMAND_LINE or (path.parent == BASE and path.stem in ABOVE):
             continue
         names = [
             name for name in imported_modules(path.read_text()) if name.startswith("draftsmith.")
@@ -272,7 +275,7 @@ def test_the_walk_over_chapters_sees_circles() -> None:
 def chapters() -> list[Path]:
     paths = [path for folder in CODE_FOLDERS for path in (ROOT / folder).rglob("*")]
     inner = [path for path in paths if path.is_dir() and path.name != "__pycache__"]
-    return [COMMAND_LINE, SHARED_MEMORY, *inner]
+    return [COMMAND_LINE, SHARED_MEMORY, PROMPTS, *inner]
 
 
 def test_chapters_hold_3_to_14_files() -> None:
@@ -289,7 +292,7 @@ def test_every_chapter_has_its_tests_in_the_folder_of_its_name() -> None:
     missing = [
         str(folder.relative_to(ROOT))
         for folder in chapters()
-        if folder not in (COMMAND_LINE, SHARED_MEMORY)
+        if folder not in (COMMAND_LINE, SHARED_MEMORY, PROMPTS)
         and not list((ROOT / "tests" / "unit" / folder.relative_to(ROOT)).glob("test_*.py"))
     ]
     assert missing == []
@@ -298,7 +301,15 @@ def test_every_chapter_has_its_tests_in_the_folder_of_its_name() -> None:
     known = {path.relative_to(ROOT) for path in chapters() if path != COMMAND_LINE}
     known |= {
         Path(one)
-        for one in (".", *CODE_FOLDERS, "cli", "shared_memory", "scripts", "scripts/fleet")
+        for one in (
+            ".",
+            *CODE_FOLDERS,
+            "cli",
+            "shared_memory",
+            "prompts",
+            "scripts",
+            "scripts/fleet",
+        )
     }
     assert folders <= known
 

@@ -24,10 +24,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.config import build, merge, read_yaml
-from draftsmith.corpus import stdlib_code
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.target.target import Target
+from draftsmith.prompts.corpus import stdlib_code
 from draftsmith.train.command import run
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data.dataset import TokenSequence

@@ -18,10 +18,10 @@ from functools import cache
 
 import torch
 
-from draftsmith.corpus import Document, held_out, stdlib_code
 from draftsmith.drafters.checkpoint import load
 from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.target.target import Target
+from draftsmith.prompts.corpus import Document, held_out, stdlib_code
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.adjustments import Adjustments

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from draftsmith.corpus import CORPORA, held_out
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.compiled.captured import capture_lm
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.products.few_rows import few_rows
 from draftsmith.kernels.products.int8_rows import Int8Rows, quantised
+from draftsmith.prompts.corpus import CORPORA, held_out
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import torch
 
-from draftsmith.corpus import stdlib_code
 from draftsmith.distill.config import LearnConfig
 from draftsmith.distill.learn.optimizer import CandidateOptimizer
 from draftsmith.distill.learn.teachers import LearningRow, LiveTeacher
@@ -20,6 +19,7 @@ from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
+from draftsmith.prompts.corpus import stdlib_code
 from draftsmith.train.data.batches import BatchPlan, pack, weights_of
 from draftsmith.train.data.dataset import TokenSequence, read_corpus
 from draftsmith.train.data.roles import Row, padded_rows

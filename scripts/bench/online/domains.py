@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.corpus import Document, stdlib_code, stdlib_prose
+from draftsmith.prompts.corpus import Document, stdlib_code, stdlib_prose
 
 PROMPT_TOKENS = 24
 HEADERS = ("torch/csrc", "c10")  # written by hand; ATen/ops is generated

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from draftsmith.corpus import held_out
 from draftsmith.drafters.lm.pruned import pruned_target
 from draftsmith.drafters.target.target import Target
 from draftsmith.files import atomic_folder, write_json
+from draftsmith.prompts.corpus import held_out
 from scripts.bench.online.domains import DOMAINS
 from scripts.demo.train_target import fit, mean_loss, pack
 from scripts.paths import ROOT

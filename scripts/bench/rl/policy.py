@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draftsmith.corpus import CORPORA, held_out
+from draftsmith.prompts.corpus import CORPORA, held_out
 from draftsmith.train.data.batches import mask_of, padded
 from scripts.demo.traffic import cut
 

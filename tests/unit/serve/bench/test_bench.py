@@ -116,9 +116,10 @@ def test_built_in_prompts_depend_on_the_seed_alone() -> None:
 
 @pytest.mark.parametrize("name, text, words", [
     ("a.jsonl", "{bad", "line 1"),
-    ("a.jsonl", '{"text": 1}', "neither"),
-    ("a.txt", "\n\n", "empty"),
-    ("missing.txt", None, "no file"),
+    ("a.jsonl", '{"text": 1}', "line 1 of .* holds text"),
+    ("a.jsonl", '{"text": "x"}', "neither"),
+    ("a.txt", "\n\n", "no question"),
+    ("missing.txt", None, "do not exist"),
 ])  # fmt: skip
 def test_prompt_files_that_cannot_be_used_are_refused(
     name: str, text: str | None, words: str, tmp_path: Path
@@ -170,21 +171,35 @@ def test_open_loop_gaps_have_the_rate_and_the_burstiness_asked_for(burstiness: f
     assert drawn == gaps(config, 20000, seed=1)
 
 
-def test_conversations_give_their_first_human_turn(tmp_path: Path) -> None:
-    path = tmp_path / "sharegpt.json"
-    turns = [
-        {"from": "system", "value": "be brief"},
-        {"from": "human", "value": "hi"},
-        {"from": "gpt", "value": "hello"},
+def test_rows_give_what_they_ask(tmp_path: Path) -> None:
+    """Of a conversation that ends in an answer, that is its first question."""
+
+    def turns(*names: str) -> list[dict[str, str]]:
+        return [{"from": name, "value": f"of {name}"} for name in names]
+
+    system, user = ({"role": role, "content": f"of {name}"} for role, name in
+                    (("system", "system"), ("user", "human")))  # fmt: skip
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    rows = [
+        {"conversations": turns("human", "gpt", "human", "gpt")},
+        {"conversations": turns("gpt")},
+        {"conversations": []},
+        {"conversations": turns("system", "human", "gpt")},
+        {"messages": [user], "tools": json.dumps(tools)},
+        {"turns": ["first", "second"]},
+        {"instruction": "add", "input": "1 2", "output": "3"},
+        {"prompt": " "},
     ]
-    path.write_text(
-        json.dumps([{"id": 1, "conversations": turns}, {"conversations": turns[2:]}]),
-        encoding="utf-8",
-    )
-    assert read_prompts(str(path), count=2, chars=1, seed=0) == [{"prompt": "hi"}, {"prompt": "hi"}]
-    path.write_text("[1]", encoding="utf-8")
-    with pytest.raises(UserError, match="no ShareGPT-like JSON"):
-        read_prompts(str(path), count=1, chars=1, seed=0)
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(rows), encoding="utf-8")
+    assert read_prompts(str(path), count=6, chars=1, seed=0) == [
+        {"prompt": "of human"},
+        {"messages": [system, user]},
+        {"messages": [user], "tools": tools},
+        {"prompt": "first"},
+        {"prompt": "add\n\n1 2"},
+        {"prompt": "of human"},
+    ]
 
 
 def streamed(lines: list[str]) -> PassResult:

@@ -1,0 +1,8 @@
+"""Where prompts and texts come from: the standard library, or files as people have them.
+
+- `corpus`: text of the standard library
+- `shapes`: a row of a published shape as conversation, prompt or text
+- `encoded`: text of a file that may be compressed, in the encoding that it names
+- `json_values`: values of JSON lines, of an array, or one after the other
+- `sources`: rows of a file, a folder or a data set
+"""
