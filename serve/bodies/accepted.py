@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from draftsmith.serve.bodies.formats import StrictModel, Text
+from draftsmith.serve.bodies.formats import JsonObject, StrictModel, Text
 
 
 class AcceptedFields(StrictModel):
@@ -12,7 +12,7 @@ class AcceptedFields(StrictModel):
 
     user: Text | None = None
     safety_identifier: Text | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: JsonObject | None = None
     store: bool | None = None
     service_tier: Text | None = None
     prompt_cache_key: Text | None = None
@@ -21,4 +21,4 @@ class AcceptedFields(StrictModel):
 
 class AcceptedChatFields(AcceptedFields):
     modalities: list[Literal["text"]] | None = None
-    prediction: dict[str, Any] | None = None  # of the answer's text, a hint about speed
+    prediction: JsonObject | None = None  # of the answer's text, a hint about speed

@@ -4,24 +4,30 @@ the strict base of all request bodies."""
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from draftsmith.serve.sampling.grammar import Grammar
 
+T = TypeVar("T")
 
-def _is_text(value: str) -> str:
+
+def writable(value: T) -> T:
+    """The value, if it can be written as JSON again: Python reads more than may be written."""
     try:
-        value.encode()
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError(
             "it holds half a surrogate pair, which is no text; mend its encoding"
         ) from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it cannot be written as JSON ({error}); mend it") from error
     return value
 
 
-Text = Annotated[str, AfterValidator(_is_text)]
+Text = Annotated[str, AfterValidator(writable)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(writable)]
 
 
 class StrictModel(BaseModel):
@@ -48,7 +54,7 @@ class JsonSchema(StrictModel):
     )
 
     name: Text
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: JsonObject = Field(alias="schema")
     description: Text | None = None
     strict: bool | None = None  # true or not, the schema is always held
 
@@ -66,7 +72,7 @@ class StructuredOutputs(StrictModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_: JsonObject | Text | None = Field(None, alias="json")
     regex: Text | None = None
     choice: list[Text] | None = None
     grammar: Text | None = None
@@ -102,7 +108,7 @@ class StructuredOutputs(StrictModel):
 
 def _parsed(text: str) -> dict[str, Any]:
     try:
-        schema = json.loads(text)
+        schema = writable(json.loads(text))
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"structured_outputs.json is a text that is not JSON ({error}); mend it"
@@ -130,7 +136,7 @@ class FormatFields(StrictModel):
 
     response_format: Annotated[ResponseFormat, Field(discriminator="type")] | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | Text | None = None
+    guided_json: JsonObject | Text | None = None
     guided_regex: Text | None = None
     guided_choice: list[Text] | None = None
     guided_grammar: Text | None = None

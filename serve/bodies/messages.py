@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from draftsmith.serve.bodies.formats import StrictModel, Text
+from draftsmith.serve.bodies.formats import JsonObject, StrictModel, Text, writable
 
 
 class TextPart(StrictModel):
@@ -19,15 +20,30 @@ class CalledFunction(StrictModel):
     name: Text
     arguments: Text | None = None
 
+    @field_validator("arguments")
+    @classmethod
+    def _decode_to_text(cls, value: str | None) -> str | None:
+        decoded(value)
+        return value
+
     def plain(self) -> dict[str, Any]:
-        """Templates take arguments as an object. A text that is none (a call that was cut off)
-        stays as it is."""
-        try:
-            parsed = json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError):
-            parsed = None
-        arguments = parsed if isinstance(parsed, dict) else self.arguments
-        return {"name": self.name, "arguments": arguments}
+        return {"name": self.name, "arguments": decoded(self.arguments)}
+
+
+def decoded(arguments: str | None) -> dict[str, Any] | str | None:
+    """Arguments as templates take them, an object. A text that is none (a call that was cut off, a
+    number beyond floats) stays as it is."""
+    try:
+        parsed = json.loads(arguments or "{}", parse_float=_finite, parse_constant=_finite)
+    except (ValueError, RecursionError):
+        return arguments
+    return writable(parsed) if isinstance(parsed, dict) else arguments
+
+
+def _finite(written: str) -> float:
+    if not math.isfinite(number := float(written)):
+        raise ValueError(f"{written} is no number of JSON")
+    return number
 
 
 class MadeCall(StrictModel):
@@ -55,7 +71,7 @@ class Message(StrictModel):
     refusal: None = None
     audio: None = None
     function_call: None = None
-    annotations: list[Any] | None = None
+    annotations: list[JsonObject] | None = None
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> Message:
@@ -116,7 +132,7 @@ class Conversation(StrictModel):
     add_generation_prompt: bool | None = None  # default: true unless the final message is continued
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    chat_template_kwargs: dict[Text, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
 
     @model_validator(mode="after")
     def _continues_or_prompts(self) -> Conversation:

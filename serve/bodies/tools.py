@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
 
-from draftsmith.serve.bodies.formats import StrictModel, Text
+from draftsmith.serve.bodies.formats import JsonObject, StrictModel, Text
 from draftsmith.serve.tools.calls import Tool
 
 # As OpenAI's, and what names of tool servers hold besides.
@@ -16,7 +16,7 @@ Name = Annotated[Text, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
 class Function(StrictModel):
     name: Name
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 

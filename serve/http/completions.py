@@ -4,6 +4,7 @@ piece or as a stream of server-sent events."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
@@ -13,7 +14,13 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from draftsmith.errors import UserError
 from draftsmith.serve.http.chat import ChatPlan, chat_plan, chat_responder
-from draftsmith.serve.http.errors import Refusal, as_refusal, failure, timed_out
+from draftsmith.serve.http.errors import (
+    Refusal,
+    as_refusal,
+    failure,
+    timed_out,
+    unforeseen_failure,
+)
 from draftsmith.serve.http.protocol import ChatRequest, CompletionRequest, Generation
 from draftsmith.serve.http.responses import (
     Responder,
@@ -31,6 +38,8 @@ from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.streams import RequestStreams
 from draftsmith.serve.http.tokens import Prompt, bad_word_tokens, completion_prompts
 from draftsmith.serve.requests.request import RequestOptions
+
+log = logging.getLogger(__name__)
 
 LEARN_HEADER = "x-draftsmith-learn"  # "off" keeps a request's rounds out of the buffer
 
@@ -242,6 +251,10 @@ async def _stream(
     except asyncio.TimeoutError:
         refused = timed_out(server.limits.timeout_s or 0.0).body()
         yield responder.frame(responder.failed(refused)).encode()
+    except Exception:
+        # The status line is gone here too, and a stream that only ends looks whole.
+        log.exception("an answer's stream could not be built")
+        yield responder.frame(responder.failed(unforeseen_failure().body())).encode()
     finally:
         streams.cancel()
     yield responder.last_frame.encode()

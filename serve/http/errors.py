@@ -117,6 +117,10 @@ def shutting_down(message: str) -> Refusal:
     return Refusal(503, message, kind="server_error", code="shutting_down", headers=RETRY_AFTER)
 
 
+def unforeseen_failure() -> Refusal:
+    return Refusal(500, "the server failed on this request; see its log", kind="server_error")
+
+
 def as_refusal(error: UserError, *, api_name: Callable[[str], str] = str) -> Refusal:
     """Error response of an error of the engine. `api_name` maps the engine's name of a parameter to
     the request's."""
@@ -161,9 +165,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> ErrorResponse:
-        return Refusal(
-            500, "the server failed on this request; see its log", kind="server_error"
-        ).response()
+        return unforeseen_failure().response()
 
 
 def allowed_methods(app: FastAPI, request: Request) -> str:

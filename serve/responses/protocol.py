@@ -8,7 +8,13 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, field_validator
 
 from draftsmith.serve.bodies.accepted import AcceptedFields
-from draftsmith.serve.bodies.formats import JsonObjectFormat, StrictModel, Text, TextFormat
+from draftsmith.serve.bodies.formats import (
+    JsonObject,
+    JsonObjectFormat,
+    StrictModel,
+    Text,
+    TextFormat,
+)
 from draftsmith.serve.bodies.tools import Name
 from draftsmith.serve.http.protocol import Speculation
 
@@ -16,8 +22,8 @@ from draftsmith.serve.http.protocol import Speculation
 class TextContent(StrictModel):
     type: Literal["input_text", "output_text", "text"]
     text: Text
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
+    annotations: list[JsonObject] | None = None
+    logprobs: list[JsonObject] | None = None
 
 
 class Item(StrictModel):
@@ -53,7 +59,7 @@ class ReasoningText(StrictModel):
 
 class ReasoningItem(Item):
     type: Literal["reasoning"]
-    summary: list[Any] = Field(default_factory=list)
+    summary: list[JsonObject] = Field(default_factory=list)
     content: list[ReasoningText] | None = None
     encrypted_content: None = None
 
@@ -65,7 +71,7 @@ class FunctionTool(StrictModel):
     type: Literal["function"]
     name: Name
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -79,7 +85,7 @@ class SchemaFormat(StrictModel):
 
     type: Literal["json_schema"]
     name: Text
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: JsonObject = Field(alias="schema")
     description: Text | None = None
     strict: bool | None = None
 
@@ -134,7 +140,7 @@ class ResponsesRequest(AcceptedFields):
     conversation: None = None
     # as in chat requests
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    chat_template_kwargs: dict[Text, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
     speculation: Speculation = Field(default_factory=Speculation)
     request_class: Annotated[Text, Field(max_length=128)] = ""
 

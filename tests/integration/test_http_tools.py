@@ -200,3 +200,70 @@ def test_no_effort_is_no_thinking_where_the_template_has_that(
     )
     refused = server.http.post("/v1/chat/completions", json=body | {"reasoning_effort": "high"})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "reasoning_effort"
+
+
+HALF = "\ud83d"
+NESTED: Any = {"a": [{"b": HALF}]}
+CALL: Any = {"id": "c1", "type": "function", "function": {"name": "time", "arguments": "{}"}}
+
+
+def with_call(**change: Any) -> Any:
+    function = CALL["function"] | change
+    return [*CHAT, {"role": "assistant", "tool_calls": [CALL | {"function": function}]}]
+
+
+@pytest.mark.parametrize("path, change, param", [
+    ("/v1/chat/completions", {"messages": with_call(arguments='{"q": "\\ud83d"}')}, "messages"),
+    ("/v1/chat/completions", {"messages": with_call(arguments='{"q": [{"\\ude00": 1}]}')}, "messages"),
+    ("/v1/chat/completions", {"messages": with_call(name=HALF)}, "messages"),
+    ("/v1/chat/completions", {"tools": [{"type": "function", "function": {"name": "t", "parameters": NESTED}}]}, "tools"),
+    ("/v1/chat/completions", {"chat_template_kwargs": NESTED}, "chat_template_kwargs"),
+    ("/v1/chat/completions", {"chat_template_kwargs": {HALF: 1}}, "chat_template_kwargs"),
+    ("/v1/chat/completions", {"metadata": NESTED}, "metadata"),
+    ("/v1/chat/completions", {"metadata": {"a": float("nan")}}, "metadata"),
+    ("/v1/chat/completions", {"structured_outputs": {"json": '{"const": "\\ud83d"}'}}, "structured_outputs"),
+    ("/v1/chat/completions", {"structured_outputs": {"json": HALF}}, "structured_outputs"),
+    ("/v1/completions", {"guided_json": {"const": HALF}}, "guided_json"),
+    ("/v1/completions", {"guided_json": '{"const": "\\ud83d"}'}, "guided_json"),
+    ("/v1/completions", {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": NESTED}}}, "response_format"),
+    ("/v1/completions", {"metadata": {"a": float("inf")}}, "metadata"),
+    ("/v1/completions", {"logit_bias": {HALF: 1}}, "logit_bias"),
+    ("/v1/completions", {HALF: 1}, None),
+    ("/tokenize", {"messages": with_call(arguments='{"q": "\\ud83d"}')}, "messages"),
+    ("/tokenize", {"messages": CHAT, "tools": [{"type": "function", "function": {"name": "t", "parameters": NESTED}}]}, "tools"),
+    ("/v1/responses", {"input": [{"type": "function_call", "call_id": "c", "name": "time", "arguments": '{"q": "\\ud83d"}'}]}, "input"),
+    ("/v1/responses", {"metadata": NESTED}, "metadata"),
+    ("/v1/responses", {"tools": [{"type": "function", "name": "t", "parameters": NESTED}]}, "tools"),
+    ("/v1/responses", {"text": {"format": {"type": "json_schema", "name": "x", "schema": NESTED}}}, "text"),
+])  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_no_text_is_refused_wherever_it_stands(
+    path: str, change: dict, param: str, stream: bool, server: Any
+) -> None:
+    least = {"/v1/completions": {"prompt": "x"}, "/v1/responses": {"input": "x"}}
+    body = least.get(path, {"messages": CHAT}) | ({} if path == "/tokenize" else {"stream": stream})
+    # Escaped, as half a pair cannot be sent otherwise.
+    content, headers = json.dumps(body | change), {"content-type": "application/json"}
+    response = server.http.post(path, content=content, headers=headers)
+    assert response.status_code == 400 and response.json()["error"]["param"] == param
+
+
+def test_arguments_that_json_cannot_write_stay_a_text(server: Any) -> None:
+    for number in ("1e999", "NaN", "-Infinity"):
+        messages = with_call(name="weather", arguments=f'{{"unit": {number}}}')
+        assert server.http.post("/tokenize", json={"messages": messages}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_a_stream_that_cannot_be_built_ends_with_an_error(
+    path: str, server: Any, scripted: Callable
+) -> None:
+    scripted("abc" + HALF + "def")
+    body = {"/v1/completions": {"prompt": "x"}, "/v1/responses": {"input": "x"}}
+    body = body.get(path, {"messages": CHAT}) | {"stream": True}
+    events = server.http.post(path, json=body).text.strip().split("\n\n")
+    if path == "/v1/responses":
+        assert events[-1].startswith("event: error")
+    else:
+        assert events[-1] == "data: [DONE]"
+        assert json.loads(events[-2].removeprefix("data: "))["error"]["type"] == "server_error"
