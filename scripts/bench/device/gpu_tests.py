@@ -9,24 +9,29 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-from draftsmith.files import write_json
-from scripts.bench.device.shapes import stage_parser
+from scripts.bench.device.report import Report
 from scripts.paths import ROOT
 
 MOST_PROCESSES = 12
 ONE_FILE = "tests/unit/kernels/divergence/test_divergence_gpu.py"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = stage_parser("tests", __doc__).parse_args(arguments)
-    xml = Path(options.out).resolve().with_suffix(".xml")
+def run(report: Report, item: str, out: Path, tiny: bool) -> None:
+    if not (ROOT / "tests").is_dir():
+        report.note(item, left_out="the tests have not travelled")
+        return
+    xml = out / "tests.xml"
     xml.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={xml}"]
-    processes = [] if options.dry_run else ["-n", str(min(MOST_PROCESSES, os.cpu_count() or 1))]
-    files = [ONE_FILE] if options.dry_run else files_with_mark(ROOT / "tests")
-    status = subprocess.run([*command, *processes, *files], cwd=ROOT).returncode
-    write_json(options.out, {"schema": 1, "status": status, **counts(xml)})
-    return status
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={xml.resolve()}"]
+    processes = [] if tiny else ["-n", str(min(MOST_PROCESSES, os.cpu_count() or 1))]
+    files = [ONE_FILE] if tiny else files_with_mark(ROOT / "tests")
+    with subprocess.Popen([*command, *processes, *files], cwd=ROOT) as tests:
+        try:
+            status = tests.wait()
+        except BaseException:
+            tests.kill()
+            raise
+    report.note(item, status=status, **counts(xml))
 
 
 def files_with_mark(folder: Path) -> list[str]:
@@ -48,7 +53,3 @@ def counts(xml: Path) -> dict[str, object]:
         "skipped": skipped,
         "failed_tests": broken,
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,29 +1,45 @@
-"""Devices, driver and versions."""
+"""Device, driver and versions, clocks at work, and the rates that bound what only moves bytes."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
-from typing import Any
+import time
+from typing import Any, NamedTuple
 
 import torch
 
-from draftsmith.files import write_json
-from scripts.bench.device.shapes import device_of, stage_parser
+from scripts.bench.device.report import Report
 from scripts.bench.kernels.run import machine
+from scripts.bench.kernels.timing import Stopwatch, copy_bandwidth
 
-QUERY = "name,driver_version,memory.total"
+QUERY = "name,driver_version,memory.total,clocks.sm,clocks.mem"
+WARM_S = 2.0
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = stage_parser("machine", __doc__).parse_args(arguments)
-    report: dict[str, Any] = {"schema": 1, **machine(device_of(options)), "devices": devices()}
-    report |= {"cuda": torch.version.cuda, "driver": driver()}
-    write_json(options.out, report)
-    for name, value in report.items():
-        print(f"{name}: {value}")
-    return 0
+class Machine(NamedTuple):
+    device: torch.device
+    copy_bytes_s: float  # read and written
+
+
+def look(report: Report, item: str, device: torch.device) -> Machine:
+    """Products until the clocks are up, then a copy and a read of memory."""
+    report.note(item, **machine(device), cuda=torch.version.cuda, devices=devices())
+    if device.type == "cuda":
+        warm(device)
+    stopwatch = Stopwatch(device, 0.2)
+    copied = copy_bandwidth(stopwatch)
+    source = torch.ones((1 << 30) if device.type == "cuda" else (1 << 20), device=device)
+    read = 4 * source.numel() / (stopwatch.measure(source.sum).median_ms / 1e3)
+    report.note(item, copy_bytes_s=copied, read_bytes_s=read, driver=driver())
+    return Machine(device, copied)
+
+
+def warm(device: torch.device) -> None:
+    square, end_s = torch.randn(8192, 8192, device=device).bfloat16(), time.monotonic() + WARM_S
+    while time.monotonic() < end_s:
+        square @ square
+        torch.cuda.synchronize()
 
 
 def devices() -> list[dict[str, Any]]:
@@ -47,7 +63,3 @@ def driver() -> list[str]:
         return []
     command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"]
     return subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,150 +1,101 @@
-"""Stages of the device benchmark, each a process of its own with a share of the time. Started by
+"""What has to be seen on a CUDA device, in one process, in the order of its worth. Started by
 scripts/bench_device."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import signal
-import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from draftsmith.files import write_json
-from scripts.bench.device.shapes import TARGETS
-from scripts.paths import ROOT
+from scripts.bench.device import gpu_tests, learning, parts, real, rounds
+from scripts.bench.device.machine import Machine, look
+from scripts.bench.device.pack import pack
+from scripts.bench.device.report import Report
+
+LARGE = "8B"  # that a real model is padded to
 
 
-class Stage(NamedTuple):
-    """`share`: of the whole time, at most; what it leaves is the later ones'."""
-
-    module: str
-    share: float
-
-
-STAGES = {
-    "machine": Stage("scripts.bench.device.machine", 0.1),
-    "tests": Stage("scripts.bench.device.gpu_tests", 0.35),
-    "kernels": Stage("scripts.bench.kernels.run", 0.4),
-    "serving": Stage("scripts.bench.device.serving", 0.6),
-    "pair": Stage("scripts.bench.device.pair", 0.6),
-    "training": Stage("scripts.bench.device.training", 0.9),
-    "commands": Stage("scripts.bench.device.commands", 1.0),
-}
-GRACE_S = 10.0  # between a signal to end and one that cannot be ignored
-TINY_KERNELS = (
-    "--device", "cpu", "--quick", "--vocab", "64", "--seconds", "0", "--no-compile",
-    "--cases", "chain", "step",
-)  # fmt: skip
+class Item(NamedTuple):
+    seconds: float  # at most; what it leaves is the later ones'
+    work: Callable[[], None]
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    if not (options.dry_run or torch.cuda.is_available()):
-        print(
-            "scripts/bench_device: there is no CUDA device; run it on a machine with one, or give "
-            "--dry-run",
-            file=sys.stderr,
-        )
-        return 1
-    folder = Path(options.out)
-    folder.mkdir(parents=True, exist_ok=True)
-    end_s, failed = time.monotonic() + options.limit_s, []
-    for name in options.stages:
-        most_s = min(end_s - time.monotonic(), STAGES[name].share * options.limit_s)
-        reason = run_stage(name, folder, options, most_s)
-        log = _log(folder, name)
-        if name == "machine" and log.exists():
-            print(log.read_text(encoding="utf-8"), end="")
-        print(f"{name}: {reason or 'done'}, {end_s - time.monotonic():.0f} s left", flush=True)
-        failed += [name] if reason else []
-    return 1 if failed else 0
+    if options.pack is not None:
+        print(pack(options.pack))
+        return 0
+    if options.out is None:
+        return refused("give --out DIR, or --pack DIR")
+    if not (options.tiny or torch.cuda.is_available()):
+        return refused("there is no CUDA device; run it on a machine with one, or give --tiny")
+    options.out.mkdir(parents=True, exist_ok=True)
+    end_s, report = time.monotonic() + options.limit_s, Report(options.out)
+    machine = look(report, "machine", torch.device("cpu" if options.tiny else "cuda"))
+    todo = items(report, machine, options)
+    well = True
+    for name in options.items or todo:
+        left_s = end_s - time.monotonic()
+        print(f"== {name}: {left_s:.0f} s left of all", flush=True)
+        if left_s <= 0:
+            report.note(name, failed="no time left")
+            well = False
+            continue
+        well &= report.run(name, min(todo[name].seconds, left_s), todo[name].work)
+    return 0 if well else 1
+
+
+def refused(reason: str) -> int:
+    print(f"scripts/bench_device: {reason}", file=sys.stderr)
+    return 1
+
+
+NAMES = (
+    "train", "pair", "plain", "eagle3", "published", "pair-large", "kernels", "products",
+    "divergences", "learning", "tests",
+)  # fmt: skip
+
+
+def items(report: Report, machine: Machine, options: argparse.Namespace) -> dict[str, Item]:
+    """In order. A draft of the real model that is still short of its goal has the time first."""
+    large, small = ("tiny", "tiny") if options.tiny else ("8b", "1b")
+    padded = "8M" if options.tiny else LARGE
+    work: dict[str, tuple[float, Callable[[], None]]] = {
+        "train": (options.train_s, lambda: real.train(report, "train", options, options.train_s)),
+        "pair": (80, lambda: real.pair(report, "pair", machine, options, None)),
+        "plain": (75, lambda: rounds.plain(report, "plain", machine, large)),
+        "eagle3": (70, lambda: rounds.drafted(report, "eagle3", machine, large)),
+        "published": (35, lambda: rounds.published(report, "published", machine, small)),
+        "pair-large": (60, lambda: real.pair(report, "pair-large", machine, options, padded)),
+        "kernels": (30, lambda: parts.kernels(report, "kernels", machine)),
+        "products": (20, lambda: parts.products(report, "products", machine)),
+        "divergences": (25, lambda: parts.divergences(report, "divergences", machine)),
+        "learning": (40, lambda: learning.steps(report, "learning", machine, small)),
+        "tests": (600, lambda: gpu_tests.run(report, "tests", options.out, options.tiny)),
+    }
+    return {name: Item(seconds, call) for name, (seconds, call) in work.items()}
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="scripts/bench_device", description=__doc__)
-    parser.add_argument("--out", required=True, help="folder of the stages' JSON files and logs")
-    parser.add_argument("--limit-s", type=float, default=1500.0, help="seconds of all stages")
-    parser.add_argument("--size", choices=TARGETS, default="1b", help="shape of the target")
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU")
+    parser.add_argument("--out", type=Path, help="folder of device.json and of a trained draft")
+    parser.add_argument("--pack", type=Path, help="copy what has to travel into this folder")
+    parser.add_argument("--limit-s", type=float, default=560.0, help="seconds of all items")
+    parser.add_argument("--items", nargs="+", choices=NAMES, help="only these, in this order")
+    parser.add_argument("--model", help="a real model, for train, pair and pair-large")
+    parser.add_argument("--draft", help="its draft; without one, that which train leaves")
+    parser.add_argument("--answers", help="its answers, as `draftsmith generate` leaves them")
+    parser.add_argument("--train-s", type=float, default=300.0, help="seconds of train")
+    parser.add_argument("--prompts", default="stdlib:prose", help="of pair and pair-large")
+    parser.add_argument(
+        "--tiny", action="store_true", help="rehearse on a CPU, at sizes that say nothing"
+    )
     return parser
-
-
-def run_stage(name: str, folder: Path, options: argparse.Namespace, most_s: float) -> str:
-    """Run a stage into `folder`/NAME.json and NAME.log; why it failed, "" where it did not."""
-    out, begun_s = folder / f"{name}.json", time.monotonic()
-    out.unlink(missing_ok=True)
-    _log(folder, name).unlink(missing_ok=True)
-    if most_s <= 0:
-        return _failed(out, "no time left")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    if options.dry_run:
-        environment["TRITON_INTERPRET"] = "1"
-    with open(_log(folder, name), "w", encoding="utf-8") as log:
-        stage = subprocess.Popen(
-            command_of(name, out, options),
-            stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True,
-        )  # fmt: skip
-        try:
-            status = stage.wait(most_s)
-        except subprocess.TimeoutExpired:
-            return _failed(out, f"stopped after {most_s:.0f} s")
-        finally:
-            end_group(stage)
-    if status:
-        return _failed(out, f"ended with status {status}")
-    if not out.exists():
-        return _failed(out, "left no figures")
-    report = json.loads(out.read_text(encoding="utf-8"))
-    write_json(out, {**report, "seconds": round(time.monotonic() - begun_s, 1)})
-    return ""
-
-
-def end_group(stage: subprocess.Popen[bytes]) -> None:
-    """End whatever is left of a stage and of what it has started. A launcher gets a while to end
-    processes that are in sessions of their own, as torchrun's are."""
-    end_s = time.monotonic() + GRACE_S
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(stage.pid, number)
-            while time.monotonic() < end_s:
-                stage.poll()
-                os.killpg(stage.pid, 0)
-                time.sleep(0.05)
-        except ProcessLookupError:
-            break
-    stage.wait()
-
-
-def command_of(name: str, out: Path, options: argparse.Namespace) -> list[str]:
-    command = [sys.executable, "-m", STAGES[name].module, "--out", str(out)]
-    if name == "kernels":
-        return [*command, *(TINY_KERNELS if options.dry_run else ())]
-    return [
-        *command,
-        "--size",
-        "tiny" if options.dry_run else options.size,
-        *(["--dry-run"] if options.dry_run else []),
-    ]
-
-
-def _log(folder: Path, name: str) -> Path:
-    return folder / f"{name}.log"
-
-
-def _failed(out: Path, reason: str) -> str:
-    """Note the failure beside the figures that the stage has left."""
-    report: dict[str, Any] = {}
-    if out.exists():
-        report = json.loads(out.read_text(encoding="utf-8"))
-    write_json(out, {"schema": 1, **report, "failed": reason})
-    return reason
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import torch
@@ -14,35 +13,26 @@ from draftsmith.drafters.target.attention import register
 from draftsmith.drafters.target.load import build_model
 from draftsmith.drafters.target.target import Target
 
-SHARED = {"max_position_embeddings": 8192, "tie_word_embeddings": False, "rope_theta": 500000.0}
-# Shapes of Llama 3.2 1B and of Llama 3.1 8B.
+SHARED = {"max_position_embeddings": 8192, "rope_theta": 500000.0}
+# Shapes of Llama 3.2 1B, as it is published and with a head of its own, and of Llama 3.1 8B.
 TARGETS: dict[str, dict[str, Any]] = {
     "tiny": {
         "vocab_size": 288, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
     },
     "1b": {
         "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
         "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "head_dim": 64,
+        "head_dim": 64, "tie_word_embeddings": True,
     },
     "8b": {
         "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
     },
 }  # fmt: skip
-
-
-def stage_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description=description)
-    parser.add_argument("--out", required=True, help="JSON file to write")
-    parser.add_argument("--size", choices=TARGETS, default="1b")
-    parser.add_argument("--dry-run", action="store_true")
-    return parser
-
-
-def device_of(options: argparse.Namespace, index: int = 0) -> torch.device:
-    return torch.device("cpu") if options.dry_run else torch.device("cuda", index)
+# What people train for a vocabulary of 128 thousand.
+DRAFT_VOCABULARIES = {"tiny": 64, "1b": 32000, "8b": 32000}
 
 
 def random_target(size: str, device: torch.device) -> Target:
@@ -60,6 +50,10 @@ def random_target(size: str, device: torch.device) -> Target:
 def random_draft(
     target: Target, dtype: torch.dtype | None = None, family: str = "eagle3"
 ) -> torch.nn.Module:
-    options = {"eagle3": Eagle3Options(), "dflash": DflashOptions(mask_token=0)}[family]
-    drafter = FAMILIES[family].create(options, target, seed=0)
+    options = {
+        "eagle3": Eagle3Options(draft_vocab_size=DRAFT_VOCABULARIES[target.name]),
+        "dflash": DflashOptions(mask_token=0),
+    }[family]
+    counts = torch.ones(target.vocab_size, dtype=torch.int64)
+    drafter = FAMILIES[family].create(options, target, seed=0, token_counts=counts)
     return drafter.to(device=target.device, dtype=dtype or target.dtype)

@@ -1,107 +1,131 @@
-"""The device benchmark on a machine without a device: every stage's code runs, at sizes that say
-nothing; a stage that fails stops no other."""
+"""The device benchmark on a machine without a device: every item's code runs, at sizes that say
+nothing; an item that fails or takes too long stops no other and loses nothing."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from scripts.bench.device import commands, gpu_tests, run
-from scripts.bench.device.run import STAGES, Stage, main, parser, run_stage
+from scripts.bench.device import gpu_tests, pack
+from scripts.bench.device.report import Report
+from scripts.bench.device.run import NAMES, main
 from scripts.paths import ROOT
 from tests import forked
 
-
-def report(folder: Path, stage: str) -> dict[str, Any]:
-    return dict(json.loads((folder / f"{stage}.json").read_text(encoding="utf-8")))
+TARGET = ROOT / "scripts" / "quickstart_target"
 
 
-SHORT = [name for name in STAGES if name != "commands"]
+def figures(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "device.json").read_text(encoding="utf-8"))["items"])
+
+
+def started(*words: object) -> Any:
+    command = [sys.executable, "-m", "scripts.bench.device.run", *map(str, words)]
+    return forked.run(command, capture_output=True, timeout=800, cwd=ROOT)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_training_is_started_in_every_way_that_needs_no_device(tmp_path: Path) -> None:
-    options = parser().parse_args(["--out", str(tmp_path), "--dry-run"])
-    assert run_stage("commands", tmp_path, options, 800.0) == ""
-    found = report(tmp_path, "commands")
-    assert found["data"]["seconds"] > 0
-    left_out = [name for name, way in found["ways"].items() if "left out" in way]
-    assert left_out == ["layers from the host"]
-    ended = {name: way for name, way in found["ways"].items() if name not in left_out}
-    assert len(ended) == 8 and all("seconds" in way for way in ended.values()), ended
+def test_every_item_is_rehearsed_without_a_device(tmp_path: Path) -> None:
+    answers, out = tmp_path / "answers", tmp_path / "out"
+    words = ("--target", TARGET, "--prompts", "stdlib:code", "--count", 32, "--prompt-tokens", 24)
+    command = [sys.executable, "-m", "draftsmith.cli", "generate", *map(str, words)]
+    made = forked.run([*command, "--max-tokens", "16", "--out", str(answers)], timeout=300)
+    assert made.returncode == 0
+    done = started("--out", out, "--tiny", "--model", TARGET, "--answers", answers)
+    assert done.returncode == 0, (done.stdout[-3000:], done.stderr[-3000:])
+    found = figures(out)
+    assert list(found) == ["machine", *NAMES]
+    assert not [name for name, one in found.items() if "failed" in one]
+    assert found["machine"]["versions"]["torch"] == torch.__version__
+    assert found["machine"]["copy_bytes_s"] > 0 and found["machine"]["read_bytes_s"] > 0
+    assert [one["temperature"] for one in found["train"]["evaluation"]] == [0.0, 1.0]
+    for name in ("pair", "pair-large"):
+        assert set(found[name]["same_greedy"].values()) == {1.0}
+        engines = {row["engine"] for row in found[name]["rows"]}
+        assert engines == {"no draft", "k = 3", "k auto"}
+    for name in ("plain", "eagle3"):
+        load = found[name]["T=1, 8 streams"]
+        assert load["ms"] > 0 and load["phases_ms"]["verify"] > 0 and found[name]["reading_ms"] > 0
+    nothing, given = found["eagle3"]["T=0, 1 streams"], found["eagle3"]["tau 3, T=0, 1 streams"]
+    assert given["tokens_s"] * given["ms"] > nothing["tokens_s"] * nothing["ms"]
+    for name in ("kernels", "products"):
+        cells = [one for one in found[name].values() if isinstance(one, dict)]
+        assert len(cells) > 6 and all(cell["ms"] > 0 for cell in cells)
+    assert found["divergences"]["forward-kl"]["ours"] > 0
+    assert found["learning"]["training"]["tokens_s"] > 0
+    assert found["tests"]["skipped"] > 0 and not found["tests"]["failed_tests"]
 
 
-def test_a_command_that_fails_is_told_by_its_last_words(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert commands.ended("train") == {"failed": ""}
-    two = commands.WAYS["target in two shares"]
-    assert commands.tried(two, tmp_path, tmp_path, devices=1) == {"left out": "needs 2 devices"}
+def test_chosen_items_alone_run_and_one_without_its_files_says_what_to_give(tmp_path: Path) -> None:
+    done = started("--out", tmp_path, "--tiny", "--items", "pair", "products")
+    assert done.returncode == 1
+    found = figures(tmp_path)
+    assert list(found) == ["machine", "pair", "products"]
+    assert found["pair"]["failed"] == "ValueError: left out: give --model and --draft"
+    assert "failed" not in found["products"] and found["products"]["tiny head, 4 rows"]["ms"] > 0
 
 
-@pytest.mark.parametrize("devices, processes", [(0, 2), (1, 1), (2, 2), (8, 2)])
-def test_zero_takes_the_devices_that_there_are(
-    devices: int, processes: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    asked: list[int | None] = []
-    monkeypatch.setattr(commands, "ended", lambda *given, processes: asked.append(processes))
-    for name in ("ZeRO-3", "one process"):
-        commands.tried(commands.WAYS[name], tmp_path, tmp_path, devices)
-    assert asked == [processes, None]
+def test_no_item_begins_without_time(tmp_path: Path) -> None:
+    done = started("--out", tmp_path, "--tiny", "--limit-s", "0", "--items", "learning")
+    assert done.returncode == 1
+    assert figures(tmp_path)["learning"] == {"failed": "no time left"}
 
 
-@pytest.mark.parametrize("failed, status", [("zero2.json", 1), ("nothing", 0)])
-def test_one_way_that_fails_fails_the_stage(
-    failed: str, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(
-        commands,
-        "ended",
-        lambda *given, **_: {"failed": ""} if failed in str(given) else {"seconds": 1.0},
-    )
-    assert commands.main(["--out", str(tmp_path / "commands.json"), "--dry-run"]) == status
-    assert report(tmp_path, "commands")["ways"].keys() == commands.WAYS.keys()
+def test_an_item_that_takes_too_long_keeps_its_figures_and_stops_no_other(tmp_path: Path) -> None:
+    report, begun_s = Report(tmp_path), time.monotonic()
+
+    def endless() -> None:
+        report.note("slow", first=1)
+        while True:
+            try:  # as an engine does, which drops a draft that raises
+                time.sleep(30)
+            except Exception:
+                continue
+
+    assert not report.run("slow", 0.3, endless)
+    assert time.monotonic() - begun_s < 20
+    assert not report.run("broken", 5, lambda: [].pop())
+    assert report.run("good", 5, lambda: report.note("good", value=2.0))
+    found = figures(tmp_path)
+    assert found["slow"]["first"] == 1 and found["slow"]["failed"] == "stopped after 0 s"
+    assert found["broken"]["failed"] == "IndexError: pop from empty list"
+    assert found["good"]["value"] == 2.0 and "failed" not in found["good"]
 
 
-def test_every_stage_runs_without_a_device(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "scripts.bench.device.run",
-        "--out",
-        str(tmp_path),
-        "--dry-run",
-        "--stages",
-        *SHORT,
-    ]
-    done = forked.run(command, capture_output=True, timeout=300, cwd=ROOT)
-    logs = "".join(path.read_text(encoding="utf-8")[-1500:] for path in tmp_path.glob("*.log"))
-    assert done.returncode == 0, (done.stdout, logs)
-    assert f"'torch': '{torch.__version__}'" in str(done.stdout)
-    reports = {name: report(tmp_path, name) for name in SHORT}
-    assert all(one["schema"] == 1 and "failed" not in one for one in reports.values())
-    assert reports["machine"]["versions"]["torch"] == torch.__version__
-    assert reports["tests"]["skipped"] > 0 and not reports["tests"]["failed_tests"]
-    steps = {case["name"]: case["ways"] for case in reports["kernels"]["cases"]}
-    for name in ("sum and norm step", "gate step", "rotation and write step"):
-        assert steps[name]["ours"]["runs"] >= 5, steps[name]
-    for way in reports["serving"]["ways"].values():
-        assert way["T=1, 2 streams"]["ms_a_round"] > 0 and way["T=0, 1 streams"]["tokens_s"] > 0
-        assert way["T=0, 1 streams"]["of_reading"] > 0
-    assert set(reports["pair"]["same_greedy_answers"].values()) == {1.0}
-    assert {row["engine"] for row in reports["pair"]["rows"]} == {"no draft", "k = 3", "k auto"}
-    for name in ("training", "training_without_flex", "dflash", "learner", "two_processes"):
-        assert reports["training"][name]["tokens_s_a_process"] > 0
+def test_figures_are_on_disk_before_an_item_ends(tmp_path: Path) -> None:
+    report = Report(tmp_path)
+    seen: list[dict[str, Any]] = []
+
+    def work() -> None:
+        report.note("one", first=1)
+        seen.append(figures(tmp_path)["one"])
+
+    report.run("one", 5, work)
+    assert seen == [{"first": 1}]
+
+
+def test_what_travels_is_small_and_runs(tmp_path: Path) -> None:
+    said = pack.pack(tmp_path / "trip")
+    assert "without tests/, docs/" in said
+    files = [path for path in (tmp_path / "trip").rglob("*") if path.is_file() or path.is_symlink()]
+    assert sum(path.lstat().st_size for path in files) <= pack.MOST_BYTES
+    command = ["bash", "scripts/bench_device", "--out", str(tmp_path / "out"), "--tiny"]
+    done = subprocess.run(
+        [*command, "--items", "tests"],
+        cwd=tmp_path / "trip", env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": ""},
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert figures(tmp_path / "out")["tests"]["left_out"] == "the tests have not travelled"
 
 
 def test_the_files_of_device_tests_are_found() -> None:
@@ -110,55 +134,11 @@ def test_the_files_of_device_tests_are_found() -> None:
     assert not any("distill" in file for file in files)
 
 
-def test_without_a_device_it_refuses_in_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_cannot_run_is_refused_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["--out", str(tmp_path / "out")]) == 1
-    assert "there is no CUDA device" in capsys.readouterr().err and not os.listdir(tmp_path)
-
-
-def test_a_stage_that_fails_or_takes_too_long_stops_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stages = dict.fromkeys(("machine", "tests", "serving"), Stage("timeit", 1.0))
-    commands = {
-        "machine": [sys.executable, "-c", "raise SystemExit(3)"],
-        "tests": [sys.executable, "-c", "pass"],
-        "serving": [sys.executable, "-c", "import time; time.sleep(60)"],
-    }
-    monkeypatch.setattr(run, "STAGES", stages)
-    monkeypatch.setattr(run, "command_of", lambda name, *given: commands[name])
-    arguments = ["--out", str(tmp_path), "--dry-run", "--limit-s", "2"]
-    assert main([*arguments, "--stages", *stages]) == 1
-    found = {name: report(tmp_path, name)["failed"] for name in stages}
-    assert found["machine"] == "ended with status 3" and found["tests"] == "left no figures"
-    assert found["serving"].startswith("stopped after")
-    options = parser().parse_args(arguments)
-    assert run_stage("machine", tmp_path, options, 0.0) == "no time left"
-
-
-def test_what_a_stage_has_started_ends_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A grandchild holds a lock as long as it runs."""
-    held = tmp_path / "held"
-    holding = (
-        f"import fcntl, time; file = open({str(held)!r}, 'w'); fcntl.flock(file, fcntl.LOCK_EX); "
-        "file.write('held'); file.flush(); time.sleep(60)"
-    )
-    starting = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {holding!r}])"
-    monkeypatch.setattr(run, "command_of", lambda *given: [sys.executable, "-c", starting])
-    options = parser().parse_args(["--out", str(tmp_path), "--dry-run"])
-    assert run_stage("tests", tmp_path, options, 3.0) == "stopped after 3 s"
-    with open(held) as file:
-        assert file.read() == "held"
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def test_a_stage_that_never_began_has_no_log(tmp_path: Path) -> None:
-    (tmp_path / "machine.log").write_text("of another run", encoding="utf-8")
-    arguments = ["--out", str(tmp_path), "--dry-run", "--limit-s", "0", "--stages", "machine"]
-    assert main(arguments) == 1
-    assert report(tmp_path, "machine")["failed"] == "no time left"
-    assert not (tmp_path / "machine.log").exists()
+    assert main([]) == 1
+    assert "give --out DIR" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert main(["--out", str(tmp_path / "out")]) == 1
+        assert "there is no CUDA device" in capsys.readouterr().err and not os.listdir(tmp_path)
