@@ -35,7 +35,7 @@ POSITIONS = ("accepted", "first-rejected", "bonus", "later-rejected")
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    target: str = option(help="folder or Hub id of the target")
+    target: str = option(help="folder, Hub id or GGUF file of the target")
     prompts: str = option(
         help=(
             "a file or folder of JSON lines, JSON, Parquet, CSV or text (a prompt per line), a "

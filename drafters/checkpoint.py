@@ -17,6 +17,7 @@ from draftsmith import files
 from draftsmith.drafters.config import Pair
 from draftsmith.drafters.interface import Family, TrainedDrafter
 from draftsmith.drafters.layouts.folder import DraftFolder
+from draftsmith.drafters.layouts.gguf import model_folder
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.lm.foreign_lm import ForeignLm
 from draftsmith.drafters.published import versions
@@ -207,7 +208,7 @@ def locate(
 ) -> Path:
     """The local folder of a path or Hub id; an error calls it `what`. Without `weights`, no weights
     are downloaded. A folder of versions stands for its live one."""
-    folder = Path(path)
+    folder = Path(model_folder(path) if what == "target" else path)
     if folder.is_dir():
         if revision is not None:
             raise UserError(

@@ -286,7 +286,7 @@ class DraftedPair(Pair):
 class ServeConfig(DraftedPair):
     """The pair and its device; all else is in sections, each option of which is a flag too."""
 
-    target: str = option(help="the target: a local folder or Hub id")
+    target: str = option(help="the target: a folder, Hub id or GGUF file")
     lora: tuple[str, ...] | None = option(
         None, "LoRA adapters of the target, NAME=FOLDER each, which requests name as their model"
     )

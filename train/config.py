@@ -133,7 +133,7 @@ class TrainConfig(FamilyShapes):
         choices=FAMILIES,
         positional=True,
     )
-    target: str = option(help="the target: a folder or Hub id of a causal LM")
+    target: str = option(help="the target: a folder, Hub id or GGUF file of a causal LM")
     data: tuple[str, ...] = option(
         help="folders written by `draftsmith generate`, FOLDER[:WEIGHT]: one of weight 2 is read "
         "twice per epoch, of 0.5 half of it"
@@ -260,7 +260,7 @@ DRAFT_SAMPLING_HELP = (
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    target: str = option(help="the target: a folder or Hub id of a causal LM")
+    target: str = option(help="the target: a folder, Hub id or GGUF file of a causal LM")
     draft: str = option(help="folder or Hub id of a trained draft")
     data: tuple[str, ...] = option(
         help="folders written by `draftsmith generate`; their held-out prompts are used"

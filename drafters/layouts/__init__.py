@@ -1,4 +1,4 @@
-"""Folders of drafts as others publish them.
+"""Models and drafts as others publish them.
 
 Files in reading order:
 - `folder`: configuration and tensor names, before the family is known
@@ -6,6 +6,8 @@ Files in reading order:
 - `speculators`: the layout of the `speculators` library
 - `fp8`: weights stored in FP8 with scales
 - `mimo`: the name of MiMo-7B, which transformers does not have
+- `demo`: the model of demonstrations
+- `gguf`: models in a GGUF file
 
 Other chapters import all of it.
 """

@@ -38,6 +38,7 @@ from transformers.core_model_loading import (
 from transformers.distributed import DistributedConfig
 
 from draftsmith.drafters.layouts import mimo
+from draftsmith.drafters.layouts.gguf import model_folder
 from draftsmith.drafters.patches.table import implementation
 from draftsmith.drafters.target.attention import register
 from draftsmith.drafters.target.offload.device_map import device_map
@@ -70,6 +71,7 @@ def load_model(
     ("cpu") or in the model's files ("disk"), from where each pass reads them. `prepare` changes the
     model before its weights are read, of a folder for which `can_prepare`. Raises `UserError`."""
     use_device(device)
+    path = model_folder(path)
     if offload is not None:
         _check_offload(path, trust_remote_code=trust_remote_code)
     if (base := adapter_base(path)) is not None:
@@ -161,6 +163,7 @@ def _placement(
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Raises `UserError` for a folder or Hub id without a tokenizer that can be read."""
+    path = model_folder(path)
     base = adapter_base(path)
     if base is not None and not (Path(path) / "tokenizer_config.json").is_file():
         path = base
@@ -175,7 +178,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool) -> PreTrainedTo
 
 def load_config(path: str | Path, *, trust_remote_code: bool) -> PreTrainedConfig:
     """The model's configuration without its weights. Raises `UserError`."""
-    path = adapter_base(path) or path
+    path = model_folder(adapter_base(path) or path)
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # a model's own code raises what it likes

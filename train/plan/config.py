@@ -11,7 +11,7 @@ from draftsmith.train.config import DRAFT_SAMPLING_HELP, FamilyShapes
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(FamilyShapes):
-    target: str = option(help="the target: a folder or Hub id of a causal LM")
+    target: str = option(help="the target: a folder, Hub id or GGUF file of a causal LM")
     data: tuple[str, ...] = option(
         (),
         "folders written by `draftsmith generate`, FOLDER[:WEIGHT]: their tokens size the run and "

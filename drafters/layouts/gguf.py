@@ -1,0 +1,133 @@
+"""A model in one GGUF file, as a folder that every command and engine reads.
+
+transformers dequantises the file once into the user's cache. What its codes stand for, rounded to
+bfloat16, is the model; files of unquantised weights keep their type.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from draftsmith.drafters.layouts import demo
+from draftsmith.errors import UserError
+from draftsmith.extras import missing
+from draftsmith.files import atomic_folder
+from draftsmith.kernels.host_compiler import cache_folder
+
+SUFFIX = ".gguf"
+PART = re.compile(r"-\d{5}-of-\d{5}\.gguf")
+# Name of a type in the file -> that of the folder's weights; of any other, bfloat16.
+DTYPES = {"F32": torch.float32, "F16": torch.float16}
+
+
+def model_folder(path: str | Path) -> str | Path:
+    """`path`, or where that is GGUF, the folder that it is converted into.
+
+    GGUF is a file, a folder that holds one and no config.json, `org/name:file.gguf` of the Hub, or
+    `demo`. Raises `UserError` for a file that transformers cannot read."""
+    file = _file(str(path))
+    return path if file is None else _converted(file.resolve())
+
+
+def _file(path: str) -> Path | None:
+    local = Path(path)
+    if local.is_dir():
+        return _only_file(local)
+    if local.is_file() and local.suffix == SUFFIX:
+        return local
+    if path == demo.NAME:
+        return demo.file()
+    if path.endswith(SUFFIX):
+        return _downloaded(path)
+    return None
+
+
+def _only_file(folder: Path) -> Path | None:
+    files = sorted(folder.glob(f"*{SUFFIX}"))
+    if not files or (folder / "config.json").exists():
+        return None
+    if len(files) > 1:
+        raise UserError(
+            f"{str(folder)!r} holds {len(files)} GGUF files, {files[0].name!r} and others; name one"
+        )
+    return files[0]
+
+
+def _downloaded(path: str) -> Path:
+    repo, _, name = path.partition(":")
+    if not name:
+        raise UserError(
+            f"GGUF file {path!r} does not exist; check the path, or write org/name:file.gguf for "
+            "one of the Hub"
+        )
+    try:
+        return Path(hf_hub_download(repo, name))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise UserError(
+            f"GGUF file {path!r} cannot be had from the Hub ({_first_line(error)}); check its name"
+        ) from error
+
+
+@functools.cache
+def _converted(file: Path) -> Path:
+    if PART.search(file.name):
+        raise UserError(
+            f"{str(file)!r} is a part of a model, which transformers does not read; join the parts "
+            "with llama.cpp's llama-gguf-split --merge"
+        )
+    if importlib.util.find_spec("gguf") is None:
+        raise missing("a GGUF target", "gguf", "gguf")
+    state = file.stat()
+    key = f"{file} {state.st_size} {state.st_mtime_ns} {transformers.__version__}"
+    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
+    folder = cache_folder() / "gguf" / f"{file.stem}-{digest}"
+    if not folder.is_dir():
+        try:
+            with atomic_folder(folder) as temporary:
+                _convert(file, temporary)
+        except Exception as error:  # readers of architectures raise what they like
+            if folder.is_dir():  # another process was faster
+                return folder
+            raise UserError(
+                f"GGUF file {str(file)!r} cannot be read by transformers ({_first_line(error)}); "
+                "give the model as published for transformers"
+            ) from error
+    return folder
+
+
+def _convert(file: Path, folder: Path) -> None:
+    options: dict[str, Any] = {"gguf_file": file.name}
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)
+    if (config := getattr(transformers, "GgufConfig", None)) is not None:
+        options["quantization_config"] = config(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=_dtype(file), **options)
+    # Nothing is quantised any more, and `save_pretrained` refuses what says it is.
+    if hasattr(model, "hf_quantizer"):
+        model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _dtype(file: Path) -> torch.dtype:
+    from gguf import GGUFReader
+
+    names = {one.tensor_type.name for one in GGUFReader(file).tensors if len(one.shape) > 1}
+    return DTYPES.get(names.pop(), torch.bfloat16) if len(names) == 1 else torch.bfloat16
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
