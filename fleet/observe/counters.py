@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 PREFIX = "draftsmith_observed_"
 
 
-@dataclass
+@dataclass(eq=False)  # a registry keeps its collectors by their hash
 class Counters:
     requests: int = 0  # of the generating endpoints
     answers: int = 0  # recorded
