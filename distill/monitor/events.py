@@ -11,6 +11,9 @@ at p, q and the depth, and for `accepted`, decided by noise drawn after the draf
   replaced as it says: it shows only in what was drafted.
 - `replaced`: x is rejected and the token in its place is one of those, logged in p and q, that are
   likelier under p; sum max(p - q, 0) over them. Of chains.
+- `residual`: the token in the place of a rejected x is one of these, and in that half of them where
+  p / q is largest; the share of that half in the sum. Of chains. Who replaces x by the noise that x
+  was drawn with draws too much of this half: x was drawn over all that q holds likely.
 - `emitted`: the token that stands there, accepted or not, is among the likeliest half of p, the
   target's distribution itself. Of chains and trees at every depth reached, and of blocks at the
   first one: how far a block is kept depends on the drafts behind.
@@ -20,13 +23,14 @@ Greedy positions have no chance in them: the token must be the argmax, see `gree
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from draftsmith.distill.monitor.positions import ARITHMETIC, NO_TAIL, ROUNDING, TIE, Positions
 
-EVENTS = ("accepted", "drafted", "replaced", "emitted")
+EVENTS = ("accepted", "drafted", "replaced", "residual", "emitted")
 HALF = 0.5
 # Pairs of logged tokens compared at once.
 CHUNK = 2048
@@ -51,7 +55,7 @@ def events_of(positions: Positions, rules: np.ndarray) -> list[Event]:
     return [
         _accepted(positions, chain & is_logged(positions)),
         _drafted(positions, chain & (positions.q_ids.shape[1] > 1) & _is_drawn(positions)),
-        _replaced(positions, chain & _has_q(positions)),
+        *_replaced(positions, chain & _has_q(positions)),
         _likeliest(positions, emitted),
     ]
 
@@ -100,15 +104,16 @@ def _half(probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return inside, np.minimum(1.0, (probs * inside).sum(axis=1))
 
 
-def _replaced(positions: Positions, chosen: np.ndarray) -> Event:
+def _replaced(positions: Positions, chosen: np.ndarray) -> Iterator[Event]:
+    """`replaced` and `residual`."""
     (at,) = chosen.nonzero()
-    parts = [_gain(positions, at[begin : begin + CHUNK]) for begin in range(0, len(at), CHUNK)]
-    nothing = (np.zeros(0, bool), np.zeros(0), np.zeros(0))
-    happened, chance, error = (np.concatenate(values) for values in zip(nothing, *parts))
-    return Event("replaced", at, happened, chance, error)
+    chunks = range(0, max(1, len(at)), CHUNK)
+    parts = [_gain(positions, at[begin : begin + CHUNK]) for begin in chunks]
+    for name, values in zip(("replaced", "residual"), zip(*parts)):
+        yield Event(name, *map(np.concatenate, zip(*values)))
 
 
-def _gain(positions: Positions, at: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _gain(positions: Positions, at: np.ndarray) -> tuple[tuple[np.ndarray, ...], ...]:
     p_ids, p, q_ids, q = (
         values[at] for values in (positions.p_ids, positions.p, positions.q_ids, positions.q)
     )
@@ -126,12 +131,29 @@ def _gain(positions: Positions, at: np.ndarray) -> tuple[np.ndarray, np.ndarray,
     other = np.where(listed, q.ravel()[place], 0.0)
     is_whole = positions.q_tail[at] < NO_TAIL
     likelier = (p > other) & (listed | is_whole[:, None])
-    chance = ((p - other) * likelier).sum(axis=1)
-    relative = positions.p_error[at] + ROUNDING
-    error = relative * ((p + other) * likelier).sum(axis=1) + NO_TAIL
-    replaced = ~positions.accepted[at]
-    happened = replaced & ((p_ids == positions.token[at][:, None]) & likelier).any(axis=1)
-    return happened, np.minimum(chance, 1.0), error
+    gain, errors = (p - other) * likelier, (positions.p_error[at] + ROUNDING)[:, None] * (p + other)
+    stands = p_ids == positions.token[at][:, None]
+    error = (errors * likelier).sum(axis=1) + NO_TAIL
+    happened = ~positions.accepted[at] & (stands & likelier).any(axis=1)
+    replaced = at, happened, np.minimum(gain.sum(axis=1), 1.0), error
+    at, gain, errors, stands, error = (
+        values[happened] for values in (at, gain, errors, stands, error)
+    )
+    half = _first_half(gain, by=(p / np.maximum(other, NO_TAIL))[happened])
+    mass = gain.sum(axis=1)
+    share = (gain * half).sum(axis=1) / mass
+    error = ((errors * half).sum(axis=1) + share * error) / np.maximum(mass - error, NO_TAIL)
+    return replaced, (at, (stands & half).any(axis=1), share, np.minimum(1.0, error))
+
+
+def _first_half(mass: np.ndarray, *, by: np.ndarray) -> np.ndarray:
+    """Smallest beginning [n, w] of half of each row's mass, largest `by` first."""
+    order = np.argsort(-by * (mass > 0), axis=1, kind="stable")
+    ordered = np.take_along_axis(mass, order, axis=1)
+    inside = ordered.cumsum(axis=1) - ordered < HALF * mass.sum(axis=1)[:, None]
+    found = np.zeros_like(inside)
+    np.put_along_axis(found, order, inside, axis=1)
+    return found & (mass > 0)
 
 
 def greedy_of(positions: Positions) -> np.ndarray:

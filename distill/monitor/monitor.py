@@ -103,15 +103,17 @@ class Stream:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Stream:
-        return cls(
-            **{name: values[name] for name in ("number", "positions", "greedy", "violations")},
-            counts={name: Counts(**one) for name, one in values["counts"].items()},
-            bets={name: Bets(**one) for name, one in values["bets"].items()},
-            depths={
-                name: {int(depth): Counts(**one) for depth, one in by_depth.items()}
-                for name, by_depth in values["depths"].items()
-            },
+        """Of an earlier release too, which had fewer kinds of events."""
+        made = cls(
+            **{name: values[name] for name in ("number", "positions", "greedy", "violations")}
         )
+        made.counts |= {name: Counts(**one) for name, one in values["counts"].items()}
+        made.bets |= {name: Bets(**one) for name, one in values["bets"].items()}
+        made.depths |= {
+            name: {int(depth): Counts(**one) for depth, one in by_depth.items()}
+            for name, by_depth in values["depths"].items()
+        }
+        return made
 
 
 @dataclass

@@ -16,7 +16,7 @@ BLOCKS = "".join(chr(code) for code in range(0x2581, 0x2589))
 ASCII_BLOCKS = "_.-=+*#@"
 VERSIONS_SHOWN, DECISIONS_SHOWN, STREAMS_SHOWN = 4, 8, 4
 # of the learner's monitor, as its status names them
-EVENTS = ("accepted", "drafted", "replaced", "emitted")
+EVENTS = ("accepted", "drafted", "replaced", "residual", "emitted")
 LABEL_WIDTH = 12
 SILENT_S = 180  # one update of the learner may take a minute on a busy machine
 
@@ -199,7 +199,7 @@ def _losslessness(data: Data) -> Iterator[Line]:
         return
     yield Line(
         f"{'losslessness of records':40} {'positions':>9} {'evidence':>9}  z accepted, drafted, "
-        "replaced, emitted",
+        "replaced, residual, emitted",
         FAINT,
     )
     for name in shown:

@@ -87,7 +87,7 @@ def test_losslessness_is_shown_by_engine_with_alarms_first() -> None:
     streams |= {f"version {version} on a:8000": stream for version in range(3, 9)}
     data["learner"] |= {"losslessness": streams, "lossless_alarms": 1}
     shown = texts(data)
-    assert "version 8 on a:8000" in shown and "0.4 - - -1.1" in shown
+    assert "version 8 on a:8000" in shown and "0.4 - - - -1.1" in shown
     assert "version 3 on a:8000" not in shown, "the latest ones"
     (red,) = [one.text for one in screen(data, [], width=80) if "NOT LOSSLESS" in one.text]
     assert red.startswith("version 2 on b:8001") and "9.1" in red
