@@ -5,6 +5,7 @@ Files in reading order:
 - `settings`: settings from `--additional-config`
 - `state`: the plugin's state in one worker
 - `expand_kernel`: a right kernel for sampled speculation on CPUs
+- `faults`: warning of an engine that is not lossless
 - `attach`: capability probes, and the recorder put into a worker
 - `worker`: methods for `collective_rpc`
 - `swap_methods`: the method that moves a swap one step on

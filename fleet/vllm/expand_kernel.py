@@ -1,8 +1,8 @@
 """A right `expand_kernel` for vLLM on CPUs, through vLLM's own registry of kernels.
 
-The one that vLLM 0.24 to 0.33 registers there writes its result into a copy, so that sampled
-speculation divides logits by what memory held before (vLLM issue 55005). Installed only where the
-setting `mend_expand_kernel` says so.
+The one that vLLM registers there (in the releases of `vllm_faults.CPU_KERNEL`) writes its result
+into a copy, so that sampled speculation divides logits by what memory held before. Installed only
+where the setting `mend_expand_kernel` says so.
 """
 
 from __future__ import annotations
@@ -34,12 +34,17 @@ def expand(
     output_ptr.copy_(values.repeat_interleave(counts))
 
 
-def install() -> None:
-    """Register `expand` on a CPU without Triton; elsewhere vLLM's own kernel is right."""
+def has_wrong_kernel() -> bool:
+    """True on a CPU without Triton; elsewhere vLLM's own kernel is right."""
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
-    if not current_platform.is_cpu() or HAS_TRITON:
+    return current_platform.is_cpu() and not HAS_TRITON
+
+
+def install() -> None:
+    """Register `expand` where it is needed."""
+    if not has_wrong_kernel():
         return
     try:
         from vllm.triton_utils.dispatcher import register_kernels

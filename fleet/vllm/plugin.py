@@ -18,6 +18,7 @@ from typing import Any
 from draftsmith.fleet.log import logger, once
 from draftsmith.fleet.vllm.attach import attach
 from draftsmith.fleet.vllm.expand_kernel import install
+from draftsmith.fleet.vllm.faults import fault_of
 from draftsmith.fleet.vllm.settings import settings_of
 from draftsmith.fleet.vllm.state import WorkerState
 from draftsmith.fleet.vllm.worker import METHODS
@@ -83,6 +84,8 @@ def _attach(worker: Any) -> None:
     worker.draftsmith = WorkerState(settings, settings.version)
     if settings.mend_expand_kernel:
         install()
+    if sentence := fault_of(worker.vllm_config, settings):
+        once(sentence)
     attach(worker, worker.draftsmith)
     once(f"active in worker {worker.rank} with {settings}", logging.INFO)
 

@@ -22,6 +22,7 @@ from draftsmith.train.export.layouts.table import (
     needs_target_weights,
     writer,
 )
+from draftsmith.train.export.layouts.vllm_faults import SHARED_NOISE
 from draftsmith.train.export.model_card import model_card
 from draftsmith.train.export.proof import prove
 from draftsmith.train.quiet import quiet
@@ -39,10 +40,11 @@ def run(config: ExportConfig) -> int:
         if config.prove:
             print(prove(source, folder, config.to).line())
         write_json(folder / RECORD, {**source.metadata, "export": {"layout": config.to}})
-        (folder / "README.md").write_text(
-            model_card(source, engine=config.to, name=config.push or out.name), encoding="utf-8"
-        )
+        card = model_card(source, engine=config.to, name=config.push or out.name)
+        (folder / "README.md").write_text(card, encoding="utf-8")
     print(f"wrote {source.family} for {config.to} to {out}")
+    if (warning := SHARED_NOISE.sentence(source.family)) in card:
+        print(warning)
     if config.push is not None:
         address = push(
             out,

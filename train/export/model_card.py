@@ -12,6 +12,7 @@ import yaml
 from draftsmith.drafters.checkpoint import draft_sampling_of
 from draftsmith.train.export.layouts.serving import (
     SGLANG_ALGORITHMS,
+    VLLM_GREEDY,
     VLLM_METHODS,
     VLLM_SPECULATORS,
     genai_code,
@@ -20,6 +21,7 @@ from draftsmith.train.export.layouts.serving import (
     vllm_command,
 )
 from draftsmith.train.export.layouts.source import Source
+from draftsmith.train.export.layouts.vllm_faults import SHARED_NOISE
 from draftsmith.train.export.llamacpp.file import DRAFT, TARGET
 from draftsmith.train.export.openvino.lm import TARGET as BESIDE
 from draftsmith.version import __version__
@@ -48,7 +50,7 @@ METHODS = {
 PROBABILISTIC = (
     '`"draft_sample_method": "probabilistic"` draws drafts from the draft\'s distribution, as in '
     "training: vLLM's default drafts its likeliest token, of which less is accepted at a "
-    "temperature above 0."
+    "temperature above 0. "
 )
 
 
@@ -174,8 +176,9 @@ def serving(source: Source, *, engine: str, name: str) -> str:
             source.family, engine, name, target, k, stitched=source.is_stitched
         )
     ]
-    if any("draft_sample_method" in one for one in shown):
-        shown.append(PROBABILISTIC)
+    in_triton = engine == "triton" and source.family not in VLLM_GREEDY
+    if in_triton or any("draft_sample_method" in one for one in shown):
+        shown.append(PROBABILISTIC + SHARED_NOISE.sentence(source.family) + ".")
     return "\n\n".join(shown)
 
 

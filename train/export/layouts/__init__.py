@@ -12,8 +12,9 @@ Files in reading order:
 - `mtp`: MTP modules inside their target
 - `mtp_speculators`: MTP modules for the `speculators` library
 - `block`: DFlash and DSpark
+- `vllm_faults`: releases of vLLM whose sampled speculation is biased
 - `serving`: commands that serve an export
 - `triton`: a repository for NVIDIA Triton
 
-Other chapters import `table` and `source`.
+Other chapters import `table`, `source` and `vllm_faults`.
 """

@@ -46,6 +46,88 @@ def test_a_worker_has_a_state_only_where_settings_are(worker_class: type) -> Non
     }  # fmt: skip
 
 
+def speculating(method: str = "eagle3", drawn: str = "probabilistic", *, v2: bool = True) -> Any:
+    """A configuration with the plugin's settings."""
+    speculative = SimpleNamespace(method=method, draft_sample_method=drawn)
+    return SimpleNamespace(
+        additional_config={"draftsmith": {}}, speculative_config=speculative, use_v2_model_runner=v2
+    )
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, version: str, *, cpu: bool = False) -> ModuleType:
+    """What the plugin reads of a release beside the worker class; returns its noise's module."""
+    values: dict[str, dict[str, Any]] = {
+        "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: cpu)},
+        "vllm.triton_utils": {"HAS_TRITON": not cpu},
+        "vllm.v1.worker.gpu.sample.gumbel": {"gumbel_sample": lambda logits, seed, pos: None},
+    }
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", version, raising=False)
+    for name, attributes in values.items():
+        parts = name.split(".")
+        for depth in range(2, len(parts) + 1):
+            inner = ".".join(parts[:depth])
+            if inner not in sys.modules:
+                monkeypatch.setitem(sys.modules, inner, ModuleType(inner))
+        vars(sys.modules[name]).update(attributes)
+    return sys.modules["vllm.v1.worker.gpu.sample.gumbel"]
+
+
+@pytest.mark.parametrize(
+    ("version", "config", "warned"),
+    [
+        ("0.28.0", speculating(), "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ("0.26.1rc2.dev3+g1a2b3c", speculating("mtp"), "draft_sample_method at greedy"),
+        ("0.27.0", speculating("dspark"), "take 0.29 or later or leave"),
+        ("0.28.0", speculating(v2=False), ""),
+        ("0.28.0", speculating(drawn="greedy"), ""),
+        ("0.29.0", speculating(), ""),
+        ("0.33.0", speculating(), ""),
+        ("1.28.0", speculating(), ""),
+        ("dev", speculating(), ""),
+        ("0.28.0", SimpleNamespace(additional_config={"draftsmith": {}}), ""),
+    ],
+)
+def test_an_engine_whose_drafts_and_replacements_share_noise_is_named_once(
+    worker_class: type, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    version: str, config: Any, warned: str,
+) -> None:  # fmt: skip
+    installed(monkeypatch, version)
+    plugin.register()
+    for rank in range(2):
+        worker_class(config, rank)
+    said = [one.message for one in caplog.records if "#54282" in one.message]
+    assert len(said) == bool(warned) and all(warned in one and version in one for one in said)
+
+
+def test_an_engine_mended_by_hand_is_not_named(
+    worker_class: type, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    noise = installed(monkeypatch, "0.28.0")
+    noise.gumbel_sample = lambda logits, seed, pos, is_drafting: None  # type: ignore[attr-defined]
+    plugin.register()
+    worker_class(speculating(), 0)
+    assert "#54282" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("version", "cpu", "mended", "warned"),
+    [
+        ("0.32.0", True, False, True), ("0.32.0", True, True, False), ("0.32.0", False, False, False),
+        ("0.34.0", True, False, False),
+    ],
+)  # fmt: skip
+def test_sampled_speculation_on_a_cpu_is_named_unless_its_kernel_is_mended(
+    worker_class: type, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    version: str, cpu: bool, mended: bool, warned: bool,
+) -> None:  # fmt: skip
+    installed(monkeypatch, version, cpu=cpu)
+    plugin.register()
+    config = speculating("ngram", "greedy", v2=False)
+    config.additional_config["draftsmith"]["mend_expand_kernel"] = mended
+    worker_class(config, 0)
+    assert ("#55005" in caplog.text and "mend_expand_kernel" in caplog.text) == warned
+
+
 def test_no_error_of_the_plugin_reaches_the_engine(
     worker_class: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,7 +168,9 @@ print([name for name in ("transformers", "pyarrow", "fsspec", "vllm") if name in
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
     )
-    # The package itself loads links and version; the rest is the ring to the writer, numpy alone.
-    parts = ["", ".arrays", ".child", ".ring"]
-    base = ["links", *(f"shared_memory{part}" for part in parts), "version"]
+    # The package itself loads links and version; the rest is the ring to the writer, numpy alone,
+    # and a table of releases.
+    ring = [f"shared_memory{part}" for part in ("", ".arrays", ".child", ".ring")]
+    folders = [".".join(("train", "export", "layouts")[:depth]) for depth in (1, 2, 3)]
+    base = ["links", *ring, *folders, f"{folders[-1]}.vllm_faults", "version"]
     assert done.stdout.splitlines() == [str([f"draftsmith.{name}" for name in base]), "[]"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 from draftsmith.fleet.recording.seam import FIRST, SECOND
 from draftsmith.fleet.swaps.proposer import V2
+from draftsmith.train.export.layouts.vllm_faults import SHARED_NOISE
 
 
 def sources() -> list[Path]:
@@ -219,6 +221,13 @@ def test_a_drafts_logits_are_kept_as_the_second_runner_reads_them(source: Path) 
     assert len(given & {"output_processed_logits", "logits_cache"}) == 1
     verify = (source / GPU / "spec_decode" / "rejection_sampler_utils.py").read_text("utf-8")
     assert ("logits_cache" in given) == ("draft_logits is stored pre-temperature" in verify)
+
+
+def test_the_releases_whose_drafts_share_their_noise_are_those_of_the_table(source: Path) -> None:
+    release = re.search(r"version = '(.*)'", (source / "_version.py").read_text("utf-8"))
+    assert release is not None
+    is_salted = "is_drafting" in (source / GPU / "sample" / "gumbel.py").read_text("utf-8")
+    assert SHARED_NOISE.is_in(release[1]) != is_salted
 
 
 def test_functions_that_swaps_call_are_there(source: Path) -> None:

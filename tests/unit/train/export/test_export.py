@@ -190,13 +190,17 @@ def test_the_card_says_when_nothing_was_measured(draft: Path) -> None:
 
 
 def test_the_card_says_how_to_serve_in_each_engine(
-    draft: Path, tiny_target: Callable[..., str]
+    draft: Path, tiny_target: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     card = (export(draft, speculative_tokens=4) / "README.md").read_text()
     target = tiny_target("llama")
     assert f'vllm serve {target} --speculative-config \'{{"method": "draft_model"' in card
     assert '"num_speculative_tokens": 4, "draft_sample_method": "probabilistic"' in card
     assert "vLLM's default drafts its likeliest token" in card
+    lossy = (
+        "vLLM 0.21 to 0.28 with its V2 model runner and draft_sample_method probabilistic does not"
+    )
+    assert lossy in card and lossy in capsys.readouterr().out
     assert (
         "--speculative-algorithm STANDALONE" in card and "--speculative-num-draft-tokens 5" in card
     )
