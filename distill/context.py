@@ -30,3 +30,8 @@ class LearnerContext:
     new_optimizer: Callable[[Path, torch.nn.Module, LearnConfig], DraftOptimizer]
     rehearsal: Rehearsal | None
     states: TextStates  # of the target on the texts that are trained and scored
+
+    @property
+    def has_updates_left(self) -> bool:
+        most = self.config.max_updates
+        return most is None or self.counters.updates < most

@@ -168,8 +168,8 @@ class Daemon:
         """`idle_s`: from the last work to the last look."""
         if self.source.is_new:
             return False
-        limit, until_s = self.config.max_updates, self.config.until_idle_s
-        if limit is not None and self.counters.updates >= limit:
+        until_s = self.config.until_idle_s
+        if not self.shared.context.has_updates_left:
             return True
         return until_s is not None and idle_s > until_s
 

@@ -146,7 +146,8 @@ class DraftTrack:
 
     @property
     def is_update_due(self) -> bool:
-        return len(self.fresh) >= self.config.learn.fresh and not self.live.drift.is_resting
+        is_enough = len(self.fresh) >= self.config.learn.fresh and self.context.has_updates_left
+        return is_enough and not self.live.drift.is_resting
 
     @property
     def uses_each(self) -> bool:
@@ -185,9 +186,10 @@ class DraftTrack:
         self.context.save()
 
     def finish(self) -> None:
-        """Trains on the texts that are left and decides on the last candidate."""
+        """Trains on the texts that are left, within `max_updates`, and decides on the last
+        candidate."""
         self.log.flush()
-        while self.fresh:
+        while self.fresh and self.context.has_updates_left:
             self.update()
             self.is_gate_due = True
         if self.is_gate_due and self.lifecycle.canary.trial is None:

@@ -103,6 +103,18 @@ def test_a_draft_lm_learns_from_records_alone(
     assert after > before + 0.01 and abs(after - accepted["alpha_candidate"]) < 0.06
 
 
+@pytest.mark.parametrize("most", [1, 2])
+def test_no_more_updates_than_max_updates_are_made(loop: Callable[..., Any], most: int) -> None:
+    """Texts that are left over when it is reached are not trained on at the end."""
+    made = loop()
+    made.serve(12)
+    learn = replace(made.config.learn, fresh=2, most_fresh=2, steps=1)
+    assert daemon.run(replace(made.config, max_updates=most, learn=learn)) == 0
+    assert made.status()["updates"] == most and made.status()["fresh"] > 0
+    assert daemon.run(replace(made.config, max_updates=most, learn=learn)) == 0
+    assert made.status()["updates"] == most
+
+
 def test_running_engine_takes_a_published_version(loop: Callable[..., Any]) -> None:
     made = loop()
     made.serve(60)

@@ -16,11 +16,12 @@ class SlowDaemon(Daemon):
     """Every cycle takes 10 s. `found` are the cycles that find something."""
 
     def __init__(self, found: set[int]):
-        self.config: Any = SimpleNamespace(until_idle_s=1.0, max_updates=None, poll_s=0.0)
+        self.config: Any = SimpleNamespace(until_idle_s=1.0, poll_s=0.0)
         self.source: Any = SimpleNamespace(is_new=False)
         self.counters: Any = SimpleNamespace(updates=0)
         self.status: Any = SimpleNamespace(event=lambda text: None)
-        self.shared: Any = SimpleNamespace(live=SimpleNamespace(version=1))
+        context = SimpleNamespace(has_updates_left=True)
+        self.shared: Any = SimpleNamespace(live=SimpleNamespace(version=1), context=context)
         self.is_outdated = False
         self.found, self.cycles, self.now_s = found, 0, 0.0
 
