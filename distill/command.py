@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 
 from draftsmith.config import check_limits
-from draftsmith.distill.config import LIMITS, DistillConfig
+from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.learn import learner as learning
 from draftsmith.distill.learn.processes import OneProcess, check_processes, joined
@@ -110,7 +110,7 @@ def guard_of(config: DistillConfig) -> Guard:
 
 
 def check(config: DistillConfig) -> None:
-    check_limits(config, LIMITS)
+    check_limits(config)
     check_processes(config)
     learning.check(config.learn)
     if (config.server is None) != (config.tpot_ms is None):

@@ -13,10 +13,12 @@ from draftsmith.config import (
     BELOW_1,
     INSIDE,
     NOT_NEGATIVE,
+    PART,
+    PORT,
     POSITIVE,
+    SECONDS,
     SHARE,
     Limits,
-    LimitsTable,
     option,
 )
 from draftsmith.drafters.config import (
@@ -55,12 +57,16 @@ class GenerateOptions:
     model: str | None = option(None, "its name on that server; by default the first one listed")
     api_key: str | None = option(None, API_KEY_HELP)
     count: int | None = option(
-        None, "how many prompts; without it all of them (one a document for stdlib)"
+        None,
+        "how many prompts; without it all of them (one a document for stdlib)",
+        limits=AT_LEAST_1,
     )
-    prompt_tokens: int = option(64, "length of the prompts cut from documents (stdlib)")
-    max_tokens: int = option(128, "longest answer")
+    prompt_tokens: int = option(
+        64, "length of the prompts cut from documents (stdlib)", limits=AT_LEAST_1
+    )
+    max_tokens: int = option(128, "longest answer", limits=AT_LEAST_1)
     temperature: tuple[float, ...] = option(
-        (1.0,), "0 is greedy; over several the answers are spread evenly"
+        (1.0,), "0 is greedy; over several the answers are spread evenly", limits=NOT_NEGATIVE
     )
     thinking: str | None = option(
         None,
@@ -68,12 +74,12 @@ class GenerateOptions:
         "[default: left to the template]",
         choices=("on", "off", "both"),
     )
-    top_k: int = option(0, "0 is off")
-    top_p: float = option(1.0, "1 is off")
-    seed: int = option(0, "of the prompts and of the answers")
+    top_k: int = option(0, "0 is off", limits=NOT_NEGATIVE)
+    top_p: float = option(1.0, "1 is off", limits=PART)
+    seed: int = option(0, "of the prompts and of the answers", limits=NOT_NEGATIVE)
     split: str = option("all", "which part of the documents", choices=("all", "train", "held-out"))
     held_out: float = option(
-        0.1, "share of the documents in the held-out part, decided by their names"
+        0.1, "share of the documents in the held-out part, decided by their names", limits=SHARE
     )
     chat: str = option(
         "auto", "wrap plain prompts in the chat template", choices=("auto", "always", "never")
@@ -83,6 +89,7 @@ class GenerateOptions:
         0,
         "store the target's distribution as this many likeliest tokens and the tail; 64 is a good "
         "number",
+        limits=NOT_NEGATIVE,
     )
     store_taps: str | None = option(
         None,
@@ -91,17 +98,20 @@ class GenerateOptions:
         choices=("bf16", "fp8"),
     )
     taps: tuple[int, ...] | None = option(
-        None, "raw layer ids to store [default: those an eagle3 draft reads]"
+        None, "raw layer ids to store [default: those an eagle3 draft reads]", limits=NOT_NEGATIVE
     )
     batch: int = option(
-        16, "answers written (or asked for) at once; a kill costs at most twice as many"
+        16,
+        "answers written (or asked for) at once; a kill costs at most twice as many",
+        limits=AT_LEAST_1,
     )
     memory_gib: float | None = option(
         None,
         "most memory for keys and values; default: what the batch needs, at most 80 % of what a "
         "GPU has free, 2 GiB on a CPU",
+        limits=POSITIVE,
     )
-    shard: int = option(512, "answers per file")
+    shard: int = option(512, "answers per file", limits=AT_LEAST_1)
     dtype: str = option("auto", "of the target's weights, as served", choices=TARGET_DTYPES)
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
     target_offload: str | None = option(None, OFFLOAD_HELP, choices=OFFLOADS)
@@ -112,11 +122,13 @@ class GenerateOptions:
 class LearnUnroll:
     """Training-time unrolling, by the names of `train`."""
 
-    steps: int = option(4, "draft positions unrolled in training")
+    steps: int = option(4, "draft positions unrolled in training", limits=AT_LEAST_1)
     weights: str = option(
         "exponential", "what a step counts, as in train --unroll.weights", choices=WEIGHTS
     )
-    decay: float = option(0.9, "weight of a step relative to the one before it (exponential)")
+    decay: float = option(
+        0.9, "weight of a step relative to the one before it (exponential)", limits=SHARE
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +153,7 @@ class LearnConfig:
         4.0,
         "most memory of the host for the target's hidden states of the texts kept: recorded ones, "
         "or those of its own passes, each of which then reads a text once",
+        limits=POSITIVE,
     )
     dtype: str = option(
         "auto",
@@ -154,27 +167,33 @@ class LearnConfig:
         "process",
         choices=("adamw", "muon"),
     )
-    lr: float = option(5e-4, "learning rate, constant after the first warm-up steps")
-    warmup_steps: int = option(10, "steps over which the learning rate rises")
+    lr: float = option(
+        5e-4, "learning rate, constant after the first warm-up steps", limits=POSITIVE
+    )
+    warmup_steps: int = option(10, "steps over which the learning rate rises", limits=NOT_NEGATIVE)
     weight_decay: float = option(
-        0.0, "of all trained parameters, or of matrices and tables by Muon"
+        0.0, "of all trained parameters, or of matrices and tables by Muon", limits=NOT_NEGATIVE
     )
     max_grad_norm: float = option(
-        1.0, "gradients are clipped to this norm; 0 switches clipping off"
+        1.0,
+        "gradients are clipped to this norm; 0 switches clipping off",
+        limits=Limits(0, math.inf, "[]"),
     )
-    batch: int = option(8, "sequences per step")
-    steps: int = option(8, "optimizer steps per update")
-    fresh: int = option(8, "new sequences that start an update")
+    batch: int = option(8, "sequences per step", limits=AT_LEAST_1)
+    steps: int = option(8, "optimizer steps per update", limits=AT_LEAST_1)
+    fresh: int = option(8, "new sequences that start an update", limits=AT_LEAST_1)
     most_fresh: int | None = option(
         None,
         "most new sequences of an update; others wait for the next ones, and reading waits with "
         "them, so that each is used. Without it one update, of as many steps, is made of all that "
         "came",
+        limits=AT_LEAST_1,
     )
     replay: float = option(
         0.8,
         "share of each batch drawn from older traffic, half from the latest texts, half from the "
         "reservoir",
+        limits=BELOW_1,
     )
     rehearse: tuple[str, ...] = option(
         (),
@@ -183,23 +202,29 @@ class LearnConfig:
         "while other traffic comes",
     )
     rehearse_share: float = option(
-        0.25, "share of each batch drawn from learn.rehearse, at most learn.replay"
+        0.25, "share of each batch drawn from learn.rehearse, at most learn.replay", limits=BELOW_1
     )
-    reservoir: int = option(512, "sequences kept for replay, a uniform sample of all")
+    reservoir: int = option(
+        512, "sequences kept for replay, a uniform sample of all", limits=AT_LEAST_1
+    )
     positions: tuple[str, ...] = option(
         ("accepted", "first-rejected", "bonus"), "positions trained on: " + ", ".join(POSITIONS)
     )
-    branches: int = option(16, "rejected continuations per step, when later-rejected is on")
+    branches: int = option(
+        16, "rejected continuations per step, when later-rejected is on", limits=NOT_NEGATIVE
+    )
     divergence: str = option("forward-kl", DIVERGENCE_HELP)
     unroll: LearnUnroll = option(help="training-time unrolling", factory=LearnUnroll)
     proximal: float = option(
         0.0,
         "weight decay towards the live version instead of zero; 10 holds a draft close, 0 is off",
+        limits=NOT_NEGATIVE,
     )
     average: float = option(
         0.96,
         "decay per step of the mean of the candidate's weights, which is what is scored and "
         "published; 0: the last ones",
+        limits=BELOW_1,
     )
     lora: LoraOptions | None = option(
         None, "draft-lm: train adapters on the live version, merged when a version is published"
@@ -215,17 +240,20 @@ class LearnConfig:
     budget: float = option(
         1.0,
         "most of the wall time that learning may take, for a device that it shares with a server",
+        limits=PART,
     )
-    max_length: int = option(1024, "longest sequence; longer ones are cut at the end")
+    max_length: int = option(
+        1024, "longest sequence; longer ones are cut at the end", limits=AT_LEAST_1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class GateConfig:
-    every: int = option(2, "updates between two gate decisions")
-    requests: int = option(12, "fewest held-out requests to decide on")
-    window: int = option(48, "newest held-out requests that are scored")
+    every: int = option(2, "updates between two gate decisions", limits=AT_LEAST_1)
+    requests: int = option(12, "fewest held-out requests to decide on", limits=AT_LEAST_1)
+    window: int = option(48, "newest held-out requests that are scored", limits=AT_LEAST_1)
     held_out: float = option(
-        0.25, "share of the requests that is never trained on, by hash of the prompt"
+        0.25, "share of the requests that is never trained on, by hash of the prompt", limits=INSIDE
     )
     held_out_by: str = option(
         "prompt",
@@ -240,35 +268,46 @@ class GateConfig:
         "requests all the same",
     )
     error: float = option(
-        0.05, "chance of publishing any candidate that is no better, between two promotions"
+        0.05,
+        "chance of publishing any candidate that is no better, between two promotions",
+        limits=INSIDE,
     )
-    gain: float = option(0.002, "least gain in alpha worth a swap")
+    gain: float = option(0.002, "least gain in alpha worth a swap", limits=BELOW_1)
     drop: float = option(
         0.03,
         "loss of live alpha that calls for a rollback, if the evidence holds; against the first "
         "version, gate.gain does",
+        limits=BELOW_1,
     )
     canary: float = option(
         0.0,
         "share of live requests, at most 0.5, on which a version is tried before all get it; 0 is "
         "off",
+        limits=Limits(0, 0.5, "[]"),
     )
     canary_requests: int = option(
-        96, "requests it drafts for after which held-out traffic decides what is still open"
+        96,
+        "requests it drafts for after which held-out traffic decides what is still open",
+        limits=AT_LEAST_1,
     )
     floor: float = option(
-        0.3, "alpha on a changed target's traffic that takes an older draft out of quarantine"
+        0.3,
+        "alpha on a changed target's traffic that takes an older draft out of quarantine",
+        limits=SHARE,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DriftConfig:
-    false_alarms: float = option(0.02, "alarms per hour, over all classes, while nothing changes")
-    drop: float = option(0.05, "loss of a class's acceptance that is no alarm")
+    false_alarms: float = option(
+        0.02, "alarms per hour, over all classes, while nothing changes", limits=POSITIVE
+    )
+    drop: float = option(0.05, "loss of a class's acceptance that is no alarm", limits=BELOW_1)
     patience: int = option(
         32,
         "gate decisions in a row without a promotion after which learning rests until an alarm; "
         "0: never",
+        limits=NOT_NEGATIVE,
     )
 
 
@@ -279,25 +318,39 @@ class PoolConfig:
         "drafts for one class of requests each, beside the live one; those that only learn count "
         "too; 0 ends them; without it "
         "as many as --versions has",
+        limits=NOT_NEGATIVE,
     )
-    requests: int = option(128, "of a class, among the latest ones, that begin a draft for it")
+    requests: int = option(
+        128, "of a class, among the latest ones, that begin a draft for it", limits=AT_LEAST_1
+    )
     idle_requests: int = option(
-        2048, "how many latest ones; a class with none among them loses its draft"
+        2048,
+        "how many latest ones; a class with none among them loses its draft",
+        limits=AT_LEAST_1,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorConfig:
     false_alarm: float = option(
-        1e-6, "chance that honest servers ever raise an alarm of losslessness, over all versions"
+        1e-6,
+        "chance that honest servers ever raise an alarm of losslessness, over all versions",
+        limits=INSIDE,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionConfig:
-    bytes: int = option(2 << 30, "size of the buffer; what was learned from goes first")
-    age_s: float = option(7 * 86400.0, "age at which records are deleted")
-    versions: int = option(20, "versions kept beside the live one, its parent and the first")
+    # Below the size of a few shards, unread records would be deleted.
+    bytes: int = option(
+        2 << 30, "size of the buffer; what was learned from goes first", limits=Limits(1 << 20)
+    )
+    age_s: float = option(
+        7 * 86400.0, "age at which records are deleted", limits=Limits(0, math.inf, "[]")
+    )
+    versions: int = option(
+        20, "versions kept beside the live one, its parent and the first", limits=NOT_NEGATIVE
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,31 +368,40 @@ class DistillConfig:
     pool: PoolConfig = option(factory=PoolConfig)
     monitor: MonitorConfig = option(factory=MonitorConfig)
     retention: RetentionConfig = option(factory=RetentionConfig)
-    poll_s: float = option(1.0, "pause when there is nothing new")
+    poll_s: float = option(1.0, "pause when there is nothing new", limits=SECONDS)
     save_s: float = option(
         20.0,
         "least time between two saves of the learner's state; also saved around every publication",
+        limits=NOT_NEGATIVE,
     )
     until_idle_s: float | None = option(
-        None, "stop when the buffer brought nothing for so long; without it run until SIGTERM"
+        None,
+        "stop when the buffer brought nothing for so long; without it run until SIGTERM",
+        limits=NOT_NEGATIVE,
     )
-    max_updates: int | None = option(None, "stop after so many updates in all")
-    threads: int | None = option(None, "CPU threads; few leave the cores to the server")
+    max_updates: int | None = option(None, "stop after so many updates in all", limits=NOT_NEGATIVE)
+    threads: int | None = option(
+        None, "CPU threads; few leave the cores to the server", limits=Limits(1, 1024, "[]")
+    )
     status_port: int | None = option(
         None,
         "serve the status as JSON at / and Prometheus text at /metrics of this port; 0 finds one",
+        limits=PORT,
     )
     status_host: str = option("127.0.0.1", "address of that port")
     server: str | None = option(
         None, "URL of a server on the same device; learning gives way while it exceeds --tpot-ms"
     )
-    tpot_ms: float | None = option(None, "bound on the p95 of that server's time per output token")
-    seed: int = option(0, "of the replay")
+    tpot_ms: float | None = option(
+        None, "bound on the p95 of that server's time per output token", limits=POSITIVE
+    )
+    seed: int = option(0, "of the replay", limits=NOT_NEGATIVE)
     dtype: str = option("auto", "of the target's weights, as served", choices=TARGET_DTYPES)
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
     target_shares: int = option(
         1,
         "processes that hold one copy of the target between them; more than 1 when it is too large",
+        limits=AT_LEAST_1,
     )
     target_offload: str | None = option(None, OFFLOAD_HELP, choices=OFFLOADS)
     target_server: str | None = option(None, TARGET_SERVER_HELP)
@@ -350,73 +412,3 @@ class DistillConfig:
 class ForgetConfig:
     buffer: str = option(help="folder or fsspec URL the servers write records to")
     request: str = option(help="id of the answer, as the server gave it (cmpl-... or chatcmpl-...)")
-
-
-LIMITS: LimitsTable = {
-    GenerateOptions: {
-        "count": AT_LEAST_1,
-        "prompt_tokens": AT_LEAST_1,
-        "max_tokens": AT_LEAST_1,
-        "temperature": NOT_NEGATIVE,
-        "top_k": NOT_NEGATIVE,
-        "top_p": Limits(0, 1, "(]"),
-        "seed": NOT_NEGATIVE,
-        "held_out": SHARE,
-        "top_logprobs": NOT_NEGATIVE,
-        "batch": AT_LEAST_1,
-        "memory_gib": POSITIVE,
-        "shard": AT_LEAST_1,
-    },
-    LearnConfig: {
-        "lr": POSITIVE,
-        "warmup_steps": NOT_NEGATIVE,
-        "weight_decay": NOT_NEGATIVE,
-        "max_grad_norm": Limits(0, math.inf, "[]"),
-        "batch": AT_LEAST_1,
-        "steps": AT_LEAST_1,
-        "fresh": AT_LEAST_1,
-        "most_fresh": AT_LEAST_1,
-        "replay": BELOW_1,
-        "rehearse_share": BELOW_1,
-        "reservoir": AT_LEAST_1,
-        "taps_gib": POSITIVE,
-        "branches": NOT_NEGATIVE,
-        "proximal": NOT_NEGATIVE,
-        "average": BELOW_1,
-        "budget": Limits(0, 1, "(]"),
-        "max_length": AT_LEAST_1,
-    },
-    LearnUnroll: {"steps": AT_LEAST_1, "decay": SHARE},
-    LoraOptions: {"rank": AT_LEAST_1, "alpha": POSITIVE},
-    GateConfig: {
-        "every": AT_LEAST_1,
-        "requests": AT_LEAST_1,
-        "window": AT_LEAST_1,
-        "held_out": INSIDE,
-        "error": INSIDE,
-        "gain": BELOW_1,
-        "drop": BELOW_1,
-        "canary": Limits(0, 0.5, "[]"),
-        "canary_requests": AT_LEAST_1,
-        "floor": SHARE,
-    },
-    DriftConfig: {"false_alarms": POSITIVE, "drop": BELOW_1, "patience": NOT_NEGATIVE},
-    MonitorConfig: {"false_alarm": INSIDE},
-    PoolConfig: {"most": NOT_NEGATIVE, "requests": AT_LEAST_1, "idle_requests": AT_LEAST_1},
-    RetentionConfig: {
-        # Below the size of a few shards, unread records would be deleted.
-        "bytes": Limits(1 << 20),
-        "age_s": Limits(0, math.inf, "[]"),
-        "versions": NOT_NEGATIVE,
-    },
-    DistillConfig: {
-        "poll_s": POSITIVE,
-        "save_s": NOT_NEGATIVE,
-        "until_idle_s": NOT_NEGATIVE,
-        "max_updates": NOT_NEGATIVE,
-        "threads": AT_LEAST_1,
-        "target_shares": AT_LEAST_1,
-        "status_port": Limits(0, 2**16),
-        "tpot_ms": POSITIVE,
-    },
-}

@@ -87,12 +87,29 @@ def layer_config(
         raise UserError(
             f"draft config lacks {missing[0]!r}; restore config.json or train the draft again"
         )
+    check_heads(shape)
     wanted = {key: shape[key] for key in SHAPE_KEYS if key in shape} | (more or {})
     config = kind(
         **wanted, **rope_in(shape), tie_word_embeddings=False, bos_token_id=None, eos_token_id=None
     )
     config._attn_implementation = register()
     return config
+
+
+def check_heads(shape: Mapping[str, Any]) -> None:
+    """Raises `UserError` for attention that no draft can have."""
+    heads, groups = shape["num_attention_heads"], shape["num_key_value_heads"] or 1
+    if heads % groups:
+        raise UserError(
+            f"a draft cannot have num_attention_heads={heads} with num_key_value_heads={groups}; "
+            "give a multiple of these"
+        )
+    width = shape.get("head_dim") or shape["hidden_size"] // heads
+    if width % 2:
+        raise UserError(
+            f"a draft cannot have heads of head_dim={width}, since rotary embeddings turn pairs of "
+            "numbers; give an even width"
+        )
 
 
 def rope_in(shape: dict[str, Any]) -> dict[str, Any]:

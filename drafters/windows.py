@@ -19,13 +19,9 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 Windows = tuple[int | None, ...]  # of each layer; empty: none has one
 
 
-def new_windows(window: int | None, num_layers: int, option: str) -> Windows:
-    """The same window for all layers of a new draft. Raises `UserError` below 1, naming `option`"""
-    if window is None:
-        return ()
-    if window < 1:
-        raise UserError(f"option {option!r} is {window}; give at least 1, the newest position")
-    return (window,) * num_layers
+def new_windows(window: int | None, num_layers: int) -> Windows:
+    """The same window for all layers of a new draft."""
+    return () if window is None else (window,) * num_layers
 
 
 def windows_in(values: Mapping[str, Any]) -> Windows:

@@ -6,7 +6,7 @@ import importlib
 
 from draftsmith.config import check_limits
 from draftsmith.errors import UserError
-from draftsmith.fleet.config import LIMITS, FleetConfig
+from draftsmith.fleet.config import FleetConfig
 from draftsmith.fleet.store.errors import StoreError
 
 # Loaded with its action: publishing needs what showing does not.
@@ -20,7 +20,7 @@ RUNS = {
 
 
 def run(config: FleetConfig) -> int:
-    check_limits(config, LIMITS)
+    check_limits(config)
     module, _, name = RUNS[config.action].partition(":")
     try:
         return int(getattr(importlib.import_module(module), name)(config) or 0)

@@ -9,9 +9,9 @@ from draftsmith.config import (
     BELOW_1,
     INSIDE,
     NOT_NEGATIVE,
-    POSITIVE,
+    PART,
+    SECONDS,
     SHARE,
-    LimitsTable,
     option,
 )
 from draftsmith.drafters.config import TRUST_HELP
@@ -22,21 +22,32 @@ ACTIONS = ("status", "promote", "rollback", "page", "publish")
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     switch_s: float = option(
-        600.0, "seconds after which an engine of the rollout changes between the two versions"
+        600.0,
+        "seconds after which an engine of the rollout changes between the two versions",
+        limits=SECONDS,
     )
-    drop: float = option(0.02, "loss of acceptance that is no reason to go back")
+    drop: float = option(0.02, "loss of acceptance that is no reason to go back", limits=BELOW_1)
     error: float = option(
         0.05,
         "chance, at each stage, to withdraw a version that is no worse, or to go on with one that "
         "is worse by drop",
+        limits=INSIDE,
     )
-    pairs: int = option(200, "pairs of periods after which the mean decides what is still open")
-    requests: int = option(4, "requests, in each period of a pair, that the pair counts from")
+    pairs: int = option(
+        200, "pairs of periods after which the mean decides what is still open", limits=AT_LEAST_1
+    )
+    requests: int = option(
+        4, "requests, in each period of a pair, that the pair counts from", limits=AT_LEAST_1
+    )
     hold_s: float = option(
-        1800.0, "length of a stage where no records are read (--buffer): engines' own floors decide"
+        1800.0,
+        "length of a stage where no records are read (--buffer): engines' own floors decide",
+        limits=NOT_NEGATIVE,
     )
     fallen: float = option(
-        0.2, "share of the rollout's engines that refuse the version which ends it; at least one"
+        0.2,
+        "share of the rollout's engines that refuse the version which ends it; at least one",
+        limits=SHARE,
     )
 
 
@@ -46,10 +57,12 @@ class FleetConfig:
     versions: str = option(
         help="folder or fsspec URL that the engines read; for publish the learner's own folder"
     )
-    version: int | None = option(None, "for promote and rollback: the version that becomes live")
+    version: int | None = option(
+        None, "for promote and rollback: the version that becomes live", limits=AT_LEAST_1
+    )
     json: bool = option(False, "for status: print JSON")
     watch: bool = option(False, "for status and page: go on until interrupted")
-    every_s: float = option(5.0, "seconds between two looks of --watch")
+    every_s: float = option(5.0, "seconds between two looks of --watch", limits=SECONDS)
     out: str = option("fleet.html", "for page: the file to write")
     to: str | None = option(None, "for publish: folder or fsspec URL that the engines read")
     layouts: tuple[str, ...] = option(
@@ -60,34 +73,22 @@ class FleetConfig:
     )
     prove: bool = option(False, "for publish: compare each layout with its checkpoint by decoding")
     trust_remote_code: bool = option(False, TRUST_HELP)
-    keep: int = option(20, "for publish: versions that stay beside those in use; 0 deletes none")
-    poll_s: float = option(2.0, "for publish: seconds between two looks at the learner's folder")
+    keep: int = option(
+        20,
+        "for publish: versions that stay beside those in use; 0 deletes none",
+        limits=NOT_NEGATIVE,
+    )
+    poll_s: float = option(
+        2.0, "for publish: seconds between two looks at the learner's folder", limits=SECONDS
+    )
     once: bool = option(False, "for publish: stop when the live version is there")
     stages: tuple[float, ...] = option(
         (),
         "for publish: shares of the engines that try a version first, such as 0.05 0.25; without "
         "it all engines get it at once",
+        limits=PART,
     )
     buffer: str | None = option(
         None, "for publish: records of the engines, from which a stage is decided"
     )
     rollout: RolloutConfig = option(help="how a stage is decided", factory=RolloutConfig)
-
-
-LIMITS: LimitsTable = {
-    FleetConfig: {
-        "version": AT_LEAST_1,
-        "every_s": POSITIVE,
-        "poll_s": POSITIVE,
-        "keep": NOT_NEGATIVE,
-    },
-    RolloutConfig: {
-        "switch_s": POSITIVE,
-        "drop": BELOW_1,
-        "error": INSIDE,
-        "pairs": AT_LEAST_1,
-        "requests": AT_LEAST_1,
-        "hold_s": NOT_NEGATIVE,
-        "fallen": SHARE,
-    },
-}

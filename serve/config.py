@@ -11,9 +11,12 @@ from draftsmith.config import (
     AT_LEAST_1,
     BELOW_1,
     NOT_NEGATIVE,
+    PART,
+    PORT,
     POSITIVE,
+    SECONDS,
+    SHARE,
     Limits,
-    LimitsTable,
     option,
 )
 from draftsmith.drafters.config import SAMPLINGS, TARGET_DTYPES, Pair
@@ -35,21 +38,27 @@ class LookupOptions:
     ngram: bool = option(
         False, "draft by looking up the longest matching n-gram in the request's own text"
     )
-    prompt_lookup_min: int = option(2, "shortest n-gram looked up")
-    prompt_lookup_max: int = option(4, "longest n-gram looked up")
+    prompt_lookup_min: int = option(2, "shortest n-gram looked up", limits=AT_LEAST_1)
+    prompt_lookup_max: int = option(4, "longest n-gram looked up", limits=AT_LEAST_1)
     suffix: bool = option(
         False,
         "draft the most frequent continuation in the request's own text and in finished requests; "
         "beside a draft, where sure",
     )
-    suffix_share: float = option(0.8, "beside a draft: be sure of this share of k tokens")
-    suffix_max_tree_depth: int = option(24, "longest context matched")
-    suffix_max_cached_requests: int = option(
-        10000, "finished requests searched, the oldest forgotten first; 0 shares nothing"
+    suffix_share: float = option(
+        0.8, "beside a draft: be sure of this share of k tokens", limits=PART
     )
-    suffix_max_spec_factor: float = option(1.0, "drafted tokens per token of matching context")
+    suffix_max_tree_depth: int = option(24, "longest context matched", limits=AT_LEAST_1)
+    suffix_max_cached_requests: int = option(
+        10000,
+        "finished requests searched, the oldest forgotten first; 0 shares nothing",
+        limits=NOT_NEGATIVE,
+    )
+    suffix_max_spec_factor: float = option(
+        1.0, "drafted tokens per token of matching context", limits=NOT_NEGATIVE
+    )
     suffix_min_token_prob: float = option(
-        0.1, "a draft ends before the chance of having come so far falls below this"
+        0.1, "a draft ends before the chance of having come so far falls below this", limits=SHARE
     )
     fallback: str = option(
         "none",
@@ -106,10 +115,10 @@ class SpeculationOptions:
     k_schedule: str | None = option(
         None, "draft tokens per round by batch size instead, for example 1:5,8:3,32:0"
     )
-    stop_below: float = option(0.0, STOP_HELP)
-    least_confidence: float = option(0.0, CONFIDENCE_HELP)
+    stop_below: float = option(0.0, STOP_HELP, limits=NOT_NEGATIVE)
+    least_confidence: float = option(0.0, CONFIDENCE_HELP, limits=BELOW_1)
     verification: str = option("chain", VERIFICATION_HELP, choices=VERIFICATIONS)
-    synthetic_acceptance: tuple[float, ...] | None = option(None, SYNTHETIC_HELP)
+    synthetic_acceptance: tuple[float, ...] | None = option(None, SYNTHETIC_HELP, limits=SHARE)
     draft_sampling: str = option(
         "sampled",
         "drafts are drawn from the draft's distribution, or its likeliest tokens",
@@ -122,22 +131,29 @@ class SpeculationOptions:
 class EngineOptions:
     """Batch, memory and compilation of an engine, in a server and in Python."""
 
-    max_batch: int = option(8, "requests that run at the same time")
+    max_batch: int = option(8, "requests that run at the same time", limits=AT_LEAST_1)
     max_round_tokens: int = option(
-        512, "tokens of one target pass; longer prompts are fed in pieces"
+        512, "tokens of one target pass; longer prompts are fed in pieces", limits=AT_LEAST_1
     )
-    max_queue: int = option(256, "requests that may wait; one more is answered with 429")
+    max_queue: int = option(
+        256, "requests that may wait; one more is answered with 429", limits=AT_LEAST_1
+    )
     max_length: int | None = option(
-        None, "most tokens of prompt and answer together; default: what the target allows"
+        None,
+        "most tokens of prompt and answer together; default: what the target allows",
+        limits=AT_LEAST_1,
     )
-    block_size: int = option(16, "positions of a block of keys and values")
+    block_size: int = option(16, "positions of a block of keys and values", limits=AT_LEAST_1)
     num_blocks: int | None = option(
-        None, "blocks of the paged pool; default: what memory_gib or the batch needs"
+        None,
+        "blocks of the paged pool; default: what memory_gib or the batch needs",
+        limits=AT_LEAST_1,
     )
     memory_gib: float | None = option(
         None,
         "most memory for keys and values, target's and draft's, and a draft's buffers on a CPU; "
         "default: 80 % of what a GPU has free, 2 GiB on a CPU",
+        limits=POSITIVE,
     )
     prefix_cache: bool = option(True, "keep blocks of finished text for requests that begin alike")
     compile: str = option(
@@ -146,20 +162,24 @@ class EngineOptions:
     warm_up: bool = option(
         True, "on a GPU, capture CUDA graphs and compile kernels before the first request"
     )
-    seed: int | None = option(None, SEED_HELP)
+    seed: int | None = option(None, SEED_HELP, limits=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(EngineOptions, SpeculationOptions):
     """Options of an engine in Python."""
 
-    k: int = option(DEFAULT_K, "draft tokens per round; a request may ask for fewer or more")
+    k: int = option(
+        DEFAULT_K,
+        "draft tokens per round; a request may ask for fewer or more",
+        limits=Limits(0, MAX_K, "[]"),
+    )
     adaptive: bool = option(
         False,
         "draft as many tokens as pay, by measured round times and survival; k is then the most",
     )
     engine_name: str = option("", "name of the engine in records, for a buffer of several")
-    record_taps: int = option(0, RECORD_TAPS_HELP)
+    record_taps: int = option(0, RECORD_TAPS_HELP, limits=NOT_NEGATIVE)
     test_misreport: str | None = option(
         None,
         "for tests, LOSSY: DEPTH:FACTOR gives verification a q that is FACTOR times too sharp "
@@ -174,20 +194,24 @@ class LearningOptions:
     versions: str | None = option(
         None, "a folder of draft versions to follow; new ones are swapped in between rounds"
     )
-    poll_s: float = option(1.0, "seconds between two looks into the versions folder")
+    poll_s: float = option(
+        1.0, "seconds between two looks into the versions folder", limits=SECONDS
+    )
     learn: str | None = option(None, "a buffer folder or URL that records rounds for learning")
     engine_name: str | None = option(
         None, "name of this server in records, for a buffer of several; default: HOST NAME:PORT"
     )
     learn_share: float = option(
-        1.0, "the part of requests that is recorded, whole ones; what recording costs goes with it"
+        1.0,
+        "the part of requests that is recorded, whole ones; what recording costs goes with it",
+        limits=PART,
     )
     learn_distributions: bool = option(
         True,
         "record the distributions of target and draft too; without them a buffer holds tokens "
         "alone",
     )
-    record_taps: int = option(0, RECORD_TAPS_HELP)
+    record_taps: int = option(0, RECORD_TAPS_HELP, limits=NOT_NEGATIVE)
     redact: str | None = option(
         None,
         "module:function that gives (begin, end) of what to mask in a request's text before it is "
@@ -206,27 +230,34 @@ class HttpOptions:
     """The server that clients meet."""
 
     host: str = option("127.0.0.1", "address to listen on")
-    port: int = option(8000, "port to listen on")
+    port: int = option(8000, "port to listen on", limits=PORT)
     api_key: tuple[str, ...] | None = option(
         None,
         "if given, requests must carry one of these as a bearer token "
         f"[default: {VARIABLE} of the environment]",
     )
     max_body_bytes: int = option(
-        16 * 2**20, "largest request body; a larger one is answered with 413"
+        16 * 2**20, "largest request body; a larger one is answered with 413", limits=POSITIVE
     )
     max_concurrency: int | None = option(
-        None, "answers made at the same time, waiting ones included; one more is answered with 429"
+        None,
+        "answers made at the same time, waiting ones included; one more is answered with 429",
+        limits=POSITIVE,
     )
     request_timeout_s: float | None = option(
-        None, "seconds that a request may take; then it is ended and answered with 408"
+        None,
+        "seconds that a request may take; then it is ended and answered with 408",
+        limits=SECONDS,
     )
     states_max_tokens: int = option(
         0,
         "let trainers and learners (--target-server) have the target's states of at most so many "
         "tokens a request, padding included, and its weights; 0: no",
+        limits=NOT_NEGATIVE,
     )
-    drain_s: float = option(30.0, "seconds that running requests get to finish after SIGTERM")
+    drain_s: float = option(
+        30.0, "seconds that running requests get to finish after SIGTERM", limits=Limits(0, 10**9)
+    )
     name: str | None = option(None, "model name in the API; default: the target's")
     tool_call_parser: str = option(
         "auto",
@@ -244,7 +275,9 @@ class HttpOptions:
         choices=("none", "summary", "detailed"),
     )
     log_stats_s: float = option(
-        10.0, "seconds between two log lines of throughput and acceptance; 0: none"
+        10.0,
+        "seconds between two log lines of throughput and acceptance; 0: none",
+        limits=Limits(0, 10**9),
     )
     dashboard_text: bool = option(
         False, "show text being written at /dashboard, but of no request that keeps out of learning"
@@ -297,9 +330,13 @@ class ServeConfig(DraftedPair):
         choices=TARGET_DTYPES,
     )
     device: str | None = option(None, "torch device; default: the first CUDA device, else the CPU")
-    threads: int | None = option(None, "CPU threads of torch; default: all cores but one")
+    threads: int | None = option(
+        None, "CPU threads of torch; default: all cores but one", limits=Limits(1, 1024, "[]")
+    )
     tensor_parallel: int = option(
-        1, "processes that share the target's weights, started by this command or by torchrun"
+        1,
+        "processes that share the target's weights, started by this command or by torchrun",
+        limits=AT_LEAST_1,
     )
     engine: EngineOptions = option(
         help="batch, memory and compilation", factory=EngineOptions, flags=True
@@ -321,30 +358,3 @@ class ServeConfig(DraftedPair):
             "record_taps": self.learning.record_taps,
         }
         return EngineConfig(**(vars(self.engine) | vars(self.speculation) | own))
-
-
-LIMITS: LimitsTable = {
-    EngineConfig: dict.fromkeys(
-        ("max_batch", "max_round_tokens", "max_queue", "block_size"), AT_LEAST_1
-    )
-    | {
-        "k": Limits(0, MAX_K, "[]"),
-        "stop_below": NOT_NEGATIVE,
-        "least_confidence": BELOW_1,
-        "record_taps": NOT_NEGATIVE,
-    },
-    ServeConfig: {"threads": AT_LEAST_1, "tensor_parallel": AT_LEAST_1},
-    HttpOptions: {
-        "max_body_bytes": POSITIVE,
-        "max_concurrency": POSITIVE,
-        "request_timeout_s": POSITIVE,
-        "states_max_tokens": NOT_NEGATIVE,
-        "drain_s": NOT_NEGATIVE,
-        "log_stats_s": NOT_NEGATIVE,
-    },
-    LearningOptions: {
-        "poll_s": POSITIVE,
-        "learn_share": Limits(0, 1, "(]"),
-        "record_taps": NOT_NEGATIVE,
-    },
-}

@@ -3,15 +3,12 @@ that another one makes void. Torch-free."""
 
 from __future__ import annotations
 
-import math
-
 from draftsmith.config import check_limits
 from draftsmith.drafters.adapters.names import named_folders
 from draftsmith.drafters.config import check_draft_options
 from draftsmith.drafters.tree_shape import SampledShape, SampledTree, TreeShape, parse_tree
 from draftsmith.errors import UserError
 from draftsmith.serve.config import (
-    LIMITS,
     EngineConfig,
     HttpOptions,
     LearningOptions,
@@ -21,9 +18,7 @@ from draftsmith.serve.config import (
 
 
 def check_engine(config: EngineConfig) -> None:
-    check_limits(config, LIMITS)
-    if config.memory_gib is not None and not math.isfinite(config.memory_gib):
-        raise UserError(f"memory_gib is {config.memory_gib}; give a number")
+    check_limits(config)
     if config.adaptive and config.k_schedule is not None:
         raise UserError(
             f"k is auto together with k_schedule {config.k_schedule!r}; choose one of them"
@@ -35,13 +30,8 @@ def check_engine(config: EngineConfig) -> None:
         )
     if config.synthetic_acceptance is None:
         return
-    if not config.synthetic_acceptance or not all(
-        0 <= rate <= 1 for rate in config.synthetic_acceptance
-    ):
-        raise UserError(
-            f"synthetic_acceptance is {config.synthetic_acceptance}; give rates from 0 to 1, one "
-            "per position"
-        )
+    if not config.synthetic_acceptance:
+        raise UserError("synthetic_acceptance is empty; give rates from 0 to 1, one per position")
     if config.verification != "chain":
         raise UserError(
             f"verification is {config.verification!r} together with synthetic_acceptance, which "
@@ -86,7 +76,7 @@ def check(config: ServeConfig) -> None:
 
 
 def check_serve(config: ServeConfig) -> None:
-    check_limits(config, LIMITS)
+    check_limits(config)
     _check_address(config.http)
     _check_adapters(config)
     _check_drafts(config)
@@ -97,8 +87,6 @@ def check_serve(config: ServeConfig) -> None:
 
 
 def _check_address(http: HttpOptions) -> None:
-    if not 0 <= http.port < 2**16:
-        raise UserError(f"port is {http.port}; give one from 0 to {2**16 - 1}")
     if http.api_key is not None and not all(key.strip() for key in http.api_key):
         # An unset variable in a command line would open the server to requests without a key.
         raise UserError(

@@ -8,10 +8,10 @@ from draftsmith.config import (
     AT_LEAST_1,
     BELOW_1,
     NOT_NEGATIVE,
+    PART,
     POSITIVE,
     SHARE,
     Limits,
-    LimitsTable,
     option,
 )
 from draftsmith.drafters.config import (
@@ -51,16 +51,19 @@ class OptimConfig:
         "muon trains the matrices inside the draft by Muon and all else by AdamW",
         choices=("adamw", "muon"),
     )
-    lr: float = option(5e-4, "peak learning rate")
-    warmup: float = option(0.04, "share of the run spent warming up")
+    lr: float = option(5e-4, "peak learning rate", limits=POSITIVE)
+    warmup: float = option(0.04, "share of the run spent warming up", limits=SHARE)
     schedule: str = option(
         "cosine", "shape after the warm-up", choices=("cosine", "linear", "constant")
     )
-    final: float = option(0.1, "last learning rate as a share of the peak (cosine and linear)")
-    weight_decay: float = option(0.0, "decoupled weight decay of matrices")
-    beta2: float = option(0.95, "decay of AdamW's second moment")
+    final: float = option(
+        0.1, "last learning rate as a share of the peak (cosine and linear)", limits=SHARE
+    )
+    weight_decay: float = option(0.0, "decoupled weight decay of matrices", limits=NOT_NEGATIVE)
+    # With 1 nothing of a step would be left.
+    beta2: float = option(0.95, "decay of AdamW's second moment", limits=BELOW_1)
     max_grad_norm: float = option(
-        1.0, "gradients are clipped to this norm; 0 switches clipping off"
+        1.0, "gradients are clipped to this norm; 0 switches clipping off", limits=NOT_NEGATIVE
     )
 
 
@@ -68,17 +71,20 @@ class OptimConfig:
 class UnrollConfig:
     """Training-time unrolling: the draft is fed its own states, as it will be when it drafts."""
 
-    steps: int = option(4, "draft positions unrolled in training")
+    steps: int = option(4, "draft positions unrolled in training", limits=POSITIVE)
     weights: str = option(
         "exponential",
         "weights of the steps: uniform; exponential in `decay`; d-pace or expected-prefix by the "
         "draft's present acceptance of the text, for one more pass through both heads",
         choices=WEIGHTS,
     )
-    decay: float = option(0.8, "weight of a step relative to the one before it (exponential)")
+    decay: float = option(
+        0.8, "weight of a step relative to the one before it (exponential)", limits=POSITIVE
+    )
     noise: float = option(
         0.0,
         "uniform noise up to this on the target's states that the draft trains on; EAGLE has 0.1",
+        limits=NOT_NEGATIVE,
     )
 
 
@@ -87,20 +93,31 @@ class OnPolicyConfig:
     """Text that the current draft and the target write together. Needs the running target, whatever
     `teacher` is."""
 
-    share: float = option(0.0, "share of each batch that is on-policy; 0 is off")
+    share: float = option(0.0, "share of each batch that is on-policy; 0 is off", limits=SHARE)
     refresh: int = option(
         16,
         "steps between two writings; few follow the draft closely, many decode more texts at once",
+        limits=AT_LEAST_1,
     )
-    k: int = option(5, "tokens drafted per round")
-    tokens: int = option(64, "tokens written after each prefix of a training text")
-    temperature: float = option(1.0, "of target and draft")
-    accepted: float = option(1.0, "weight of accepted drafted tokens, and of bonus tokens")
-    first_rejected: float = option(1.0, "weight of the first rejected token of a round")
+    k: int = option(5, "tokens drafted per round", limits=AT_LEAST_1)
+    tokens: int = option(
+        64, "tokens written after each prefix of a training text", limits=AT_LEAST_1
+    )
+    temperature: float = option(1.0, "of target and draft", limits=NOT_NEGATIVE)
+    accepted: float = option(
+        1.0, "weight of accepted drafted tokens, and of bonus tokens", limits=NOT_NEGATIVE
+    )
+    first_rejected: float = option(
+        1.0, "weight of the first rejected token of a round", limits=NOT_NEGATIVE
+    )
     later_rejected: float = option(
-        0.5, "weight of tokens drafted after a rejected one; 0 leaves those rows out"
+        0.5,
+        "weight of tokens drafted after a rejected one; 0 leaves those rows out",
+        limits=NOT_NEGATIVE,
     )
-    branches: int = option(2, "rejected continuations trained per text, at most")
+    branches: int = option(
+        2, "rejected continuations trained per text, at most", limits=NOT_NEGATIVE
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,20 +170,25 @@ class TrainConfig(FamilyShapes):
         "[default: a new one]",
     )
 
-    steps: int | None = option(None, "optimizer steps to run at most")
+    steps: int | None = option(None, "optimizer steps to run at most", limits=POSITIVE)
     epochs: float | None = option(
-        None, "passes over the data at most (1 when neither steps nor minutes is given)"
+        None,
+        "passes over the data at most (1 when neither steps nor minutes is given)",
+        limits=POSITIVE,
     )
     minutes: float | None = option(
         None,
         "wall-clock minutes to train at most, evaluations and checkpoints between the steps among "
         "them; loading is not, nor the step, the checkpoint and the evaluation that end the run",
+        limits=POSITIVE,
     )
     batch_size: int = option(
-        8, "rows in one forward pass of one process, a sequence each unless packed"
+        8, "rows in one forward pass of one process, a sequence each unless packed", limits=POSITIVE
     )
-    accumulate: int = option(1, "forward passes summed into one optimizer step")
-    max_length: int = option(2048, "most tokens of a sequence; with packing, of a row")
+    accumulate: int = option(1, "forward passes summed into one optimizer step", limits=POSITIVE)
+    max_length: int = option(
+        2048, "most tokens of a sequence; with packing, of a row", limits=POSITIVE
+    )
     long: str = option(
         "cut",
         "longer texts are cut, or split into pieces, each after the first begun by a quarter of "
@@ -177,15 +199,21 @@ class TrainConfig(FamilyShapes):
         False,
         "fill each row with whole sequences that do not see each other, up to max_length tokens",
     )
+    # With 1 nothing would be left to train on.
     held_out: float = option(
-        0.05, "share of the data kept for evaluation, decided by a hash of the prompt"
+        0.05,
+        "share of the data kept for evaluation, decided by a hash of the prompt",
+        limits=BELOW_1,
     )
     share: float = option(
         1.0,
         "share of each folder's training prompts that is used, decided by a hash too; the prompts "
         "of a smaller share are among those of a larger one",
+        limits=PART,
     )
-    seed: int = option(0, "seed of the new draft and of the order of the data")
+    seed: int = option(
+        0, "seed of the new draft and of the order of the data", limits=Limits(0, 2**32)
+    )
     dtype: str = option(
         "auto",
         "of the arithmetic; auto is bfloat16 autocast where the machine is fast at it",
@@ -206,6 +234,7 @@ class TrainConfig(FamilyShapes):
         1,
         "processes that hold one copy of the frozen target between them; more than 1 when it is "
         "too large",
+        limits=POSITIVE,
     )
     target_offload: str | None = option(None, OFFLOAD_HELP, choices=OFFLOADS)
     target_server: str | None = option(None, TARGET_SERVER_HELP)
@@ -213,6 +242,7 @@ class TrainConfig(FamilyShapes):
         0,
         "of a draft-lm, with target_server: likeliest tokens per position that the loss reads with "
         "their tail mass, of that server or by vLLM's prompt_logprobs; 0: whole distributions",
+        limits=Limits(0, 1024, "[]"),
     )
     shared_target: bool = option(
         False,
@@ -222,18 +252,23 @@ class TrainConfig(FamilyShapes):
     resume: bool = option(
         True, "go on from the newest checkpoint of --out; --no-resume starts over"
     )
-    log_every: int = option(10, "steps between two lines of metrics.jsonl")
+    log_every: int = option(10, "steps between two lines of metrics.jsonl", limits=POSITIVE)
     save_every: int = option(
-        200, "steps between two checkpoints, rounded up to a multiple of log_every"
+        200, "steps between two checkpoints, rounded up to a multiple of log_every", limits=POSITIVE
     )
     eval_every: int = option(
-        0, "steps between two evaluations on held-out prompts; 0 evaluates at the end only"
+        0,
+        "steps between two evaluations on held-out prompts; 0 evaluates at the end only",
+        limits=NOT_NEGATIVE,
     )
     eval_prompts: int = option(
         32,
         "held-out prompts decoded by an evaluation; with 0 none is made and the last draft is kept",
+        limits=NOT_NEGATIVE,
     )
-    eval_tokens: int = option(64, "tokens written to each of them, at T=0 and at T=1")
+    eval_tokens: int = option(
+        64, "tokens written to each of them, at T=0 and at T=1", limits=POSITIVE
+    )
     report_to: tuple[str, ...] = option(
         (), "trackers beside metrics.jsonl, as transformers names them: tensorboard, wandb, ..."
     )
@@ -265,20 +300,26 @@ class EvalConfig:
     data: tuple[str, ...] = option(
         help="folders written by `draftsmith generate`; their held-out prompts are used"
     )
-    temperature: tuple[float, ...] = option((0.0, 1.0), "temperatures to evaluate at")
-    prompts: int = option(64, "prompts read at most")
-    k: int = option(5, "draft positions to evaluate")
+    temperature: tuple[float, ...] = option(
+        (0.0, 1.0), "temperatures to evaluate at", limits=NOT_NEGATIVE
+    )
+    prompts: int = option(64, "prompts read at most", limits=AT_LEAST_1)
+    k: int = option(5, "draft positions to evaluate", limits=AT_LEAST_1)
     draft_sampling: str = option("sampled", DRAFT_SAMPLING_HELP, choices=SAMPLINGS)
     tree: tuple[str, ...] = option(
         (), "draft trees whose tau is measured too, for example dynamic sampled:3x2x1x1"
     )
     max_tokens: int = option(
-        128, "tokens the target writes per prompt where fresh answers are needed"
+        128, "tokens the target writes per prompt where fresh answers are needed", limits=AT_LEAST_1
     )
-    held_out: float = option(0.05, "share of the data that training kept back; 1 reads all of it")
-    seed: int = option(0, "seed of sampled answers and of the bootstrap")
-    batch_size: int = option(8, "sequences in one forward pass")
-    max_length: int = option(2048, "longer sequences are cut to this many tokens")
+    held_out: float = option(
+        0.05, "share of the data that training kept back; 1 reads all of it", limits=SHARE
+    )
+    seed: int = option(0, "seed of sampled answers and of the bootstrap", limits=NOT_NEGATIVE)
+    batch_size: int = option(8, "sequences in one forward pass", limits=AT_LEAST_1)
+    max_length: int = option(
+        2048, "longer sequences are cut to this many tokens", limits=AT_LEAST_1
+    )
     dtype: str = option("auto", "of the target's weights, as served", choices=TARGET_DTYPES)
     out: str | None = option(None, "write the figures to this JSON file")
     store: bool = option(
@@ -287,57 +328,8 @@ class EvalConfig:
     target_shares: int = option(
         1,
         "processes that hold the target between them; more than 1 when it is too large",
+        limits=AT_LEAST_1,
     )
     target_offload: str | None = option(None, OFFLOAD_HELP, choices=OFFLOADS)
     target_server: str | None = option(None, TARGET_SERVER_HELP)
     trust_remote_code: bool = option(False, TRUST_HELP)
-
-
-LIMITS: LimitsTable = {
-    OptimConfig: {
-        "lr": POSITIVE,
-        "warmup": SHARE,
-        "final": SHARE,
-        "weight_decay": NOT_NEGATIVE,
-        # With 1 nothing of a step would be left.
-        "beta2": BELOW_1,
-        "max_grad_norm": NOT_NEGATIVE,
-    },
-    UnrollConfig: {
-        "steps": POSITIVE,
-        "decay": POSITIVE,
-        "noise": NOT_NEGATIVE,
-    },
-    OnPolicyConfig: {
-        "share": SHARE,
-        "refresh": AT_LEAST_1,
-        "k": AT_LEAST_1,
-        "tokens": AT_LEAST_1,
-    },
-    TrainConfig: {
-        "steps": POSITIVE,
-        "epochs": POSITIVE,
-        "minutes": POSITIVE,
-        "batch_size": POSITIVE,
-        "accumulate": POSITIVE,
-        "max_length": POSITIVE,
-        # With 1 nothing would be left to train on.
-        "held_out": BELOW_1,
-        "share": Limits(0, 1, "(]"),
-        "seed": NOT_NEGATIVE,
-        "target_shares": POSITIVE,
-        "target_logprobs": Limits(0, 1024, "[]"),
-        "log_every": POSITIVE,
-        "save_every": POSITIVE,
-        "eval_every": NOT_NEGATIVE,
-        "eval_prompts": NOT_NEGATIVE,
-        "eval_tokens": POSITIVE,
-    },
-    EvalConfig: {
-        "k": AT_LEAST_1,
-        "prompts": AT_LEAST_1,
-        "max_tokens": AT_LEAST_1,
-        "batch_size": AT_LEAST_1,
-        "target_shares": AT_LEAST_1,
-    },
-}

@@ -14,7 +14,7 @@ from draftsmith.drafters.target.sharded import check_offload, check_one_place, c
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.kernels.divergence.kind import kind_of
-from draftsmith.train.config import BY_DRAFT, LIMITS, TrainConfig
+from draftsmith.train.config import BY_DRAFT, TrainConfig
 from draftsmith.train.data.folders import folders_of, named
 
 # Options that may differ between a run and its continuation: they change how long or how loudly it
@@ -160,7 +160,7 @@ def check_options(config: TrainConfig) -> None:
             f"{config.on_policy.share}, but a target held "
             "by several processes cannot decode for each of them apart; leave one of the two out"
         )
-    check_limits(config, LIMITS)
+    check_limits(config)
     kind_of(config.divergence)
     check_objective(config)
 
@@ -252,17 +252,9 @@ def check_objective(config: TrainConfig) -> None:
             f"option 'unroll.noise' is {noise} but a draft-lm reads no states of the target; "
             "remove it"
         )
-    weights = (own.accepted, own.first_rejected, own.later_rejected)
-    if min(weights) < 0 or own.accepted + own.first_rejected == 0:
+    if own.accepted + own.first_rejected == 0:
         raise UserError(
-            f"options 'on_policy.accepted', 'first_rejected' and 'later_rejected' are {weights}; "
-            "none may be negative and one of "
-            "the first two must be more than 0"
-        )
-    if own.temperature < 0 or own.branches < 0:
-        raise UserError(
-            f"options 'on_policy.temperature' and 'branches' are {own.temperature} and "
-            f"{own.branches}; give 0 or more"
+            "options 'on_policy.accepted' and 'first_rejected' are 0; raise one of them"
         )
 
 

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.config import check_limits
-from draftsmith.distill.config import LIMITS, GenerateOptions
+from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate import prompts as prompt_source
 from draftsmith.distill.generate.answers import AnswerFolder, Arrivals
 from draftsmith.distill.generate.processes import Processes, check_processes, joined
@@ -272,7 +272,7 @@ def _digest(value: Any) -> str:
 
 
 def check(config: GenerateOptions) -> None:
-    check_limits(config, LIMITS)
+    check_limits(config)
     check_processes(config)
     check_offload(config.target_offload, dtype=config.dtype)
     if config.target_offload is not None and config.url is None and not config.keep_answers:

@@ -18,7 +18,7 @@ import torch
 
 from draftsmith.config import check_limits
 from draftsmith.distill.buffer.traffic import ServedText, branched, newest_within, without
-from draftsmith.distill.config import LIMITS, POSITIONS, LearnConfig
+from draftsmith.distill.config import POSITIONS, LearnConfig
 from draftsmith.distill.learn.adapters import adapt, rebase
 from draftsmith.distill.learn.optimizer import CandidateOptimizer, DraftOptimizer, trained
 from draftsmith.distill.learn.rehearsal import Rehearsal, num_rehearsed
@@ -322,7 +322,7 @@ def role_weights(positions: Sequence[str]) -> RoleWeights:
 
 
 def check(config: LearnConfig) -> None:
-    check_limits(config, LIMITS, "learn.")
+    check_limits(config, "learn.")
     kind_of(config.divergence)
     check_teacher(config)
     for name in config.positions:

@@ -50,7 +50,7 @@ from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.options import DflashOptions, default_taps
 from draftsmith.drafters.target.attention import AttentionContext
-from draftsmith.drafters.target.taps import check_taps
+from draftsmith.drafters.target.taps import check_draft_taps, check_taps
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import (
     ReadBytes,
@@ -116,17 +116,11 @@ class Dflash(HasRotary, DraftsBlocks):
         token_counts: torch.Tensor | None = None,
     ) -> Dflash:
         """`token_counts` is not needed: the head is the target's own."""
-        if options.block_size < 2 or options.num_layers < 1:
-            raise UserError(
-                f"option {cls.family!r} has block_size={options.block_size} and "
-                f"num_layers={options.num_layers}; give at least 2 "
-                "and 1"
-            )
         shape = shape_of(target) | {"num_hidden_layers": options.num_layers}
         if options.intermediate_size is not None:
             shape["intermediate_size"] = options.intermediate_size
         taps = options.taps or default_taps(target.num_layers)
-        check_taps(taps, target.num_layers)
+        check_draft_taps(taps, target.num_layers, f"{cls.family.replace('-', '_')}.taps")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             drafter = cls(

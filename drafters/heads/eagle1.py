@@ -123,7 +123,7 @@ class Eagle1(FeatureHead):
             drafter = cls(
                 llama_config(shape),
                 target,
-                windows=new_windows(options.window, 1, "eagle1.window"),
+                windows=new_windows(options.window, 1),
                 own_embeddings=not shares_embeddings(target),
             )
         if drafter.embed_tokens is not None:

@@ -46,7 +46,7 @@ from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.layouts.speculators import flattened
 from draftsmith.drafters.options import Eagle3Options, default_taps
 from draftsmith.drafters.target.attention import AttentionContext
-from draftsmith.drafters.target.taps import check_taps
+from draftsmith.drafters.target.taps import check_draft_taps
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import (
     load_into,
@@ -141,7 +141,7 @@ class Eagle3(FeatureHead):
     ) -> Eagle3:
         config = llama_config(shape_of(target) | chosen_shape(options))
         taps = options.taps or default_taps(target.num_layers)
-        check_taps(taps, target.num_layers)
+        check_draft_taps(taps, target.num_layers, f"{cls.family.replace('-', '_')}.taps")
         vocab_size = min(options.draft_vocab_size or target.vocab_size, target.vocab_size)
         # The initial weights depend on the seed alone, and no other random numbers on them.
         with torch.random.fork_rng(devices=[]):
@@ -157,11 +157,7 @@ class Eagle3(FeatureHead):
                 taps,
                 vocab_size,
                 norms=norms,
-                windows=new_windows(
-                    options.window,
-                    config.num_hidden_layers,
-                    f"{cls.family.replace('-', '_')}.window",
-                ),
+                windows=new_windows(options.window, config.num_hidden_layers),
                 own_embeddings=not shares_embeddings(target),
             )
         if drafter.embed_tokens is not None:

@@ -80,7 +80,7 @@ class LlamaMtp(MtpHead):
             shape["intermediate_size"] = options.intermediate_size
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            windows = new_windows(options.window, 1, "mtp.window")
+            windows = new_windows(options.window, 1)
             drafter = cls(llama_config(shape), target, tap=tap, windows=windows)
         # The head is frozen, so the module must fit it: outputs of the size of the
         # target's own final states. The layer stays random: begun as the target's last one it
@@ -175,7 +175,7 @@ def check_modules(options: MtpOptions, target: Target) -> None:
             f"{target.config.model_type!r}, whose modules are layers of its own; leave it out, or "
             "train an eagle3 draft"
         )
-    if options.modules < 1 or (options.modules > 1 and (layout is None or not layout.may_be_deep)):
+    if options.modules > 1 and (layout is None or not layout.may_be_deep):
         deep = ", ".join(kind for kind, one in LAYOUTS.items() if one.may_be_deep)
         raise UserError(
             f"option 'mtp.modules' is {options.modules} and {target.name!r} is a "

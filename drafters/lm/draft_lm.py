@@ -25,6 +25,7 @@ from draftsmith.drafters.autoregressive.state import HeadStep
 from draftsmith.drafters.compiled.captured import capture_lm
 from draftsmith.drafters.compiled.one_chain import ChainParts, OneChain, one_chain
 from draftsmith.drafters.compiled.replay import Replay
+from draftsmith.drafters.draft_shape import check_heads
 from draftsmith.drafters.interface import (
     Capturable,
     DraftInputs,
@@ -259,23 +260,24 @@ def new_model(options: DraftLmOptions, target: Target) -> PreTrainedModel:
     otherwise. With a window it is a Mistral, which is a Llama with one."""
     hidden = options.hidden_size or max(16, target.hidden_size // 2)
     heads = options.num_attention_heads or max(1, hidden // 64)
-    if hidden % heads or (hidden // heads) % 2:
+    groups = options.num_key_value_heads or heads
+    if hidden % heads:
         raise UserError(
-            f"option 'draft_lm.hidden_size' is {hidden}; it must be an even multiple of the "
-            f"{heads} attention heads"
+            f"option 'draft_lm.hidden_size' is {hidden}; it must be a multiple of the {heads} "
+            "attention heads"
         )
+    shape = {"num_attention_heads": heads, "num_key_value_heads": groups, "hidden_size": hidden}
+    check_heads(shape)
     eos = target.eos_token_ids
-    windows = new_windows(options.window, options.num_layers, "draft_lm.window")
+    windows = new_windows(options.window, options.num_layers)
     kind, model = (
         (MistralConfig, MistralForCausalLM) if windows else (LlamaConfig, LlamaForCausalLM)
     )
     config = kind(
         vocab_size=target.vocab_size,
-        hidden_size=hidden,
+        **shape,
         intermediate_size=options.intermediate_size or 3 * hidden,
         num_hidden_layers=options.num_layers,
-        num_attention_heads=heads,
-        num_key_value_heads=options.num_key_value_heads or heads,
         max_position_embeddings=target.max_positions,
         tie_word_embeddings=True,
         bos_token_id=None,

@@ -105,11 +105,6 @@ class Medusa(StateHead):
     ) -> Medusa:
         """`token_counts` is not needed: the head is the target's own. Blocks of zeros draft what
         the target itself says next."""
-        if options.num_heads < 1 or options.num_layers < 1:
-            raise UserError(
-                f"option 'medusa' has {options.num_heads} heads of {options.num_layers} layers; "
-                "give at least 1 of each"
-            )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             drafter = cls(target, num_heads=options.num_heads, num_layers=options.num_layers)

@@ -42,7 +42,6 @@ from draftsmith.drafters.weights import (
     weight_bytes,
     write_weights,
 )
-from draftsmith.errors import UserError
 
 ARCHITECTURE = "MLPSpeculatorPreTrainedModel"
 
@@ -98,11 +97,6 @@ class Mlp(StateHead):
     ) -> Mlp:
         """`token_counts` is not needed: the vocabulary is the target's."""
         inner_size = options.inner_size or target.hidden_size
-        if options.num_predict < 1 or inner_size < 1:
-            raise UserError(
-                f"option 'mlp' has num_predict={options.num_predict}, inner_size={inner_size}; "
-                "both must be at least 1"
-            )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             drafter = cls(

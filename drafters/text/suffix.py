@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from draftsmith.config import check_limits
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.options import SuffixOptions
 from draftsmith.drafters.text.suffix_index import ORDERS, SEPARATOR, SuffixIndex
 from draftsmith.drafters.weights import ReadBytes
-from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
 
 # The part of a request's own text that is searched: about 9 MB of index where a text is as long.
@@ -43,7 +43,7 @@ class Suffix:
 
     def __init__(self, options: SuffixOptions | None = None):
         self.options = options or SuffixOptions()
-        check(self.options)
+        check_limits(self.options, "suffix_")
         self.shared = SuffixIndex(
             self.options.max_cached_tokens, max_texts=max(1, self.options.max_cached_requests)
         )
@@ -160,20 +160,3 @@ def most_frequent(continuations: np.ndarray, budget: int, min_prob: float) -> Dr
         score += prob
         rows = [row for row in rows if row[depth] == token]
     return Draft(tokens, score)
-
-
-def check(options: SuffixOptions) -> None:
-    bounds = {
-        "max_tree_depth": (options.max_tree_depth, 1),
-        "max_cached_requests": (options.max_cached_requests, 0),
-        "max_cached_tokens": (options.max_cached_tokens, 1),
-        "max_spec_factor": (options.max_spec_factor, 0),
-    }
-    for name, (value, low) in bounds.items():
-        if value < low:
-            raise UserError(f"suffix option {name!r} is {value}; it must be at least {low}")
-    if not 0.0 <= options.min_token_prob <= 1.0:
-        raise UserError(
-            f"suffix option 'min_token_prob' is {options.min_token_prob}; it must lie between 0 "
-            "and 1"
-        )

@@ -23,7 +23,6 @@ from draftsmith.drafters.interface import (
     draft_positions,
 )
 from draftsmith.drafters.text.suffix import Draft, Suffix
-from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.cuda_graphs import Capturer
 
@@ -33,8 +32,6 @@ class TextFirst(ForwardCapturable, Capturable):
     accepted."""
 
     def __init__(self, model: ServingDrafter, text: Suffix, *, share: float = 0.8):
-        if not 0.0 < share <= 1.0:
-            raise UserError(f"suffix_share is {share}; it must be above 0 and at most 1")
         self.model, self.text, self.share = model, text, share
         self.family, self.taps = model.family, model.taps
 

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from draftsmith.config import check_limits
 from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.errors import UserError
-from draftsmith.fleet.observe.config import LIMITS, ObserveConfig
+from draftsmith.fleet.observe.config import ObserveConfig
 from draftsmith.fleet.observe.counters import Counters
 from draftsmith.fleet.observe.endpoints import Tokenizer
 from draftsmith.fleet.observe.enrich import Enrichment
@@ -34,7 +34,7 @@ def run(config: ObserveConfig) -> int:
     logging.basicConfig(level=logging.INFO, format="draftsmith: %(message)s")
     for chatty in ("httpx", "uvicorn.access", "uvicorn.error"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    check_limits(config, LIMITS)
+    check_limits(config)
     url = server_url(config.url)
     counters = Counters()
     with ExitStack() as closing, bind(config.listen) as listener:

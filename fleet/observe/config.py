@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftsmith.api_key import API_KEY_HELP
-from draftsmith.config import NOT_NEGATIVE, SHARE, TOP, Limits, LimitsTable, option
+from draftsmith.config import NOT_NEGATIVE, PART, PORT, SHARE, TOP, Limits, option
 from draftsmith.drafters.config import TRUST_HELP
 
 
@@ -14,10 +14,10 @@ class DefaultSampling:
     """Sampling of a request that names none, as the server has it (vLLM reads the target's
     generation_config.json)."""
 
-    temperature: float = option(1.0, "0 is greedy")
-    top_k: int = option(0, "0 is off")
-    top_p: float = option(1.0, "1 is off")
-    min_p: float = option(0.0, "0 is off")
+    temperature: float = option(1.0, "0 is greedy", limits=NOT_NEGATIVE)
+    top_k: int = option(0, "0 is off", limits=NOT_NEGATIVE)
+    top_p: float = option(1.0, "1 is off", limits=PART)
+    min_p: float = option(0.0, "0 is off", limits=SHARE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,32 +45,23 @@ class ObserveConfig:
         choices=("", "probabilistic", "greedy", "target-only"),
     )
     engine: str = option("", "name of the server in records, for a buffer of several")
-    share: float = option(1.0, "of the requests that are recorded")
+    share: float = option(1.0, "of the requests that are recorded", limits=SHARE)
     enrich: str = option(
         "none",
         "also request token ids, or token ids and logprobs, and take them out of the answer again",
         choices=("none", "tokens", "logprobs"),
     )
-    top_logprobs: int = option(20, "how many with --enrich logprobs; vLLM --max-logprobs bounds it")
+    top_logprobs: int = option(
+        20,
+        "how many with --enrich logprobs; vLLM --max-logprobs bounds it",
+        limits=Limits(1, TOP, "[]"),
+    )
     api_key: str | None = option(None, f"of the proxy's own requests: {API_KEY_HELP}")
     defaults: DefaultSampling = option(
         help="sampling of requests that name none", factory=DefaultSampling
     )
-    status_port: int | None = option(None, "serve Prometheus text at /metrics of this port")
+    status_port: int | None = option(
+        None, "serve Prometheus text at /metrics of this port", limits=PORT
+    )
     status_host: str = option("127.0.0.1", "address of that port")
     trust_remote_code: bool = option(False, TRUST_HELP)
-
-
-LIMITS: LimitsTable = {
-    ObserveConfig: {
-        "share": SHARE,
-        "top_logprobs": Limits(1, TOP, "[]"),
-        "status_port": Limits(0, 65535, "[]"),
-    },
-    DefaultSampling: {
-        "temperature": NOT_NEGATIVE,
-        "top_k": NOT_NEGATIVE,
-        "top_p": Limits(0, 1, "(]"),
-        "min_p": SHARE,
-    },
-}

@@ -10,7 +10,7 @@ import torch
 from draftsmith.config import check_limits
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
-from draftsmith.serve.audit.config import LIMITS, AuditConfig
+from draftsmith.serve.audit.config import AuditConfig
 from draftsmith.serve.audit.kernels.checks import audit_kernels
 from draftsmith.serve.audit.report import Report
 from draftsmith.serve.audit.server import audit_server
@@ -47,7 +47,7 @@ def check(config: AuditConfig) -> None:
             "nothing to audit; give --kernels, or --url with the address of a server, or --buffer "
             "with the folder of its records"
         )
-    check_limits(config, LIMITS)
+    check_limits(config)
     if config.device.partition(":")[0] not in DEVICES or (
         config.device != "cpu" and not torch.cuda.is_available()
     ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftsmith.api_key import API_KEY_HELP
-from draftsmith.config import AT_LEAST_1, INSIDE, NOT_NEGATIVE, LimitsTable, option
+from draftsmith.config import AT_LEAST_1, INSIDE, NOT_NEGATIVE, PART, SECONDS, SHARE, option
 from draftsmith.drafters.config import TRUST_HELP
 from draftsmith.serve.config import K_ALSO
 
@@ -38,58 +38,58 @@ class AuditConfig:
     )
     trust_remote_code: bool = option(False, TRUST_HELP)
     prompt: str = option("The", "text that the audited contexts begin with")
-    contexts: int = option(4, "contexts, each continued many times")
-    samples: int = option(2000, "sampled continuations in all")
+    contexts: int = option(4, "contexts, each continued many times", limits=AT_LEAST_1)
+    samples: int = option(2000, "sampled continuations in all", limits=AT_LEAST_1)
     length: int = option(
-        8, "tokens of a sampled continuation, beside the k + 1 that let every round draft k tokens"
+        8,
+        "tokens of a sampled continuation, beside the k + 1 that let every round draft k tokens",
+        limits=AT_LEAST_1,
     )
     k: int | None = option(
         None,
         "draft tokens per round to audit, asked of a draftsmith server; for others what the "
         "server drafts, 0 for none; default: what the server reports",
         also=K_ALSO,
+        limits=NOT_NEGATIVE,
     )
     bias: float = option(
         0.2,
         "total variation of a bias that must be detectable at every drafted depth, else no verdict",
+        limits=INSIDE,
     )
-    temperature: float = option(1.0, "of the samples; 0 audits greedy text alone")
-    top_k: int = option(0, "of the samples")
-    top_p: float = option(1.0, "of the samples")
-    min_p: float = option(0.0, "of the samples")
-    greedy_tokens: int = option(32, "tokens of each context's greedy continuation")
+    temperature: float = option(
+        1.0, "of the samples; 0 audits greedy text alone", limits=NOT_NEGATIVE
+    )
+    top_k: int = option(0, "of the samples", limits=NOT_NEGATIVE)
+    top_p: float = option(1.0, "of the samples", limits=PART)
+    min_p: float = option(0.0, "of the samples", limits=SHARE)
+    greedy_tokens: int = option(
+        32, "tokens of each context's greedy continuation", limits=AT_LEAST_1
+    )
     margin: float = option(
-        0.1, "a greedy divergence at a smaller top-2 logprob margin counts as numerical noise"
+        0.1,
+        "a greedy divergence at a smaller top-2 logprob margin counts as numerical noise",
+        limits=NOT_NEGATIVE,
     )
-    choices: int = option(16, "continuations asked for in one request; its n")
-    concurrency: int = option(8, "requests in flight")
-    timeout_s: float = option(120.0, "most seconds that one answer may take")
+    choices: int = option(16, "continuations asked for in one request; its n", limits=AT_LEAST_1)
+    concurrency: int = option(8, "requests in flight", limits=AT_LEAST_1)
+    timeout_s: float = option(120.0, "most seconds that one answer may take", limits=SECONDS)
     seeded: bool = option(
         True,
         "send a seed with every request, so that an audit can be repeated; not all servers can "
         "take one",
     )
-    rounds: int = option(250_000, "rounds of each distribution of the kernel audit")
+    rounds: int = option(
+        250_000, "rounds of each distribution of the kernel audit", limits=AT_LEAST_1
+    )
     impl: str = option("auto", "kernels to audit", choices=("auto", "triton", "torch"))
     device: str = option(
         "cpu", "torch device of the kernel audit, and of the target when one is given"
     )
     false_alarm: float = option(
-        1e-9, "chance that a lossless system fails any test, all tests together"
+        1e-9, "chance that a lossless system fails any test, all tests together", limits=INSIDE
     )
-    seed: int = option(0, "of the audit's own draws and of the sampled requests")
+    seed: int = option(
+        0, "of the audit's own draws and of the sampled requests", limits=NOT_NEGATIVE
+    )
     out: str | None = option(None, "write the report here as JSON")
-
-
-LIMITS: LimitsTable = {
-    AuditConfig: {
-        **dict.fromkeys(
-            ("contexts", "samples", "choices", "concurrency", "rounds", "greedy_tokens", "length"),
-            AT_LEAST_1,
-        ),
-        "k": NOT_NEGATIVE,
-        "temperature": NOT_NEGATIVE,
-        "false_alarm": INSIDE,
-        "bias": INSIDE,
-    }
-}

@@ -21,7 +21,7 @@ from draftsmith.extras import missing
 from draftsmith.kernels.acceptance import DraftCost
 from draftsmith.progress import Progress
 from draftsmith.serve.bench.client import Client, PassResult
-from draftsmith.serve.bench.config import LIMITS, BenchConfig, ServedPair
+from draftsmith.serve.bench.config import BenchConfig, ServedPair
 from draftsmith.serve.bench.prompts import Prompt, read_prompts
 from draftsmith.serve.bench.report import (
     Case,
@@ -77,7 +77,7 @@ def check(config: BenchConfig) -> None:
     unknown = [mode for mode in config.modes if mode not in MODES]
     if unknown or not config.modes:
         raise UserError(f"modes is {config.modes}; choose from {', '.join(MODES)}")
-    check_limits(config, LIMITS)
+    check_limits(config)
     if config.png is not None and importlib.util.find_spec("matplotlib") is None:
         raise missing("bench --png", "matplotlib", "train")
     check_draft_options(config)

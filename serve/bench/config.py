@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftsmith.api_key import API_KEY_HELP
-from draftsmith.config import AT_LEAST_1, POSITIVE, Limits, LimitsTable, option
+from draftsmith.config import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SECONDS, SHARE, Limits, option
 from draftsmith.drafters.config import Pair
 from draftsmith.serve.config import K_ALSO, LookupOptions
 
@@ -26,14 +26,18 @@ class BenchConfig(ServedPair):
         "a file or folder of JSON lines, JSON, Parquet, CSV or text (a prompt per line), as for "
         "generate; stdlib:code or stdlib:prose",
     )
-    num_prompts: int = option(16, "prompts of one pass")
-    prompt_chars: int = option(400, "length of prompts cut from the standard library")
-    max_tokens: int = option(128, "most tokens of an answer")
+    num_prompts: int = option(16, "prompts of one pass", limits=AT_LEAST_1)
+    prompt_chars: int = option(
+        400, "length of prompts cut from the standard library", limits=AT_LEAST_1
+    )
+    max_tokens: int = option(128, "most tokens of an answer", limits=Limits(2))
     ignore_eos: bool = option(True, "let every answer have all its tokens")
     temperature: list[float] = option(
-        factory=lambda: [0.0, 1.0], help="temperatures, each measured apart"
+        factory=lambda: [0.0, 1.0], help="temperatures, each measured apart", limits=NOT_NEGATIVE
     )
-    k: int | None = option(None, "draft tokens per round; default: the server's", also=K_ALSO)
+    k: int | None = option(
+        None, "draft tokens per round; default: the server's", also=K_ALSO, limits=NOT_NEGATIVE
+    )
     modes: list[str] = option(
         factory=lambda: ["off", "on"],
         help=(
@@ -49,13 +53,20 @@ class BenchConfig(ServedPair):
     max_length: int | None = option(
         None,
         "most tokens of prompt and answer together in the started server; default: the target's",
+        limits=AT_LEAST_1,
     )
-    concurrency: int = option(1, "closed loop: requests in flight; the next starts when one ends")
+    concurrency: int = option(
+        1, "closed loop: requests in flight; the next starts when one ends", limits=AT_LEAST_1
+    )
     request_rate: float | None = option(
-        None, "open loop: requests per second, independent of answers; default: closed loop"
+        None,
+        "open loop: requests per second, independent of answers; default: closed loop",
+        limits=POSITIVE,
     )
     burstiness: float = option(
-        1.0, "of the open loop's gaps: 1 is Poisson, less comes in bursts, more is steadier"
+        1.0,
+        "of the open loop's gaps: 1 is Poisson, less comes in bursts, more is steadier",
+        limits=POSITIVE,
     )
     goodput: list[str] = option(
         factory=list,
@@ -65,24 +76,18 @@ class BenchConfig(ServedPair):
         None,
         "let the started server keep drafts at these rates by position: sizing, the text is "
         "meaningless",
+        limits=SHARE,
     )
-    repeats: int = option(3, "passes over the prompts, modes taking turns")
+    repeats: int = option(3, "passes over the prompts, modes taking turns", limits=AT_LEAST_1)
     model: str | None = option(None, "model name; default: the first one that the server lists")
     api_key: str | None = option(None, API_KEY_HELP)
     seed: int = option(
-        0, "of the built-in prompts and of the times between requests; sent with no request"
+        0,
+        "of the built-in prompts and of the times between requests; sent with no request",
+        limits=NOT_NEGATIVE,
     )
     out: str | None = option(None, "write the figures here as JSON")
     png: str | None = option(None, "draw them here")
-    timeout_s: float = option(600.0, "most seconds for the server's start, and for one answer")
-
-
-LIMITS: LimitsTable = {
-    BenchConfig: {
-        "request_rate": POSITIVE,
-        "burstiness": POSITIVE,
-        "concurrency": AT_LEAST_1,
-        "repeats": AT_LEAST_1,
-        "max_tokens": Limits(2),
-    }
-}
+    timeout_s: float = option(
+        600.0, "most seconds for the server's start, and for one answer", limits=SECONDS
+    )

@@ -34,8 +34,6 @@ OWN_SCREEN, BACK = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 
 
 def run(config: TopConfig) -> int:
-    if config.every_s <= 0:
-        raise UserError(f"every_s is {config.every_s}; it must be above 0")
     with httpx.Client(
         base_url=config.url.rstrip("/").removesuffix("/v1"),
         headers=bearer(config.api_key),

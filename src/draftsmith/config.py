@@ -9,7 +9,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,22 +28,54 @@ KINDS = {
 DAY, TRUTH = "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:bool"
 
 
+MOST = 2.0**63  # that machines count to
+
+
+class Limits(NamedTuple):
+    """Interval of the numbers that an option may have."""
+
+    low: float
+    high: float = MOST
+    ends: str = "[)"  # of the interval, as mathematics writes them
+
+    def hold(self, value: float) -> bool:
+        """Never true of NaN."""
+        is_above = value >= self.low if self.ends[0] == "[" else value > self.low
+        return is_above and (value <= self.high if self.ends[1] == "]" else value < self.high)
+
+    def __str__(self) -> str:
+        lower = f"{'at least' if self.ends[0] == '[' else 'above'} {self.low}"
+        if self.high >= MOST:
+            return lower
+        return f"{lower} and {'at most' if self.ends[1] == ']' else 'below'} {self.high}"
+
+
+AT_LEAST_1, NOT_NEGATIVE, POSITIVE = Limits(1), Limits(0), Limits(0, ends="()")
+INSIDE, BELOW_1, SHARE, PART = (Limits(0, 1, ends) for ends in ("()", "[)", "[]", "(]"))
+SECONDS = Limits(0, 10**9, "(]")  # that a process can wait
+PORT = Limits(0, 2**16)
+TOP = 64  # likeliest tokens that a recorded distribution holds
+
+
 def option(
     default: Any = dataclasses.MISSING,
     help: str = "",
     *,
     choices: Sequence[str] | None = None,
+    limits: Limits | None = None,
     factory: Any = None,
     positional: bool = False,
     also: str | None = None,
     flags: bool = False,
 ) -> Any:
-    """A dataclass field with the text `--help` shows. Give `factory` instead of `default` for
-    mutable values; `also` is a second name of an option that has a flag. A section with `flags`
-    has one for each of its options, which may be given without the section's name too."""
+    """A dataclass field with the text `--help` shows. Numbers have `limits`. Give `factory` instead
+    of `default` for mutable values; `also` is a second name of an option that has a flag. A section
+    with `flags` has one for each of its options, which may be given without the section's name
+    too."""
     metadata = {
         "help": help,
         "choices": choices,
+        "limits": limits,
         "positional": positional,
         "also": also,
         "flags": flags,
@@ -235,7 +267,10 @@ def build(cls: type[T], values: dict[str, Any], prefix: str = "", *, root: type 
             raise UserError(
                 f"option {prefix + key!r} is {value!r}; it must be one of {', '.join(choices)}"
             )
-    return cls(**converted)
+    built = cls(**converted)
+    if root is cls:
+        check_limits(built)
+    return built
 
 
 def unknown_key(key: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -> str:
@@ -304,50 +339,21 @@ def to_dict(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-class Limits(NamedTuple):
-    """Interval of the numbers that an option may have. Tables of them stand beside the options."""
-
-    low: float
-    high: float = math.inf
-    ends: str = "[)"  # of the interval, as mathematics writes them
-
-    def hold(self, value: float) -> bool:
-        """Never true of NaN."""
-        is_above = value >= self.low if self.ends[0] == "[" else value > self.low
-        return is_above and (value <= self.high if self.ends[1] == "]" else value < self.high)
-
-    def __str__(self) -> str:
-        lower = f"{'at least' if self.ends[0] == '[' else 'above'} {self.low}"
-        if math.isinf(self.high):
-            return lower
-        return f"{lower} and {'at most' if self.ends[1] == ']' else 'below'} {self.high}"
-
-
-AT_LEAST_1, NOT_NEGATIVE, POSITIVE = Limits(1), Limits(0), Limits(0, ends="()")
-INSIDE, BELOW_1, SHARE = Limits(0, 1, "()"), Limits(0, 1), Limits(0, 1, "[]")
-TOP = 64  # likeliest tokens that a recorded distribution holds
-LimitsTable = Mapping[type, Mapping[str, Limits]]
-
-
-def out_of_limits(
-    config: Any, table: LimitsTable, prefix: str = ""
-) -> Iterator[tuple[str, Any, Limits]]:
+def out_of_limits(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Limits]]:
     """(name, value, limits) of each number that lies out of them, sections of `config` included.
     An option that is not given has no limits."""
-    limits = next((table[one] for one in type(config).__mro__ if one in table), {})
     for field in dataclasses.fields(config):
         name, value = prefix + field.name, getattr(config, field.name)
-        if any(one in table for one in type(value).__mro__):
-            yield from out_of_limits(value, table, f"{name}.")
-        elif value is not None and field.name in limits:
-            held = limits[field.name]
-            each = value if isinstance(value, tuple) else (value,)
+        if dataclasses.is_dataclass(value):
+            yield from out_of_limits(value, f"{name}.")
+        elif value is not None and (held := field.metadata.get("limits")) is not None:
+            each = value if isinstance(value, (list, tuple)) else (value,)
             yield from ((name, one, held) for one in each if not held.hold(one))
 
 
-def check_limits(config: Any, table: LimitsTable, prefix: str = "") -> None:
+def check_limits(config: Any, prefix: str = "") -> None:
     """Raises a `UserError` for the first number out of its limits. `prefix` stands before names of
     options: "learn." for a section that is checked alone."""
-    for name, value, limits in out_of_limits(config, table, prefix):
-        finite = " and finite" if value == math.inf else ""
-        raise UserError(f"option {name!r} is {value!r}; it must be {limits}{finite}")
+    for name, value, limits in out_of_limits(config, prefix):
+        top = " and finite" if value == math.inf else " and below 2**63" if value >= MOST else ""
+        raise UserError(f"option {name!r} is {value!r}; it must be {limits}{top}")

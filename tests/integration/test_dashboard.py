@@ -306,7 +306,7 @@ def test_top_says_in_one_sentence_why_it_cannot(
     for flags, wanted in (
         (["--url", guarded.url], "asks for an API key"),
         (["--url", "http://127.0.0.1:9"], "does not answer"),
-        (["--url", guarded.url, "--every-s", "0"], "every_s is 0.0"),
+        (["--url", guarded.url, "--every-s", "0"], "'every_s' is 0.0"),
         (["--url", f"{guarded.url}/elsewhere", "--api-key", "secret"], "answers 404"),
     ):
         assert main(["top", *flags]) == 2

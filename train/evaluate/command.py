@@ -28,7 +28,7 @@ from draftsmith.files import write_json
 from draftsmith.kernels.acceptance import DraftCost
 from draftsmith.kernels.contexts import bucket_of, label_of
 from draftsmith.progress import Progress
-from draftsmith.train.config import LIMITS, EvalConfig
+from draftsmith.train.config import EvalConfig
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.data.folders import folders_of
 from draftsmith.train.data.mixture import Mixture, provenances, read_mixture
@@ -171,13 +171,10 @@ def check_processes(config: EvalConfig) -> None:
 
 
 def check_options(config: EvalConfig) -> None:
-    check_limits(config, LIMITS)
+    check_limits(config)
     folders_of(config.data)
     for tree in config.tree:
         parse_tree(tree)
-    for temperature in config.temperature:
-        if temperature < 0:
-            raise UserError(f"option 'temperature' is {temperature}; it must be 0 (greedy) or more")
 
 
 def warn_of_trained_text(config: EvalConfig, mixture: Mixture) -> None:

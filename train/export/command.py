@@ -69,10 +69,6 @@ def check_options(config: ExportConfig) -> None:
             f"--with-target is for {' and '.join(HOLD_TARGET)}; for {config.to} leave it out, the "
             "target is read from where it lies"
         )
-    if config.speculative_tokens < 1:
-        raise UserError(
-            f"--speculative-tokens is {config.speculative_tokens}; it must be at least 1"
-        )
 
 
 def open_source(config: ExportConfig) -> Source:

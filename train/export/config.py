@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from draftsmith.config import option
+from draftsmith.config import AT_LEAST_1, option
 from draftsmith.drafters.config import TRUST_HELP
 
 LAYOUTS = ("vllm", "sglang", "speculators", "hf", "triton", "gguf", "openvino")
@@ -22,7 +22,9 @@ class ExportConfig:
     with_target: bool = option(
         False, "write the target beside the draft, where the layout holds targets (gguf, openvino)"
     )
-    speculative_tokens: int = option(3, "draft length k that the export recommends to the engine")
+    speculative_tokens: int = option(
+        3, "draft length k that the export recommends to the engine", limits=AT_LEAST_1
+    )
     prove: bool = option(
         True,
         "load the target and draft with the export as its engine reads it; it must equal the "

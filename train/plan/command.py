@@ -8,7 +8,7 @@ import os
 
 from draftsmith.config import check_limits
 from draftsmith.errors import UserError
-from draftsmith.train.plan.config import LIMITS, PlanConfig
+from draftsmith.train.plan.config import PlanConfig
 from draftsmith.train.quiet import quiet
 
 
@@ -32,9 +32,9 @@ def run(config: PlanConfig) -> int:
 
 
 def check(config: PlanConfig) -> None:
-    check_limits(config, LIMITS)
-    if not config.streams or min(config.streams) < 1 or config.epochs <= 0:
-        raise UserError("streams must be 1 or more and epochs above 0; raise them")
+    check_limits(config)
+    if not config.streams:
+        raise UserError("streams is empty; give numbers of requests, for example 1 8")
     if config.data_curve and (not config.data or config.out is None or len(config.families) > 1):
         raise UserError(
             "--data-curve trains one family on --data into --out; give both, and one of --families "

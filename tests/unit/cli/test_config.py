@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import typing
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from draftsmith import config as configuration
 from draftsmith.commands.arguments import collect, parse, parser_for
 from draftsmith.commands.table import COMMANDS, load
-from draftsmith.config import option
+from draftsmith.config import AT_LEAST_1, option
 from draftsmith.errors import UserError
 
 
@@ -32,7 +37,7 @@ class Sample:
     family: str = option(help="which", positional=True, choices=("a", "b"))
     more: tuple[str, ...] = option((), "others", positional=True, choices=("a", "b"))
     target: str = option(help="a folder")
-    steps: int = option(10)
+    steps: int = option(10, limits=AT_LEAST_1)
     minutes: float | None = option(None)
     learn: bool = option(False)
     taps: list[int] = option(factory=list)
@@ -240,3 +245,41 @@ def test_k_has_the_name_that_vllm_gives_it(name: str) -> None:
     arguments = parse(parser_for(name, cls), ["--num-speculative-tokens", "5"])
     given = {"k": "5"}
     assert collect(cls, arguments) == ({"speculation": given} if name == "serve" else given)
+
+
+def numbers(cls: type, *path: str) -> Iterator[tuple[tuple[str, ...], dataclasses.Field, type]]:
+    """Path, field and type of every option that is a number or a list of them."""
+    kinds = configuration.field_types(cls)
+    for field in dataclasses.fields(cls):
+        kind = configuration.plain(kinds[field.name])
+        if dataclasses.is_dataclass(kind):
+            yield from numbers(kind, *path, field.name)
+        elif (one := (typing.get_args(kind) or (kind,))[0]) in (int, float):
+            yield (*path, field.name), field, one
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_number_of_a_command_is_held_to_limits(command: str) -> None:
+    cls = load(COMMANDS[command].config)
+    required = {
+        field.name: (field.metadata["choices"] or ("x",))[0]
+        for field in dataclasses.fields(cls)
+        if configuration._required(field)
+    }
+    configuration.build(cls, required)  # the defaults keep them
+    for path, field, kind in numbers(cls):
+        limits, name = field.metadata["limits"], ".".join(path)
+        assert limits is not None, name
+        wrong: list[Any] = [limits.low - 1, 2**64] + ([math.nan] if kind is float else [])
+        for value in wrong:
+            if limits.hold(value):  # an age may be as high as it likes
+                continue
+            with pytest.raises(UserError) as caught:
+                configuration.build(cls, required | configuration.at_path(path, value))
+            assert str(caught.value).startswith(f"option {name!r} is {kind(value)!r}; it must be ")
+
+
+def test_limits_that_machines_have_are_named() -> None:
+    assert refusal("a", "--target", "t", "steps=1e30").endswith(
+        "it must be at least 1 and below 2**63"
+    )

@@ -121,8 +121,6 @@ def test_windows_stand_in_a_config_as_vllm_reads_them() -> None:
 @pytest.mark.parametrize(
     ("family", "options", "reason"),
     [
-        ("eagle3", {"window": 0}, "'eagle3.window' is 0; give at least 1"),
-        ("p-eagle", {"window": -1}, "'p_eagle.window' is -1"),
         ("draft-lm", {"window": 4, "target_layers": (0, 1)}, "starts from"),
     ],
 )

@@ -187,8 +187,21 @@ def test_options(target, tmp_path):
     assert drafter.midlayer.mlp.up_proj.weight.shape == (48, 32)
     drafter.save(tmp_path)
     assert Eagle3.load(tmp_path, target).midlayer.self_attn.k_proj.weight.shape == (8, 64)
-    with pytest.raises(UserError, match="tap 9 does not exist"):
-        create(target, taps=(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"taps": (1, 9)}, "'eagle3.taps' is 1 9; give ascending layers from 1 to 3, each once"),
+        *(({"taps": taps}, "'eagle3.taps' is") for taps in ((3, 1), (1, 1, 2), (0, 1, 2), (2, 4))),
+        ({"num_attention_heads": 3}, "num_attention_heads=3 with num_key_value_heads=2"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 with num_key_value_heads=3"),
+        ({"head_dim": 7}, "head_dim=7, since rotary embeddings turn pairs"),
+    ],
+)
+def test_shapes_that_no_engine_reads_are_refused(target, options, reason):
+    with pytest.raises(UserError, match=reason):
+        create(target, **options)
 
 
 def test_a_subset_needs_counts(target):

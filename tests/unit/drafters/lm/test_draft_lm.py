@@ -45,8 +45,17 @@ def test_new_model_follows_its_options(target):
 
 
 def test_impossible_shape(target):
-    with pytest.raises(UserError, match="even multiple of the 4 attention heads"):
-        DraftLm.create(DraftLmOptions(hidden_size=20, num_attention_heads=4), target, seed=0)
+    for hidden, reason in (
+        (20, "heads of head_dim=5"),
+        (22, "a multiple of the 4 attention heads"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            DraftLm.create(
+                DraftLmOptions(hidden_size=hidden, num_attention_heads=4), target, seed=0
+            )
+    few = DraftLmOptions(hidden_size=32, num_attention_heads=4, num_key_value_heads=3)
+    with pytest.raises(UserError, match="num_attention_heads=4 with num_key_value_heads=3"):
+        DraftLm.create(few, target, seed=0)
 
 
 def test_saved_folder_is_a_plain_model(target, tmp_path):

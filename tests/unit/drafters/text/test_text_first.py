@@ -3,13 +3,11 @@ drafted."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from draftsmith.drafters.interface import DraftInputs, Proposal, Remembering
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.text.text_first import TextFirst
-from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.filters import SamplingRows
 
 VOCAB = 20
@@ -95,5 +93,3 @@ def test_it_stands_in_for_its_model():
     assert drafter.cached_after(10, 4, 3) == 11
     drafter.finished("a", [1, 2, 3])
     assert drafter.text.shared.num_texts == 1
-    with pytest.raises(UserError, match="suffix_share is 0"):
-        TextFirst(Model(), Suffix(), share=0.0)

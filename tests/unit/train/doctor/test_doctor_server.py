@@ -256,7 +256,7 @@ def test_what_is_no_exposition_is_refused_in_one_sentence() -> None:
     [
         (["--url", "http://x", "--target", "t"], "one at a time"),
         (["--target", "t", "--seconds", "5"], "give --url"),
-        (["--url", "http://x", "--seconds", "-1"], "seconds is -1"),
+        (["--url", "http://x", "--seconds", "-1"], "'seconds' is -1"),
         ([], "give --target, or --url"),
     ],
 )

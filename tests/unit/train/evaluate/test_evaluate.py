@@ -211,7 +211,7 @@ def test_filtered_samples_are_not_taken_for_the_distribution(target, draft, data
     ("options", "said"),
     [
         (("--draft", "no/such/draft"), "no/such/draft"),
-        (("--temperature", "-1"), "must be 0 (greedy) or more"),
+        (("--temperature", "-1"), "option 'temperature' is -1.0"),
         (("--temperature", "warm"), "'warm'"),
         (("--k", "0"), "option 'k' is 0"),
         (("--batch-size", "0"), "option 'batch_size' is 0"),
