@@ -7,19 +7,17 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from draftsmith.serve.http.responses import Vocabulary
 from draftsmith.serve.requests.request import Request
-from draftsmith.text_stream import BROKEN
+from draftsmith.text_stream import CONTEXT, ShowsTokens, TextStream, Tokenizer
 
 KEPT = 512  # rounds of requests
-CONTEXT = 8  # tokens before the round's, so that a piece is decoded as it is inside its text
 
 
 class ShownRound(NamedTuple):
     number: int
     request: str
     request_class: str
-    before: tuple[int, ...]
+    before: tuple[int, ...]  # so that a piece is decoded as it is inside its text
     accepted: tuple[int, ...]  # drafted, kept and committed
     rejected: tuple[int, ...]  # drafted and not kept
     own: tuple[int, ...]  # the target's: the residual or bonus token
@@ -59,7 +57,7 @@ class TextView:
         return [one for one in list(self._rounds) if one.number > number]
 
 
-def pieces(shown: ShownRound, vocabulary: Vocabulary) -> dict[str, Any]:
+def pieces(shown: ShownRound, vocabulary: Tokenizer) -> dict[str, Any]:
     """The round as text. `rejected` goes on where `accepted` ends, and so does `target`."""
     kept = [*shown.before, *shown.accepted]
     return {
@@ -72,10 +70,6 @@ def pieces(shown: ShownRound, vocabulary: Vocabulary) -> dict[str, Any]:
     }
 
 
-def _continuation(vocabulary: Vocabulary, before: Sequence[int], tokens: Sequence[int]) -> str:
-    if not tokens:
-        return ""
+def _continuation(vocabulary: Tokenizer, before: Sequence[int], tokens: Sequence[int]) -> str:
     # Half a character is left to the round that completes it.
-    head = vocabulary.decode(list(before)).rstrip(BROKEN)
-    whole = vocabulary.decode([*before, *tokens]).rstrip(BROKEN)
-    return whole[len(head) :]
+    return TextStream(ShowsTokens(vocabulary, ()), context=before).push(tokens).text

@@ -4,11 +4,13 @@ released. Torch-free."""
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 BROKEN = "\ufffd"  # what a decoder shows for bytes that are not a character yet
-_CONTEXT = 8  # tokens kept as context when the window moves on; a character has at most 4 bytes
+_PARTS = 3  # tokens that may wait for the rest of a character: it has at most 4 bytes
+_KEPT = 8  # tokens kept as context when the window moves on
+CONTEXT = _KEPT + 2 * _PARTS  # tokens before a text that its beginning may depend on
 _WINDOW = 48
 
 
@@ -56,13 +58,16 @@ class StreamStep(NamedTuple):
 @dataclass
 class _State:
     window: list[int]
-    sent: int  # characters of the window's text that are released or held
-    held: str  # could be the beginning of a stop string
+    whole: int  # tokens of the window whose text ends with a whole character
+    base: str  # their text
+    given: str  # text of the window that is released or held, or the prompt's
+    held: str = ""  # could be the beginning of a stop string
 
 
 class TextStream:
-    """The text of one request. `context` is the end of the prompt: some tokenizers drop a leading
-    space without it.
+    """The text of one request, the same however its tokens are cut into pushes. `context` is the
+    end of the prompt: some tokenizers drop a leading space without it, and it may end within a
+    character.
 
     A stop string ends the text only behind the first `min_tokens` tokens, though it may begin among
     them. The text keeps it if `keep_stop`.
@@ -79,8 +84,7 @@ class TextStream:
     ):
         self.tokenizer, self.stop, self.keep_stop = tokenizer, tuple(stop), keep_stop
         self._unstoppable = min_tokens if stop else 0
-        window = list(context[-_CONTEXT:])
-        self._state = _State(window, len(self._decode(window)) if window else 0, "")
+        self._state = self._behind(list(context[-CONTEXT:]))
 
     def push(self, tokens: Sequence[int]) -> StreamStep:
         early = min(self._unstoppable, len(tokens))
@@ -92,7 +96,7 @@ class TextStream:
         return StreamStep(first.text + rest.text, early + rest.num_tokens, rest.stopped)
 
     def _push(self, tokens: Sequence[int]) -> StreamStep:
-        before = _State(list(self._state.window), self._state.sent, self._state.held)
+        before = replace(self._state, window=list(self._state.window))
         step = self._advance(tokens)
         if not step.stopped or len(tokens) == 1:
             return step
@@ -108,26 +112,89 @@ class TextStream:
 
     def finish(self) -> str:
         """Rest of the text that was held back, once no token follows."""
-        state = self._state
-        rest = state.held + self._decode(state.window)[state.sent :]
-        self._state = _State([], 0, "")
-        return rest
+        state, text = self._state, self._decode(self._state.window)
+        self._state = _State([], 0, "", "")
+        return state.held + text[_num_given(state, text) :]
 
     def _advance(self, tokens: Sequence[int], *, stoppable: bool = True) -> StreamStep:
+        fresh = self._settled(tokens)
+        return self._release(self._state, fresh, len(tokens), stoppable=stoppable)
+
+    def _behind(self, context: list[int]) -> _State:
+        """State behind a context. The parts of a character that it may end with wait for the
+        rest."""
+        for parts in range(_PARTS + 1):
+            begun = len(context) - parts
+            if (kept := self._kept(context[:begun])) is None:
+                continue
+            self._state = kept
+            for token in context[begun:]:
+                self._settled([token])
+            self._state.given = self._decode(self._state.window)
+            return self._state
+        text = self._decode(context)
+        return _State(context, len(context), text, text)
+
+    def _kept(self, tokens: list[int]) -> _State | None:
+        """State of a window of the last tokens; None where no text with an end is found. A window
+        that begins within a character may have none: some decoders give up all bytes beside a
+        broken one."""
+        for count in range(_KEPT, _KEPT + _PARTS + 1):
+            text = self._decode(tokens[-count:])
+            if (text or count >= len(tokens)) and not text.endswith(BROKEN):
+                return _State(tokens[-count:], min(count, len(tokens)), text, text)
+        return None
+
+    def _settled(self, tokens: Sequence[int]) -> str:
+        """Text that becomes final with the tokens."""
         state = self._state
-        state.window.extend(tokens)
-        text = self._decode(state.window)
+        text = self._decode([*state.window, *tokens])
+        if len(tokens) > 1 and BROKEN in text[len(state.base) :]:
+            # What is broken and what only waits shows token by token.
+            return "".join([self._settled([token]) for token in tokens])
+        state.window += tokens
+        if not text.startswith(state.base):
+            # Bytes that are no character take those before them along: they are read without.
+            del state.window[: state.whole]
+            state.whole, state.base, state.given = 0, "", state.given[len(state.base) :]
+            text = self._decode(state.window)
         # A trailing run of broken characters may still become one good character.
-        settled = len(text.rstrip(BROKEN))
+        settled = text.rstrip(BROKEN)
+        if len(state.window) - state.whole > _WINDOW and settled != text:
+            return self._give_up(text)
+        fresh = settled[_num_given(state, text) :]
+        if fresh:
+            state.given = settled
+        if settled == text:
+            self._end_whole(text)
+        return fresh
+
+    def _end_whole(self, text: str) -> None:
+        state = self._state
         if len(state.window) > _WINDOW:
-            settled = max(settled, len(text) - 1)
-        fresh = text[state.sent : settled]
-        state.sent = max(state.sent, settled)
-        if len(state.window) > _WINDOW:
-            unsent = len(text) - state.sent
-            state.window = state.window[-_CONTEXT:]
-            state.sent = len(self._decode(state.window)) - unsent
-        return self._release(state, fresh, len(tokens), stoppable=stoppable)
+            if (kept := self._kept(state.window)) is not None:
+                self._state = replace(kept, held=state.held)
+                return
+            if not self._decode(state.window[-_KEPT:]):
+                del state.window[-_KEPT:]  # Tokens that have no text are no context.
+        state.whole, state.base, state.given = len(state.window), text, text
+
+    def _give_up(self, text: str) -> str:
+        """Text of a window whose end has been broken for too long, without the last parts: those
+        alone may still become a character."""
+        state = self._state
+        parts = next(
+            (
+                parts
+                for parts in range(_PARTS, 0, -1)
+                if self._decode(state.window[:-parts]) + self._decode(state.window[-parts:]) == text
+            ),
+            _PARTS,
+        )
+        whole = self._decode(state.window[:-parts])
+        fresh = whole[_num_given(state, text) :]
+        self._state = _State(state.window[-parts:], 0, "", "", state.held)
+        return fresh
 
     def _release(
         self, state: _State, fresh: str, num_tokens: int, *, stoppable: bool
@@ -143,7 +210,7 @@ class TextStream:
             if (at := pending.find(stop, begin)) >= 0
         ]
         if found and stoppable:
-            state.held, state.window, state.sent = "", [], 0
+            self._state = _State([], 0, "", "")
             _, end = min(found)
             return StreamStep(pending[:end], num_tokens, True)
         held = max(_overlap(pending, stop) for stop in self.stop)
@@ -157,6 +224,12 @@ class TextStream:
         return self.tokenizer.decode(
             tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+
+
+def _num_given(state: _State, text: str) -> int:
+    """Characters of the window's text that are given. What the prompt ends with was broken and may
+    have become a character."""
+    return len(state.given if text.startswith(state.given) else state.given.rstrip(BROKEN))
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -1,35 +1,33 @@
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.text_stream import ShowsTokens, TextStream
+from draftsmith.text_stream import BROKEN, ShowsTokens, TextStream
+from tests.tokenizer_kinds import ALL, BYTES, FALLBACKS, LETTERS, TOKENIZER, WORDS
 
 
-def byte_level() -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(
-        ["for x in range(10): print(x)", "the stop word is END here"] * 4, trainer
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+def decode(tokens: list[int], tokenizer: PreTrainedTokenizerFast = TOKENIZER) -> str:
+    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-TOKENIZER = byte_level()
-
-
-def decode(tokens: list[int]) -> str:
-    return TOKENIZER.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+def streamed(
+    tokens: list[int],
+    sizes: list[int],
+    tokenizer: PreTrainedTokenizerFast,
+    context: Sequence[int] = (),
+    *,
+    ends: bool = True,
+) -> str:
+    stream = TextStream(tokenizer, context=context)
+    text = "".join(stream.push(piece).text for piece in chunks(tokens, sizes))
+    return text + stream.finish() if ends else text
 
 
 def chunks(tokens: list[int], sizes: list[int]) -> list[list[int]]:
@@ -169,3 +167,103 @@ def test_shown_tokens_alone_have_text() -> None:
     for hidden, text in (((), "a<eos>a"), ((eos,), "aa")):
         stream = TextStream(ShowsTokens(TOKENIZER, hidden))
         assert stream.push([letter, eos, letter]).text + stream.finish() == text
+
+
+SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=4)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), kind=st.sampled_from(["byte level", *FALLBACKS]), sizes=SIZES)
+def test_text_is_the_whole_decoding_and_a_prompt_may_end_anywhere_in_it(
+    data: st.DataObject, kind: str, sizes: list[int]
+) -> None:
+    tokenizer = ALL[kind]
+    text = data.draw(st.text(st.sampled_from(LETTERS + "😀🇩👩\u200d ö"), max_size=60))
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    at = data.draw(st.integers(0, len(tokens)))
+    begin = streamed(tokens[:at], sizes, tokenizer, ends=False)
+    rest = streamed(tokens[at:], sizes, tokenizer, tokens[:at])
+    assert begin + rest == decode(tokens, tokenizer) == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), kind=st.sampled_from(["byte level", *WORDS]), sizes=SIZES)
+def test_any_tokens_join_to_their_decoding(
+    data: st.DataObject, kind: str, sizes: list[int]
+) -> None:
+    tokens = data.draw(st.lists(st.integers(0, len(ALL[kind]) - 1), max_size=120))
+    assert streamed(tokens, sizes, ALL[kind]) == decode(tokens, ALL[kind])
+
+
+def by_characters(tokens: list[int], tokenizer: PreTrainedTokenizerFast) -> str:
+    """Text in which broken bytes spoil those behind them, up to a token that is no byte, and none
+    before them."""
+    text, waiting = "", b""
+    for piece in tokenizer.convert_ids_to_tokens(tokens, skip_special_tokens=True):
+        if piece not in BYTES:
+            text, waiting = text + BROKEN * len(waiting) + piece.replace("▁", " "), b""
+            continue
+        waiting += bytes([BYTES[piece]])
+        with contextlib.suppress(UnicodeDecodeError):
+            text, waiting = text + waiting.decode(), b""
+    return text + BROKEN * len(waiting)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    # Often the bytes of characters, else any but a space, which has a token.
+    parts=st.lists(
+        st.one_of(
+            st.sampled_from(["😀", "日", "é"]).map(
+                lambda text: [byte + 1 for byte in text.encode()]
+            ),
+            st.lists(st.integers(0, 268).filter(lambda token: token != 33), max_size=2),
+        ),
+        max_size=12,
+    ),
+    kind=st.sampled_from(sorted(FALLBACKS)),
+    sizes=SIZES,
+)
+def test_a_broken_byte_spoils_no_character_before_it(
+    parts: list[list[int]], kind: str, sizes: list[int]
+) -> None:
+    tokens, tokenizer = list(itertools.chain(*parts)), FALLBACKS[kind]
+    expected = by_characters(tokens, tokenizer)
+    text = streamed(tokens, sizes, tokenizer)
+    assert text == (expected.removeprefix(" ") if kind == "llama" else expected)
+
+
+@pytest.mark.parametrize("kind", ["byte level", *FALLBACKS])
+def test_emoji_in_a_row_come_one_by_one_and_the_last_may_be_cut_off(kind: str) -> None:
+    *tokens, last = ALL[kind]("😀" * 40, add_special_tokens=False)["input_ids"]
+    stream = TextStream(ALL[kind])
+    pieces = [piece for token in tokens if (piece := stream.push([token]).text)]
+    assert pieces == ["😀"] * 39 and stream.push([last]).text == "😀"
+    cut = streamed(tokens, [7], ALL[kind])
+    assert cut.rstrip(BROKEN) == "😀" * 39 and len(cut) > 39
+
+
+@pytest.mark.parametrize("kind", ["byte level", *FALLBACKS])
+def test_bytes_without_a_character_are_given_and_cost_no_more_than_others(kind: str) -> None:
+    longest = 0
+
+    class Counted:
+        def decode(self, token_ids: Sequence[int], **options: bool) -> str:
+            nonlocal longest
+            longest = max(longest, len(token_ids))
+            return ALL[kind].decode(token_ids, **options)
+
+    (broken,) = ALL[kind].convert_tokens_to_ids(["ÿ" if kind == "byte level" else "<0xFF>"])
+    stream = TextStream(Counted())
+    given = "".join(stream.push([broken]).text for _ in range(400))
+    assert len(given) > 300 and set(given) == {BROKEN} and longest < 120
+
+
+@pytest.mark.parametrize("kind", sorted(ALL))
+def test_hidden_tokens_take_no_space_along_and_cost_no_more_than_others(kind: str) -> None:
+    tokenizer = ALL[kind]
+    (letter,) = tokenizer.convert_tokens_to_ids(
+        ["▁a" if kind in (*FALLBACKS, "metaspace") else "a"]
+    )
+    tokens = [letter, *[tokenizer.eos_token_id] * 200, letter]
+    assert streamed(tokens, [1], tokenizer) == decode(tokens, tokenizer)

@@ -14,6 +14,7 @@ from draftsmith.distill.buffer.traffic import branches, stitch
 from draftsmith.errors import UserError
 from draftsmith.record import Distribution, RoundRecord
 from draftsmith.train.data.roles import Role
+from tests.tokenizer_kinds import FALLBACKS
 
 MASK = 1
 
@@ -140,3 +141,22 @@ def test_a_token_that_ends_no_character_goes_with_the_next_one() -> None:
 def test_a_hook_that_is_none_is_one_sentence(reference: str) -> None:
     with pytest.raises(UserError, match="module:function"):
         load_hook(reference)
+
+
+@pytest.mark.parametrize("kind", sorted(FALLBACKS))
+def test_a_hook_sees_the_true_text_where_characters_are_many_tokens(kind: str) -> None:
+    tokenizer, seen = FALLBACKS[kind], list[str]()
+    secret = "😀" * 15
+    text = f"a {secret} x"
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def hook(shown: str) -> list[tuple[int, int]]:
+        seen.append(shown)
+        at = shown.index(secret)
+        return [(at, at + len(secret))]
+
+    record = make(0, len(tokens), tokens, [], 0, [], last=True)
+    (kept,) = Redactor(hook, tokenizer, mask_id=MASK)(record)
+    assert seen == [text]
+    left = [token for token in kept.context if token != MASK]
+    assert tokenizer.decode(left) == "a  x" and len(left) < 8

@@ -13,6 +13,7 @@ from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.requests.request import Request, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
+from tests.tokenizer_kinds import ALL
 
 PROMPT = [40, 41, 42, 43]
 
@@ -97,3 +98,22 @@ def test_a_character_of_several_tokens_is_whole_inside_its_text(target: Target) 
     view.add_round(request, list(tokens[1:2]), 1, list(tokens[1:]))
     shown = pieces(view.after(1)[0], tokenizer)
     assert (shown["accepted"], shown["target"]) == ("", "\u00e9")
+
+
+@pytest.mark.parametrize("kind", sorted(ALL))
+def test_rounds_join_to_the_text_whatever_the_tokenizer(kind: str) -> None:
+    tokenizer, view = ALL[kind], TextView()
+    text = "a a dim x END" if kind in ("metaspace", "wordpiece", "suffix") else "a 😀😀😀😀 日é x"
+    if kind in ("metaspace", "wordpiece", "suffix"):
+        tokens = list(range(1, len(tokenizer))) * 3
+    else:
+        tokens = tokenizer(f"{text} {text}", add_special_tokens=False)["input_ids"]
+    for at in range(1, len(tokens), 3):
+        request = Request(
+            id="r", tokens=tokens[: at + 3], num_prompt=1, params=SamplingParams(), seed=0, k=2,
+            max_tokens=99,
+        )  # fmt: skip
+        view.add_round(request, [*tokens[at : at + 2], 5], 2, tokens[at : at + 3])
+    shown = [pieces(one, tokenizer) for one in view.after(0)]
+    told = "".join(one["accepted"] + one["target"] for one in shown)
+    assert tokenizer.decode(tokens[:1]) + told == tokenizer.decode(tokens)
