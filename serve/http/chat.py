@@ -15,12 +15,11 @@ from draftsmith.serve.http.responses import (
     Body,
     Responder,
     ResponseOptions,
-    Vocabulary,
     finish_name,
     finite,
 )
 from draftsmith.serve.http.server import Server
-from draftsmith.serve.http.tokens import Prompt, Templated, templated
+from draftsmith.serve.http.tokens import Prompt, Templated, Vocabulary, templated
 from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.tools.answer import AnswerForm, AnswerParser, joined
@@ -222,11 +221,11 @@ class ChatResponder(Responder):
         return {"content": content}
 
     def _entry(self, token: int, logprob: float) -> Body:
-        text = self.token(token)
-        # A part of a character has no text of its own, and its bytes are not those of the
-        # replacement character.
-        data = None if "\ufffd" in text else list(text.encode())
-        return {"token": text, "logprob": finite(logprob), "bytes": data}
+        return {
+            "token": self.token(token),
+            "logprob": finite(logprob),
+            "bytes": self.texts.bytes(token),
+        }
 
 
 def _content_choice(index: int, text: str) -> Body:

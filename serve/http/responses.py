@@ -8,19 +8,16 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 from draftsmith.serve.http.speculation_report import Level, speculation_report
 from draftsmith.serve.http.streams import encoded, sent_event
-from draftsmith.serve.http.tokens import Prompt
+from draftsmith.serve.http.tokens import Prompt, TokenTexts, Vocabulary
 from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
+from draftsmith.text_stream import ShowsTokens, TextStream
 
 Body = dict[str, Any]
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM gives a token without mass the same number
-
-
-class Vocabulary(Protocol):
-    def decode(self, token_ids: list[int]) -> str: ...
 
 
 class ResponseOptions(NamedTuple):
@@ -55,13 +52,13 @@ class Responder(ABC):
     piece: str = "text_completion"
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
-    offsets: dict[int, int] = field(default_factory=dict)  # characters streamed, by choice
     counts: dict[int, int] = field(default_factory=dict)  # tokens streamed, by choice
     # of chunks, before and behind their text, by choice
     around_text: dict[int, tuple[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self.texts = TokenTexts(self.vocabulary)
 
     def head(self, kind: str) -> Body:
         # An answer that need not have the target's distribution is labelled.
@@ -160,13 +157,13 @@ class Responder(ABC):
             str(token): {
                 "logprob": finite(logprob),
                 "rank": rank,
-                "decoded_token": self.vocabulary.decode([token]),
+                "decoded_token": self.texts.text(token),
             }
             for token, logprob, rank in own + likeliest
         }
 
     def token(self, token: int) -> str:
-        return f"token_id:{token}" if self.options.name_by_id else self.vocabulary.decode([token])
+        return f"token_id:{token}" if self.options.name_by_id else self.texts.text(token)
 
     def openings(self, num_requests: int) -> list[Body]:
         """Bodies with which a stream begins."""
@@ -232,20 +229,39 @@ class Responder(ABC):
         """Part of a chunk that continues answer `index`."""
 
 
+class Offsets:
+    """Where tokens begin in a text behind `begin` characters. Parts of a character begin where it
+    does."""
+
+    def __init__(self, stream: TextStream, begin: int = 0):
+        self._stream, self._end = stream, begin
+
+    def push(self, tokens: Sequence[int]) -> list[int]:
+        found = []
+        for token in tokens:
+            found.append(self._end)
+            self._end += len(self._stream.push([token]).text)
+        return found
+
+
+@dataclass
 class CompletionResponder(Responder):
+    begun: set[int] = field(default_factory=set)  # choices
+    offsets: dict[int, Offsets] = field(default_factory=dict)  # of their tokens, by choice
+
     def choice(self, index: int, request: Request) -> Body:
         return self._piece(
             index, request, request.text, request.logprobs, request.finish_reason, first=True
         )
 
     def delta(self, index: int, request: Request, update: Update) -> Body:
-        first = index not in self.offsets
+        first = index not in self.begun
         return self._piece(
             index, request, update.text, update.logprobs, update.finish_reason, first=first
         )
 
     def frames(self, index: int, request: Request, update: Update) -> str:
-        first = index not in self.offsets
+        first = index not in self.begun
         if first or self.options.prompt_only or not self.brings_text(request, update):
             return super().frames(index, request, update)
         return self.text_frame(index, update.text, _text_choice)
@@ -264,33 +280,46 @@ class CompletionResponder(Responder):
         echoing = first and self.options.echo
         if self.options.prompt_only:
             text, entries = "", []
+        echoed = ""
         if echoing:
-            text = (
-                self.vocabulary.decode(prompt.tokens) if prompt.text is None else prompt.text
-            ) + text
-        offset = self.offsets.get(index, 0)
-        self.offsets[index] = offset + len(text)
+            echoed = self.vocabulary.decode(prompt.tokens) if prompt.text is None else prompt.text
+        self.begun.add(index)
         logprobs = None
         if request.params.logprobs is not None:
-            known = [None, *request.prompt_logprobs] if echoing else []
+            known, offsets = list[TokenLogprob | None](), list[int]()
+            if first:
+                stream = self._stream(prompt.tokens, hides=request.params.skip_special_tokens)
+                self.offsets[index] = Offsets(stream, len(echoed))
+            if echoing:
+                known = [None, *request.prompt_logprobs]
+                stream = self._stream((), hides=prompt.text is not None)
+                offsets = Offsets(stream).push(prompt.tokens)
+            offsets += self.offsets[index].push([entry.token for entry in entries])
             logprobs = self._logprobs(
-                prompt.tokens[0], [*known, *entries], offset, request.params.logprobs
+                prompt.tokens[0], [*known, *entries], offsets, request.params.logprobs
             )
+        text = echoed + text
         body = _text_choice(index, text, logprobs, reason)
         body |= {"prompt_token_ids": prompt.tokens} if first and self.options.token_ids else {}
         return body | (self.prompt_logprobs(request) if first else {})
 
+    def _stream(self, context: Sequence[int], *, hides: bool) -> TextStream:
+        """Text without special tokens, or with them."""
+        shown = self.vocabulary if hides else ShowsTokens(self.vocabulary, ())
+        return TextStream(shown, context=context)
+
     def _logprobs(
-        self, first: int, entries: Sequence[TokenLogprob | None], offset: int, count: int
+        self,
+        first: int,
+        entries: Sequence[TokenLogprob | None],
+        offsets: list[int],
+        count: int,
     ) -> Body:
         """Logprobs in the layout of completions. Only the first token of a prompt has no entry:
         nothing comes before it."""
-        tokens, offsets, values, tops = [], [], [], []
+        tokens, values, tops = [], [], []
         for entry in entries:
-            text = self.token(first if entry is None else entry.token)
-            tokens.append(text)
-            offsets.append(offset)
-            offset += len(text)
+            tokens.append(self.token(first if entry is None else entry.token))
             values.append(None if entry is None else finite(entry.logprob))
             tops.append(None if entry is None else self._top(entry, count))
         return {

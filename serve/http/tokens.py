@@ -1,14 +1,16 @@
-"""Texts of API requests as token ids."""
+"""Texts of API requests as token ids, and single tokens as texts and bytes."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from draftsmith.errors import UserError
+from draftsmith.text_stream import BROKEN
 
 
 class Prompt(NamedTuple):
@@ -97,3 +99,52 @@ def bad_word_tokens(
         if len(spaced) == len(first) and spaced[0] != first[0]:
             sequences.append(spaced)
     return tuple(sequences)
+
+
+class Vocabulary(Protocol):
+    """The part of transformers' tokenizers that names tokens."""
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
+    ) -> str: ...
+
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> Sequence[str | bytes]: ...
+
+
+BYTES = {letter: number for number, letter in bytes_to_unicode().items()}
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenTexts:
+    """Texts and bytes of single tokens, as they are within a text."""
+
+    def __init__(self, vocabulary: Vocabulary):
+        self.vocabulary = vocabulary
+        self._texts: dict[int, str] = {}
+
+    def text(self, token: int) -> str:
+        text = self._texts.get(token)
+        if text is None:
+            # Some decoders drop the space with which a text begins: behind itself it is there.
+            alone, twice = (self.vocabulary.decode([token] * count) for count in (1, 2))
+            text = twice.removeprefix(alone) if twice.startswith(alone) else alone
+            self._texts[token] = text
+        return text
+
+    def bytes(self, token: int) -> list[int] | None:
+        """None where a tokenizer does not tell the bytes of a part of a character."""
+        text = self.text(token)
+        if BROKEN not in text:
+            return list(text.encode())
+        (piece,) = self.vocabulary.convert_ids_to_tokens([token])
+        if isinstance(piece, bytes):
+            return list(piece)
+        if (byte := BYTE.fullmatch(piece)) is not None:
+            return [int(byte[1], 16)]
+        if BROKEN in piece:
+            return list(text.encode())
+        return [BYTES[letter] for letter in piece] if BYTES.keys() >= set(piece) else None

@@ -1,10 +1,15 @@
-"""Chunks of a stream: what is encoded once around a text gives the bytes of the whole body."""
+"""Chunks of a stream: what is encoded once around a text gives the bytes of the whole body; tokens
+as parts of a text."""
 
 from __future__ import annotations
 
+import itertools
 import json
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from draftsmith.serve.http.chat import chat_responder
 from draftsmith.serve.http.responses import (
@@ -12,18 +17,20 @@ from draftsmith.serve.http.responses import (
     ResponseOptions,
     completion_responder,
 )
-from draftsmith.serve.http.tokens import Prompt
+from draftsmith.serve.http.tokens import Prompt, TokenTexts
 from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.tools.answer import AnswerForm
 from draftsmith.serve.tools.reasoning import ReasoningFormat, Thinking
+from draftsmith.text_stream import TextStream
+from tests.tokenizer_kinds import ALL, FALLBACKS, TOKENIZER
 
 TEXTS = [" def", "", '"\\\n\t\0', "\u2028\x85\u00e9\U0001f600", "text", ""]
 PROMPT = Prompt([1, 2], "p")
 
 
 class Letters:
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: list[int], **options: bool) -> str:
         return "".join(chr(97 + token) for token in token_ids)
 
 
@@ -85,3 +92,77 @@ def test_what_is_around_a_text_is_encoded_once(monkeypatch: pytest.MonkeyPatch) 
     assert len(built) == 2  # the first, which may have more, and the one around all others
     assert len(set(frames)) == 1
     assert json.loads(frames[0].removeprefix("data: "))["choices"][0]["text"] == "x"
+
+
+def answered(text: str, prompt: str, kind: str, sizes: list[int], stop: str = "") -> Any:
+    """Logprobs of a completion, whole and as the pieces of a stream, and its text."""
+    tokenizer, options = ALL[kind], ResponseOptions()
+    context, tokens = (
+        tokenizer(part, add_special_tokens=False)["input_ids"] for part in (prompt, text)
+    )
+    params = SamplingParams(logprobs=0)
+    of = Request("r", [*context, *tokens], len(context), params, seed=0, k=0, max_tokens=99)
+    whole, pieces = (
+        completion_responder("m", tokenizer, options, [Prompt(context, prompt)], 1)
+        for _ in range(2)
+    )
+    stream = TextStream(tokenizer, context=context, stop=[stop] if stop else ())
+    streamed: Any = {"text": "", "text_offset": [], "tokens": []}
+    at = 0
+    while at < len(tokens):
+        size = sizes[at % len(sizes)]
+        part = tokens[at : at + size]
+        entries = [TokenLogprob(token, -1.0, []) for token in part]
+        of.logprobs += entries
+        step, at = stream.push(part).text, at + size
+        update = Update(part, step + (stream.finish() if at >= len(tokens) else ""), entries, None)
+        choice = pieces.delta(0, of, update)
+        of.text += choice["text"]
+        for name in ("text_offset", "tokens"):
+            streamed[name] += choice["logprobs"][name]
+    return of, whole.choice(0, of)["logprobs"], streamed
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    text=st.text(st.sampled_from("a 日é😀x"), min_size=1, max_size=12),
+    kind=st.sampled_from(["byte level", "gemma"]),
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=3),
+)
+def test_offsets_are_where_a_token_begins_in_the_text(
+    text: str, kind: str, sizes: list[int]
+) -> None:
+    of, whole, streamed = answered(text, "a", kind, sizes)
+    assert of.text == text and whole["text_offset"] == streamed["text_offset"]
+    # A token that is part of a character begins where it does.
+    data, expected = b"", []
+    for entry in of.logprobs:
+        expected.append(len(data.decode(errors="ignore")))
+        data += bytes(TokenTexts(ALL[kind]).bytes(entry.token) or ())
+    assert data.decode() == text and whole["text_offset"] == expected
+
+
+def test_a_stop_string_in_wait_moves_no_offset() -> None:
+    _, whole, streamed = answered("aENaENxE", "x", "byte level", [1], stop="END")
+    begins = [0, *itertools.accumulate(map(len, whole["tokens"]))][:-1]
+    assert whole["text_offset"] == streamed["text_offset"] == begins
+
+
+@pytest.mark.parametrize("kind", ["byte level", *FALLBACKS])
+def test_bytes_of_tokens_join_to_the_text(kind: str) -> None:
+    text = "a 😀日 é ex"
+    texts = TokenTexts(ALL[kind])
+    tokens = ALL[kind]("a" + text, add_special_tokens=False)["input_ids"]
+    data = bytes(byte for token in tokens for byte in texts.bytes(token) or ())
+    assert data.decode().endswith(text)
+    assert texts.bytes(ALL[kind].eos_token_id) == list(b"<eos>")
+
+
+def test_entries_of_chat_logprobs_have_the_bytes_of_parts_of_characters() -> None:
+    answer = chat_responder("m", TOKENIZER, ResponseOptions(), PROMPT, 1, AnswerForm())
+    of = request(logprobs=1)
+    tokens = TOKENIZER("😀", add_special_tokens=False)["input_ids"]
+    entries = [TokenLogprob(token, -1.0, [(token, -1.0)]) for token in tokens]
+    told = answer.delta(0, of, Update(tokens, "😀", entries, None))["logprobs"]["content"]
+    assert len(told) == 4 and bytes(byte for one in told for byte in one["bytes"]) == "😀".encode()
+    assert all(one["top_logprobs"][0]["bytes"] == one["bytes"] for one in told)
