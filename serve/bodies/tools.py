@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, field_validator, model_validator
 
 from draftsmith.serve.bodies.formats import JsonObject, StrictModel, Text
-from draftsmith.serve.tools.calls import Tool
+from draftsmith.serve.tools.calls import LONGEST_NAME, NAME_LETTERS, Tool
 
-# As OpenAI's, and what names of tool servers hold besides.
-Name = Annotated[Text, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
+Name = Annotated[Text, Field(pattern=f"^[{NAME_LETTERS}]{{1,{LONGEST_NAME}}}$")]
 
 
 class Function(StrictModel):

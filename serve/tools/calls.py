@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+# Of a tool's name: OpenAI's letters, and what names of tool servers hold besides.
+NAME_LETTERS, LONGEST_NAME = "A-Za-z0-9_.:/-", 128
+
 
 class Tool(NamedTuple):
     """A function that the model may call."""

@@ -10,7 +10,14 @@ from draftsmith.serve.tools.calls import Call
 
 _MARKS = re.compile(r'["\\{}\[\]]')
 _SPACE = re.compile(r"[ \t\n\r]*")
-_decode = json.JSONDecoder().raw_decode
+
+
+def _no_json(written: str) -> None:
+    raise ValueError(f"{written} is no number of JSON")
+
+
+# Numbers are not read: they may be larger than Python's.
+_decode = json.JSONDecoder(parse_float=str, parse_int=str, parse_constant=_no_json).raw_decode
 ARGUMENTS = ("arguments", "parameters")
 
 
@@ -50,23 +57,38 @@ def skip_space(text: str, at: int) -> int:
     return match.end()
 
 
-def members(text: str) -> dict[str, str] | None:
-    """Members of a JSON object, each value as it is written; None for what is no valid object."""
+def _parts(text: str, kind: type) -> list[tuple[str, str]] | None:
+    """Key and text of each value of a JSON object, or "" and text of each of an array."""
+    at = skip_space(text, 0)
     try:
-        if not isinstance(json.loads(text), dict):
-            return None
+        whole, end = _decode(text, at)
     except (ValueError, RecursionError):
         return None
-    found: dict[str, str] = {}
-    at = skip_space(text, text.index("{") + 1)
-    while text[at] != "}":
-        key, at = _decode(text, at)
-        begin = skip_space(text, skip_space(text, at) + 1)  # behind the colon
-        _, end = _decode(text, begin)
-        found[key] = text[begin:end]
-        at = skip_space(text, end)
+    if not isinstance(whole, kind) or skip_space(text, end) < len(text):
+        return None
+    found, at = list[tuple[str, str]](), skip_space(text, at + 1)
+    while at < end - 1:
+        key = ""
+        if kind is dict:
+            key, at = _decode(text, at)
+            at = skip_space(text, skip_space(text, at) + 1)  # behind the colon
+        _, behind = _decode(text, at)
+        found.append((key, text[at:behind]))
+        at = skip_space(text, behind)
         at = skip_space(text, at + 1) if text[at] == "," else at
     return found
+
+
+def members(text: str) -> dict[str, str] | None:
+    """Members of a JSON object, each value as it is written; None for what is no valid object."""
+    parts = _parts(text, dict)
+    return None if parts is None else dict(parts)
+
+
+def items(text: str) -> list[str] | None:
+    """Items of a JSON array, as they are written; None for what is no valid array."""
+    parts = _parts(text, list)
+    return None if parts is None else [item for _, item in parts]
 
 
 def read_call(text: str, *, bare: bool = False) -> Call | None:
@@ -79,4 +101,6 @@ def read_call(text: str, *, bare: bool = False) -> Call | None:
     if len(given) > 1 or (bare and not given) or not all(raw.startswith("{") for raw in given):
         return None
     name = json.loads(parts["name"])
-    return Call(name, given[0] if given else "{}") if name else None
+    if not name or any("\ud800" <= letter <= "\udfff" for letter in name):
+        return None  # half a surrogate pair is no text
+    return Call(name, given[0] if given else "{}")

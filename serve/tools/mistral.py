@@ -16,14 +16,17 @@ from draftsmith.serve.tools.call_format import (
     choice,
     quoted,
 )
-from draftsmith.serve.tools.calls import Call
-from draftsmith.serve.tools.json_text import members, read_call, skip_space
+from draftsmith.serve.tools.calls import LONGEST_NAME, NAME_LETTERS, Call
+from draftsmith.serve.tools.json_text import items, members, read_call, skip_space
 
 BEGIN, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]\s*)?")
+NAME = re.compile(
+    rf"\s*([{NAME_LETTERS}]{{1,{LONGEST_NAME}}})\s*"
+    r"(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]\s*)?"
+)
 # What may become a name with its marks: no other character can still lead to a call.
-BEGUN = re.compile(r"[\w.\s\[\]-]*")
-LONGEST_NAME = 128
+BEGUN = re.compile(rf"[\w\s\[\]{NAME_LETTERS}]*")
+LONGEST = LONGEST_NAME + 64  # with its marks and space
 
 
 class Mistral(CallFormat):
@@ -52,7 +55,7 @@ class Mistral(CallFormat):
 
     def _named(self, text: Text) -> Found | None:
         none = Found((), len(BEGIN))
-        match, most = NAME.match(text.text, len(BEGIN)), len(BEGIN) + LONGEST_NAME
+        match, most = NAME.match(text.text, len(BEGIN)), len(BEGIN) + LONGEST
         if match is None or match.end() >= most or not text.text.startswith("{", match.end()):
             begun = BEGUN.match(text.text, len(BEGIN))
             may_be = begun is not None and begun.end() == len(text.text) < most
@@ -98,10 +101,5 @@ class Mistral(CallFormat):
 
 def calls_of_array(text: str) -> list[Call]:
     """Calls of a JSON array; none where one of its items is no call."""
-    try:
-        items = json.loads(text)
-    except (ValueError, RecursionError):
-        return []
-    # Written anew: of an array's items no text is kept.
-    calls = [read_call(json.dumps(item, ensure_ascii=False)) for item in items]
+    calls = [read_call(item) for item in items(text) or ()]
     return [] if None in calls else [call for call in calls if call is not None]

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draftsmith.serve.bodies.tools import FunctionTool
 from draftsmith.serve.tools.answer import AnswerForm, joined
 from draftsmith.serve.tools.call_format import CallFormat
 from draftsmith.serve.tools.calls import Piece
@@ -199,3 +200,50 @@ def test_a_call_within_reasoning_is_reasoning() -> None:
     form = form_of("hermes", reasoning=THINK, thinking=Thinking.MAYBE)
     piece = read(form, f"<think>{call}</think>\n\n{call}")
     assert piece.reasoning == call and calls_of(piece) == [("f", "{}")] and piece.content == ""
+
+
+RAW = (
+    '{"x": 1.10, "n": 12345678901234567890.12, "big": '
+    + "7" * 5000
+    + ', "far": 1e999, "s": "\\u00e9"}'
+)
+
+
+def written(format: str, name: str, arguments: str) -> str:
+    return {
+        "hermes": f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>',
+        "llama": f'{{"name": "{name}", "parameters": {arguments}}}',
+        "mistral": f'[TOOL_CALLS][{{"name": "{name}", "arguments": {arguments}}}]',
+        "mistral by name": f"[TOOL_CALLS]{name}[CALL_ID]a1b2c3d4e[ARGS]{arguments}",
+        "mistral by name alone": f"[TOOL_CALLS]{name}{arguments}",
+    }[format]
+
+
+FORMS = ["hermes", "llama", "mistral", "mistral by name", "mistral by name alone"]
+
+
+@pytest.mark.parametrize("certain", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_arguments_are_as_the_model_wrote_them(form: str, certain: bool) -> None:
+    text = written(form, "f", RAW)
+    for size in (1, 7, len(text)):
+        parts = [text[at : at + size] for at in range(0, len(text), size)]
+        assert calls_of(read(form_of(form.split()[0], certain=certain), *parts)) == [("f", RAW)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_name_that_a_request_may_give_is_read(form: str) -> None:
+    for name in ("mcp:search", "srv/tool.v1:x_y-Z", "n" * 128):
+        assert FunctionTool.model_validate({"type": "function", "function": {"name": name}})
+        answer = AnswerForm(FORMATS[form.split()[0]], [name])
+        text = written(form, name, "{}")
+        assert calls_of(read(answer, *text)) == [(name, "{}")]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_json_has_not_makes_no_call(form: str) -> None:
+    wrong = [("f", f'{{"a": {number}}}') for number in ("NaN", "Infinity", "-Infinity")]
+    for name, arguments in [*wrong, ("\\ud83d", "{}")]:
+        text = written(form, name, arguments)
+        answer = AnswerForm(FORMATS[form.split()[0]], ["f", "\ud83d"])
+        assert read(answer, text) == Piece(content=text)
