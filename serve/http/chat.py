@@ -47,7 +47,8 @@ def chat_plan(server: Server, body: ChatRequest) -> ChatPlan:
     )
     reasoning, thinking = template.reasoning, Thinking.DONE
     if reasoning is not None:
-        thinking = thinking_after(prompt.text, reasoning)
+        continued = body.messages[-1].plain()["content"] if body.continue_final_message else ""
+        thinking = thinking_after(prompt.text, reasoning, continued)
     grammar = body.answer_grammar()
     certain = False
     if calls is not None:
@@ -66,7 +67,14 @@ def chat_plan(server: Server, body: ChatRequest) -> ChatPlan:
     return ChatPlan(
         prompt.tokens,
         grammar,
-        AnswerForm(calls, [tool.name for tool in choice.tools], certain, reasoning, thinking),
+        AnswerForm(
+            calls,
+            [tool.name for tool in choice.tools],
+            certain,
+            reasoning,
+            thinking,
+            body.continue_final_message,
+        ),
         template.shown(*markers, *(reasoning or ())),
     )
 

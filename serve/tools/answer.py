@@ -19,6 +19,7 @@ class AnswerForm(NamedTuple):
     certain: bool = False  # see `CallScanner`
     reasoning: ReasoningFormat | None = None
     thinking: Thinking = Thinking.MAYBE
+    continues: bool = False  # the prompt ends with the answer's beginning
 
     @property
     def is_text(self) -> bool:
@@ -34,7 +35,9 @@ class AnswerParser:
 
     def __init__(self, form: AnswerForm):
         self._split = (
-            None if form.reasoning is None else ReasoningSplit(form.reasoning, form.thinking)
+            None
+            if form.reasoning is None
+            else ReasoningSplit(form.reasoning, form.thinking, begun=form.continues)
         )
         self._calls = (
             None

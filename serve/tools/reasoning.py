@@ -36,8 +36,13 @@ def reasoning_format_of(template: str) -> ReasoningFormat | None:
     return next((one for one in REASONING_FORMATS.values() if one.end in template), None)
 
 
-def thinking_after(prompt: str, format: ReasoningFormat) -> Thinking:
-    text = prompt.rstrip()
+def thinking_after(prompt: str, format: ReasoningFormat, continued: str = "") -> Thinking:
+    """State behind a prompt that may end with a message that is `continued`: of its markers the
+    last one counts."""
+    begin, end = (continued.rfind(marker) for marker in format)
+    if begin != end:
+        return Thinking.OPEN if begin > end else Thinking.DONE
+    text = prompt.rstrip().removesuffix(continued.strip()).rstrip()
     if text.endswith(format.end):
         return Thinking.DONE
     return Thinking.OPEN if text.endswith(format.begin) else Thinking.MAYBE
@@ -47,10 +52,10 @@ class ReasoningSplit:
     """Parts a text that comes in pieces into reasoning and what follows. Line ends beside a marker
     belong to the format and are left out."""
 
-    def __init__(self, format: ReasoningFormat, thinking: Thinking):
+    def __init__(self, format: ReasoningFormat, thinking: Thinking, *, begun: bool = False):
         self.format, self.state = format, thinking
         self._text = ""
-        self._begun = False  # something but line ends was given since the last marker
+        self._begun = begun  # something but line ends was given since the last marker
 
     def push(self, text: str) -> Piece:
         """Content in it is what follows the reasoning."""
@@ -59,6 +64,7 @@ class ReasoningSplit:
             stripped = self._text.lstrip()
             if stripped.startswith(self.format.begin):
                 self.state, self._text = Thinking.OPEN, stripped[len(self.format.begin) :]
+                self._begun = False
             elif self.format.begin.startswith(stripped):
                 return Piece()
             else:

@@ -267,3 +267,26 @@ def test_a_stream_that_cannot_be_built_ends_with_an_error(
     else:
         assert events[-1] == "data: [DONE]"
         assert json.loads(events[-2].removeprefix("data: "))["error"]["type"] == "server_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_message_that_is_continued_within_its_reasoning_goes_on_with_it(
+    stream: bool, server: Any, scripted: Callable
+) -> None:
+    scripted(" so</think>\n\nYes")
+    body = OPTIONS | {
+        "messages": [*CHAT, {"role": "assistant", "content": "<think>\nLet me see"}],
+        "continue_final_message": True,
+        "stream": stream,
+    }
+    response = server.http.post("/v1/chat/completions", json=body)
+    told = {"reasoning_content": "", "content": ""}
+    if stream:
+        lines = [line[6:] for line in response.text.split("\n") if line.startswith("data: {")]
+        parts = [json.loads(line)["choices"][0]["delta"] for line in lines]
+    else:
+        parts = [response.json()["choices"][0]["message"]]
+    for part in parts:
+        for name in told:
+            told[name] += part.get(name) or ""
+    assert told == {"reasoning_content": " so", "content": "Yes"}

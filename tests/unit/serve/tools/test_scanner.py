@@ -247,3 +247,18 @@ def test_what_json_has_not_makes_no_call(form: str) -> None:
         text = written(form, name, arguments)
         answer = AnswerForm(FORMATS[form.split()[0]], ["f", "\ud83d"])
         assert read(answer, text) == Piece(content=text)
+
+
+@pytest.mark.parametrize("continued, after, reasoning, content", [
+    ("<think>\nLet me see", "\n\nSo.</think>\n\nYes", "\n\nSo.", "Yes"),
+    ("<think>no</think>So <think>wait", " more</think>\nYes", " more", "Yes"),
+    ("<think>\nLet me see.</think>\n\nYes,", "\nindeed <think>", "", "\nindeed <think>"),
+    ("Yes,", "\nindeed", "", "\nindeed"),
+])  # fmt: skip
+def test_reasoning_of_a_continued_message_is_open_or_closed_as_its_last_marker_says(
+    continued: str, after: str, reasoning: str, content: str
+) -> None:
+    for template in ("<user>what is <think>?<assistant>{}", "<assistant><think>\n\n</think>\n\n{}"):
+        thinking = thinking_after(template.format(continued), THINK, continued)
+        form = AnswerForm(reasoning=THINK, thinking=thinking, continues=True)
+        assert read(form, *after) == Piece(content, reasoning)
