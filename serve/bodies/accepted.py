@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator
 
 from draftsmith.serve.bodies.formats import JsonObject, StrictModel, Text
+
+
+def _is_off(value: bool) -> bool:
+    if value:
+        raise ValueError("it is true, which is not supported; leave it out")
+    return value
+
+
+Off = Annotated[bool, AfterValidator(_is_off)]
 
 
 class AcceptedFields(StrictModel):
@@ -16,6 +27,7 @@ class AcceptedFields(StrictModel):
     store: bool | None = None
     service_tier: Text | None = None
     prompt_cache_key: Text | None = None
+    prompt_cache_options: JsonObject | None = None
     prompt_cache_retention: Text | None = None
 
 

@@ -31,9 +31,18 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(writable)]
 
 
 class StrictModel(BaseModel):
-    """Part of a request body: no value is converted, no key ignored."""
+    """Part of a request body: no value is converted, no key ignored. To give null is to leave a key
+    out, one that is not known here too."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, body: Any) -> Any:
+        if not isinstance(body, dict) or None not in body.values():
+            return body
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {key: value for key, value in body.items() if value is not None or key in known}
 
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")

@@ -68,9 +68,6 @@ class Message(StrictModel):
     reasoning_content: Text | None = None  # of an assistant
     reasoning: Text | None = None  # vLLM's name of it
     # of an assistant, where a client sends an answer back as it came
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
     annotations: list[JsonObject] | None = None
 
     @model_validator(mode="after")

@@ -257,10 +257,12 @@ class Scheduler:
         without any."""
         if self.prefix is not None:
             self.prefix.attach(request)
-        needed = self.blocks.blocks_for(request.num_tokens + 1) - len(request.blocks)
+        # The last token is never read.
+        length = request.num_tokens + (request.remaining > 1)
+        needed = self.blocks.blocks_for(length) - len(request.blocks)
         # One spare block for each running request keeps a newcomer from being preempted at once.
         crowded = bool(self.running) and needed + len(self.running) > self.blocks.num_free
-        if crowded or not self.blocks.grow(request.blocks, request.num_tokens + 1):
+        if crowded or not self.blocks.grow(request.blocks, length):
             self.blocks.release(request.blocks)
             request.forget_caches()
             return False

@@ -154,9 +154,10 @@ async def _submit(
     params = [body.sampling(index, bad_words) for index in range(num_choices)]
     if plan is not None:
         params = [replace(one, grammar=plan.grammar) for one in params]
+    longest = server.loop.engine.max_length
     await streams.submit(
         [prompt.tokens for prompt in prompts for _ in range(num_choices)],
-        params * len(prompts),
+        [body.within(one, longest - len(prompt.tokens)) for prompt in prompts for one in params],
         RequestOptions(
             request_class=body.request_class,
             tenant=server.tenant(request),
@@ -166,6 +167,7 @@ async def _submit(
             priority=body.priority,
             cache_salt=body.cache_salt or "",
             shown_tokens=frozenset() if plan is None else plan.shown,
+            prompt_alone=body.most_tokens() == 0,
             answer=answer,
         ),
     )

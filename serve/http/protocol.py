@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from abc import abstractmethod
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import (
@@ -14,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from draftsmith.serve.bodies.accepted import AcceptedChatFields, AcceptedFields
+from draftsmith.serve.bodies.accepted import AcceptedChatFields, AcceptedFields, Off
 from draftsmith.serve.bodies.formats import FormatFields, StrictModel, Text
 from draftsmith.serve.bodies.messages import Conversation
 from draftsmith.serve.bodies.tools import ToolFields
@@ -35,6 +36,7 @@ class Speculation(StrictModel):
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # as vLLM: every chunk carries the usage so far
+    include_obfuscation: Off | None = None
 
 
 class Generation(FormatFields, AcceptedFields):
@@ -135,6 +137,10 @@ class Generation(FormatFields, AcceptedFields):
     def most_tokens(self) -> int | None:
         return self.max_tokens
 
+    def within(self, params: SamplingParams, room: int) -> SamplingParams:
+        """The parameters for an answer that has room for so many tokens."""
+        return params
+
     def echoes(self) -> bool:
         """True when the prompt is part of the answer."""
         return False
@@ -182,7 +188,6 @@ class CompletionRequest(Generation):
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
-    suffix: None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
     add_special_tokens: bool = True
 
@@ -213,7 +218,12 @@ class CompletionRequest(Generation):
         return self.logprobs
 
     def most_tokens(self) -> int:
-        return 16 if self.max_tokens is None else self.max_tokens
+        # OpenAI's default
+        return max(16, self.min_tokens or 0) if self.max_tokens is None else self.max_tokens
+
+    def within(self, params: SamplingParams, room: int) -> SamplingParams:
+        bounded = self.max_tokens is not None or room >= self.most_tokens()
+        return params if bounded else replace(params, max_tokens=None)
 
     def echoes(self) -> bool:
         return bool(self.echo)

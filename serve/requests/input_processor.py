@@ -70,7 +70,7 @@ class InputProcessor:
                 "found; choose another name"
             )
         prompt = list(prompt_ids)
-        max_tokens = self.max_tokens(prompt, params)
+        max_tokens = self.max_tokens(prompt, params, spare=options.prompt_alone)
         stream = None
         if options.text or params.stop:
             stream = TextStream(
@@ -141,8 +141,10 @@ class InputProcessor:
             return 0
         return self.k if params.k is None else params.k
 
-    def max_tokens(self, prompt: Sequence[int], params: SamplingParams) -> int:
-        """Most tokens of the answer; the context bounds it."""
+    def max_tokens(
+        self, prompt: Sequence[int], params: SamplingParams, *, spare: bool = False
+    ) -> int:
+        """Most tokens of the answer; the context bounds it. With `spare` one may come behind it."""
         if not prompt:
             raise UserError("prompt is empty; give at least one token")
         if min(prompt) < 0 or max(prompt) >= self.target.vocab_size:
@@ -150,7 +152,7 @@ class InputProcessor:
                 f"prompt holds token ids outside 0..{self.target.vocab_size - 1}; tokenise it "
                 "with this model"
             )
-        room = self.max_length - len(prompt)
+        room = self.max_length - len(prompt) + spare
         if room < 1:
             raise UserError(
                 f"prompt has {len(prompt)} tokens and the context {self.max_length}; shorten it "

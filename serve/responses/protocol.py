@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
-from draftsmith.serve.bodies.accepted import AcceptedFields
+from draftsmith.serve.bodies.accepted import AcceptedFields, Off
 from draftsmith.serve.bodies.formats import (
     JsonObject,
     JsonObjectFormat,
@@ -61,7 +61,6 @@ class ReasoningItem(Item):
     type: Literal["reasoning"]
     summary: list[JsonObject] = Field(default_factory=list)
     content: list[ReasoningText] | None = None
-    encrypted_content: None = None
 
 
 InputItem = MessageItem | CallItem | CallOutputItem | ReasoningItem
@@ -103,19 +102,8 @@ class ReasoningOptions(StrictModel):
     generate_summary: Text | None = None
 
 
-def refused_if_true(value: bool | None) -> bool | None:
-    if value:
-        raise ValueError("it is true, which is not supported; leave it out")
-    return value
-
-
 class StreamOptions(StrictModel):
-    include_obfuscation: bool | None = None
-
-    @field_validator("include_obfuscation")
-    @classmethod
-    def _is_off(cls, value: bool | None) -> bool | None:
-        return refused_if_true(value)
+    include_obfuscation: Off | None = None
 
 
 class ResponsesRequest(AcceptedFields):
@@ -135,7 +123,7 @@ class ResponsesRequest(AcceptedFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     truncation: Literal["disabled"] | None = None
-    background: bool | None = None
+    background: Off | None = None
     previous_response_id: None = None
     conversation: None = None
     # as in chat requests
@@ -152,8 +140,3 @@ class ResponsesRequest(AcceptedFields):
                 "this server stores no responses; send the whole conversation as input"
             )
         return value
-
-    @field_validator("background")
-    @classmethod
-    def _is_awaited(cls, value: bool | None) -> bool | None:
-        return refused_if_true(value)

@@ -113,6 +113,47 @@ def test_echo_of_the_prompt_alone(server: Any) -> None:
     assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == PROMPT
 
 
+def test_a_prompt_may_fill_the_context_where_it_is_all(
+    target: Target, live_server: Callable
+) -> None:
+    # The pool holds the context and nothing more.
+    config = EngineConfig(k=3, max_batch=1, max_length=64, block_size=16)
+    server = live_server(target, Ngram(min_n=1, max_n=3), config)
+    tokens = [number % 200 + 5 for number in range(64)]
+    body = server.complete(tokens, max_tokens=0, echo=True, logprobs=1).json()
+    assert len(body["choices"][0]["logprobs"]["tokens"]) == 64
+    assert body["usage"]["total_tokens"] == 64
+    refused = server.complete([*tokens, 5], max_tokens=0, echo=True).json()["error"]
+    assert refused["param"] == "prompt"
+    assert server.complete(tokens, max_tokens=1).status_code == 400
+
+
+def test_an_answer_without_a_number_takes_what_room_there_is(
+    target: Target, live_server: Callable
+) -> None:
+    config = EngineConfig(k=3, max_batch=2, max_length=64)
+    server = live_server(target, Ngram(min_n=1, max_n=3), config)
+    prompts = [[7] * 60, [7] * 20]
+    body = server.complete(prompts, ignore_eos=True, return_token_ids=True).json()
+    assert [len(choice["token_ids"]) for choice in body["choices"]] == [4, 16]
+    least = server.complete([7] * 20, min_tokens=20, return_token_ids=True).json()
+    assert len(least["choices"][0]["token_ids"]) == 20
+    # A number that a client gives is never made smaller.
+    assert server.complete([7] * 60, max_tokens=5).json()["error"]["param"] == "max_tokens"
+
+
+def test_obfuscation_of_streams_is_off_and_stays_off(server: Any) -> None:
+    for path, body in (
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": CHAT}),
+        ("/v1/responses", {"input": "x"}),
+    ):
+        for asked, status in ((False, 200), (None, 200), (True, 400)):
+            options = {"stream": True, "stream_options": {"include_obfuscation": asked}}
+            response = server.http.post(path, json=body | options)
+            assert response.status_code == status and 'obfuscation":' not in response.text
+
+
 def test_usage_of_a_stream(server: Any) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = events(

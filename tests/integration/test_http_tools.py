@@ -78,7 +78,8 @@ def test_fields_that_cannot_change_an_answer_change_none(server: Any) -> None:
         "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "safety_identifier": "x", "user": "u",
         "prompt_cache_key": "k", "prompt_cache_retention": "24h", "modalities": ["text"], "tools": [], "tool_choice": "none",
         "parallel_tool_calls": True, "verbosity": "medium", "prediction": {"type": "content", "content": "x"},
-        "functions": None, "reasoning_effort": None, "include_reasoning": True,
+        "functions": None, "reasoning_effort": None, "include_reasoning": True, "prompt_cache_options": {"mode": "auto"},
+        "audio": None, "web_search_options": None, "moderation": None, "suffix": None,
     }  # fmt: skip
     short = OPTIONS | {"max_tokens": 9}
     plain = server.http.post("/v1/chat/completions", json=short).json()["choices"]
