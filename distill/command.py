@@ -14,7 +14,6 @@ from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.learn import learner as learning
 from draftsmith.distill.learn.processes import OneProcess, check_processes, joined
-from draftsmith.distill.lock import learner_lock
 from draftsmith.distill.status import Status, StatusServer
 from draftsmith.distill.throttle import (
     Guard,
@@ -26,6 +25,7 @@ from draftsmith.distill.throttle import (
 )
 from draftsmith.drafters.target.ranks import leave_group, started
 from draftsmith.errors import UserError
+from draftsmith.lock import folder_lock
 from draftsmith.stopping import stopping
 
 
@@ -37,11 +37,11 @@ def run(config: DistillConfig, stop: threading.Event | None = None) -> int:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     if started() == 1:
-        with learner_lock(config.versions), stopping(stop):
+        with folder_lock(config.versions, "learner", option="versions"), stopping(stop):
             learn(config, stop, OneProcess())
     elif (first := joined(config)) is not None:
         try:
-            with learner_lock(config.versions), stopping(stop):
+            with folder_lock(config.versions, "learner", option="versions"), stopping(stop):
                 learn(config, stop, first)
         finally:
             first.stop()

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from draftsmith.distill.lock import learner_lock
 from draftsmith.drafters.published import versions
 from draftsmith.errors import UserError
 from draftsmith.fleet.config import FleetConfig
@@ -18,6 +17,7 @@ from draftsmith.fleet.rollout.controller import Controller
 from draftsmith.fleet.rollout.records import ServedTexts
 from draftsmith.fleet.store.errors import StoreError
 from draftsmith.fleet.store.store import VersionStore
+from draftsmith.lock import folder_lock
 from draftsmith.stopping import stopping
 from draftsmith.train.export.config import LAYOUTS
 
@@ -51,7 +51,7 @@ def run(config: FleetConfig, stop: threading.Event | None = None) -> int:
         event=say,
     )
     steps = [mirror.step, *([controller.step] if controller else [])]
-    with learner_lock(root, "publisher"), stopping(stop):
+    with folder_lock(root, "publisher", option="versions"), stopping(stop):
         loop(steps, config, stop)
     if config.once and mirror.damage:
         raise UserError(mirror.damage)

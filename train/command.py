@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import ExitStack
+
+from draftsmith.lock import folder_lock
 from draftsmith.train import resolve
 from draftsmith.train.checkpoints import RunFolder
 from draftsmith.train.config import TrainConfig
@@ -14,6 +18,15 @@ def run(config: TrainConfig) -> int:
     for one in configs:
         resolve.check(one)
         RunFolder(one.out).check(one)
+    with ExitStack() as held:
+        # The first of several processes holds the folders for all.
+        for one in configs if os.environ.get("RANK", "0") == "0" else ():
+            held.enter_context(folder_lock(one.out, "train"))
+        _train(config, configs)
+    return 0
+
+
+def _train(config: TrainConfig, configs: list[TrainConfig]) -> None:
     quiet()
     from draftsmith.drafters.target.ranks import leave_group
     from draftsmith.train.session import train
@@ -25,4 +38,3 @@ def run(config: TrainConfig) -> int:
         for one in configs:
             train(one)
     leave_group()
-    return 0

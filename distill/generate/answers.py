@@ -9,6 +9,7 @@ rename.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from draftsmith.errors import UserError
 
 SCHEMA_VERSION = 1
 PROVENANCE = "provenance.json"
+LOCK = "generate"  # role of the process that writes the folder
 COLUMNS = [
     ("index", pa.int64()),
     ("name", pa.string()),
@@ -57,7 +59,19 @@ class AnswerFolder:
             metadata={"draftsmith.answers": str(SCHEMA_VERSION)},
         )
         self.provenance = {"schema": SCHEMA_VERSION, **provenance, "complete": False}
-        self._open()
+        with self.writing():
+            self._open()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Tells of a full disk in a sentence."""
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"answers cannot be written to {str(self.path)!r} ({error.strerror or error}); "
+                "make room and start again: the run goes on from what was written"
+            ) from error
 
     def _open(self) -> None:
         record = self.path / PROVENANCE
@@ -73,7 +87,7 @@ class AnswerFolder:
                     )
             for leftover in self.path.glob(".*.tmp"):
                 leftover.unlink(missing_ok=True)
-        elif self.path.exists() and any(self.path.iterdir()):
+        elif any(entry.name != f"{LOCK}.lock" for entry in self.path.glob("*")):
             raise UserError(
                 f"{str(self.path)!r} holds files but no {PROVENANCE}; give an empty or new folder "
                 "as --out"
@@ -102,7 +116,7 @@ class AnswerFolder:
 
     def add(self, shard: int, rows: list[dict[str, Any]]) -> None:
         path = self.path / f".batch-{shard:05d}-{rows[0]['index']:09d}.parquet"
-        with files.atomic_path(path) as temporary:
+        with self.writing(), files.atomic_path(path) as temporary:
             pq.write_table(pa.Table.from_pylist(rows, schema=self.schema), temporary)
 
     def finish(self, shard: int) -> None:
@@ -110,7 +124,7 @@ class AnswerFolder:
         if _num_rows(self.part(shard)) != len(self.prompts_of(shard)):
             batches = [path for path in self.batches(shard) if _indices(path)]
             table = pa.concat_tables([pq.read_table(path) for path in batches]).sort_by("index")
-            with files.atomic_path(self.part(shard)) as temporary:
+            with self.writing(), files.atomic_path(self.part(shard)) as temporary:
                 pq.write_table(table, temporary, compression="zstd")
         for path in self.batches(shard):
             path.unlink(missing_ok=True)
@@ -125,7 +139,8 @@ class AnswerFolder:
             sum(sum(mask) for mask in table["loss_mask"].to_pylist()) for table in self.answers()
         )
         self.provenance |= {"complete": True, "answers": self.total, "tokens": tokens}
-        files.write_json(self.path / PROVENANCE, self.provenance)
+        with self.writing():
+            files.write_json(self.path / PROVENANCE, self.provenance)
         return self.provenance
 
 

@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.config import check_limits
 from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate import prompts as prompt_source
-from draftsmith.distill.generate.answers import AnswerFolder, Arrivals
+from draftsmith.distill.generate.answers import LOCK, AnswerFolder, Arrivals
 from draftsmith.distill.generate.processes import Processes, check_processes, joined
 from draftsmith.distill.generate.prompts import Prompt
 from draftsmith.distill.generate.stored_states import check_cost, layout_of, store_taps
@@ -39,6 +39,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import template_hash, tokenizer_record
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.top_tokens import top_probs
+from draftsmith.lock import folder_lock
 from draftsmith.progress import Progress
 from draftsmith.version import __version__
 
@@ -68,8 +69,13 @@ NewAnswers = Callable[[Target, int], Answers]
 
 def run(config: GenerateOptions, new_answers: NewAnswers) -> int:
     check(config)
-    with joined() as processes:
+    with joined() as processes, _alone(config, processes):
         return _run(config, new_answers, processes)
+
+
+def _alone(config: GenerateOptions, processes: Processes) -> AbstractContextManager[object]:
+    """Holds the folder, for all processes of a launcher."""
+    return folder_lock(config.out, LOCK) if processes.leads else nullcontext()
 
 
 def _run(config: GenerateOptions, new_answers: NewAnswers, processes: Processes) -> int:

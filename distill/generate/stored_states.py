@@ -91,7 +91,8 @@ def store_taps(
     for shard in shards:
         part = folder.part(shard)
         if not _is_stored(part, layout, target):
-            _store_shard(part, layout, target, config.batch)
+            with folder.writing():
+                _store_shard(part, layout, target, config.batch)
         done += len(folder.prompts_of(shard))
         progress.update(done)
     progress.close()

@@ -219,14 +219,14 @@ def engine(name: str, address: str, versions: str, buffer: str, cache: str) -> N
 
 
 def learner(root: str, every_s: str) -> None:
-    from draftsmith.distill.lock import learner_lock
     from draftsmith.drafters.published import versions
+    from draftsmith.lock import folder_lock
 
     def save(folder: Path) -> None:
         (folder / "config.json").write_text("{}")
         (folder / "model.safetensors").write_text(uuid.uuid4().hex * 64)
 
-    with learner_lock(root):
+    with folder_lock(root, "learner"):
         while True:
             parent = versions.latest(root)
             versions.publish(
@@ -236,15 +236,15 @@ def learner(root: str, every_s: str) -> None:
 
 
 def publisher(root: str, url: str) -> None:
-    from draftsmith.distill.lock import learner_lock
     from draftsmith.fleet.publish.mirror import Mirror
     from draftsmith.fleet.publish_command import loop
     from draftsmith.fleet.store.store import VersionStore
+    from draftsmith.lock import folder_lock
     from tests.unit.fleet.publish.test_mirror import Copies
 
     mirror = Mirror(Path(root), VersionStore(url), Copies(Path(root)), keep=1000)
     config: Any = SimpleNamespace(once=False, poll_s=0.05)
-    with learner_lock(root, "publisher"):
+    with folder_lock(root, "publisher"):
         loop([mirror.step], config, threading.Event())
 
 

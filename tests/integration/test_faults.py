@@ -35,7 +35,6 @@ from draftsmith.distill.buffer.traffic import SILENCE_S
 from draftsmith.distill.gate.gate import Decision
 from draftsmith.distill.learn.learner import Learner, UpdateReport
 from draftsmith.distill.learn.processes import OneProcess
-from draftsmith.distill.lock import learner_lock
 from draftsmith.distill.publisher import Publisher
 from draftsmith.distill.state import StateFolder
 from draftsmith.distill.status import Status
@@ -45,6 +44,7 @@ from draftsmith.drafters.published import versions
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.errors import UserError
 from draftsmith.kernels.divergence.fused import SharedLogits, TargetLogits
+from draftsmith.lock import folder_lock
 from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
@@ -357,10 +357,13 @@ def test_two_learners_are_refused_and_a_dead_ones_lock_is_taken_over(
 ) -> None:
     made = loop()
     made.serve(2)
-    with learner_lock(made.versions), pytest.raises(UserError, match=f"process {os.getpid()}"):
+    with (
+        folder_lock(made.versions, "learner"),
+        pytest.raises(UserError, match=f"process {os.getpid()}"),
+    ):
         daemon.run(made.config)
     holder = (
-        "import sys, os; from draftsmith.distill.lock import *\nwith learner_lock(sys.argv[1]): "
+        "import sys, os; from draftsmith.lock import *\nwith folder_lock(sys.argv[1], 'learner'): "
         "os.kill(os.getpid(), 9)"
     )
     assert forked.run([sys.executable, "-c", holder, str(made.versions)]).returncode == -9

@@ -6,10 +6,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import resource
 import shutil
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -25,6 +27,7 @@ from draftsmith.distill.generate.processes import Processes
 from draftsmith.distill.generate.writers import TargetWriter, Texts, seed_of
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
+from draftsmith.lock import folder_lock
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import build
 from tests import forked
@@ -185,6 +188,52 @@ def test_killed_generation_resumes_to_the_same_answers(
     generate.run(config(path, tmp_path / "cut"))
     assert sum(answered) == 22 - on_disk
     assert not list((tmp_path / "cut").glob(".batch-*"))
+
+
+@pytest.mark.usefixtures("uncaptured", "capsys")  # What is printed goes to no file.
+def test_a_full_disk_is_one_sentence_and_costs_what_was_not_written(
+    tiny_target: Callable[..., str], tmp_path: Path
+) -> None:
+    """Files of more bytes fail: the record, a batch of answers, their shard, and its states."""
+    path = tiny_target("llama")
+    given = config(path, tmp_path / "full", count=8, top_logprobs=30, store_taps="bf16")
+    failures = (
+        (200, []),
+        (6_000, ["provenance.json"]),
+        (
+            22_000,
+            [f".batch-00000-00000000{first}.parquet" for first in (0, 4)] + ["provenance.json"],
+        ),
+        (36_000, ["part-00000.parquet", "provenance.json"]),
+    )
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for most_bytes, written in failures:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, limit[1]))
+        try:
+            with pytest.raises(UserError, match=r"written to '.*/full' \(.*File too large"):
+                generate.run(given)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        assert sorted(one.name for one in (tmp_path / "full").iterdir()) == written
+    generate.run(given)
+    generate.run(replace(given, out=str(tmp_path / "whole")))
+    for one in (tmp_path / "whole").iterdir():
+        assert one.read_bytes() == (tmp_path / "full" / one.name).read_bytes()
+
+
+def test_a_second_run_in_the_folder_is_refused(
+    tiny_target: Callable[..., str], tmp_path: Path
+) -> None:
+    given = config(tiny_target("llama"), tmp_path / "data", count=4)
+    with (
+        folder_lock(given.out, "generate"),
+        pytest.raises(
+            UserError, match=f"data' is in use by another generate .process {os.getpid()} "
+        ),
+    ):
+        generate.run(given)
+    assert generate.run(given) == 0
+    assert not (tmp_path / "data" / "generate.lock").exists()
 
 
 def test_processes_of_a_launcher_write_what_one_writes(

@@ -55,7 +55,7 @@ def in_this_process(command: list[str], *_: Any) -> tuple[int, str]:
 def kill_after_a_checkpoint(out: Path) -> None:
     while not list(out.glob("draft/training/checkpoint-*/complete.json")):
         time.sleep(0.02)
-    os.kill(int((out / "run.lock").read_text()), signal.SIGKILL)
+    os.kill(json.loads((out / "run.lock").read_text())["pid"], signal.SIGKILL)
 
 
 def test_a_killed_stage_resumes_and_the_rest_is_kept(
@@ -106,7 +106,7 @@ def test_a_killed_pipeline_goes_on_where_it_was(
     while not list(tmp_path.glob("out/draft/training/checkpoint-*/complete.json")):
         assert process.poll() is None and time.monotonic() < deadline_s, process.communicate()[0]
         time.sleep(0.05)
-    left = int((tmp_path / "out" / "run.lock").read_text())
+    left = json.loads((tmp_path / "out" / "run.lock").read_text())["pid"]
     os.kill(left, signal.SIGSTOP)
     metrics = tmp_path / "out" / "draft" / "metrics.jsonl"
     first = metrics.read_text().splitlines()[0]
@@ -116,7 +116,7 @@ def test_a_killed_pipeline_goes_on_where_it_was(
     # The stage that is left behind would write into the same folder.
     refused = start(tmp_path, *changes)
     words = refused.communicate(timeout=600)[0]
-    assert refused.returncode == 2 and f"is in use (process {left})" in words
+    assert refused.returncode == 2 and f"is in use by another run (process {left} on " in words
     os.kill(left, signal.SIGKILL)
     again = start(tmp_path, *changes)
     words = again.communicate(timeout=1200)[0]

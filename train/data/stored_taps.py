@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -95,7 +96,9 @@ class TapWriter:
         header += b" " * (-len(header) % 8)
         with open(path, "wb") as handle:
             handle.write(struct.pack("<Q", len(header)) + header)
-            handle.truncate(8 + len(header) + offset)
+            # Room for all of it: a full disk fails here, and no write to memory later.
+            handle.flush()
+            os.posix_fallocate(handle.fileno(), 0, 8 + len(header) + offset)
         memory = np.memmap(path, np.uint8, "r+", offset=8 + len(header))
         self._parts = {
             name: memory[slice(*entry["data_offsets"])] for name, entry in entries.items()

@@ -3,10 +3,6 @@ One process at a time writes it."""
 
 from __future__ import annotations
 
-import fcntl
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,37 +48,3 @@ class Record:
     def finished(self) -> dict[str, float]:
         """Time at which each finished stage did so."""
         return {name: one.finished for name, one in self.stages.items() if one.finished is not None}
-
-
-@contextmanager
-def run_lock(out: Path) -> Iterator[int]:
-    """Holds the folder, and yields the descriptor by which a stage's process holds it too: one
-    that outlives a killed run keeps the next run away from its result.
-
-    Raises:
-        UserError: another run, or a stage that it left behind, works there.
-    """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(out / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise UserError(
-            f"out {str(out)!r} cannot be written to ({error.strerror}); give another --out"
-        ) from error
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(descriptor, 64, 0).decode() or "just starting"
-            raise UserError(
-                f"out {str(out)!r} is in use (process {holder}); wait until it ends or stop it"
-            ) from error
-        note_holder(descriptor, os.getpid())
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def note_holder(descriptor: int, pid: int) -> None:
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, str(pid).encode(), 0)

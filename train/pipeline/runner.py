@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from draftsmith.errors import UserError
+from draftsmith.lock import folder_lock, note_holder
 from draftsmith.progress import duration
 from draftsmith.train.pipeline.changes import Made, difference, made_of
-from draftsmith.train.pipeline.record import Record, StageRecord, note_holder, run_lock
+from draftsmith.train.pipeline.record import Record, StageRecord
 from draftsmith.train.pipeline.report import write_report
 from draftsmith.train.pipeline.stage import Stage
 
@@ -67,7 +68,7 @@ def run_stages(stages: list[Stage], out: Path, title: str) -> None:
     Raises:
         UserError: a stage failed; those before it are kept.
     """
-    with run_lock(out) as lock, terminable():
+    with folder_lock(out, "run") as lock, terminable():
         record = Record.read(out)
         for place, stage in enumerate(stages, start=1):
             label = f"[{place}/{len(stages)}] {stage.name}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from dataclasses import replace
@@ -22,6 +23,7 @@ from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, LoraOptio
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.divergence.kind import kind_of
+from draftsmith.lock import folder_lock
 from draftsmith.train import optim, session, trainer
 from draftsmith.train.command import run
 from draftsmith.train.config import OptimConfig, TrainConfig, UnrollConfig
@@ -464,6 +466,21 @@ def test_bad_options_are_one_sentence(arguments, said, configure, capsys):
     config = configure()
     common = ("--target", config.target, "--data", config.data, "--out", config.out)
     assert said in error_of(capsys, *arguments, *common)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_second_training_in_the_folder_is_refused(shared, configure, tmp_path):
+    families = {"more_families": ("eagle1",), "shared_target": True} if shared else {}
+    config = configure(steps=1, **families)
+    held = tmp_path / "draft" / "eagle3" if shared else tmp_path / "draft"
+    with (
+        folder_lock(held, "train"),
+        pytest.raises(UserError, match=f"is in use by another train .process {os.getpid()} "),
+    ):
+        run(config)
+    assert not list(held.glob("*"))
+    run(config)
+    assert not list(tmp_path.rglob("*.lock"))
 
 
 def test_what_is_damaged_or_cannot_be_written_is_one_sentence(configure, tmp_path):

@@ -71,9 +71,9 @@ def test_publishing_needs_a_learners_folder_an_address_and_known_layouts(
 
 
 def test_a_second_publisher_of_a_folder_is_refused(run: Run, tmp_path: Path) -> None:
-    from draftsmith.distill.lock import learner_lock
+    from draftsmith.lock import folder_lock
 
-    with learner_lock(tmp_path, "publisher"):
+    with folder_lock(tmp_path, "publisher"):
         error = run("publish", "--versions", tmp_path, "--to", tmp_path / "s", "--once")[2]
     assert "another publisher (process" in error
 

@@ -265,10 +265,13 @@ def test_a_run_beside_another_is_refused(start: Start, capsys: pytest.CaptureFix
     Path("o").mkdir()
     with open("o/run.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        held.write("4711")
+        held.write('{"pid": 4711, "host": "here"}')
         held.flush()
         assert start() == 2 and calls() == []
-    assert "out 'o' is in use (process 4711); wait until it ends" in capsys.readouterr().err
+    assert (
+        "'o' is in use by another run (process 4711 on here); wait until it"
+        in capsys.readouterr().err
+    )
     assert start() == 0
 
 

@@ -1,0 +1,80 @@
+"""Locks of folders that one process writes: one learner, one publisher, one training. The kernel
+drops a lock with its process, so a dead one never blocks the next."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from draftsmith.errors import UserError
+
+# What a file system without locks answers.
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+@contextmanager
+def folder_lock(folder: str | Path, role: str, *, option: str = "out") -> Iterator[int]:
+    """Holds the lock of one role, and yields the descriptor by which other processes can hold it
+    too: one that outlives its parent keeps the next one away.
+
+    Raises:
+        UserError: another process has it, or the folder, that of the option, cannot be written.
+    """
+    path = Path(folder) / f"{role}.lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        while not _taken(descriptor, path):
+            os.close(descriptor)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except BlockingIOError as error:
+        holder = _holder(descriptor)
+        os.close(descriptor)
+        raise UserError(
+            f"{option} {str(folder)!r} is in use by another {role} ({holder}); wait until it ends "
+            "or stop it, or give another folder"
+        ) from error
+    except OSError as error:
+        raise UserError(
+            f"{option} {str(folder)!r} cannot be written to ({error.strerror}); give another folder"
+        ) from error
+    try:
+        note_holder(descriptor, os.getpid())
+        yield descriptor
+    finally:
+        with suppress(OSError):
+            path.unlink()
+        os.close(descriptor)
+
+
+def _taken(descriptor: int, path: Path) -> bool:
+    """False for a file that its last holder has deleted meanwhile."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
+
+
+def note_holder(descriptor: int, pid: int) -> None:
+    """Names the process for the message of the next one; a full disk goes without."""
+    with suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps({"pid": pid, "host": socket.gethostname()}).encode(), 0)
+
+
+def _holder(descriptor: int) -> str:
+    try:
+        record = json.loads(os.pread(descriptor, 4096, 0))
+        return f"process {record['pid']} on {record['host']}"
+    except (ValueError, KeyError, TypeError):
+        return "just starting"
