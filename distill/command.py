@@ -24,7 +24,7 @@ from draftsmith.distill.throttle import (
     scraper,
 )
 from draftsmith.drafters.target.ranks import leave_group, started
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 from draftsmith.lock import folder_lock
 from draftsmith.stopping import stopping
 
@@ -87,7 +87,7 @@ def begin_again(
         try:
             return begin(config, status, throttle, processes)
         except (UserError, OSError, ValueError, SafetensorError) as error:
-            status.event(f"{str(error).splitlines()[0]}; trying again")
+            status.event(f"{first_line(error)}; trying again")
             stop.wait(config.poll_s)
     return None
 

@@ -33,6 +33,7 @@ from draftsmith.distill.buffer.traffic import ServedText, stitch
 from draftsmith.distill.gate.canary import Trial
 from draftsmith.distill.gate.sequential import Ledger
 from draftsmith.distill.learn.learner import Learner
+from draftsmith.errors import first_line
 from draftsmith.record import RoundRecord
 
 logger = logging.getLogger("draftsmith.distill")
@@ -182,7 +183,7 @@ class StateFolder:
                 logger.warning(
                     "learner state %s cannot be used (%s); starting without it",
                     folder,
-                    str(error).splitlines()[0],
+                    first_line(error),
                 )
         return None
 

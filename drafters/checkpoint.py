@@ -25,7 +25,7 @@ from draftsmith.drafters.registry import FAMILIES, family_of
 from draftsmith.drafters.target.device import DTYPES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import tokenizer_difference, tokenizer_record
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 
 SCHEMA_VERSION = 1
 RECORD = "draftsmith.json"
@@ -140,10 +140,6 @@ def one_sentence(folder: Path) -> Iterator[None]:
             f"draft {str(folder)!r} cannot be read ({type(error).__name__}: {first_line(error)}); "
             "check its config.json against its weights, or use another draft"
         ) from error
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no reason given"])[0].rstrip(".;")
 
 
 def read_metadata(folder: str | Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from draftsmith import files
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 
 Found = TypeVar("Found")
 
@@ -82,10 +82,9 @@ def load_pickled(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise UserError(
-            f"draft weights {str(path)!r} hold more than tensors or are damaged ({reason}); use "
-            "safetensors"
+            f"draft weights {str(path)!r} hold more than tensors or are damaged "
+            f"({first_line(error)}); use safetensors"
         ) from error
 
 

@@ -79,7 +79,7 @@ def _digest(source: Path, compiler: str) -> str:
 def processor() -> str:
     """Model and instruction sets of this processor; a cache may be shared by machines."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n")
     except OSError:
         return platform.processor()
     wanted = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from draftsmith.drafters.autoregressive.padded_round import WIDTHS
+from draftsmith.errors import first_line
 from draftsmith.kernels.cuda_graphs import sizes_up_to
 from draftsmith.progress import Progress
 from draftsmith.serve.control.control import FixedControl
@@ -116,7 +117,7 @@ def _rounds(engine: Engine, kinds: Sequence[SamplingParams], length: int = 1) ->
             engine.step()
     except RuntimeError as error:
         # A server would end such requests and go on.
-        log.warning("a round of the warm-up failed (%s)", str(error).strip().splitlines()[0])
+        log.warning("a round of the warm-up failed (%s)", first_line(error))
     finally:
         for request in requests:
             engine.cancel(request, FinishReason.ABORT)

@@ -110,7 +110,7 @@ def join_parts(checkpoint: Path) -> None:
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     if done.returncode:
-        lines = done.stdout.strip().splitlines() or ["no message"]
+        lines = (done.stdout.strip() or "no message").split("\n")
         raise UserError(
             f"checkpoint {str(checkpoint)!r} cannot be joined for another number of processes "
             f"({lines[-1]}); start as many as "

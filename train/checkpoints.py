@@ -144,7 +144,7 @@ def keep_until(metrics: Path, step: int) -> None:
     if not metrics.is_file():
         return
     kept = [
-        line for line in metrics.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step
+        line for line in metrics.read_text(encoding="utf-8").split("\n") if _step_of(line) <= step
     ]
     write_text(metrics, "".join(line + "\n" for line in kept))
 

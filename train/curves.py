@@ -18,7 +18,8 @@ def draw_curves(metrics: Path, picture: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    with metrics.open(encoding="utf-8") as file:
+        lines = [json.loads(line) for line in file]
     figure, (loss, alpha, tau) = pyplot.subplots(1, 3, figsize=(13, 3.6))
     curve(loss, lines, "loss", "loss")
     loss.set(title="loss", xlabel="step")

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from draftsmith.drafters.interface import TextBatch
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 from draftsmith.kernels.divergence.kind import FORWARD_KL, Kind
 from draftsmith.train.config import OptimConfig, UnrollConfig
 from draftsmith.train.data.batches import BatchPlan, pack
@@ -249,10 +249,9 @@ class DraftTrainer(Trainer):
             super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError, SafetensorError) as error:
             # A full disk comes as any of these.
-            lines = str(error).strip().splitlines() or [type(error).__name__]
             raise UserError(
-                f"the checkpoint of step {self.state.global_step} cannot be written ({lines[0]}); "
-                "make room in "
+                f"the checkpoint of step {self.state.global_step} cannot be written "
+                f"({first_line(error)}); make room in "
                 f"{self.args.output_dir!r} and start again: the run goes on from the one before"
             ) from error
 

@@ -32,6 +32,7 @@ from draftsmith.distill.buffer.folder import (
     retain,
 )
 from draftsmith.distill.buffer.forget import SETTLE_S, forget
+from draftsmith.errors import first_line
 from draftsmith.record import RecordSink, RoundRecord, SinkCounts
 
 logger = logging.getLogger("draftsmith.buffer")
@@ -360,9 +361,7 @@ class BufferReader:
         try:
             return parse(data, with_taps=self.with_taps)
         except (OSError, ValueError) as error:
-            logger.warning(
-                "shard %s is damaged and skipped (%s)", shard.path, str(error).splitlines()[0]
-            )
+            logger.warning("shard %s is damaged and skipped (%s)", shard.path, first_line(error))
             self.damaged += 1
             return []
 

@@ -138,10 +138,11 @@ def file_system_of(path: Path) -> str:
     if not table.exists():
         return ""
     found, kind = "", ""
-    for line in table.read_text(encoding="utf-8").splitlines():
-        _, place, fs_type, *_ = line.split(" ")
-        if len(place) >= len(found) and path.absolute().is_relative_to(place):
-            found, kind = place, fs_type
+    with table.open(encoding="utf-8", errors="surrogateescape") as lines:
+        for line in lines:
+            _, place, fs_type, *_ = line.split(" ")
+            if len(place) >= len(found) and path.absolute().is_relative_to(place):
+                found, kind = place, fs_type
     return kind
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from draftsmith.distill.buffer import marks
 from draftsmith.distill.buffer.folder import Folder, in_turn, parse
 from draftsmith.distill.monitor.monitor import Monitor
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 
 logger = logging.getLogger("draftsmith.buffer")
 
@@ -37,7 +37,7 @@ def look(url: str, *, false_alarm: float) -> Look:
         except FileNotFoundError:
             continue  # deleted by the retention since it was listed
         except (OSError, ValueError) as error:
-            logger.warning("shard %s is left out (%s)", shard.path, str(error).splitlines()[0])
+            logger.warning("shard %s is left out (%s)", shard.path, first_line(error))
             found.damaged += 1
             continue
         kept = [one for one in records if not one.seeded]

@@ -19,7 +19,7 @@ from draftsmith.drafters.adapters.deltas import AdaptedTokens, Delta, LayerDelta
 from draftsmith.drafters.target.packed_pass import PackedPass
 from draftsmith.drafters.target.probe import TOLERANCE
 from draftsmith.drafters.target.target import Target, revision_of
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 
 NUM_TOKENS = 12  # of the text that an adapter is compared on
 QUANTISED = ("Linear4bit", "Linear8bitLt")  # peft's layers over bitsandbytes
@@ -127,8 +127,7 @@ def _read(
     except UserError:
         raise
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        raise _refusal(name, folder, f"it does not load ({first})") from error
+        raise _refusal(name, folder, f"it does not load ({first_line(error)})") from error
     try:
         if any(MISSING in str(warning.message) for warning in caught):
             raise _refusal(name, folder, "weights of it are missing")

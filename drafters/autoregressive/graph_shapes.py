@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from draftsmith.errors import first_line
 from draftsmith.kernels.cuda_graphs import Capturer, Graph
 
 Shape = TypeVar("Shape", bound=Hashable)
@@ -57,6 +58,6 @@ class GraphShapes(Generic[Shape, Output]):
             log.warning("no memory for a CUDA graph of %s of shape %s", self.what, shape)
             self._left_out.add(shape)
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
             log.warning("%s cannot be captured as CUDA graphs (%s)", self.what, reason)
             self.broken = True

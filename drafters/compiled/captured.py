@@ -17,6 +17,7 @@ from draftsmith.drafters.interface import ForwardCapturable
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.causal_lm import CapturedLm, CausalLM
 from draftsmith.drafters.target.taps import FINAL
+from draftsmith.errors import first_line
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.dispatch import choose
@@ -81,13 +82,9 @@ def attempt(name: str, capture: Callable[[], T], level: int = logging.INFO) -> T
             "%s runs without a captured forward (%s: %s)",
             name,
             type(error).__name__,
-            _first_line(error),
+            first_line(error)[:200],
         )
         return None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:200]
 
 
 def _capture(lm: CausalLM, steps: Literal["cpu", "triton"]) -> CapturedLm:

@@ -239,7 +239,7 @@ def read_decisions(root: str | Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     decisions = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             decision = json.loads(line)
         except json.JSONDecodeError:

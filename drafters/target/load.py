@@ -45,7 +45,7 @@ from draftsmith.drafters.target.offload.device_map import device_map
 from draftsmith.drafters.target.offload.hooks import keep_needed_hooks
 from draftsmith.drafters.target.offload.layer_files import LayerFiles
 from draftsmith.drafters.target.quantised import check_quantisation, quantisation
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 from draftsmith.kernels.dispatch import use_device
 
 mimo.register()
@@ -340,8 +340,5 @@ def _check_files(path: str | Path, error: Exception) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    name, lines = type(error).__name__, str(error).strip().splitlines()
-    if not lines:
-        return name
-    line = lines[0].rstrip(".")
-    return line if isinstance(error, TOLD) else f"{name}: {line}"
+    name, line = type(error).__name__, first_line(error)
+    return line if isinstance(error, TOLD) or line == name else f"{name}: {line}"

@@ -127,7 +127,7 @@ def lost_by(error: BaseException | None) -> str | None:
     while error is not None:
         is_torchs = isinstance(error, RuntimeError) and any(words in str(error) for words in LOST)
         if is_torchs or isinstance(error, Gone):
-            return SOURCE.sub("", (str(error).split(". ")[0].splitlines() or [""])[0])
+            return SOURCE.sub("", str(error).split(". ")[0].split("\n")[0])
         error = error.__cause__ or error.__context__
     return None
 

@@ -12,6 +12,7 @@ from typing import Any
 from draftsmith.fleet.observe.endpoints import Endpoint, Entry
 
 BETWEEN = re.compile(rb"\r?\n\r?\n")
+ENDS = re.compile(rb"\r\n|\r|\n")
 DONE = b"[DONE]"
 
 
@@ -99,5 +100,5 @@ def events(data: bytes) -> Iterator[dict[str, Any]]:
 
 
 def payload_of(event: bytes) -> bytes:
-    lines = [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]
+    lines = [line[5:].strip() for line in ENDS.split(event) if line.startswith(b"data:")]
     return b"\n".join(lines)

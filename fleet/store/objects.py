@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from draftsmith.errors import first_line
 from draftsmith.fleet.store.errors import StoreError, StoreUnreachable
 
 T = TypeVar("T")
@@ -134,9 +135,8 @@ class Objects:
             # Object stores and their libraries raise errors of their own.
             except Exception as error:
                 failure = error
-        text = str(failure).strip().splitlines()
         raise StoreUnreachable(
             f"versions {self.url!r} cannot be reached "
-            f"({type(failure).__name__}: {text[0] if text else 'no reason given'}); "
+            f"({type(failure).__name__}: {first_line(failure)}); "
             "what is served stays"
         ) from failure

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from draftsmith.errors import first_line
 from draftsmith.fleet.swaps.checks import DraftRefused, check_like, tensor_files, tensors_of
 from draftsmith.fleet.swaps.packed import (
     NotSwappable,
@@ -161,8 +162,3 @@ def on_device(device: torch.device) -> Iterator[None]:
     with torch.cuda.stream(stream):
         yield
     stream.synchronize()
-
-
-def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

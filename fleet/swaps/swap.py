@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from draftsmith.errors import first_line
 from draftsmith.fleet.log import logger
 from draftsmith.fleet.swaps.checks import DraftRefused
 from draftsmith.fleet.swaps.packed import (
@@ -32,7 +33,7 @@ from draftsmith.fleet.swaps.packed import (
 )
 from draftsmith.fleet.swaps.prefixes import Prefixes
 from draftsmith.fleet.swaps.proposer import Proposer
-from draftsmith.fleet.swaps.staging import Loaded, Staging, first_line
+from draftsmith.fleet.swaps.staging import Loaded, Staging
 from draftsmith.fleet.swaps.trial import derived, trial
 
 LASTING = (DraftRefused, NotSwappable)

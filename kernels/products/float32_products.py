@@ -45,7 +45,7 @@ def _kernel() -> Any:
 
 def _vendor() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").split("\n")
     except OSError:
         return ""
     return next((line.split()[-1] for line in lines if line.startswith("vendor_id")), "")

@@ -57,12 +57,9 @@ def _wait(process: subprocess.Popen, url: str, log: Path, timeout_s: float) -> N
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         if process.poll() is not None:
-            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [
-                "nothing"
-            ]
-            raise UserError(
-                f"the server did not start: {lines[-1].removeprefix('draftsmith: error: ')}"
-            )
+            said = log.read_text(encoding="utf-8", errors="replace").strip() or "nothing"
+            last = said.split("\n")[-1]
+            raise UserError(f"the server did not start: {last.removeprefix('draftsmith: error: ')}")
         try:
             if httpx.get(f"{url}/health", timeout=5).status_code == 200:
                 return

@@ -22,6 +22,7 @@ import torch
 from draftsmith.drafters.interface import Capturable, ServingDrafter
 from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.drafters.trees.layout import NodeLayout
+from draftsmith.errors import first_line
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.constants import NULL_BLOCK
@@ -313,7 +314,7 @@ class PassGraphs:
             # graphs.
             log.warning(
                 "the target's passes cannot be captured as CUDA graphs (%s)",
-                str(error).strip().splitlines()[0],
+                first_line(error),
             )
             return Outcome.IMPOSSIBLE
         return Outcome.CAPTURED

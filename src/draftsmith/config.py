@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 
 T = TypeVar("T")
 KINDS = {
@@ -165,7 +165,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         values = parse_yaml(path.read_text(encoding="utf-8")) or {}
     except yaml.YAMLError as error:
         raise UserError(
-            f"recipe {str(path)!r} is not valid YAML ({str(error).splitlines()[0]}); mend that line"
+            f"recipe {str(path)!r} is not valid YAML ({first_line(error)}); mend that line"
         ) from error
     if not isinstance(values, dict):
         raise UserError(

@@ -389,6 +389,20 @@ sys.exit(f"imports {{heavy}}" if heavy else status)
     assert sorted(seconds.values())[len(seconds) // 2] < 1.0, seconds
 
 
+def cuts_texts(source: str) -> list[int]:
+    """Lines of calls that end a line at U+2028, U+0085 and a form feed too, as no file and no
+    protocol does."""
+    names = ("splitlines", "iter_lines", "aiter_lines")
+    nodes = ast.walk(ast.parse(source))
+    return [node.lineno for node in nodes if isinstance(node, ast.Attribute) and node.attr in names]
+
+
+def test_no_line_ends_within_a_text() -> None:
+    assert cuts_texts("a = 1\nlines = text.splitlines()") == [2]
+    paths = [*BASE_FILES, *(path for folder in CODE_FOLDERS for path in sources(folder))]
+    assert not {str(path): found for path in paths if (found := cuts_texts(path.read_text()))}
+
+
 def test_console_script_is_quiet_when_its_reader_leaves() -> None:
     script = Path(sys.executable).with_name("draftsmith")
     finished = subprocess.run(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from draftsmith.drafters.target.device import device_of
 from draftsmith.drafters.target.target import Target
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 from draftsmith.train.doctor.finding import FAIL, Finding, fail, ok
 from draftsmith.train.doctor.memory import GIB, held_bytes, num_bytes
 
@@ -69,7 +69,7 @@ def check_collectives(device: torch.device) -> Finding:
     except RuntimeError as error:
         return fail(
             "processes.collectives",
-            f"a sum over {size} processes by {backend} failed: {str(error).splitlines()[0]}",
+            f"a sum over {size} processes by {backend} failed: {first_line(error)}",
             "see that all machines reach each other, and NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME",
         )
     took_ms = 1e3 * (perf_counter() - begun_s)

@@ -8,7 +8,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 
 try:
     # The HTTP library of huggingface_hub 2; its errors do not derive from httpx's.
@@ -51,5 +51,4 @@ def reason(error: BaseException) -> str:
     """The first line of what went wrong at the bottom of it."""
     while isinstance(error, RuntimeError) and error.__cause__ is not None:
         error = error.__cause__
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
+    return first_line(error)

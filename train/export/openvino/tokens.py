@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from draftsmith.drafters.target.load import load_tokenizer
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 from draftsmith.train.export.layouts.source import Source, copy_tokenizer
 from draftsmith.train.export.openvino.graph import library
 
@@ -20,7 +20,7 @@ def write_tokenizer(source: Source, out: Path) -> None:
     except Exception as error:
         raise UserError(
             f"the tokenizer of {str(source.target)!r} is not one that openvino_tokenizers "
-            f"converts ({str(error).splitlines()[0]}); export the draft --to vllm"
+            f"converts ({first_line(error)}); export the draft --to vllm"
         ) from error
     for graph, name in zip(graphs, FILES, strict=True):
         ov.save_model(graph, out / name, compress_to_fp16=False)
