@@ -186,7 +186,7 @@ def _turns(row: Row, name: str) -> list[Row]:
         value = [dict(zip(value, cells)) for cells in zip(*value.values(), strict=True)]
     if not isinstance(value, list):
         raise ValueError(f"holds {_kind(value)} as `{name}`")
-    if value and all(isinstance(turn, str) for turn in value):
+    if name in CONVERSATIONS[1:] and all(isinstance(turn, str) for turn in value):
         value = [
             {"role": role, "content": turn}
             for role, turn in zip(itertools.cycle(("user", "assistant")), value)
@@ -202,7 +202,11 @@ def _turns(row: Row, name: str) -> list[Row]:
 
 def _turn(turn: Row, place: str) -> list[Row]:
     if isinstance(turn.get("role"), str):
-        role = {"human": "user", "gpt": "assistant"}.get(turn["role"], turn["role"])
+        role, spoken = turn["role"], SPEAKERS.get(turn["role"].lower())
+        if role == "function_call":
+            return [_said({**turn, "from": role}, place)]
+        if spoken in ("user", "assistant", "system"):
+            role = spoken
         content = {} if "content" in turn or "value" not in turn else {"content": turn["value"]}
         return [{**turn, "role": role, **content}]
     if "from" in turn:

@@ -44,6 +44,7 @@ QA = {"messages": turns("q", "a")}
     {"conversation": said(("human", "q"), ("assistant", "a"))},
     {"conversations": turns("q", "a")},
     {"conversations": json.dumps(said(("human", "q"), ("gpt", "a")))},
+    {"messages": [{"role": "prompter", "content": "q"}, {"role": "Assistant", "content": "a"}]},
     {"conversations": ["q", "a"]},
     {"conversation": [{"input": "q", "output": "a"}]},
     {"prompt": turns("q"), "completion": turns("", "a")[1:]},
@@ -135,6 +136,8 @@ def test_calls_of_tools_are_kept() -> None:
         {"role": "tool", "content": "rain"},
         {"role": "assistant", "content": "a"},
     ]  # fmt: skip
+    told = [{"role": "function_call", "content": json.dumps(call)}]
+    assert one({"messages": told}) == {"messages": row["messages"][1:2]}
     whole = [
         {
             "role": "assistant",
@@ -159,6 +162,8 @@ def test_an_empty_conversation_gives_no_row() -> None:
     ({"prompt": {"0": "x"}, "completion": {"0": "y"}}, "holds prompt (an object), completion (an object);"),
     ({"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "b"}, "holds chosen (a text), rejected (a text);"),
     ({"messages": ["x", {"role": "user"}]}, "holds a text as turn 1 of `messages`;"),
+    ({"messages": ["x", "y"]}, "holds a text as turn 1 of `messages`;"),
+    ({"prompt": ["x", "y"]}, "holds a text as turn 1 of `prompt`;"),
     ({"messages": "hello"}, "holds 'hello' where a list"),
     ({"messages": "[{'role': "}, "where a list or an object belongs;"),
     ({"messages": [{"content": "x"}]}, "holds content as turn 1 of `messages`;"),
