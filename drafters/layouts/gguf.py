@@ -20,7 +20,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.drafters.layouts import demo
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 from draftsmith.extras import missing
 from draftsmith.files import atomic_folder
 from draftsmith.kernels.host_compiler import cache_folder
@@ -75,7 +75,7 @@ def _downloaded(path: str) -> Path:
         return Path(hf_hub_download(repo, name))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(
-            f"GGUF file {path!r} cannot be had from the Hub ({_first_line(error)}); check its name"
+            f"GGUF file {path!r} cannot be had from the Hub ({first_line(error)}); check its name"
         ) from error
 
 
@@ -100,7 +100,7 @@ def _converted(file: Path) -> Path:
             if folder.is_dir():  # another process was faster
                 return folder
             raise UserError(
-                f"GGUF file {str(file)!r} cannot be read by transformers ({_first_line(error)}); "
+                f"GGUF file {str(file)!r} cannot be read by transformers ({first_line(error)}); "
                 "give the model as published for transformers"
             ) from error
     return folder
@@ -126,8 +126,3 @@ def _dtype(file: Path) -> torch.dtype:
 
     names = {one.tensor_type.name for one in GGUFReader(file).tensors if len(one.shape) > 1}
     return DTYPES.get(names.pop(), torch.bfloat16) if len(names) == 1 else torch.bfloat16
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
