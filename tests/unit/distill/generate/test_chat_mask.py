@@ -160,7 +160,7 @@ def test_chats_completions_and_plain_text_keep_their_answers(tmp_path, tokenizer
 
 
 def test_a_prompt_without_an_answer_has_none_to_keep(tmp_path, tokenizer):
-    with pytest.raises(UserError, match=r"row 1 of .* holds no answer"):
+    with pytest.raises(UserError, match=r"line 1 of .* holds no answer"):
         kept(tmp_path / "a.jsonl", tokenizer, [{"prompt": "x"}])
 
 
