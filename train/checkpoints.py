@@ -7,7 +7,10 @@ import json
 import os
 import shutil
 import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -30,6 +33,39 @@ class Checkpoint(NamedTuple):
     # forward passes of an optimizer step, over all of them: what the position in the data is
     # counted in
     passes: int
+    files: Mapping[str, int] = MappingProxyType({})  # bytes of each, but the marker
+
+    def check(self) -> None:
+        """Raises a `UserError` for one that has lost a file, or a part of one, since it was
+        written."""
+        for name, size in self.files.items():
+            path = self.path / name
+            if not path.is_file() or path.stat().st_size != size:
+                raise torn(self.path, f"{name} is {'not whole' if path.is_file() else 'missing'}")
+            if path.suffix == ".json":
+                with whole(self.path):
+                    read_json(path)
+
+
+def torn(checkpoint: str | Path, reason: object) -> UserError:
+    return UserError(
+        f"checkpoint {str(checkpoint)!r} cannot be read ({reason}); delete this folder and start "
+        "again: the run goes on from the one before"
+    )
+
+
+@contextmanager
+def whole(checkpoint: str | Path | None) -> Iterator[None]:
+    """Raises a `UserError` where a file of the checkpoint is damaged."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:  # what readers of torch and Python raise differs by the damage
+        if "out of memory" in str(error):  # of a device
+            raise
+        line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise torn(str(checkpoint), line.rstrip(".")) from error
 
 
 class RunFolder:
@@ -57,6 +93,7 @@ class RunFolder:
                 "another --out, or --no-resume"
             )
         self._check_processes(config, newest, int(os.environ.get("WORLD_SIZE", "1")))
+        newest.check()
 
     def _check_processes(self, config: TrainConfig, newest: Checkpoint, processes: int) -> None:
         """Allows another number of processes where optimizer steps stay as large as they were."""
@@ -129,14 +166,20 @@ class RunFolder:
     def newest(self) -> Checkpoint | None:
         found = []
         for marker in self.training.glob(f"checkpoint-*/{MARKER}"):
-            record = read_json(marker, "checkpoint marker")
-            found.append(Checkpoint(marker.parent, **record))
+            with whole(marker.parent):
+                found.append(Checkpoint(marker.parent, **read_json(marker, "checkpoint marker")))
         return max(found, key=lambda checkpoint: checkpoint.step, default=None)
 
     def complete(self, *, step: int, elapsed_s: float, processes: int, passes: int) -> None:
         """Marks checkpoint-`step` as whole."""
+        folder = self.training / f"checkpoint-{step}"
+        files = {
+            str(path.relative_to(folder)): path.stat().st_size
+            for path in sorted(folder.rglob("*"))
+            if path.is_file() and path.name != MARKER
+        }
         record = {"step": step, "elapsed_s": elapsed_s, "processes": processes, "passes": passes}
-        write_json(self.training / f"checkpoint-{step}" / MARKER, record)
+        write_json(folder / MARKER, record | {"files": files})
 
 
 def keep_until(metrics: Path, step: int) -> None:

@@ -19,6 +19,7 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 from draftsmith.drafters.interface import TextBatch
 from draftsmith.errors import UserError, first_line
 from draftsmith.kernels.divergence.kind import FORWARD_KL, Kind
+from draftsmith.train.checkpoints import whole
 from draftsmith.train.config import OptimConfig, UnrollConfig
 from draftsmith.train.data.batches import BatchPlan, pack
 from draftsmith.train.data.dataset import TokenSequence
@@ -258,14 +259,16 @@ class DraftTrainer(Trainer):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: torch.nn.Module | None = None
     ) -> None:
-        try:
+        with whole(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            raise UserError(
-                f"checkpoint {resume_from_checkpoint!r} cannot be read ({error}); delete this "
-                "folder and start again: the run "
-                "goes on from the one before"
-            ) from error
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with whole(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with whole(checkpoint):
+            super()._load_rng_state(checkpoint)
 
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None
