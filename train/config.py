@@ -178,8 +178,8 @@ class TrainConfig(FamilyShapes):
     )
     minutes: float | None = option(
         None,
-        "wall-clock minutes to train at most, evaluations and checkpoints between the steps among "
-        "them; loading is not, nor the step, the checkpoint and the evaluation that end the run",
+        "wall-clock minutes to train at most, evaluations among them, each of which takes a tenth "
+        "at most; loading is not, nor the step and the checkpoint that end the run",
         limits=POSITIVE,
     )
     batch_size: int = option(

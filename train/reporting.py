@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,11 @@ def agreed(elapsed_s: float, args: TrainingArguments) -> float:
     shared = torch.tensor([elapsed_s], dtype=torch.float64, device=args.device)
     torch.distributed.broadcast(shared, src=0)
     return float(shared)
+
+
+def rank_0_s(args: TrainingArguments) -> float:
+    """Seconds of rank 0's clock, on every rank."""
+    return agreed(time.monotonic(), args)
 
 
 class MetricsFile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,7 +30,8 @@ from draftsmith.train.config import TrainConfig
 from draftsmith.train.curves import draw_curves
 from draftsmith.train.data.batches import batches_per_epoch
 from draftsmith.train.data.mixture import Mixture, describe, read_mixture
-from draftsmith.train.evaluate.measured import Figures, measure
+from draftsmith.train.evaluate.held_out import HeldOut
+from draftsmith.train.evaluate.measured import Figures
 from draftsmith.train.objective.ahead import AheadSource
 from draftsmith.train.objective.joined_stores import mixture_source
 from draftsmith.train.objective.recompute import recompute_mlps
@@ -38,7 +40,7 @@ from draftsmith.train.objective.stored_teacher import DistributionSource
 from draftsmith.train.objective.teacher import LiveSource, TargetSource
 from draftsmith.train.on_policy import KeepTexts, OnPolicy, load_texts
 from draftsmith.train.optim import Clock
-from draftsmith.train.reporting import Reporter
+from draftsmith.train.reporting import Reporter, rank_0_s
 from draftsmith.train.trainer import DraftTrainer, Trainee
 from draftsmith.version import __version__
 
@@ -55,7 +57,9 @@ def train(config: TrainConfig) -> None:
     material = prepare(config)
     drafter = new_trainee_drafter(config, material)
     trainer = new_trainer(config, material, drafter, new_source(config, material, drafter.taps))
-    trainer.train(resume_from_checkpoint=open_folder(config, material, trainer))
+    checkpoint_path = open_folder(config, material, trainer)
+    keep_time([trainer])
+    trainer.train(resume_from_checkpoint=checkpoint_path)
     finish(config, trainer, material)
 
 
@@ -176,8 +180,9 @@ def new_trainer(
     source: TargetSource,
     *,
     shows: bool = True,
+    drafts: int = 1,
 ) -> DraftTrainer:
-    """`shows`: with a progress line."""
+    """`shows`: with a progress line. `drafts`: that are trained at once."""
     placement, target, corpus = material
     spare = new_drafter(config, *material) if resolve.zero_stage(config.deepspeed) == 3 else None
     kind = kind_of(config.divergence)
@@ -193,22 +198,30 @@ def new_trainer(
         parts=corpus.train.parts,
     )
     steps = resolve.total_steps(config, per_epoch, placement.world_size)
+    args = arguments.training_arguments(
+        config,
+        placement,
+        folder=folder.training,
+        max_steps=steps,
+        moved=is_moved(config, placement),
+    )
+    held_out = HeldOut(
+        config,
+        target,
+        corpus.held_out.first(config.eval_prompts),
+        partial(rank_0_s, args),
+        drafts=drafts,
+    )
     clock = Clock(total_steps=steps, budget_s=config.minutes and config.minutes * 60)
     on_policy = new_on_policy(config, placement, target, corpus) if config.on_policy.share else None
     trainer = DraftTrainer(
         trainee,
-        arguments.training_arguments(
-            config,
-            placement,
-            folder=folder.training,
-            max_steps=steps,
-            moved=is_moved(config, placement),
-        ),
+        args,
         sequences=corpus.train,
         row_length=row_length,
         optim=config.optim,
         clock=clock,
-        evaluate_held_out=partial(evaluate_held_out, config, target, corpus, rank=placement.rank),
+        held_out=held_out,
         spare=spare,
         on_policy=on_policy,
     )
@@ -270,37 +283,12 @@ def is_moved(config: TrainConfig, placement: Placement) -> bool:
     return newest is not None and newest.processes != placement.world_size
 
 
-def evaluate_held_out(
-    config: TrainConfig,
-    target: Target,
-    corpus: Mixture,
-    drafter: torch.nn.Module,
-    step: int,
-    *,
-    rank: int,
-) -> Figures | None:
-    """Figures of the draft as it is at `step`, which is kept if it is the best so far; None without
-    held-out prompts.
-
-    Every rank does the same, because a target that is spread over them runs on all of them only.
-    """
-    sequences = corpus.held_out.first(config.eval_prompts)
-    if not sequences:
-        return None
-    figures = measure(
-        drafter,
-        target,
-        sequences,
-        k=config.unroll.steps,
-        max_new_tokens=config.eval_tokens,
-        batch_size=config.batch_size,
-    )
-    if rank == 0:
-        evaluation = [measurement.to_dict() for measurement in figures.measurements]
-        BestDraft(RunFolder(config.out).training).offer(
-            drafter, step=step, tau=figures.tau.value, evaluation=evaluation
-        )
-    return figures
+def keep_time(trainers: Sequence[DraftTrainer]) -> None:
+    """Takes the time of the last evaluations off the time to train in."""
+    evaluated_s = sum(one.held_out.expected_s(one.model.drafter) for one in trainers)
+    for clock in (one.clock for one in trainers):
+        if clock.budget_s is not None:
+            clock.budget_s -= evaluated_s
 
 
 def finish(config: TrainConfig, trainer: DraftTrainer, material: Material) -> None:

@@ -14,6 +14,7 @@ from draftsmith.train.config import TrainConfig
 from draftsmith.train.objective.teacher import SharedSource
 from draftsmith.train.session import (
     finish,
+    keep_time,
     new_source,
     new_trainee_drafter,
     new_trainer,
@@ -31,13 +32,16 @@ def train_together(configs: Sequence[TrainConfig]) -> None:
     source = SharedSource(new_source(configs[0], material, taps), taps)
     trainers = [
         # One progress line: two would write over each other.
-        new_trainer(config, material, drafter, source, shows=config is configs[0])
+        new_trainer(
+            config, material, drafter, source, shows=config is configs[0], drafts=len(configs)
+        )
         for config, drafter in zip(configs, drafters, strict=True)
     ]
     checkpoints = [
         open_folder(config, material, trainer)
         for config, trainer in zip(configs, trainers, strict=True)
     ]
+    keep_time(trainers)
     turns = Turns([passes_done(config) for config in configs])
     for number, trainer in enumerate(trainers):
         trainer.add_callback(TakeTurns(turns, number))

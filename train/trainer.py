@@ -7,7 +7,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -24,6 +24,7 @@ from draftsmith.train.config import OptimConfig, UnrollConfig
 from draftsmith.train.data.batches import BatchPlan, pack
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.data.mixture import Mixed
+from draftsmith.train.evaluate.held_out import HeldOut
 from draftsmith.train.evaluate.measured import Figures
 from draftsmith.train.objective.ahead import AheadSource, Peekable
 from draftsmith.train.objective.depth_weights import step_weighting
@@ -95,7 +96,7 @@ class Trainee(torch.nn.Module):
 
 
 class DraftTrainer(Trainer):
-    """`evaluate_held_out` gives the figures of a draft at a step; `spare` is a second draft, needed
+    """`held_out` gives the figures of a draft at a step; `spare` is a second draft, needed
     under ZeRO-3 only. Rows are packed up to `row_length` tokens where it is given."""
 
     def __init__(
@@ -107,7 +108,7 @@ class DraftTrainer(Trainer):
         optim: OptimConfig,
         clock: Clock,
         row_length: int | None = None,
-        evaluate_held_out: Callable[[torch.nn.Module, int], Figures | None],
+        held_out: HeldOut,
         spare: torch.nn.Module | None = None,
         on_policy: OnPolicy | None = None,
     ):
@@ -115,7 +116,7 @@ class DraftTrainer(Trainer):
         self.mean = trainee.mean
         self.optim_config = optim
         self.clock = clock
-        self.evaluate_held_out = evaluate_held_out
+        self.held_out = held_out
         self._measured: tuple[int, Figures | None] | None = None
         self.spare = spare
         self.on_policy = on_policy
@@ -242,7 +243,7 @@ class DraftTrainer(Trainer):
         """Figures of the draft as it is, which a step takes once."""
         step = self.state.global_step
         if self._measured is None or self._measured[0] != step:
-            self._measured = step, self.evaluate_held_out(drafter, step)
+            self._measured = step, self.held_out(drafter, step)
         return self._measured[1]
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: object) -> None:

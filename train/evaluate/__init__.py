@@ -6,8 +6,9 @@ Files in reading order:
 - `by_context`: by the length of the context
 - `estimate`: figures with their intervals
 - `measured`: by lossless rounds while training
+- `held_out`: those of a run, within its time
 - `trees`: tau of draft trees by shape
 - `calibration`: of drafts that predict their own alpha
 
-Other chapters import `teacher_forced` and `measured`.
+Other chapters import `teacher_forced`, `measured` and `held_out`.
 """

@@ -8,8 +8,10 @@ intervals is a fault.
 
 from __future__ import annotations
 
+import math
+import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -22,7 +24,13 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.evaluate.estimate import Estimate, ratio, reached_ratio
-from draftsmith.train.evaluate.teacher_forced import Evaluation, evaluate_draft
+from draftsmith.train.evaluate.teacher_forced import (
+    DocumentCounts,
+    Evaluation,
+    count_documents,
+    merge_documents,
+    summarise,
+)
 from draftsmith.train.objective.unrolled_loss import Unrollable
 
 TEMPERATURES = (0.0, 1.0)
@@ -87,6 +95,7 @@ class Measurement:
 class Figures(NamedTuple):
     """Figures of a draft at all temperatures."""
 
+    prompts: int
     measurements: list[Measurement]
     # what happened to each document's prompts, at all temperatures together, by the number of its
     # data folder and its name
@@ -131,29 +140,68 @@ def measure(
     max_new_tokens: int,
     batch_size: int,
     seed: int = 0,
+    within_s: float = math.inf,
+    now_s: Callable[[], float] = time.monotonic,
+    told: Callable[[int], object] = lambda done: None,
 ) -> Figures:
     """Decodes the prompts of `sequences` at every temperature; what the target once answered to
-    them is not read."""
+    them is not read.
+
+    Args:
+        within_s: seconds to take by the clock `now_s`; the first prompt is measured whatever it
+            takes, others as far as they fit.
+        told: is called with the number of answers so far.
+    """
     everything: dict[tuple[int, str], AcceptanceCounts] = defaultdict(AcceptanceCounts)
-    measurements = []
-    for temperature in TEMPERATURES:
-        decode = partial(
-            speculate, drafter, target, k=k, temperature=temperature, max_new_tokens=max_new_tokens
+    counts: list[dict[str, AcceptanceCounts]] = [
+        defaultdict(AcceptanceCounts) for _ in TEMPERATURES
+    ]
+    predicted: list[list[DocumentCounts]] = [[] for _ in TEMPERATURES]
+    prompts = 0
+    for part in parts(sequences, batch_size, within_s=within_s, now_s=now_s):
+        for at, temperature in enumerate(TEMPERATURES):
+            decode = partial(speculate, drafter, target, k=k, max_new_tokens=max_new_tokens)
+            decode = partial(decode, temperature=temperature)
+            texts = decoded(decode, part, batch_size=batch_size, seed=seed, first=prompts)
+            for sequence, text in zip(part, texts, strict=True):
+                counts[at][sequence.name].merge(text.counts())
+                everything[sequence.folder, sequence.name].merge(text.counts())
+            written = [sequence_of(one.name, text) for one, text in zip(part, texts, strict=True)]
+            predicted[at] += count_documents(
+                drafter, target, written, temperature=temperature, k=k, batch_size=batch_size
+            )
+            told(prompts * len(TEMPERATURES) + len(part) * (at + 1))
+        prompts += len(part)
+    measurements = [
+        Measurement(
+            _measured(list(counts[at].values())),
+            summarise(merge_documents(predicted[at]), temperature=temperature, k=k, seed=0),
         )
-        texts = decoded(decode, sequences, batch_size=batch_size, seed=seed)
-        counts: dict[str, AcceptanceCounts] = defaultdict(AcceptanceCounts)
-        for sequence, text in zip(sequences, texts, strict=True):
-            counts[sequence.name].merge(text.counts())
-            everything[sequence.folder, sequence.name].merge(text.counts())
-        written = [
-            sequence_of(sequence.name, text)
-            for sequence, text in zip(sequences, texts, strict=True)
-        ]
-        predicted = evaluate_draft(
-            drafter, target, written, temperature=temperature, k=k, batch_size=batch_size
-        )
-        measurements.append(Measurement(_measured(list(counts.values())), predicted))
-    return Figures(measurements, dict(everything))
+        for at, temperature in enumerate(TEMPERATURES)
+    ]
+    return Figures(prompts, measurements, dict(everything))
+
+
+def parts(
+    sequences: Sequence[TokenSequence],
+    batch_size: int,
+    *,
+    within_s: float,
+    now_s: Callable[[], float],
+) -> Iterator[Sequence[TokenSequence]]:
+    """Batches of the sequences, as many as fit. Where the time counts, the first is of one prompt,
+    and the next of twice as many while that is sure to fit."""
+    end_s, at = now_s() + within_s, 0
+    size = batch_size if math.isinf(within_s) else 1
+    while at < len(sequences):
+        begun_s = now_s()
+        yield sequences[at : at + size]
+        at, ended_s = at + size, now_s()
+        took_s, left_s = ended_s - begun_s, end_s - ended_s
+        if took_s > left_s:
+            return
+        if 2 * took_s <= left_s:
+            size = min(2 * size, batch_size)
 
 
 def decoded(
@@ -162,13 +210,15 @@ def decoded(
     *,
     batch_size: int,
     seed: int,
+    first: int = 0,
 ) -> list[SpeculatedText]:
     """Texts that `decode(prompts, seeds=...)` writes to the prompts of `sequences`, a batch at a
-    time."""
+    time; `first` is the number of the first."""
     texts: list[SpeculatedText] = []
     for begin in range(0, len(sequences), batch_size):
         part = sequences[begin : begin + batch_size]
-        seeds = [seed * 1_000_003 + number for number in range(begin, begin + len(part))]
+        numbers = range(first + begin, first + begin + len(part))
+        seeds = [seed * 1_000_003 + number for number in numbers]
         texts += decode([prompt_of(sequence).tolist() for sequence in part], seeds=seeds).texts
     return texts
 
