@@ -11,7 +11,6 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import cast
 
 import torch
-import uvicorn
 from fastapi import FastAPI
 from transformers.utils import logging as transformers_logging
 
@@ -39,6 +38,7 @@ from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.http.limits import ServerLimits
 from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.speculation_report import Level
+from draftsmith.serve.listen import HttpServer
 from draftsmith.serve.load import LoadedDraft, load_adapters, load_drafter, load_fallback
 from draftsmith.serve.metrics.log_line import StatsLog
 from draftsmith.serve.metrics.server import ServerMetrics
@@ -171,7 +171,7 @@ def serve(
         # uvicorn raises the signal again once it has shut down: it stays ignored until the sink is
         # flushed.
         with sigterm_ignored(), services.pop_all():
-            run_app(config, app, listener, name=server.model)
+            run_app(config, app, loop, listener, name=server.model)
 
 
 def make_server(http: HttpOptions, loop: EngineLoop) -> Server:
@@ -219,7 +219,9 @@ def watch_versions(
     ).start()
 
 
-def run_app(config: ServeConfig, app: FastAPI, listener: socket.socket, *, name: str) -> None:
+def run_app(
+    config: ServeConfig, app: FastAPI, loop: EngineLoop, listener: socket.socket, *, name: str
+) -> None:
     """Answers requests until a signal ends it."""
     host, port = listener.getsockname()[:2]
 
@@ -229,8 +231,7 @@ def run_app(config: ServeConfig, app: FastAPI, listener: socket.socket, *, name:
         yield
 
     app.router.lifespan_context = lifespan
-    options = uvicorn.Config(
-        app, log_level="warning", timeout_graceful_shutdown=max(1, round(config.http.drain_s))
-    )
+    http = config.http
+    server = HttpServer(app, loop, drain_s=http.drain_s, timeout_s=http.request_timeout_s)
     with suppress(KeyboardInterrupt):
-        uvicorn.Server(options).run(sockets=[listener])
+        server.run(sockets=[listener])

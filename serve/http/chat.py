@@ -43,7 +43,11 @@ def chat_plan(server: Server, body: ChatRequest) -> ChatPlan:
     choice, template = body.choice(), server.template
     calls = template.check_tools() if choice.tools else None
     prompt = chat_prompt(
-        server, body, [tool.plain() for tool in body.offered()], _variables(server, body)
+        server,
+        body,
+        [tool.plain() for tool in body.offered()],
+        _variables(server, body),
+        server.most_characters if body.truncate_prompt_tokens is None else None,
     )
     reasoning, thinking = template.reasoning, Thinking.DONE
     if reasoning is not None:
@@ -84,6 +88,7 @@ def chat_prompt(
     body: Conversation,
     tools: Sequence[dict[str, Any]] = (),
     variables: dict[str, Any] | None = None,
+    most_characters: int | None = None,
 ) -> Templated:
     """Prompt of a conversation; `tools` as chat templates take them."""
     prompts_answer = not body.continue_final_message
@@ -102,6 +107,7 @@ def chat_prompt(
         continue_final_message=body.continue_final_message,
         add_special_tokens=body.add_special_tokens,
         variables=body.chat_template_kwargs if variables is None else variables,
+        most_characters=most_characters,
     )
 
 

@@ -18,9 +18,9 @@ from draftsmith.serve.http.errors import (
     Refusal,
     as_refusal,
     failure,
-    timed_out,
     unforeseen_failure,
 )
+from draftsmith.serve.http.limits import arrival_of
 from draftsmith.serve.http.protocol import ChatRequest, CompletionRequest, Generation
 from draftsmith.serve.http.responses import (
     Responder,
@@ -50,10 +50,15 @@ def add_completion_endpoints(app: FastAPI, server: Server) -> None:
     )
     async def completions(body: CompletionRequest, request: Request) -> Response:
         model = server.check_model(body.model)
-        prompts = await server.tokenizer_thread.run(
+        most = server.most_characters if body.truncate_prompt_tokens is None else None
+        prompts = await server.take_in(
+            request,
             lambda: completion_prompts(
-                body.prompt, server.tokenizer, add_special_tokens=body.add_special_tokens
-            )
+                body.prompt,
+                server.tokenizer,
+                add_special_tokens=body.add_special_tokens,
+                most_characters=most,
+            ),
         )
         responder = completion_responder(
             model, server.vocabulary, response_options(server, body), prompts, body.n or 1
@@ -65,7 +70,7 @@ def add_completion_endpoints(app: FastAPI, server: Server) -> None:
     )
     async def chat(body: ChatRequest, request: Request) -> Response:
         model = server.check_model(body.model)
-        plan = await server.tokenizer_thread.run(lambda: chat_plan(server, body))
+        plan = await server.take_in(request, lambda: chat_plan(server, body))
         prompt = Prompt(plan.tokens, None)
         responder = chat_responder(
             model,
@@ -113,9 +118,9 @@ async def answer(
     _check_count(server, len(prompts), num_choices)
     streams = RequestStreams(
         server.loop,
-        server.tokenizer_thread,
+        server.intake,
         server.bridge,
-        server.limits.timeout_s,
+        arrival_of(request),
         every_round=bool(body.stream),
     )
     try:
@@ -127,7 +132,7 @@ async def answer(
         return StreamingResponse(
             events, media_type="text/event-stream", headers={"cache-control": "no-cache"}
         )
-    if not await _finished(server, request, streams):
+    if not await _finished(request, streams):
         return Response(status_code=499)
     for finished in streams.requests:
         server.metrics.finished(finished, num_choices=num_choices)
@@ -148,8 +153,8 @@ async def _submit(
     plan: ChatPlan | None = None,
 ) -> None:
     num_choices = body.n or 1
-    bad_words = await server.tokenizer_thread.run(
-        lambda: bad_word_tokens(body.bad_words or (), server.tokenizer)
+    bad_words = await server.take_in(
+        request, lambda: bad_word_tokens(body.bad_words or (), server.tokenizer)
     )
     params = [body.sampling(index, bad_words) for index in range(num_choices)]
     if plan is not None:
@@ -195,15 +200,13 @@ def _check_count(server: Server, num_prompts: int, num_choices: int) -> None:
         raise Refusal(400, f"{message}; ask for fewer at a time", param=param)
 
 
-async def _finished(server: Server, request: Request, streams: RequestStreams) -> bool:
+async def _finished(request: Request, streams: RequestStreams) -> bool:
     """Waits for the answer; False when the client went away first, which cancels it."""
     answer = asyncio.ensure_future(streams.finished())
     gone = asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if answer.done() and isinstance(answer.exception(), asyncio.TimeoutError):
-            raise timed_out(server.limits.timeout_s or 0.0)
-        return answer.done()
+        return answer.done() and bool(answer.result())
     finally:
         for task in (answer, gone):
             task.cancel()
@@ -250,9 +253,8 @@ async def _stream(
             metrics.answered([request.num_output for request in streams.requests], num_choices)
             if closings := responder.closings(streams.requests):
                 yield "".join(map(responder.frame, closings)).encode()
-    except asyncio.TimeoutError:
-        refused = timed_out(server.limits.timeout_s or 0.0).body()
-        yield responder.frame(responder.failed(refused)).encode()
+    except Refusal as late:
+        yield responder.frame(responder.failed(late.body())).encode()
     except Exception:
         # The status line is gone here too, and a stream that only ends looks whole.
         log.exception("an answer's stream could not be built")

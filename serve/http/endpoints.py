@@ -127,12 +127,17 @@ def add_token_endpoints(app: FastAPI, server: Server) -> None:
         "/tokenize",
         responses={**documented(200, model=TokenizeBody), **documented(*TOKEN_STATUSES)},
     )
-    async def tokenize(body: Annotated[TokenizeRequest, Body()]) -> dict[str, Any]:
+    async def tokenize(
+        body: Annotated[TokenizeRequest, Body()], request: Request
+    ) -> dict[str, Any]:
         server.check_model(body.model)
-        tokens = await server.tokenizer_thread.run(lambda: _tokens(server, body))
-        strings = (
-            server.vocabulary.convert_ids_to_tokens(tokens) if body.return_token_strs else None
-        )
+
+        def taken() -> tuple[list[int], list[str] | None]:
+            tokens = _tokens(server, body)
+            named = server.tokenizer.convert_ids_to_tokens
+            return tokens, named(tokens) if body.return_token_strs else None
+
+        tokens, strings = await server.take_in(request, taken)
         return {
             "count": len(tokens),
             "max_model_len": server.loop.engine.max_length,
@@ -144,7 +149,7 @@ def add_token_endpoints(app: FastAPI, server: Server) -> None:
         "/detokenize",
         responses={**documented(200, model=DetokenizeBody), **documented(*TOKEN_STATUSES)},
     )
-    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
         server.check_model(body.model)
         size = server.loop.engine.target.vocab_size
         if (wrong := next((token for token in body.tokens if token >= size), None)) is not None:
@@ -153,7 +158,8 @@ def add_token_endpoints(app: FastAPI, server: Server) -> None:
                 f"tokens holds {wrong}; the ids of this model are 0..{size - 1}",
                 param="tokens",
             )
-        return {"prompt": server.vocabulary.decode(body.tokens)}
+        text = await server.take_in(request, lambda: server.tokenizer.decode(body.tokens))
+        return {"prompt": text}
 
     @app.get(
         "/tokenizer_info", responses={**documented(200, model=TokenizerInfo), **documented(401)}

@@ -151,6 +151,10 @@ def add_error_handlers(app: FastAPI) -> None:
     async def refused(request: Request, error: UserError) -> ErrorResponse:
         return as_refusal(error).response()
 
+    @app.exception_handler(RecursionError)
+    async def nested(request: Request, error: RecursionError) -> ErrorResponse:
+        return Refusal(400, "the request is nested too deeply; send a flatter one").response()
+
     @app.exception_handler(Refusal)
     async def refusal(request: Request, error: Refusal) -> ErrorResponse:
         return error.response()

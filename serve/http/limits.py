@@ -1,18 +1,24 @@
-"""Limits of requests before any endpoint: API keys, the size of bodies, the number of answers being
-made. Plain ASGI, so that a client's disconnect still reaches the endpoint."""
+"""Limits of requests before any endpoint: API keys, the size of bodies and the time in which they
+come, the number of answers being made. Plain ASGI, so that a client's disconnect still reaches the
+endpoint."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from draftsmith.serve.http.errors import Refusal, overloaded
+from draftsmith.serve.http.errors import Refusal, overloaded, timed_out
+
+T = TypeVar("T")
 
 OPEN_PATHS = ("/health", "/ping", "/metrics", "/version", "/load", "/openapi.json", "/dashboard")
 ANSWERING_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
@@ -26,6 +32,33 @@ class ServerLimits:
     max_body_bytes: int = 16 * 2**20
     max_concurrency: int | None = None  # answers being made at the same time, waiting ones included
     timeout_s: float | None = None  # from a request's arrival to the end of its answer
+
+
+PIECE_S = 20.0  # in which the next piece of a body comes
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What is known of a request since its head came."""
+
+    at_s: float
+    timeout_s: float | None = None
+    num_bytes: int = 0  # of the body
+
+    async def within(self, result: Awaitable[T]) -> T:
+        """Raises `Refusal` once the request's time is over."""
+        if self.timeout_s is None:
+            return await result
+        left_s = self.at_s + self.timeout_s - time.monotonic()
+        try:
+            return await asyncio.wait_for(result, max(0.0, left_s))
+        except asyncio.TimeoutError:
+            raise timed_out(self.timeout_s) from None
+
+
+def arrival_of(request: Request) -> Arrival:
+    arrival: Arrival = request.state.arrival
+    return arrival
 
 
 @dataclass
@@ -47,19 +80,46 @@ class RequestLimits:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        at_s = time.monotonic()
         answering = scope["path"] in ANSWERING_PATHS
         if answering:
             send = _observed(send, self.responded)
         try:
             self._check(scope, Headers(scope=scope))
+            body = await self._body(receive, at_s) if scope["method"] == "POST" else b""
+            # A body that is still to come holds no place.
+            self._check_load(scope)
         except Refusal as refusal:
             await refusal.response()(scope, receive, send)
             return
+        if body is None:  # the client went away
+            return
+        arrival = Arrival(at_s, self.limits.timeout_s, len(body))
+        scope.setdefault("state", {})["arrival"] = arrival
         self.load.num_answering += answering
         try:
-            await self.app(scope, _bounded(receive, self.limits.max_body_bytes), send)
+            await self.app(scope, _replayed(body, receive), send)
         finally:
             self.load.num_answering -= answering
+
+    async def _body(self, receive: Receive, at_s: float) -> bytes | None:
+        pieces: list[bytes] = []
+        num_bytes, more = 0, True
+        whole_s = self.limits.timeout_s or float("inf")
+        while more:
+            left_s = min(PIECE_S, at_s + whole_s - time.monotonic())
+            try:
+                message = await asyncio.wait_for(receive(), left_s)
+            except asyncio.TimeoutError:
+                raise _cut(408, late(min(PIECE_S, whole_s)), code="timeout") from None
+            if message["type"] == "http.disconnect":
+                return None
+            pieces.append(message.get("body", b""))
+            num_bytes += len(pieces[-1])
+            if num_bytes > self.limits.max_body_bytes:
+                raise _cut(413, too_large(self.limits.max_body_bytes), code="body_too_large")
+            more = message.get("more_body", False)
+        return b"".join(pieces)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         if (
@@ -76,7 +136,10 @@ class RequestLimits:
             )
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > self.limits.max_body_bytes:
-            raise Refusal(413, too_large(self.limits.max_body_bytes), code="body_too_large")
+            raise _cut(413, too_large(self.limits.max_body_bytes), code="body_too_large")
+        self._check_load(scope)
+
+    def _check_load(self, scope: Scope) -> None:
         most = self.limits.max_concurrency
         if (
             most is not None
@@ -113,6 +176,16 @@ def too_large(limit: int) -> str:
     )
 
 
+def late(seconds: float) -> str:
+    return f"the request body did not come within {seconds:g} s; send it without a pause"
+
+
+def _cut(status: int, message: str, *, code: str) -> Refusal:
+    """Refusal of a body that is not read to its end."""
+    kind = "timeout_error" if status == 408 else "invalid_request_error"
+    return Refusal(status, message, kind=kind, code=code, headers={"connection": "close"})
+
+
 def _observed(send: Send, responded: Callable[[int], None]) -> Send:
     async def observed(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -122,16 +195,11 @@ def _observed(send: Send, responded: Callable[[int], None]) -> Send:
     return observed
 
 
-def _bounded(receive: Receive, limit: int) -> Receive:
-    """Count the bytes of bodies, as those sent in chunks do not declare their size."""
-    count = 0
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """The whole body in one message, then what comes behind it."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def bounded() -> Message:
-        nonlocal count
-        message = await receive()
-        count += len(message.get("body", b""))
-        if count > limit:
-            raise HTTPException(413, too_large(limit))
-        return message
+    async def replayed() -> Message:
+        return messages.pop() if messages else await receive()
 
-    return bounded
+    return replayed

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request as HttpRequest
 
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.http.errors import Refusal
-from draftsmith.serve.http.limits import Load, ServerLimits, tenant_of
+from draftsmith.serve.http.limits import Load, ServerLimits, arrival_of, tenant_of
 from draftsmith.serve.http.speculation_report import Level
 from draftsmith.serve.http.streams import Event
-from draftsmith.serve.http.threads import ThreadBridge, TokenizerThread
+from draftsmith.serve.http.threads import Intake, ThreadBridge
+from draftsmith.serve.http.tokens import most_characters
 from draftsmith.serve.metrics.server import ServerMetrics
 from draftsmith.serve.tools.template import AUTO, ChatTemplate
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -31,11 +35,12 @@ class Server:
     report: Level = "none"  # of every response's drafts; a request may ask for more
     states_max_tokens: int = 0  # of a request for the target's states; 0: they are not given
     load: Load = field(default_factory=Load)
-    tokenizer_thread: TokenizerThread = field(init=False)
+    intake: Intake = field(init=False)
     tool_parser: str = AUTO  # see `ChatTemplate`
     reasoning_parser: str = AUTO
     vocabulary: Any = field(init=False)
     template: ChatTemplate = field(init=False)
+    most_characters: int | None = field(init=False)  # of a prompt that may fit into the context
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
@@ -43,15 +48,22 @@ class Server:
         # Made by the first request, on the event loop that serves.
         return ThreadBridge()
 
+    async def take_in(self, request: HttpRequest, work: Callable[[], T]) -> T:
+        """Result of `work` on what a request brings, on a thread for requests of its size."""
+        arrival = arrival_of(request)
+        return await arrival.within(self.intake.run(work, arrival.num_bytes))
+
     @property
     def tokenizer(self) -> Any:
-        """For use on `tokenizer_thread` alone."""
-        return self.loop.engine.target.tokenizer()
+        """For use on the threads of `intake` alone."""
+        return self.intake.tokenizer
 
     def __post_init__(self) -> None:
-        self.tokenizer_thread = TokenizerThread(self.loop.engine.target.device)
+        target = self.loop.engine.target
         # A copy, for reading tokens on the event loop's thread while another text is encoded.
-        self.vocabulary = copy.deepcopy(self.tokenizer)
+        self.vocabulary = copy.deepcopy(target.tokenizer())
+        self.most_characters = most_characters(self.vocabulary, self.loop.engine.max_length)
+        self.intake = Intake(target.tokenizer(), self.vocabulary, target.device)
         self.template = ChatTemplate(
             self.vocabulary,
             tool_parser=self.tool_parser,

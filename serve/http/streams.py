@@ -3,14 +3,13 @@ cancelled together."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
 from draftsmith.serve.engine.loop import EngineLoop
-from draftsmith.serve.http.threads import Inbox, ThreadBridge, TokenizerThread
+from draftsmith.serve.http.limits import Arrival
+from draftsmith.serve.http.threads import Inbox, Intake, ThreadBridge
 from draftsmith.serve.requests.request import OnUpdate, Request, RequestOptions, Update
 from draftsmith.serve.sampling.params import SamplingParams
 
@@ -22,21 +21,20 @@ class Event(NamedTuple):
 
 
 class RequestStreams:
-    """`timeout_s` bounds the time from construction to the last update; `asyncio.TimeoutError` is
-    raised when it is over. Without `every_round` there are events of the requests' ends alone."""
+    """Until the end of the time that `arrival` gives. Without `every_round` there are events of the
+    requests' ends alone."""
 
     def __init__(
         self,
         loop: EngineLoop,
-        tokenizer_thread: TokenizerThread,
+        intake: Intake,
         bridge: ThreadBridge[Event],
-        timeout_s: float | None = None,
+        arrival: Arrival,
         *,
         every_round: bool = True,
     ):
-        self.loop, self._tokenizer_thread, self._bridge = loop, tokenizer_thread, bridge
+        self.loop, self._intake, self._bridge, self._arrival = loop, intake, bridge, arrival
         self.requests: list[Request] = []
-        self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._every_round = every_round
         self._events: Inbox[Event] = Inbox()
 
@@ -60,7 +58,11 @@ class RequestStreams:
                 for index, (prompt, choice) in enumerate(zip(prompts, params, strict=True))
             ]
 
-        requests = await self._tokenizer_thread.run(make)
+        if any(inputs.waits_for_grammar(choice) for choice in params):
+            made = self._intake.compile(make)
+        else:
+            made = self._intake.run(make, self._arrival.num_bytes)
+        requests = await self._arrival.within(made)
         # Back on the event loop's thread: a task that is cancelled while it waits has nothing in
         # the engine yet.
         self.loop.enqueue(requests)
@@ -80,18 +82,11 @@ class RequestStreams:
         unfinished = len(self.requests)
         try:
             while unfinished:
-                events = await self._next()
+                events = await self._arrival.within(self._events.take())
                 unfinished -= sum(event.update.finish_reason is not None for event in events)
                 yield events
         finally:
             self.cancel()
-
-    async def _next(self) -> list[Event]:
-        if self._deadline_s is None:
-            return await self._events.take()
-        return await asyncio.wait_for(
-            self._events.take(), max(0.0, self._deadline_s - time.monotonic())
-        )
 
     async def finished(self) -> list[Request]:
         async for _ in self.rounds():

@@ -1,19 +1,24 @@
 """Threads around the event loop: updates of the engine's thread reach it in one wake-up, and text
-is encoded on a thread of its own."""
+is encoded on threads of its own."""
 
 from __future__ import annotations
 
 import asyncio
+import bisect
+import copy
+import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from draftsmith.kernels.dispatch import use_device
 
 T = TypeVar("T")
+LANES = (2**16, 2**20)  # bytes from which a body is in the next lane
+NUM_COMPILING = 8  # grammars at a time
 
 
 class Inbox(Generic[T]):
@@ -66,18 +71,45 @@ class ThreadBridge(Generic[T]):
             reader.put(item)
 
 
-class TokenizerThread:
-    """One thread that tokenizes prompts and compiles grammars in order, so that a large request
-    does not block the event loop. Encoding sets options of the tokenizer, so no other thread may
-    use that one meanwhile. A request's own logits processors are tried on it, on `device`."""
+class Intake:
+    """Threads that make requests of bodies. What a body brings is tokenized in order among bodies
+    of its size, and grammars that are new are compiled apart: no large body, and no grammar, keeps
+    a small one waiting. A request's own logits processors are tried there too, on `device`."""
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self._thread = ThreadPoolExecutor(
-            max_workers=1,
-            thread_name_prefix="draftsmith-intake",
-            initializer=use_device,
-            initargs=(device,),
-        )
+    def __init__(
+        self, tokenizer: Any, spare: Any = None, device: torch.device | str = "cpu"
+    ) -> None:
+        """`spare` is copied for further threads; nobody encodes with it."""
+        self._spare, self._own = spare, threading.local()
 
-    async def run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        def begin(own: Any = None) -> None:
+            use_device(device)
+            if own is not None:
+                self._own.tokenizer = own
+
+        def threads(count: int, own: Any = None) -> ThreadPoolExecutor:
+            name = "draftsmith-intake"
+            return ThreadPoolExecutor(count, name, initializer=begin, initargs=(own,))
+
+        self._lanes = [threads(1, tokenizer), *(threads(1) for _ in LANES)]
+        self._compiling = threads(NUM_COMPILING)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The calling thread's own: encoding sets options of a tokenizer, and none is used by two
+        threads meanwhile."""
+        if not hasattr(self._own, "tokenizer"):
+            self._own.tokenizer = copy.deepcopy(self._spare)
+        return self._own.tokenizer
+
+    async def run(self, work: Callable[[], T], num_bytes: int = 0) -> T:
+        """`work` on a body of this size."""
+        return await _result(self._lanes[bisect.bisect(LANES, num_bytes)], work)
+
+    async def compile(self, work: Callable[[], T]) -> T:
+        """`work` that waits for a grammar."""
+        return await _result(self._compiling, work)
+
+
+async def _result(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(threads, work)

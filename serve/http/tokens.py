@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -28,24 +30,74 @@ def completion_prompts(
     tokenizer: PreTrainedTokenizerBase,
     *,
     add_special_tokens: bool = True,
+    most_characters: int | None = None,
 ) -> list[Prompt]:
-    """Prompts of one request, given as one or several, as text or as ids."""
-    if isinstance(prompt, str):
-        return [Prompt(encode(prompt, tokenizer, add_special_tokens=add_special_tokens), prompt)]
-    if not prompt:
+    """Prompts of one request, given as one or several, as text or as ids. One of more than
+    `most_characters` is refused."""
+    if not prompt and not isinstance(prompt, str):
         raise UserError("prompt is an empty list; give a text or token ids")
-    if isinstance(prompt[0], int):
-        return [Prompt(list(prompt), None)]
+    items = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+    for item in items:
+        check_length(item, most_characters)
     return [
         Prompt(encode(item, tokenizer, add_special_tokens=add_special_tokens), item)
         if isinstance(item, str)
         else Prompt(list(item), None)
-        for item in prompt
+        for item in items
     ]
 
 
 def encode(text: str, tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool) -> list[int]:
     return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+
+def check_length(prompt: Any, most: int | None) -> None:
+    if most is not None and isinstance(prompt, str) and len(prompt) > most:
+        raise UserError(
+            f"prompt has {len(prompt)} characters and the context holds at most {most} in the "
+            "longest tokens; shorten it"
+        )
+
+
+# How many characters of a text one of the normalised text may stand for: an accented letter is
+# composed of up to four. Normalisers that are not here may drop any number.
+COMPOSED = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1, "Prepend": 1, "Lowercase": 1, "ByteLevel": 1}
+KEEPING = ("ByteLevel", "Metaspace", "Digits", "Split", "Punctuation")
+
+
+def most_characters(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> int | None:
+    """Characters of the longest text that may have `num_tokens`. None where a token may stand for
+    any number: the unknown one, one that takes the space around it, a normaliser that drops."""
+    if not tokenizer.is_fast:
+        return None
+    form = json.loads(tokenizer.backend_tokenizer.to_str())
+    normalizers = _flat(form["normalizer"], "normalizers")
+    pieces = _flat(form["pre_tokenizer"], "pretokenizers")
+    model = form["model"]
+    kept = all(
+        one["type"] in KEEPING and one.get("behavior") != "Removed" for one in pieces
+    ) and not any(token["lstrip"] or token["rstrip"] for token in form["added_tokens"])
+    vocabulary = tokenizer.get_vocab()
+    by_bytes = any(one["type"] == "ByteLevel" for one in [*normalizers, *pieces])
+    spelled = by_bytes and all(letter in vocabulary for letter in ByteLevel.alphabet())
+    spelled |= bool(model.get("byte_fallback")) and "<0x00>" in vocabulary
+    if model["type"] != "BPE" or not kept or not spelled:
+        return None
+    factor = 1
+    for one in normalizers:
+        swapped = one.get("pattern", {}).get("String") if one["type"] == "Replace" else None
+        if swapped is not None and len(one["content"]) >= len(swapped):
+            continue
+        if one["type"] not in COMPOSED:
+            return None
+        factor *= COMPOSED[one["type"]]
+    return num_tokens * factor * max(map(len, vocabulary))
+
+
+def _flat(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    if part is None:
+        return []
+    return part[name] if part["type"] == "Sequence" else [part]
 
 
 def templated(
@@ -57,6 +109,7 @@ def templated(
     continue_final_message: bool = False,
     add_special_tokens: bool = False,
     variables: dict[str, Any] | None = None,
+    most_characters: int | None = None,
 ) -> Templated:
     """A conversation as a prompt; `variables` are the chat template's own."""
     if tokenizer.chat_template is None:
@@ -79,6 +132,7 @@ def templated(
         raise UserError(
             f"messages are refused by the chat template ({reason}); mend them"
         ) from error
+    check_length(text, most_characters)
     return Templated(encode(text, tokenizer, add_special_tokens=add_special_tokens), text)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 import secrets
+import threading
 import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -55,6 +56,8 @@ class InputProcessor:
         self.target, self.k, self.has_drafter, self.max_length = target, k, has_drafter, max_length
         self._seeds = Random(secrets.randbits(64) if seed is None else seed)
         self._numbers = itertools.count()
+        self._compiler: GrammarCompiler | None = None
+        self._compiler_lock = threading.Lock()
 
     def request(
         self,
@@ -94,7 +97,7 @@ class InputProcessor:
             on_update=on_update,
             options=options,
             text_stream=stream,
-            sampling_state=sampling_state(params, prompt, self.target, lambda: self._grammars),
+            sampling_state=sampling_state(params, prompt, self.target, self._grammars),
         )
         if self.stopping is not None and not request.repeatable:
             # A seeded answer repeats token for token only where every round drafts its k.
@@ -117,9 +120,19 @@ class InputProcessor:
         added = self._decoder.added_tokens_decoder
         return frozenset(number for number, token in added.items() if token.special)
 
-    @cached_property
+    def waits_for_grammar(self, params: SamplingParams) -> bool:
+        """True where the grammar of `params` is still to be compiled."""
+        compiler, grammar = self._compiler, params.grammar
+        return grammar is not None and (compiler is None or not compiler.knows(grammar))
+
     def _grammars(self) -> GrammarCompiler:
-        return GrammarCompiler(self._decoder, self.target.vocab_size, self.target.eos_token_ids)
+        with self._compiler_lock:
+            if self._compiler is None:
+                target = self.target
+                self._compiler = GrammarCompiler(
+                    self._decoder, target.vocab_size, target.eos_token_ids
+                )
+            return self._compiler
 
     @cached_property
     def _decoder(self) -> PreTrainedTokenizerBase:

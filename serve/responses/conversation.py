@@ -13,6 +13,7 @@ from draftsmith.serve.http.protocol import ChatRequest
 from draftsmith.serve.responses.protocol import (
     CallItem,
     CallOutputItem,
+    FunctionTool,
     InputItem,
     MessageItem,
     NamedChoice,
@@ -21,6 +22,11 @@ from draftsmith.serve.responses.protocol import (
     TextContent,
 )
 
+# Parameters that are the same in both APIs.
+SHARED = (
+    "model", "temperature", "top_p", "parallel_tool_calls", "seed", "chat_template_kwargs",
+    "speculation", "request_class",
+)  # fmt: skip
 # Name of each chat parameter in this API, where it is another one.
 NAMES = {
     "messages": "input",
@@ -35,17 +41,12 @@ NAMES = {
 
 def chat_request(body: ResponsesRequest) -> ChatRequest:
     """The chat request that asks for the same; raises `Refusal` where there is none."""
-    shared = body.model_dump(
-        exclude_none=True,
-        include={
-            "model", "temperature", "top_p", "parallel_tool_calls", "seed", "chat_template_kwargs",
-            "speculation", "request_class",
-        },
-    )  # fmt: skip
+    # Not by pydantic's dump, which raises for what is nested deeper than 255.
+    shared = {name: value for name, value in body if name in SHARED and value is not None}
     fields: dict[str, Any] = {
         "messages": messages_of(body),
         "max_completion_tokens": body.max_output_tokens,
-        "tools": [_tool(tool.model_dump(exclude_none=True)) for tool in body.tools or ()],
+        "tools": [_tool(tool) for tool in body.tools or ()],
         "tool_choice": _choice(body),
         "response_format": _format(body),
         "verbosity": None if body.text is None else body.text.verbosity,
@@ -108,8 +109,9 @@ def _text(content: str | list[TextContent]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    return {"type": tool.pop("type"), "function": tool}
+def _tool(tool: FunctionTool) -> dict[str, Any]:
+    function = {name: value for name, value in tool if name != "type" and value is not None}
+    return {"type": tool.type, "function": function}
 
 
 def _choice(body: ResponsesRequest) -> Any:

@@ -30,7 +30,7 @@ def add_responses_endpoint(app: FastAPI, server: Server) -> None:
             return NAMES.get(name, name)
 
         try:
-            plan = await server.tokenizer_thread.run(lambda: chat_plan(server, chat))
+            plan = await server.take_in(request, lambda: chat_plan(server, chat))
         except UserError as error:
             raise as_refusal(error, api_name=api_name) from error
         prompt = Prompt(plan.tokens, None)

@@ -9,6 +9,7 @@ Files in reading order:
 - `adjustments`: all of them in order, for many rows
 - `processors`: transformers' logits processors
 - `grammar`: grammars as values
+- `grammar_trial`: grammars tried in a process of their own
 - `grammar_matcher`: grammars as masks over tokens
 - `request_errors`: failures that concern one request
 

@@ -4,12 +4,16 @@ makes it a mask over tokens."""
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from draftsmith.errors import UserError
 
+# JSON as chat templates write it: any space between its parts would let a model go on with space
+# for ever.
+WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 Kind = Literal["json_schema", "regex", "lark", "combined"]
 
 
@@ -24,13 +28,15 @@ class Grammar:
     @classmethod
     def json_object(cls) -> Grammar:
         """Any JSON object."""
-        return cls("json_schema", '{"type": "object"}')
+        return cls.json_schema({"type": "object"})
 
     @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | bool) -> Grammar:
-        """JSON that is valid under `schema`; objects have their properties in the
-        schema's order."""
-        return cls("json_schema", json.dumps(schema))
+    def json_schema(cls, schema: Mapping[str, Any]) -> Grammar:
+        """JSON that is valid under `schema`, written as chat templates write it unless the schema's
+        own `x-guidance` says otherwise; objects have their properties in the schema's order."""
+        own = schema.get("x-guidance", {})
+        written = WRITTEN | own if isinstance(own, dict) else own
+        return cls("json_schema", json.dumps({**schema, "x-guidance": written}))
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
@@ -43,10 +49,11 @@ class Grammar:
         """One of `texts`."""
         if not texts or "" in texts:
             raise UserError(
-                f"grammar is a choice between {list(texts)}; give at least one text, none of them "
-                "empty"
+                f"grammar is a choice between {reprlib.repr(list(texts))}; give at least one text, "
+                "none of them empty"
             )
-        return cls("lark", "start: " + " | ".join(json.dumps(text) for text in texts))
+        # One terminal: as a rule each text would be an item of the parser, which takes 2,000.
+        return cls("lark", "start: TEXT\nTEXT: " + " | ".join(json.dumps(text) for text in texts))
 
     @classmethod
     def lark(cls, source: str) -> Grammar:

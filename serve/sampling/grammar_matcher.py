@@ -3,12 +3,10 @@ grammar."""
 
 from __future__ import annotations
 
-import json
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -16,6 +14,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from draftsmith.errors import UserError
 from draftsmith.serve.sampling.grammar import Grammar
+from draftsmith.serve.sampling.grammar_trial import GrammarTrials, Unfit, compiled
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -24,7 +23,8 @@ if TYPE_CHECKING:
 # tokens, or none.
 END = "<|draftsmith: the grammar may end|>"
 KEPT = 64  # compiled grammars
-PART = re.compile(r"@(\w+)")  # the name of a part in the rules of a combined grammar
+MOST_CHARACTERS = 2**21  # of a grammar
+MOST_TOLD = 400  # characters of what is wrong with one
 
 
 class GrammarCompiler:
@@ -43,18 +43,21 @@ class GrammarCompiler:
             raise UserError(
                 "grammar needs llguidance; pip install 'draftsmith[grammar]'"
             ) from error
-        self.library = llguidance
         backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         backend.no_padding()
         backend.no_truncation()
         backend.add_special_tokens([END])
         self.end: int = backend.token_to_id(END)
         self.vocab_size, self.eos_token_ids = vocab_size, tuple(eos_token_ids)
-        self.tokenizer = llguidance.LLTokenizer(
-            backend.to_str(), n_vocab=max(vocab_size, self.end + 1), eos_token=self.end
-        )
+        setup = backend.to_str(), max(vocab_size, self.end + 1), self.end
+        self._trials = GrammarTrials(*setup)
+        self.tokenizer = llguidance.LLTokenizer(setup[0], n_vocab=setup[1], eos_token=setup[2])
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
+
+    def knows(self, grammar: Grammar) -> bool:
+        """True for a grammar that takes no time."""
+        return grammar in self._compiled
 
     def compile(self, grammar: Grammar) -> GrammarMatcher:
         """A `UserError` for what the library cannot honour to the letter."""
@@ -69,42 +72,20 @@ class GrammarCompiler:
 
     def _checked(self, grammar: Grammar) -> LLMatcher:
         try:
-            source = json.dumps({"grammars": self._grammars(grammar.kind, grammar.source)})
-        except ValueError as error:
+            if len(grammar.source) > MOST_CHARACTERS:
+                raise Unfit(f"it has more than {MOST_CHARACTERS} characters")
+            self._trials.check(grammar)
+            return compiled(self.tokenizer, grammar)
+        except Unfit as error:
             raise _refused(grammar, str(error)) from error
-        # A warning is a part of the grammar that would be ignored.
-        _, complaints = self.library.LLMatcher.validate_grammar_with_warnings(
-            source, self.tokenizer
-        )
-        if complaints:
-            raise _refused(grammar, complaints[0])
-        matcher = self.library.LLMatcher(self.tokenizer, source, log_level=0)
-        if matcher.is_error():
-            raise _refused(grammar, matcher.get_error())
-        return matcher
-
-    def _grammars(self, kind: str, source: str, name: str = "start") -> list[dict[str, Any]]:
-        """The library's form of a grammar, the one called `name` and then what it is combined of.
-        Names of parts begin with that of the whole, so that none means two grammars."""
-        library = self.library.LLMatcher
-        if kind == "json_schema":
-            parts = json.loads(library.grammar_from_json_schema(source))["grammars"]
-        elif kind == "regex":
-            parts = json.loads(library.grammar_from_regex(source))["grammars"]
-        elif kind == "lark":
-            parts = [{"lark_grammar": source}]
-        else:
-            rules, named = json.loads(source)
-            parts = [{"lark_grammar": PART.sub(lambda part: f"@{name}_{part[1]}", rules)}]
-            for one, (one_kind, one_source) in named.items():
-                parts += self._grammars(one_kind, one_source, f"{name}_{one}")
-        return [{**parts[0], "name": name}, *parts[1:]]
 
 
 def _refused(grammar: Grammar, reason: str) -> UserError:
+    told = " ".join(reason.replace("<non-verbose/>", "").split())
+    if len(told) > MOST_TOLD:  # what the library quotes comes before what is wrong with it
+        told = f"{told[: MOST_TOLD // 2]} ... {told[-MOST_TOLD // 2 :]}"
     return UserError(
-        f"grammar ({grammar.kind}) cannot be honoured: {' '.join(reason.split())}; change it or "
-        "leave it out"
+        f"grammar ({grammar.kind}) cannot be honoured: {told}; change it or leave it out"
     )
 
 

@@ -12,9 +12,6 @@ from draftsmith.serve.tools.call_format import CallFormat, quoted
 from draftsmith.serve.tools.calls import Tool
 from draftsmith.serve.tools.reasoning import ReasoningFormat, Thinking
 
-# Arguments as chat templates write them: any space between JSON's parts would let a model go on
-# with space for ever.
-WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANY = "ANY: /(?s:.*)/\n"
 
 
@@ -71,7 +68,7 @@ def call_grammar(
         rules += f"args_{index}: @arguments_{index}\n"
         held = tool.strict or forced
         schema = schema_of(tool) if held else {"type": "object"}
-        parts[f"arguments_{index}"] = Grammar.json_schema(schema | {"x-guidance": WRITTEN})
+        parts[f"arguments_{index}"] = Grammar.json_schema(schema)
     return Grammar.combined(rules + ANY, parts)
 
 

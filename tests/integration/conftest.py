@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import uvicorn
 from safetensors.torch import load_file
 
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
@@ -44,6 +43,7 @@ from draftsmith.serve.http.limits import ServerLimits
 from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.speculation_report import Level
 from draftsmith.serve.http.streams import RequestStreams
+from draftsmith.serve.listen import HttpServer
 from draftsmith.serve.metrics.server import ServerMetrics
 from draftsmith.serve.requests.request import FinishReason
 from draftsmith.serve.sampling.params import SamplingParams
@@ -70,9 +70,7 @@ class LiveServer:
         app = create_app(
             Server(self.loop, MODEL, metrics, limits, report, states_max_tokens), self.dashboard
         )
-        self._server = uvicorn.Server(
-            uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5)
-        )
+        self._server = HttpServer(app, self.loop, drain_s=0.0, timeout_s=limits.timeout_s)
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [listener]}, daemon=True
         )

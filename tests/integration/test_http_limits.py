@@ -4,6 +4,7 @@ object."""
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.http.limits import ServerLimits
 
 LONG = {"max_tokens": 200, "ignore_eos": True}
+JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +88,7 @@ def test_a_body_that_is_too_large_is_refused(
     refused = server.http.post(
         "/v1/completions", content=pieces() if chunked else body, headers=headers
     )
-    assert "2000" in error(refused, 413, None if chunked else "body_too_large")["message"]
+    assert "2000" in error(refused, 413, "body_too_large")["message"]
     assert server.complete("x", max_tokens=1).status_code == 200
 
 
@@ -184,3 +186,115 @@ def test_a_server_that_goes_down_says_so(target: Target, live_server: Callable) 
     )
     assert error(server.complete("x"), 503, "shutting_down")["type"] == "server_error"
     assert server.http.get("/health").status_code == 503
+
+
+def connected(server: Any, sent: bytes) -> socket.socket:
+    """A connection on which the beginning of a request was sent."""
+    connection = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])))
+    connection.settimeout(60)
+    connection.sendall(sent)
+    return connection
+
+
+def head(num_bytes: int) -> bytes:
+    return (
+        "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        f"content-length: {num_bytes}\r\n\r\n"
+    ).encode()
+
+
+def answer_to(connection: socket.socket) -> bytes:
+    """All that comes until the server closes."""
+    answer = b""
+    with connection:
+        while piece := connection.recv(65536):
+            answer += piece
+    return answer
+
+
+def test_a_body_that_does_not_come_holds_nobody_up(target: Target, live_server: Callable) -> None:
+    limits = ServerLimits(timeout_s=2.0, max_concurrency=2)
+    server = live_server(target, None, EngineConfig(), limits=limits)
+    begun_s = time.monotonic()
+    waiting = [connected(server, head(100) + b"{") for _ in range(4)]
+    assert server.complete("x", max_tokens=1).status_code == 200
+    for connection in waiting:
+        answer = answer_to(connection)
+        assert answer.startswith(b"HTTP/1.1 408") and b'"code":"timeout"' in answer
+    assert 2.0 <= time.monotonic() - begun_s < 15
+    assert server.http.get("/load").json() == {"server_load": 0}
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/compl", head(100)[:-2]])
+def test_a_head_that_does_not_come_is_given_up(
+    sent: bytes, target: Target, live_server: Callable
+) -> None:
+    server = live_server(target, None, EngineConfig(), limits=ServerLimits(timeout_s=1.0))
+    begun_s = time.monotonic()
+    assert answer_to(connected(server, sent)) == b""
+    assert 1.0 <= time.monotonic() - begun_s < 15
+    # Not on a connection that waits for its next request, nor on one that waits for an answer.
+    slow(server, 0.02)
+    assert server.complete("x", max_tokens=10).status_code == 200
+
+
+def test_the_time_of_a_request_begins_when_it_arrives(
+    target: Target, live_server: Callable
+) -> None:
+    limits = ServerLimits(timeout_s=4.0)
+    server = slow(live_server(target, None, EngineConfig(), limits=limits), 0.05)
+    body = json.dumps({"prompt": "x", **LONG}).encode()
+    begun_s = time.monotonic()
+    connection = connected(server, head(len(body)) + body[:5])
+    time.sleep(3.5)
+    connection.sendall(body[5:])
+    assert connection.recv(12) == b"HTTP/1.1 408"
+    connection.close()
+    assert time.monotonic() - begun_s < 7.0, "it began when the body had come"
+
+
+def test_a_prompt_that_cannot_fit_is_not_tokenized(target: Target, live_server: Callable) -> None:
+    server = live_server(target, None, EngineConfig())
+    most = target.num_positions * max(map(len, target.tokenizer().get_vocab()))
+    for prompt in ("x" * (most + 1), "x \n" * 1_000_000):
+        refused = error(server.complete(prompt, max_tokens=1), 400, None)
+        assert refused["param"] == "prompt" and f"{len(prompt)} characters" in refused["message"]
+    refused = error(server.complete("x" * most, max_tokens=1), 400, None)
+    assert refused["param"] == "prompt" and f"{most} tokens" in refused["message"]
+    cut = server.complete("x" * (most + 1), max_tokens=1, truncate_prompt_tokens=8)
+    assert cut.json()["usage"]["prompt_tokens"] == 8
+
+
+SLOW_WORK = {
+    "prompts": ("/tokenize", {"prompt": "some text " * 200_000}),
+    "token ids": ("/detokenize", {"tokens": [40] * 1_000_000}),
+    "grammars": ("/v1/completions", {"prompt": "x", "guided_regex": "a?" * 15_000}),
+}
+
+
+@pytest.mark.parametrize("kind", SLOW_WORK)
+def test_no_client_keeps_the_others_waiting(
+    kind: str, target: Target, live_server: Callable
+) -> None:
+    server = live_server(target, None, EngineConfig())
+    path, body = SLOW_WORK[kind]
+    assert server.complete("x", max_tokens=1, guided_regex="y").status_code == 200
+    content = json.dumps(body)
+    clients = [
+        threading.Thread(
+            target=server.http.post, args=(path,), kwargs={"content": content, "headers": JSON}
+        )
+        for _ in range(2)
+    ]
+    for client in clients:
+        client.start()
+    time.sleep(0.5)
+    answers = [
+        server.complete("x", max_tokens=1),
+        server.complete("x", max_tokens=1, guided_regex="z"),
+        server.http.post("/tokenize", json={"prompt": "x"}),
+    ]
+    assert any(client.is_alive() for client in clients), "nobody was slow"
+    assert [answer.status_code for answer in answers] == [200] * 3
+    for client in clients:
+        client.join()

@@ -109,6 +109,47 @@ def test_sigterm_lets_running_requests_finish_and_flushes_the_records(
     assert sum(len(record.context) + len(record.committed) for record in records) == 12 + 200
 
 
+def test_sigterm_tells_those_who_do_not_finish_and_those_who_come(
+    tiny_target: Callable[..., str],
+) -> None:
+    """`slow` loads so large a batch that no answer is done in time."""
+    body = {"prompt": [7, 8, 9], "max_tokens": 250, "ignore_eos": True, "stream": True}
+    arguments = ("--target", tiny_target("llama"), "--drain-s", "1", "--max-batch", "1")
+    lines: list[str] = []
+    begun = threading.Event()
+
+    def ask(url: str) -> None:
+        with httpx.stream(
+            "POST", f"{url}/v1/completions", json=body | {"n": 100}, timeout=TIMEOUT_S
+        ) as response:
+            for line in response.iter_lines():
+                begun.set()
+                lines.append(line)
+
+    with serving(*arguments) as (process, url), httpx.Client(base_url=url) as late:
+        assert late.get("/health").status_code == 200
+        client = threading.Thread(target=ask, args=(url,))
+        client.start()
+        assert begun.wait(TIMEOUT_S)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.4)
+        # On a connection that was open and on a new one.
+        refused = [
+            late.post("/v1/completions", json=body),
+            httpx.post(f"{url}/v1/completions", json=body),
+        ]
+        assert process.wait(TIMEOUT_S) == 0
+        client.join()
+        told = process.communicate()[1]
+    for response in refused:
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "shutting_down"
+    events = [line for line in lines if line]
+    assert json.loads(events[-2][6:])["error"]["code"] == "shutting_down"
+    assert events[-1] == "data: [DONE]"
+    assert "Traceback" not in told and "rror" not in told
+
+
 def test_a_port_in_use_is_one_sentence(
     tiny_target: Callable[..., str], capsys: pytest.CaptureFixture
 ) -> None:

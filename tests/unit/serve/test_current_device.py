@@ -15,7 +15,7 @@ from draftsmith.drafters.target.load import load_model
 from draftsmith.errors import UserError
 from draftsmith.kernels.dispatch import use_device
 from draftsmith.serve.engine.loop import EngineLoop
-from draftsmith.serve.http.threads import TokenizerThread
+from draftsmith.serve.http.threads import Intake
 from draftsmith.serve.watch import VersionWatcher
 
 SECOND = torch.device("cuda:1")
@@ -67,6 +67,6 @@ def test_the_versions_thread_chooses_first(chosen, tmp_path: Path):
 
 
 def test_the_tokenizers_thread_chooses_first(chosen):
-    asyncio.run(TokenizerThread(SECOND).run(lambda: None))
+    asyncio.run(Intake(None, device=SECOND).run(lambda: None))
     ((thread, device),) = chosen
     assert thread.startswith("draftsmith-intake") and device == SECOND

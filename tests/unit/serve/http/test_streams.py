@@ -4,12 +4,14 @@ answer in one piece."""
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import pytest
 
+from draftsmith.serve.http.limits import Arrival
 from draftsmith.serve.http.streams import RequestStreams
-from draftsmith.serve.http.threads import ThreadBridge, TokenizerThread
+from draftsmith.serve.http.threads import Intake, ThreadBridge
 from draftsmith.serve.requests.request import FinishReason, RequestOptions, Update
 from draftsmith.serve.sampling.params import SamplingParams
 
@@ -28,12 +30,19 @@ def enqueue(requests) -> None:
 @pytest.mark.parametrize(("every_round", "count"), [(True, 3), (False, 1)])
 def test_an_answer_in_one_piece_has_events_of_its_ends_alone(every_round, count) -> None:
     loop = SimpleNamespace(
-        engine=SimpleNamespace(inputs=SimpleNamespace(request=request_of)), enqueue=enqueue
+        engine=SimpleNamespace(
+            inputs=SimpleNamespace(request=request_of, waits_for_grammar=lambda params: False)
+        ),
+        enqueue=enqueue,
     )
 
     async def events() -> list:
         streams = RequestStreams(
-            loop, TokenizerThread(), ThreadBridge(), 10.0, every_round=every_round
+            loop,
+            Intake(None),
+            ThreadBridge(),
+            Arrival(time.monotonic(), 10.0),
+            every_round=every_round,
         )
         await streams.submit([[1], [2]], [SamplingParams()] * 2, RequestOptions())
         return [event async for found in streams.rounds() for event in found]

@@ -1,0 +1,82 @@
+"""The HTTP server around the application: connections that send nothing are closed, and it ends in
+good order."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from draftsmith.serve.engine.loop import EngineLoop
+
+HEAD_S = 20.0  # in which the head of a request comes
+FLUSH_S = 5.0  # in which clients read the end of their answers
+
+
+class TimedHeads(AutoHTTPProtocol):
+    """Connection that is closed when the head of a request does not come in time."""
+
+    head_s = HEAD_S
+    _closing: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._unwatch()
+        super().connection_lost(error)
+
+    def _watch(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._unwatch()
+        elif self._closing is None:
+            self._closing = self.loop.call_later(self.head_s, self.transport.close)
+
+    def _unwatch(self) -> None:
+        if self._closing is not None:
+            self._closing.cancel()
+            self._closing = None
+
+
+class HttpServer(uvicorn.Server):
+    """At its end requests that come are refused with 503 and those that run get `drain_s`; then
+    their clients are told that the server ends, and connections are closed."""
+
+    def __init__(
+        self, app: FastAPI, loop: EngineLoop, *, drain_s: float, timeout_s: float | None = None
+    ):
+        head_s = min(HEAD_S, timeout_s or HEAD_S)
+        protocol = type("TimedHeads", (TimedHeads,), {"head_s": head_s})
+        # uvicorn cancels what is left after a time of its own in the middle of it.
+        super().__init__(
+            uvicorn.Config(
+                app, log_level="warning", http=protocol, ws="none", timeout_graceful_shutdown=None
+            )
+        )
+        self._loop, self._drain_s = loop, drain_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._drain()
+        aborting = asyncio.get_running_loop().call_later(FLUSH_S, self._abort)
+        await super().shutdown(sockets)
+        aborting.cancel()
+
+    async def _drain(self) -> None:
+        """A second interrupt ends it at once."""
+        drained = asyncio.ensure_future(asyncio.to_thread(self._loop.close, self._drain_s))
+        while not drained.done():
+            await asyncio.wait({drained}, timeout=0.1)
+            if self.force_exit:
+                await asyncio.to_thread(self._loop.close)
+
+    def _abort(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
