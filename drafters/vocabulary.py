@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -57,14 +56,6 @@ def tokenizer_difference(
 
 def template_hash(template: str | None) -> str:
     return hashlib.sha256(json.dumps(template).encode()).hexdigest()[:16]
-
-
-def template_takes(source: str, variable: str) -> bool:
-    """True when the text of a chat template depends on the variable."""
-    # "%}" and "}}" end a statement; a lone "}" is of a dictionary in it.
-    statements = re.findall(r"\{[{%].*?[}%]\}", source, re.DOTALL)
-    word = re.compile(rf"\b{variable}\b")
-    return any(word.search(statement) for statement in statements)
 
 
 def check_same_ids(draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase) -> None:

@@ -5,7 +5,6 @@ Files in reading order:
 - `processes`: several processes that write one dataset
 - `ways`: temperature and thinking of each answer
 - `prompts`: prompts
-- `chat_mask`: masks of chats
 - `writers`: writers of answers
 - `answers`: the dataset folder
 - `stored_states`: stored hidden states

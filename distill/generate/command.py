@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from draftsmith.chats.answers import ChatAnswers
 from draftsmith.config import check_limits
 from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate import prompts as prompt_source
@@ -33,7 +34,7 @@ from draftsmith.distill.generate.writers import (
     seed_of,
 )
 from draftsmith.drafters.target.device import load_target
-from draftsmith.drafters.target.load import load_config, load_tokenizer
+from draftsmith.drafters.target.load import load_config, load_end_ids, load_tokenizer
 from draftsmith.drafters.target.sharded import check_offload
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import template_hash, tokenizer_record
@@ -148,7 +149,9 @@ def open_reference(config: GenerateOptions) -> Reference:
         .get_text_config()
         .max_position_embeddings
     )
-    return Reference(load_tokenizer(config.target, trust_remote_code=trust), limit, (), None, None)
+    tokenizer = load_tokenizer(config.target, trust_remote_code=trust)
+    ends = load_end_ids(config.target, trust_remote_code=trust)
+    return Reference(tokenizer, limit, ends, None, None)
 
 
 def new_writer(
@@ -166,7 +169,7 @@ def new_writer(
             "max_tokens": None,
         }
     if config.url is not None:
-        writer = ServerWriter(config, reference.tokenizer)
+        writer = ServerWriter(config, ChatAnswers(reference.tokenizer, reference.eos_token_ids))
         return writer, {"answered_by": f"server of {writer.model}"}
     answers = new_answers(reference.loaded(), longest)
     return TargetWriter(answers, config), answers.provenance
@@ -291,10 +294,10 @@ def check(config: GenerateOptions) -> None:
         raise UserError(
             "--url and --keep-answers both say where answers come from; give one of them"
         )
-    if config.keep_answers and (config.thinking is not None or len(temperatures(config)) > 1):
+    if config.keep_answers and (config.thinking == "both" or len(temperatures(config)) > 1):
         raise UserError(
-            "--thinking and several --temperature are of answers to be written, and --keep-answers "
-            "writes none; leave them out"
+            "--thinking both and several --temperature are spread over answers to be written, and "
+            "--keep-answers writes none; leave them out"
         )
     if config.url is None and (config.model, config.api_key) != (None, None):
         raise UserError("--model and --api-key are about a server; give --url too")

@@ -12,24 +12,19 @@ import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
+from draftsmith.chats.answers import AnswerTokenizer, ChatAnswers, Masked
+from draftsmith.chats.messages import Conversation, Message, conversation_of, without_nulls
+from draftsmith.chats.template import source_of, template_takes
 from draftsmith.distill.config import GenerateOptions
-from draftsmith.distill.generate.chat_mask import ChatTokenizer, Masked, masked_chat
-from draftsmith.distill.generate.ways import Way, way_of
-from draftsmith.drafters.vocabulary import template_takes
+from draftsmith.distill.generate.ways import THINKING, Way, way_of
 from draftsmith.errors import UserError
 from draftsmith.prompts.corpus import CORPORA, Document, held_out
 from draftsmith.prompts.sources import read_rows
 
 # Enough text for any tokenizer to fill a window: a token is seldom longer.
 CHARACTERS_A_TOKEN = 12
-
-
-class Tokenizer(ChatTokenizer, Protocol):
-    """Part of a transformers tokenizer that prompts need."""
-
-    chat_template: Any
 
 
 @dataclass(frozen=True)
@@ -42,7 +37,7 @@ class Prompt:
 
 
 def load(
-    config: GenerateOptions, tokenizer: Tokenizer, *, eos_token_ids: Sequence[int] = ()
+    config: GenerateOptions, tokenizer: AnswerTokenizer, *, eos_token_ids: Sequence[int] = ()
 ) -> list[Prompt]:
     """Prompts in a fixed order that depends on the options alone."""
     _check_thinking(config, tokenizer)
@@ -63,7 +58,7 @@ def load(
     return prompts
 
 
-def _from_corpus(config: GenerateOptions, tokenizer: Tokenizer) -> Iterator[Prompt]:
+def _from_corpus(config: GenerateOptions, tokenizer: AnswerTokenizer) -> Iterator[Prompt]:
     """Windows that begin at a line of a document; documents are drawn in proportion to their
     length."""
     documents = [document for document in CORPORA[config.prompts]() if _wanted(document, config)]
@@ -94,25 +89,24 @@ def _windows(
 
 
 def _from_rows(
-    config: GenerateOptions, tokenizer: Tokenizer, eos_token_ids: Sequence[int]
+    config: GenerateOptions, tokenizer: AnswerTokenizer, eos_token_ids: Sequence[int]
 ) -> Iterator[Prompt]:
+    answers = ChatAnswers(tokenizer, eos_token_ids)
     ways = (way_of(config, number) for number in itertools.count())
     for where, row in read_rows(config.prompts, split=config.prompts_split):
-        text = next(row[name] for name in ("messages", "prompt", "text") if name in row)
-        key = _asked_in(text)
+        found = _read(row, config, tokenizer, where)
+        key = _asked_in(found)
         # Named by what it asks, so that a repeated prompt falls into one part, whatever its answer.
         document = Document(hashlib.sha256(key.encode()).hexdigest()[:16], key)
         if not key or not _wanted(document, config):
             continue
+        is_held_out = held_out(document, config.held_out)
         if config.keep_answers:
-            masked = _with_answer(row, config, tokenizer, eos_token_ids, where=where)
-            yield Prompt(
-                document.name, held_out(document, config.held_out), masked.ids, masked.mask
-            )
+            for masked in _with_answers(row, found, config, answers, where):
+                yield Prompt(document.name, is_held_out, masked.ids, masked.mask)
         elif "messages" in row or "prompt" in row:
-            thinking = next(ways).thinking
-            ids = _encode(text, config, tokenizer, thinking)
-            yield Prompt(document.name, held_out(document, config.held_out), ids)
+            ids = _asking(found, config, answers, next(ways).thinking, where)
+            yield Prompt(document.name, is_held_out, ids)
         else:
             raise UserError(
                 f"{where} holds a text and no prompt; give --keep-answers to train on the text "
@@ -120,25 +114,46 @@ def _from_rows(
             )
 
 
-def _with_answer(
+def _read(
+    row: dict[str, Any], config: GenerateOptions, tokenizer: AnswerTokenizer, where: str
+) -> Conversation | str:
+    """A conversation, or a text that no chat template wraps."""
+    has_template = tokenizer.chat_template is not None
+    if "messages" not in row:
+        text: str = row["prompt"] if "prompt" in row else row["text"]
+        is_chat = config.chat == "always" or (config.chat == "auto" and has_template)
+        is_plain = "prompt" not in row or (config.keep_answers and "completion" not in row)
+        if is_plain or not is_chat or not text:
+            return text
+        turns = [{"role": "user", "content": text}]
+        if "completion" in row:
+            turns.append({"role": "assistant", "content": row["completion"]})
+        row = {**row, "messages": turns}
+    if not has_template:
+        raise UserError(
+            f"prompts {config.prompts!r} hold messages but target {config.target!r} has no chat "
+            "template; give plain prompts"
+        )
+    # Tables give each row the keys of the others.
+    return conversation_of(without_nulls(row), where)
+
+
+def _with_answers(
     row: dict[str, Any],
+    found: Conversation | str,
     config: GenerateOptions,
-    tokenizer: Tokenizer,
-    eos_token_ids: Sequence[int],
-    *,
+    answers: ChatAnswers,
     where: str,
-) -> Masked:
-    if "messages" in row:
-        _check_template(config, tokenizer)
-        return masked_chat(row["messages"], tokenizer, eos_token_ids, where=where)
+) -> list[Masked]:
+    if isinstance(found, Conversation):
+        (thinking,) = THINKING[config.thinking]
+        return answers.texts(_thinking(found, thinking), where)
+    if config.thinking is not None:
+        raise _without_chats(config)
     if "completion" in row:
-        prompt = _encode(row["prompt"], config, tokenizer, None)
-        answer = tokenizer.encode(row["completion"], add_special_tokens=False)
-        mask = [0] * len(prompt) + [1] * len(answer)
-        mask[:1] = [0]  # without a prompt the first token has nothing to be predicted from
-        return Masked([*prompt, *answer], mask)
+        return [answers.completion(list(answers.tokenizer.encode(found)), row["completion"])]
     if "text" in row:
-        return _plain(list(tokenizer.encode(row["text"])))
+        return [_plain(list(answers.tokenizer.encode(found)))]
     raise UserError(
         f"{where} holds no answer; give `messages`, `prompt` and `completion`, or `text`, or drop "
         "--keep-answers"
@@ -156,54 +171,47 @@ def _wanted(document: Document, config: GenerateOptions) -> bool:
     )
 
 
-def _before_answer(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _before_answer(turns: list[Message]) -> list[Message]:
     """Turns without the answers at the end."""
     return list(itertools.dropwhile(lambda turn: turn["role"] == "assistant", reversed(turns)))[
         ::-1
     ]
 
 
-def _asked_in(text: str | list[dict[str, Any]]) -> str:
+def _asked_in(found: Conversation | str) -> str:
     """Text of a prompt, the same for a chat of one question, with or without its answer, and for
     the question alone."""
-    if isinstance(text, str):
-        return text
-    turns = _before_answer(text)
-    if len(turns) == 1 and turns[0]["role"] == "user" and isinstance(turns[0].get("content"), str):
+    if isinstance(found, str):
+        return found
+    turns = _before_answer(found.messages)
+    if len(turns) == 1 and turns[0]["role"] == "user":
         return turns[0]["content"]
-    return json.dumps(turns, sort_keys=True)
+    return json.dumps(turns, sort_keys=True, default=str)
 
 
-def _encode(
-    text: str | list[dict[str, Any]],
+def _asking(
+    found: Conversation | str,
     config: GenerateOptions,
-    tokenizer: Tokenizer,
+    answers: ChatAnswers,
     thinking: bool | None,
+    where: str,
 ) -> list[int]:
     """Prompt as the target reads it before it answers. Answers at the end of a chat are left
     out."""
-    if isinstance(text, str):
-        is_chat = config.chat == "always" or (
-            config.chat == "auto" and tokenizer.chat_template is not None
-        )
-        if not is_chat:
-            if thinking is not None:
-                raise _without_chats(config)
-            return list(tokenizer.encode(text))
-        text = [{"role": "user", "content": text}]
-    _check_template(config, tokenizer)
-    turns = _before_answer(text)
+    if isinstance(found, str):
+        if thinking is not None:
+            raise _without_chats(config)
+        return list(answers.tokenizer.encode(found))
+    turns = _before_answer(found.messages)
     if not turns:
-        raise UserError(
-            f"a chat of {config.prompts!r} holds nothing but answers; remove it, or give it a "
-            "user turn"
-        )
-    variables = {} if thinking is None else {"enable_thinking": thinking}
-    return list(
-        tokenizer.apply_chat_template(
-            turns, add_generation_prompt=True, tokenize=True, return_dict=False, **variables
-        )
-    )
+        raise UserError(f"{where} holds nothing but answers; remove it, or give it a user turn")
+    return answers.prompt(_thinking(found._replace(messages=turns), thinking), where)
+
+
+def _thinking(chat: Conversation, thinking: bool | None) -> Conversation:
+    if thinking is None:
+        return chat
+    return chat._replace(variables={**chat.variables, "enable_thinking": thinking})
 
 
 def _without_chats(config: GenerateOptions) -> UserError:
@@ -213,23 +221,15 @@ def _without_chats(config: GenerateOptions) -> UserError:
     )
 
 
-def _check_thinking(config: GenerateOptions, tokenizer: Tokenizer) -> None:
+def _check_thinking(config: GenerateOptions, tokenizer: AnswerTokenizer) -> None:
     if config.thinking is None:
         return
     if config.prompts in CORPORA:
         raise _without_chats(config)
     if tokenizer.chat_template is not None and not template_takes(
-        tokenizer.get_chat_template(), "enable_thinking"
+        source_of(tokenizer.chat_template), "enable_thinking"
     ):
         raise UserError(
             f"--thinking {config.thinking}: the chat template of target {config.target!r} has no "
             "enable_thinking; leave it out"
-        )
-
-
-def _check_template(config: GenerateOptions, tokenizer: Tokenizer) -> None:
-    if tokenizer.chat_template is None:
-        raise UserError(
-            f"prompts {config.prompts!r} hold messages but target {config.target!r} has no chat "
-            "template; give plain prompts"
         )

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import httpx
 
 from draftsmith.api_key import bearer
+from draftsmith.chats.answers import ChatAnswers
 from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate.prompts import Prompt
 from draftsmith.distill.generate.ways import way_of
@@ -42,7 +43,7 @@ class Asked(NamedTuple):
 
 
 class Answers(Protocol):
-    """Answers of the target, by an engine."""
+    """ChatAnswers of the target, by an engine."""
 
     # what they depend on beside the prompts, the options of `generate` and the target
     provenance: dict[str, Any]
@@ -100,28 +101,18 @@ BUSY = {408, 409, 425, 429, 500, 502, 503, 504}
 SEED_BITS = 31
 
 
-class Decoder(Protocol):
-    """Part of a transformers tokenizer that answers in text need."""
-
-    eos_token_id: int | None
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int]) -> str: ...
-
-
 class ServerWriter:
     """Writer that keeps `batch` requests under way: the next one leaves when an answer arrives."""
 
     def __init__(
         self,
         config: GenerateOptions,
-        tokenizer: Decoder,
+        form: ChatAnswers,
         *,
         transport: httpx.BaseTransport | None = None,
         pause_s: float = FIRST_PAUSE_S,
     ):
-        self.config, self.tokenizer, self.pause_s = config, tokenizer, pause_s
+        self.config, self.form, self.pause_s = config, form, pause_s
         self.base = (config.url or "").rstrip("/").removesuffix("/v1")
         limits = httpx.Limits(max_connections=config.batch)
         self.http = httpx.Client(
@@ -173,7 +164,7 @@ class ServerWriter:
             return (
                 list(ids)
                 if ids is not None
-                else self._tokenised(choice["text"], choice.get("finish_reason"))
+                else self._tokenised(prompt, choice["text"], choice.get("finish_reason"))
             )
         except (KeyError, IndexError, TypeError) as error:
             raise UserError(
@@ -181,18 +172,17 @@ class ServerWriter:
                 "OpenAI-compatible?"
             ) from error
 
-    def _tokenised(self, text: str, reason: str | None) -> list[int]:
-        """Tokens for servers that return text alone. The end of text is appended unless a length
-        ended the answer."""
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
-        if self.tokenizer.decode(ids) != text:
+    def _tokenised(self, prompt: Prompt, text: str, reason: str | None) -> list[int]:
+        """Tokens for servers that return text alone. The end is appended unless a length ended the
+        answer."""
+        ids = self.form.exact(text)
+        if ids is None:
             raise UserError(
                 f"{self.base} gives no token ids, and the target's tokenizer does not give back "
                 f"its text {text[:60]!r}; use a "
                 "server with return_token_ids, such as vLLM"
             )
-        eos = self.tokenizer.eos_token_id
-        return [*ids, eos] if reason == "stop" and eos is not None else ids
+        return [*ids, *self.form.end_behind(prompt.ids)] if reason == "stop" else ids
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         """Response of the server. Retries when it is busy or away, and raises a `UserError` when it

@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -187,6 +188,23 @@ def load_config(path: str | Path, *, trust_remote_code: bool) -> PreTrainedConfi
             f"model {str(path)!r} has no readable config.json ({_first_line(error)}); check the "
             "path or Hub id"
         ) from error
+
+
+def load_end_ids(path: str | Path, *, trust_remote_code: bool) -> tuple[int, ...]:
+    """Tokens at which the model's answers end, without its weights; none where no file names
+    them."""
+    path = adapter_base(path) or path
+    try:
+        ids = GenerationConfig.from_pretrained(path).eos_token_id
+    except (OSError, ValueError):
+        ids = None
+    if ids is None:
+        try:
+            config = load_config(path, trust_remote_code=trust_remote_code)
+        except UserError:
+            return ()
+        ids = getattr(config.get_text_config(), "eos_token_id", None)
+    return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
 
 
 def adapter_base(path: str | Path) -> str | None:

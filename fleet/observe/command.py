@@ -11,12 +11,12 @@ import httpx
 import uvicorn
 from prometheus_client import CollectorRegistry, start_http_server
 
+from draftsmith.chats.answers import ChatAnswers
 from draftsmith.config import check_limits
 from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.errors import UserError
 from draftsmith.fleet.observe.config import ObserveConfig
 from draftsmith.fleet.observe.counters import Counters
-from draftsmith.fleet.observe.endpoints import Tokenizer
 from draftsmith.fleet.observe.enrich import Enrichment
 from draftsmith.fleet.observe.exchange import Observer
 from draftsmith.fleet.observe.probe import Probe, client
@@ -43,7 +43,7 @@ def run(config: ObserveConfig) -> int:
             counters,
             BufferWriter(config.buffer, share=config.share),
             Models(url, config.model, api_key=config.api_key),
-            tokenizer_of(config),
+            answers_of(config),
         )
         closing.callback(lambda: logger.info("%s", counters.line()))
         closing.callback(recorder.close)
@@ -101,13 +101,16 @@ def bind(listen: str) -> socket.socket:
     return listener
 
 
-def tokenizer_of(config: ObserveConfig) -> Tokenizer | None:
+def answers_of(config: ObserveConfig) -> ChatAnswers | None:
+    """Answers by the target's tokenizer."""
     if not config.target:
         return None
     # transformers takes seconds to load, and nothing else here needs it.
-    from draftsmith.drafters.target.load import load_tokenizer
+    from draftsmith.drafters.target.load import load_end_ids, load_tokenizer
 
-    return load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
+    trust = config.trust_remote_code
+    tokenizer = load_tokenizer(config.target, trust_remote_code=trust)
+    return ChatAnswers(tokenizer, load_end_ids(config.target, trust_remote_code=trust))
 
 
 def enriched(config: ObserveConfig, url: str, closing: ExitStack) -> Enrichment | None:

@@ -7,21 +7,13 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
+from draftsmith.chats.answers import AnswerTokenizer
+from draftsmith.chats.messages import conversation_of
+from draftsmith.chats.template import rendered
+
 Body = Mapping[str, Any]
 # As vLLM and `draftsmith serve` name tokens under return_tokens_as_token_ids.
 BY_ID = re.compile(r"token_id:(\d+)\Z")
-
-
-class Tokenizer(Protocol):
-    """Part of a transformers tokenizer that texts need."""
-
-    eos_token_id: int | None
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-    def decode(self, token_ids: list[int]) -> str: ...
-
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
 
 
 class Entry(NamedTuple):
@@ -35,7 +27,7 @@ class Entry(NamedTuple):
 class Endpoint(Protocol):
     path: str
 
-    def prompt(self, body: Body, tokenizer: Tokenizer) -> list[int] | None:
+    def prompt(self, body: Body, tokenizer: AnswerTokenizer) -> list[int] | None:
         """Tokens of a single prompt by this tokenizer; None where there is no such prompt."""
         ...
 
@@ -57,7 +49,7 @@ class Endpoint(Protocol):
 class Completions:
     path = "/v1/completions"
 
-    def prompt(self, body: Body, tokenizer: Tokenizer) -> list[int] | None:
+    def prompt(self, body: Body, tokenizer: AnswerTokenizer) -> list[int] | None:
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
             prompt = prompt[0]
@@ -91,14 +83,15 @@ class Completions:
 class Chat:
     path = "/v1/chat/completions"
 
-    def prompt(self, body: Body, tokenizer: Tokenizer) -> list[int] | None:
-        text = tokenizer.apply_chat_template(
-            body["messages"],
-            tools=body.get("tools") or None,
-            tokenize=False,
+    def prompt(self, body: Body, tokenizer: AnswerTokenizer) -> list[int] | None:
+        chat = conversation_of(body, "a request")
+        text = rendered(
+            chat.messages,
+            tokenizer,
+            tools=chat.tools,
             add_generation_prompt=body.get("add_generation_prompt", True),
             continue_final_message=body.get("continue_final_message", False),
-            **(body.get("chat_template_kwargs") or {}),
+            variables=chat.variables,
         )
         return tokenizer.encode(text, add_special_tokens=bool(body.get("add_special_tokens")))
 

@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 
 from draftsmith.api_key import bearer
+from draftsmith.chats.answers import ChatAnswers
 from draftsmith.fleet.observe.answers import Answer, read_answer
 from draftsmith.fleet.observe.config import ObserveConfig
 from draftsmith.fleet.observe.counters import Counters
-from draftsmith.fleet.observe.endpoints import Tokenizer
 from draftsmith.fleet.observe.exchange import Exchange
 from draftsmith.fleet.observe.rounds import Origin, records_of, steps_of
 from draftsmith.fleet.observe.sampling import sampling_of
@@ -23,7 +23,7 @@ from draftsmith.record import RecordSink
 
 logger = logging.getLogger("draftsmith.observe")
 
-# Answers that wait; beyond it the newest are dropped.
+# ChatAnswers that wait; beyond it the newest are dropped.
 MOST_WAITING = 256
 CLOSE_S = 10.0
 AGAIN_S = 60.0  # until a list of models is read again
@@ -39,10 +39,10 @@ class Recorder:
         counters: Counters,
         sink: RecordSink,
         models: Models,
-        tokenizer: Tokenizer | None = None,
+        form: ChatAnswers | None = None,
     ):
         self.config, self.counters, self.sink = config, counters, sink
-        self.models, self.tokenizer = models, tokenizer
+        self.models, self.form = models, form
         self._queue: queue.Queue[Exchange | None] = queue.Queue(MOST_WAITING)
         self._thread = threading.Thread(target=self._run, name="observe-recorder", daemon=True)
         self._thread.start()
@@ -68,7 +68,7 @@ class Recorder:
                 self.counters.leave_out(known)
                 logger.debug("an answer is left out (%s)", reason)
             except Exception:
-                # Answers are foreign data; none of them may end the recording of others.
+                # ChatAnswers are foreign data; none of them may end the recording of others.
                 logger.exception("an answer could not be recorded")
                 self.counters.leave_out("failed")
 
@@ -84,7 +84,7 @@ class Recorder:
             raise Unknown("texts in parts")
         if not self.models.is_target(answer.model):
             raise Unknown("another model")
-        tokens = tokens_of(exchange.endpoint, request, answer, self.tokenizer)
+        tokens = tokens_of(exchange.endpoint, request, answer, self.form)
         if not tokens.prompt or not tokens.answer:
             raise Unknown("empty")
         sampling = sampling_of(request, self.config.defaults)

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from draftsmith.chats.answers import ChatAnswers
 from draftsmith.fleet.observe.answers import Answer
-from draftsmith.fleet.observe.endpoints import Body, Endpoint, Tokenizer
+from draftsmith.fleet.observe.endpoints import Body, Endpoint
 
 
 class Tokens(NamedTuple):
@@ -19,25 +20,25 @@ class Unknown(Exception):
 
 
 def tokens_of(
-    endpoint: Endpoint, request: Body, answer: Answer, tokenizer: Tokenizer | None
+    endpoint: Endpoint, request: Body, answer: Answer, form: ChatAnswers | None
 ) -> Tokens:
     """Raises `Unknown` where neither the server nor the tokenizer gives the tokens."""
     prompt = answer.prompt_ids or endpoint.given_prompt(request)
     if prompt is None:
-        prompt = _prompt(endpoint, request, answer, tokenizer)
+        prompt = _prompt(endpoint, request, answer, form)
     given = answer.token_ids
     if given is not None and answer.completion_tokens not in (None, len(given)):
         raise Unknown("token ids that are not all")
-    return Tokens(prompt, _answer(request, answer, tokenizer) if given is None else given)
+    return Tokens(prompt, _answer(prompt, request, answer, form) if given is None else given)
 
 
 def _prompt(
-    endpoint: Endpoint, request: Body, answer: Answer, tokenizer: Tokenizer | None
+    endpoint: Endpoint, request: Body, answer: Answer, form: ChatAnswers | None
 ) -> list[int]:
-    if tokenizer is None:
+    if form is None:
         raise Unknown("no token ids")
     try:
-        prompt = endpoint.prompt(request, tokenizer)
+        prompt = endpoint.prompt(request, form.tokenizer)
     except Exception as error:
         # Chat templates are programs and may raise any exception.
         raise Unknown("prompts without a template") from error
@@ -48,17 +49,19 @@ def _prompt(
     return prompt
 
 
-def _answer(request: Body, answer: Answer, tokenizer: Tokenizer | None) -> list[int]:
+def _answer(
+    prompt: list[int], request: Body, answer: Answer, form: ChatAnswers | None
+) -> list[int]:
     """Tokens of the text. Any text has several tokenisations: the canonical one is taken where it
     gives back the text and has as many tokens as the server counted."""
-    if tokenizer is None:
+    if form is None:
         raise Unknown("no token ids")
     if not answer.is_text_whole or request.get("echo"):
         raise Unknown("texts in parts")
-    ids = exact_tokens(answer.text, tokenizer)
+    ids = form.exact(answer.text)
     if ids is None:
         raise Unknown("texts that do not round-trip")
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    end = form.end_behind(prompt)
     # A stop string ends in the middle of a token, or of a text that is cut off.
     is_ended = answer.finish == "stop" and not isinstance(answer.stop_reason, str)
     if answer.completion_tokens is None:
@@ -69,9 +72,3 @@ def _answer(request: Body, answer: Answer, tokenizer: Tokenizer | None) -> list[
         if len(found) == answer.completion_tokens:
             return found
     raise Unknown("texts of another length")
-
-
-def exact_tokens(text: str, tokenizer: Tokenizer) -> list[int] | None:
-    """Canonical tokens of a text; None where they do not decode to it."""
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    return ids if tokenizer.decode(ids) == text else None

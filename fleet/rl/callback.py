@@ -4,7 +4,7 @@ policy."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class FollowPolicy(TrainerCallback):
         buffer: folder or fsspec URL for rollouts, where the engine records nothing itself; wrap a
             reward function with `records`.
         server: URL of the vLLM that rolls out, whose records name the weights by optimizer step.
+        template: `tools` or `chat_template` of the trainer, where rollouts are recorded.
         drafts: gives the newest draft version to the engine after each step.
     """
 
@@ -47,6 +48,7 @@ class FollowPolicy(TrainerCallback):
         save: Callable[[str], object] | None = None,
         buffer: str = "",
         server: str = "",
+        template: Mapping[str, Any] | None = None,
         drafts: Handover | None = None,
     ):
         if every < 1:
@@ -55,7 +57,9 @@ class FollowPolicy(TrainerCallback):
         self.every, self.save, self.drafts = every, save, drafts
         self.server = VllmServer(server) if server else None
         self.rollouts = (
-            Rollouts(BufferWriter(buffer, queue_records=QUEUE_RECORDS)) if buffer else None
+            Rollouts(BufferWriter(buffer, queue_records=QUEUE_RECORDS), template=template)
+            if buffer
+            else None
         )
         self.saved: int | None = None  # step of the newest revision
         self.save_s = 0.0  # spent on revisions

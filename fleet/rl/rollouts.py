@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from draftsmith.errors import UserError
@@ -39,12 +39,15 @@ def sampling_of(args: Any) -> Sampling:
 class Rollouts:
     """Records of the completions that a reward function is given, `most` of each batch.
 
-    `step` names the policy's weights in them. What cannot be recorded is left out, and training
-    goes on.
+    `step` names the policy's weights in them. `template` is what prompts are templated with beside
+    the `chat_template_kwargs` of the trainer's arguments. What cannot be recorded is left out, and
+    training goes on.
     """
 
-    def __init__(self, sink: RecordSink, *, most: int = 32):
-        self.sink, self.most = sink, most
+    def __init__(
+        self, sink: RecordSink, *, most: int = 32, template: Mapping[str, Any] | None = None
+    ):
+        self.sink, self.most, self.template = sink, most, dict(template or {})
         self.step = 0
         self.recorded = 0
         self.tokenizer: Any = None
@@ -54,6 +57,7 @@ class Rollouts:
     def begin(self, tokenizer: Any, args: Any) -> None:
         """Tokenizer and arguments of the trainer, before the first rollout."""
         self.tokenizer, self.sampling = tokenizer, sampling_of(args)
+        self.template |= getattr(args, "chat_template_kwargs", None) or {}
 
     def records(self, reward: Reward) -> Reward:
         """The reward function, whose completions are recorded first. One is enough: all functions
@@ -132,7 +136,11 @@ class Rollouts:
         if isinstance(prompt, str):
             return list(self.tokenizer(text=[prompt])["input_ids"][0])
         found = self.tokenizer.apply_chat_template(
-            conversation=[prompt], add_generation_prompt=True, tokenize=True, return_dict=True
+            conversation=[prompt],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            **self.template,
         )
         return list(found["input_ids"][0])
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from draftsmith.chats.messages import RESERVED_VARIABLES, decoded, plain_message
 from draftsmith.serve.bodies.formats import JsonObject, StrictModel, Text, writable
 
 
@@ -23,27 +22,8 @@ class CalledFunction(StrictModel):
     @field_validator("arguments")
     @classmethod
     def _decode_to_text(cls, value: str | None) -> str | None:
-        decoded(value)
+        writable(decoded(value))
         return value
-
-    def plain(self) -> dict[str, Any]:
-        return {"name": self.name, "arguments": decoded(self.arguments)}
-
-
-def decoded(arguments: str | None) -> dict[str, Any] | str | None:
-    """Arguments as templates take them, an object. A text that is none (a call that was cut off, a
-    number beyond floats) stays as it is."""
-    try:
-        parsed = json.loads(arguments or "{}", parse_float=_finite, parse_constant=_finite)
-    except (ValueError, RecursionError):
-        return arguments
-    return writable(parsed) if isinstance(parsed, dict) else arguments
-
-
-def _finite(written: str) -> float:
-    if not math.isfinite(number := float(written)):
-        raise ValueError(f"{written} is no number of JSON")
-    return number
 
 
 class MadeCall(StrictModel):
@@ -53,10 +33,6 @@ class MadeCall(StrictModel):
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None  # of streamed calls that a client sends back
-
-    def plain(self) -> dict[str, Any]:
-        known = {} if self.id is None else {"id": self.id}
-        return known | {"type": self.type, "function": self.function.plain()}
 
 
 class Message(StrictModel):
@@ -94,32 +70,7 @@ class Message(StrictModel):
         return self
 
     def plain(self) -> dict[str, Any]:
-        content = (
-            "".join(part.text for part in self.content)
-            if isinstance(self.content, list)
-            else self.content or ""
-        )
-        message: dict[str, Any] = {"role": self.role, "content": content}
-        if self.name is not None:
-            message["name"] = self.name
-        if self.tool_calls:
-            message["tool_calls"] = [call.plain() for call in self.tool_calls]
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        thoughts = self.reasoning_content if self.reasoning is None else self.reasoning
-        if thoughts is not None:
-            message |= {"reasoning_content": thoughts, "reasoning": thoughts}
-        return message
-
-
-# Parameters of apply_chat_template itself: a client must not set them through the variables of its
-# template.
-RESERVED_VARIABLES = (
-    "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
-    "continue_final_message", "tokenize",
-    "padding", "truncation", "max_length", "return_tensors", "return_dict",
-    "return_assistant_tokens_mask", "tokenizer_kwargs",
-)  # fmt: skip
+        return plain_message(self.model_dump())
 
 
 class Conversation(StrictModel):

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
 
+from draftsmith.chats.messages import plain_tool
 from draftsmith.serve.bodies.formats import JsonObject, StrictModel, Text
 from draftsmith.serve.tools.calls import LONGEST_NAME, NAME_LETTERS, Tool
 
@@ -25,11 +26,7 @@ class FunctionTool(StrictModel):
 
     def plain(self) -> dict[str, Any]:
         """The tool as chat templates take it."""
-        function: dict[str, Any] = {"name": self.function.name}
-        if self.function.description is not None:
-            function["description"] = self.function.description
-        function["parameters"] = self.function.parameters or {"type": "object", "properties": {}}
-        return {"type": "function", "function": function}
+        return plain_tool(dict(self.function))
 
     def tool(self) -> Tool:
         return Tool(self.function.name, self.function.parameters or {}, bool(self.function.strict))

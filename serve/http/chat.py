@@ -27,8 +27,6 @@ from draftsmith.serve.tools.calls import CallPiece, Piece
 from draftsmith.serve.tools.grammars import after_reasoning, call_grammar
 from draftsmith.serve.tools.reasoning import Thinking, thinking_after
 
-DEVELOPER, SYSTEM = "developer", "system"
-
 
 @dataclass(frozen=True)
 class ChatPlan:
@@ -92,13 +90,8 @@ def chat_prompt(
 ) -> Templated:
     """Prompt of a conversation; `tools` as chat templates take them."""
     prompts_answer = not body.continue_final_message
-    messages = [message.plain() for message in body.messages]
-    if DEVELOPER not in server.template.source:
-        # A template without OpenAI's newer name of the role.
-        for message in messages:
-            message["role"] = SYSTEM if message["role"] == DEVELOPER else message["role"]
     return templated(
-        messages,
+        [message.plain() for message in body.messages],
         server.tokenizer,
         tools=tools,
         add_generation_prompt=prompts_answer

@@ -11,6 +11,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from draftsmith.chats.template import rendered
 from draftsmith.errors import UserError
 from draftsmith.text_stream import BROKEN
 
@@ -117,21 +118,14 @@ def templated(
             "messages need a chat template, which this model's tokenizer has not; use "
             "/v1/completions"
         )
-    try:
-        text = tokenizer.apply_chat_template(
-            messages,
-            tools=list(tools) or None,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **(variables or {}),
-        )
-    except Exception as error:
-        # Templates are programs and may raise any exception, mostly about the order of roles.
-        reason = re.sub(r"\s+", " ", str(error))
-        raise UserError(
-            f"messages are refused by the chat template ({reason}); mend them"
-        ) from error
+    text = rendered(
+        messages,
+        tokenizer,
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        variables=variables,
+    )
     check_length(text, most_characters)
     return Templated(encode(text, tokenizer, add_special_tokens=add_special_tokens), text)
 

@@ -4,11 +4,10 @@ takes."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.drafters.vocabulary import template_takes
+from draftsmith.chats.template import source_of, template_takes
 from draftsmith.errors import UserError
 from draftsmith.serve.tools.call_format import CallFormat
 from draftsmith.serve.tools.grammars import Marks
@@ -95,10 +94,3 @@ class ChatTemplate:
                 "model whose template takes tools"
             )
         return self.calls
-
-
-def source_of(template: Any) -> str:
-    """Text of a template; of several by name all of them."""
-    if isinstance(template, dict):
-        return "\n".join(template.values())
-    return template or ""

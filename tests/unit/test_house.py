@@ -89,10 +89,12 @@ ABOVE = ("__init__", "cli", "commands")
 BASE = ROOT / "src" / "draftsmith"
 COMMAND_LINE = BASE / "commands"
 SHARED_MEMORY = BASE / "shared_memory"
-PROMPTS = BASE / "prompts"
+PROMPTS, CHATS = BASE / "prompts", BASE / "chats"
 TESTS = sorted((ROOT / "tests" / "unit").rglob("test_*.py"))
 BASE_FILES = sorted(
-    path for folder in (BASE, COMMAND_LINE, SHARED_MEMORY, PROMPTS) for path in folder.glob("*.py")
+    path
+    for folder in (BASE, COMMAND_LINE, SHARED_MEMORY, PROMPTS, CHATS)
+    for path in folder.glob("*.py")
 )
 TORCH_FREE = (
     "kernels/constants.py",
@@ -275,7 +277,7 @@ def test_the_walk_over_chapters_sees_circles() -> None:
 def chapters() -> list[Path]:
     paths = [path for folder in CODE_FOLDERS for path in (ROOT / folder).rglob("*")]
     inner = [path for path in paths if path.is_dir() and path.name != "__pycache__"]
-    return [COMMAND_LINE, SHARED_MEMORY, PROMPTS, *inner]
+    return [COMMAND_LINE, SHARED_MEMORY, PROMPTS, CHATS, *inner]
 
 
 def test_chapters_hold_3_to_14_files() -> None:
@@ -292,7 +294,7 @@ def test_every_chapter_has_its_tests_in_the_folder_of_its_name() -> None:
     missing = [
         str(folder.relative_to(ROOT))
         for folder in chapters()
-        if folder not in (COMMAND_LINE, SHARED_MEMORY, PROMPTS)
+        if folder not in (COMMAND_LINE, SHARED_MEMORY, PROMPTS, CHATS)
         and not list((ROOT / "tests" / "unit" / folder.relative_to(ROOT)).glob("test_*.py"))
     ]
     assert missing == []
@@ -307,6 +309,7 @@ def test_every_chapter_has_its_tests_in_the_folder_of_its_name() -> None:
             "cli",
             "shared_memory",
             "prompts",
+            "chats",
             "scripts",
             "scripts/fleet",
         )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+from draftsmith.chats.template import ChatTokenizer, rendered
+from draftsmith.errors import UserError
 from draftsmith.train.doctor.finding import Finding, ok, warn
 
 WANTED_COVER = 0.99
@@ -17,11 +19,10 @@ class Row(NamedTuple):
     loss_mask: list[bool]  # True where the target wrote the token
 
 
-class ChatTokenizer(Protocol):
-    chat_template: Any
+class SpecialTokenizer(ChatTokenizer, Protocol):
     all_special_ids: list[int]
 
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
 
 def check_known(rows: list[Row], num_known: int, vocab_size: int) -> Finding:
@@ -78,14 +79,17 @@ def check_after_end(rows: list[Row], ends: Collection[int]) -> Finding:
     return ok("data.mask-end", "no mask goes on after the end of an answer")
 
 
-def check_template(rows: list[Row], tokenizer: ChatTokenizer) -> list[Finding]:
+def check_template(rows: list[Row], tokenizer: SpecialTokenizer) -> list[Finding]:
     """A chat model is served templated text; text without a token of the template is
     another kind."""
     if not tokenizer.chat_template:
         return []
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    rendered = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
-    special = set(rendered) & set(tokenizer.all_special_ids)
+    try:
+        text = rendered(chat, tokenizer, add_generation_prompt=False)
+    except UserError:
+        return []  # a template that wants more than a question and an answer
+    special = {*tokenizer.encode(text, add_special_tokens=False)} & {*tokenizer.all_special_ids}
     if not special:
         return []  # no token distinguishes a chat of this template from other text
     without = sum(not special & set(row.input_ids) for row in rows)

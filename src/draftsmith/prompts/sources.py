@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from draftsmith.chats.messages import without_nulls
 from draftsmith.errors import UserError
 from draftsmith.prompts.corpus import CORPORA
 from draftsmith.prompts.encoded import SUFFIXES, check_characters, open_text
@@ -232,7 +233,7 @@ def _parquet(path: Path) -> Iterator[Placed]:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=256):
                 for row in batch.to_pylist():
-                    yield f"row {next(numbers)} of {str(path)!r}", _without_nulls(row)
+                    yield f"row {next(numbers)} of {str(path)!r}", without_nulls(row)
     except (pa.ArrowException, OSError) as error:
         reason = str(error).strip().rstrip(".")
         raise UserError(f"{str(path)!r} is no whole Parquet file ({reason}); replace it") from error
@@ -255,13 +256,4 @@ def _dataset(source: str, split: str) -> Iterator[Placed]:
             "name and the split"
         ) from error
     for number, row in enumerate(rows, start=1):
-        yield f"row {number} of {source!r}", _without_nulls(row)
-
-
-def _without_nulls(value: Any) -> Any:
-    """A value of Arrow without the fields that it has only because other rows have them."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    return value
+        yield f"row {number} of {source!r}", without_nulls(row)

@@ -17,17 +17,21 @@ from draftsmith.errors import UserError
 class Letters:
     """A tokenizer of characters."""
 
+    eos_token_id, bos_token_id = 0, None
+    added_tokens_decoder = (0,)
+
     def __init__(self, chat_template: str | None = None):
         self.chat_template = chat_template
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [ord(letter) for letter in text]
 
-    def apply_chat_template(self, conversation: Any, **options: Any) -> list[int]:
-        assert options["add_generation_prompt"] and options["tokenize"]
-        return self.encode(
-            "".join(f"<{turn['role']}>{turn['content']}" for turn in conversation) + "<assistant>"
-        )
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> str:
+        turns = "".join(f"<{turn['role']}>{turn['content']}" for turn in conversation)
+        return turns + "<assistant>" * options.get("add_generation_prompt", False)
 
 
 def load(source: object, *, template: str | None = None, **options: Any) -> list[prompts.Prompt]:
@@ -127,12 +131,9 @@ def test_missing_file_is_named() -> None:
 
 
 class ThinkingLetters(Letters):
-    def get_chat_template(self) -> str:
-        return self.chat_template or ""
-
-    def apply_chat_template(self, conversation: Any, **options: Any) -> list[int]:
+    def apply_chat_template(self, conversation: Any, **options: Any) -> str:
         shown = {True: "<on>", False: "<off>", None: ""}[options.pop("enable_thinking", None)]
-        return super().apply_chat_template(conversation, **options) + self.encode(shown)
+        return super().apply_chat_template(conversation, **options) + shown
 
 
 KNOWS = "{% if enable_thinking %}x{% endif %}"
@@ -164,3 +165,69 @@ def test_thinking_without_a_chat_is_refused(source: str, tmp_path: Path) -> None
     given = source if source.startswith("stdlib") else str(tmp_path / source)
     with pytest.raises(UserError, match="given without one; leave it out, or give chats"):
         load(given, thinking="on", count=2)
+
+
+def kept(path: Path, rows: list[dict[str, Any]], **options: Any) -> list[tuple[str, list[int]]]:
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    found = load(path, keep_answers=True, **options)
+    return [(text(prompt), prompt.mask or []) for prompt in found]
+
+
+CHAT = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+
+
+def test_chats_completions_and_plain_text_keep_their_answers(tmp_path: Path) -> None:
+    rows = [{"messages": CHAT}, {"prompt": "ab", "completion": "cd"}, {"text": "ef"}]
+    chat = ("<user>ab<assistant>cd\0", [0] * 19 + [1] * 3)
+    plain = ("ef", [0, 1])
+    found = kept(tmp_path / "a.jsonl", rows, template="content", chat="never")
+    assert found == [chat, ("abcd\0", [0, 0, 1, 1, 1]), plain]
+    # As a chat the completion is the answer of one.
+    assert kept(tmp_path / "a.jsonl", rows, template="content") == [chat, chat, plain]
+
+
+def test_lines_of_a_text_are_kept_as_they_are_beside_a_template(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("ab")
+    (found,) = load(tmp_path / "a.txt", keep_answers=True, template="content")
+    assert (text(found), found.mask) == ("ab", [0, 1])
+
+
+def test_a_prompt_without_an_answer_has_none_to_keep(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"line 1 of .* holds no answer"):
+        kept(tmp_path / "a.jsonl", [{"prompt": "x"}])
+
+
+def test_the_target_answers_the_last_question_of_a_chat_that_was_answered(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [*CHAT, *CHAT]}))
+    (prompt,) = load(tmp_path / "a.jsonl", template="content")
+    assert text(prompt) == "<user>ab<assistant>cd<user>ab<assistant>"
+
+
+def test_thinking_is_of_kept_answers_too(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": CHAT}))
+
+    def prompt_of(thinking: str) -> str:
+        config = GenerateOptions(
+            target="t",
+            prompts=str(tmp_path / "a.jsonl"),
+            out="o",
+            keep_answers=True,
+            thinking=thinking,
+        )
+        template = KNOWS + "{{ content }}"
+        (found,) = prompts.load(config, ClosingLetters(template))
+        return text(found).partition("cd")[0]
+
+    assert prompt_of("on").endswith("<on>") and prompt_of("off").endswith("<off>")
+
+
+class ClosingLetters(ThinkingLetters):
+    """Shows the variable before each answer."""
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> str:
+        shown = {True: "<on>", False: "<off>", None: ""}[options.get("enable_thinking")]
+        turns = "".join(
+            f"<{turn['role']}>{shown * (turn['role'] == 'assistant')}{turn['content']}"
+            for turn in conversation
+        )
+        return turns + f"<assistant>{shown}" * options.get("add_generation_prompt", False)

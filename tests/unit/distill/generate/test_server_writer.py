@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from draftsmith.chats.answers import ChatAnswers
 from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate.prompts import Prompt
 from draftsmith.distill.generate.writers import MAX_TRIES, ServerWriter, Written
@@ -20,7 +21,12 @@ PROMPTS = [Prompt("a", False, [5, 6]), Prompt("b", False, [7])]
 
 
 class Letters:
+    chat_template = bos_token_id = None
     eos_token_id = 0
+    added_tokens_decoder = ()
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> str:
+        raise ValueError("there is none")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [ord(letter) for letter in text.lower()]
@@ -54,7 +60,9 @@ class Server:
 
 def writer(server: Server, **options: Any) -> ServerWriter:
     config = GenerateOptions(target="t", prompts="p", out="o", url="http://host:1/v1", **options)
-    return ServerWriter(config, Letters(), transport=httpx.MockTransport(server), pause_s=0.0)
+    return ServerWriter(
+        config, ChatAnswers(Letters()), transport=httpx.MockTransport(server), pause_s=0.0
+    )
 
 
 def written(writing: ServerWriter, prompts: list[Prompt], seeds: list[int]) -> list[Written]:

@@ -42,7 +42,7 @@ def test_a_row_records_what_differs_alone():
     [
         ({"temperature": (0.0, -1.0)}, "'temperature' is -1.0"),
         ({"temperature": (0.0, 1.0), "keep_answers": True}, "--keep-answers writes none"),
-        ({"thinking": "on", "keep_answers": True}, "--keep-answers writes none"),
+        ({"thinking": "both", "keep_answers": True}, "--keep-answers writes none"),
     ],
 )
 def test_ways_that_cannot_be_are_refused(changes, said):

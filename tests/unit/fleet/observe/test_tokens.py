@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from draftsmith.chats.answers import ChatAnswers
 from draftsmith.fleet.observe.answers import Answer, read_answer
 from draftsmith.fleet.observe.endpoints import ENDPOINTS
 from draftsmith.fleet.observe.tokens import Tokens, Unknown, tokens_of
+from tests.chat_templates import tokenizer_of
 
 COMPLETIONS, CHAT = ENDPOINTS["/v1/completions"], ENDPOINTS["/v1/chat/completions"]
 
@@ -16,7 +18,9 @@ COMPLETIONS, CHAT = ENDPOINTS["/v1/completions"], ENDPOINTS["/v1/chat/completion
 class Letters:
     """One token a letter, lower case alone; 0 ends a text."""
 
-    eos_token_id = 0
+    chat_template = "{{ messages }}"
+    eos_token_id, bos_token_id = 0, None
+    added_tokens_decoder = ()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [1] * add_special_tokens + [ord(one) for one in text.lower()]
@@ -28,8 +32,11 @@ class Letters:
         return "".join(f"<{one['content']}>" for one in conversation)
 
 
+FORM = ChatAnswers(Letters())
+
+
 def found(request: dict[str, Any], endpoint: Any = COMPLETIONS, **answer: Any) -> Tokens:
-    return tokens_of(endpoint, request, Answer(finish="length", **answer), Letters())
+    return tokens_of(endpoint, request, Answer(finish="length", **answer), FORM)
 
 
 def test_ids_of_the_server_come_first() -> None:
@@ -43,14 +50,14 @@ def test_ids_of_the_server_come_first() -> None:
 def test_texts_that_round_trip_are_tokenised() -> None:
     assert found({"prompt": "a"}, text="bc") == Tokens([1, 97], [98, 99])
     assert found({"prompt": "a", "add_special_tokens": False}, text="b").prompt == [97]
-    chat = {"messages": [{"content": "hi"}]}
+    chat = {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}
     assert found(chat, CHAT, text="b") == Tokens(Letters().encode("<hi>")[1:], [98])
 
 
 def test_the_end_of_a_text_is_counted() -> None:
     def answer(**given: Any) -> list[int]:
         done = Answer(finish="stop", text="b", **given)
-        return tokens_of(COMPLETIONS, {"prompt": "a"}, done, Letters()).answer
+        return tokens_of(COMPLETIONS, {"prompt": "a"}, done, FORM).answer
 
     assert answer() == [98, 0]
     assert answer(completion_tokens=2) == [98, 0] and answer(completion_tokens=1) == [98]
@@ -72,14 +79,14 @@ def test_others_are_left_out_by_reason(
     request_: dict[str, Any], given: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(Unknown, match=reason):
-        tokens_of(COMPLETIONS, request_, Answer(**{"finish": "length", **given}), Letters())
+        tokens_of(COMPLETIONS, request_, Answer(**{"finish": "length", **given}), FORM)
 
 
 def test_without_a_tokenizer_there_are_none() -> None:
     with pytest.raises(Unknown, match="no token ids"):
         tokens_of(COMPLETIONS, {"prompt": "a"}, Answer(text="b"), None)
     with pytest.raises(Unknown, match="without a template"):
-        tokens_of(CHAT, {"messages": 3}, Answer(text="b"), Letters())
+        tokens_of(CHAT, {"messages": 3}, Answer(text="b"), FORM)
 
 
 def test_parsed_parts_of_a_chat_are_not_its_text() -> None:
@@ -99,3 +106,21 @@ def test_totals_of_other_servers() -> None:
     data = b'{"choices":[{"text":"a","finish_reason":"stop"}],"timings":{"draft_n":8,"draft_n_accepted":5}}'
     found = read_answer(COMPLETIONS, data, is_stream=False)
     assert (found.drafted, found.accepted, found.report) == (8, 5, {})
+
+
+def test_a_chats_answer_ends_as_its_template_ends_it() -> None:
+    """And not with the end of text, which the server never wrote."""
+    turn = "{% for one in messages %}<start_of_turn>{{ one.role }}\n{{ one.content }}<end_of_turn>\n{% endfor %}"
+    tokenizer = tokenizer_of(
+        turn + "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+    )
+    form = ChatAnswers(tokenizer, [tokenizer.eos_token_id])
+    asked = {"messages": [{"role": "user", "content": "Name an animal."}]}
+    done = Answer(finish="stop", text="Quokka.")
+    tokens = tokens_of(CHAT, asked, done, form)
+    assert tokenizer.decode(tokens.answer) == "Quokka.<end_of_turn>"
+    # A prompt that a client has templated itself.
+    ids = {"prompt": tokens.prompt}
+    assert tokens_of(COMPLETIONS, ids, done, form).answer == tokens.answer
+    plain = tokens_of(COMPLETIONS, {"prompt": "Name an animal."}, done, form)
+    assert tokenizer.decode(plain.answer) == "Quokka.</s>"

@@ -100,6 +100,18 @@ def test_messages_go_through_the_chat_template(rollouts: Rollouts) -> None:
     assert text.tokens == [*rollouts.tokenizer("<hi>")["input_ids"], 5]
 
 
+def test_prompts_have_the_tools_and_variables_of_the_trainer(tiny_target: Any) -> None:
+    made = Rollouts(Texts(), template={"tools": [{"name": "add"}]})
+    arguments = SimpleNamespace(**vars(ARGS), chat_template_kwargs={"enable_thinking": False})
+    made.begin(AutoTokenizer.from_pretrained(tiny_target("llama")), arguments)
+    made.tokenizer.chat_template = "{{ tools[0].name }} {{ enable_thinking }}"
+    said = [{"role": "assistant", "content": "a"}]
+    asked = [{"role": "user", "content": "hi"}]
+    made.put(prompts=[asked], completions=[said], completion_ids=[[5]])
+    (text,) = made.sink.taken()
+    assert text.tokens == [*made.tokenizer("add False")["input_ids"], 5]
+
+
 def test_of_a_large_batch_some_are_recorded(rollouts: Rollouts) -> None:
     rollouts.most = 3
     rollouts.put(**batch(["a"] * 8, [[at] for at in range(8)]))
