@@ -232,6 +232,12 @@ def run_app(
 
     app.router.lifespan_context = lifespan
     http = config.http
-    server = HttpServer(app, loop, drain_s=http.drain_s, timeout_s=http.request_timeout_s)
+    server = HttpServer(
+        app,
+        loop,
+        drain_s=http.drain_s,
+        timeout_s=http.request_timeout_s,
+        keep_alive_s=http.keep_alive_s,
+    )
     with suppress(KeyboardInterrupt):
         server.run(sockets=[listener])

@@ -255,6 +255,11 @@ class HttpOptions:
         "tokens a request, padding included, and its weights; 0: no",
         limits=NOT_NEGATIVE,
     )
+    keep_alive_s: int = option(
+        5,
+        "seconds that a connection stays open for a client's next request",
+        limits=Limits(1, 10**9),
+    )
     drain_s: float = option(
         30.0, "seconds that running requests get to finish after SIGTERM", limits=Limits(0, 10**9)
     )

@@ -51,14 +51,25 @@ class HttpServer(uvicorn.Server):
     their clients are told that the server ends, and connections are closed."""
 
     def __init__(
-        self, app: FastAPI, loop: EngineLoop, *, drain_s: float, timeout_s: float | None = None
+        self,
+        app: FastAPI,
+        loop: EngineLoop,
+        *,
+        drain_s: float,
+        keep_alive_s: int,
+        timeout_s: float | None = None,
     ):
         head_s = min(HEAD_S, timeout_s or HEAD_S)
         protocol = type("TimedHeads", (TimedHeads,), {"head_s": head_s})
         # uvicorn cancels what is left after a time of its own in the middle of it.
         super().__init__(
             uvicorn.Config(
-                app, log_level="warning", http=protocol, ws="none", timeout_graceful_shutdown=None
+                app,
+                log_level="warning",
+                http=protocol,
+                ws="none",
+                timeout_keep_alive=keep_alive_s,
+                timeout_graceful_shutdown=None,
             )
         )
         self._loop, self._drain_s = loop, drain_s

@@ -150,6 +150,15 @@ def test_sigterm_tells_those_who_do_not_finish_and_those_who_come(
     assert "Traceback" not in told and "rror" not in told
 
 
+def test_a_connection_stays_open_as_long_as_told(tiny_target: Callable[..., str]) -> None:
+    with serving("--target", tiny_target("llama"), "--keep-alive-s", "1") as (_, url):
+        address = httpx.URL(url)
+        with socket.create_connection((address.host, address.port), timeout=4) as connection:
+            connection.sendall(b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+            assert connection.recv(4096) == b""  # before the 5 s that are the default
+
+
 def test_a_port_in_use_is_one_sentence(
     tiny_target: Callable[..., str], capsys: pytest.CaptureFixture
 ) -> None:
