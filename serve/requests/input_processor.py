@@ -171,6 +171,11 @@ class InputProcessor:
                 f"prompt has {len(prompt)} tokens and the context {self.max_length}; shorten it "
                 "to leave an answer room"
             )
+        if params.min_tokens > room:
+            raise UserError(
+                f"min_tokens is {params.min_tokens} but {len(prompt)} prompt tokens leave {room} "
+                f"of the context's {self.max_length}; ask for fewer"
+            )
         if params.max_tokens is None:
             return room
         if params.max_tokens > room:

@@ -139,6 +139,7 @@ def test_an_answer_without_a_number_takes_what_room_there_is(
     least = server.complete([7] * 20, min_tokens=20, return_token_ids=True).json()
     assert len(least["choices"][0]["token_ids"]) == 20
     # A number that a client gives is never made smaller.
+    assert server.complete([7] * 60, min_tokens=20).json()["error"]["param"] == "min_tokens"
     assert server.complete([7] * 60, max_tokens=5).json()["error"]["param"] == "max_tokens"
 
 
