@@ -284,22 +284,19 @@ class CompletionResponder(Responder):
         if echoing:
             echoed = self.vocabulary.decode(prompt.tokens) if prompt.text is None else prompt.text
         self.begun.add(index)
-        logprobs = None
-        if request.params.logprobs is not None:
-            known, offsets = list[TokenLogprob | None](), list[int]()
+        logprobs, count = None, request.params.logprobs
+        if count is not None:
             if first:
                 stream = self._stream(prompt.tokens, hides=request.params.skip_special_tokens)
                 self.offsets[index] = Offsets(stream, len(echoed))
+            offsets = self.offsets[index].push([entry.token for entry in entries])
+            known = list[TokenLogprob | None](entries)
             if echoing:
-                known = [None, *request.prompt_logprobs]
                 stream = self._stream((), hides=prompt.text is not None)
-                offsets = Offsets(stream).push(prompt.tokens)
-            offsets += self.offsets[index].push([entry.token for entry in entries])
-            logprobs = self._logprobs(
-                prompt.tokens[0], [*known, *entries], offsets, request.params.logprobs
-            )
-        text = echoed + text
-        body = _text_choice(index, text, logprobs, reason)
+                offsets = Offsets(stream).push(prompt.tokens) + offsets
+                known = [None, *request.prompt_logprobs, *entries]
+            logprobs = self._logprobs(prompt.tokens[0], known, offsets, count)
+        body = _text_choice(index, echoed + text, logprobs, reason)
         body |= {"prompt_token_ids": prompt.tokens} if first and self.options.token_ids else {}
         return body | (self.prompt_logprobs(request) if first else {})
 
