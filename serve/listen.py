@@ -56,7 +56,7 @@ class HttpServer(uvicorn.Server):
         loop: EngineLoop,
         *,
         drain_s: float,
-        keep_alive_s: int,
+        keep_alive_s: int = 5,
         timeout_s: float | None = None,
     ):
         head_s = min(HEAD_S, timeout_s or HEAD_S)

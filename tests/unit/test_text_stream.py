@@ -233,18 +233,21 @@ def test_a_broken_byte_spoils_no_character_before_it(
     assert text == (expected.removeprefix(" ") if kind == "llama" else expected)
 
 
+@pytest.mark.parametrize("letter", ["😀", "本"])
 @pytest.mark.parametrize("kind", ["byte level", *FALLBACKS])
-def test_emoji_in_a_row_come_one_by_one_and_the_last_may_be_cut_off(kind: str) -> None:
-    *tokens, last = ALL[kind]("😀" * 40, add_special_tokens=False)["input_ids"]
+def test_characters_of_bytes_come_one_by_one_and_the_last_may_be_cut_off(
+    kind: str, letter: str
+) -> None:
+    *tokens, last = ALL[kind](letter * 40, add_special_tokens=False)["input_ids"]
     stream = TextStream(ALL[kind])
     pieces = [piece for token in tokens if (piece := stream.push([token]).text)]
-    assert pieces == ["😀"] * 39 and stream.push([last]).text == "😀"
+    assert pieces == [letter] * 39 and stream.push([last]).text == letter
     cut = streamed(tokens, [7], ALL[kind])
-    assert cut.rstrip(BROKEN) == "😀" * 39 and len(cut) > 39
+    assert cut.rstrip(BROKEN) == letter * 39 and len(cut) > 39
 
 
 @pytest.mark.parametrize("kind", ["byte level", *FALLBACKS])
-def test_bytes_without_a_character_are_given_and_cost_no_more_than_others(kind: str) -> None:
+def test_bytes_cost_no_more_than_others_and_are_given_without_a_character_too(kind: str) -> None:
     longest = 0
 
     class Counted:
@@ -256,6 +259,7 @@ def test_bytes_without_a_character_are_given_and_cost_no_more_than_others(kind: 
     (broken,) = ALL[kind].convert_tokens_to_ids(["ÿ" if kind == "byte level" else "<0xFF>"])
     stream = TextStream(Counted())
     given = "".join(stream.push([broken]).text for _ in range(400))
+    assert streamed(ALL[kind]("本" * 99)["input_ids"], [1], Counted()) == "本" * 99
     assert len(given) > 300 and set(given) == {BROKEN} and longest < 120
 
 
