@@ -30,7 +30,7 @@ class Kind(enum.IntEnum):
     """Kernel of a call; its places in brackets, then its numbers. Strides and widths count numbers,
     a token's own."""
 
-    MULTIPLY = 0  # (rows, weights, bias, out) width, outputs: `few_rows`
+    MULTIPLY = 0  # (rows, weights, bias, out) width, outputs, readings: `few_rows`
     NORMALISE = 1  # (x, weight, out) rows of a token, width, stride, bytes of a number; eps, share
     ROTATE = 2  # (x, cosine, sine, out) heads, dim, stride of a token, stride of a head
     GATE = 3  # (x, factor, out) width, stride of x, stride of the factor

@@ -31,7 +31,7 @@ enum Kind { kMultiply, kNormalise, kRotate, kGate, kAdd, kCopy, kAttend, kRows, 
 enum Outcome { kDone, kNoBlock, kNoRow };
 
 typedef void (*Multiply)(const void*, const void*, const void*, void*, int64_t, int64_t, int64_t,
-                         int);
+                         int64_t, int);
 typedef void (*Normalise)(const void*, const void*, void*, int64_t, int64_t, float, float, int);
 typedef void (*Rotate)(const void*, const void*, const void*, void*, int64_t, int64_t, int64_t,
                        int64_t, int64_t, int);
@@ -88,7 +88,8 @@ extern "C" int run(const Call* calls, int64_t num_calls, const int64_t* bases, i
     }
     switch (call.kind) {
       case kMultiply:
-        ((Multiply)call.function)(at[0], at[1], at[2], at[3], tokens, n[0], n[1], threads);
+        ((Multiply)call.function)(at[0], at[1], at[2], at[3], tokens, n[0], n[1], n[2],
+                                  threads);
         break;
       case kNormalise:
         normalise(call, at, tokens, threads);

@@ -286,6 +286,7 @@ def _call(
             assert product is not None
             function = product.function
             places += map(at, product.pointers)
+            numbers.append(product.readings)
             held.append(product)
         else:
             value = tables[value.number] if isinstance(value, Table) else value

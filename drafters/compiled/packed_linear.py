@@ -1,23 +1,29 @@
 """Linear layers that read the same input, as one multiplication with weights laid out for a CPU.
 
-A few rows are `kernels.few_rows`; more, and all where there is no C++ compiler, are oneDNN's, which
-multiplies faster with weights that it has laid out beforehand (`scripts/bench_step`).
+A few rows are `kernels.few_rows`, whose products of a row have the same bits beside any others.
+More, and all where there is no C++ compiler, are the fastest's: oneDNN's, with weights that it has
+laid out beforehand, torch's, or the kernel's too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from draftsmith.kernels.forward.row_steps import RowSteps
-from draftsmith.kernels.products.few_rows import MOST_ROWS, FewRows, few_rows, gated_rows
+from draftsmith.kernels.host_compiler import HEADER
+from draftsmith.kernels.measured import CHOICES, Choices, Way
+from draftsmith.kernels.products.few_rows import MOST_ROWS, SOURCE, FewRows, few_rows, gated_rows
+from draftsmith.kernels.products.readings import LEAST_BYTES
 
 _linear = torch.ops.mkldnn._linear_pointwise.default
 _plain = torch._C._nn.linear
 # The number of rows oneDNN lays weights out for. What is good for 8 was as good for 2 and for 64.
 _TYPICAL_ROWS = 8
-
+PACKED, PLAIN, KERNEL = "oneDNN, laid out", "torch", "few_rows"
+# Rows for which the ways are timed, and multiplications of each call.
+_TIMED_ROWS, _TIMED_SIZE = 256, 1 << 25
 
 # oneDNN keeps kernels for every number of rows it has met, so memory would grow with every length
 # of prompt (tests/e2e/test_load.py watches it). Decoding's few rows stay as they are, more are
@@ -36,7 +42,8 @@ def padded_rows(count: int) -> int:
 class PackedLinear:
     """`weights` are `[out_i, in]` of one dtype, `biases` their `[out_i]` or None. The tensors stay
     the caller's and may be written in place; `refresh` then lays them out again. At most `copies`
-    are made of them: for few rows, then oneDNN's for more."""
+    are made of them: for few rows, then oneDNN's for more. `pass_bytes`: of all weights that are
+    read in a pass."""
 
     def __init__(
         self,
@@ -44,9 +51,11 @@ class PackedLinear:
         biases: Sequence[torch.Tensor | None],
         *,
         copies: int = 2,
+        pass_bytes: int = 0,
+        choices: Choices = CHOICES,
     ):
         self.weights, self.biases = list(weights), list(biases)
-        self._copies = copies
+        self._copies, self._pass_bytes, self._choices = copies, pass_bytes, choices
         self.sizes = [len(weight) for weight in weights]
         self._versions: list[int] = []
         self.refresh()
@@ -60,13 +69,39 @@ class PackedLinear:
         joined = torch.cat(self.weights).detach()
         self._bias = self._joined_bias()
         self.few = self._few(joined)
-        self._packed = None
-        if self.few is None or self._copies > 1:
-            self._packed = _laid_out(joined)
+        self.way = self._fastest(joined)
+        self._packed = _laid_out(joined) if self.way == PACKED else None
         self._versions = versions
 
     def _few(self, joined: torch.Tensor) -> FewRows | None:
-        return few_rows(joined, self._bias)
+        return few_rows(joined, self._bias, pass_bytes=self._pass_bytes, choices=self._choices)
+
+    def _fastest(self, joined: torch.Tensor) -> str:
+        """The way of more rows than few."""
+        few, names = self.few, [PACKED, PLAIN, KERNEL]
+        if few is None:
+            names.remove(KERNEL)
+        elif self._copies < 2:
+            names.remove(PACKED)
+        if self._pass_bytes < LEAST_BYTES:
+            return names[0]
+        width, count = joined.shape[1], _TIMED_ROWS if few else _TYPICAL_ROWS
+        num_outputs = min(len(joined), max(_TIMED_SIZE // (count * width), 1))
+
+        def prepare() -> Mapping[str, Way]:
+            rows, weight = joined.new_ones(count, width), joined[:num_outputs]
+            ways: dict[str, Way] = {PLAIN: lambda: _plain(rows, weight, None)}
+            if PACKED in names and (packed := _laid_out(weight)) is not None:
+                ways[PACKED] = lambda: _linear(rows, packed, None, "none", [], "")
+            if few is not None:
+                ways[KERNEL] = lambda: few.first(rows, -(-num_outputs // few.halves))
+            return ways
+
+        kind = "gated many rows" if few and few.halves > 1 else "many rows"
+        shape = [joined.dtype, f"{width} wide", f"{num_outputs} outputs", f"{count} rows"]
+        shape += [] if PACKED in names else ["one copy"]
+        sources = [SOURCE, HEADER]
+        return self._choices.fastest(kind, shape, names, prepare, sources=sources)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -82,7 +117,8 @@ class PackedLinear:
 
     def __call__(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
         """[..., in] -> [..., out_i] of every weight."""
-        if rows.numel() > MOST_ROWS * rows.shape[-1] or self.few is None:
+        is_many = rows.numel() > MOST_ROWS * rows.shape[-1] and self.way != KERNEL
+        if is_many or self.few is None:
             return self._many(rows)
         joined = self.few(rows)
         return (joined,) if len(self.sizes) == 1 else self._split(joined)
@@ -116,16 +152,18 @@ class GatedLinear(PackedLinear):
         steps: RowSteps,
         *,
         copies: int = 2,
+        pass_bytes: int = 0,
+        choices: Choices = CHOICES,
     ):
         self._steps = steps
-        super().__init__(weights, biases, copies=copies)
+        super().__init__(weights, biases, copies=copies, pass_bytes=pass_bytes, choices=choices)
 
     def _few(self, joined: torch.Tensor) -> FewRows | None:
-        return gated_rows(joined, self._bias)
+        return gated_rows(joined, self._bias, pass_bytes=self._pass_bytes, choices=self._choices)
 
     def __call__(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
         """[1, T, in] -> ([1, T, out],)."""
-        if rows.shape[1] <= MOST_ROWS and self.few is not None:
+        if self.few is not None and (rows.shape[1] <= MOST_ROWS or self.way == KERNEL):
             return (self.few(rows),)
         return (self._steps.gate(*self._many(rows)),)
 

@@ -8,7 +8,8 @@ pass depends on a model family: each looks for a pattern that is worth it wherev
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -209,13 +210,21 @@ def pack_linears(module: GraphModule, copies: int) -> list[PackedLinear]:
         weight = node.args[1]
         if weight.op == "get_attr" and packable(tensor(module, weight)):
             groups[node.args[0]].append(node)
+    options = {"copies": copies, "pass_bytes": _bytes(module, groups)}
     return [
-        _pack(module, f"_packed{index}", nodes, copies)
+        _pack(module, f"_packed{index}", nodes, options)
         for index, nodes in enumerate(groups.values())
     ]
 
 
-def _pack(module: GraphModule, name: str, nodes: list[Node], copies: int) -> PackedLinear:
+def _bytes(module: GraphModule, groups: Mapping[Node, Sequence[Node]]) -> int:
+    """Bytes of weights that a pass reads."""
+    return sum(tensor(module, one.args[1]).nbytes for nodes in groups.values() for one in nodes)
+
+
+def _pack(
+    module: GraphModule, name: str, nodes: list[Node], options: Mapping[str, Any]
+) -> PackedLinear:
     gate = _gate_of(nodes)
     if gate is not None:
         nodes = list(gate.args)
@@ -225,10 +234,10 @@ def _pack(module: GraphModule, name: str, nodes: list[Node], copies: int) -> Pac
         [None if bias is None else tensor(module, bias) for bias in biases],
     )
     if gate is not None:
-        gated = GatedLinear(*layers, gate.target.__self__, copies=copies)
+        gated = GatedLinear(*layers, gate.target.__self__, **options)
         join_gated(module, name, gate, gated)
         return gated
-    packed = PackedLinear(*layers, copies=copies)
+    packed = PackedLinear(*layers, **options)
     join(module, name, nodes, packed)
     return packed
 
@@ -249,10 +258,12 @@ def join_int8(module: GraphModule) -> None:
     groups: dict[Node, list[Node]] = defaultdict(list)
     for node in module.graph.find_nodes(op="call_function", target=int8_linear):
         groups[node.args[0]].append(node)
+    pass_bytes = _bytes(module, groups)
     for index, (rows, nodes) in enumerate(groups.items()):
         weights, biases = [], []
         for node in nodes:
             codes, scales, bias = (arg and tensor(module, arg) for arg in node.args[1:])
             weights.append(Int8Weight(codes, scales))
             biases.append(bias)
-        join(module, f"_int8_{index}", nodes, Int8Rows(weights, biases, stand_in(rows).dtype))
+        product = Int8Rows(weights, biases, stand_in(rows).dtype, pass_bytes=pass_bytes)
+        join(module, f"_int8_{index}", nodes, product)

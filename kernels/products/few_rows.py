@@ -1,12 +1,13 @@
 """Products of a few rows with a linear layer's weights, by a compiled kernel, for a CPU with a C++
 compiler. Decoding and verification multiply so few rows that they wait for the weights: these are
-laid out anew and read once, in the order of memory, whatever the number of rows.
+laid out anew and read once, in the order of memory, whatever the number of rows. How they are asked
+for early is measured (`readings`).
 """
 
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +15,11 @@ import torch
 
 from draftsmith.kernels.host_compiler import compiled
 from draftsmith.kernels.huge_pages import empty_in_huge_pages
+from draftsmith.kernels.measured import CHOICES, Choices
+from draftsmith.kernels.products.readings import Weights, fastest_readings
 
 SOURCE = Path(__file__).with_name("few_rows_cpu.cpp")
-# Rows of one product, of both kinds of weights. With more, oneDNN is as fast or faster.
+# Rows of one pass of kernels. With more, others may be faster.
 MOST_ROWS = 64
 # dtype -> its name in the source, and the numbers of which the width is a multiple.
 KINDS = {torch.float32: ("float32", 1), torch.bfloat16: ("bfloat16", 2)}
@@ -28,6 +31,7 @@ _pointer, _number = ctypes.c_void_p, ctypes.c_int64
 class _Kernel(NamedTuple):
     multiply: Any
     lay_out: Any
+    rows_together: Any
 
 
 @cache
@@ -36,16 +40,19 @@ def _kernel(dtype: torch.dtype, gated: bool = False) -> _Kernel | None:
     if library is None:
         return None
     name = ("gated_" if gated else "") + KINDS[dtype][0]
-    found = _Kernel(getattr(library, f"multiply_{name}"), getattr(library, f"lay_out_{name}"))
-    found.multiply.argtypes = [_pointer] * 4 + [_number] * 3 + [ctypes.c_int]
-    found.lay_out.argtypes = [_pointer] * 2 + [_number] * 2 + [ctypes.c_int]
-    found.multiply.restype = found.lay_out.restype = None
+    multiply, lay_out = (getattr(library, f"{verb}_{name}") for verb in ("multiply", "lay_out"))
+    found = _Kernel(multiply, lay_out, library.rows_together)
+    multiply.argtypes = [_pointer] * 4 + [_number] * 4 + [ctypes.c_int]
+    lay_out.argtypes = [_pointer] * 2 + [_number] * 2 + [ctypes.c_int]
+    multiply.restype = lay_out.restype = None
+    found.rows_together.restype = _number
     return found
 
 
 class FewRows:
     """One copy of a weight `[out, in]`; made by `few_rows`. A row's product does not depend on the
-    other rows, nor on their number. `gated`: as `gated_rows` has it."""
+    other rows, nor on their number. `gated`: as `gated_rows` has it; `readings` as
+    `readings.packed` gives them."""
 
     def __init__(
         self,
@@ -54,10 +61,13 @@ class FewRows:
         bias: torch.Tensor | None,
         *,
         gated: bool = False,
+        readings: int = 0,
     ):
         halves = 2 if gated else 1
-        self.num_outputs, self.width = len(weight) // halves, weight.shape[1]
+        self.readings = readings
+        self.halves, self.num_outputs, self.width = halves, len(weight) // halves, weight.shape[1]
         self.function, self._bias = kernel.multiply, bias
+        self.rows_together: int = kernel.rows_together()  # whose sums stay in registers
         room = -(-self.num_outputs // _NARROW) * _NARROW * halves
         self._weight = empty_in_huge_pages(room * self.width, weight.dtype)
         # of weights and bias
@@ -71,44 +81,93 @@ class FewRows:
         )
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """[..., in] of at most `MOST_ROWS` rows -> [..., out], sums in float32, rounded once.
-        Raises `ValueError` for more rows, another width or another dtype than the weight's."""
-        count = rows.numel() // self.width
-        if count > MOST_ROWS or rows.shape[-1] != self.width or rows.dtype != self._weight.dtype:
+        """[..., in] -> [..., out], sums in float32, rounded once. Raises `ValueError` for another
+        width or another dtype than the weight's."""
+        if rows.shape[-1] != self.width or rows.dtype != self._weight.dtype:
             raise ValueError(
-                f"rows are {list(rows.shape)} of {rows.dtype}; give at most {MOST_ROWS} of width "
-                f"{self.width} in {self._weight.dtype}"
+                f"rows are {list(rows.shape)} of {rows.dtype}; give width {self.width} in "
+                f"{self._weight.dtype}"
             )
+        return self.first(rows, self.num_outputs)
+
+    def first(self, rows: torch.Tensor, num_outputs: int) -> torch.Tensor:
+        """The same of the first outputs alone."""
         rows = rows.contiguous()
-        out = rows.new_empty(*rows.shape[:-1], self.num_outputs)
+        out = rows.new_empty(*rows.shape[:-1], num_outputs)
         self.function(
             rows.data_ptr(),
             *self.pointers,
             out.data_ptr(),
-            count,
+            rows.numel() // self.width,
             self.width,
-            self.num_outputs,
+            num_outputs,
+            self.readings,
             torch.get_num_threads(),
         )
         return out
 
 
-def few_rows(weight: torch.Tensor, bias: torch.Tensor | None) -> FewRows | None:
+def few_rows(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    pass_bytes: int | None = None,
+    choices: Choices = CHOICES,
+) -> FewRows | None:
     """`weight` [out, in] and `bias` [out] laid out for a few rows; None where that is not possible:
-    no C++ compiler, another dtype than float32 and bfloat16, an odd width in bfloat16."""
-    return _made(weight, bias, gated=False)
+    no C++ compiler, another dtype than float32 and bfloat16, an odd width in bfloat16.
+    `pass_bytes`: of all weights that a pass reads, by default of this one alone."""
+    return _made(weight, bias, pass_bytes, choices, gated=False)
 
 
-def gated_rows(weight: torch.Tensor, bias: torch.Tensor | None) -> FewRows | None:
+def gated_rows(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    pass_bytes: int | None = None,
+    choices: Choices = CHOICES,
+) -> FewRows | None:
     """silu(x) * y of a few rows, where x are the products with the first half of `weight`
-    [2 * out, in] and y those with the second, both rounded to the dtype, as is silu(x). None as in
-    `few_rows`."""
-    return _made(weight, bias, gated=True)
+    [2 * out, in] and y those with the second, both rounded to the dtype, as is silu(x). None, and
+    the rest, as in `few_rows`."""
+    return _made(weight, bias, pass_bytes, choices, gated=True)
 
 
-def _made(weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> FewRows | None:
-    kernel = _kernel(weight.dtype, gated)
-    if kernel is None or weight.shape[1] % KINDS[weight.dtype][1]:
+def _made(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    pass_bytes: int | None,
+    choices: Choices,
+    *,
+    gated: bool,
+) -> FewRows | None:
+    kernel, (rows, width) = _kernel(weight.dtype, gated), weight.shape
+    if kernel is None or width % KINDS[weight.dtype][1]:
         return None
+    halves = 2 if gated else 1
+    weights = Weights(
+        "gated few rows" if gated else "few rows",
+        (weight.dtype, f"{width} wide"),
+        rows // halves,
+        halves * width * weight.dtype.itemsize,
+        partial(_multiply_any, kernel, weight.dtype, width),
+        SOURCE,
+        kernel.rows_together(),
+    )
+    readings = fastest_readings(weights, max(pass_bytes or 0, weight.nbytes), choices)
     bias = None if bias is None else bias.to(weight.dtype).contiguous()
-    return FewRows(kernel, weight.contiguous(), bias, gated=gated)
+    return FewRows(kernel, weight.contiguous(), bias, gated=gated, readings=readings)
+
+
+def _multiply_any(
+    kernel: _Kernel,
+    dtype: torch.dtype,
+    width: int,
+    count: int,
+    weights: int,
+    outputs: int,
+    readings: int,
+) -> None:
+    rows, out = torch.ones(count, width, dtype=dtype), torch.empty(count, outputs, dtype=dtype)
+    sizes = (count, width, outputs, readings, torch.get_num_threads())
+    kernel.multiply(rows.data_ptr(), weights, None, out.data_ptr(), *sizes)

@@ -31,12 +31,7 @@ typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 constexpr int64_t kNear = 32;  // rows that a part of the width meets in a run
 // Of the width: its products are summed apart, and its weights stay near until all rows met them.
 constexpr int64_t kPart = 512;
-constexpr int64_t kAhead = 8192;  // bytes of weights that are asked for early
-// Those behind them that arrive while a row's gates of a group are computed.
-constexpr int64_t kGateAhead = 768, kLine = 64;
-// Weights of so many bytes are gone from the caches before the next pass reads them: they are kept out
-// of these, for what else a round reads, such as a draft's weights.
-constexpr int64_t kStreamed = 4 << 20;
+constexpr int64_t kGateAhead = 768;  // bytes that arrive while a row's gates of a group are computed
 
 inline void store(Lanes x, float* to) { memcpy(to, &x, sizeof x); }
 inline void store(Lanes x, Bfloat16* to) {  // to nearest, ties to even
@@ -107,75 +102,103 @@ struct Product {
   const T *rows, *weights, *bias;
   T* out;
   int64_t num_rows, width, num_outputs;
-  bool streams = false;  // its weights are kept out of the caches
+  Reading reading = {};
 };
-
-// True where each weight is read once, and not again before many others were.
-template <typename T>
-bool streams(int64_t num_rows, int64_t width, int64_t num_outputs) {
-  return num_rows <= kTogether && width * num_outputs * int64_t(sizeof(T)) >= kStreamed;
-}
-
-template <bool kStreams>
-inline void ask_for(const void* weights) {
-  __builtin_prefetch((const char*)weights + kAhead, 0, kStreams ? 0 : 3);
-}
 
 // Outputs of a group of which `rest` are left.
 inline int64_t outputs_of(int64_t rest) {
   return rest >= kGroup ? kGroup : (rest + kNarrow - 1) / kNarrow * kNarrow;
 }
 
-// Adds the products of `kRows` rows and one group of `kBlocks` registers of outputs over
-// `begin <= d < end` of the width; the first part of it begins them.
-template <typename T, int kBlocks, bool kStreams, int kRows>
-inline void add_rows(const T* rows, const T* weights, int64_t width, int64_t begin, int64_t end,
-                     Lanes (*all)[kBlocks]) {
+// A part of the width, and the weights of a group that belong to it.
+template <typename T>
+struct Part {
+  const T *rows, *weights;
+  int64_t width, begin, end, ahead;
+};
+
+// Adds the products of `kRows` rows and `kPanels` groups of `kBlocks` registers of outputs over
+// `begin <= d < end` of the width; the first part of it begins them. Sums of a group stand `kNear`
+// rows behind those of the one before.
+template <typename T, int kBlocks, Stay kStay, int kPanels, int kRows>
+inline void add_rows(const Part<T>& p, Lanes (*all)[kBlocks]) {
   typedef Step<T> S;
-  Lanes sums[kRows][kBlocks] = {};
-  for (int64_t d = begin; d < end; d += S::kWidth) {
-    const T* at = weights + d * kBlocks * kLanes;
-    typename S::Weights w[kBlocks];
-    for (int b = 0; b < kBlocks; b++) {
-      ask_for<kStreams>(at + b * S::kWidth * kLanes);
-      w[b] = S::load(at + b * S::kWidth * kLanes);
+  Lanes sums[kPanels][kRows][kBlocks] = {};
+  for (int64_t d = p.begin; d < p.end; d += S::kWidth) {
+    for (int panel = 0; panel < kPanels; panel++) {
+      const T* at = p.weights + (panel * p.width + d) * kBlocks * kLanes;
+      typename S::Weights w[kBlocks];
+      for (int b = 0; b < kBlocks; b++) {
+        ask_for<kStay>(at + b * S::kWidth * kLanes, p.ahead);
+        w[b] = S::load(at + b * S::kWidth * kLanes);
+      }
+      for (int r = 0; r < kRows; r++) {
+        const typename S::Row x = S::meet(p.rows + r * p.width + d);
+        for (int b = 0; b < kBlocks; b++) S::add(sums[panel][r][b], w[b], x);
+      }
     }
-    for (int r = 0; r < kRows; r++) {
-      const typename S::Row x = S::meet(rows + r * width + d);
-      for (int b = 0; b < kBlocks; b++) S::add(sums[r][b], w[b], x);
-    }
   }
-  if (begin == 0) {
-    memcpy(all, sums, sizeof sums);
-    return;
-  }
-  for (int r = 0; r < kRows; r++)
-    for (int b = 0; b < kBlocks; b++) all[r][b] += sums[r][b];
-}
-
-// As many rows at once as there are, `kTogether` at most: the number must be known to the compiler.
-template <typename T, int kBlocks, bool kStreams, int kRows = kTogether>
-inline void add(const T* rows, int64_t count, const T* weights, int64_t width, int64_t begin,
-                int64_t end, Lanes (*sums)[kBlocks]) {
-  if constexpr (kRows > 1) {
-    if (count < kRows)
-      return add<T, kBlocks, kStreams, kRows - 1>(rows, count, weights, width, begin, end, sums);
-  }
-  add_rows<T, kBlocks, kStreams, kRows>(rows, weights, width, begin, end, sums);
-}
-
-// Sums of a group; `num_rows` of `p` is at most `kNear`.
-template <typename T, int kBlocks>
-inline void sum_near(const Product<T>& p, const T* weights, Lanes (*sums)[kBlocks]) {
-  for (int64_t begin = 0; begin < p.width; begin += kPart) {
-    const int64_t end = begin + kPart < p.width ? begin + kPart : p.width;
-    if (p.streams) {  // Then all rows meet the weights at once.
-      add<T, kBlocks, true>(p.rows, p.num_rows, weights, p.width, begin, end, sums);
+  for (int panel = 0; panel < kPanels; panel++, all += kNear) {
+    if (p.begin == 0) {
+      memcpy(all, sums[panel], sizeof sums[panel]);
       continue;
     }
-    for (int64_t row = 0; row < p.num_rows; row += kTogether)
-      add<T, kBlocks, false>(p.rows + row * p.width, p.num_rows - row, weights, p.width, begin, end,
-                             sums + row);
+    for (int r = 0; r < kRows; r++)
+      for (int b = 0; b < kBlocks; b++) all[r][b] += sums[panel][r][b];
+  }
+}
+
+// As many rows at once as there are, while their sums stay in registers: the number must be known to
+// the compiler.
+template <typename T, int kBlocks, Stay kStay, int kPanels, int kRows = kTogether / kPanels>
+inline void add(const Part<T>& p, int64_t count, Lanes (*sums)[kBlocks]) {
+  if constexpr (kRows > 1) {
+    if (count < kRows) return add<T, kBlocks, kStay, kPanels, kRows - 1>(p, count, sums);
+  }
+  add_rows<T, kBlocks, kStay, kPanels, kRows>(p, sums);
+}
+
+template <typename T, int kBlocks, Stay kStay, int kPanels>
+inline void sum_rows(const Product<T>& p, const T* weights, Lanes (*sums)[kBlocks]) {
+  for (int64_t begin = 0; begin < p.width; begin += kPart) {
+    const int64_t end = begin + kPart < p.width ? begin + kPart : p.width;
+    for (int64_t row = 0; row < p.num_rows; row += kTogether / kPanels)
+      add<T, kBlocks, kStay, kPanels>(
+          {p.rows + row * p.width, weights, p.width, begin, end, p.reading.ahead}, p.num_rows - row,
+          sums + row);
+  }
+}
+
+template <typename T, int kBlocks, int kPanels>
+inline void sum_panels(const Product<T>& p, const T* weights, Lanes (*sums)[kBlocks]) {
+  // A narrow group is the last one.
+  if constexpr (kPanels == 1 || (kPanels <= kTogether && kBlocks * kLanes == kGroup)) {
+    switch (p.reading.stay) {
+      case kPast:
+        return sum_rows<T, kBlocks, kPast, kPanels>(p, weights, sums);
+      case kFarther:
+        return sum_rows<T, kBlocks, kFarther, kPanels>(p, weights, sums);
+      default:
+        return sum_rows<T, kBlocks, kNearest, kPanels>(p, weights, sums);
+    }
+  }
+}
+
+// Sums of `panels` groups; `num_rows` of `p` is at most `kNear`.
+template <typename T, int kBlocks>
+DRAFTSMITH_ONCE void sum_near(const Product<T>& p, const T* weights, int64_t panels, Lanes (*sums)[kBlocks]) {
+  while (panels > 0) {
+    int64_t count = kBlocks * kLanes == kGroup ? p.reading.panels : 1;
+    while (count > panels) count /= 2;
+    if (count == 4)
+      sum_panels<T, kBlocks, 4>(p, weights, sums);
+    else if (count == 2)
+      sum_panels<T, kBlocks, 2>(p, weights, sums);
+    else
+      sum_panels<T, kBlocks, 1>(p, weights, sums);
+    weights += count * kBlocks * kLanes * p.width;
+    sums += count * kNear;
+    panels -= count;
   }
 }
 
@@ -196,11 +219,9 @@ inline void store(Lanes x, T* to, int64_t count) {
   memcpy(to, found, count * sizeof(T));
 }
 
-// `num_rows` of `p` is at most `kNear`.
+// Products of a group out of their sums.
 template <typename T, int kBlocks>
-void multiply_near(const Product<T>& p, int64_t group, const T* weights) {
-  Lanes sums[kNear][kBlocks];
-  sum_near<T, kBlocks>(p, weights, sums);
+void finish(const Product<T>& p, int64_t group, const Lanes (*sums)[kBlocks]) {
   for (int b = 0; b < kBlocks; b++) {
     const int64_t first = group * kGroup + b * kLanes, rest = p.num_outputs - first;
     const int64_t count = rest < kLanes ? rest : kLanes;
@@ -225,14 +246,13 @@ DRAFTSMITH_ONCE void gate(const T* x, const T* factor, T* out, int64_t num_rows,
   }
 }
 
-// The same of a gated product, where `weights` of the group's factors lie behind the gate's.
+// The same of a gated product, where the sums of the group's factors stand behind the gate's; `next`:
+// weights that are read next.
 template <typename T, int kBlocks>
-void multiply_gated_near(const Product<T>& p, int64_t group, const T* weights) {
+void finish_gated(const Product<T>& p, int64_t group, const Lanes (*sums)[kBlocks], const T* next) {
   T halves[2][kNear * kGroup];
   const int64_t first = group * kGroup, rest = p.num_outputs - first;
-  for (int half = 0; half < 2; half++) {
-    Lanes sums[kNear][kBlocks];
-    sum_near<T, kBlocks>(p, weights + half * kBlocks * kLanes * p.width, sums);
+  for (int half = 0; half < 2; half++, sums += kNear) {
     const T* biases = p.bias ? p.bias + half * p.num_outputs : nullptr;
     for (int b = 0; b < kBlocks; b++) {
       const int64_t begin = b * kLanes, lanes = rest - begin < kLanes ? rest - begin : kLanes;
@@ -241,22 +261,29 @@ void multiply_gated_near(const Product<T>& p, int64_t group, const T* weights) {
         store(sums[r][b] + bias, halves[half] + r * kGroup + begin);
     }
   }
-  const char* ahead = (const char*)(weights + 2 * kBlocks * kLanes * p.width) + kAhead;
+  const char* ahead = p.reading.stay == kPast ? (const char*)next + p.reading.ahead : nullptr;
   gate(halves[0], halves[1], p.out + first, p.num_rows, rest < kGroup ? rest : kGroup,
-       p.num_outputs, p.streams ? ahead : nullptr);
+       p.num_outputs, ahead);
 }
 
+// Outputs of `groups` groups of one size.
 template <typename T, bool kGated, int kBlocks>
-void multiply_group(const Product<T>& p, int64_t group, const T* weights) {
+void multiply_groups(const Product<T>& p, int64_t group, int64_t groups, const T* weights) {
+  constexpr int64_t kHalves = kGated ? 2 : 1;
+  Lanes sums[kMostPanels * kNear][kBlocks];
   for (int64_t row = 0; row < p.num_rows; row += kNear) {
     Product<T> near = p;
     near.rows += row * p.width;
     near.out += row * p.num_outputs;
     near.num_rows = p.num_rows - row < kNear ? p.num_rows - row : kNear;
-    if constexpr (kGated)
-      multiply_gated_near<T, kBlocks>(near, group, weights);
-    else
-      multiply_near<T, kBlocks>(near, group, weights);
+    sum_near<T, kBlocks>(near, weights, groups * kHalves, sums);
+    for (int64_t i = 0; i < groups; i++) {
+      if constexpr (kGated)
+        finish_gated<T, kBlocks>(near, group + i, sums + i * kHalves * kNear,
+                                 weights + groups * kHalves * kBlocks * kLanes * p.width);
+      else
+        finish<T, kBlocks>(near, group + i, sums + i * kNear);
+    }
   }
 }
 
@@ -265,18 +292,25 @@ template <typename T, bool kGated = false>
 void multiply_outputs(const Product<T>& p, int64_t group, const T* weights) {
   const int64_t outputs = outputs_of(p.num_outputs - group * kGroup);
   if (outputs == kGroup)
-    multiply_group<T, kGated, kGroup / kLanes>(p, group, weights);
+    multiply_groups<T, kGated, kGroup / kLanes>(p, group, 1, weights);
   else if (outputs == 2 * kNarrow)
-    multiply_group<T, kGated, 2 * kNarrow / kLanes>(p, group, weights);
+    multiply_groups<T, kGated, 2 * kNarrow / kLanes>(p, group, 1, weights);
   else
-    multiply_group<T, kGated, kNarrow / kLanes>(p, group, weights);
+    multiply_groups<T, kGated, kNarrow / kLanes>(p, group, 1, weights);
 }
 
 template <typename T, bool kGated>
 void multiply(const Product<T>& p, int threads) {
   const int64_t groups = (p.num_outputs + kGroup - 1) / kGroup, halves = kGated ? 2 : 1;
-  each(groups, threads, [=](int64_t group) {
-    multiply_outputs<T, kGated>(p, group, p.weights + group * p.width * kGroup * halves);
+  // Groups that a step takes, all of them whole.
+  const int64_t taken = p.reading.panels > halves ? p.reading.panels / halves : 1;
+  each((groups + taken - 1) / taken, threads, [=](int64_t step) {
+    const int64_t first = step * taken;
+    const T* weights = p.weights + first * p.width * kGroup * halves;
+    if ((first + taken) * kGroup <= p.num_outputs)
+      return multiply_groups<T, kGated, kGroup / kLanes>(p, first, taken, weights);
+    for (int64_t group = first; group < groups; group++, weights += p.width * kGroup * halves)
+      multiply_outputs<T, kGated>(p, group, weights);
   });
 }
 
@@ -340,6 +374,9 @@ void multiply_plain(const Product<float>& p, bool by_columns, int threads) {
 
 }  // namespace
 
+// Rows of a group of outputs whose sums fill the registers, as do fewer rows of several groups.
+extern "C" int64_t rows_together() { return kTogether; }
+
 extern "C" void multiply_plain_float32(const float* rows, const float* weights, const float* bias,
                                        float* out, int64_t num_rows, int64_t width,
                                        int64_t num_outputs, int by_columns, int threads) {
@@ -349,16 +386,16 @@ extern "C" void multiply_plain_float32(const float* rows, const float* weights, 
 #define PRODUCTS(name, T)                                                                          \
   extern "C" void multiply_##name(const T* rows, const T* weights, const T* bias, T* out,          \
                                   int64_t num_rows, int64_t width, int64_t num_outputs,            \
-                                  int threads) {                                                   \
+                                  int64_t readings, int threads) {                                 \
     multiply<T, false>({rows, weights, bias, out, num_rows, width, num_outputs,                    \
-                        streams<T>(num_rows, width, num_outputs)},                                 \
+                        reading_of(readings, num_rows, kTogether)},                                \
                        threads);                                                                   \
   }                                                                                                \
   extern "C" void multiply_gated_##name(const T* rows, const T* weights, const T* bias, T* out,    \
                                         int64_t num_rows, int64_t width, int64_t num_outputs,      \
-                                        int threads) {                                             \
+                                        int64_t readings, int threads) {                           \
     multiply<T, true>({rows, weights, bias, out, num_rows, width, num_outputs,                     \
-                       streams<T>(num_rows, width, 2 * num_outputs)},                              \
+                       reading_of(readings, num_rows, kTogether)},                                 \
                       threads);                                                                    \
   }                                                                                                \
   extern "C" void lay_out_##name(const T* weights, T* out, int64_t width, int64_t num_outputs,     \

@@ -1,40 +1,42 @@
-"""Products of many rows in float32 by the kernel of `few_rows`, on processors where torch's own are
-slower.
+"""Products of many rows in float32 by the kernel of `few_rows`, where torch's own are slower.
 
-torch multiplies float32 by MKL, which on AMD's processors makes no use of AVX-512. oneDNN does, but
-keeps code for every shape, and texts have many lengths. Weights are laid out for every product, a
-few at a time, which many rows pay for.
+torch multiplies float32 by MKL, which on some processors makes no use of their widest registers.
+oneDNN does, but keeps code for every shape, and texts have many lengths. Weights are laid out for
+every product, a few at a time, which many rows pay for. One choice is made for all shapes: a row's
+product does not depend on the number of rows.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
-from draftsmith.kernels.host_compiler import compiled
+from draftsmith.kernels.host_compiler import HEADER, compiled
+from draftsmith.kernels.measured import CHOICES, Choices, Way
 from draftsmith.kernels.products.few_rows import SOURCE
 
 # With fewer rows, laying out costs more than it spares.
 LEAST_ROWS = 64
 # Each thread lays out 48 outputs of this width: 96 MiB.
 MOST_WIDTH = 1 << 19
+TORCH, KERNEL = "torch", "few_rows"
+# What is timed: a layer's product and the two of its backward pass.
+_TIMED_ROWS, _TIMED_WIDTH, _TIMED_OUTPUTS = 256, 512, 768
 
 _pointer, _number = ctypes.c_void_p, ctypes.c_int64
 
 
 @cache
-def _kernel() -> Any:
-    """None where torch's products are as fast, and where there is no compiler."""
-    is_wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    library = compiled(SOURCE) if is_wide and _vendor() == "AuthenticAMD" else None
+def _function() -> Any:
+    """None where there is no compiler."""
+    library = compiled(SOURCE)
     if library is None:
         return None
     function = library.multiply_plain_float32
@@ -43,12 +45,43 @@ def _kernel() -> Any:
     return function
 
 
-def _vendor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").split("\n")
-    except OSError:
-        return ""
-    return next((line.split()[-1] for line in lines if line.startswith("vendor_id")), "")
+_chosen: dict[int, bool] = {}  # by the number of threads
+
+
+def choose(choices: Choices = CHOICES) -> bool:
+    """True where the kernel is to multiply on as many threads as torch has now, and from now on
+    does."""
+    shape = (f"{_TIMED_ROWS} x {_TIMED_WIDTH} x {_TIMED_OUTPUTS}",)
+    found = (
+        _function() is not None
+        and choices.fastest(
+            "float32 products", shape, (TORCH, KERNEL), _ways, sources=[SOURCE, HEADER]
+        )
+        == KERNEL
+    )
+    _chosen[torch.get_num_threads()] = found
+    return found
+
+
+def _ways() -> Mapping[str, Way]:
+    rows, grad, weight = (
+        torch.ones(shape)
+        for shape in (
+            (_TIMED_ROWS, _TIMED_WIDTH),
+            (_TIMED_ROWS, _TIMED_OUTPUTS),
+            (_TIMED_OUTPUTS, _TIMED_WIDTH),
+        )
+    )
+    products = ((rows, weight.T), (grad, weight), (grad.T, rows))
+    return {
+        TORCH: lambda: [a @ b for a, b in products],
+        KERNEL: lambda: [_product(a, b, None) for a, b in products],
+    }
+
+
+def _has_kernel() -> bool:
+    found = _chosen.get(torch.get_num_threads())
+    return choose() if found is None else found
 
 
 def is_faster(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -59,14 +92,14 @@ def is_faster(a: torch.Tensor, b: torch.Tensor) -> bool:
         and a.shape[1] == b.shape[0]
         and 0 < a.shape[1] <= MOST_WIDTH
         and _is_float32(a, b)
-        and _kernel() is not None
+        and _has_kernel()
     )
 
 
 def has_kernel(device: torch.device) -> bool:
     """True where linear layers in float32 on `device` are the kernel's from `LEAST_ROWS` rows on,
     within `faster_linears`."""
-    return device.type == "cpu" and _kernel() is not None
+    return device.type == "cpu" and _has_kernel()
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -80,7 +113,7 @@ def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> tor
     bias = None if bias is None else bias.contiguous()
     width, count = b.shape
     out = a.new_empty(len(a), count)
-    _kernel()(
+    _function()(
         a.data_ptr(),
         b.data_ptr(),
         None if bias is None else bias.data_ptr(),

@@ -3,28 +3,33 @@ weight, and one float32 scale for each output.
 
 Decoding and verification wait for the weights, of which codes are half as many bytes as bfloat16. A
 few rows are a compiled kernel's, which makes numbers of the codes in registers; for more rows they
-are made once, for oneDNN. Sums are of states times codes, which both types of states hold exactly,
-and are scaled afterwards.
+may be made once, for oneDNN, where that is faster. Sums are of states times codes, which both types
+of states hold exactly, and are scaled afterwards.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from draftsmith.kernels.host_compiler import compiled
+from draftsmith.kernels.host_compiler import HEADER, compiled
 from draftsmith.kernels.huge_pages import empty_in_huge_pages
+from draftsmith.kernels.measured import CHOICES, Choices, Way
 from draftsmith.kernels.products.few_rows import MOST_ROWS
+from draftsmith.kernels.products.readings import Weights, fastest_readings
 
 SOURCE = Path(__file__).with_name("int8_rows_cpu.cpp")
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 LARGEST = 127  # code
 STEP = 4  # the width is a multiple of it
+OPENED, KERNEL = "torch, of opened codes", "int8_rows"
+# Rows for which these are timed, and multiplications of each call.
+_TIMED_ROWS, _TIMED_SIZE = 256, 1 << 25
 _GROUP = 48  # outputs whose codes lie together: `kGroup` of the source
 
 _pointer, _number = ctypes.c_void_p, ctypes.c_int64
@@ -43,7 +48,7 @@ def _kernel(dtype: torch.dtype) -> _Kernel | None:
         return None
     names = ("multiply", "lay_out", "open")
     found = _Kernel(*(getattr(library, f"{name}_{KINDS[dtype]}") for name in names))
-    found.multiply.argtypes = [*[_pointer] * 4, *[_number] * 3, ctypes.c_int]
+    found.multiply.argtypes = [*[_pointer] * 4, *[_number] * 4, ctypes.c_int]
     for one in (found.lay_out, found.open):
         one.argtypes = [_pointer, _pointer, _number, _number, ctypes.c_int]
     for each in found:
@@ -102,10 +107,14 @@ class Int8Rows:
         weights: Sequence[Int8Weight],
         biases: Sequence[torch.Tensor | None],
         dtype: torch.dtype,
+        *,
+        pass_bytes: int = 0,
+        choices: Choices = CHOICES,
     ):
+        """`pass_bytes`: of all codes that a pass reads, where that is known."""
         kernel = _kernel(dtype)
         assert kernel is not None
-        self.dtype, self.function = dtype, kernel.multiply
+        self.dtype, self.function, self._choices = dtype, kernel.multiply, choices
         self.sizes = [len(weight.scales) for weight in weights]
         self.width = len(weights[0].codes) // (-(-self.sizes[0] // _GROUP) * _GROUP)
         self._weights = list(weights)
@@ -123,7 +132,9 @@ class Int8Rows:
         ]
         # `Layers` of the source
         self._layers = torch.tensor([len(layers), *fields], dtype=torch.int64)
-        self.pointers = (self._layers.data_ptr(), None)  # as `FewRows` has them
+        # As `FewRows` has them.
+        self.pointers = (self._layers.data_ptr(), None)
+        self.readings = _readings(dtype, self.width, self._total, pass_bytes, choices)
 
     def __call__(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
         """[..., in] -> [..., out_i] of every weight, sums in float32. Raises `ValueError` for
@@ -134,23 +145,67 @@ class Int8Rows:
                 f"{self.dtype}"
             )
         count = rows.numel() // self.width
-        if count > MOST_ROWS:
+        if count > MOST_ROWS and self.way() == OPENED:
             return [_many(rows, *layer) for layer in zip(self._weights, self._biases, strict=True)]
+        joined = self._multiply(rows)
+        return (joined,) if len(self.sizes) == 1 else torch.split_with_sizes(joined, self.sizes, -1)
+
+    def _multiply(self, rows: torch.Tensor) -> torch.Tensor:
         rows = rows.contiguous()
         joined = rows.new_empty(*rows.shape[:-1], self._total)
         self.function(
             rows.data_ptr(),
             *self.pointers,
             joined.data_ptr(),
-            count,
+            rows.numel() // self.width,
             self.width,
             self._total,
+            self.readings,
             torch.get_num_threads(),
         )
-        return (joined,) if len(self.sizes) == 1 else torch.split_with_sizes(joined, self.sizes, -1)
+        return joined
+
+    def way(self) -> str:
+        """Of more rows than few."""
+        outputs = min(self._total, max(_TIMED_SIZE // (_TIMED_ROWS * self.width), 1))
+        return _way(self.dtype, self.width, outputs, self._choices)
+
+
+@cache
+def _way(dtype: torch.dtype, width: int, outputs: int, choices: Choices) -> str:
+    def prepare() -> Mapping[str, Way]:
+        weight = quantised(torch.ones(outputs, width), dtype)
+        rows, own = torch.ones(_TIMED_ROWS, width, dtype=dtype), Int8Rows([weight], [None], dtype)
+        return {OPENED: lambda: _many(rows, weight, None), KERNEL: lambda: own._multiply(rows)}
+
+    shape = (dtype, f"{width} wide", f"{outputs} outputs", f"{_TIMED_ROWS} rows")
+    names = (OPENED, KERNEL)
+    return choices.fastest("int8 many rows", shape, names, prepare, sources=[SOURCE, HEADER])
 
 
 def _many(rows: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None) -> torch.Tensor:
     product = torch.nn.functional.linear(rows, opened(weight, rows.dtype))
     scaled = product.float().mul_(weight.scales)
     return (scaled if bias is None else scaled.add_(bias)).to(rows.dtype)
+
+
+@cache
+def _readings(
+    dtype: torch.dtype, width: int, outputs: int, pass_bytes: int, choices: Choices
+) -> int:
+    weights = Weights(
+        "int8 rows", (dtype, f"{width} wide"), outputs, width, partial(_timed, dtype, width), SOURCE
+    )
+    return fastest_readings(weights, max(pass_bytes, outputs * width), choices)
+
+
+def _timed(
+    dtype: torch.dtype, width: int, count: int, codes: int, outputs: int, readings: int
+) -> None:
+    kernel = _kernel(dtype)
+    assert kernel is not None
+    rows, out = torch.ones(count, width, dtype=dtype), torch.empty(count, outputs, dtype=dtype)
+    scales = torch.ones(outputs)
+    layers = torch.tensor([1, codes, scales.data_ptr(), 0, 0, outputs])
+    sizes = (count, width, outputs, readings, torch.get_num_threads())
+    kernel.multiply(rows.data_ptr(), layers.data_ptr(), None, out.data_ptr(), *sizes)

@@ -29,7 +29,6 @@ typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 constexpr int64_t kNear = 32;  // rows that a part of the width meets in a run
 // Of the width: its products are summed apart, and its codes stay near until all rows met them.
 constexpr int64_t kPart = 512;
-constexpr int64_t kAhead = 12288;  // bytes of codes that are asked for early, past a page
 
 // One step along the width: codes of `kLanes` outputs, and what they meet of a row.
 constexpr int64_t kWidth = 4;
@@ -133,19 +132,20 @@ struct Product {
   const T* rows;
   T* out;
   int64_t num_rows, width, stride;  // of rows, and of rows of the output
+  Reading reading;
 };
 
 // Adds the products of `kRows` rows and one group of outputs over `begin <= d < end` of the width.
-template <typename T, int kRows>
+template <typename T, Stay kStay, int kRows>
 inline void add_rows(const T* rows, const uint8_t* codes, int64_t width, int64_t begin, int64_t end,
-                     Lanes (*all)[kBlocks]) {
+                     int64_t ahead, Lanes (*all)[kBlocks]) {
   typedef Step<T> S;
   Lanes sums[kRows][kBlocks] = {};
   for (int64_t d = begin; d < end; d += kWidth) {
     const uint8_t* at = codes + d * kGroup;
 #pragma GCC unroll 16
     for (int b = 0; b < kBlocks; b++) {
-      __builtin_prefetch(at + b * kWidth * kLanes + kAhead);
+      ask_for<kStay>(at + b * kWidth * kLanes, ahead);
       const typename S::Weights w = S::open(at + b * kWidth * kLanes);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; r++) S::add(sums[r][b], w, rows + r * width + d);
@@ -160,20 +160,18 @@ inline void add_rows(const T* rows, const uint8_t* codes, int64_t width, int64_t
 }
 
 // As many rows at once as are given: the number must be known to the compiler.
-template <typename T, int kRows = kTogether>
+template <typename T, Stay kStay, int kRows = kTogether>
 inline void add(const T* rows, int64_t count, const uint8_t* codes, int64_t width, int64_t begin,
-                int64_t end, Lanes (*sums)[kBlocks]) {
+                int64_t end, int64_t ahead, Lanes (*sums)[kBlocks]) {
   if constexpr (kRows > 1) {
-    if (count < kRows) return add<T, kRows - 1>(rows, count, codes, width, begin, end, sums);
+    if (count < kRows)
+      return add<T, kStay, kRows - 1>(rows, count, codes, width, begin, end, ahead, sums);
   }
-  add_rows<T, kRows>(rows, codes, width, begin, end, sums);
+  add_rows<T, kStay, kRows>(rows, codes, width, begin, end, ahead, sums);
 }
 
-// `num_rows` of `p` is at most `kNear`.
-template <typename T>
-void multiply_near(const Product<T>& p, const Layer<T>& layer, int64_t group) {
-  Lanes sums[kNear][kBlocks];
-  const uint8_t* codes = layer.codes + group * p.width * kGroup;
+template <typename T, Stay kStay>
+inline void sum_near(const Product<T>& p, const uint8_t* codes, Lanes (*sums)[kBlocks]) {
   // Shares of one size: codes that two rows alone meet are opened almost for nothing.
   const int64_t shares = (p.num_rows + kTogether - 1) / kTogether;
   for (int64_t begin = 0; begin < p.width; begin += kPart) {
@@ -181,9 +179,23 @@ void multiply_near(const Product<T>& p, const Layer<T>& layer, int64_t group) {
     for (int64_t share = 0; share < shares; share++) {
       const int64_t first = share * p.num_rows / shares;
       const int64_t count = (share + 1) * p.num_rows / shares - first;
-      add(p.rows + first * p.width, count, codes, p.width, begin, end, sums + first);
+      add<T, kStay>(p.rows + first * p.width, count, codes, p.width, begin, end, p.reading.ahead,
+                     sums + first);
     }
   }
+}
+
+// `num_rows` of `p` is at most `kNear`.
+template <typename T>
+void multiply_near(const Product<T>& p, const Layer<T>& layer, int64_t group) {
+  Lanes sums[kNear][kBlocks];
+  const uint8_t* codes = layer.codes + group * p.width * kGroup;
+  if (p.reading.stay == kPast)
+    sum_near<T, kPast>(p, codes, sums);
+  else if (p.reading.stay == kFarther)
+    sum_near<T, kFarther>(p, codes, sums);
+  else
+    sum_near<T, kNearest>(p, codes, sums);
   const int64_t first = group * kGroup, rest = layer.num_outputs - first;
   const int64_t count = rest < kGroup ? rest : kGroup;
   for (int64_t r = 0; r < p.num_rows; r++) {
@@ -267,9 +279,11 @@ void open(const uint8_t* codes, T* out, int64_t width, int64_t num_outputs, int 
 #define PRODUCTS(name, T)                                                                          \
   /* Arguments as few_rows_cpu.cpp has them, for lists of calls. */                                \
   extern "C" void multiply_##name(const T* rows, const void* layers, const T* no_bias, T* out,     \
-                                  int64_t num_rows, int64_t width, int64_t stride, int threads) {  \
+                                  int64_t num_rows, int64_t width, int64_t stride,                 \
+                                  int64_t readings, int threads) {                                 \
     (void)no_bias;                                                                                 \
-    multiply<T>({rows, out, num_rows, width, stride}, *(const Layers<T>*)layers, threads);         \
+    multiply<T>({rows, out, num_rows, width, stride, reading_of(readings, num_rows, 1)},           \
+                *(const Layers<T>*)layers, threads);                                               \
   }                                                                                                \
   extern "C" void lay_out_##name(const int8_t* codes, uint8_t* out, int64_t width,                 \
                                  int64_t num_outputs, int threads) {                               \

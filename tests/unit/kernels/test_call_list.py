@@ -31,7 +31,7 @@ def test_calls_read_what_calls_before_them_wrote(tokens: int) -> None:
             Kind.MULTIPLY,
             linear.function,
             (Place(2, 0, 0), *map(at, linear.pointers), product),
-            (6, 8),
+            (6, 8, linear.readings),
         ),
         # Numbers 1 to 8 of the ten that each token was given.
         Call(Kind.ADD, steps.functions["add"], (product, Place(3, 0, 4), total), (8, 8, 10)),

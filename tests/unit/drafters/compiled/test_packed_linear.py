@@ -3,14 +3,26 @@ few."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from draftsmith.drafters.compiled import packed_linear
-from draftsmith.drafters.compiled.packed_linear import GatedLinear, PackedLinear, padded_rows
+from draftsmith.drafters.compiled.packed_linear import (
+    KERNEL,
+    PACKED,
+    PLAIN,
+    GatedLinear,
+    PackedLinear,
+    padded_rows,
+)
 from draftsmith.kernels.forward.row_steps import row_steps
+from draftsmith.kernels.measured import Choices
 from draftsmith.kernels.products.few_rows import MOST_ROWS, few_rows
+from draftsmith.kernels.products.readings import LEAST_BYTES
 
+ENOUGH = LEAST_BYTES  # for a choice to be made by time
 needs_compiler = pytest.mark.skipif(
     few_rows(torch.ones(1, 2), None) is None, reason="there is no C++ compiler"
 )
@@ -103,6 +115,47 @@ def test_few_rows_do_not_reach_the_library() -> None:
             packed(torch.ones(MOST_ROWS + 1, 24))
 
 
+def preferring(way: str, folder: Path) -> Choices:
+    return Choices(folder, lambda name, run: 1.0 if name == way else 2.0)
+
+
+@needs_compiler
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("way", [PACKED, PLAIN, KERNEL])
+def test_the_fastest_way_multiplies_many_rows(tmp_path: Path, way: str, gated: bool) -> None:
+    """oneDNN's copy is made only where it is used; few rows have the same bits for all."""
+    generator, steps = torch.Generator().manual_seed(0), row_steps(torch.float32)
+    weights = [torch.randn(40, 24, generator=generator) for _ in range(2)]
+    biases = [torch.randn(40, generator=generator), None]
+    make = (
+        (lambda **more: GatedLinear(weights, biases, steps, **more))
+        if gated
+        else (lambda **more: PackedLinear(weights, biases, **more))
+    )
+    packed = make(pass_bytes=ENOUGH, choices=preferring(way, tmp_path))
+    assert packed.way == way and (packed._packed is None) == (way != PACKED)
+    rows = torch.randn(1, MOST_ROWS + 3, 24, generator=generator)
+    with torch.inference_mode():
+        found, few, expected = packed(rows), packed(rows[:, :5]), make()(rows)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        assert all(map(torch.equal, few, make()(rows[:, :5])))
+    is_kernels = all(torch.equal(one[:, :5], other) for one, other in zip(found, few, strict=True))
+    assert is_kernels or way != KERNEL
+
+
+@needs_compiler
+def test_memory_for_one_copy_is_not_spent_on_two(tmp_path: Path) -> None:
+    linear = PackedLinear(
+        [torch.ones(8, 24)],
+        [None],
+        copies=1,
+        pass_bytes=ENOUGH,
+        choices=preferring(PACKED, tmp_path),
+    )
+    assert linear.way == PLAIN and linear._packed is None
+
+
 @needs_compiler
 def test_memory_for_one_copy_is_spent_on_few_rows() -> None:
     weights, bias = [torch.randn(8, 24), torch.randn(16, 24)], torch.randn(16)
@@ -116,7 +169,7 @@ def test_memory_for_one_copy_is_spent_on_few_rows() -> None:
 
 
 def test_without_a_compiler_all_rows_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_linear, "few_rows", lambda weight, bias: None)
+    monkeypatch.setattr(packed_linear, "few_rows", lambda weight, bias, **more: None)
     weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
     packed = PackedLinear([weight], [None], copies=1)
     with torch.inference_mode():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 
 from draftsmith.kernels import host_compiler
 from draftsmith.kernels.forward.row_steps import row_steps
+from draftsmith.kernels.measured import Choices
 from draftsmith.kernels.products import few_rows as module
 from draftsmith.kernels.products.few_rows import KINDS, MOST_ROWS, FewRows, few_rows, gated_rows
+from draftsmith.kernels.products.readings import LEAST_BYTES, ROWS, Reading, candidates, packed
 
 pytestmark = pytest.mark.skipif(
     module._kernel(torch.float32) is None, reason="there is no C++ compiler"
@@ -103,6 +106,50 @@ def test_a_gated_product_has_the_bits_of_product_and_gate(
             assert torch.equal(gated(rows[None, :count]), expected)
 
 
+def reading_with(choose: Callable[[str], bool], folder: Path) -> Choices:
+    """Choices to which the readings seem fastest whose names are as `choose` wants them."""
+    return Choices(folder, lambda name, way: 1.0 if choose(name) else 2.0)
+
+
+@pytest.mark.parametrize("dtype", list(KINDS))
+@pytest.mark.parametrize("make", [few_rows, gated_rows])
+@pytest.mark.parametrize("outputs", [24, 100, 240])
+def test_every_way_to_read_weights_has_the_same_bits(
+    dtype: torch.dtype, make: Callable[..., FewRows], outputs: int, tmp_path: Path
+) -> None:
+    """Of 1 to 5 groups, so that those read side by side leave some over."""
+    rows, weight, bias = case(2 * outputs, 1538, dtype)
+    plain, names = make(weight, bias), set[str]()
+    for rows_together in ROWS:
+        names |= {one.name for one in candidates(rows_together, plain.rows_together)}
+    assert len(names) >= 10
+    for index, name in enumerate(sorted(names)):
+        choices = reading_with(name.__eq__, tmp_path / str(index))
+        other = make(weight, bias, pass_bytes=LEAST_BYTES, choices=choices)
+        for count in (1, 2, 3, 4, 5, 16, 17, MOST_ROWS):
+            assert torch.equal(other(rows[:count]), plain(rows[:count])), name
+    # The control: the readings differ.
+    assert other.readings != plain.readings
+
+
+def test_readings_follow_the_clock(tmp_path: Path) -> None:
+    """Of one row and of more, each its own; and of another ring of memory, a pass of more bytes."""
+    weight = torch.ones(96, 64)
+
+    def made(name: str, pass_bytes: int = 4 * LEAST_BYTES) -> int:
+        clock = reading_with(name.__eq__, tmp_path)
+        found = few_rows(weight, None, pass_bytes=pass_bytes, choices=clock)
+        assert found is not None
+        return found.readings
+
+    first = made("8 KiB ahead, past caches")
+    assert first == packed([Reading(8 << 10, 2, 1)] * len(ROWS))
+    assert made("4 KiB ahead") == first, "what is kept is not timed again"
+    assert made("4 KiB ahead", 8 * LEAST_BYTES) == packed([Reading(4 << 10, 0, 1)] * len(ROWS))
+    # Too little to leave the nearest caches.
+    assert made("4 KiB ahead", 1) == packed([candidates(rows, 1)[0] for rows in ROWS])
+
+
 @settings(deadline=None, max_examples=40)
 @given(
     st.integers(1, MOST_ROWS), st.integers(1, 130), st.integers(1, 700), st.sampled_from([1, 2, 3])
@@ -150,14 +197,12 @@ def test_rows_of_any_layout_and_dimension() -> None:
 @pytest.mark.parametrize(
     "rows",
     [
-        torch.ones(MOST_ROWS + 1, 24),
-        torch.ones(2, MOST_ROWS // 2 + 1, 24),
         torch.ones(2, 12),
         torch.ones(2, 24, dtype=torch.bfloat16),
     ],
 )
 def test_rows_that_the_kernel_would_misread_are_refused(rows: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match="give at most 64 of width 24"):
+    with pytest.raises(ValueError, match="give width 24"):
         made(torch.ones(5, 24), None)(rows)
 
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from draftsmith.kernels.measured import Choices
 from draftsmith.kernels.products import float32_products as module
 from draftsmith.kernels.products.float32_products import (
+    KERNEL,
     LEAST_ROWS,
     MOST_WIDTH,
+    TORCH,
+    choose,
     faster_linears,
+    has_kernel,
     is_faster,
     multiply,
 )
@@ -24,16 +30,17 @@ CPU = torch.device("cpu")
 TOLERANCE = 2e-6
 
 
+def preferring(way: str, folder: Path) -> Choices:
+    return Choices(folder, lambda name, run: 1.0 if name == way else 2.0)
+
+
 @pytest.fixture
-def everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def everywhere(tmp_path: Path) -> Iterator[None]:
     """The kernel is asked on every processor, not only where it is faster."""
-    monkeypatch.setattr(module, "_vendor", lambda: "AuthenticAMD")
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    module._kernel.cache_clear()
-    if module._kernel() is None:
+    if not choose(preferring(KERNEL, tmp_path)):
         pytest.skip("there is no C++ compiler")
     yield
-    module._kernel.cache_clear()
+    choose()
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -86,20 +93,13 @@ def test_other_matrices_are_torchs(everywhere: None) -> None:
     assert torch.equal(multiply(a[:3], b), a[:3] @ b)
 
 
-@pytest.mark.parametrize(
-    "vendor, capability", [("GenuineIntel", "AVX512"), ("AuthenticAMD", "AVX2")]
-)
-def test_other_processors_keep_torchs_products(
-    monkeypatch: pytest.MonkeyPatch, vendor: str, capability: str
-) -> None:
-    monkeypatch.setattr(module, "_vendor", lambda: vendor)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    module._kernel.cache_clear()
-    try:
-        assert not is_faster(normal(ROWS, 6), normal(6, 4))
-        assert isinstance(faster_linears(CPU), nullcontext)
-    finally:
-        module._kernel.cache_clear()
+def test_the_clock_decides_and_no_vendor(everywhere: None, tmp_path: Path) -> None:
+    a, b = normal(ROWS, 6), normal(6, 4)
+    assert is_faster(a, b) and has_kernel(CPU) and not isinstance(faster_linears(CPU), nullcontext)
+    assert not choose(preferring(TORCH, tmp_path / "slower here"))
+    assert not is_faster(a, b) and not has_kernel(CPU)
+    assert isinstance(faster_linears(CPU), nullcontext)
+    assert torch.equal(multiply(a, b), a @ b)
 
 
 def layers(has_bias: bool) -> torch.nn.Sequential:

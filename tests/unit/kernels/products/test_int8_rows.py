@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 from draftsmith.kernels import host_compiler
+from draftsmith.kernels.measured import Choices
 from draftsmith.kernels.products import int8_rows as module
 from draftsmith.kernels.products.int8_rows import (
+    KERNEL,
     KINDS,
     LARGEST,
     MOST_ROWS,
+    OPENED,
     Int8Rows,
     Int8Weight,
     available,
     opened,
     quantised,
 )
+from draftsmith.kernels.products.readings import LEAST_BYTES, candidates
 
 pytestmark = pytest.mark.skipif(not available(), reason="there is no C++ compiler")
 
@@ -109,6 +115,33 @@ def test_a_rows_product_does_not_depend_on_the_other_rows(dtype: torch.dtype) ->
     assert found[3].isnan().all()
     others = [index for index in range(MOST_ROWS) if index != 3]
     assert torch.equal(found[others], together[others])
+
+
+@pytest.mark.parametrize("dtype", list(KINDS))
+@pytest.mark.parametrize("way", [OPENED, KERNEL])
+def test_the_clock_decides_how_codes_are_read(dtype: torch.dtype, way: str, tmp_path: Path) -> None:
+    """Few rows have the same bits in every way; many are the fastest's."""
+    rows, weight, bias = case(100, 1540, dtype)
+    codes = quantised(weight, dtype)
+    plain = Int8Rows([codes], [bias], dtype)
+    names = {one.name for one in candidates(1, 1)}
+    for index, name in enumerate(sorted(names)):
+        clock = partial(seconds, {name, way})
+        found = Int8Rows(
+            [codes], [bias], dtype, pass_bytes=LEAST_BYTES, choices=Choices(tmp_path / name, clock)
+        )
+        assert found.way() == way
+        assert index or found.readings != plain.readings
+        for count in (1, 4, 5, 17, MOST_ROWS):
+            assert torch.equal(found(rows[:count])[0], plain(rows[:count])[0]), name
+    many = found(rows)[0]
+    assert torch.equal(many[:MOST_ROWS], found(rows[:MOST_ROWS])[0]) or way == OPENED
+    exact = rows.double() @ numbers(codes, dtype).T + bias.double()
+    assert (many.double() - exact).norm() / exact.norm() < 2 * TOLERANCE[dtype]
+
+
+def seconds(fast: set[str], name: str, way: object) -> float:
+    return 1.0 if name in fast else 2.0
 
 
 def test_threads_share_the_outputs_of_several_weights() -> None:
