@@ -1,6 +1,6 @@
-"""Reuse of freed memory on a CPU. The C library gives large freed blocks back to the system, which
-then zeroes every page again at its next use: 0.16 to 0.42 of the time of 64 requests at once
-(`scripts/bench_generate`)."""
+"""Memory of this machine, and reuse of freed memory. The C library gives large freed blocks back to
+the system, which then zeroes every page again at its next use: 0.16 to 0.42 of the time of 64
+requests at once (`scripts/bench_generate`)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,17 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 # What glibc allows at most; larger blocks are mapped from the system and given back as before.
 _LARGEST_BLOCK_BYTES = 32 << 20
 _KEPT_BYTES = 256 << 20
+# Weights are copied only as often as this share of the machine's memory holds them.
+SHARE_OF_MEMORY = 0.125
+
+
+def host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def affordable_copies(num_bytes: int) -> int:
+    """Copies that may be made of weights of so many bytes."""
+    return int(SHARE_OF_MEMORY * host_bytes() / max(1, num_bytes))
 
 
 def keep_freed_memory() -> bool:

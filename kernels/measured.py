@@ -75,25 +75,40 @@ class Choices:
         *,
         sources: Sequence[Path] = (),
     ) -> str:
-        """The name of the fastest of some ways to do work of `shape`.
+        """The name of the fastest of some ways to do work of `shape`; arguments are those of
+        `choice`, where nothing is timed it is the first."""
+        found = self.choice(kind, shape, names, prepare, sources=sources)
+        return names[0] if found is None else found.way
+
+    def choice(
+        self,
+        kind: str,
+        shape: Sequence[object],
+        names: Sequence[str],
+        prepare: Callable[[], Mapping[str, Way]],
+        *,
+        sources: Sequence[Path] = (),
+    ) -> Choice | None:
+        """The fastest of some ways to do work of `shape`, with their times; None where nothing is
+        timed.
 
         Args:
-            names: of ways; the first is taken where nothing is timed.
+            names: of ways.
             prepare: called where ways are to be timed; those of `names` that there are here. A call
             of one takes about a millisecond, and finds in the caches what it finds there in use.
             sources: of kernels; other contents are other ways.
         """
         mode, threads = os.environ.get(VARIABLE, ""), torch.get_num_threads()
         if mode == "off" or len(names) == 1:
-            return names[0]
+            return None
         with self._lock:
             key = _key(kind, shape, threads, sources)
             found = self._all().get(key)
             kept = mode != "again" or key in self._made
             if found is not None and found.way in names and kept:
-                return found.way
+                return found
             if self._spent_s[kind] >= self._most_s:
-                return names[0]
+                return None
             begun_s = perf_counter()
             seconds = _least(prepare(), self._clock)
             self._spent_s[kind] += perf_counter() - begun_s
@@ -101,12 +116,12 @@ class Choices:
             made = Choice(kind, _text(shape), threads, way, seconds)
             log.debug("%s %s: %s of %s", kind, made.shape, way, seconds)
             self._made.add(key)
-            return self._keep(key, made, replace=mode == "again").way
+            return self._keep(key, made, replace=mode == "again")
 
     def known(self) -> list[Choice]:
         """Those that are kept for this processor."""
         with self._lock:
-            return sorted(self._all().values())
+            return sorted(self._all().values(), key=lambda one: one[:4])
 
     def _all(self) -> dict[str, Choice]:
         if self._known is None:

@@ -46,7 +46,8 @@ class Engine:
         config: options of the engine, flags of `draftsmith serve`.
         trust_remote_code: run Python code that a model's folder brings (`auto_map`); off, a model
         that needs it is refused.
-        dtype: the weights' type; "auto" is the checkpoint's own, float32 on a CPU.
+        dtype: the weights' type; "auto" is the checkpoint's own, on a CPU wherever it is fast at
+        that, else float32.
         device: torch's name of it; by default the first CUDA device, else the CPU.
     """
 
@@ -73,7 +74,7 @@ class Engine:
         place = device_of(device)
         loaded = Target.load(
             target,
-            dtype=weight_dtype(dtype, place),
+            dtype=weight_dtype(dtype, place, target, trust_remote_code=trust_remote_code),
             device=place,
             max_length=None if config is None else config.max_length,
             trust_remote_code=trust_remote_code,

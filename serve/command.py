@@ -82,7 +82,13 @@ def run_sharded(config: ServeConfig, make_sink: MakeSink | None) -> int:
     listener = bind(config.http.host, config.http.port) if place.rank == LEADER else None
     target = kind.load(
         config.target,
-        dtype=weight_dtype(config.dtype, device),
+        dtype=weight_dtype(
+            config.dtype,
+            device,
+            config.target,
+            use="plain",
+            trust_remote_code=config.trust_remote_code,
+        ),
         device=place.device,
         shards=place.size,
         max_length=config.engine.max_length,

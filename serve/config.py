@@ -330,8 +330,8 @@ class ServeConfig(DraftedPair):
     )
     dtype: str = option(
         "auto",
-        "weights' type; auto: the checkpoint's own, float32 on a CPU; int8: linear layers in 8 "
-        "bits, rounded at load, on a CPU",
+        "weights' type; auto: the checkpoint's own, on a CPU wherever it is fast at that, else "
+        "float32; int8: linear layers in 8 bits, rounded at load, on a CPU",
         choices=TARGET_DTYPES,
     )
     device: str | None = option(None, "torch device; default: the first CUDA device, else the CPU")

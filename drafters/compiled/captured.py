@@ -4,7 +4,6 @@ relies on them."""
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from time import perf_counter
 from typing import Literal, TypeVar
@@ -21,6 +20,7 @@ from draftsmith.errors import first_line
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.dispatch import choose
+from draftsmith.kernels.host_memory import affordable_copies
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -29,8 +29,6 @@ T = TypeVar("T")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
 # Pieces of one text as serving feeds them: a prompt, single tokens, a verification.
 PIECES = (9, 1, 5, 1, 2)
-# Weights are copied only as often as this share of the machine's memory holds them.
-SHARE_OF_MEMORY = 0.125
 
 
 class Mismatch(Exception):
@@ -90,7 +88,8 @@ def attempt(name: str, capture: Callable[[], T], level: int = logging.INFO) -> T
 def _capture(lm: CausalLM, steps: Literal["cpu", "triton"]) -> CapturedLm:
     ids = torch.arange(NUM_TOKENS, device=lm.device)[None]
     states = torch.zeros(1, NUM_TOKENS, lm.hidden_size, dtype=lm.dtype, device=lm.device)
-    copies = min(2, affordable_copies(lm.model))
+    num_bytes = sum(weight.numel() * weight.element_size() for weight in lm.model.parameters())
+    copies = min(2, affordable_copies(num_bytes))
     body = Replay(lambda *inputs: _every_state(lm, *inputs), [ids, ids], copies=copies, steps=steps)
     head = Replay(lambda rows, context: lm.own_head(rows), [states], copies=copies, steps=steps)
     captured = CapturedLm(body, head)
@@ -106,12 +105,6 @@ def _every_state(
     raw_ids = range(lm.num_layers + 1)
     states = lm.own_paged(input_ids, positions, context, raw_ids)
     return [states[tap] for tap in (FINAL, *raw_ids)]
-
-
-def affordable_copies(model: torch.nn.Module) -> int:
-    num_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(SHARE_OF_MEMORY * memory / max(1, num_bytes))
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from draftsmith.kernels.host_compiler import HEADER
 from draftsmith.kernels.measured import CHOICES, Choices, Way
 from draftsmith.kernels.products.few_rows import MOST_ROWS, SOURCE, FewRows, few_rows, gated_rows
 from draftsmith.kernels.products.readings import LEAST_BYTES
+from draftsmith.kernels.products.wide_products import LEAST_ROWS, widened, widens
 
 _linear = torch.ops.mkldnn._linear_pointwise.default
 _plain = torch._C._nn.linear
@@ -69,7 +70,8 @@ class PackedLinear:
         joined = torch.cat(self.weights).detach()
         self._bias = self._joined_bias()
         self.few = self._few(joined)
-        self.way = self._fastest(joined)
+        self._widens = widens(self.dtype, self._choices)
+        self.way = PLAIN if self._widens else self._fastest(joined)
         self._packed = _laid_out(joined) if self.way == PACKED else None
         self._versions = versions
 
@@ -124,10 +126,10 @@ class PackedLinear:
         return (joined,) if len(self.sizes) == 1 else self._split(joined)
 
     def _many(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
-        if self._packed is None:
-            pairs = zip(self.weights, self.biases)
-            return [_plain(rows, weight, bias) for weight, bias in pairs]
         count = rows.numel() // rows.shape[-1]
+        if self._packed is None:
+            multiply = widened if self._widens and count >= LEAST_ROWS else _plain
+            return [multiply(rows, *pair) for pair in zip(self.weights, self.biases)]
         if (missing := padded_rows(count) - count) == 0:
             return self._split(self._multiply(rows))
         flat = torch.nn.functional.pad(rows.reshape(count, -1), (0, 0, 0, missing))

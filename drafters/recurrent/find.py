@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from draftsmith.drafters.recurrent.attributes import AttributeStates
@@ -44,19 +44,26 @@ class NotingCache(DynamicCache):
         self.linear[layer_idx] = linear_cache
 
 
+def keeps_states(config: PreTrainedConfig) -> bool:
+    """True where transformers' cache of such a model has layers with a state. False where the cache
+    has no place for one."""
+    try:
+        layers = DynamicCache(config=config).layers
+    except (KeyError, AttributeError):
+        # A layer type that transformers' cache has no class for.
+        return False
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+
+
 @torch.no_grad()
 def state_layers(model: PreTrainedModel, body: torch.nn.Module) -> StateLayers:
     """The modules with a state, which read pieces from now on. None of them where the model's cache
     has no place for one."""
     found = StateLayers()
-    try:
-        cache = NotingCache(model)
-    except (KeyError, AttributeError):
-        # A layer type that transformers' cache has no class for.
+    if not keeps_states(model.config):
         return found
+    cache = NotingCache(model)
     empty = copy.deepcopy(cache.layers)
-    if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in empty):
-        return found
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     with _noted(body, cache):
         body(**{"input_ids": ids, _cache_argument(body): cache}, use_cache=False)

@@ -22,8 +22,9 @@ def load_here_or_served(
     trust_remote_code: bool,
 ) -> Target:
     """The target of the server at the URL `server`, or without one as `load_target` has it.
-    `dtype` is its precision as served; `kept` that of the weights which are held here, of a target
-    that is not int8. Raises `UserError`, and `NoStates` for a server that gives none."""
+    `dtype` is its precision as served, for many rows; `kept` that of the weights which are held
+    here, of a target that is not int8. Raises `UserError`, and `NoStates` for a server that gives
+    none."""
     if server is not None:
         return load_remote(
             path,
@@ -41,5 +42,6 @@ def load_here_or_served(
         max_length=max_length,
         shares=shares,
         offload=offload,
+        use="step",
         trust_remote_code=trust_remote_code,
     )

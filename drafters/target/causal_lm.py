@@ -257,7 +257,7 @@ class CausalLM:
         so. What stands at padding is meaningless, and no real token sees it."""
         check_taps(taps, self.num_layers)
         # A server's pass and a trainer's give the same bits: both come through here.
-        with faster_linears(input_ids.device):
+        with faster_linears(input_ids.device, self.dtype):
             if segments is None:
                 return _joined(self._body(taps, input_ids=input_ids), taps)
             # Through our own attention rather than transformers' mask of packed texts: not every

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import os
+import sys
+from functools import cache
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from draftsmith.drafters.config import DTYPES as NAMES
 from draftsmith.drafters.config import TARGET_DTYPES
+from draftsmith.drafters.recurrent.find import keeps_states
+from draftsmith.drafters.target.load import build_model, load_config, own_dtype
+from draftsmith.drafters.target.quantised import quantisation
 from draftsmith.drafters.target.sharded import load_spread
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
+from draftsmith.kernels.host_memory import affordable_copies, host_bytes
+from draftsmith.kernels.measured import CHOICES, Choices
+from draftsmith.kernels.products.fast_types import Use, name_of, speed_of
+from draftsmith.kernels.products.wide_products import NARROW
 
 # Without "auto", which each use decides for itself.
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in NAMES if name != "auto"}
+# Share of a model's weights in linear layers and embeddings above which a server lays them out.
+IN_LAYERS = 0.9
 
 
 class Placement(NamedTuple):
@@ -28,9 +41,7 @@ class Placement(NamedTuple):
 
     @property
     def target_dtype(self) -> torch.dtype:
-        """Autocast does the rest on a CPU, where the float32 target stays the one that evaluation
-        uses."""
-        return torch.bfloat16 if self.bf16 and self.device.type == "cuda" else torch.float32
+        return torch.bfloat16 if self.bf16 else torch.float32
 
 
 def placement_of(dtype: str) -> Placement:
@@ -63,15 +74,78 @@ def device_of(name: str | None = None) -> torch.device:
     return device
 
 
-def weight_dtype(name: str, device: torch.device) -> torch.dtype | Literal["auto"]:
-    """Precision of a target's weights. "auto" is the checkpoint's own, but float32 on a CPU, where
-    half precision is slower for few rows and greedy choices depend more on the other rows of a
-    batch. int8 is that of linear layers alone. Raises `UserError`."""
+def weight_dtype(
+    name: str,
+    device: torch.device,
+    path: str | Path,
+    *,
+    use: Use = "laid out",
+    trust_remote_code: bool,
+    choices: Choices = CHOICES,
+) -> torch.dtype | Literal["auto"]:
+    """Precision of the weights of the target at `path`, as `use` multiplies them. "auto" is the
+    checkpoint's own, on a CPU wherever it is fast at that. int8 is that of linear layers alone.
+    Raises `UserError`."""
     if name == "auto":
-        return torch.float32 if device.type == "cpu" else "auto"
+        if device.type != "cpu":
+            return "auto"
+        try:
+            config = load_config(path, trust_remote_code=trust_remote_code)
+        except UserError:
+            return torch.float32  # loading has the sentence
+        return _fast_dtype(config, use, choices)
     if name not in TARGET_DTYPES:
         raise UserError(f"dtype is {name!r}; it must be one of {', '.join(TARGET_DTYPES)}")
     return torch.int8 if name == "int8" else DTYPES[name]
+
+
+def _fast_dtype(config: PreTrainedConfig, use: Use, choices: Choices) -> torch.dtype:
+    """The type of the checkpoint where products in it are faster here than in float32, or its
+    weights as float32 do not fit; else float32, which has the same weights, to the bit."""
+    own = own_dtype(config)
+    if own not in NARROW or quantisation(config):
+        return torch.float32
+    num_weights, in_layers = weights_of(config)
+    num_bytes = num_weights * own.itemsize
+    if use == "laid out" and not (
+        in_layers > IN_LAYERS and not keeps_states(config) and affordable_copies(num_bytes)
+    ):
+        use = "plain"
+    speed, name = speed_of(own, use, choices), name_of(own)
+    if speed.is_faster:
+        _tell(f"dtype {name}: the checkpoint's, {speed.times:.1f} times float32 here")
+        return own
+    if num_weights * torch.float32.itemsize > host_bytes():
+        _tell(f"dtype {name}: the checkpoint's, whose weights do not fit in memory as float32")
+        return own
+    why = f"has {speed.times:.2f} of its speed here" if speed.times else "was not timed here"
+    rounded = torch.bfloat16 if own == torch.float16 else own
+    other = speed_of(rounded, use, choices)
+    if rounded != own and other.is_faster:
+        why += f"; --dtype bfloat16 rounds the weights, {other.times:.1f} times as fast"
+    _tell(f"dtype float32: the checkpoint's {name} {why}")
+    return torch.float32
+
+
+@cache
+def _tell(line: str) -> None:
+    """Says once what was chosen, by the first process of a launcher."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"draftsmith: {line}", file=sys.stderr, flush=True)
+
+
+def weights_of(config: PreTrainedConfig) -> tuple[int, float]:
+    """Number of a model's weights, and the share of them in linear layers and embeddings; (0, 0.0)
+    for code of its own."""
+    try:
+        with torch.device("meta"):
+            model = build_model(config, trust_remote_code=False)
+    except Exception:  # `load_model` fails alike, with a sentence
+        return 0, 0.0
+    kinds = (torch.nn.Linear, torch.nn.Embedding)
+    known = {part.weight for part in model.modules() if type(part) in kinds}
+    whole = sum(own.numel() for own in model.parameters())
+    return whole, sum(own.numel() for own in known) / max(1, whole)
 
 
 def load_target(
@@ -82,15 +156,18 @@ def load_target(
     max_length: int | None = None,
     shares: int = 1,
     offload: str | None = None,
+    use: Use = "laid out",
     trust_remote_code: bool,
 ) -> Target:
     """Target on `device` for texts of `max_length` tokens, in `dtype`, a name as `weight_dtype`
-    reads it; one copy of it by `shares` neighbouring processes, all of which make every pass;
-    `offload` as `load_model` has it. Raises `UserError`."""
+    reads it for `use`; one copy of it by `shares` neighbouring processes, all of which make every
+    pass; `offload` as `load_model` has it. Raises `UserError`."""
     # Commands show one progress line, their own.
     transformers_logging.disable_progress_bar()
     there = device_of(device)
-    weights = weight_dtype(dtype, there) if isinstance(dtype, str) else dtype
+    weights = dtype
+    if isinstance(dtype, str):
+        weights = weight_dtype(dtype, there, path, use=use, trust_remote_code=trust_remote_code)
     if offload == "cpu" and there.type == "cpu":
         raise UserError(
             "target_offload is 'cpu' and the target runs there, so its weights would stay where "
@@ -115,14 +192,12 @@ def load_target(
     )
 
 
-def fast_at_bf16(device: torch.device) -> bool:
-    """True where bfloat16 arithmetic is known to pay: on no other device than CUDA and CPUs.
-    Without instructions for it (AVX512-BF16, AMX) a CPU is slower at it than at float32."""
+def fast_at_bf16(device: torch.device, choices: Choices = CHOICES) -> bool:
+    """True where a training step's products in bfloat16 pay: measured on a CPU, and known of no
+    other device than CUDA's."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported()
-    if device.type != "cpu":
-        return False
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return device.type == "cpu" and speed_of(torch.bfloat16, "step", choices).is_faster
 
 
 def default_threads() -> int:

@@ -193,7 +193,7 @@ def load_config(path: str | Path, *, trust_remote_code: bool) -> PreTrainedConfi
 def load_end_ids(path: str | Path, *, trust_remote_code: bool) -> tuple[int, ...]:
     """Tokens at which the model's answers end, without its weights; none where no file names
     them."""
-    path = adapter_base(path) or path
+    path = model_folder(adapter_base(path) or path)
     try:
         ids = GenerationConfig.from_pretrained(path).eos_token_id
     except (OSError, ValueError):
@@ -205,6 +205,11 @@ def load_end_ids(path: str | Path, *, trust_remote_code: bool) -> tuple[int, ...
             return ()
         ids = getattr(config.get_text_config(), "eos_token_id", None)
     return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+
+
+def own_dtype(config: PreTrainedConfig) -> torch.dtype:
+    """The type of a checkpoint's weights, as its configuration names it."""
+    return config.get_text_config().dtype or config.dtype or torch.float32
 
 
 def adapter_base(path: str | Path) -> str | None:

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from draftsmith.kernels.host_compiler import HEADER, compiled
 from draftsmith.kernels.measured import CHOICES, Choices, Way
 from draftsmith.kernels.products.few_rows import SOURCE
+from draftsmith.kernels.products.wide_products import widened, widens
 
 # With fewer rows, laying out costs more than it spares.
 LEAST_ROWS = 64
@@ -29,6 +30,7 @@ MOST_WIDTH = 1 << 19
 TORCH, KERNEL = "torch", "few_rows"
 # What is timed: a layer's product and the two of its backward pass.
 _TIMED_ROWS, _TIMED_WIDTH, _TIMED_OUTPUTS = 256, 512, 768
+PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 _pointer, _number = ctypes.c_void_p, ctypes.c_int64
 
@@ -127,12 +129,16 @@ def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> tor
     return out
 
 
-def faster_linears(device: torch.device) -> AbstractContextManager[Any]:
+def faster_linears(
+    device: torch.device, dtype: torch.dtype = torch.float32
+) -> AbstractContextManager[Any]:
     """Context in which linear layers in float32 on a CPU, and their backward passes, are the
-    kernel's where it is faster. Other types, autocast and few rows stay torch's; on another device
-    than a CPU, and where it begins under autocast, all do, and the context is empty: its mode costs
-    a microsecond per call of torch."""
-    if not has_kernel(device) or torch.is_autocast_enabled("cpu"):
+    kernel's where it is faster, and those in a narrower `dtype` are `widened` where that is faster.
+    Other types, autocast and few rows stay torch's; on another device than a CPU, and where it
+    begins under autocast, all do, and the context is empty: its mode costs a microsecond per call
+    of torch."""
+    is_plain = device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+    if not is_plain or not (has_kernel(device) or widens(dtype)):
         return nullcontext()
     return _Linears()
 
@@ -145,8 +151,11 @@ class _Linears(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is linear and not kwargs and _takes(*args):
-            return _linear(*args)
+        if func is linear and not kwargs:
+            if _takes(*args):
+                return _linear(*args)
+            if _is_widened(*args):
+                return widened(*args)
         return func(*args, **(kwargs or {}))
 
 
@@ -164,12 +173,22 @@ def _takes(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
     )
 
 
+def _is_widened(rows: torch.Tensor, weight: torch.Tensor, *_: torch.Tensor | None) -> bool:
+    return (
+        rows.dtype == weight.dtype
+        and rows.numel() >= LEAST_ROWS * rows.shape[-1]
+        and {type(rows), type(weight)} <= PLAIN
+        and not torch.is_autocast_enabled("cpu")
+        and widens(rows.dtype)
+    )
+
+
 def _is_float32(a: torch.Tensor, b: torch.Tensor) -> bool:
     # Subclasses, as those of spread tensors, may hold no memory.
     return (
         a.dtype == b.dtype == torch.float32
         and a.device.type == b.device.type == "cpu"
-        and {type(a), type(b)} <= {torch.Tensor, torch.nn.Parameter}
+        and {type(a), type(b)} <= PLAIN
     )
 
 

@@ -3,7 +3,6 @@ by which a target that is too large fits."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import NamedTuple, Protocol
@@ -14,13 +13,14 @@ from transformers import PreTrainedModel
 
 from draftsmith.drafters.interface import buffer_bytes
 from draftsmith.drafters.recurrent.kept import NUM_SIDES
-from draftsmith.drafters.target.load import build_model, load_config
+from draftsmith.drafters.target.load import build_model, load_config, own_dtype
 from draftsmith.drafters.target.offload.layer_files import converted_parameters
 from draftsmith.drafters.target.quantised import quantisation
 from draftsmith.drafters.target.taps import body_name, decoder_layers
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.kernels.host_memory import host_bytes
 from draftsmith.train.doctor.finding import Finding, fail, ok, warn
 
 GIB = 2**30
@@ -80,10 +80,9 @@ def outlined_parts(name: str, dtype: torch.dtype | str, *, trust_remote_code: bo
         config = load_config(name, trust_remote_code=trust_remote_code)
         if quantisation(config):
             return None
-        own = config.get_text_config().dtype or config.dtype or torch.float32
         with torch.device("meta"):
             model = build_model(config, trust_remote_code=trust_remote_code)
-        return parts_of(model, own if isinstance(dtype, str) else dtype)
+        return parts_of(model, own_dtype(config) if isinstance(dtype, str) else dtype)
     except Exception:  # a model's own code raises what it likes
         return None
 
@@ -250,7 +249,3 @@ def available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return host_bytes()
-
-
-def host_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

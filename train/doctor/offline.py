@@ -5,6 +5,8 @@ from __future__ import annotations
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import ForwardCapturable, TrainedDrafter
 from draftsmith.drafters.target.device import device_of, load_target, weight_dtype
@@ -39,15 +41,15 @@ def check_models(config: DoctorConfig, findings: list[Finding]) -> list[Finding]
     """Adds to the findings on the processes those on target, draft and data."""
     begun_s = perf_counter()
     assert config.target is not None
-    # In parts it is loaded as `train` loads it, otherwise as it is.
-    whole, device = config.target_shares == 1 and config.target_offload is None, device_of()
+    device, trust = device_of(), config.trust_remote_code
+    dtype = weight_dtype("auto", device, config.target, trust_remote_code=trust)
     fits = check_fit(
         config.target,
         device,
-        dtype="auto" if whole else weight_dtype("auto", device),
+        dtype=dtype,
         shares=config.target_shares,
         offload=config.target_offload,
-        trust_remote_code=config.trust_remote_code,
+        trust_remote_code=trust,
     )
     if started() > 1:
         fits = fit_of_all(fits)
@@ -56,7 +58,7 @@ def check_models(config: DoctorConfig, findings: list[Finding]) -> list[Finding]
         if fits.status == FAIL:
             return findings
     try:
-        target = open_target(config)
+        target = open_target(config, dtype)
     except UserError as error:
         return [*findings, refused("target.loads", error)]
     if config.target_shares > 1:
@@ -92,27 +94,16 @@ def check_models(config: DoctorConfig, findings: list[Finding]) -> list[Finding]
     return findings
 
 
-def open_target(config: DoctorConfig) -> Target:
+def open_target(config: DoctorConfig, dtype: torch.dtype | str) -> Target:
     assert config.target is not None
     trust = config.trust_remote_code
-    if config.target_offload is not None:
-        return load_target(
-            config.target,
-            offload=config.target_offload,
-            max_length=config.max_length,
-            trust_remote_code=trust,
-        )
-    if config.target_shares == 1:
-        return Target.load(
-            config.target,
-            device=device_of(),
-            max_length=config.max_length,
-            trust_remote_code=trust,
-        )
-    # A wrong folder is refused by every process, before one waits for another.
-    load_config(config.target, trust_remote_code=trust)
+    if config.target_shares > 1:
+        # A wrong folder is refused by every process, before one waits for another.
+        load_config(config.target, trust_remote_code=trust)
     return load_target(
         config.target,
+        dtype=dtype,
+        offload=config.target_offload,
         max_length=config.max_length,
         shares=config.target_shares,
         trust_remote_code=trust,

@@ -13,7 +13,7 @@ import torch
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter, TrainedDrafter
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.speculate import speculate
-from draftsmith.drafters.target.device import load_target
+from draftsmith.drafters.target.device import device_of, load_target
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import write_weights
 from draftsmith.errors import UserError
@@ -57,15 +57,21 @@ class Proof(NamedTuple):
         )
 
 
+def open_target(folder: str | Path, source: Source) -> Target:
+    """On a CPU in float32, whose `FLOAT32_LIMIT` tells drafts apart best."""
+    dtype = "float32" if device_of().type == "cpu" else "auto"
+    return load_target(str(folder), dtype=dtype, trust_remote_code=source.trust_remote_code)
+
+
 def prove(source: Source, folder: Path, engine: str) -> Proof:
     """Raises a `UserError` for an export that its engine would not load, or load as another draft
     than the checkpoint's."""
-    target = load_target(str(source.target), trust_remote_code=source.trust_remote_code)
+    target = open_target(source.target, source)
     expected = play_checkpoint(source, target)
     prompts = prompts_for(target)
     read = READERS[source.family, engine](folder, source.target_config)
     if isinstance(read, Understood) and read.target is not None:
-        target = load_target(str(read.target), trust_remote_code=source.trust_remote_code)
+        target = open_target(read.target, source)
     found = play_all(
         as_read(source, read, target), target, prompts, k=source.num_speculative_tokens
     )

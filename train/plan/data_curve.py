@@ -46,7 +46,7 @@ def data_curve(config: PlanConfig) -> dict[str, Any]:
             # What it prints is no part of the answer.
             with contextlib.redirect_stdout(sys.stderr):
                 run_training(run)
-    target = load_target(config.target, trust_remote_code=config.trust_remote_code)
+    target = load_target(config.target, use="step", trust_remote_code=config.trust_remote_code)
     mixture = read_mixture(
         config.data, target, max_length=runs[0].max_length, held_out_share=runs[0].held_out
     )

@@ -91,7 +91,7 @@ def open_target(config: PlanConfig) -> Target:
     """Raises `UserError` where it does not fit, before it is loaded."""
     device, trust = device_of(), config.trust_remote_code
     shares, offload = shares_here(config), config.target_offload
-    dtype = weight_dtype("auto", device)
+    dtype = weight_dtype("auto", device, config.target, trust_remote_code=trust)
     found = check_fit(
         config.target,
         device,

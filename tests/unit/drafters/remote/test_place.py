@@ -30,7 +30,8 @@ def test_options_choose_the_place_and_reach_it(monkeypatch: pytest.MonkeyPatch) 
         (
             "here",
             ("t",),
-            {"dtype": "auto", "device": "cpu", "shares": 2, "offload": "disk"} | options,
+            {"dtype": "auto", "device": "cpu", "shares": 2, "offload": "disk", "use": "step"}
+            | options,
         ),
         (
             "server",

@@ -24,7 +24,6 @@ from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.lm.foreign_lm import ForeignLm
 from draftsmith.drafters.options import DraftLmOptions
 from draftsmith.drafters.target import load
-from draftsmith.drafters.target.device import fast_at_bf16
 from draftsmith.drafters.target.load import (
     build_model,
     can_prepare,
@@ -150,13 +149,3 @@ def test_tensors_joined_along_their_rows_are_not_read_in_parts(
     else:
         load_model(folder, trust_remote_code=False, prepare=prepared.append)
     assert len(prepared) == by_rows
-
-
-@pytest.mark.parametrize("has_it", [True, False])
-def test_bfloat16_pays_where_the_device_itself_is_known_to_be_fast_at_it(
-    monkeypatch: pytest.MonkeyPatch, has_it: bool
-) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_it)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    assert fast_at_bf16(torch.device("cpu")) is has_it
-    assert not fast_at_bf16(torch.device("mps")) and not fast_at_bf16(torch.device("xpu"))
