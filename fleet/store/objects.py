@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from draftsmith.errors import first_line
 from draftsmith.fleet.store.errors import StoreError, StoreUnreachable
 
 T = TypeVar("T")
@@ -135,8 +134,9 @@ class Objects:
             # Object stores and their libraries raise errors of their own.
             except Exception as error:
                 failure = error
+        said = str(failure).strip().split("\n")[0]
         raise StoreUnreachable(
             f"versions {self.url!r} cannot be reached "
-            f"({type(failure).__name__}: {first_line(failure)}); "
+            f"({type(failure).__name__}: {said or 'no reason given'}); "
             "what is served stays"
         ) from failure
