@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from draftsmith.config import to_dict
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 from draftsmith.files import atomic_folder, atomic_path, read_json, write_json, write_text
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.resolve import different_from
@@ -64,8 +64,7 @@ def whole(checkpoint: str | Path | None) -> Iterator[None]:
     except Exception as error:  # what readers of torch and Python raise differs by the damage
         if "out of memory" in str(error):  # of a device
             raise
-        line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise torn(str(checkpoint), line.rstrip(".")) from error
+        raise torn(str(checkpoint), first_line(error)) from error
 
 
 class RunFolder:
