@@ -108,10 +108,12 @@ def _converted(file: Path) -> Path:
 
 def _convert(file: Path, folder: Path) -> None:
     options: dict[str, Any] = {"gguf_file": file.name}
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False, **options)
     if (config := getattr(transformers, "GgufConfig", None)) is not None:
         options["quantization_config"] = config(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=_dtype(file), **options)
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, trust_remote_code=False, dtype=_dtype(file), **options
+    )
     # Nothing is quantised any more, and `save_pretrained` refuses what says it is.
     if hasattr(model, "hf_quantizer"):
         model.hf_quantizer = None

@@ -9,11 +9,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 THE_PLACE = ROOT / "drafters" / "target" / "load.py"
 CODE = ("kernels", "drafters", "train", "serve", "distill", "fleet", "src/draftsmith")
+# A file without a folder's code, of which no class is asked for it.
+OF_FILES = ROOT / "drafters" / "layouts" / "gguf.py"
 # Gives transformers a class of ours for a name; chooses none by a folder.
 REGISTERS = ROOT / "drafters" / "layouts" / "mimo.py"
 LOADERS = ("from_pretrained", "from_config")
-# peft reads numbers and options of an adapter; its folder can hold no code.
-WITHOUT_CODE = ("PeftConfig.from_pretrained", "PeftModel.from_pretrained")
+# They read numbers and options from JSON; what they read can hold no code.
+WITHOUT_CODE = (
+    "GenerationConfig.from_pretrained",
+    "PeftConfig.from_pretrained",
+    "PeftModel.from_pretrained",
+)
 
 
 def sources(*folders: str) -> list[Path]:
@@ -69,7 +75,7 @@ def test_classes_are_chosen_by_a_folder_in_one_place() -> None:
     }
     used = {name for name in autos(REGISTERS.read_text()) if "." in name}
     assert used == {"AutoConfig.register", "AutoModelForCausalLM.register"}
-    paths = [path for path in sources(*CODE) if path not in (THE_PLACE, REGISTERS)]
+    paths = [path for path in sources(*CODE) if path not in (THE_PLACE, OF_FILES, REGISTERS)]
     assert not {str(path): found for path in paths if (found := autos(path.read_text()))}
 
 
