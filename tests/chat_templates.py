@@ -312,6 +312,9 @@ def templates(*folders: Path) -> list[Template]:
     return [Template(f"{path.parent.parent.name}/{path.stem}", path.read_text()) for path in paths]
 
 
+PLAIN = (both_names, with_text_arguments)
+
+
 def is_true(sentence: str, case: Case, tokenizer: Any, source: str) -> bool:
     """True where transformers' own rendering confirms the refusal of a row."""
     _, messages, variables = case
@@ -327,7 +330,11 @@ def is_true(sentence: str, case: Case, tokenizer: Any, source: str) -> bool:
             _rendered(messages[:at], bare, tokenizer, True) == prompt for at, prompt, _ in pairs
         )
     if "are refused by the chat template" in sentence:
-        return any(text is None for _, *texts in pairs for text in texts)
+        return any(
+            _rendered(messages[:end], variables, tokenizer, prompted, PLAIN) is None
+            for at in turns
+            for end, prompted in ((at, True), (at + 1, False))
+        )
     named = re.search(r"turn (\d+): the chat template (leaves|puts|asks)", sentence)
     if named is None:
         return False
@@ -341,9 +348,13 @@ def is_true(sentence: str, case: Case, tokenizer: Any, source: str) -> bool:
 
 
 def _rendered(
-    messages: list[dict[str, Any]], variables: dict[str, Any], tokenizer: Any, prompted: bool
+    messages: list[dict[str, Any]],
+    variables: dict[str, Any],
+    tokenizer: Any,
+    prompted: bool,
+    shapes: Any = None,
 ) -> str | None:
-    for shape in (both_names, with_text_arguments, in_parts):
+    for shape in shapes or (*PLAIN, in_parts):
         try:
             return tokenizer.apply_chat_template(
                 shape(messages), tokenize=False, add_generation_prompt=prompted, **variables

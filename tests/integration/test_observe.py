@@ -39,8 +39,8 @@ class Proxied:
     def __init__(self, url: str, buffer: Path, config: ObserveConfig, *, top: int | None = None):
         self.counters, self.enrichment = Counters(), Enrichment()
         writer = BufferWriter(str(buffer), flush_s=60.0, flush_records=10**6)
-        tokenizer = command.tokenizer_of(config)
-        self.recorder = Recorder(config, self.counters, writer, Models(url, None), tokenizer)
+        form = command.answers_of(config)
+        self.recorder = Recorder(config, self.counters, writer, Models(url, None), form)
         if config.enrich != "none":
             with client(url, None) as http:
                 Probe(http, self.enrichment, top=top).look()
