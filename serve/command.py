@@ -45,7 +45,7 @@ from draftsmith.serve.metrics.server import ServerMetrics
 from draftsmith.serve.parallel import LeadingTarget, follow, join
 from draftsmith.serve.warm_up import warm_up
 from draftsmith.serve.watch import VersionWatcher
-from draftsmith.stopping import sigterm_ignored
+from draftsmith.stopping import sigterm_ends
 
 MakeSink = Callable[[ServeConfig, Target], Sink]
 
@@ -174,10 +174,9 @@ def serve(
         if config.learning.versions is not None:
             services.callback(watch_versions(config.learning, loop, draft).stop)
         app = create_app(server, dashboard)
-        # uvicorn raises the signal again once it has shut down: it stays ignored until the sink is
-        # flushed.
-        with sigterm_ignored(), services.pop_all():
-            run_app(config, app, loop, listener, name=server.model)
+        answering = http_server(config, app, loop, listener, name=server.model)
+        with sigterm_ends(answering), services.pop_all(), suppress(KeyboardInterrupt):
+            answering.run(sockets=[listener])
 
 
 def make_server(http: HttpOptions, loop: EngineLoop) -> Server:
@@ -225,10 +224,9 @@ def watch_versions(
     ).start()
 
 
-def run_app(
+def http_server(
     config: ServeConfig, app: FastAPI, loop: EngineLoop, listener: socket.socket, *, name: str
-) -> None:
-    """Answers requests until a signal ends it."""
+) -> HttpServer:
     host, port = listener.getsockname()[:2]
 
     @asynccontextmanager
@@ -238,12 +236,10 @@ def run_app(
 
     app.router.lifespan_context = lifespan
     http = config.http
-    server = HttpServer(
+    return HttpServer(
         app,
         loop,
         drain_s=http.drain_s,
         timeout_s=http.request_timeout_s,
         keep_alive_s=http.keep_alive_s,
     )
-    with suppress(KeyboardInterrupt):
-        server.run(sockets=[listener])

@@ -22,7 +22,7 @@ from draftsmith.fleet.observe.exchange import Observer
 from draftsmith.fleet.observe.probe import Probe, client
 from draftsmith.fleet.observe.proxy import Proxy
 from draftsmith.fleet.observe.recorder import Models, Recorder
-from draftsmith.stopping import sigterm_ignored
+from draftsmith.stopping import sigterm_ends
 
 logger = logging.getLogger("draftsmith.observe")
 # What a stopping proxy waits for answers that are passing through.
@@ -52,9 +52,10 @@ def run(config: ObserveConfig) -> int:
         observer = Observer(config, counters, lambda: recorder.sink.share, recorder.put, enrichment)
         host, port = listener.getsockname()[:2]
         logger.info("http://%s:%d stands in front of %s", host, port, url)
+        proxy = server(Proxy(url, observer))
         # Records are written after the last answer.
-        with sigterm_ignored(), closing.pop_all(), suppress(KeyboardInterrupt):
-            server(Proxy(url, observer)).run(sockets=[listener])
+        with sigterm_ends(proxy), closing.pop_all(), suppress(KeyboardInterrupt):
+            proxy.run(sockets=[listener])
     return 0
 
 

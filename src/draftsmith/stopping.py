@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -27,10 +28,10 @@ def stopping(stop: threading.Event) -> Iterator[None]:
 
 
 @contextmanager
-def sigterm_ignored() -> Iterator[None]:
-    """Lets what follows a server of uvicorn run: it ends by a signal, and raises that again once it
-    has shut down."""
-    previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
+def sigterm_ends(server: Any) -> Iterator[None]:
+    """Lets SIGTERM end a server of uvicorn from now on, before it listens too, and what follows it
+    run: it raises the signal again once it has shut down."""
+    previous = signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
     try:
         yield
     finally:
