@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.config import build
 from draftsmith.drafters import checkpoint
@@ -28,8 +26,7 @@ from draftsmith.serve.load import load_drafter
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.train.doctor.config import DoctorConfig
 from draftsmith.train.doctor.offline import check_pair
-
-SPACE = "\u2581"
+from tests.foreign_lm import SPACE, write_foreign
 
 
 @pytest.fixture(scope="module")
@@ -39,34 +36,9 @@ def target(tiny_target) -> Target:
 
 @pytest.fixture(scope="module")
 def foreign(target, tmp_path_factory) -> str:
-    """Every second of the target's tokens, in the opposite order and with another way of writing a
-    space, and 40 of its own."""
-    folder = str(tmp_path_factory.mktemp("foreign"))
-    theirs = target.tokenizer()
-    names = [
-        theirs.convert_ids_to_tokens(index).replace("\u0120", SPACE)
-        for index in range(4, len(theirs), 2)
-    ]
-    vocabulary = {
-        name: index
-        for index, name in enumerate(
-            ["<unk>", "</s>", *[f"own{number}" for number in range(40)], *names[::-1]]
-        )
-    }
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>"
-    ).save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=len(vocabulary), hidden_size=24, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=256,
-    )  # fmt: skip
-    torch.manual_seed(3)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    folder = tmp_path_factory.mktemp("foreign")
+    write_foreign(folder, target.tokenizer())
+    return str(folder)
 
 
 @pytest.fixture(scope="module")
