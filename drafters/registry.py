@@ -12,6 +12,7 @@ from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.heads.mtp import Mtp
 from draftsmith.drafters.heads.peagle import Peagle
 from draftsmith.drafters.interface import Family
+from draftsmith.drafters.layouts.causal_lm_names import is_causal_lm
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.states.medusa import Medusa
@@ -58,6 +59,12 @@ def family_of(draft: DraftFolder, target: Target | None = None) -> str:
     """Family of a folder without our record. Raises `UserError` for a draft of none."""
     if draft.speculators_type is not None:
         return speculators_family(draft)
+    known = {*FAMILIES, *SPECULATORS}
+    if draft.kind is not None and draft.kind not in known and not is_causal_lm(draft.config):
+        raise UserError(
+            f"draft {str(draft.path)!r} is a {draft.kind!r} under the architecture "
+            f"{draft.architecture!r}, and draftsmith does not read such drafts; use another draft"
+        )
     for name in MATCH_ORDER:
         if FAMILIES[name].matches(draft, target):
             return name

@@ -71,6 +71,7 @@ class Dflash(HasRotary, DraftsBlocks):
 
     family = "dflash"
     architecture = "DFlashDraftModel"
+    other_architectures: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -104,7 +105,9 @@ class Dflash(HasRotary, DraftsBlocks):
 
     @classmethod
     def matches(cls, draft: DraftFolder, target: Target | None = None) -> bool:
-        return draft.architecture == cls.architecture
+        shared = draft.architecture == Dflash.architecture
+        is_named = draft.architecture in (cls.architecture, *cls.other_architectures)
+        return draft.kind == cls.family if shared and draft.kind else is_named
 
     @classmethod
     def create(

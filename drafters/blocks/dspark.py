@@ -61,6 +61,7 @@ class Dspark(Dflash):
 
     family = "dspark"
     architecture = "Qwen3DSparkModel"
+    other_architectures = ("DSparkDraftModel",)
     from_anchor = True
 
     def __init__(

@@ -27,6 +27,7 @@ from transformers.models.llama.modeling_llama import (
 from draftsmith.drafters.draft_shape import check_fits, config_dict, llama_config, shape_of
 from draftsmith.drafters.heads.feature_head import FeatureHead, HeadStep
 from draftsmith.drafters.init_from_target import output_table, shares_embeddings
+from draftsmith.drafters.layouts.causal_lm_names import is_causal_lm
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.layouts.speculators import flattened
 from draftsmith.drafters.options import Eagle1Options
@@ -211,7 +212,8 @@ def has_fused_input(draft: DraftFolder) -> bool:
     """True for the layer and `fc` that its authors publish under the architecture of their target,
     `LlamaForCausalLM` for one."""
     return (
-        draft.config.get("num_hidden_layers") == 1
+        is_causal_lm(draft.config)
+        and draft.config.get("num_hidden_layers") == 1
         and {
             "fc.weight",
             "layers.0.mlp.down_proj.weight",

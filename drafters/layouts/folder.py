@@ -27,6 +27,12 @@ class DraftFolder:
         layouts."""
         return self.config.get("speculators_model_type")
 
+    @property
+    def kind(self) -> str | None:
+        """What some trainers say beside an architecture that several kinds of drafts share."""
+        own = (self.config.get("dflash_config") or {}).get("projector_type")
+        return self.config.get("model_arch") or own
+
     @cached_property
     def names(self) -> frozenset[str]:
         """Tensors of the folder. Raises `UserError` for files that are missing or damaged."""

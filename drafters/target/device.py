@@ -16,6 +16,7 @@ from draftsmith.drafters.config import DTYPES as NAMES
 from draftsmith.drafters.config import TARGET_DTYPES
 from draftsmith.drafters.recurrent.find import keeps_states
 from draftsmith.drafters.target.load import build_model, load_config, own_dtype
+from draftsmith.drafters.target.probe import check_weights
 from draftsmith.drafters.target.quantised import quantisation
 from draftsmith.drafters.target.sharded import load_spread
 from draftsmith.drafters.target.target import Target
@@ -182,7 +183,7 @@ def load_target(
             trust_remote_code=trust_remote_code,
         )
         return Target(model, path, max_length=max_length, trust_remote_code=trust_remote_code)
-    return Target.load(
+    target = Target.load(
         path,
         dtype=weights,
         device=there,
@@ -190,6 +191,8 @@ def load_target(
         max_length=max_length,
         trust_remote_code=trust_remote_code,
     )
+    check_weights(target.model, path)
+    return target
 
 
 def fast_at_bf16(device: torch.device, choices: Choices = CHOICES) -> bool:

@@ -45,6 +45,7 @@ from draftsmith.drafters.target.attention import register
 from draftsmith.drafters.target.offload.device_map import device_map
 from draftsmith.drafters.target.offload.hooks import keep_needed_hooks
 from draftsmith.drafters.target.offload.layer_files import LayerFiles
+from draftsmith.drafters.target.probe import TOLERANCE
 from draftsmith.drafters.target.quantised import check_quantisation, quantisation
 from draftsmith.errors import UserError, first_line
 from draftsmith.kernels.dispatch import use_device
@@ -54,6 +55,8 @@ mimo.register()
 # Errors of libraries with words for a reader; others' say little, as a KeyError's, its key alone.
 TOLD = (OSError, ValueError, ImportError, RuntimeError, SafetensorError)
 Prepare = Callable[[PreTrainedModel], object]
+# Of the text that a merged adapter is compared on; the first ids may be padding.
+FIRST_TOKEN, NUM_TOKENS = 5, 12
 
 
 def load_model(
@@ -238,13 +241,42 @@ def _merged(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
             f"--target {model.name_or_path} with --lora NAME={folder}"
         )
     try:
-        merged = PeftModel.from_pretrained(model, str(folder)).merge_and_unload(safe_merge=True)
+        adapted = PeftModel.from_pretrained(model, str(folder))
+        ids = torch.arange(NUM_TOKENS, device=model.device)[None] + FIRST_TOKEN
+        with torch.no_grad():
+            expected = adapted.eval()(input_ids=ids, use_cache=False).logits
+            untie_adapted(adapted.base_model.model)
+            merged = adapted.merge_and_unload(safe_merge=True)
+            logits = merged(input_ids=ids, use_cache=False).logits
+        apart = (logits - expected).abs().max() / (expected.std() + 1e-6)
+        if not apart <= TOLERANCE[logits.dtype]:
+            raise ValueError(f"its logits are then {float(apart):.2g} of their spread from peft's")
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         raise UserError(
             f"adapter {str(folder)!r} cannot be merged into {model.name_or_path!r} "
             f"({_first_line(error)}); check its files"
         ) from error
     return merged.eval()
+
+
+@torch.no_grad()
+def untie_adapted(model: torch.nn.Module) -> None:
+    """Gives a parameter of its own to each module that shares one with a module of an adapter:
+    merged into it, the adapter would change them all."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    wrappers = [module for module in model.modules() if isinstance(module, kinds)]
+    changed = {id(one) for module in wrappers for one in module.parameters()}
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, own in module._parameters.items():
+            if own is not None and id(own) in seen & changed:
+                module._parameters[name] = torch.nn.Parameter(own.clone(), requires_grad=False)
+                for config in (model.config, model.config.get_text_config()):
+                    config.tie_word_embeddings = False
+            seen.add(id(own))
 
 
 def build_model(

@@ -33,6 +33,21 @@ SHORT_TOKENS = 9  # of the text beside the long one
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
 
 
+@torch.no_grad()
+def check_weights(model: torch.nn.Module, name: str) -> None:
+    """Raises `UserError` for a weight that is not finite, by one look at each; those that are not
+    here, and codes of 8 bits, are left out."""
+    for key, own in model.named_parameters():
+        if own.is_meta or not own.is_floating_point() or own.element_size() == 1:
+            continue
+        if not bool(own.sum(dtype=torch.promote_types(own.dtype, torch.float32)).isfinite()):
+            row = int((~own.isfinite()).flatten(1 if own.ndim > 1 else 0).nonzero()[0, 0])
+            raise UserError(
+                f"target {name!r} has NaN or infinite weights, first in row {row} of {key!r}; "
+                "restore its files"
+            )
+
+
 class AttentionShapes:
     """An `AttentionContext` that attends causally within the pass and notes the shapes every layer
     asks for."""

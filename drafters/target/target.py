@@ -164,6 +164,12 @@ class Target(CausalLM):
         L, H] for `head`). `segments` as in `drafters/target/segments.py`."""
         self.check_texts(input_ids, attention_mask, segments)
         states = self.full(input_ids, taps, segments)
+        is_lost = ~states.final.sum(dim=-1, dtype=torch.float32).isfinite() & attention_mask.bool()
+        if bool(is_lost.any()):
+            raise UserError(
+                f"target {self.name!r} gives states that are NaN or infinite, in {self.dtype} from "
+                f"token {int(input_ids[is_lost][0])} on; give another dtype, or another target"
+            )
         return states.taps, states.final
 
     def check_texts(

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.drafters.adapters.adapters import Adapters
 from draftsmith.drafters.heads.eagle3 import Eagle3
-from draftsmith.drafters.options import Eagle3Options
+from draftsmith.drafters.lm.draft_lm import DraftLm
+from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.errors import UserError
@@ -164,6 +166,49 @@ def test_an_adapter_folder_as_target_is_merged_into_its_base(folders, alone, tmp
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match="names no base_model_name_or_path"):
         Target.load(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["lm_head", "q_proj"]},
+        {"target_modules": ["embed_tokens", "q_proj"]},
+        {"target_modules": ["lm_head", "embed_tokens"]},
+        {"modules_to_save": ["embed_tokens"]},
+        {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+    ],
+    ids=str,
+)
+def test_an_adapter_of_a_table_changes_that_table_alone(options, tied, tiny_target, tmp_path):
+    """Of a target with one table for embeddings and head, too; peft's own logits are the
+    reference."""
+    base = AutoModelForCausalLM.from_pretrained(tiny_target("llama"), dtype=torch.float32)
+    if tied:
+        base.config.tie_word_embeddings = True
+        base.tie_weights()
+    base.save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(tiny_target("llama")).save_pretrained(tmp_path / "base")
+    folder = save_adapter(str(tmp_path / "base"), tmp_path / "adapter", seed=1, **options)
+    weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    for name, own in weights.items():
+        if "lora_" not in name:  # of modules_to_save, which begin as the base's
+            own += 0.02 * torch.randn(own.shape, generator=torch.Generator().manual_seed(len(name)))
+    save_file(weights, tmp_path / "adapter" / "adapter_model.safetensors", {"format": "pt"})
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    ids = torch.tensor([PROMPT])
+    before = again(ids).logits.detach()
+    expected = PeftModel.from_pretrained(again, folder)(ids).logits
+    spread = float(expected.std())
+    assert float((expected - before).abs().max()) > 0.01 * spread
+    target = Target.load(folder, dtype=torch.float32)
+    assert float((target.model(ids).logits - expected).abs().max()) < 1e-4 * spread
+    # A draft that begins as it, saved and read again.
+    draft = DraftLm.create(DraftLmOptions(init=folder), target, seed=0)
+    draft.save(tmp_path / "draft")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "draft", dtype=torch.float32)
+    assert float((saved(ids).logits - expected).abs().max()) < 1e-4 * spread
 
 
 def test_options_are_refused_in_one_sentence(adapted):

@@ -3,16 +3,20 @@ rules, with a model card."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from draftsmith.drafters.checkpoint import RECORD, SCHEMA_VERSION, locate, read_metadata
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.registry import family_of
-from draftsmith.drafters.target.load import load_tokenizer
+from draftsmith.drafters.target.load import adapter_base, load_tokenizer
 from draftsmith.drafters.vocabulary import tokenizer_difference
 from draftsmith.drafters.weights import read_config
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 from draftsmith.files import atomic_folder, read_json, write_json
 from draftsmith.train.export.config import ExportConfig
 from draftsmith.train.export.hub import check_repository, push
@@ -35,7 +39,7 @@ def run(config: ExportConfig) -> int:
     source = open_source(config)
     write = writer(source.family, config.to)
     check_out(out, source)
-    with atomic_folder(out) as folder:
+    with on_disk(out), atomic_folder(out) as folder:
         write(source, folder)
         if config.prove:
             print(prove(source, folder, config.to).line())
@@ -54,6 +58,18 @@ def run(config: ExportConfig) -> int:
         )
         print(f"pushed to {address}")
     return 0
+
+
+@contextmanager
+def on_disk(out: Path) -> Iterator[None]:
+    """Tells of a full disk in a sentence."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"the export to {str(out)!r} cannot be written ({first_line(error)}); make room, or "
+            "give another --out"
+        ) from error
 
 
 def check_options(config: ExportConfig) -> None:
@@ -75,13 +91,15 @@ def open_source(config: ExportConfig) -> Source:
     draft = locate(config.draft)
     metadata = record_of(draft)
     target_name = config.target or recorded_target(metadata, draft)
-    target = locate(
-        target_name,
-        "target",
-        weights=config.prove
-        or config.with_target
-        or needs_target_weights(metadata["family"], config.to),
-    )
+    writes = config.with_target or needs_target_weights(metadata["family"], config.to)
+    target = locate(target_name, "target", weights=config.prove or writes)
+    base = adapter_base(target)
+    if base is not None and writes:
+        raise UserError(
+            f"target {target_name!r} is an adapter of {base!r}, and this export holds weights of "
+            "the target; merge the two into a folder and give that as --target"
+        )
+    model = target if base is None else locate(base, "target", weights=False)
     check_tokenizer(metadata, target, target_name, trust_remote_code=config.trust_remote_code)
     return Source(
         draft=draft,
@@ -91,7 +109,7 @@ def open_source(config: ExportConfig) -> Source:
         target=target,
         trust_remote_code=config.trust_remote_code,
         target_name=target_name,
-        target_config=read_json(target / "config.json", "target config"),
+        target_config=read_json(model / "config.json", "target config"),
         num_speculative_tokens=config.speculative_tokens,
         out=Path(config.out),
         with_target=config.with_target,

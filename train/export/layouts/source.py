@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from draftsmith.drafters.checkpoint import locate
 from draftsmith.drafters.heads.mtp_alone import READS_FINAL
+from draftsmith.drafters.target.load import adapter_base
 from draftsmith.drafters.windows import windows_in
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
@@ -144,8 +146,11 @@ TOKENIZER_FILES = (
 
 
 def copy_tokenizer(target: Path, out: Path) -> list[str]:
-    """The target's tokenizer, so that the folder serves and loads by itself. Returns the names
-    copied."""
+    """The target's tokenizer, so that the folder serves and loads by itself; of an adapter without
+    one, its base's. Returns the names copied."""
+    base = adapter_base(target)
+    if base is not None and not (target / "tokenizer_config.json").is_file():
+        target = locate(base, "target", weights=False)
     names = [name for name in TOKENIZER_FILES if (target / name).is_file()]
     for name in names:
         shutil.copyfile(target / name, out / name)

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.layouts.causal_lm_names import is_causal_lm
 from draftsmith.drafters.layouts.folder import DraftFolder
-from draftsmith.drafters.options import Eagle3Options, MedusaOptions, MlpOptions
+from draftsmith.drafters.options import OPTIONS, Eagle3Options, MedusaOptions, MlpOptions
 from draftsmith.drafters.registry import FAMILIES, family_of
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
@@ -52,6 +52,12 @@ def write(folder: Path, config: Any, tensors: dict[str, torch.Tensor] | None = N
         ({}, "'unknown'"),
         ({"architectures": "LlamaForCausalLM", "model_type": "llama"}, "'unknown'"),
         ({"architectures": ["LlamaForCausalLM"], "model_type": ["llama"]}, "cannot be read"),
+        ({"architectures": ["DFlashDraftModel"], "model_arch": "dflare"}, "a 'dflare' under"),
+        (
+            {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "domino"}},
+            "a 'domino' under the architecture 'DFlashDraftModel'",
+        ),
+        ({"architectures": ["DFlyDraftModel"], "model_type": "qwen3"}, "'DFlyDraftModel'"),
         ({"speculators_model_type": "xpress", "architectures": ["XpressSpeculator"]}, "'xpress'"),
         ({"speculators_model_type": "mlp"}, "'mlp'"),
     ],
@@ -62,6 +68,42 @@ def test_an_unknown_architecture_is_refused_by_its_name(
     with pytest.raises(UserError, match=named) as caught:
         checkpoint.load(write(tmp_path, config, {"x": torch.ones(1)}), target)
     assert "use another draft" in str(caught.value) or "use a draft" in str(caught.value)
+
+
+def test_the_layer_of_an_unknown_architecture_is_not_taken_for_eagle1(tmp_path: Path) -> None:
+    tensors = {"fc.weight": torch.ones(1), "layers.0.mlp.down_proj.weight": torch.ones(1)}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
+    assert family_of(DraftFolder(write(tmp_path, config, tensors))) == "eagle1"
+    with pytest.raises(UserError, match="'DFlareDraftModel'"):
+        family_of(DraftFolder(tmp_path, config | {"architectures": ["DFlareDraftModel"]}))
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("dspark", {"architectures": ["DSparkDraftModel"]}),
+        ("dspark", {"architectures": ["DSparkDraftModel"], "projector_type": "dspark"}),
+        ("dspark", {"architectures": ["DFlashDraftModel"], "projector_type": "dspark"}),
+        ("dflash", {"architectures": ["DFlashDraftModel"], "model_arch": "dflash"}),
+    ],
+)
+def test_a_block_drafter_is_read_under_other_trainers_names(
+    family: str, config: dict[str, Any], target: Target, tmp_path: Path
+) -> None:
+    """SpecForge's, with the settings of all parts in `dflash_config`."""
+    drafter = FAMILIES[family].create(OPTIONS[family](), target, seed=0)
+    drafter.save(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    moved = [name for name in values if name.startswith(("markov_", "enable_", "confidence_"))]
+    nested = values["dflash_config"] | {name: values.pop(name) for name in moved}
+    if kind := config.pop("projector_type", None):
+        nested["projector_type"] = kind
+    write(tmp_path, values | config | {"dflash_config": nested})
+    loaded = checkpoint.load(tmp_path, target)
+    assert loaded.family == family
+    ours = drafter.state_dict()
+    assert all(torch.equal(ours[name], own) for name, own in loaded.state_dict().items())
+    assert loaded.shape == drafter.shape
 
 
 def test_every_causal_lm_of_transformers_is_a_draft_lm(tmp_path: Path) -> None:
