@@ -16,13 +16,13 @@ from draftsmith.kernels.host_compiler import HEADER
 from draftsmith.kernels.measured import CHOICES, Choices, Way
 from draftsmith.kernels.products.few_rows import MOST_ROWS, SOURCE, FewRows, few_rows, gated_rows
 from draftsmith.kernels.products.readings import LEAST_BYTES
-from draftsmith.kernels.products.wide_products import LEAST_ROWS, widened, widens
+from draftsmith.kernels.products.wide_products import LEAST_ROWS, NARROW, widened, widens
 
 _linear = torch.ops.mkldnn._linear_pointwise.default
 _plain = torch._C._nn.linear
 # The number of rows oneDNN lays weights out for. What is good for 8 was as good for 2 and for 64.
 _TYPICAL_ROWS = 8
-PACKED, PLAIN, KERNEL = "oneDNN, laid out", "torch", "few_rows"
+PACKED, PLAIN, KERNEL, WIDENED = "oneDNN, laid out", "torch", "few_rows", "torch, in float32"
 # Rows for which the ways are timed, and multiplications of each call.
 _TIMED_ROWS, _TIMED_SIZE = 256, 1 << 25
 
@@ -70,8 +70,11 @@ class PackedLinear:
         joined = torch.cat(self.weights).detach()
         self._bias = self._joined_bias()
         self.few = self._few(joined)
-        self._widens = widens(self.dtype, self._choices)
-        self.way = PLAIN if self._widens else self._fastest(joined)
+        self.way = self._fastest(joined)
+        # Without a kernel one way is that of few rows too.
+        self._widens = self.way == WIDENED or (
+            self.few is None and widens(self.dtype, self._choices)
+        )
         self._packed = _laid_out(joined) if self.way == PACKED else None
         self._versions = versions
 
@@ -80,13 +83,13 @@ class PackedLinear:
 
     def _fastest(self, joined: torch.Tensor) -> str:
         """The way of more rows than few."""
-        few, names = self.few, [PACKED, PLAIN, KERNEL]
+        few, names = self.few, [PACKED, PLAIN, KERNEL, WIDENED]
         if few is None:
-            names.remove(KERNEL)
+            names = [PACKED, PLAIN]
         elif self._copies < 2:
             names.remove(PACKED)
         if self._pass_bytes < LEAST_BYTES:
-            return names[0]
+            return WIDENED if few and widens(self.dtype, self._choices) else names[0]
         width, count = joined.shape[1], _TIMED_ROWS if few else _TYPICAL_ROWS
         num_outputs = min(len(joined), max(_TIMED_SIZE // (count * width), 1))
 
@@ -97,6 +100,8 @@ class PackedLinear:
                 ways[PACKED] = lambda: _linear(rows, packed, None, "none", [], "")
             if few is not None:
                 ways[KERNEL] = lambda: few.first(rows, -(-num_outputs // few.halves))
+            if WIDENED in names and joined.dtype in NARROW:
+                ways[WIDENED] = lambda: widened(rows, weight)
             return ways
 
         kind = "gated many rows" if few and few.halves > 1 else "many rows"

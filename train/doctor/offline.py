@@ -22,7 +22,7 @@ from draftsmith.train.doctor.draft import check_draft
 from draftsmith.train.doctor.finding import FAIL, Finding, refused
 from draftsmith.train.doctor.memory import check_fit, check_serving, check_training
 from draftsmith.train.doctor.processes import check_group, check_spread, fit_of_all
-from draftsmith.train.doctor.target import check_offloaded, check_target
+from draftsmith.train.doctor.target import check_offloaded, check_target, check_ways
 
 
 def check_pair(config: DoctorConfig) -> list[Finding]:
@@ -66,6 +66,8 @@ def check_models(config: DoctorConfig, findings: list[Finding]) -> list[Finding]
         findings.append(check_spread(target, config.target_shares, loaded_s))
     if config.target_offload is not None:
         findings.append(check_offloaded(target, config.target_offload))
+    elif config.target_shares == 1:
+        findings += check_ways(target)
     findings += check_target(target)
     draft = None
     try:

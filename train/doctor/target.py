@@ -6,8 +6,10 @@ from time import perf_counter
 
 import torch
 
+from draftsmith.drafters.compiled.captured import capture_lm
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
+from draftsmith.kernels.measured import CHOICES
 from draftsmith.train.doctor.finding import Finding, fail, ok, refused, warn
 from draftsmith.train.doctor.memory import GIB, OFFLOADED, parts_of
 
@@ -51,6 +53,15 @@ def check_finite(target: Target) -> Finding:
         "logits hold NaN or infinite values",
         "load the target in float32 or bfloat16, or fetch it again",
     )
+
+
+def check_ways(target: Target) -> list[Finding]:
+    """On a CPU, the fastest ways to do the work of a pass, which are timed here where they are not
+    known yet."""
+    if target.device.type != "cpu":
+        return []
+    capture_lm(target)
+    return [ok("cpu.ways", line) for line in CHOICES.lines()]
 
 
 def check_offloaded(target: Target, offload: str) -> Finding:

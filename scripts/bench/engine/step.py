@@ -38,6 +38,7 @@ from draftsmith.kernels.sampling.random_streams import Purpose
 from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.chain_compiled import Drafts, verify_chain_compiled
 from scripts.bench.engine.kernel_times import kernel_times
+from scripts.bench.engine.product_times import show_products
 
 TOKENS = (1, 4, 8)
 DRAFTS = {"eagle3": Eagle3Options(), "mtp": MtpOptions(), "draft-lm": DraftLmOptions()}
@@ -68,11 +69,17 @@ def main() -> None:
     parser.add_argument(
         "--kernels", action="store_true", help="only the captured pass, by its kernels"
     )
+    parser.add_argument(
+        "--products", action="store_true", help="only its products, beside torch's, by shape"
+    )
     parser.add_argument("--out", type=Path, help="writes the JSON here too")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.kernels:
         show_kernels(options)
+        return
+    if options.products:
+        show_shapes(options)
         return
     own, captured, called, unfused = (
         Target.load(options.target, dtype=options.dtype) for _ in range(4)
@@ -151,6 +158,15 @@ def show_kernels(options: argparse.Namespace) -> None:
     print(f"{'least ms, tokens':28}" + "".join(f"{count:>10}" for count in TOKENS))
     for label in columns[0]:
         print(f"{label:28}" + "".join(f"{column[label]:10.3f}" for column in columns))
+
+
+def show_shapes(options: argparse.Namespace) -> None:
+    target = Target.load(options.target, dtype=options.dtype)
+    report = show_products(captured_products(target.model), options.steps)
+    if options.out is not None:
+        options.out.write_text(
+            json.dumps({"products_ms": report}, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 def measure(variants: Variants, steps: int) -> dict[str, dict[str, float]]:
@@ -232,6 +248,8 @@ def target_pass(target: Target, count: int) -> Callable[[], Any]:
 def captured_products(model: nn.Module) -> list[PackedLinear]:
     """A model's products as a captured forward has them: of one input in one, a gate within it."""
     found: list[PackedLinear] = []
+    layers = [one.weight for one in model.modules() if isinstance(one, nn.Linear)]
+    options = {"pass_bytes": sum(weight.nbytes for weight in layers)}
     for parent in model.modules():
         linears = {
             name: one.weight.detach()
@@ -243,11 +261,11 @@ def captured_products(model: nn.Module) -> list[PackedLinear]:
                 weights, biases = [linears.pop(name) for name in names], [None] * len(names)
                 steps = row_steps(weights[0].dtype) if names is GATED else None
                 found.append(
-                    PackedLinear(weights, biases)
+                    PackedLinear(weights, biases, **options)
                     if steps is None
-                    else GatedLinear(weights, biases, steps)
+                    else GatedLinear(weights, biases, steps, **options)
                 )
-        found += [PackedLinear([weight], [None]) for weight in linears.values()]
+        found += [PackedLinear([weight], [None], **options) for weight in linears.values()]
     return found
 
 

@@ -158,3 +158,12 @@ def test_threads_share_one_timing(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert found == ["packed"] * 4
+
+
+def test_what_was_taken_is_told_with_the_second_best(tmp_path: Path) -> None:
+    choices = Choices(tmp_path, MadeUpTimes(own=0.003, torch=0.001, packed=0.002))
+    assert choices.lines() == []
+    chosen(choices)
+    (line,) = choices.lines()
+    assert line == "product, float32 8 16: torch, 1.00 ms (packed 2.00 ms)"
+    assert Choices(tmp_path).lines() == [], "others' choices are not this process's"

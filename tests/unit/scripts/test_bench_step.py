@@ -51,6 +51,24 @@ def test_a_pass_that_is_not_one_call_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 @needs_compiler
+def test_products_stand_beside_torchs_by_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "products.json"
+    target = str(ROOT / "scripts" / "quickstart_target")
+    words = ["bench_step", "--target", target, "--products", "--steps", "1", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", words)
+    step.main()
+    found = json.loads(out.read_text())["products_ms"]
+    assert {"256 x 2 * 512, 1", "512 x 256, 4", "256 x 512, 256"} <= found.keys()
+    for row in found.values():
+        others = [ms for way, ms in row.items() if way in ("torch", "oneDNN")]
+        assert row["ratio"] == pytest.approx(min(others) / row["ours"])
+    printed = capsys.readouterr().out
+    assert "512 x 256, more than 64 rows: " in printed and "gated few rows, float32" in printed
+
+
+@needs_compiler
 def test_products_are_those_of_a_captured_pass() -> None:
     target = Target.load(str(ROOT / "scripts" / "quickstart_target"), dtype=torch.float32)
     capture_lm(target)

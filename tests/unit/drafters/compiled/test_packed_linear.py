@@ -13,6 +13,7 @@ from draftsmith.drafters.compiled.packed_linear import (
     KERNEL,
     PACKED,
     PLAIN,
+    WIDENED,
     GatedLinear,
     PackedLinear,
     padded_rows,
@@ -142,6 +143,19 @@ def test_the_fastest_way_multiplies_many_rows(tmp_path: Path, way: str, gated: b
         assert all(map(torch.equal, few, make()(rows[:, :5])))
     is_kernels = all(torch.equal(one[:, :5], other) for one, other in zip(found, few, strict=True))
     assert is_kernels or way != KERNEL
+
+
+@needs_compiler
+@pytest.mark.parametrize("way", [PLAIN, KERNEL, WIDENED])
+def test_narrow_types_have_one_way_more(tmp_path: Path, way: str) -> None:
+    weight = torch.randn(40, 24, generator=torch.Generator().manual_seed(0)).bfloat16()
+    linear = PackedLinear([weight], [None], pass_bytes=ENOUGH, choices=preferring(way, tmp_path))
+    assert linear.way == way and linear._packed is None
+    rows = torch.randn(MOST_ROWS + 3, 24).bfloat16()
+    with torch.inference_mode():
+        (found,) = linear(rows)
+    exact = rows.double() @ weight.double().T
+    assert (found.double() - exact).norm() / exact.norm() < 2.0**-8
 
 
 @needs_compiler

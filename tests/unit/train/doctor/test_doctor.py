@@ -4,6 +4,7 @@ sound."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,7 @@ from draftsmith.train.doctor.data_tokens import (
     check_vocabulary,
 )
 from draftsmith.train.doctor.memory import compare
+from scripts.paths import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +98,21 @@ def make_data(tmp_path: Path, target: Target) -> Callable[..., str]:
         return str(folder)
 
     return make
+
+
+def test_the_ways_that_this_processor_is_fastest_in_are_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of a target that is large enough for a choice; the next line of one is the same."""
+    options = {"target": str(ROOT / "scripts" / "quickstart_target"), "json": True}
+    told = []
+    for _ in range(2):
+        assert run(DoctorConfig(**options)) == 0
+        findings = json.loads(capsys.readouterr().out)["findings"]
+        told.append([one["what"] for one in findings if one["check"] == "cpu.ways"])
+    assert told[0] == told[1]
+    assert sum(line.startswith("many rows, ") for line in told[0]) >= 3
+    assert all(re.search(r"\d\.\d\d ms \(", line) for line in told[0])
 
 
 def own_rows(target: Target, temperature: float) -> list[Row]:
