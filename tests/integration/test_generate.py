@@ -508,14 +508,18 @@ def test_chats_keep_their_answers_with_distributions_and_are_trained_on(
     )
     generate.run(kept)
     tokenizer = Target.load(path).tokenizer()
-    for chat, row in zip(chats, rows(tmp_path / "d"), strict=True):
-        said = tokenizer.decode(
-            [token for token, bit in zip(row["input_ids"], row["loss_mask"], strict=True) if bit]
-        )
-        assert said == "".join(
-            turn["content"] for turn in chat["messages"] if turn["role"] == "assistant"
-        )
+    said = []
+    for row in rows(tmp_path / "d"):
+        answer = zip(row["input_ids"], row["loss_mask"], strict=True)
+        said.append(tokenizer.decode([token for token, bit in answer if bit]))
         assert len(row["top_ids"]) == sum(row["loss_mask"])
+    # A row each: by this template the end of an answer is no part of the next prompt.
+    assert said == [
+        turn["content"] + tokenizer.eos_token
+        for chat in chats
+        for turn in chat["messages"]
+        if turn["role"] == "assistant"
+    ]
     # Nobody sampled it, so no temperature is claimed.
     assert json.loads((tmp_path / "d" / "provenance.json").read_text())["temperature"] is None
     with pytest.raises(UserError, match="was started with"):

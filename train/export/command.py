@@ -10,6 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from draftsmith.config import check_limits
 from draftsmith.drafters.checkpoint import RECORD, SCHEMA_VERSION, locate, read_metadata
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.registry import family_of
@@ -73,6 +74,7 @@ def on_disk(out: Path) -> Iterator[None]:
 
 
 def check_options(config: ExportConfig) -> None:
+    check_limits(config)
     if config.push is not None:
         check_repository(config.push)
     if config.push is not None and config.to == "triton":

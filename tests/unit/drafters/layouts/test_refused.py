@@ -103,7 +103,8 @@ def test_a_block_drafter_is_read_under_other_trainers_names(
     assert loaded.family == family
     ours = drafter.state_dict()
     assert all(torch.equal(ours[name], own) for name, own in loaded.state_dict().items())
-    assert loaded.shape == drafter.shape
+    # Without windows the last field says nothing.
+    assert loaded.shape[:-1] == drafter.shape[:-1] and not loaded.shape.windows
 
 
 def test_every_causal_lm_of_transformers_is_a_draft_lm(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ refusals."""
 
 from __future__ import annotations
 
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from draftsmith.files import read_json, write_json
 from draftsmith.train.export.command import run
 from draftsmith.train.export.config import LAYOUTS, ExportConfig
 from draftsmith.train.export.layouts.table import REFUSALS, WRITERS
+from tests.conftest import save_adapter
 
 
 @pytest.fixture
@@ -85,7 +87,7 @@ def test_bad_input_is_one_sentence(
 ) -> None:
     assert "'gone' is neither a folder nor" in refusal(draft, draft="gone")
     assert "target 'gone' is neither a folder nor" in refusal(draft, target="gone")
-    assert "--speculative-tokens is 0" in refusal(draft, speculative_tokens=0)
+    assert "option 'speculative_tokens' is 0" in refusal(draft, speculative_tokens=0)
     assert (
         "speculators library has no model for a draft LM; export this draft-lm draft --to vllm or "
         "sglang or hf" in refusal(draft, to="speculators")
@@ -100,6 +102,32 @@ def test_bad_input_is_one_sentence(
     assert "family 'ngram' has no weights to export" in refusal(draft)
     (draft / "draftsmith.json").write_text("{")
     assert "is not valid JSON" in refusal(draft)
+
+
+def test_a_target_may_be_an_adapter(
+    draft: Path, tiny_target: Callable[..., str], tmp_path: Path
+) -> None:
+    """Its configuration is the base's; layouts that hold weights of the target are refused."""
+    adapter = save_adapter(tiny_target("llama"), tmp_path / "adapter")
+    out = export(draft, target=adapter, prove=True)
+    assert f"base_model: {adapter}" in (out / "README.md").read_text()
+    assert (out / "tokenizer.json").is_file()
+    set_record(draft, family="mtp", target={"name": adapter})
+    assert "is an adapter of" in refusal(draft, to="vllm", out="stitched")
+
+
+@pytest.mark.usefixtures("uncaptured", "capsys")  # What is printed goes to no file.
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(draft: Path) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for most_bytes in (200, 6_000):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, limit[1]))
+        try:
+            said = refusal(draft, out="full")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        assert "full' cannot be written (" in said and "File too large" in said
+        assert not (draft.parent / "full").exists()
+    assert (export(draft, out="full") / "README.md").is_file()
 
 
 def test_a_target_on_the_hub_is_not_downloaded_for_its_configuration(
