@@ -104,11 +104,11 @@ class PackedLinear:
                 ways[WIDENED] = lambda: widened(rows, weight)
             return ways
 
-        kind = "gated many rows" if few and few.halves > 1 else "many rows"
         shape = [joined.dtype, f"{width} wide", f"{num_outputs} outputs", f"{count} rows"]
+        shape += ["gated"] if few and few.halves > 1 else []
         shape += [] if PACKED in names else ["one copy"]
         sources = [SOURCE, HEADER]
-        return self._choices.fastest(kind, shape, names, prepare, sources=sources)
+        return self._choices.fastest("many rows", shape, names, prepare, sources=sources)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -146,8 +146,8 @@ def _made(
         return None
     halves = 2 if gated else 1
     weights = Weights(
-        "gated few rows" if gated else "few rows",
-        (weight.dtype, f"{width} wide"),
+        "few rows",
+        (weight.dtype, *(["gated"] if gated else []), f"{width} wide"),
         rows // halves,
         halves * width * weight.dtype.itemsize,
         partial(_multiply_any, kernel, weight.dtype, width),
