@@ -59,7 +59,6 @@ class Start(NamedTuple):
     words: list[str]
     kind: str  # "status", "until" or "refused"
     what: str  # the statuses, what it prints, or a part of the sentence
-    is_long: bool
 
 
 def starts() -> list[Start]:
@@ -68,8 +67,8 @@ def starts() -> list[Start]:
     for line in re.sub(r"\n +", " ", "\n".join(lines)).splitlines():
         command, _, ending = line.partition(" -> ")
         kind, _, what = (ending or "status 0").partition(" ")
-        words = shlex.split(command.removeprefix("long: "))
-        found.append(Start(words, kind, what, command.startswith("long: ")))
+        words = shlex.split(command)
+        found.append(Start(words, kind, what))
     return found
 
 
@@ -179,14 +178,9 @@ def test_every_option_has_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert {one.words[0] for one in starts() if "--config" in one.words} == set(COMMANDS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "start",
-    [
-        pytest.param(
-            one, id=" ".join(one.words)[:60], marks=[pytest.mark.long] if one.is_long else []
-        )
-        for one in starts()
-    ],
+    "start", [pytest.param(one, id=" ".join(one.words)[:60]) for one in starts()]
 )
 def test_it_starts(start: Start, room: Path, server: str) -> None:
     with process(room, filled(start.words, server, free_port())) as (running, wait):
