@@ -280,6 +280,7 @@ def _check_chunks(
 
 def _compare(lm: CausalLM, actual: torch.Tensor, expected: torch.Tensor, reason: str) -> None:
     if not torch.isfinite(expected).all():
+        check_weights(lm.model, lm.name)
         raise UserError(
             f"{lm.name!r} gives logits that are not finite; its weights are corrupt, or "
             f"{lm.dtype} is too narrow for it"
