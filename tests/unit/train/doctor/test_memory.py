@@ -285,6 +285,7 @@ def test_an_offloaded_target_is_examined(
     folder, draft = tiny_target("llama"), str(tmp_path / "draft")
     target = Target.load(folder, dtype=torch.float32)
     checkpoint.save(FAMILIES["eagle3"].create(OPTIONS["eagle3"](), target, seed=0), draft, target)
+    capsys.readouterr()  # what DeepSpeed says where this test is the first to import it
     words = ["doctor", "--target", folder, "--draft", draft, "--max-length", "64", "--json"]
     found = []
     for options in ([], ["--target-offload", "disk"]):
