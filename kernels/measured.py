@@ -1,6 +1,6 @@
 """Choices among ways to do one kind of work, by their times on this machine.
 
-Which way is fastest is a matter of the processor, and no name of a vendor tells it. Ways are timed
+Which way is fastest is a matter of the processor, and no name of a vendor gives it. Ways are timed
 when work of a shape is first met. Choices are kept in the folder of compiled libraries, by
 processor, version of torch, threads, sources and shape: the next start times nothing.
 
@@ -126,7 +126,7 @@ class Choices:
             return sorted(self._all().values(), key=lambda one: one[:4])
 
     def lines(self) -> list[str]:
-        """What this process took, a line each, with the ms of the way and of the second."""
+        """Choices that this process took, a line each, with the ms of the way and of the second."""
         with self._lock:
             taken = [self._all()[key] for key in self._taken if key in self._all()]
         return [_line(one) for one in sorted(taken, key=lambda one: one[:4])]
@@ -144,7 +144,7 @@ class Choices:
         return (self._folder or cache_folder()) / f"choices-{digest}.json"
 
     def _keep(self, key: str, made: Choice, *, replace: bool) -> Choice:
-        """What another process has kept meanwhile stands: all of them do the same."""
+        """Keeps a choice, unless another process has kept one meanwhile."""
         known = self._all()
         try:
             path = self._path()

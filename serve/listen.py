@@ -48,7 +48,7 @@ class TimedHeads(AutoHTTPProtocol):
 
 class HttpServer(uvicorn.Server):
     """At its end requests that come are refused with 503 and those that run get `drain_s`; then
-    their clients are told that the server ends, and connections are closed."""
+    their clients receive that the server ends, and connections are closed."""
 
     def __init__(
         self,

@@ -64,7 +64,7 @@ class AnswerFolder:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Tells of a full disk in a sentence."""
+        """Turns a full disk into a sentence."""
         try:
             yield
         except OSError as error:

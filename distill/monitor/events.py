@@ -12,8 +12,9 @@ at p, q and the depth, and for `accepted`, decided by noise drawn after the draf
 - `replaced`: x is rejected and the token in its place is one of those, logged in p and q, that are
   likelier under p; sum max(p - q, 0) over them. Of chains.
 - `residual`: the token in the place of a rejected x is one of these, and in that half of them where
-  p / q is largest; the share of that half in the sum. Of chains. Who replaces x by the noise that x
-  was drawn with draws too much of this half: x was drawn over all that q holds likely.
+  p / q is largest; the share of that half in the sum. Of chains. A server that replaces x by
+  the noise that x was drawn with draws too much of this half: x was drawn over all that q holds
+  likely.
 - `emitted`: the token that stands there, accepted or not, is among the likeliest half of p, the
   target's distribution itself. Of chains and trees at every depth reached, and of blocks at the
   first one: how far a block is kept depends on the drafts behind.

@@ -103,7 +103,7 @@ class Stream:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Stream:
-        """Of an earlier release too, which had fewer kinds of events."""
+        """Reads states of earlier releases too, which had fewer kinds of events."""
         made = cls(
             **{name: values[name] for name in ("number", "positions", "greedy", "violations")}
         )

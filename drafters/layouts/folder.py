@@ -29,7 +29,7 @@ class DraftFolder:
 
     @property
     def kind(self) -> str | None:
-        """What some trainers say beside an architecture that several kinds of drafts share."""
+        """Name that trainers give beside an architecture that several kinds of drafts share."""
         own = (self.config.get("dflash_config") or {}).get("projector_type")
         return self.config.get("model_arch") or own
 

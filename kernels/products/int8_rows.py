@@ -166,7 +166,7 @@ class Int8Rows:
         return joined
 
     def way(self) -> str:
-        """Of more rows than few."""
+        """Way to multiply more rows than few."""
         outputs = min(self._total, max(_TIMED_SIZE // (_TIMED_ROWS * self.width), 1))
         return _way(self.dtype, self.width, outputs, self._choices)
 

@@ -1,6 +1,6 @@
-"""How a compiled kernel reads weights: how far ahead they are asked for, into which cache, and how
-many groups of outputs at once. No sum depends on it; what is fastest is measured, by the number of
-rows.
+"""Ways in which a compiled kernel reads weights: how far ahead they are asked for, into which
+cache, and how many groups of outputs at once. No sum depends on it; what is fastest is measured, by
+the number of rows.
 
 Weights are timed as a pass finds them: in a ring of memory that holds as much as the pass reads.
 """

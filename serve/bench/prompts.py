@@ -49,7 +49,7 @@ def _read(source: str, count: int) -> list[Prompt]:
 
 
 def _question(row: Row, where: str) -> Prompt | None:
-    """What a row asks: of a conversation that ends in an answer, its first question."""
+    """Question of a row: of a conversation that ends in an answer, its first question."""
     if "messages" not in row:
         if "prompt" not in row:
             raise UserError(f"{where} holds a text and neither `prompt` nor `messages`; add one")

@@ -39,7 +39,7 @@ PIECE_S = 20.0  # in which the next piece of a body comes
 
 @dataclass(frozen=True)
 class Arrival:
-    """What is known of a request since its head came."""
+    """Facts of a request that its head gives."""
 
     at_s: float
     timeout_s: float | None = None

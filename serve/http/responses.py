@@ -230,8 +230,8 @@ class Responder(ABC):
 
 
 class Offsets:
-    """Where tokens begin in a text behind `begin` characters. Parts of a character begin where it
-    does."""
+    """Places where tokens begin in a text behind `begin` characters. Parts of a character begin
+    where it does."""
 
     def __init__(self, stream: TextStream, begin: int = 0):
         self._stream, self._end = stream, begin

@@ -79,7 +79,7 @@ class Intake:
     def __init__(
         self, tokenizer: Any, spare: Any = None, device: torch.device | str = "cpu"
     ) -> None:
-        """`spare` is copied for further threads; nobody encodes with it."""
+        """`spare` is copied for further threads; no thread encodes with it."""
         self._spare, self._own = spare, threading.local()
 
         def begin(own: Any = None) -> None:

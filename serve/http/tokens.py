@@ -184,7 +184,7 @@ class TokenTexts:
         return text
 
     def bytes(self, token: int) -> list[int] | None:
-        """None where a tokenizer does not tell the bytes of a part of a character."""
+        """None where a tokenizer does not give the bytes of a part of a character."""
         text = self.text(token)
         if BROKEN not in text:
             return list(text.encode())

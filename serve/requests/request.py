@@ -99,7 +99,7 @@ class RequestOptions:
     priority: int = 0  # the lowest of its class or tenant is admitted first
     cache_salt: str = ""  # it shares cached prefixes with requests of the same salt alone
     shown_tokens: frozenset[int] = frozenset()  # special tokens that its text keeps
-    # one token comes that nobody is shown, and the prompt may fill the context
+    # one token comes that no client is shown, and the prompt may fill the context
     prompt_alone: bool = False
     # id that a client has of the request, and of others that belong to the same answer
     answer: str | None = None

@@ -144,7 +144,7 @@ def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
 
 
 def _answer(link: socket.socket, question: bytes) -> bytes:
-    """What came before the other end was closed."""
+    """Bytes that came before the other end was closed."""
     link.settimeout(PATIENCE_S)
     answer = b""
     with contextlib.suppress(OSError):
@@ -164,7 +164,7 @@ def serve(control: socket.socket) -> None:
     with open(next(links)) as file:
         text, vocab_size, end = json.load(file)
     tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=end)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the trials
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for the trials
     os.nice(10)
     for link in links:
         if os.fork() == 0:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -103,15 +104,20 @@ def test_a_draft_that_knows_nothing_fails(
     )
 
 
+def late(seconds: float) -> Iterator[bytes]:
+    time.sleep(seconds)
+    yield b"{}"
+
+
 def test_refusals_are_counted(target: Target, live_server: Callable, ask: Callable) -> None:
     server = live_server(
         target,
         None,
         EngineConfig(max_queue=1),
-        limits=ServerLimits(api_keys=("s",), timeout_s=0.001),
+        limits=ServerLimits(api_keys=("s",), timeout_s=1.0),
     )
     server.http.headers["authorization"] = "Bearer s"
-    assert server.complete(PROMPT, **OPTIONS).status_code == 408
+    assert server.http.post("/v1/completions", content=late(3.0)).status_code == 408
     assert server.complete([PROMPT] * 3, max_tokens=1).status_code == 400
     assert (
         server.http.post(

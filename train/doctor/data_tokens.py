@@ -88,7 +88,7 @@ def check_template(rows: list[Row], tokenizer: SpecialTokenizer) -> list[Finding
     try:
         text = rendered(chat, tokenizer, add_generation_prompt=False)
     except UserError:
-        return []  # a template that wants more than a question and an answer
+        return []  # a template that needs more than a question and an answer
     special = {*tokenizer.encode(text, add_special_tokens=False)} & {*tokenizer.all_special_ids}
     if not special:
         return []  # no token distinguishes a chat of this template from other text

@@ -56,8 +56,8 @@ class HeldOut:
         count, shows = len(self.sequences), os.environ.get("RANK", "0") == "0"
         progress = Progress("evaluate", count * len(TEMPERATURES), unit="answers")
         clock: dict[str, Any] = {"within_s": self.within_s, "now_s": self.now_s}
-        told = {"told": progress.update} if shows else {}
-        figures = self._measured(drafter, self.sequences, **clock, **told)
+        shown = {"progress": progress.update} if shows else {}
+        figures = self._measured(drafter, self.sequences, **clock, **shown)
         self.sequences = self.sequences[: figures.prompts]
         if shows:
             fewer = figures.prompts < count

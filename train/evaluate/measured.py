@@ -142,7 +142,7 @@ def measure(
     seed: int = 0,
     within_s: float = math.inf,
     now_s: Callable[[], float] = time.monotonic,
-    told: Callable[[int], object] = lambda done: None,
+    progress: Callable[[int], object] = lambda done: None,
 ) -> Figures:
     """Decodes the prompts of `sequences` at every temperature; what the target once answered to
     them is not read.
@@ -150,7 +150,7 @@ def measure(
     Args:
         within_s: seconds to take by the clock `now_s`; the first prompt is measured whatever it
             takes, others as far as they fit.
-        told: is called with the number of answers so far.
+        progress: is called with the number of answers so far.
     """
     everything: dict[tuple[int, str], AcceptanceCounts] = defaultdict(AcceptanceCounts)
     counts: list[dict[str, AcceptanceCounts]] = [
@@ -170,7 +170,7 @@ def measure(
             predicted[at] += count_documents(
                 drafter, target, written, temperature=temperature, k=k, batch_size=batch_size
             )
-            told(prompts * len(TEMPERATURES) + len(part) * (at + 1))
+            progress(prompts * len(TEMPERATURES) + len(part) * (at + 1))
         prompts += len(part)
     measurements = [
         Measurement(

@@ -63,7 +63,7 @@ def run(config: ExportConfig) -> int:
 
 @contextmanager
 def on_disk(out: Path) -> Iterator[None]:
-    """Tells of a full disk in a sentence."""
+    """Turns a full disk into a sentence."""
     try:
         yield
     except (OSError, SafetensorError) as error:

@@ -58,7 +58,7 @@ class Proof(NamedTuple):
 
 
 def open_target(folder: str | Path, source: Source) -> Target:
-    """On a CPU in float32, whose `FLOAT32_LIMIT` tells drafts apart best."""
+    """Loads on a CPU in float32, whose `FLOAT32_LIMIT` keeps drafts apart best."""
     dtype = "float32" if device_of().type == "cpu" else "auto"
     return load_target(str(folder), dtype=dtype, trust_remote_code=source.trust_remote_code)
 

@@ -166,7 +166,7 @@ def decoding(engine: Engine, work: Work, streams: int, temperature: float) -> li
 
 
 def timed_ms(step: Callable[[], object]) -> float:
-    """Of a round, which ends with the wait for its result."""
+    """Milliseconds of a round, which ends with the wait for its result."""
     begun_s = time.perf_counter()
     step()
     return 1e3 * (time.perf_counter() - begun_s)

@@ -1,4 +1,4 @@
-"""What has to be seen on a CUDA device, in one process, in the order of its worth. Started by
+"""Figures of a CUDA device, in one process, in the order of their worth. Started by
 scripts/bench_device."""
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class ChatAnswers:
 
     @functools.cached_property
     def _opening(self) -> str:
-        """What stands between a question and its answer."""
+        """Text between a question and its answer."""
         try:
             return self._behind([PROBED], prompted=True)
         except UserError:
@@ -246,8 +246,8 @@ class ChatAnswers:
         return thoughts.strip("\n"), content
 
     def _reasoned(self, prompt: str, through: str, thoughts: str) -> str | None:
-        """What is written behind a prompt that ends in reasoning, or behind it, where the template
-        renders the answer without."""
+        """Text that is written behind a prompt that ends in reasoning, or behind it, where the
+        template renders the answer without."""
         if self.reasoning is None:
             return None
         begin, end = self.reasoning

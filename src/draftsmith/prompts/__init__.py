@@ -1,4 +1,4 @@
-"""Where prompts and texts come from: the standard library, or files as people have them.
+"""Sources of prompts and texts: the standard library, or files as people have them.
 
 - `corpus`: text of the standard library
 - `shapes`: a row of a published shape as conversation, prompt or text

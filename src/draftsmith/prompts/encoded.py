@@ -1,4 +1,4 @@
-"""Text of a file that may be compressed, in the Unicode encoding that its first bytes tell."""
+"""Text of a file that may be compressed, in the Unicode encoding that its first bytes name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PACKED = {b"PK\x03\x04": "a zip archive", b"7z\xbc\xaf": "a 7z archive", b"Rar!"
 @contextmanager
 def open_text(path: Path, *, newline: str | None = None) -> Iterator[TextIO]:
     """Text of the file, unpacked while it is read. A byte that is not UTF-8 becomes half of a
-    character, so that the row that has it can be told.
+    character, so that the row that has it can be named.
 
     Raises:
         UserError: the file cannot be read or unpacked, or ends too early.

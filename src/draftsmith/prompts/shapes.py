@@ -115,7 +115,7 @@ def _asked(row: Row) -> Row | None:
     texts = _texts(row, (*ASKED, *GIVEN, *SYSTEM, *ANSWERS))
     name = next((name for name in ASKED if name in texts), None)
     if turns:
-        # The later ones ask about answers that nobody has given yet.
+        # The later ones ask about answers that are not given yet.
         prompt = turns[0]
     elif name is None:
         return None

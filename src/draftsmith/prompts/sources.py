@@ -97,7 +97,7 @@ def _normalised(values: Iterator[Placed]) -> Iterator[tuple[str, Row]]:
 
 def _files_of(folder: Path, split: str) -> list[Path]:
     """Files of data in the folder, or in the only one within it that has some; those of the split
-    where names tell splits."""
+    where names give splits."""
     found = [
         path
         for path in sorted(folder.iterdir())

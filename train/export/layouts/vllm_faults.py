@@ -30,7 +30,7 @@ class Fault:
         return found is not None and int(found[1]) in self.minors
 
     def sentence(self, method: str, version: str = "") -> str:
-        """What is wrong with one release, by default with all that have it, and what helps where
+        """Fault of one release, by default of all that have it, and what helps where
         this method drafts."""
         without_first = method in SECOND_RUNNER_ALONE
         mends = [one for one in self.mends if one != FIRST_RUNNER or not without_first]

@@ -264,7 +264,7 @@ def test_the_cost_is_told_first_and_a_small_disk_refused(
             UserError, match=r"take up to .* GB and the disk of .* has 0.00 GB free"
         ):
             stored(store_taps="fp8", taps=TAPS)
-    assert not (tmp_path / "data").exists()
+    assert not list((tmp_path / "data").iterdir())
     capsys.readouterr()
     folder = stored(store_taps="fp8", taps=TAPS)
     told = capsys.readouterr().out.splitlines()[0]
