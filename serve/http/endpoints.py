@@ -91,6 +91,7 @@ def _model(server: Server, name: str) -> dict[str, Any]:
     return entry if engine.lossless else entry | {"lossless": False}
 
 
+MOST_DECODED = 2**16  # tokens of a request, where the context is shorter
 TOKEN_STATUSES = (400, 401, 404, 413)
 
 
@@ -151,6 +152,15 @@ def add_token_endpoints(app: FastAPI, server: Server) -> None:
     )
     async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
         server.check_model(body.model)
+        # Decoding keeps Python's lock: meanwhile no other request is served.
+        most = max(server.loop.engine.max_length, MOST_DECODED)
+        if len(body.tokens) > most:
+            raise Refusal(
+                400,
+                f"tokens holds {len(body.tokens)} ids; at most {most} are decoded at a time, send "
+                "them in parts",
+                param="tokens",
+            )
         size = server.loop.engine.target.vocab_size
         if (wrong := next((token for token in body.tokens if token >= size), None)) is not None:
             raise Refusal(
