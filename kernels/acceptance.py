@@ -152,26 +152,39 @@ def bootstrap_ratio(
 ) -> Interval:
     """Interval of sum(numerators) / sum(denominators) by resampling whole units (texts, requests),
     which may depend within."""
-    if not numerators or len(numerators) != len(denominators):
+    ones = [1.0] * len(numerators)
+    return bootstrap_ratios(
+        (numerators, denominators), (ones, ones), resamples=resamples, level=level, seed=seed
+    )
+
+
+def bootstrap_ratios(
+    ratio: tuple[Sequence[float], Sequence[float]],
+    over: tuple[Sequence[float], Sequence[float]],
+    *,
+    resamples: int = 2000,
+    level: float = 0.95,
+    seed: int = 0,
+) -> Interval:
+    """Interval of one such ratio over another of the same units, which are drawn together."""
+    columns = (*ratio, *over)
+    lengths = {len(column) for column in columns}
+    if len(lengths) != 1 or 0 in lengths:
         raise ValueError(
-            f"{len(numerators)} numerators and {len(denominators)} denominators; give one pair a "
+            f"{len(ratio[0])} numerators and {len(ratio[1])} denominators; give one pair a "
             "unit, at least one"
         )
-    top, bottom = (
-        torch.tensor(numerators, dtype=torch.float64),
-        torch.tensor(denominators, dtype=torch.float64),
-    )
+    values = torch.tensor(columns, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
-    ratios = []
+    found, count = [], values.shape[1]
     # So many resamples at once that their indices stay small.
-    for begin in range(0, resamples, step := max(1, 2**20 // len(top))):
-        chosen = torch.randint(
-            len(top), (min(step, resamples - begin), len(top)), generator=generator
-        )
-        ratios.append(top[chosen].sum(dim=1) / bottom[chosen].sum(dim=1))
+    for begin in range(0, resamples, step := max(1, 2**20 // count)):
+        chosen = torch.randint(count, (min(step, resamples - begin), count), generator=generator)
+        top, bottom, over_top, over_bottom = (column[chosen].sum(dim=1) for column in values)
+        found.append(top / bottom / (over_top / over_bottom))
     outside = (1 - level) / 2
     low, high = torch.quantile(
-        torch.cat(ratios), torch.tensor([outside, 1 - outside], dtype=torch.float64)
+        torch.cat(found), torch.tensor([outside, 1 - outside], dtype=torch.float64)
     ).tolist()
     return Interval(low, high)
 

@@ -1,7 +1,6 @@
 """Compilation of a C++ source for the processor of this machine, by the compiler of this machine.
 
-A library is compiled once per processor, source and compiler, and kept in the user's cache folder
-(`XDG_CACHE_HOME`, else `~/.cache`, then `draftsmith`).
+A library is compiled once per processor, source and compiler, and kept in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+
+from draftsmith.files import cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -62,12 +63,6 @@ def _compiler() -> str:
         if name and (found := shutil.which(name)):
             return os.path.realpath(found)
     raise RuntimeError("there is no C++ compiler")
-
-
-def cache_folder() -> Path:
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder
 
 
 def _digest(source: Path, compiler: str) -> str:

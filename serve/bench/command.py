@@ -7,7 +7,7 @@ import asyncio
 import importlib.util
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any
@@ -20,19 +20,28 @@ from draftsmith.errors import UserError
 from draftsmith.extras import missing
 from draftsmith.kernels.acceptance import DraftCost
 from draftsmith.progress import Progress
+from draftsmith.prompts.suites import (
+    MOST_TOKENS,
+    Asked,
+    Question,
+    check_suite,
+    is_given,
+    read_suite,
+)
 from draftsmith.serve.bench.client import Client, PassResult
 from draftsmith.serve.bench.config import BenchConfig, ServedPair
+from draftsmith.serve.bench.picture import draw
 from draftsmith.serve.bench.prompts import Prompt, read_prompts
 from draftsmith.serve.bench.report import (
     Case,
     cost_of,
-    draw,
     figures,
     goal_of,
     ratios,
     table,
 )
 from draftsmith.serve.bench.server import started
+from draftsmith.serve.bench.tasks import by_task, markdown, speedups
 
 MODES = ("off", "on", "plain")
 CHAIN = ""  # the server without trees
@@ -40,9 +49,8 @@ CHAIN = ""  # the server without trees
 
 def run(config: BenchConfig) -> int:
     check(config)
-    prompts = read_prompts(
-        config.prompts, count=config.num_prompts, chars=config.prompt_chars, seed=config.seed
-    )
+    suite = read_suite(config) if is_given(config) else None
+    prompts = suite.questions if suite is not None else read_questions(config)
     with ExitStack() as servers:
         urls: dict[str, str] = {}
         for tree in (CHAIN, *config.tree):
@@ -60,15 +68,42 @@ def run(config: BenchConfig) -> int:
         print("synthetic acceptance: speeds are for sizing, the text means nothing")
     found = [figures(case, goal=goal_of(config.goodput), draft_cost=cost) for case in cases]
     print(table(found))
+    record: dict[str, Any] = {"schema": 1, "config": _public(config), "cases": found}
+    if suite is not None:
+        for figures_, case in zip(found, cases):
+            figures_["tasks"] = by_task(case)
+        record |= {"suite": suite.about, "speedups": speedups(found)}
+        text = markdown(found, about(config, suite))
+        print(f"\n{text}", end="")
+        if config.markdown is not None:
+            files.write_text(config.markdown, text)
     if config.out is not None:
-        files.write_json(
-            config.out,
-            {"schema": 1, "config": _public(config), "cases": found, "ratios": ratios(found)},
-        )
+        files.write_json(config.out, record | {"ratios": ratios(found)})
     if config.png is not None:
         with files.atomic_path(config.png) as temporary:
             draw(found, temporary)
     return 0
+
+
+def read_questions(config: BenchConfig) -> list[Question]:
+    found = read_prompts(
+        config.prompts, count=config.num_prompts, chars=config.prompt_chars, seed=config.seed
+    )
+    return [Question(prompt) for prompt in found]
+
+
+def about(config: BenchConfig, suite: Asked) -> list[str]:
+    """Lines that say what was measured."""
+    pair = [f"target {config.target}" if config.url is None else f"server {config.url}"]
+    pair += [name if value is True else f"{name} {value}"
+             for name, value in pair_options(config).items()]  # fmt: skip
+    pair += [] if config.k is None else [f"k {config.k}"]
+    return [
+        ", ".join(pair),
+        f"{suite.about}, {config.repeats} passes, the first turn's answer in the second's prompt",
+        f"answers of at most {_most_tokens(config)} tokens"
+        + (", all of them asked for" if _ignores_eos(config) else ", or to their end"),
+    ]
 
 
 def check(config: BenchConfig) -> None:
@@ -78,6 +113,16 @@ def check(config: BenchConfig) -> None:
     if unknown or not config.modes:
         raise UserError(f"modes is {config.modes}; choose from {', '.join(MODES)}")
     check_limits(config)
+    check_suite(config, ("prompts", "num_prompts", "prompt_chars"))
+    if config.markdown is not None and not is_given(config):
+        raise UserError(
+            f"markdown is {config.markdown!r}, and a table by task is made of a suite; give suite"
+        )
+    if not config.concurrency or (config.request_rate is not None and len(config.concurrency) > 1):
+        raise UserError(
+            f"concurrency is {config.concurrency}; give one number or several, and with "
+            "request_rate none"
+        )
     if config.png is not None and importlib.util.find_spec("matplotlib") is None:
         raise missing("bench --png", "matplotlib", "train")
     check_draft_options(config)
@@ -102,7 +147,7 @@ def check(config: BenchConfig) -> None:
 
 
 async def measure(
-    config: BenchConfig, urls: Mapping[str, str], prompts: list[Prompt]
+    config: BenchConfig, urls: Mapping[str, str], prompts: Sequence[Prompt | Question]
 ) -> tuple[list[Case], DraftCost | None]:
     """Passes of every case, and the cost of drafting in weights read if the server reports it.
     `urls` are those of `CHAIN` and of every tree, which is a mode of its own."""
@@ -112,7 +157,8 @@ async def measure(
     }
     model = config.model or await clients[CHAIN].model()
     cases = [
-        Case(temperature, mode, [])
+        Case(temperature, mode, [], concurrency)
+        for concurrency in config.concurrency
         for temperature in config.temperature
         for mode in (*config.modes, *config.tree)
     ]
@@ -129,7 +175,13 @@ async def measure(
         # none.
         for case in cases if repeat % 2 == 0 else reversed(cases):
             client = clients.get(case.mode, clients[CHAIN])
-            result = await _pass(config, client, prompts, _body(config, model, case), repeat)
+            body = _body(config, model, case)
+            if "speculation" in body:
+                # No pass finds prompts in the cache that the one before it has paid for.
+                body["cache_salt"] = (
+                    f"bench {case.concurrency} {case.temperature} {case.mode} {repeat}"
+                )
+            result = await _pass(config, client, prompts, case, body)
             case.passes.append(result)
             done = sum(len(one.passes) for one in cases)
             progress.update(
@@ -140,14 +192,17 @@ async def measure(
 
 
 async def _pass(
-    config: BenchConfig, client: Client, prompts: list[Prompt], body: dict[str, Any], repeat: int
+    config: BenchConfig,
+    client: Client,
+    prompts: Sequence[Prompt | Question],
+    case: Case,
+    body: dict[str, Any],
 ) -> PassResult:
     if config.request_rate is None:
-        return await client.measure(prompts, body, config.concurrency)
-    # Both modes of a repeat meet the same arrivals.
-    return await client.measure_open(
-        prompts, body, gaps(config, len(prompts), seed=config.seed + repeat)
-    )
+        return await client.measure(prompts, body, case.concurrency)
+    # All modes of a repeat meet the same arrivals.
+    seed = config.seed + len(case.passes)
+    return await client.measure_open(prompts, body, gaps(config, len(prompts), seed=seed))
 
 
 def gaps(config: BenchConfig, count: int, *, seed: int) -> list[float]:
@@ -164,10 +219,10 @@ def _body(config: BenchConfig, model: str, case: Case) -> dict[str, Any]:
     with a seed out of its measurements."""
     body: dict[str, Any] = {
         "model": model,
-        "max_tokens": config.max_tokens,
+        "max_tokens": _most_tokens(config),
         "temperature": case.temperature,
     }
-    if config.ignore_eos:
+    if _ignores_eos(config):
         body["ignore_eos"] = True
     if case.mode == "off":
         body["speculation"] = {"k": 0, "report": True}
@@ -176,6 +231,14 @@ def _body(config: BenchConfig, model: str, case: Case) -> dict[str, Any]:
     elif case.mode in config.tree:
         body["speculation"] = {"report": True}  # its shape sets how much is drafted
     return body
+
+
+def _most_tokens(config: BenchConfig) -> int:
+    return config.max_tokens or (MOST_TOKENS if is_given(config) else 128)
+
+
+def _ignores_eos(config: BenchConfig) -> bool:
+    return not is_given(config) if config.ignore_eos is None else config.ignore_eos
 
 
 def pair_options(config: BenchConfig) -> dict[str, Any]:
@@ -189,7 +252,7 @@ def pair_options(config: BenchConfig) -> dict[str, Any]:
 
 
 def server_arguments(config: BenchConfig, tree: str = CHAIN) -> list[str]:
-    arguments = ["--target", str(config.target), "--max-batch", str(max(8, config.concurrency))]
+    arguments = ["--target", str(config.target), "--max-batch", str(max(8, *config.concurrency))]
     for name, value in pair_options(config).items():
         arguments += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     if tree != CHAIN:

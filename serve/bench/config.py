@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from draftsmith.api_key import API_KEY_HELP
 from draftsmith.config import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SECONDS, SHARE, Limits, option
 from draftsmith.drafters.config import Pair
+from draftsmith.prompts.suites import MOST_TOKENS, SuiteOptions
 from draftsmith.serve.config import K_ALSO, LookupOptions
 
 
@@ -16,7 +17,7 @@ class ServedPair(LookupOptions, Pair):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchConfig(ServedPair):
+class BenchConfig(SuiteOptions, ServedPair):
     url: str | None = option(
         None, "a running OpenAI-compatible server, for example http://127.0.0.1:8000"
     )
@@ -30,8 +31,14 @@ class BenchConfig(ServedPair):
     prompt_chars: int = option(
         400, "length of prompts cut from the standard library", limits=AT_LEAST_1
     )
-    max_tokens: int = option(128, "most tokens of an answer", limits=Limits(2))
-    ignore_eos: bool = option(True, "let every answer have all its tokens")
+    max_tokens: int | None = option(
+        None,
+        f"most tokens of an answer; default: 128, of a suite {MOST_TOKENS}",
+        limits=Limits(2),
+    )
+    ignore_eos: bool | None = option(
+        None, "let every answer have all its tokens; default: true, of a suite false"
+    )
     temperature: list[float] = option(
         factory=lambda: [0.0, 1.0], help="temperatures, each measured apart", limits=NOT_NEGATIVE
     )
@@ -55,8 +62,11 @@ class BenchConfig(ServedPair):
         "most tokens of prompt and answer together in the started server; default: the target's",
         limits=AT_LEAST_1,
     )
-    concurrency: int = option(
-        1, "closed loop: requests in flight; the next starts when one ends", limits=AT_LEAST_1
+    concurrency: list[int] = option(
+        factory=lambda: [1],
+        help="closed loop: requests in flight, each number measured apart; the next starts when "
+        "one ends",
+        limits=AT_LEAST_1,
     )
     request_rate: float | None = option(
         None,
@@ -88,6 +98,7 @@ class BenchConfig(ServedPair):
     )
     out: str | None = option(None, "write the figures here as JSON")
     png: str | None = option(None, "draw them here")
+    markdown: str | None = option(None, "write a suite's table here, as a model card takes it")
     timeout_s: float = option(
         600.0, "most seconds for the server's start, and for one answer", limits=SECONDS
     )

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import UserError
@@ -50,6 +49,11 @@ class Case:
     temperature: float
     mode: str
     passes: list[PassResult]
+    concurrency: int = 1
+
+    @property
+    def answers(self) -> list[Answer]:
+        return [answer for one in self.passes for answer in one.answers]
 
 
 def cost_of(step_bytes: Mapping[str, float]) -> DraftCost | None:
@@ -69,25 +73,39 @@ def percentile(values: Sequence[float], share: float) -> float:
 def figures(
     case: Case, *, goal: Goal | None = None, draft_cost: DraftCost | None = None
 ) -> Figures:
-    answers = [answer for one in case.passes for answer in one.answers]
+    answers = case.answers
     tpots = [answer.tpot_s for answer in answers if answer.tpot_s is not None]
     speeds = [one.tokens_per_s for one in case.passes]
     wall_s = sum(one.wall_s for one in case.passes)
     return {
         "temperature": case.temperature,
         "mode": case.mode,
+        "concurrency": case.concurrency,
         "num_answers": len(answers),
         "num_tokens": sum(answer.num_tokens for answer in answers),
         "tokens_per_s": sum(one.num_tokens for one in case.passes) / wall_s,
         "tokens_per_s_passes": speeds,
+        "tokens_per_s_user": speed(answers),
         "ttft_ms": percentiles([answer.ttft_s for answer in answers]),
         "tpot_ms": percentiles(tpots),
         "e2el_ms": percentiles([answer.e2el_s for answer in answers]),
         "goodput": goodput(answers, goal, wall_s) if goal else None,
-        "acceptance": acceptance(
-            [answer.report for answer in answers if answer.report], draft_cost=draft_cost
-        ),
+        "acceptance": acceptance(reports_of(answers), draft_cost=draft_cost),
     }
+
+
+def speed(answers: Sequence[Answer]) -> float:
+    """Tokens a second of a request's time, which is what a user waits for."""
+    return sum(one.num_tokens for one in answers) / sum(one.e2el_s for one in answers)
+
+
+def reports_of(answers: Sequence[Answer]) -> list[list[Figures]]:
+    """Reports of the answers to each prompt: its turns, and its repetitions in other passes."""
+    found: dict[int, list[Figures]] = {}
+    for answer in answers:
+        if answer.report:
+            found.setdefault(answer.prompt, []).append(answer.report)
+    return list(found.values())
 
 
 def percentiles(seconds: Sequence[float]) -> Figures:
@@ -106,16 +124,17 @@ def goodput(answers: Sequence[Answer], goal: Goal, wall_s: float) -> Figures:
 
 
 def acceptance(
-    reports: Sequence[Figures], *, draft_cost: DraftCost | None = None
+    prompts: Sequence[Sequence[Figures]], *, draft_cost: DraftCost | None = None
 ) -> Figures | None:
-    """alpha_i and tau of rounds that drafted; tau's interval resamples whole answers, whose rounds
-    depend.
+    """alpha_i and tau of rounds that drafted, from the reports of each prompt's answers. tau's
+    interval resamples whole prompts: rounds of an answer depend, and greedy answers repeat.
 
     `block_efficiency` is tau before an answer's end trims its last round. `mbsu`, the memory-bound
     speed-up, is what it would bring where time is the reading of weights: block efficiency over
     what a round reads, in target passes.
     """
-    reports = [report for report in reports if report["per_step_drafted"]]
+    drafted = [[report for report in reports if report["per_step_drafted"]] for reports in prompts]
+    reports = [report for one in drafted for report in one]
     if not reports:
         return None
     counts = AcceptanceCounts()
@@ -130,66 +149,85 @@ def acceptance(
         "block_efficiency": efficiency,
         "mbsu": None if draft_cost is None else draft_cost.memory_bound(efficiency, depth),
     }
-    committed = [float(sum(report["per_step_committed"])) for report in reports]
-    rounds = [float(len(report["per_step_committed"])) for report in reports]
+    sizes = [
+        [size for report in one for size in report["per_step_committed"]] for one in drafted if one
+    ]
+    committed, rounds = [float(sum(one)) for one in sizes], [float(len(one)) for one in sizes]
     return {**counts.to_dict(), **sizing, "tau_95": list(bootstrap_ratio(committed, rounds))}
 
 
 def ratios(cases: Sequence[Figures]) -> list[Figures]:
-    """Ratio of each drafting mode to off at each temperature: of all passes together, and the
-    lowest and highest of the paired passes."""
-    found = []
-    for temperature in dict.fromkeys(case["temperature"] for case in cases):
-        of = {case["mode"]: case for case in cases if case["temperature"] == temperature}
-        found += [
-            _ratio(case, of["off"])
-            for mode, case in of.items()
-            if "off" in of and mode not in ("off", "plain")
-        ]
-    return found
+    """Ratio of each drafting mode to off: of all passes together, and the lowest and highest of the
+    paired passes."""
+    return [_ratio(case, off) for off, case in pairs(cases)]
+
+
+def pairs(cases: Sequence[Figures]) -> list[tuple[Figures, Figures]]:
+    """Each drafting case behind the one that is off, at the same temperature and concurrency."""
+    off = {_place(case): case for case in cases if case["mode"] == "off"}
+    return [
+        (off[_place(case)], case)
+        for case in cases
+        if case["mode"] not in ("off", "plain") and _place(case) in off
+    ]
+
+
+def _place(case: Figures) -> tuple[float, int]:
+    return case["temperature"], case["concurrency"]
 
 
 def _ratio(drafting: Figures, off: Figures) -> Figures:
-    pairs = [
+    passes = [
         on / plain for on, plain in zip(drafting["tokens_per_s_passes"], off["tokens_per_s_passes"])
     ]
     accepted = drafting["acceptance"] or {}
     return {
         "temperature": drafting["temperature"],
         "mode": drafting["mode"],
+        "concurrency": drafting["concurrency"],
         "speedup": drafting["tokens_per_s"] / off["tokens_per_s"],
-        "lowest": min(pairs),
-        "highest": max(pairs),
+        "lowest": min(passes),
+        "highest": max(passes),
         **{name: accepted.get(name) for name in ("block_efficiency", "mbsu")},
     }
 
 
 def table(cases: Sequence[Figures]) -> str:
     wide = max(6, *(len(case["mode"]) for case in cases))
+    is_sweep = len({case["concurrency"] for case in cases}) > 1
+    users = f" {'users':>5} {'tok/s/user':>10}" if is_sweep else ""
     head = (
-        f"{'T':>4} {'mode':>{wide}} {'tok/s':>9} {'TTFT p50/p95 ms':>17} {'TPOT p50/p95 ms':>17} "
-        f"{'tau':>18}  alpha_i"
+        f"{'T':>4} {'mode':>{wide}}{users} {'tok/s':>9} {'TTFT p50/p95 ms':>17} "
+        f"{'TPOT p50/p95 ms':>17} {'tau':>18}  alpha_i"
     )
     lines = [head]
     for case in cases:
-        ttft, tpot, found = case["ttft_ms"], case["tpot_ms"], case["acceptance"]
-        tau = alphas = "-"
-        if found is not None:
-            low, high = found["tau_95"]
-            tau = f"{found['tau']:.2f} [{low:.2f}, {high:.2f}]"
-            alphas = " ".join("-" if alpha is None else f"{alpha:.2f}" for alpha in found["alpha"])
-        speed = f"{case['temperature']:>4g} {case['mode']:>{wide}} {case['tokens_per_s']:>9.1f}"
-        lines.append(f"{speed} {_pair(ttft):>17} {_pair(tpot):>17} {tau:>18}  {alphas}")
+        tau, alphas = accepted(case["acceptance"])
+        users = f" {case['concurrency']:>5} {case['tokens_per_s_user']:>10.1f}" if is_sweep else ""
+        lines.append(
+            f"{case['temperature']:>4g} {case['mode']:>{wide}}{users} {case['tokens_per_s']:>9.1f} "
+            f"{_pair(case['ttft_ms']):>17} {_pair(case['tpot_ms']):>17} {tau:>18}  {alphas}"
+        )
         if case["goodput"] is not None:
             lines.append(_good(case["goodput"]))
     for ratio in ratios(cases):
         spread = f"{ratio['lowest']:.2f} to {ratio['highest']:.2f} by pass"
+        users = f", {ratio['concurrency']} users" if is_sweep else ""
         lines.append(
-            f"T = {ratio['temperature']:g}: "
+            f"T = {ratio['temperature']:g}{users}: "
             f"speculation {ratio['mode']} / off = {ratio['speedup']:.2f} "
             f"({spread}){_bound(ratio)}"
         )
     return "\n".join(lines)
+
+
+def accepted(found: Figures | None) -> tuple[str, str]:
+    """tau with its interval, and alpha by draft position."""
+    if found is None:
+        return "-", "-"
+    low, high = found["tau_95"]
+    alphas = " ".join("-" if alpha is None else f"{alpha:.2f}" for alpha in found["alpha"])
+    return f"{found['tau']:.2f} [{low:.2f}, {high:.2f}]", alphas
 
 
 def _bound(ratio: Figures) -> str:
@@ -211,28 +249,3 @@ def _good(found: Figures) -> str:
 
 def _pair(values: Figures) -> str:
     return f"{values['p50']:.1f} / {values['p95']:.1f}"
-
-
-def draw(cases: Sequence[Figures], path: str | Path) -> None:
-    """Draw tok/s of the cases beside each other, and alpha by draft position."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (speed, depth) = pyplot.subplots(1, 2, figsize=(9, 3.6))
-    names = [f"{case['mode']}\nT = {case['temperature']:g}" for case in cases]
-    colours = ["tab:grey" if case["mode"] == "off" else "tab:blue" for case in cases]
-    speed.bar(names, [case["tokens_per_s"] for case in cases], color=colours)
-    speed.set_ylabel("tokens / s")
-    for case in cases:
-        if case["acceptance"] is not None:
-            alphas = [math.nan if alpha is None else alpha for alpha in case["acceptance"]["alpha"]]
-            label = f"T = {case['temperature']:g}, tau = {case['acceptance']['tau']:.2f}"
-            depth.plot(range(1, len(alphas) + 1), alphas, marker="o", label=label)
-    depth.set(xlabel="draft position", ylabel="alpha", ylim=(0, 1))
-    if depth.lines:
-        depth.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120, format="png")
-    pyplot.close(figure)

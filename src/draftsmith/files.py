@@ -21,6 +21,14 @@ Signature = list[tuple[str, int, int]]
 LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.(tmp|old)")
 
 
+def cache_folder() -> Path:
+    """Folder of the user for what can be made or fetched again: `draftsmith` in `XDG_CACHE_HOME`,
+    else in `~/.cache`."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
 @contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
     """Yields a temporary path in the same folder; on success it is synced and renamed to `path`, on

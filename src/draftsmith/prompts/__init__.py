@@ -5,4 +5,6 @@
 - `encoded`: text of a file that may be compressed, in the encoding that it names
 - `json_values`: values of JSON lines, of an array, or one after the other
 - `sources`: rows of a file, a folder or a data set
+- `published`: suites as their authors publish them, fetched once
+- `suites`: conversations of a suite, by task
 """

@@ -107,7 +107,7 @@ def _joined(asked: list[Row], row: Row, name: str) -> list[Row]:
 
 def _asked(row: Row) -> Row | None:
     """A question in a field of its own."""
-    turns = _parsed(row["turns"]) if "turns" in row else None
+    turns = parsed(row["turns"]) if "turns" in row else None
     if turns is not None and not (isinstance(turns, list) and turns):
         raise ValueError(f"holds {_kind(row['turns'])} as `turns`")
     if turns and isinstance(turns[0], dict):
@@ -159,13 +159,13 @@ def _listed(row: Row, name: str) -> bool:
         return value is not None
     if isinstance(value, str) and value.lstrip().startswith("[{"):
         try:
-            value = _parsed(value)
+            value = parsed(value)
         except ValueError:
             return False
     return isinstance(value, list)
 
 
-def _parsed(value: Any) -> Any:
+def parsed(value: Any) -> Any:
     """Value of a text that holds one: JSON, or Python's, as a table is often written."""
     if not isinstance(value, str):
         return value
@@ -180,7 +180,7 @@ def _parsed(value: Any) -> Any:
 
 def _turns(row: Row, name: str) -> list[Row]:
     """Turns of role and content."""
-    value = _parsed(row[name])
+    value = parsed(row[name])
     if isinstance(value, dict) and value and all(isinstance(one, list) for one in value.values()):
         # Columns of turns, as older data sets hold a list of objects.
         value = [dict(zip(value, cells)) for cells in zip(*value.values(), strict=True)]
@@ -226,7 +226,7 @@ def _said(turn: Row, place: str) -> Row:
         name: value for name, value in turn.items() if name in ("tool_calls", "reasoning_content")
     }
     if speaker == "function_call":
-        calls = _parsed(said)
+        calls = parsed(said)
         calls = calls if isinstance(calls, list) else [calls]
         if not all(isinstance(call, dict) and "name" in call for call in calls):
             raise ValueError(f"holds {said!r} as the call of {place}")
@@ -238,7 +238,7 @@ def _said(turn: Row, place: str) -> Row:
 
 def _pairs(history: Any) -> list[Row]:
     """Turns of questions with their answers."""
-    history = _parsed(history)
+    history = parsed(history)
     if not isinstance(history, list) or not all(
         isinstance(pair, list) and len(pair) == 2 for pair in history
     ):
@@ -256,12 +256,12 @@ def _with_options(messages: list[Row], row: Row) -> Row:
     if isinstance(system, str) and messages and messages[0]["role"] not in ("system", "developer"):
         messages = [{"role": "system", "content": system}, *messages]
     found: Row = {"messages": messages}
-    tools = _parsed(row.get("tools") or None)
+    tools = parsed(row.get("tools") or None)
     if tools:
         if not isinstance(tools, list):
             raise ValueError(f"holds {_kind(tools)} as `tools`")
-        found["tools"] = [_parsed(tool) for tool in tools]
-    variables = _parsed(row.get("chat_template_kwargs") or None)
+        found["tools"] = [parsed(tool) for tool in tools]
+    variables = parsed(row.get("chat_template_kwargs") or None)
     if variables:
         if not isinstance(variables, dict):
             raise ValueError(f"holds {_kind(variables)} as `chat_template_kwargs`")

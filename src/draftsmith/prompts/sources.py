@@ -78,15 +78,34 @@ def _kind(path: Path) -> str:
     return next((one for one in reversed(suffixes) if one not in SUFFIXES), "")
 
 
+def read_file(path: Path) -> Iterator[Placed]:
+    """(where it stands, value as the file has it), a line of plain text as `read_rows` gives it.
+
+    Raises:
+        UserError: there is no such file, or something in it cannot be read.
+    """
+    if not path.is_file():
+        raise UserError(f"prompts {str(path)!r} are no file; give one")
+    for where, value in _lines(path) if _is_plain(path) else _values(path, "train"):
+        check_characters(value, where)
+        yield where, value
+
+
 def _rows_of(path: Path, split: str = "train") -> Iterator[tuple[str, Row]]:
+    return _lines(path) if _is_plain(path) else _normalised(_values(path, split))
+
+
+def _is_plain(path: Path) -> bool:
+    return _kind(path) in PLAIN and not _begins_like_json(path)
+
+
+def _values(path: Path, split: str) -> Iterator[Placed]:
     kind = _kind(path)
-    if kind in PLAIN and not _begins_like_json(path):
-        return _lines(path)
     if kind in TABLES:
-        return _normalised(_table(path, kind))
+        return _table(path, kind)
     if kind in PARQUET or (path.is_file() and _is_parquet(path)):
-        return _normalised(_parquet(path))
-    return _normalised(_json(path, split))
+        return _parquet(path)
+    return _json(path, split)
 
 
 def _normalised(values: Iterator[Placed]) -> Iterator[tuple[str, Row]]:

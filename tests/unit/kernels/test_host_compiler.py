@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from draftsmith.files import cache_folder
 from draftsmith.kernels import host_compiler
 from draftsmith.kernels.host_compiler import COMPILERS, HEADER, compiled
 
@@ -81,7 +82,7 @@ def test_a_home_that_cannot_be_written_costs_nothing_but_time(
 @needs_compiler
 def test_a_damaged_library_is_made_again(source: Path) -> None:
     digest = host_compiler._digest(source, host_compiler._compiler())
-    library = host_compiler.cache_folder() / f"answer-{digest}.so"
+    library = cache_folder() / f"answer-{digest}.so"
     library.write_bytes(b"cut off")
     assert answer(source) == 42
     assert library.stat().st_size > 1000

@@ -82,8 +82,8 @@ def test_figures_and_ratio_of_modes() -> None:
 
 
 def test_answers_without_drafts_do_not_count_towards_acceptance() -> None:
-    assert acceptance([report([], [], [])]) is None
-    found = acceptance([report([], [], []), report([3], [1], [2])])
+    assert acceptance([[report([], [], [])]]) is None
+    found = acceptance([[report([], [], [])], [report([3], [1], [2])]])
     assert found["rounds"] == 1 and found["tau"] == 2.0
 
 
@@ -139,11 +139,11 @@ def test_block_efficiency_and_the_memory_bound_speed_up() -> None:
         ({"proposal": 20, "token": 0}, 1.2),
         ({"proposal": 15, "token": 5}, 1.25),
     ):
-        found = acceptance([rounds], draft_cost=cost_of({"target_pass": 100, **told}))
+        found = acceptance([[rounds]], draft_cost=cost_of({"target_pass": 100, **told}))
         assert found["block_efficiency"] == 2.5 and found["mbsu"] == pytest.approx(2.5 / read)
     assert (
         cost_of({"target_pass": 100}) is None
-        and acceptance([rounds], draft_cost=None)["mbsu"] is None
+        and acceptance([[rounds]], draft_cost=None)["mbsu"] is None
     )
 
 

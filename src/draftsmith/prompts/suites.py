@@ -1,0 +1,168 @@
+"""Suites: conversations with a task each, by which speculative decoding is measured."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from draftsmith.config import PART, option
+from draftsmith.errors import UserError
+from draftsmith.prompts.published import SUITES, located
+from draftsmith.prompts.shapes import Row, normalised, parsed
+from draftsmith.prompts.sources import read_file
+
+FOLDER = "DRAFTSMITH_SUITES"
+TASKS = ("category", "task")  # fields of a row
+# Categories of MT-bench, one task in suites that have others too.
+MT_BENCH = frozenset(
+    ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+)
+ASKING = ("system", "developer", "user")
+MOST_TOKENS = 1024  # of an answer, in the papers
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteOptions:
+    suite: str | None = option(
+        None,
+        "public prompts in place of others, with figures by task; fetched once into the user's "
+        "cache",
+        choices=tuple(SUITES),
+    )
+    suite_file: str | None = option(
+        None,
+        "a suite of your own: rows with `turns`, a `question` or a conversation, and a `category`",
+    )
+    suite_folder: str | None = option(
+        None,
+        f"folder that holds the suite's files as published, which then are not fetched; default: "
+        f"the environment variable {FOLDER}",
+    )
+    suite_share: float = option(
+        1.0, "part of each task's prompts: 0.2 takes every fifth", limits=PART
+    )
+
+
+class Question(NamedTuple):
+    """Fields of a chat request, and user turns that follow, each behind the answer before it."""
+
+    fields: dict[str, Any]
+    later: tuple[dict[str, Any], ...] = ()
+    task: str = ""
+
+
+class Asked(NamedTuple):
+    """Questions of a suite, and a sentence that says which."""
+
+    about: str
+    questions: list[Question]
+
+
+def is_given(options: SuiteOptions) -> bool:
+    return options.suite is not None or options.suite_file is not None
+
+
+def check_suite(options: SuiteOptions, in_place_of: Sequence[str]) -> None:
+    """Raises a `UserError` for options that do not go together; those of `in_place_of` are about
+    other prompts."""
+    if not is_given(options):
+        if options.suite_share != 1 or options.suite_folder is not None:
+            raise UserError("suite_share and suite_folder are of a suite; give suite, too")
+        return
+    if options.suite is not None and options.suite_file is not None:
+        raise UserError(
+            f"suite {options.suite} and suite_file {options.suite_file!r} are both given; leave "
+            "one out"
+        )
+    defaults = {field.name: field.default for field in fields(options)}
+    for name in in_place_of:
+        if vars(options)[name] != defaults[name]:
+            raise UserError(
+                f"{name} is {vars(options)[name]!r} and chooses other prompts than the suite; "
+                "leave it out (suite_share takes a part of a suite)"
+            )
+
+
+def read_suite(options: SuiteOptions) -> Asked:
+    """Raises a `UserError` where the suite cannot be had or read."""
+    if options.suite_file is not None:
+        path = Path(options.suite_file)
+        about, files = path.name, [(path, "")]
+    else:
+        assert options.suite is not None
+        suite = SUITES[options.suite]
+        folder = options.suite_folder or os.environ.get(FOLDER) or None
+        about = f"{options.suite} ({suite.source}, {suite.licence})"
+        files = [(located(file, suite, folder), file.task) for file in suite.files]
+    questions = _joined([one for path, task in files for one in _questions(path, task)])
+    chosen = shared(questions, options.suite_share)
+    if not chosen:
+        raise UserError(f"suite {about} holds no question; give a file with at least one")
+    return Asked(f"{about}: {len(chosen)} of {len(questions)} prompts", chosen)
+
+
+def shared(questions: Sequence[Question], share: float) -> list[Question]:
+    """The first of each task, and of those after it as many as `share` says, evenly; the same
+    whenever they are asked for."""
+    step, seen, found = Fraction(str(share)), Counter[str](), []
+    for question in questions:
+        number = seen[question.task]
+        seen[question.task] += 1
+        if math.floor(number * step) > math.floor((number - 1) * step):
+            found.append(question)
+    return found
+
+
+def _joined(questions: list[Question]) -> list[Question]:
+    tasks = {question.task for question in questions}
+    if not tasks > MT_BENCH:
+        return questions
+    return [one._replace(task="mt_bench") if one.task in MT_BENCH else one for one in questions]
+
+
+def _questions(path: Path, task: str) -> Iterator[Question]:
+    for where, value in read_file(path):
+        own = task or _task_of(value) or path.name.partition(".")[0]
+        texts = _texts_of(value)
+        turns = [{"messages": [{"role": "user", "content": text} for text in texts]}]
+        for row in turns if texts else normalised(value, where):
+            yield _question(row, own, where)
+
+
+def _task_of(value: Any) -> str:
+    found = (value.get(name) for name in TASKS) if isinstance(value, dict) else ()
+    return next((one for one in found if isinstance(one, str) and one), "")
+
+
+def _texts_of(value: Any) -> list[str]:
+    """Turns of a user where they are a list of texts; else nothing."""
+    row = value if isinstance(value, dict) else {}
+    for name in ("turns", "prompt"):
+        found = row.get(name)
+        if name == "turns" and isinstance(found, str):
+            with suppress(ValueError):
+                found = parsed(found)
+        if isinstance(found, list) and all(isinstance(one, str) for one in found):
+            return found
+    return []
+
+
+def _question(row: Row, task: str, where: str) -> Question:
+    """The turns of a conversation but its answers, which are to be the served model's."""
+    prompt = [{"role": "user", "content": row["prompt"]}] if "prompt" in row else []
+    turns = [turn for turn in row.get("messages", prompt) if turn["role"] in ASKING]
+    users = [number for number, turn in enumerate(turns) if turn["role"] == "user"]
+    if not users or not all(turn.get("content") for turn in turns):
+        raise UserError(
+            f"{where} asks nothing, or has an empty turn; give `turns`, a `question` or `messages`"
+        )
+    first = users[0] + 1
+    fields = {name: row[name] for name in row if name in ("tools", "chat_template_kwargs")}
+    return Question({"messages": turns[:first]} | fields, tuple(turns[first:]), task)
