@@ -153,6 +153,7 @@ def test_a_wrong_q_is_found_from_the_depth_on_where_it_is_wrong(
     assert "tokens without drafts" not in found and not any("greedy" in name for name in found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("depth, samples, verdict", [(None, 500, "lossless"), (2, 250, "lossy")])
 def test_trees_are_audited_by_depth(
     depth: int | None,
@@ -197,6 +198,7 @@ def test_a_flat_distribution_at_longer_lengths_gives_a_verdict_or_none(
     assert status == 1 and report["verdict"] == "powerless" and "--samples " in report["sentence"]
 
 
+@pytest.mark.long
 def test_a_distribution_that_logprobs_do_not_tell_is_held_against_samples_without_drafts(
     target: Target, live_server: Callable, tmp_path: Path
 ) -> None:

@@ -123,6 +123,7 @@ def bench(
     return started
 
 
+@pytest.mark.long
 def test_cells_are_trained_evaluated_told_and_kept(
     bench: Callable[[Path], tuple[str, dict[str, Any]]], tmp_path: Path
 ) -> None:

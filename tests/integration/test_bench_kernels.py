@@ -49,6 +49,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return json.loads(out.read_text())
 
 
+@pytest.mark.long
 def test_every_kernel_is_in_the_table_and_none_failed(report: dict) -> None:
     assert [case["name"] for case in report["cases"]] == CASES
     for case in report["cases"]:

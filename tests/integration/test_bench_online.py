@@ -42,6 +42,7 @@ def work(tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
+@pytest.mark.long
 def test_streams_are_served_learned_from_told_and_kept(
     script: Script, work: Path, tmp_path: Path
 ) -> None:
@@ -104,6 +105,7 @@ def test_a_bank_returns_to_a_version_by_evidence_and_an_oracle_at_once(script: S
     assert best == [0.5] * 8 + [0.75] * 32 + [0.5] * 80
 
 
+@pytest.mark.long
 def test_learning_is_priced_by_its_options(script: Script, work: Path, tmp_path: Path) -> None:
     names = ["8-per-8", "recorded", "1-per-8", "osd"]
     arguments = ["--work", work, "--out", tmp_path / "cost", "--seeds", 1, "--requests", 120]
@@ -126,6 +128,7 @@ def test_learning_is_priced_by_its_options(script: Script, work: Path, tmp_path:
     assert "| 1 per 8, `osd.yaml` | 1 |" in told
 
 
+@pytest.mark.long
 def test_a_padded_target_is_priced_in_cells_of_its_own(
     script: Script, work: Path, tmp_path: Path
 ) -> None:
@@ -157,6 +160,7 @@ def test_a_recipe_is_measured_with_its_own_options(script: Script) -> None:
     assert cost.told("osd-our-rate") == "1 per 8, `osd.yaml`, at our learning rate"
 
 
+@pytest.mark.long
 def test_changes_of_the_learner_are_measured_beside_it(
     script: Script, work: Path, tmp_path: Path
 ) -> None:
@@ -173,6 +177,7 @@ def test_changes_of_the_learner_are_measured_beside_it(
     assert "| of the same domain first | 1 |" in told and "| falling | 1 |" in told
 
 
+@pytest.mark.long
 def test_variants_of_the_learner_are_measured_beside_an_offline_draft(
     script: Script, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +242,7 @@ def test_what_is_gained_is_read_off_beside_its_cost(script: Script) -> None:
     assert last == "| 4 per 8 | 1 | 2.0 | 0.50 | 0.10 | 800 | 0.500 | 0.500 | 0.180 | 0.90 | 1.00 |"
 
 
+@pytest.mark.long
 def test_drafts_by_class_are_served_and_told(
     script: Script, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,6 +316,7 @@ def test_the_worth_of_a_perfect_choice_is_read_off(script: Script) -> None:
     assert whole.endswith("| 24 x 3 | 0.550 | 0.400 | 0.400 | 0.450 | 0.040 |")
 
 
+@pytest.mark.long
 def test_kinds_that_come_back_are_served_and_told(
     script: Script, work: Path, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from draftsmith.serve.engine import build
 from scripts.bench.engine.records import measure
 
 
+@pytest.mark.long
 def test_states_are_recorded_in_their_own_turns_beside_the_same_texts(
     tiny_target: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

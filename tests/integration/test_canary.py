@@ -99,6 +99,7 @@ def tried(tmp_path: Path, tiny_target: Callable[..., str]) -> Site:
     return made
 
 
+@pytest.mark.long
 def test_a_version_that_holds_on_its_share_is_promoted(tried: Site) -> None:
     tried.serve(10, 1)  # fewer than a trial takes, however their ids fall
     daemon.run(tried.config)
@@ -153,6 +154,7 @@ def test_a_version_that_is_served_wrongly_is_taken_back_before_all_get_it(
     assert versions.latest(made.root) == 1 and read_canary(made.root) is None
 
 
+@pytest.mark.long
 def test_a_trial_ends_with_its_file_and_with_the_version_it_was_compared_with(tried: Site) -> None:
     (tried.root / "canary.json").unlink()
     held = replace(tried.config, gate=replace(tried.config.gate, every=1000))

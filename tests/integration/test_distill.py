@@ -115,6 +115,7 @@ def test_no_more_updates_than_max_updates_are_made(loop: Callable[..., Any], mos
     assert made.status()["updates"] == most
 
 
+@pytest.mark.long
 def test_running_engine_takes_a_published_version(loop: Callable[..., Any]) -> None:
     made = loop()
     made.serve(60)
@@ -132,6 +133,7 @@ def test_running_engine_takes_a_published_version(loop: Callable[..., Any]) -> N
     )
 
 
+@pytest.mark.long
 def test_each_text_is_read_and_each_draft_scored_once(
     loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +163,7 @@ def test_each_text_is_read_and_each_draft_scored_once(
     assert states.num_read == before + 1
 
 
+@pytest.mark.long
 def test_a_version_that_is_worse_live_is_rolled_back_to_the_best_before_it(
     loop: Callable[..., Any],
 ) -> None:
@@ -186,6 +189,7 @@ def test_a_version_that_is_worse_live_is_rolled_back_to_the_best_before_it(
     assert rolled["earlier"]["1"]["evidence"] * made.config.gate.error / 3 >= 1
 
 
+@pytest.mark.long
 def test_a_version_served_with_other_weights_is_rolled_back(loop: Callable[..., Any]) -> None:
     """The folder is good, what runs under its name is not: only real acceptance can tell."""
     made = loop("perfect")
@@ -200,6 +204,7 @@ def test_a_version_served_with_other_weights_is_rolled_back(loop: Callable[..., 
     assert rolled["served_gap"] > 0.3 and rolled["earlier"]["1"]["gain"] == 0.0
 
 
+@pytest.mark.long
 def test_a_good_version_stays(loop: Callable[..., Any]) -> None:
     """The same watch over a version that is no worse than its parent: no false alarm."""
     made = loop("perfect")
@@ -246,6 +251,7 @@ def test_records_of_another_target_are_left_out(
     assert 0 < status["foreign"] < status["records"]
 
 
+@pytest.mark.long
 def test_adapters_are_published_merged_and_survive_a_restart(loop: Callable[..., Any]) -> None:
     made = loop("draft-lm")
     made.serve(100)
@@ -275,6 +281,7 @@ def test_a_closed_terminal_saves_and_stops(monkeypatch: pytest.MonkeyPatch) -> N
     signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.long
 def test_sigterm_ends_the_command_cleanly(loop: Callable[..., Any]) -> None:
     made = loop()
     made.serve(40)

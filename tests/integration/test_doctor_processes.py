@@ -29,6 +29,7 @@ def doctor(*options: str, count: int = 2) -> tuple[int, list[str]]:
     return ranks.returncode or 0, said
 
 
+@pytest.mark.long
 def test_processes_are_examined_and_a_target_in_shares(
     tiny_target: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -46,6 +46,7 @@ def finish(process: Forked | Ranks) -> str:
     return said
 
 
+@pytest.mark.long
 def test_a_spread_target_gives_the_figures_of_a_whole_one(words: list[str], tmp_path: Path) -> None:
     one, spread = tmp_path / "one.json", tmp_path / "spread.json"
     environment = os.environ | ENVIRONMENT

@@ -203,6 +203,7 @@ def export(draft: Path, hub: Hub, token: str, *options: str) -> subprocess.Compl
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.long
 def test_push_uploads_the_whole_export(draft: Path, hub: Hub) -> None:
     finished = export(draft, hub, "hf_good", "--push", "ann/draft", "--private")
     assert finished.returncode == 0, finished.stderr

@@ -112,6 +112,7 @@ def accept_all(*args: Any, **values: Any) -> Decision:
     return Decision("accept", "nobody looked")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "harm", ["NaN", "noise", "shuffled labels", "a learning rate 100 times too high"]
 )
@@ -149,6 +150,7 @@ def test_bad_updates_are_not_published(
 # Disks.
 
 
+@pytest.mark.long
 def test_a_truncated_shard_costs_its_own_records_alone(
     loop: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -189,6 +191,7 @@ def test_answers_do_not_depend_on_the_buffers_disk(
     assert not list((made.root / "full").iterdir())
 
 
+@pytest.mark.long
 def test_a_full_disk_is_waited_out(
     loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -238,6 +241,7 @@ def test_a_disk_that_is_full_from_the_start_is_one_sentence(
     assert daemon.run(made.config) == 0 and versions.versions(made.versions) == [1]
 
 
+@pytest.mark.long
 def test_damaged_state_and_damaged_live_version_do_not_stop_the_learner(
     loop: Callable[..., Any],
 ) -> None:
@@ -282,6 +286,7 @@ def test_a_version_that_is_half_there_is_passed_over(loop: Callable[..., Any]) -
 # Clocks.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("jump_s", [-(10**6), pytest.param(10**9, marks=pytest.mark.long)])
 def test_a_clock_that_jumps_changes_nothing_that_is_learned(
     loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, jump_s: float
@@ -465,6 +470,7 @@ def learn_in_steps(
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("point", "when"),
     [

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from draftsmith.drafters.published import versions
 from draftsmith.fleet.store.errors import StoreError
 from draftsmith.fleet.store.store import VersionStore
@@ -79,6 +81,7 @@ def fleet_of(folder: Path, nursery: Nursery, place: Place) -> Fleet:
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_storm_of_kills_loses_nothing_finished_and_all_come_to_one_version(
     tmp_path: Path,
 ) -> None:

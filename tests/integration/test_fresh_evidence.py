@@ -27,6 +27,7 @@ def learner_of(made: Any, gate: GateConfig) -> Daemon:
     return Daemon(config, Status(config.versions, io.StringIO()), throttle)
 
 
+@pytest.mark.long
 def test_a_text_is_scored_before_the_candidate_is_trained_on_it(
     loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -423,6 +423,7 @@ def test_tokens_and_pairs_of_them_keep_the_targets_distribution(
     assert engine.stats.num_draft_tokens > tokens.numel() / 2
 
 
+@pytest.mark.long
 def test_noise_keyed_by_position_is_caught(
     mechanism: Mechanism, target: Target, keyed_by_position: None
 ) -> None:

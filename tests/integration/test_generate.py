@@ -158,6 +158,7 @@ generate.run(GenerateConfig(target=sys.argv[1], out=sys.argv[2], **values))
 """
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("uncaptured")
 def test_killed_generation_resumes_to_the_same_answers(
     tiny_target: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -236,6 +237,7 @@ def test_a_second_run_in_the_folder_is_refused(
     assert not (tmp_path / "data" / "generate.lock").exists()
 
 
+@pytest.mark.long
 def test_processes_of_a_launcher_write_what_one_writes(
     tiny_target: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -219,7 +219,10 @@ def together_as_plain(
     return together
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "arch",
+    [ARCHITECTURES[0], *(pytest.param(arch, marks=pytest.mark.long) for arch in ARCHITECTURES[1:])],
+)
 def test_speculation_does_not_change_greedy_output(
     arch: str, load: Callable[[str], Target]
 ) -> None:
@@ -267,6 +270,7 @@ def chunked_texts(target: Target, folder: str) -> tuple[list[list[int]], list[Gr
     return batch, expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["ngram", "eagle3", "draft-lm"])
 def test_chunks_of_attention_do_not_change_greedy_output(
     family: str, load: Callable[[str], Target], tiny_target: Callable[..., str]
@@ -295,6 +299,7 @@ def test_chunks_of_attention_do_not_change_greedy_output(
     assert engine.stats.prefix_cache_hits > 32
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrong", ["no chunks", "chunks of 17", "scales by place"])
 def test_a_chunk_or_scale_that_is_wrong_is_noticed(
     wrong: str,

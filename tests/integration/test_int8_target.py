@@ -70,6 +70,7 @@ def test_speculation_does_not_change_greedy_output(
         assert seen >= {0, 1, 2, 3, 4}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["ngram", "draft-lm"])
 def test_the_joint_distribution_of_served_tokens_is_the_rounded_targets(
     family: str, load: Callable[[str], Target], live_server: Callable

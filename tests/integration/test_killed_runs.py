@@ -97,6 +97,7 @@ def same_draft(one: Path, other: Path) -> None:
     assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [None, pytest.param("zero2", marks=pytest.mark.long)])
 def test_two_processes_train_on(
     stage: str | None, target: Target, data: Path, tmp_path: Path
@@ -115,6 +116,7 @@ def test_two_processes_train_on(
     same_draft(whole, killed)
 
 
+@pytest.mark.long
 def test_two_processes_answer_on(target: Target, tmp_path: Path) -> None:
     words = (
         "generate", "--target", target.name, "--prompts", "stdlib:prose", "--count", 46,
@@ -138,6 +140,7 @@ def test_two_processes_answer_on(target: Target, tmp_path: Path) -> None:
         assert (whole / name).read_bytes() == (killed / name).read_bytes(), name
 
 
+@pytest.mark.long
 def test_a_learner_of_recorded_distributions_learns_on(
     loop: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -176,6 +179,7 @@ def test_a_learner_of_recorded_distributions_learns_on(
     assert any(not torch.equal(one["candidate"][name], begun[name]) for name in one["candidate"])
 
 
+@pytest.mark.long
 def test_a_data_curve_is_trained_on(target: Target, data: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(

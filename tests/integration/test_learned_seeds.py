@@ -187,6 +187,7 @@ def test_seeded_answers_reach_no_learner_and_others_do(target: Target, tmp_path:
     assert all(len(text) == PROMPT_TOKENS + 4 for text in told)
 
 
+@pytest.mark.long
 def test_answers_asked_for_again_have_the_targets_distribution(
     target: Target, tmp_path: Path
 ) -> None:

@@ -64,6 +64,7 @@ def same_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
         assert torch.allclose(value, theirs[name], rtol=0, atol=LEARN.lr / 300), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "teacher, processes, shares, stage, rows",
     [
@@ -115,6 +116,7 @@ def test_several_processes_learn_what_one_learns(
     assert moved > LEARN.lr, "nothing was learned"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "stage", [None, *(pytest.param(stage, marks=pytest.mark.long) for stage in (2, 3))]
 )
@@ -155,6 +157,7 @@ def test_adapters_are_trained_by_several_processes_too(
     same_weights(weights, learned(made, alone)[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "teacher, stage",
     [

@@ -168,6 +168,7 @@ def crowd(
     return crowd
 
 
+@pytest.mark.long
 def test_a_crowd_leaves_nothing_behind(
     live_server: Callable, target: Target, quiet: list[list[int]]
 ) -> None:

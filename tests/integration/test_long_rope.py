@@ -158,6 +158,7 @@ def test_the_same_text_every_way_up_to_the_original_length(name, compile, load):
             assert not differ(target, text, answer, right), f"{way}: {answer} in place of {right}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compile", ["off", "auto"])
 def test_the_same_text_every_way_beyond_the_original_length(compile, load, tmp_path):
     """Short texts, long ones and some that cross, against transformers with the long factors under

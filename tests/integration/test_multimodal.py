@@ -144,6 +144,7 @@ def test_text_is_that_of_the_full_class(published, kind):
     assert len({*found[0], *found[1]}) > 4
 
 
+@pytest.mark.long
 def test_drafts_are_trained_and_served_for_the_language_part(published, tmp_path):
     folder, model = published("qwen3_vl")
     target = Target.load(folder, dtype=torch.float32)

@@ -90,6 +90,7 @@ def url(made: Any, live_server: Callable[..., Any]) -> str:
     return live_server(made.target, drafter, EngineConfig(k=3), report="detailed").url
 
 
+@pytest.mark.long
 def test_a_draft_learns_from_observed_traffic(made: Any, url: str) -> None:
     """Rounds, ids and nothing else: the learner computes the target's distributions itself."""
     buffer = Path(made.config.buffer)
@@ -110,6 +111,7 @@ def test_a_draft_learns_from_observed_traffic(made: Any, url: str) -> None:
     assert newest == 2 and versions.read_manifest(made.versions, newest)["gate"]["gain"] > 0
 
 
+@pytest.mark.long
 def test_records_say_what_the_server_itself_records(
     made: Any, live_server: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -105,6 +105,7 @@ def large(
     return "llama", folder, large_target(folder, layers=2, intermediate_size=8704)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is Linux's")
 def test_no_more_than_a_part_of_a_layer_is_in_memory(
     large: tuple[str, Path, int], tiny_target: Callable[..., str]
@@ -137,6 +138,7 @@ def same_weights(one: Path, other: Path) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.long
 def test_a_draft_learns_and_is_measured_as_by_a_target_in_memory(
     target_folder: str, data: Path, tmp_path: Path
 ) -> None:
@@ -174,6 +176,7 @@ def none_written(*_: object) -> Any:
     raise AssertionError("answers are kept")
 
 
+@pytest.mark.long
 def test_a_learner_learns_what_it_learns_by_a_target_in_memory(loop: Callable[..., Any]) -> None:
     made = loop("eagle3")
     made.serve(24)

@@ -117,6 +117,7 @@ def expected(
     return torch.tensor([rounds[sequence.name] for sequence in sequences], dtype=torch.float64)
 
 
+@pytest.mark.long
 def test_greedy_rounds_are_the_same_number(pair):
     sequences, rounds = speculate(pair, 0.0, 12)
     assert rounds.sum() < 12 * 20, "something must be accepted for this to say anything"

@@ -79,6 +79,7 @@ def workshop(tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPathF
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param("eagle3", marks=pytest.mark.long), "eagle3 subset", "draft-lm"]
 )

@@ -58,6 +58,7 @@ def kill_after_a_checkpoint(out: Path) -> None:
     os.kill(json.loads((out / "run.lock").read_text())["pid"], signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_a_killed_stage_resumes_and_the_rest_is_kept(
     tmp_path: Path,
     tiny_target: Callable[..., str],

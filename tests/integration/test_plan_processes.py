@@ -25,6 +25,7 @@ def plan_of(said: str) -> dict:
     return json.loads(said[said.index("{") :])
 
 
+@pytest.mark.long
 def test_a_launcher_plans_what_one_process_plans(
     tiny_target: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -245,6 +245,7 @@ def acceptance(records: list[RoundRecord], name: str) -> float:
     )
 
 
+@pytest.mark.long
 def test_classes_get_drafts_that_beat_the_single_one_and_lose_them(
     pair: Pair, tmp_path: Path
 ) -> None:
@@ -310,6 +311,7 @@ def test_classes_get_drafts_that_beat_the_single_one_and_lose_them(
     assert not list((tmp_path / "versions" / "pool").glob("c*/v*"))
 
 
+@pytest.mark.long
 def test_requests_without_a_tag_are_sorted_by_their_prompts(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -265,6 +265,7 @@ def serve_into(loop: Any, count: int, *, seed: int = 0, **options: object) -> No
     writer.close()
 
 
+@pytest.mark.long
 def test_a_learner_publishes_an_eagle3_draft_without_loading_its_target(
     loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,7 @@ def weaken(drafter: torch.nn.Module, share: float) -> None:
             parameter += share * parameter.std() * noise
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("decision", ["accept", "none"])
 def test_what_was_learned_goes_on_after_a_rollback_unless_no_gate_has_seen_it(
     loop: Callable[..., Any], decision: str
@@ -70,6 +71,7 @@ def test_what_was_learned_goes_on_after_a_rollback_unless_no_gate_has_seen_it(
     assert is_first == (not is_kept)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_displaced", [True, False])
 def test_a_version_that_was_left_goes_live_again_when_its_traffic_is_back(
     loop: Callable[..., Any], is_displaced: bool

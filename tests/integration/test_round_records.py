@@ -230,6 +230,7 @@ def test_rounds_under_penalties_are_text_without_distributions_so_that_nobody_sc
     assert [text.is_scorable for text in texts] == [found[tuple(text.tokens)] > 0 for text in texts]
 
 
+@pytest.mark.long
 def test_a_sink_has_a_rounds_records_while_its_logits_are_there(
     target: Target, records: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -250,6 +250,7 @@ def test_the_joint_distribution_is_kept_with_four_drafts_in_a_batch_and_all_swap
     assert detectable_bias(MANY_SAMPLES, found.degrees, FALSE_ALARM) < 0.05
 
 
+@pytest.mark.long
 def test_the_distribution_is_kept_with_four_drafts_and_lost_when_their_distributions_are_mixed_up(
     target: Target,
     distribution: dict[tuple[int, ...], float],

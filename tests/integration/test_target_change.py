@@ -101,6 +101,7 @@ def site(tmp_path: Path, tiny_target: Callable[..., str]) -> Site:
     return made
 
 
+@pytest.mark.long
 def test_a_draft_that_still_predicts_leaves_quarantine_as_it_is(site: Site) -> None:
     made_for = site.target.revision
     site.change(0.01)
@@ -127,6 +128,7 @@ def test_a_draft_that_still_predicts_leaves_quarantine_as_it_is(site: Site) -> N
     assert len(site.decisions("quarantine")) == 1
 
 
+@pytest.mark.long
 def test_a_draft_that_predicts_no_more_stays_until_it_has_learned(site: Site) -> None:
     site.change(3.0)
     site.serve(80)
@@ -153,6 +155,7 @@ def test_a_draft_that_predicts_no_more_stays_until_it_has_learned(site: Site) ->
     )
 
 
+@pytest.mark.long
 def test_new_weights_in_the_targets_folder_are_taken_up_while_it_runs(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +175,7 @@ def test_new_weights_in_the_targets_folder_are_taken_up_while_it_runs(
     assert site.revision() == site.target.revision != changed[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("noise", "is_close"), [(0.01, True), (3.0, False)])
 def test_text_that_is_there_predicts_alpha_under_new_weights_before_any_traffic(
     site: Site, monkeypatch: pytest.MonkeyPatch, noise: float, is_close: bool
@@ -204,6 +208,7 @@ def test_text_that_is_there_predicts_alpha_under_new_weights_before_any_traffic(
         assert lost > 0.3 and not site.decisions("accept") and site.decisions("quarantine")
 
 
+@pytest.mark.long
 def test_rounds_of_earlier_weights_are_texts_and_no_evidence(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +243,7 @@ def test_records_of_a_target_that_is_not_here_change_nothing(site: Site) -> None
     assert versions.read_decisions(site.config.versions) == []
 
 
+@pytest.mark.long
 def test_a_server_in_quarantine_drafts_seldom_until_a_version_for_its_target_is_live(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:

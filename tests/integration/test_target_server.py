@@ -87,6 +87,7 @@ def same_weights(one: Path, other: Path) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("changes", [{}, {"packing": True, "accumulate": 2, "max_length": 64}])
 @pytest.mark.parametrize("family", SHAPES)
 def test_training_by_a_server_equals_training_here_to_the_bit(
@@ -135,6 +136,7 @@ def test_on_policy_texts_are_written_by_a_server_as_here(
     assert same_weights(tmp_path / "here", tmp_path / "there")
 
 
+@pytest.mark.long
 def test_a_draft_lm_is_trained_on_the_likeliest_tokens_of_a_server(
     server: Any, target_folder: str, data: Path, tmp_path: Path
 ) -> None:
@@ -162,6 +164,7 @@ def test_a_draft_lm_is_trained_on_the_likeliest_tokens_of_a_server(
             run(replace(one, **changes))
 
 
+@pytest.mark.long
 def test_two_processes_train_by_one_server(
     server: Any, target_folder: str, data: Path, tmp_path: Path
 ) -> None:
@@ -185,6 +188,7 @@ def test_two_processes_train_by_one_server(
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)  # sums in another order
 
 
+@pytest.mark.long
 def test_a_draft_lm_is_trained_by_prompt_logprobs(
     server: Any, target_folder: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +241,7 @@ def dying(
     return start
 
 
+@pytest.mark.long
 def test_a_run_whose_server_is_lost_ends_and_goes_on_from_its_checkpoint(
     server: Any,
     target_folder: str,

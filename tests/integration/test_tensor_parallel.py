@@ -140,6 +140,7 @@ def drafted(url: str) -> float:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "family, torchrun",
     [
@@ -168,6 +169,7 @@ def test_two_processes_answer_as_one(
     assert torchrun or (server.returncode == 0 and "Traceback" not in said)
 
 
+@pytest.mark.long
 def test_two_processes_give_the_states_and_weights_of_one(
     target_folder: str, serve: Callable
 ) -> None:
@@ -230,6 +232,7 @@ for max_tokens in (4, 24):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_rank_that_fails_in_a_pass_ends_all(
     failing: int, target_folder: str, tmp_path: Path
@@ -310,6 +313,7 @@ leave_group()
 """
 
 
+@pytest.mark.long
 def test_two_processes_replay_graphs_in_step(
     target_folder: str, drafts: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -249,6 +249,7 @@ def same_run(ranks: list[dict], one_process: list[dict]) -> None:
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5), (ours["step"], name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [1, 2, pytest.param(3, marks=pytest.mark.long)])
 def test_zero_on_two_processes_equals_one(stage, train, tmp_path, one_process):
     recipe = str(ROOT / f"recipes/zero{stage}.json")
@@ -272,6 +273,7 @@ def test_ranks_go_on_from_their_checkpoint(stage, train, tmp_path, one_process):
     same_run(metrics(tmp_path / "ranks"), one_process)
 
 
+@pytest.mark.long
 def test_bfloat16_arithmetic_follows_float32_on_two_processes_too(
     target_folder, data, train, tmp_path, one_process
 ):
@@ -302,6 +304,7 @@ def test_another_step_is_another_loss(one_process):
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "recipe"),
     [("eagle3", None), ("mtp", "zero2"), pytest.param("draft-lm", "zero3", marks=pytest.mark.long)],
@@ -380,6 +383,7 @@ def test_a_deepspeed_run_goes_on_with_another_number_of_processes(
     same_run(metrics(tmp_path / "moved"), one_process)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("counts", [(1, 2), (2, 1)], ids=["one to two", "two to one"])
 def test_a_run_goes_on_with_another_number_of_processes(
     counts, train, tmp_path, one_process, target_folder, data

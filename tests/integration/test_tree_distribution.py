@@ -183,6 +183,7 @@ def fit(distribution: dict[tuple[int, ...], float], texts: list[tuple[int, ...]]
     return g_test(counts, torch.tensor([*distribution.values(), 0.0], dtype=torch.float64))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tree", [SAMPLED, DYNAMIC])
 def test_the_joint_distribution_is_the_targets(
     tree: str, target: Target, prompt: list[int], distribution: dict[tuple[int, ...], float]

@@ -178,6 +178,7 @@ def test_base_modules_import_no_code_folder() -> None:
         assert not [name for name in names if name.split(".")[1] in (*BELOW, *ABOVE)], path.name
 
 
+@pytest.mark.long
 def test_no_bare_imports_of_our_folders() -> None:
     paths = [
         path
@@ -238,6 +239,7 @@ def circles(arrows: Mapping[Any, Collection[Any]]) -> list[Any]:
     return sorted(node for node in reached if node in reached[node])
 
 
+@pytest.mark.long
 def test_no_file_imports_itself_in_a_circle() -> None:
     known = modules(*CODE_FOLDERS)
     assert len(known) > 250

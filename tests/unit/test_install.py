@@ -155,6 +155,7 @@ def resolutions(stranger: Run, wrong: Path) -> Iterator[Resolutions]:
             pool.shutdown(cancel_futures=True)
 
 
+@pytest.mark.long
 def test_pip_resolves_the_whole_project(resolutions: Resolutions) -> None:
     done = resolutions["pip"].result()
     assert done.returncode == 0, done.stderr[-2000:]
@@ -164,6 +165,7 @@ def test_pip_resolves_the_whole_project(resolutions: Resolutions) -> None:
     )
 
 
+@pytest.mark.long
 def test_pip_refuses_a_triton_that_torch_does_not_take(resolutions: Resolutions) -> None:
     done = resolutions["pip, wrong"].result()
     assert done.returncode != 0 and "triton==3.9.0" in done.stdout + done.stderr

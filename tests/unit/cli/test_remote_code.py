@@ -156,6 +156,7 @@ def test_processes_that_share_a_target_are_started_with_it(monkeypatch):
     assert [recipe["trust_remote_code"] for recipe in started] == [False, True]
 
 
+@pytest.mark.long
 def test_a_server_started_by_bench_asks_nobody_and_runs_nothing(own_code, tmp_path):
     """Through real processes, whose standard input is a pipe that says yes."""
     folder = own_code.make(then=STOP)

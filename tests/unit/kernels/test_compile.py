@@ -61,6 +61,7 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]
     return found
 
 
+@pytest.mark.long
 def test_a_server_meets_few_variants_of_attention(counts: dict[str, dict[str, int]]) -> None:
     """The first pass of each kind waits a second for the compiler."""
     assert counts["alike"]["_attend"] <= 24

@@ -151,6 +151,7 @@ def test_a_capture_that_was_invalidated_quietly_is_told(cuda: Device) -> None:
     capturer.capture(cuda.work)
 
 
+@pytest.mark.long
 def test_the_pool_outlives_the_callers_graphs(cuda: Device) -> None:
     capturer = CudaCapturer(torch.device("cuda:0"))
     for _ in range(3):

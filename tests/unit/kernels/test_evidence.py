@@ -52,6 +52,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence, "GROWTH", 1.0)
 
 
+@pytest.mark.long
 @settings(max_examples=15, deadline=None)
 @given(weights=WEIGHTS)
 def test_the_mean_is_exactly_1_whatever_later_draws_depend_on(weights: list[float]) -> None:

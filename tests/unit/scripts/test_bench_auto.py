@@ -32,6 +32,7 @@ def rows(
     return found
 
 
+@pytest.mark.long
 def test_each_engine_drafts_what_its_name_says(rows: list[auto.Row]) -> None:
     assert {(row["engine"], row["temperature"], row["streams"]) for row in rows} == {
         (engine, temperature, streams)
@@ -47,6 +48,7 @@ def test_each_engine_drafts_what_its_name_says(rows: list[auto.Row]) -> None:
             assert row["engine"] == f"k = {deepest}"
 
 
+@pytest.mark.long
 def test_ratios_are_those_of_the_same_turn(rows: list[auto.Row]) -> None:
     for row in rows:
         assert row["lowest"] <= row["over_none"] <= row["highest"]
@@ -93,6 +95,7 @@ def measured(
     return run
 
 
+@pytest.mark.long
 def test_parts_are_engines_that_draft_nothing_but_k_auto(
     measured: Callable[[str], list[auto.Row]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,6 +110,7 @@ def test_parts_are_engines_that_draft_nothing_but_k_auto(
             assert row["over_none"] == 1.0 and row["mean_more_us"] == 0.0
 
 
+@pytest.mark.long
 def test_time_over_no_draft_is_booked_by_the_kind_of_round(
     measured: Callable[[str], list[auto.Row]], capsys: pytest.CaptureFixture[str]
 ) -> None:

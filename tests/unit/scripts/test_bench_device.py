@@ -80,6 +80,7 @@ def test_no_item_begins_without_time(tmp_path: Path) -> None:
     assert figures(tmp_path)["learning"] == {"failed": "no time left"}
 
 
+@pytest.mark.long
 def test_an_item_that_takes_too_long_keeps_its_figures_and_stops_no_other(tmp_path: Path) -> None:
     report, begun_s = Report(tmp_path), time.monotonic()
 
@@ -113,6 +114,7 @@ def test_figures_are_on_disk_before_an_item_ends(tmp_path: Path) -> None:
     assert seen == [{"first": 1}]
 
 
+@pytest.mark.long
 def test_what_travels_is_small_and_runs(tmp_path: Path) -> None:
     said = pack.pack(tmp_path / "trip")
     assert "without tests/, docs/" in said

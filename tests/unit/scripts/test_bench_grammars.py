@@ -11,6 +11,7 @@ from draftsmith.serve.sampling import adjustments
 from scripts.bench.engine.grammars import main
 
 
+@pytest.mark.long
 def test_every_grammar_is_drafted_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--prompts", "2", "--max-tokens", "12", "--seeds", "1", "--k", "2"])
     printed = capsys.readouterr().out

@@ -303,6 +303,7 @@ def trained(target: Target, make_rows: Callable[[torch.nn.Module, int], list[Row
     ).tau.value
 
 
+@pytest.mark.long
 def test_tau_rises_more_on_ones_own_text_than_on_another_kind(target):
     """As many steps on as many tokens; the other kind keeps to four words, as another domain would.
     The figures were 1.74 before, 1.94 and 1.76 after, exact but for the choice of 64 answers."""

@@ -68,6 +68,7 @@ def drafts(config: TrainConfig) -> dict[str, list]:
     return found
 
 
+@pytest.mark.long
 def test_each_draft_is_the_one_trained_alone_also_after_a_kill(
     config: TrainConfig, sources: list[SharedSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:

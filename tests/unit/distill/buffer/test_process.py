@@ -296,6 +296,7 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("quick")
 def test_a_killed_process_is_started_again_reads_on_and_flushes_at_the_end(tmp_path: Path) -> None:
     sink = ProcessWriter(Job(str(tmp_path / "buffer")))

@@ -148,6 +148,7 @@ def test_drafts_that_are_compared_share_the_targets_pass(
             assert one.is_consistent == other.is_consistent and one.version == other.version
 
 
+@pytest.mark.long
 def test_texts_of_another_target_contradict_their_logged_distributions(
     target: Target,
     tiny_target: Callable,
@@ -192,6 +193,7 @@ def test_weigh(gain: float, requests: int, evidence: float, decision: str) -> No
     assert found.to_dict()["p_value"] == pytest.approx(1 / evidence)
 
 
+@pytest.mark.long
 def test_candidates_better_equal_shuffled_and_broken(
     target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
 ) -> None:

@@ -99,6 +99,7 @@ def promoted_with_fresh(pairs: list[tuple[dict[str, float], dict[str, float]]]) 
     return None
 
 
+@pytest.mark.long
 def test_fresh_texts_promote_no_more_without_a_gain_and_sooner_with_one() -> None:
     generator = np.random.default_rng(11)
     none = [promoted_with_fresh(with_fresh(generator, 0.0, 60)) for _ in range(400)]

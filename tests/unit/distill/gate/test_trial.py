@@ -110,6 +110,7 @@ def ended(
     return ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("share", "taken_up"), [(0.1, 1.0), (0.25, 0.5)])
 def test_both_errors_hold_at_any_request(share: float, taken_up: float) -> None:
     """At the edge of each question, looked at after every request."""

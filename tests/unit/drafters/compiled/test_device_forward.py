@@ -69,6 +69,7 @@ def everything(target: Target, impl: str = "torch") -> list[torch.Tensor]:
     return [*found, *pool.keys, *pool.values]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_families_are_captured_of_triton_steps(tiny_target, arch: str) -> None:
     folder = tiny_target(arch)
@@ -78,6 +79,7 @@ def test_families_are_captured_of_triton_steps(tiny_target, arch: str) -> None:
         torch.testing.assert_close(found, expected, atol=4e-5, rtol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arch", "dtype"),
     [
@@ -101,6 +103,7 @@ def test_half_precision_rounds_where_the_model_does(tiny_target, arch, dtype) ->
     assert errors[0] <= 1.05 * errors[1]
 
 
+@pytest.mark.long
 def test_other_contexts_are_given_rotated_keys(tiny_target) -> None:
     """The C++ kernel of a CPU writes keys itself, as a context of the learner may."""
     target = made(tiny_target("qwen3"), torch.float32)
@@ -137,6 +140,7 @@ def of_layers(tiny_target, monkeypatch) -> Callable[..., Target]:
     return target
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arch", "most", "most_beside", "fewest_own"),
     [("llama", 10, 21, 41), ("qwen3", 10, 21, 57), ("gemma2", 12, 25, 60)],

@@ -84,6 +84,7 @@ def passes(head: FeatureHead, impl: str = "torch") -> list[torch.Tensor]:
     return [*found, *pool.keys, *pool.values]
 
 
+@pytest.mark.long
 @torch.no_grad()
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -106,6 +107,7 @@ def test_heads_are_captured_of_triton_steps(
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.long
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
 def test_half_precision_rounds_as_the_head_does(

@@ -364,6 +364,7 @@ while True:
 """
 
 
+@pytest.mark.long
 def test_a_publisher_that_is_killed_leaves_whole_versions(root: Path, tmp_path: Path) -> None:
     store = VersionStore(str(tmp_path / "store"), cache=tmp_path / "cache")
     live = 0

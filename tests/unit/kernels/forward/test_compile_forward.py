@@ -14,6 +14,7 @@ VARIANTS = 51
 
 
 # Half a minute, minutes on a machine that is busy.
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_steps_compile_ahead_of_time_without_spills(tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

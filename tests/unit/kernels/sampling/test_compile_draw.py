@@ -42,6 +42,7 @@ def check(variants: list[dict[str, Any]], count: int) -> None:
         assert variant["shared_bytes"] <= SHARED_BYTES, variant
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_kernels_of_a_draw_compile_ahead_of_time(tmp_path: Path) -> None:
     check(compiled(tmp_path, CAPABILITIES, [151_936]), 24)

@@ -82,6 +82,7 @@ KINDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -285,6 +286,7 @@ def test_a_drafter_draws_by_the_kernels_where_they_run(monkeypatch: pytest.Monke
     assert torch.equal(found.distribution, expected.distribution)
 
 
+@pytest.mark.long
 def test_draws_follow_the_distribution_of_float64() -> None:
     """Draws beside min-p of 0.2 in float64, and not beside no filter at all."""
     count = 300

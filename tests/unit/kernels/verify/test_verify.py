@@ -175,6 +175,7 @@ def test_an_empty_batch_and_no_drafts(verify: Verify) -> None:
     assert torch.equal(verdict.tokens[:, 0], sample(p, ids(4, 5, 6), ids(7, 8, 9), Purpose.BONUS))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [2, 33, 130])
 @pytest.mark.parametrize("true_q", [True, False])
 def test_triton_decides_as_the_reference(
@@ -278,6 +279,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
         begin += length + 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())

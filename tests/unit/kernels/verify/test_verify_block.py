@@ -421,6 +421,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
         begin += length + 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())

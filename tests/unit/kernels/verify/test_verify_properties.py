@@ -124,6 +124,7 @@ def later_children(count: int) -> Round:
 LATER = later_children(6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 @settings(
     max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]

@@ -330,6 +330,7 @@ def full_trees(seed: int, rows: int, size: int) -> tuple[object, ...]:
     return p.flatten(0, 1), tree, q, q_rows, seeds, positions
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("told", [True, False])
 def test_triton_descends_after_rejected_siblings(
     told: bool, device: torch.device, poisoned_empty: None

@@ -229,6 +229,7 @@ def test_an_honest_server_passes(ours: bool, options: dict) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "depth", [*(pytest.param(depth, marks=pytest.mark.long) for depth in (1, 2, 3)), 4]
 )
@@ -302,6 +303,7 @@ def test_a_greedy_slip_is_a_divergence_with_its_margin() -> None:
     assert divergence["place"] == 5 and divergence["margin"] > 0.1
 
 
+@pytest.mark.long
 def test_a_slip_within_the_margin_is_noise() -> None:
     slips = [
         check.evidence["divergences"][0]["margin"]
@@ -421,6 +423,7 @@ def test_a_server_with_a_switch_is_compared_with_itself() -> None:
     assert check.evidence["divergences"][0]["place"] == 5 and "forks at token 6 of 32" in check.said
 
 
+@pytest.mark.long
 def test_another_server_can_be_the_witness() -> None:
     """Here the audited server's own logprobs would clear it: the model it serves is another one."""
     swapped = ChainServer(table=ChainServer().table.roll(1, dims=1))

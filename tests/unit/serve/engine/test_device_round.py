@@ -422,6 +422,7 @@ def test_text_in_place_of_a_resting_draft_shares_rounds_with_the_other(
     assert mixed and both.expected.fallbacks["invalid"] >= 2  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family, tree", [("eagle3", TREES), ("medusa", "choices:0,0.0,1,0.1,2")])
 def test_trees_of_other_parameters_share_a_round(
     family: str, tree: str, both: Callable[..., StandIn]
@@ -488,6 +489,7 @@ ROUNDS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ROUNDS)
 def test_a_round_of_each_kind_waits_so_often(name: str, both: Callable[..., StandIn]) -> None:
     values, options, waits = ROUNDS[name]

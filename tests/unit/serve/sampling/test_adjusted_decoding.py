@@ -112,6 +112,7 @@ def plain_loop(
     return text[len(prompt) :]
 
 
+@pytest.mark.long
 @settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_greedy_text_is_that_of_the_plain_loop_whatever_is_asked_and_drafted(

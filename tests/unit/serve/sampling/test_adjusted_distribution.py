@@ -172,6 +172,7 @@ def fit(
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_the_joint_distribution_of_answers_is_the_enumerated_one(
     target: Target, drafter: DraftLm, adjusted: Callable, name: str
@@ -183,6 +184,7 @@ def test_the_joint_distribution_of_answers_is_the_enumerated_one(
     assert detectable_bias(NUM_SAMPLES, found.degrees, FALSE_ALARM) < 0.15
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tree", TREES)
 def test_the_joint_distribution_of_answers_drafted_as_trees_is_the_enumerated_one(
     target: Target, drafter: DraftLm, adjusted: Callable, tree: str
@@ -238,6 +240,7 @@ def test_the_joint_distribution_of_many_answers_by_blocks_and_trees(
     assert detectable_bias(20_000, found.degrees, 1e-9) < 0.05
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["penalties", "bans"])
 def test_leaving_the_drafted_tokens_out_is_caught(
     target: Target, drafter: DraftLm, adjusted: Callable, monkeypatch: pytest.MonkeyPatch, name: str
@@ -260,6 +263,7 @@ def test_a_penalty_left_out_is_caught(
     assert fit(target, drafter, CONFIG, PENALTIES, distribution).p_value < FALSE_ALARM
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["block", *TREES])
 def test_counting_the_newest_drafted_token_alone_is_caught(
     target: Target, drafter: DraftLm, adjusted: Callable, monkeypatch: pytest.MonkeyPatch, way: str

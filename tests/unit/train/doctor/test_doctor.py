@@ -249,6 +249,7 @@ def test_alpha_of_the_target_as_its_own_draft_is_one(
     assert "alpha_1 is 1.000" in found["draft.alpha"]["what"]
 
 
+@pytest.mark.long
 def test_text_of_another_model_is_noticed(
     diagnose: Callable[..., Any], make_data: Callable[..., str], tiny_target: Callable[..., str]
 ) -> None:

@@ -90,6 +90,7 @@ def speculate(
     return rounds
 
 
+@pytest.mark.long
 @torch.no_grad()
 @pytest.mark.parametrize("draft_sampling, runs", [("sampled", 4000), ("greedy", 1500)])
 def test_expected_rounds_over_sampled_texts_equal_real_speculation(

@@ -104,6 +104,7 @@ def test_bad_input_is_one_sentence(
     assert "is not valid JSON" in refusal(draft)
 
 
+@pytest.mark.long
 def test_a_target_may_be_an_adapter(
     draft: Path, tiny_target: Callable[..., str], tmp_path: Path
 ) -> None:

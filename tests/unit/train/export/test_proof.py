@@ -126,6 +126,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "engine"), PAIRS)
 def test_engines_read_the_draft_that_was_trained(
     family: str, engine: str, exported: Callable[[str, str], tuple[Path, Path]]

@@ -229,6 +229,7 @@ def test_a_flipped_byte_is_found_in_the_text_that_has_it(target, stored):
         teacher.read(text_of(corpus, [[5]]), TAPS)
 
 
+@pytest.mark.long
 def test_storing_goes_on_where_it_was_killed_and_repeats_nothing(target, stored, monkeypatch):
     whole = stored(store_taps="fp8", taps=TAPS)
     expected = {path.name: path.read_bytes() for path in whole.glob("taps-*")}
@@ -328,6 +329,7 @@ def test_training_from_stored_signals_learns(target, shared, tmp_path, signal):
                 run(build(TrainConfig, to_dict(config) | wrong | {"out": str(tmp_path / "other")}))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("store", [{"store_taps": "bf16", "taps": TAPS}, {"top_logprobs": 8}])
 def test_stores_of_several_folders_are_read_as_one(target, stored, store, tmp_path):
     """Each text has the signals that its own folder has."""

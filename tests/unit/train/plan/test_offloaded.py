@@ -22,6 +22,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "TURN_S", 0.0)
 
 
+@pytest.mark.long
 def test_memory_and_steps_are_those_of_an_offloaded_target(
     tiny_target: Callable[..., str], fast: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -49,6 +50,7 @@ def test_memory_and_steps_are_those_of_an_offloaded_target(
         assert cost["train_tokens_per_s"] == pytest.approx(rate) and cost["step_s"] > 0
 
 
+@pytest.mark.long
 def test_a_plan_says_what_reading_costs_and_what_makes_drafts_fit(
     tiny_target: Callable[..., str],
     fast: None,

@@ -209,6 +209,7 @@ def command(target: Target, draft: Path) -> list[str]:
     ]
 
 
+@pytest.mark.long
 def test_every_family_is_planned_for(
     target: Target,
     trained_mtp: Path,
@@ -235,6 +236,7 @@ def test_every_family_is_planned_for(
         assert one["speedup"]["value"] == pytest.approx(one["tau"]["value"] / one["break_even"])
 
 
+@pytest.mark.long
 def test_several_drafts_of_a_family_are_planned_each_at_every_k(
     target: Target, tmp_path: Path, fast: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,6 +269,7 @@ def test_several_drafts_of_a_family_are_planned_each_at_every_k(
     assert all(folder in line and "3: " in line for folder, line in zip(folders, lines))
 
 
+@pytest.mark.long
 def test_trees_of_measured_shapes_are_planned(
     target: Target, trained_mtp: Path, fast: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

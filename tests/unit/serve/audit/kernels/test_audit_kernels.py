@@ -229,6 +229,7 @@ def test_the_plain_reading_of_a_chain_decides_as_the_kernel_does() -> None:
 # Enumeration
 
 
+@pytest.mark.long
 def test_enumeration_holds_and_sees_its_controls() -> None:
     checks = exact_checks(3)
     assert all(check.passed for check in checks), [check for check in checks if not check.passed]
@@ -366,6 +367,7 @@ def test_blocks_with_a_chains_residual_are_lossy_by_sampled_rounds_alone(
 # Triton beside the reference
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["chain", "block"])
 def test_triton_is_held_to_the_reference_and_a_mistake_is_seen(way: str) -> None:
     kernel = verify.verify_chain if way == "chain" else verify_block.verify_block
@@ -421,6 +423,7 @@ def test_verdicts(checks: list[Check], verdict: str) -> None:
     assert Report("x", 1e-9, checks).verdict == verdict
 
 
+@pytest.mark.long
 def test_command_writes_the_report_and_exits_by_the_verdict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

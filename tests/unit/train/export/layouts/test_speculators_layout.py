@@ -188,6 +188,7 @@ def test_a_module_beside_a_target_with_an_older_file_is_exported(
     assert written["rope_theta"] == 1e6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3"])
 def test_an_mtp_module_is_the_type_mtp(kind: str, tiny_target: Find, tmp_path: Path) -> None:
     of = Target.load(tiny_target(kind), dtype=torch.float32)

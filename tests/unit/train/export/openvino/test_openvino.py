@@ -89,6 +89,7 @@ def computed(folder: Path, ids: torch.Tensor, mask: torch.Tensor, cuts: list[int
     return torch.cat(found, dim=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_graphs_give_the_models_logits(
     kind: str, made: Callable[..., Path], tiny_target: Callable[..., str]
@@ -128,6 +129,7 @@ def generated(target: Path, draft: Path | None) -> tuple[list[int], int]:
     return answer.tokens[0], accepted
 
 
+@pytest.mark.long
 def test_genai_drafts_with_a_draft_lm(made: Callable[..., Path]) -> None:
     """The text is the target's own, and the target as its own draft is taken."""
     out = export(made(num_layers=1), with_target=True)
@@ -137,11 +139,13 @@ def test_genai_drafts_with_a_draft_lm(made: Callable[..., Path]) -> None:
     assert text == drafted == itself and all_accepted > 10 > accepted
 
 
+@pytest.mark.long
 def test_genai_drafts_with_an_eagle3_head(made: Callable[..., Path]) -> None:
     out = export(made(family="eagle3", **EAGLE3), with_target=True)
     assert generated(out / TARGET, out)[0] == generated(out / TARGET, None)[0]
 
 
+@pytest.mark.long
 def test_texts_become_the_targets_tokens(
     made: Callable[..., Path], tiny_target: Callable[..., str]
 ) -> None:
@@ -177,6 +181,7 @@ def test_a_second_layer_is_refused(made: Callable[..., Path]) -> None:
         check_represented({**config, "num_hidden_layers": 2}, READER)
 
 
+@pytest.mark.long
 def test_embeddings_of_its_own_are_refused(
     made: Callable[..., Path], tiny_target: Callable[..., str]
 ) -> None:
@@ -191,6 +196,7 @@ def test_embeddings_of_its_own_are_refused(
         export(draft)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -210,6 +216,7 @@ def test_another_head_is_refused(
         prove(source_of(draft), written(graph, draft), "openvino")
 
 
+@pytest.mark.long
 def test_sixteen_bit_checkpoints_stay_so(
     made: Callable[..., Path], tiny_target: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -225,6 +232,7 @@ def test_sixteen_bit_checkpoints_stay_so(
     assert (half / TARGET / BIN).stat().st_size < 0.6 * sizes[1]
 
 
+@pytest.mark.long
 def test_another_graph_is_refused(made: Callable[..., Path]) -> None:
     draft = made()
     out = export(draft)

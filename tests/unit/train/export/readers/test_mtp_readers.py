@@ -22,6 +22,7 @@ from draftsmith.train.export.readers.vllm_mtp import read_mtp
 from tests.unit.train.export.conftest import trained
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
 def test_sglang_reads_qwens_modules(
     kind: str, without_module: Callable[[str], Path], tmp_path: Path
