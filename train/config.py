@@ -36,6 +36,7 @@ from draftsmith.drafters.options import (
     PeagleOptions,
 )
 from draftsmith.kernels.divergence.kind import DIVERGENCE_HELP
+from draftsmith.prompts.suites import MOST_HELP, SuiteOptions
 
 WEIGHTS = ("uniform", "exponential", "d-pace", "expected-prefix")
 BY_DRAFT = WEIGHTS[2:]  # from the draft's acceptance of the text, with whole distributions
@@ -294,11 +295,12 @@ DRAFT_SAMPLING_HELP = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig:
+class EvalConfig(SuiteOptions):
     target: str = option(help="the target: a folder, Hub id or GGUF file of a causal LM")
     draft: str = option(help="folder or Hub id of a trained draft")
     data: tuple[str, ...] = option(
-        help="folders written by `draftsmith generate`; their held-out prompts are used"
+        (),
+        "folders written by `draftsmith generate`; their held-out prompts are used; or give suite",
     )
     temperature: tuple[float, ...] = option(
         (0.0, 1.0), "temperatures to evaluate at", limits=NOT_NEGATIVE
@@ -309,8 +311,10 @@ class EvalConfig:
     tree: tuple[str, ...] = option(
         (), "draft trees whose tau is measured too, for example dynamic sampled:3x2x1x1"
     )
-    max_tokens: int = option(
-        128, "tokens the target writes per prompt where fresh answers are needed", limits=AT_LEAST_1
+    max_tokens: int | None = option(
+        None,
+        f"most tokens the target writes per prompt where fresh answers are needed; {MOST_HELP}",
+        limits=AT_LEAST_1,
     )
     held_out: float = option(
         0.05, "share of the data that training kept back; 1 reads all of it", limits=SHARE
@@ -322,6 +326,7 @@ class EvalConfig:
     )
     dtype: str = option("auto", "of the target's weights, as served", choices=TARGET_DTYPES)
     out: str | None = option(None, "write the figures to this JSON file")
+    markdown: str | None = option(None, "write the table by task or folder here, in Markdown")
     store: bool = option(
         False, "write the figures into the draft's draftsmith.json, from where `export` takes them"
     )

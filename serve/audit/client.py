@@ -113,6 +113,20 @@ class AuditClient:
         speculation = {"report": True} | ({} if k is None else {"k": k})
         return replace(self, fields={"speculation": speculation}) if self.controls_rounds else self
 
+    def tokens_of(self, chat: dict[str, Any]) -> list[int]:
+        """Ids of a chat by the server's template, up to where the answer begins."""
+        try:
+            response = send(
+                self.http.send,
+                self.http.build_request("POST", "/tokenize", json={"model": self.model, **chat}),
+            )
+            return list(response.raise_for_status().json()["tokens"])
+        except (httpx.HTTPError, KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"the server makes no token ids of a chat at /tokenize ({error}); audit one that "
+                "does, as draftsmith and vLLM, or leave suite out"
+            ) from error
+
     def complete(self, prompt: str | list[int], **body: Any) -> Completion:
         return self.choices(prompt, **body)[0]
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from draftsmith.api_key import API_KEY_HELP
 from draftsmith.config import AT_LEAST_1, INSIDE, NOT_NEGATIVE, PART, SECONDS, SHARE, option
 from draftsmith.drafters.config import TRUST_HELP
+from draftsmith.prompts.suites import SuiteOptions
 from draftsmith.serve.config import K_ALSO
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuditConfig:
+class AuditConfig(SuiteOptions):
     kernels: bool = option(False, "audit this installation's verification kernels")
     url: str | None = option(
         None, "audit a running OpenAI-compatible server, for example http://127.0.0.1:8000"

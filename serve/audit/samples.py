@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from draftsmith.errors import UserError
 from draftsmith.progress import Progress
+from draftsmith.prompts.suites import is_given, read_suite
 from draftsmith.serve.audit.client import AuditClient, Completion
 from draftsmith.serve.audit.config import AuditConfig
 from draftsmith.serve.audit.reference import Path, Text
@@ -25,17 +26,33 @@ class Samples(NamedTuple):
     reports: Sequence[dict[str, Any] | None] = ()  # of each continuation's rounds
 
 
-def make_context(client: AuditClient, config: AuditConfig, index: int) -> Text:
+def make_contexts(client: AuditClient, config: AuditConfig) -> list[Text]:
+    """A context behind the prompt each, or, of a suite, behind chats that are spread evenly over
+    it."""
+    if not is_given(config):
+        return [make_context(client, config, index) for index in range(config.contexts)]
+    questions = read_suite(config).questions
+    chosen = (questions[at * len(questions) // config.contexts] for at in range(config.contexts))
+    return [
+        make_context(client, config, index, client.tokens_of(question.fields))
+        for index, question in enumerate(chosen)
+    ]
+
+
+def make_context(
+    client: AuditClient, config: AuditConfig, index: int, chat: Sequence[int] = ()
+) -> Text:
     """Token ids that the server generated after the prompt, twice over: a repetition lets n-gram
-    drafters draft, too."""
+    drafters draft, too. Behind the ids of a chat, if one is given."""
     body = {"max_tokens": CONTEXT_TOKENS, "temperature": 1.0, "ignore_eos": True}
-    written = client.complete(config.prompt, **body, **_seed(config, index)).tokens
+    prompt = list(chat) or config.prompt
+    written = client.complete(prompt, **body, **_seed(config, index)).tokens
     if len(written) != CONTEXT_TOKENS:
         raise UserError(
             f"the server generated {len(written)} of {CONTEXT_TOKENS} tokens after "
             f"{config.prompt!r}; give another prompt"
         )
-    return (*written, *written, *written[: CONTEXT_TOKENS // 4])
+    return (*chat, *written, *written, *written[: CONTEXT_TOKENS // 4])
 
 
 def draw_samples(

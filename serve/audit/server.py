@@ -37,7 +37,7 @@ from draftsmith.serve.audit.reference import (
     reference_exists,
 )
 from draftsmith.serve.audit.report import Check, Report
-from draftsmith.serve.audit.samples import draw_samples, make_context, paths
+from draftsmith.serve.audit.samples import draw_samples, make_contexts, paths
 from draftsmith.serve.audit.together import together_checks
 from draftsmith.serve.audit.tokens import Tokens, detectable, tokens_of
 from draftsmith.serve.audit.two_samples import NOTHING_PLANTED, two_sample_checks
@@ -68,7 +68,7 @@ def audit_server(
         )
     )
     client = client.reporting(config.k)
-    contexts = [make_context(client, config, index) for index in range(config.contexts)]
+    contexts = make_contexts(client, config)
     before = client.counters()
     checks = [*declared(client), *greedy_checks(config, client, plain, distributions, contexts)]
     checks += together_checks(config, client, distributions, contexts)

@@ -21,11 +21,11 @@ from draftsmith.extras import missing
 from draftsmith.kernels.acceptance import DraftCost
 from draftsmith.progress import Progress
 from draftsmith.prompts.suites import (
-    MOST_TOKENS,
     Asked,
     Question,
     check_suite,
     is_given,
+    most_tokens,
     read_suite,
 )
 from draftsmith.serve.bench.client import Client, PassResult
@@ -101,7 +101,7 @@ def about(config: BenchConfig, suite: Asked) -> list[str]:
     return [
         ", ".join(pair),
         f"{suite.about}, {config.repeats} passes, the first turn's answer in the second's prompt",
-        f"answers of at most {_most_tokens(config)} tokens"
+        f"answers of at most {most_tokens(config, config.max_tokens)} tokens"
         + (", all of them asked for" if _ignores_eos(config) else ", or to their end"),
     ]
 
@@ -219,7 +219,7 @@ def _body(config: BenchConfig, model: str, case: Case) -> dict[str, Any]:
     with a seed out of its measurements."""
     body: dict[str, Any] = {
         "model": model,
-        "max_tokens": _most_tokens(config),
+        "max_tokens": most_tokens(config, config.max_tokens),
         "temperature": case.temperature,
     }
     if _ignores_eos(config):
@@ -231,10 +231,6 @@ def _body(config: BenchConfig, model: str, case: Case) -> dict[str, Any]:
     elif case.mode in config.tree:
         body["speculation"] = {"report": True}  # its shape sets how much is drafted
     return body
-
-
-def _most_tokens(config: BenchConfig) -> int:
-    return config.max_tokens or (MOST_TOKENS if is_given(config) else 128)
 
 
 def _ignores_eos(config: BenchConfig) -> bool:

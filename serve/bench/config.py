@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from draftsmith.api_key import API_KEY_HELP
 from draftsmith.config import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SECONDS, SHARE, Limits, option
 from draftsmith.drafters.config import Pair
-from draftsmith.prompts.suites import MOST_TOKENS, SuiteOptions
+from draftsmith.prompts.suites import MOST_HELP, SuiteOptions
 from draftsmith.serve.config import K_ALSO, LookupOptions
 
 
@@ -33,7 +33,7 @@ class BenchConfig(SuiteOptions, ServedPair):
     )
     max_tokens: int | None = option(
         None,
-        f"most tokens of an answer; default: 128, of a suite {MOST_TOKENS}",
+        f"most tokens of an answer; {MOST_HELP}",
         limits=Limits(2),
     )
     ignore_eos: bool | None = option(

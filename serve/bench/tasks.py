@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
 
+from draftsmith.files import markdown_table
 from draftsmith.kernels.acceptance import bootstrap_ratio, bootstrap_ratios
 from draftsmith.serve.bench.client import Answer
 from draftsmith.serve.bench.report import (
@@ -85,7 +85,7 @@ def markdown(cases: Sequence[Figures], about: Sequence[str]) -> str:
     gained = {_place(one): one["tasks"] for one in speedups(cases)}
     plain = {_place(on): off["tasks"] for off, on in pairs(cases)}
     drafting = [case for case in cases if case["mode"] != "off"]
-    rows: list[Sequence[str]] = [HEAD]
+    rows: list[Sequence[str]] = []
     for case in drafting or cases:
         place = _place(case)
         off: Figures = case["tasks"] if case["mode"] == "off" else plain.get(place, {})
@@ -104,7 +104,10 @@ def markdown(cases: Sequence[Figures], about: Sequence[str]) -> str:
                     *accepted(own["acceptance"]),
                 )
             )
-    return "\n".join([*_aligned(rows), "", *(f"* {line}" for line in (*about, INTERVALS))]) + "\n"
+    return (
+        "\n".join([*markdown_table(HEAD, rows), "", *(f"* {line}" for line in (*about, INTERVALS))])
+        + "\n"
+    )
 
 
 def _place(case: Figures) -> tuple[float, str, int]:
@@ -124,11 +127,3 @@ def _short(value: float | None) -> str:
 def _with_interval(value: float, interval: Sequence[float], digits: int) -> str:
     low, high = interval
     return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of a Markdown table that reads well as plain text, too."""
-    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
-    cells = [[cell.ljust(width) for cell, width in zip(row, widths)] for row in rows]
-    cells.insert(1, ["-" * width for width in widths])
-    return [f"| {' | '.join(row)} |" for row in cells]

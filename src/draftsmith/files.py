@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,15 @@ def plain(value: Any) -> Any:
 def write_text(path: str | Path, text: str) -> None:
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table that reads well as plain text, too; every row has as many cells as the
+    head."""
+    widths = [max(3, *map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [[cell.ljust(width) for cell, width in zip(row, widths)] for row in (head, *rows)]
+    lines.insert(1, ["-" * width for width in widths])
+    return [f"| {' | '.join(line)} |" for line in lines]
 
 
 def write_json(path: str | Path, value: Any) -> None:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from draftsmith.config import check_limits
@@ -24,14 +23,15 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.drafters.weights import TellsReads
 from draftsmith.errors import UserError
-from draftsmith.files import write_json
+from draftsmith.files import markdown_table, write_json, write_text
 from draftsmith.kernels.acceptance import DraftCost
 from draftsmith.kernels.contexts import bucket_of, label_of
-from draftsmith.progress import Progress
+from draftsmith.prompts.suites import check_suite, is_given, most_tokens, read_suite
 from draftsmith.train.config import EvalConfig
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.data.folders import folders_of
 from draftsmith.train.data.mixture import Mixture, provenances, read_mixture
+from draftsmith.train.evaluate.answers import answered, suite_texts, text_of
 from draftsmith.train.evaluate.measured import prompt_of
 from draftsmith.train.evaluate.teacher_forced import (
     DocumentCounts,
@@ -46,6 +46,8 @@ from draftsmith.train.evaluate.trees import TreeTau, measure_tree
 from draftsmith.train.quiet import quiet
 
 __all__ = ["Evaluation", "evaluate_draft", "run"]
+
+BySource = dict[str, list[TokenSequence]]
 
 # Ties between tokens can go either way in another batch shape; more than this is text that someone
 # else wrote.
@@ -82,27 +84,22 @@ def evaluate(config: EvalConfig) -> None:
     target = open_target(config)
     target.check_length(config.max_length, "option 'max_length'")
     drafter = checkpoint.load(config.draft, target)
-    mixture = read_mixture(
-        config.data, target, max_length=config.max_length, held_out_share=config.held_out
-    )
-    warn_of_trained_text(config, mixture)
-    sequences = chosen_of(config, mixture)
+    texts = texts_of(config, target)
     found = [
-        evaluate_at(config, temperature, target, drafter, mixture, sequences)
-        for temperature in config.temperature
+        evaluate_at(config, temperature, target, drafter, own) for temperature, own in texts.items()
     ]
     trees = [
         measure_tree(
             drafter,
             target,
-            sequences,
+            [one for own in by_source.values() for one in own],
             tree=tree,
             temperature=temperature,
-            max_new_tokens=config.max_tokens,
+            max_new_tokens=most_tokens(config, config.max_tokens),
             batch_size=config.batch_size,
             seed=config.seed,
         )
-        for temperature in config.temperature
+        for temperature, by_source in texts.items()
         for tree in config.tree
     ]
     cost = draft_cost(target, drafter)
@@ -123,10 +120,31 @@ def open_target(config: EvalConfig) -> Target:
 
 
 class OfFolders(NamedTuple):
-    """Figures at one temperature: over all folders, and of each by its path."""
+    """Figures at one temperature: over all texts, and of each folder by its path, or of each task
+    of a suite."""
 
     whole: Evaluation
     by_folder: dict[str, Evaluation]
+
+
+def texts_of(config: EvalConfig, target: Target) -> dict[float, BySource]:
+    """Texts at each temperature, by task of a suite or by the path of their folder."""
+    if is_given(config):
+        suite = read_suite(config)
+        print(f"suite {suite.about}", file=sys.stderr)
+        return {
+            temperature: suite_texts(config, temperature, target, suite.questions)
+            for temperature in config.temperature
+        }
+    mixture = read_mixture(
+        config.data, target, max_length=config.max_length, held_out_share=config.held_out
+    )
+    warn_of_trained_text(config, mixture)
+    sequences = chosen_of(config, mixture)
+    return {
+        temperature: texts_at(config, temperature, target, mixture, sequences)
+        for temperature in config.temperature
+    }
 
 
 def chosen_of(config: EvalConfig, mixture: Mixture) -> list[TokenSequence]:
@@ -172,7 +190,11 @@ def check_processes(config: EvalConfig) -> None:
 
 def check_options(config: EvalConfig) -> None:
     check_limits(config)
-    folders_of(config.data)
+    check_suite(config, ("data", "prompts", "held_out"))
+    if not is_given(config):
+        if not config.data:
+            raise UserError("option 'data' is not given; give folders of data, or a suite")
+        folders_of(config.data)
     for tree in config.tree:
         parse_tree(tree)
 
@@ -208,12 +230,10 @@ def evaluate_at(
     temperature: float,
     target: Target,
     drafter: Any,
-    mixture: Mixture,
-    sequences: list[TokenSequence],
+    texts: BySource,
 ) -> OfFolders:
     counts = {
-        path: counts_of(config, temperature, target, drafter, own)
-        for path, own in texts_at(config, temperature, target, mixture, sequences).items()
+        path: counts_of(config, temperature, target, drafter, own) for path, own in texts.items()
     }
     by_folder = {path: evaluation_of(config, temperature, own) for path, own in counts.items()}
     for path, evaluation in by_folder.items():
@@ -278,29 +298,12 @@ def answer_again(
     config: EvalConfig, temperature: float, target: Target, sequences: list[TokenSequence]
 ) -> list[TokenSequence]:
     """The target's answers to the same prompts at another temperature."""
-    prompts = [prompt_of(sequence) for sequence in sequences]
-    progress = Progress(f"answers at T={temperature:g}", len(prompts), unit="prompts")
-    answered = []
-    for begin in range(0, len(prompts), config.batch_size):
-        part = slice(begin, begin + config.batch_size)
-        answers = target.answer(
-            [prompt.tolist() for prompt in prompts[part]],
-            max_new_tokens=config.max_tokens,
-            temperature=temperature,
-            seeds=[
-                config.seed * 1_000_003 + index
-                for index in range(begin, min(begin + config.batch_size, len(prompts)))
-            ],
-            batch_size=config.batch_size,
-        )
-        for sequence, prompt, answer in zip(sequences[part], prompts[part], answers, strict=True):
-            ids = torch.cat([prompt, torch.tensor(answer, dtype=torch.int64)])
-            answered.append(
-                TokenSequence(sequence.name, ids, torch.arange(len(ids)) >= len(prompt))
-            )
-        progress.update(len(answered))
-    progress.close()
-    return answered
+    prompts = [prompt_of(sequence).tolist() for sequence in sequences]
+    answers = answered(config, temperature, target, prompts)
+    return [
+        text_of(sequence.name, prompt, answer)
+        for sequence, prompt, answer in zip(sequences, prompts, answers, strict=True)
+    ]
 
 
 def draft_cost(target: Target, drafter: Any) -> DraftCost | None:
@@ -329,8 +332,11 @@ def show(
     print(table(evaluations))
     if any(len(evaluation.by_context) > 1 for evaluation in evaluations):
         print(context_table(evaluations))
-    if len(folders_of(config.data)) > 1:
-        print(folder_table(found))
+    by_source = "\n".join(source_table("task" if is_given(config) else "folder", found))
+    if is_given(config) or len(folders_of(config.data)) > 1:
+        print(by_source)
+    if config.markdown is not None:
+        write_text(config.markdown, f"{by_source}\n")
     if trees:
         print(tree_table(trees))
     if cost is not None:
@@ -345,7 +351,8 @@ def report(
     trees: list[TreeTau],
     cost: DraftCost | None,
 ) -> None:
-    data = " ".join(folder.path for folder in folders_of(config.data))
+    data = config.suite or config.suite_file
+    data = data or " ".join(folder.path for folder in folders_of(config.data))
     bounds = [bound for _, bound in memory_bound(cost, [one.whole for one in evaluated])]
     found = [
         one.whole.to_dict() | {"mbsu": bound, "data": data}
@@ -416,16 +423,21 @@ def context_table(evaluations: list[Evaluation]) -> str:
     return "\n".join(lines)
 
 
-def folder_table(found: list[OfFolders]) -> str:
-    rows = [(path, own) for one in found for path, own in one.by_folder.items()]
-    wide = max(len("folder"), *(len(path) for path, _ in rows))
-    lines = [f"{'T':>4}  {'folder':<{wide}}  {'tau':<20}{'alpha_1':<20}tokens"]
-    lines += [
-        f"{own.temperature:>4g}  {path:<{wide}}  {_cell(own.tau, 2):<20}"
-        f"{_cell(own.alpha[0], 3):<20}{own.tokens}"
-        for path, own in rows
+def source_table(source: str, found: list[OfFolders]) -> list[str]:
+    """Rows by folder or task, and of all of them, in Markdown."""
+    rows = [
+        (
+            f"{own.temperature:g}",
+            name,
+            str(own.documents),
+            str(own.tokens),
+            *(_cell(one, 2) for one in (own.tau, *own.alpha)),
+        )
+        for one in found
+        for name, own in {**one.by_folder, "all": one.whole}.items()
     ]
-    return "\n".join(lines)
+    depths = (f"alpha_{at}" for at in range(1, len(found[0].whole.alpha) + 1))
+    return markdown_table(("T", source, "prompts", "tokens", "tau", *depths), rows)
 
 
 def tree_table(trees: list[TreeTau]) -> str:

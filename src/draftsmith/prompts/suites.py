@@ -25,7 +25,8 @@ MT_BENCH = frozenset(
     ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 )
 ASKING = ("system", "developer", "user")
-MOST_TOKENS = 1024  # of an answer, in the papers
+MOST_TOKENS, FEWER = 1024, 128  # of an answer, in the papers and of other prompts
+MOST_HELP = f"default: {FEWER}, of a suite {MOST_TOKENS}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,10 @@ class Asked(NamedTuple):
 
 def is_given(options: SuiteOptions) -> bool:
     return options.suite is not None or options.suite_file is not None
+
+
+def most_tokens(options: SuiteOptions, wanted: int | None) -> int:
+    return wanted or (MOST_TOKENS if is_given(options) else FEWER)
 
 
 def check_suite(options: SuiteOptions, in_place_of: Sequence[str]) -> None:

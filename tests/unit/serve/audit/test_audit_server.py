@@ -602,3 +602,30 @@ def test_a_planted_bias_has_the_stated_size_and_is_seen_the_sooner_the_more_samp
     sizes = [detectable(tokens(count), math.log(1e9), 0) for count in (5, 400, 2000, 20_000)]
     assert sizes[0] == 1 and sizes[1] > sizes[2] > sizes[3] > 0.005
     assert detectable(many, math.log(1e9), 0, share=0.1) > sizes[3], "of a tenth of the tokens"
+
+
+def test_a_suite_is_audited_behind_its_chats(tmp_path: Any) -> None:
+    """Contexts are spread over the tasks, and begin with the chat by the server's own template."""
+    path = tmp_path / "suite.jsonl"
+    path.write_text("\n".join(json.dumps({"turns": [f"{n}", "more"]}) for n in range(10)))
+    config = replace(GREEDY, temperature=0.0, suite_file=str(path), contexts=2)
+    server, prompts, chats = ChainServer(ours=True), [], []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content or "{}")
+        if request.url.path == "/tokenize":
+            chats.append(body["messages"])
+            return httpx.Response(200, json={"tokens": [1, 2, int(body["messages"][0]["content"])]})
+        if "prompt" in body:
+            prompts.append(body["prompt"])
+        return server.handle(request)
+
+    report = audit_server(config, httpx.MockTransport(handle))
+    assert report.verdict == "lossless", report.lines()
+    assert chats == [[{"role": "user", "content": "0"}], [{"role": "user", "content": "5"}]]
+    assert {tuple(prompt[:3]) for prompt in prompts} == {(1, 2, 0), (1, 2, 5)}
+    assert len(prompts[2]) == 3 + CONTEXT
+
+    with pytest.raises(UserError, match="makes no token ids of a chat at /tokenize"):
+        audit_server(config, httpx.MockTransport(lambda request: httpx.Response(404)
+                     if request.url.path == "/tokenize" else server.handle(request)))  # fmt: skip

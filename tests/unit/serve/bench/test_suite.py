@@ -228,7 +228,7 @@ def test_figures_of_a_task() -> None:
 def test_the_table_of_a_card() -> None:
     off, on = cases()
     lines = markdown([off, on], ["one line"]).split("\n")
-    assert lines[0].startswith("| T | users | task | prompts |") and set(lines[1]) == set("|- ")
+    assert lines[0].startswith("| T   | users | task | prompts |") and set(lines[1]) == set("|- ")
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:5]]
     assert [row[2] for row in cells] == ["a", "b", "all"]
     assert cells[0][4:9] == [

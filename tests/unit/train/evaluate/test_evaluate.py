@@ -14,6 +14,9 @@ from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.files import read_json
+from draftsmith.prompts.suites import Question
+from draftsmith.train.config import EvalConfig
+from draftsmith.train.evaluate.answers import suite_texts
 
 PROMPTS = [[5 + n, 40, 200, 11] for n in range(10)]
 
@@ -128,7 +131,7 @@ def test_several_folders_are_measured_together_and_each(
     )  # fmt: skip
     found = read_json(out)["evaluation"][0]
     own = found["folders"]
-    assert set(own) == {data, greedy} and f"{greedy}  " in said
+    assert set(own) == {data, greedy} and f"| {greedy} |" in said
     assert own[data]["tokens"] == 122 and 0 < own[greedy]["tokens"] <= 32
     assert found["tokens"] == own[data]["tokens"] + own[greedy]["tokens"]
     assert found["rounds"] == pytest.approx(own[data]["rounds"] + own[greedy]["rounds"])
@@ -205,6 +208,69 @@ def test_filtered_samples_are_not_taken_for_the_distribution(target, draft, data
     out = tmp_path / "figures.json"
     evaluate(capsys, target, draft, data, "--temperature", "1", "--out", str(out))
     assert read_json(out)["evaluation"][0]["tokens"] <= 80
+
+
+@pytest.fixture
+def suite(tmp_path) -> str:
+    rows = [{"category": "chat", "turns": ["for name in", "and then"]}] * 3
+    rows += [{"category": "qa", "turns": ["abc abc abc"]}] * 2
+    path = tmp_path / "suite.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return str(path)
+
+
+def test_a_suite_is_answered_and_measured_by_task(target, draft, suite, tmp_path, capsys):
+    out, card = tmp_path / "figures.json", tmp_path / "card.md"
+    options = ["--target", target.name, "--draft", draft, "--suite-file", suite, "--k", "2"]
+    options += ["--max-tokens", "6", "--out", str(out), "--markdown", str(card), "--store"]
+    assert cli.main(["eval", *options, "--temperature", "0", "1"]) == 0
+    found = read_json(out)["evaluation"]
+    for one in found:
+        assert one["data"] == suite and one["documents"] == 5
+        own = one["folders"]
+        assert {task: figures["documents"] for task, figures in own.items()} == {"chat": 3, "qa": 2}
+        assert 3 < own["chat"]["tokens"] <= 36 and 2 <= own["qa"]["tokens"] <= 12
+        assert one["rounds"] == pytest.approx(own["chat"]["rounds"] + own["qa"]["rounds"])
+    assert checkpoint.read_metadata(draft)["evaluation"] == found
+    written, said = card.read_text(encoding="utf-8"), capsys.readouterr()
+    assert written in said.out and "suite.jsonl: 5 of 5 prompts" in said.err
+    rows = [[cell.strip() for cell in line.split("|")[1:4]] for line in written.split("\n")[2:-1]]
+    assert rows == [
+        [t, *own] for t in ("0", "1") for own in (("chat", "3"), ("qa", "2"), ("all", "5"))
+    ]
+
+
+def test_the_second_turn_of_a_suite_is_asked_behind_the_answer_to_the_first(target):
+    config = EvalConfig(target=target.name, draft="", max_tokens=5, suite_file="x")
+    first, second = ({"role": "user", "content": text} for text in ("for name in", "and then"))
+    question = Question({"messages": [first]}, (second,), "chat")
+    one, other = suite_texts(config, 0.0, target, [question])["chat"]
+    tokenizer = target.tokenizer()
+    said = tokenizer.decode(one.input_ids[one.loss_mask], skip_special_tokens=True)
+    asked = [first, {"role": "assistant", "content": said}, second]
+    expected = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(other.input_ids[~other.loss_mask]) == expected
+    assert one.name == other.name and int(other.loss_mask.sum()) <= 5
+
+
+def test_texts_of_a_suite_are_cut_at_the_longest_length(target, capsys):
+    config = EvalConfig(target=target.name, draft="", max_tokens=8, suite_file="x", max_length=6)
+    question = Question({"messages": [{"role": "user", "content": "for name in"}]}, (), "chat")
+    assert suite_texts(config, 1.0, target, [question]) == {}
+    assert "1 texts are longer than max_length (6)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "'data' is not given; give folders of data, or a suite"),
+        (("--suite", "gsm8k", "--data", "x"), "data is ('x',) and chooses other prompts"),
+        (("--suite", "gsm8k", "--suite-file", "x"), "leave one out"),
+    ],
+)
+def test_data_or_a_suite_is_given(options, said, target, draft, capsys):
+    assert cli.main(["eval", "--target", target.name, "--draft", draft, *options]) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

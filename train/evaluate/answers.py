@@ -1,0 +1,89 @@
+"""Answers of the target, to prompts and to the questions of a suite, turn by turn."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from draftsmith.chats.answers import ChatAnswers
+from draftsmith.chats.messages import conversation_of
+from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
+from draftsmith.progress import Progress
+from draftsmith.prompts.suites import Question, most_tokens
+from draftsmith.train.config import EvalConfig
+from draftsmith.train.data.dataset import TokenSequence
+
+SEEDS = 1_000_003
+SUITE = "a question of the suite"
+
+
+def answered(
+    config: EvalConfig,
+    temperature: float,
+    target: Target,
+    prompts: Sequence[list[int]],
+    *,
+    turn: int = 0,
+) -> list[list[int]]:
+    """The target's answer to each prompt."""
+    progress = Progress(f"answers at T={temperature:g}", len(prompts), unit="prompts")
+    answers: list[list[int]] = []
+    for begin in range(0, len(prompts), config.batch_size):
+        part = prompts[begin : begin + config.batch_size]
+        numbers = range(begin, begin + len(part))
+        answers += target.answer(
+            part,
+            max_new_tokens=most_tokens(config, config.max_tokens),
+            temperature=temperature,
+            seeds=[(config.seed + SEEDS * turn) * SEEDS + number for number in numbers],
+            batch_size=config.batch_size,
+        )
+        progress.update(len(answers))
+    progress.close()
+    return answers
+
+
+def text_of(name: str, prompt: list[int], answer: list[int]) -> TokenSequence:
+    ids = torch.tensor([*prompt, *answer], dtype=torch.int64)
+    return TokenSequence(name, ids, torch.arange(len(ids)) >= len(prompt))
+
+
+def suite_texts(
+    config: EvalConfig, temperature: float, target: Target, questions: Sequence[Question]
+) -> dict[str, list[TokenSequence]]:
+    """Texts of every turn by task, each behind the answers before it. Turns of a conversation have
+    one name, so that intervals draw them together."""
+    tokenizer = target.tokenizer()
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"a suite asks chats, and target {target.name!r} has no chat template; give data that "
+            "`draftsmith generate` writes from plain prompts"
+        )
+    reader = ChatAnswers(tokenizer, target.eos_token_ids)
+    turns: list[list[dict[str, Any]]] = [list(one.fields["messages"]) for one in questions]
+    texts: dict[str, list[TokenSequence]] = {question.task: [] for question in questions}
+    too_long = 0
+    for turn in range(1 + max(len(question.later) for question in questions)):
+        asked = [number for number, one in enumerate(questions) if turn <= len(one.later)]
+        for number in asked if turn else ():
+            turns[number].append(questions[number].later[turn - 1])
+        chats = [{**questions[number].fields, "messages": turns[number]} for number in asked]
+        prompts = [reader.prompt(conversation_of(chat, SUITE), SUITE) for chat in chats]
+        answers = answered(config, temperature, target, prompts, turn=turn)
+        for number, prompt, answer in zip(asked, prompts, answers, strict=True):
+            said = tokenizer.decode(answer, skip_special_tokens=True)
+            turns[number].append({"role": "assistant", "content": said})
+            kept = answer[: max(0, config.max_length - len(prompt))]
+            too_long += len(kept) < len(answer)
+            if kept:
+                texts[questions[number].task].append(text_of(f"{number}", prompt, kept))
+    if too_long:
+        print(
+            f"{too_long} texts are longer than max_length ({config.max_length}) and are cut there",
+            file=sys.stderr,
+        )
+    return {task: own for task, own in texts.items() if own}
