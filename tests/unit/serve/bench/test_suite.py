@@ -15,7 +15,7 @@ from draftsmith.serve.bench import command
 from draftsmith.serve.bench.client import Answer, Client, PassResult
 from draftsmith.serve.bench.command import check
 from draftsmith.serve.bench.config import BenchConfig
-from draftsmith.serve.bench.report import Case, acceptance, figures, ratios, table
+from draftsmith.serve.bench.report import Case, figures, ratios, table
 from draftsmith.serve.bench.tasks import by_task, markdown, speedups
 
 
@@ -252,18 +252,14 @@ def test_the_table_of_a_card() -> None:
     ]
 
 
-def test_the_same_greedy_answers_again_do_not_narrow_an_interval() -> None:
-    def report(kept: int) -> dict:
-        return {
-            "per_step_drafted": [3],
-            "per_step_accepted": [kept],
-            "per_step_committed": [kept + 1],
-        }
-
-    once = acceptance([[report(kept)] for kept in range(4)])
-    often = acceptance([[report(kept)] * 9 for kept in range(4)])
-    assert once is not None and often is not None
-    assert often["tau_95"] == once["tau_95"] and often["rounds"] == 36
+def test_intervals_draw_prompts_and_not_passes() -> None:
+    """The same greedy answers in more passes are no more evidence."""
+    prompts = [answers("a", number, 1.0, [number % 3]) for number in range(6)]
+    once, often = (
+        figures(Case(0.0, "on", [PassResult(prompts, 1.0)] * passes))["acceptance"]
+        for passes in (1, 9)
+    )
+    assert often["tau_95"] == once["tau_95"] and often["rounds"] == 9 * once["rounds"]
 
 
 def test_a_sweep_compares_at_the_same_number_of_users() -> None:
