@@ -39,12 +39,24 @@ POSITIONS = ("accepted", "first-rejected", "bonus", "later-rejected")
 class GenerateOptions:
     target: str = option(help="folder, Hub id or GGUF file of the target")
     prompts: str = option(
-        help=(
-            "a file or folder of JSON lines, JSON, Parquet, CSV or text (a prompt per line), a "
-            "dataset folder or Hub id, stdlib:code, stdlib:prose"
-        )
+        "",
+        "a file or folder of JSON lines, JSON, Parquet, CSV or text (a prompt per line), a "
+        "dataset folder or Hub id, stdlib:code, stdlib:prose",
     )
     out: str = option(help="folder to write; a started one is resumed")
+    self_prompts: int | None = option(
+        None,
+        "in place of --prompts: so many prompts that the target writes itself, behind the empty "
+        "user turn of its chat template",
+        limits=AT_LEAST_1,
+    )
+    self_prompts_temperature: float = option(1.0, "of these prompts", limits=POSITIVE)
+    self_prompts_top_p: float = option(0.95, "of these prompts", limits=PART)
+    self_prompts_tokens: int = option(
+        128,
+        "longest of these prompts; those that do not end by then are dropped",
+        limits=AT_LEAST_1,
+    )
     keep_answers: bool = option(
         False,
         "write no answers: train on the assistant turns, completions or plain text that the "

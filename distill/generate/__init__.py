@@ -7,6 +7,8 @@ Files in reading order:
 - `prompts`: prompts
 - `writers`: writers of answers
 - `answers`: the dataset folder
+- `steps`: the target, its writer, the answers of some shards, and the record
+- `self_prompts`: prompts that the target writes
 - `stored_states`: stored hidden states
 
 Other chapters import `command`.

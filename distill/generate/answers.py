@@ -22,6 +22,7 @@ from draftsmith.errors import UserError
 SCHEMA_VERSION = 1
 PROVENANCE = "provenance.json"
 LOCK = "generate"  # role of the process that writes the folder
+SELF_PROMPTS = "self-prompts"  # folder in it
 COLUMNS = [
     ("index", pa.int64()),
     ("name", pa.string()),
@@ -87,7 +88,7 @@ class AnswerFolder:
                     )
             for leftover in self.path.glob(".*.tmp"):
                 leftover.unlink(missing_ok=True)
-        elif any(entry.name != f"{LOCK}.lock" for entry in self.path.glob("*")):
+        elif {entry.name for entry in self.path.glob("*")} - {f"{LOCK}.lock", SELF_PROMPTS}:
             raise UserError(
                 f"{str(self.path)!r} holds files but no {PROVENANCE}; give an empty or new folder "
                 "as --out"

@@ -34,6 +34,7 @@ class Prompt:
     ids: list[int]
     mask: list[int] | None = None  # of a text that holds its answers: 1 = a token of theirs
     way: Way | None = None  # None of a text that holds its answers
+    ends: tuple[int, ...] = ()  # tokens that end what is written, beside the target's own
 
 
 def load(

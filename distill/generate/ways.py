@@ -29,6 +29,12 @@ def temperatures(config: GenerateOptions) -> tuple[float, ...]:
     return given if isinstance(given, tuple) else (given,)
 
 
+def hottest(config: GenerateOptions) -> float:
+    """Highest temperature that something is drawn at."""
+    asking = () if config.self_prompts is None else (config.self_prompts_temperature,)
+    return max(*temperatures(config), *asking, 0.0)
+
+
 def way_of(config: GenerateOptions, number: int) -> Way:
     """Way of the answer to a prompt: every way comes once in as many prompts in a row, in an order
     of the seed, so that no pattern of the prompts falls together with it."""

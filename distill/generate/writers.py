@@ -40,6 +40,7 @@ class Asked(NamedTuple):
     ids: list[int]
     temperature: float
     seed: int
+    ends: tuple[int, ...] = ()  # tokens that end the answer, beside the target's own
 
 
 class Answers(Protocol):
@@ -63,7 +64,7 @@ class TargetWriter:
 
     def write(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Texts:
         asked = [
-            Asked(prompt.ids, temperature_of(prompt, self.config), seed)
+            Asked(prompt.ids, temperature_of(prompt, self.config), seed, prompt.ends)
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         for number, answer in self.answers(asked):
@@ -155,6 +156,8 @@ class ServerWriter:
             "seed": seed % (1 << SEED_BITS),
             "return_token_ids": True,
         }
+        if prompt.ends:
+            body["stop_token_ids"] = list(prompt.ends)
         if self.config.top_k:
             body["top_k"] = self.config.top_k
         answered = self._ask("POST", "/v1/completions", body)

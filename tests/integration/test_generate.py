@@ -19,6 +19,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from draftsmith.commands import generate
 from draftsmith.commands.generate import GenerateConfig
@@ -534,3 +536,104 @@ def test_chats_keep_their_answers_with_distributions_and_are_trained_on(
                 top_logprobs=4,
             )
         )
+
+
+@pytest.fixture
+def talkative(tiny_target: Callable[..., str], tmp_path: Path) -> str:
+    """A target whose tokens are words, a tenth of which end its turn."""
+    path = Path(shutil.copytree(tiny_target("llama"), tmp_path / "talkative"))
+    size = json.loads((path / "config.json").read_text())["vocab_size"]
+    names = ["<end>", "<user>", "<assistant>", *(f"w{number}" for number in range(3, size))]
+    model = models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="w3")
+    words = Tokenizer(model)
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.add_special_tokens(names[:3])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
+    wrapped.chat_template = (
+        "{% for message in messages %}<{{ message.role }}> {{ message.content }} <end> {% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    wrapped.save_pretrained(path)
+    ends = list(range(0, size, 10))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    return str(path)
+
+
+SELF = [
+    "--self-prompts", "20", "--self-prompts-tokens", "40", "--max-tokens", "4", "--batch", "4",
+    "--shard", "8", "--seed", "5",
+]  # fmt: skip
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(one.relative_to(folder)): one.read_bytes()
+        for one in sorted(folder.rglob("*"))
+        if one.suffix in (".parquet", ".jsonl", ".json")
+    }
+
+
+def test_prompts_that_the_target_writes_are_the_same_after_a_kill_and_by_several_processes(
+    talkative: str, tmp_path: Path
+) -> None:
+    words = [sys.executable, "-m", "draftsmith.cli", "generate", "--target", talkative, *SELF]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    whole, cut, together = (tmp_path / name for name in ("whole", "cut", "together"))
+    said = forked.run([*words, "--out", whole], env=environment, capture_output=True, text=True)
+    assert said.returncode == 0 and "20 of " in said.stdout and "20 answers" in said.stdout
+    lines = (whole / "self-prompts" / "prompts.jsonl").read_text().splitlines()
+    asked = [json.loads(line)["prompt"] for line in lines]
+    assert len(set(asked)) == len(asked) == 20 and all(len(text.split()) >= 4 for text in asked)
+    tokenizer = Target.load(talkative).tokenizer()
+    for row, text in zip(rows(whole), asked, strict=True):
+        prompt = [
+            id for id, mine in zip(row["input_ids"], row["loss_mask"], strict=True) if not mine
+        ]
+        assert tokenizer.decode(prompt) == f"<user> {text} <end> <assistant>"
+    record = json.loads((whole / "provenance.json").read_text())
+    assert record["prompts"] == "self-prompts" and record["self_prompts"]["count"] == 20
+    assert record["complete"] and record["self_prompts"]["dropped"]
+
+    die = KILLED[: KILLED.index("values =")] + (
+        "from draftsmith import cli\n"
+        "sys.exit(cli.main(['generate', '--target', sys.argv[1], '--out', sys.argv[2], "
+        f"*{SELF!r}]))\n"
+    )
+    killed = forked.run(
+        [sys.executable, "-c", die, talkative, str(cut), "3"], capture_output=True, text=True
+    )
+    assert killed.returncode == -9, killed.stderr
+    assert list((cut / "self-prompts").glob("*.parquet")) and not list(cut.glob("*.parquet"))
+    assert forked.run([*words, "--out", cut], env=environment).returncode == 0
+    ranks = forked.Ranks([*words, "--out", together], 2, free_port(), environment)
+    told, _ = ranks.communicate(timeout=240)
+    assert ranks.returncode == 0 and told.count("20 answers") == 1, told
+
+    shutil.rmtree(whole / ".cache")
+    found = contents(whole)
+    assert contents(cut) == found
+    # Two processes may write a shard more than one needs.
+    assert {name: contents(together)[name] for name in found} == found
+
+
+def test_a_folder_of_other_prompts_is_refused_before_any_is_written(
+    talkative: str, tmp_path: Path
+) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "provenance.json").write_text("{}")
+    with pytest.raises(UserError, match="was not started with --self-prompts"):
+        generate.run(config(talkative, tmp_path / "d", prompts="", count=None, self_prompts=4))
+    assert [one.name for one in (tmp_path / "d").iterdir()] == ["provenance.json"]
+
+
+def test_a_target_without_a_chat_template_writes_no_prompts(
+    tiny_target: Callable[..., str], tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(tiny_target("llama"), tmp_path / "base"))
+    for one in path.glob("*template*"):
+        one.unlink()
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=r"can write no prompts of its own .*; give --prompts"):
+        generate.run(config(str(path), tmp_path / "d", prompts="", count=None, self_prompts=4))

@@ -53,6 +53,14 @@ class End(NamedTuple):
     is_next: bool = False  # the tokens are the head of the next turn
 
 
+class UserTurn(NamedTuple):
+    """Place of a user's text."""
+
+    head: list[int]  # tokens before it
+    ends: tuple[int, ...]  # any of these tokens ends it
+    mark: str  # so does this text, where no token stands before it
+
+
 class ChatAnswers:
     """Answers by the chat template of a tokenizer.
 
@@ -112,6 +120,19 @@ class ChatAnswers:
         """Canonical tokens of a text; None where they do not decode to it."""
         tokens = self._encode(text)
         return tokens if self._decode(tokens) == text else None
+
+    def user_turn(self) -> UserTurn:
+        """First turn of a user. Raises `UserError` where the template has none to write in."""
+        text = rendered([PROBED], self.tokenizer) if self.source else ""
+        head, found, tail = text.partition(PROBE)
+        before, through = self._encode(head), self._encode(head + PROBE)
+        # A space at the end of the head may belong to the first token of the text.
+        before = _shared(before, through)
+        closing = self._head(tail)[-1:]
+        mark = "" if closing else tail.strip()
+        if not found or not before or not (closing or mark):
+            raise UserError("its chat template puts no text before and behind a user's")
+        return UserTurn(before, tuple({*self.eos, *closing}), mark)
 
     def end_behind(self, prompt: Sequence[int]) -> list[int]:
         """End of an answer that is known as text alone."""

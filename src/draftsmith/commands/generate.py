@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.distill.config import GenerateOptions
@@ -50,7 +49,7 @@ def run(config: GenerateConfig) -> int:
     from draftsmith.distill.generate.command import run as generate
 
     check(config)
-    return generate(config, partial(answers_of, config=config))
+    return generate(config, answers_of)
 
 
 def check(config: GenerateConfig) -> None:
@@ -99,14 +98,14 @@ def _check_lossless(speculation: ServedSpeculation) -> None:
 def _check_repeatable(config: GenerateConfig) -> None:
     """Refuse a k that follows the load for sampled answers. A round's length changes what a seed
     draws; an answer that was cut off would be drawn anew, and long ones are cut off more often."""
-    from draftsmith.distill.generate.ways import temperatures
+    from draftsmith.distill.generate.ways import hottest
 
-    speculation, hottest = config.speculation, max(temperatures(config))
+    speculation, temperature = config.speculation, hottest(config)
     follows = "auto" if speculation.k == "auto" else speculation.k_schedule
-    if follows is not None and hottest > 0:
+    if follows is not None and temperature > 0:
         name = "k" if speculation.k == "auto" else "k_schedule"
         raise UserError(
-            f"{name} is {follows} at temperature {hottest:g}, and a resumed run could not draw "
+            f"{name} is {follows} at temperature {temperature:g}, and a resumed run could not draw "
             "sampled answers again as they were; give a whole number as k, or temperature 0"
         )
 
@@ -157,9 +156,9 @@ def draft_revision(drafter: ServingDrafter | None) -> str:
 def drafts_of(config: GenerateConfig, revision: str | None) -> dict[str, Any] | None:
     """Entry of the provenance: what the draws of sampled answers depend on. Greedy answers draw
     nothing, so that they may be continued with any draft or none."""
-    from draftsmith.distill.generate.ways import temperatures
+    from draftsmith.distill.generate.ways import hottest
 
-    if not config.drafting() or max(temperatures(config)) == 0:
+    if not config.drafting() or hottest(config) == 0:
         return None
     drafts = {
         **changed_from(config.lookup, LookupOptions()),
@@ -222,6 +221,7 @@ class EngineAnswers:
             top_p=self.config.top_p,
             max_tokens=self.config.max_tokens,
             seed=seed,
+            stop_token_ids=one.ends,
         )
         return self.engine.inputs.request(one.ids, params, options=RequestOptions(text=False))
 

@@ -290,3 +290,50 @@ def test_masked_tokens_are_those_that_a_server_would_have_added(contents: list[s
                 assert ids[:at] == before
                 written.append(form.tokenizer.decode(ids[at:end]))
     assert written == answers
+
+
+@pytest.mark.parametrize(
+    ("source", "before", "ending", "mark"),
+    [
+        (CLOSED, "<|im_start|>user\n", "<|im_end|>", ""),
+        (NEXT, "[gMASK]<|user|>", "<|assistant|>", ""),
+        (PARTS, None, None, None),
+        (PLAIN, "<user>", "<assistant>", ""),
+        ("[INST] {{ messages[0].content }} [/INST]", "[INST]", "[/INST]", ""),
+        ("USER: {{ messages[0].content }} ASSISTANT:", "USER:", None, "ASSISTANT:"),
+    ],
+)
+def test_the_turn_of_a_user_is_where_the_template_puts_the_text(
+    source: str, before: str | None, ending: str | None, mark: str | None
+) -> None:
+    form = answers_of(source)
+    turn = form.user_turn()
+    tokens = form.prompt(conversation_of({"messages": [turn_of("Hello there")]}, "row 1"), "row 1")
+    assert tokens[: len(turn.head)] == turn.head
+    if before is not None:
+        assert form.tokenizer.decode(turn.head).rstrip(" ") == before and turn.mark == mark
+        added = set(turn.ends) - set(form.eos)
+        assert {form.tokenizer.decode([one]) for one in added} <= {ending}
+        assert ending is None or set(form.tokenizer.encode(ending)) <= set(turn.ends)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        None,
+        "{{ messages[0].content }}",
+        "<|im_start|>{{ messages[0].content }}",
+        "{{ messages[0].content }}<|im_end|>",
+        "<|im_start|>only this<|im_end|>",
+        "{{ raise_exception('Conversation roles must begin with a system message') }}",
+    ],
+)
+def test_a_template_without_a_turn_of_a_user_is_refused(source: str | None) -> None:
+    form = answers_of(source or "")
+    form.tokenizer.chat_template = source
+    with pytest.raises(UserError):
+        ChatAnswers(form.tokenizer, form.eos).user_turn()
+
+
+def turn_of(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
