@@ -90,7 +90,8 @@ def test_shipped_pipelines_are_valid(
 ) -> None:
     recipe = read_recipe(path)
     given = [f"{name}=x" for name, value in recipe.settings.items() if value is None]
-    arguments = ["run", str(path), "--dry-run", "--out", str(tmp_path / "o"), "--set", *given]
+    changes = ["--set", *given] if given else []
+    arguments = ["run", str(path), "--dry-run", "--out", str(tmp_path / "o"), *changes]
     assert main(arguments) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
     stages = resolve(read_recipe(path, given), tmp_path / "o", options_of)
@@ -106,6 +107,21 @@ def test_shipped_pipelines_are_valid(
 def test_there_are_the_published_pipelines() -> None:
     names = {path.stem for path in SHIPPED}
     assert names >= {"direct-alignment", "osd", "eagle3-8b", "mtp-qwen3", "dflash-8b"}
+
+
+def test_the_draft_of_the_demonstration_model_needs_no_setting_and_can_be_tried_small(
+    tmp_path: Path,
+) -> None:
+    path = next(path for path in SHIPPED if path.stem == "eagle3-demo")
+    for words, count, minutes, teacher in (
+        ([], 20500, 1440, "stored"),
+        (["count=24", "minutes=0.5", "teacher=live"], 24, 0.5, "live"),
+    ):
+        answers, draft, figures = resolve(read_recipe(path, words), tmp_path, options_of)
+        assert answers.options["self_prompts"] == count and "prompts" not in answers.options
+        assert (draft.options["minutes"], draft.options["teacher"]) == (minutes, teacher)
+        assert draft.options["eagle3"]["draft_vocab_size"] == 8192
+        assert figures.options["data"] == draft.options["data"]
 
 
 @pytest.mark.parametrize(
