@@ -123,6 +123,7 @@ def room(tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPathFacto
     datasets.DatasetDict(train=chats, other=chats).save_to_disk(root / "prompt-sets")
     (root / "prompts.jsonl").write_text("".join(f'{{"prompt": "text {n}"}}\n' for n in range(4)))
     (root / "empty.yaml").touch()
+    (root / "recipe.yaml").write_text("held_out: 0.3\n")
     (root / "pipeline.yaml").write_text(PIPELINE)
     for made in (DATA, STORE):
         with process(root, made.split()) as (running, _):
