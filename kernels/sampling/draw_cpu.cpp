@@ -143,9 +143,9 @@ void keep_top_k(Distribution* d, int64_t most) {
   d->sure = d->least = last > -FLT_MAX ? last : -FLT_MAX;
 }
 
-// The smallest rank above whose tokens there is less than `mass`; `highest` is one.
-int64_t reached(const Distribution& d, const float* masses, double mass, int64_t highest) {
-  int64_t low = int64_t(rank(-INFINITY)) - 1, high = highest;
+// The smallest rank in (low, high] above whose tokens there is less than `mass`; `high` is one.
+int64_t reached(const Distribution& d, const float* masses, double mass, int64_t low,
+                int64_t high) {
   while (high - low > 1) {
     const int32_t middle = int32_t(low + (high - low) / 2);
     double above = 0;
@@ -158,15 +158,20 @@ int64_t reached(const Distribution& d, const float* masses, double mass, int64_t
 
 bool keep_top_p(Distribution* d, double top_p, float* masses) {
   double total = 0;
-  for (int64_t v = 0; v < d->tokens; v++) {
-    const float x = d->logits[v];
-    masses[v] = x >= d->least ? exponential(x - d->top) : 0.0f;
-    total += double(masses[v]);
+  const Distribution known = *d;  // that no write to `masses` may change: else there are no vectors
+  for (int64_t v = 0; v < known.tokens; v++) {
+    const float x = known.logits[v], mass = exponential(x - known.top);
+    masses[v] = x >= known.least ? mass : 0.0f;
   }
+  for (int64_t v = 0; v < known.tokens; v++) total += double(masses[v]);
   const double error = kMassError + 5e-10 * double(d->tokens);
   if (top_p <= error) return false;
-  int64_t sure = reached(*d, masses, (top_p - error) * total, rank(d->top));
-  const int64_t least = reached(*d, masses, (top_p + error) * total, sure);
+  // All tokens that are each less likely than an equal share of what is left out are left out.
+  const double rest = std::max(1 - top_p - error, 0.0) / double(d->tokens);
+  const float unlikely = float(double(d->top) + log(rest) - 1);
+  const int64_t low = rest > 0 && unlikely > -FLT_MAX ? rank(unlikely) : rank(-INFINITY) - 1;
+  int64_t sure = reached(*d, masses, (top_p - error) * total, low, rank(d->top));
+  const int64_t least = reached(*d, masses, (top_p + error) * total, low, sure);
   // Of several that are equally likely the order decides.
   int64_t count = 0;
   for (int64_t v = 0; v < d->tokens; v++) count += rank(d->logits[v]) == int32_t(sure);

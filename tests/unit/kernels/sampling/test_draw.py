@@ -140,3 +140,21 @@ def test_draws_follow_the_distribution_of_float64() -> None:
     counts = torch.bincount(torch.tensor(tokens), minlength=24)
     assert g_test(counts, filtered / filtered.sum()).p_value > 1e-4
     assert g_test(counts, probs).p_value < 1e-9
+
+
+@compiler
+@pytest.mark.parametrize("top_k", [0, 700])
+@pytest.mark.parametrize("top_p", [0.02, 0.5, 0.95, 0.999, 0.999999])
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 8.0, 1e30])
+def test_top_p_keeps_what_torch_keeps_of_flat_and_of_steep_logits(
+    scale: float, top_p: float, top_k: int
+) -> None:
+    rows = SamplingRows.of([0.8] * 6, top_p=[top_p] * 6, top_k=[top_k] * 6)
+    logits = logits_of(7, 6, 3000, 1.0) * scale
+    for row in range(6):
+        one = rows.select(slice(row, row + 1), [row])
+        found = draw_compiled(logits[row : row + 1], one, *streams(1, seed=row), Purpose.BONUS)
+        if found is not None:
+            expected = draw_torch(logits[row : row + 1], one, *streams(1, seed=row), Purpose.BONUS)
+            assert found[0].tolist() == expected.tokens.tolist()
+            assert torch.equal(found[1], expected.logits)
