@@ -157,7 +157,8 @@ def test_the_demonstration_model_answers(
     install_tools(tmp_path / "reachable", {}, "typing-extensions")  # skips without an index
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "What is the capital of France?"}\n')
     words = ["generate", "--target", "demo", "--prompts", str(tmp_path / "prompts.jsonl")]
-    words += ["--temperature", "0", "--max-tokens", "24", "--out", str(tmp_path / "data")]
+    words += ["--dtype", "float32", "--temperature", "0", "--max-tokens", "24"]
+    words += ["--out", str(tmp_path / "data")]
     assert main(words) == 0
     assert "SmolLM2-135M-Instruct (135M parameters, Q4_1, Apache-2.0)" in capsys.readouterr().err
     import pyarrow.parquet
