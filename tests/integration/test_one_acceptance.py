@@ -124,6 +124,7 @@ def test_greedy_rounds_are_the_same_number(pair):
     assert expected(pair, sequences, 0.0).tolist() == pytest.approx(rounds.tolist())
 
 
+@pytest.mark.long
 def test_sampled_rounds_have_the_expected_mean(pair):
     """Given a text, its rounds are random with the walk's mean: the paired difference has mean
     zero."""

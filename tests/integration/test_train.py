@@ -112,6 +112,7 @@ def metrics(folder: Path) -> list[dict]:
     ]
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(train, tmp_path):
     options = ("--steps", "60", "--log-every", "5", "--save-every", "10", "--eval-tokens", "8",
                "optim.lr=3e-3")  # fmt: skip

@@ -171,6 +171,7 @@ def test_pip_refuses_a_triton_that_torch_does_not_take(resolutions: Resolutions)
     assert done.returncode != 0 and "triton==3.9.0" in done.stdout + done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("python", PYTHONS)
 def test_every_python_resolves(resolutions: Resolutions, python: str) -> None:
     done = resolutions[python].result()
@@ -183,6 +184,7 @@ def test_uv_refuses_a_triton_that_torch_does_not_take(resolutions: Resolutions) 
     assert done.returncode != 0 and "triton" in done.stderr
 
 
+@pytest.mark.long
 def test_the_oldest_versions_resolve_to_themselves(resolutions: Resolutions) -> None:
     """The lowest version that each bound of pyproject.toml allows is the one that
     constraints-oldest.txt names."""
@@ -193,6 +195,7 @@ def test_the_oldest_versions_resolve_to_themselves(resolutions: Resolutions) -> 
     assert listed - set(done.stdout.splitlines()) == set()
 
 
+@pytest.mark.long
 def test_the_pythons_claimed_are_those_allowed() -> None:
     assert PYTHONS == ["3.10", "3.11", "3.12", "3.13"]
     assert 'requires-python = ">=3.10,<3.14"' in PROJECT

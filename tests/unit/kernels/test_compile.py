@@ -69,6 +69,7 @@ def test_a_server_meets_few_variants_of_attention(counts: dict[str, dict[str, in
     assert {counts[layers]["_merge"] for layers in SERVED} == {2}
 
 
+@pytest.mark.long
 def test_a_server_meets_few_variants_of_verification(counts: dict[str, dict[str, int]]) -> None:
     """Any number of requests up to 64 and any k up to 7: with and without draft distributions."""
     rounds = counts["rounds"]

@@ -309,6 +309,7 @@ def shorter(call: int, proposal: Proposal) -> Proposal:
     return replace(proposal, lengths=lengths)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("values", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     "change, cause",
@@ -352,6 +353,7 @@ def without_mass(call: int, proposal: Proposal) -> Proposal:
     return replace(proposal, logits=logits)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "values, change, cause",
     [
@@ -372,6 +374,7 @@ def test_bad_trees_slow_as_they_do_on_a_cpu(
     assert fallbacks.get(cause, 0) >= 2 if cause else not any(fallbacks.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "change, values, options, cause",
     [
