@@ -107,9 +107,9 @@ class MadeUp:
                 ),
                 lambda: "(" * 2000 + "a" + ")*" * 2000,
                 lambda: (
-                    f"({self.regex_part(1)}{{{self.random.randint(100, 1000)}}}){{{self.random.randint(100, 1000)}}}"
+                    f"({self.regex_part(0)}{{{self.random.randint(100, 1000)}}}){{{self.random.randint(100, 1000)}}}"
                 ),
-                lambda: "|".join(self.regex_part(1) for _ in range(3000)),
+                lambda: "|".join(self.regex_part(0) for _ in range(3000)),
             )
         parts = [self.regex_part(depth) for _ in range(self.count(4) + 1)]
         whole = self.one("", "", "", "|").join(parts)
