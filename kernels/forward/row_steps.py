@@ -61,10 +61,12 @@ class RowSteps:
             x = x.contiguous()
         _, heads, tokens, dim = x.shape
         out = x.new_empty((1, tokens, heads, dim))
+        # Copies have to live as long as the call.
+        cosine, sine = cosine.contiguous(), sine.contiguous()
         self._rotate(
             x.data_ptr(),
-            cosine.contiguous().data_ptr(),
-            sine.contiguous().data_ptr(),
+            cosine.data_ptr(),
+            sine.data_ptr(),
             out.data_ptr(),
             tokens,
             heads,

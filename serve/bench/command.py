@@ -7,6 +7,7 @@ import asyncio
 import importlib.util
 import random
 import sys
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
@@ -75,10 +76,10 @@ def run(config: BenchConfig) -> int:
         record |= {"suite": suite.about, "speedups": speedups(found)}
         text = markdown(found, about(config, suite))
         print(f"\n{text}", end="")
-        if config.markdown is not None:
-            files.write_text(config.markdown, text)
     if config.out is not None:
         files.write_json(config.out, record | {"ratios": ratios(found)})
+    if config.markdown is not None:
+        files.write_text(config.markdown, text)
     if config.png is not None:
         with files.atomic_path(config.png) as temporary:
             draw(found, temporary)
@@ -170,6 +171,7 @@ async def measure(
         await clients.get(case.mode, clients[CHAIN]).measure(
             prompts[:1], _body(config, model, case), 1
         )
+    run = f"bench {uuid.uuid4().hex}"  # Another run may have asked the same server.
     for repeat in range(config.repeats):
         # Every other pass goes backwards through the modes, so that a drift of the machine favours
         # none.
@@ -179,7 +181,7 @@ async def measure(
             if "speculation" in body:
                 # No pass finds prompts in the cache that the one before it has paid for.
                 body["cache_salt"] = (
-                    f"bench {case.concurrency} {case.temperature} {case.mode} {repeat}"
+                    f"{run} {case.concurrency} {case.temperature} {case.mode} {repeat}"
                 )
             result = await _pass(config, client, prompts, case, body)
             case.passes.append(result)

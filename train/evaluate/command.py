@@ -73,7 +73,7 @@ def run(config: EvalConfig) -> int:
             evaluate(config)
         else:
             with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
-                evaluate(replace(config, out=None, store=False))
+                evaluate(replace(config, out=None, markdown=None, store=False))
     finally:
         leave_group()
     return 0

@@ -4,6 +4,7 @@ fetched into the user's cache; none is shipped."""
 from __future__ import annotations
 
 import hashlib
+import http.client
 import sys
 import urllib.request
 from pathlib import Path
@@ -103,7 +104,16 @@ def located(file: Published, suite: Suite, folder: str | None) -> Path:
     """
     if folder is not None:
         return _in_folder(file, suite, Path(folder).expanduser())
-    path = cache_folder() / "suites" / file.sha256[:12] / file.name
+    try:
+        return _in_cache(file, suite, cache_folder() / "suites" / file.sha256[:12] / file.name)
+    except OSError as error:
+        raise UserError(
+            f"the cache of suites cannot be used ({error}); give suite_folder a folder that holds "
+            f"{file.name}"
+        ) from error
+
+
+def _in_cache(file: Published, suite: Suite, path: Path) -> Path:
     if not (path.is_file() and _hash(path.read_bytes()) == file.sha256):
         print(
             f"prompts of {suite.source} ({suite.licence}): fetching {file.url} into {path}",
@@ -128,7 +138,7 @@ def _fetch(file: Published, path: Path) -> None:
     try:
         with urllib.request.urlopen(file.url, timeout=WAIT_S) as response:
             content = response.read()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise UserError(
             f"{file.url} cannot be fetched ({error}); give suite_folder a folder that holds it"
         ) from error

@@ -152,7 +152,7 @@ def _texts_of(value: Any) -> list[str]:
     for name in ("turns", "prompt"):
         found = row.get(name)
         if name == "turns" and isinstance(found, str):
-            with suppress(ValueError):
+            with suppress(ValueError, RecursionError):
                 found = parsed(found)
         if isinstance(found, list) and all(isinstance(one, str) for one in found):
             return found

@@ -101,6 +101,7 @@ def test_plain_lines_and_packed_files_are_suites_too(tmp_path: Path) -> None:
         ({"text": "no question"}, "line 1 of .* asks nothing"),
         ({"turns": ["", "Then?"]}, "line 1 of .* an empty turn"),
         ({"turns": []}, "line 1 of"),
+        ({"turns": "[" * 100_000}, "line 1 of"),
         ({"messages": [{"role": "assistant", "content": "Hello."}]}, "asks nothing"),
         ({"number": 1}, "line 1 of .* holds number"),
     ],
@@ -195,6 +196,15 @@ def test_a_suite_that_cannot_be_fetched_says_where_it_may_lie(suite: Suite, tmp_
     (tmp_path / "published" / "question.jsonl").unlink()
     with pytest.raises(UserError, match=r"cannot be fetched .* give suite_folder"):
         read_suite(SuiteOptions(suite="gsm8k"))
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    suite: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"cache of suites cannot be used .* give suite_folder"):
+        located(suite.files[0], suite, None)
 
 
 def test_a_folder_takes_the_place_of_the_net(

@@ -164,6 +164,10 @@ def test_no_pass_finds_prompts_that_another_has_cached(server: Answering, suite:
     # a kind comes before.
     passes = {salt for salt in salts if salt is not None}
     assert len(passes) == 16 and all(salts.count(salt) == 6 for salt in passes)
+    # Nor prompts of another run at the same server.
+    server.bodies.clear()
+    command.run(BenchConfig(url="x", suite_file=suite, repeats=2, concurrency=[1, 2]))
+    assert not passes & {body.get("cache_salt") for body in server.bodies}
 
 
 def test_plain_servers_get_no_field_of_ours(server: Answering, suite: str) -> None:
