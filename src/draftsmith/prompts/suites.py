@@ -136,9 +136,11 @@ def _questions(path: Path, task: str) -> Iterator[Question]:
     for where, value in read_file(path):
         own = task or _task_of(value) or path.name.partition(".")[0]
         texts = _texts_of(value)
-        turns = [{"messages": [{"role": "user", "content": text} for text in texts]}]
-        for row in turns if texts else normalised(value, where):
-            yield _question(row, own, where)
+        if texts:
+            value = {name: value[name] for name in value if name != "prompt"} | {"turns": texts}
+        for row in normalised(value, where):
+            later = [{"role": "user", "content": text} for text in texts[1:]]
+            yield _question(row, later, own, where)
 
 
 def _task_of(value: Any) -> str:
@@ -159,10 +161,11 @@ def _texts_of(value: Any) -> list[str]:
     return []
 
 
-def _question(row: Row, task: str, where: str) -> Question:
-    """The turns of a conversation but its answers, which are to be the served model's."""
+def _question(row: Row, later: list[Row], task: str, where: str) -> Question:
+    """The turns of a conversation and those behind it, but its answers, which are to be the served
+    model's."""
     prompt = [{"role": "user", "content": row["prompt"]}] if "prompt" in row else []
-    turns = [turn for turn in row.get("messages", prompt) if turn["role"] in ASKING]
+    turns = [turn for turn in row.get("messages", prompt) if turn["role"] in ASKING] + later
     users = [number for number, turn in enumerate(turns) if turn["role"] == "user"]
     if not users or not all(turn.get("content") for turn in turns):
         raise UserError(

@@ -61,6 +61,14 @@ def of_file(path: Path) -> list[Question]:
             Question({"messages": [user("def f():\n")]}, (), "rows"),
         ),
         (
+            {"turns": ["Hi.", "And then?"], "system": "Be brief.", "task": "chat"},
+            Question(
+                {"messages": [{"role": "system", "content": "Be brief."}, user("Hi.")]},
+                (user("And then?"),),
+                "chat",
+            ),
+        ),
+        (
             {
                 "task": "chat",
                 "messages": [
