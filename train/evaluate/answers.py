@@ -86,4 +86,10 @@ def suite_texts(
             f"{too_long} texts are longer than max_length ({config.max_length}) and are cut there",
             file=sys.stderr,
         )
-    return {task: own for task, own in texts.items() if own}
+    kept_texts = {task: own for task, own in texts.items() if own}
+    if not kept_texts:
+        raise UserError(
+            f"max_length is {config.max_length}, and every prompt of the suite is as long; give a "
+            "larger one"
+        )
+    return kept_texts

@@ -13,6 +13,7 @@ from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.prompts.suites import Question
 from draftsmith.train.config import EvalConfig
@@ -256,7 +257,8 @@ def test_the_second_turn_of_a_suite_is_asked_behind_the_answer_to_the_first(targ
 def test_texts_of_a_suite_are_cut_at_the_longest_length(target, capsys):
     config = EvalConfig(target=target.name, draft="", max_tokens=8, suite_file="x", max_length=6)
     question = Question({"messages": [{"role": "user", "content": "for name in"}]}, (), "chat")
-    assert suite_texts(config, 1.0, target, [question]) == {}
+    with pytest.raises(UserError, match="every prompt of the suite is as long; give a larger one"):
+        suite_texts(config, 1.0, target, [question])
     assert "1 texts are longer than max_length (6)" in capsys.readouterr().err
 
 
