@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from time import perf_counter
-
 import pytest
 import torch
 
@@ -114,33 +111,6 @@ def test_threads_change_nothing(dtype: torch.dtype) -> None:
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, other) for one, other in zip(*seen))
-
-
-@dtypes
-def test_a_prompts_tokens_take_no_longer_than_torchs_operations(dtype: torch.dtype) -> None:
-    """Numbers one by one, which a compiler makes where it finds no vectors, take three times as
-    long as torch's."""
-    x = numbers(1, 256, 32, 128, dtype=dtype).transpose(1, 2)
-    cosine, sine = (numbers(1, 1, 256, 128, dtype=dtype, seed=seed) for seed in (1, 2))
-    found, both = steps(dtype), numbers(1, 256, 4096, dtype=dtype).split(2048, -1)
-    pairs = {
-        "rotation": (
-            lambda: found.rotate(x, cosine, sine),
-            lambda: torch.addcmul(x * cosine, x.roll(64, -1), sine),
-        ),
-        "gate": (
-            lambda: found.gate(*both),
-            lambda: torch.nn.functional.silu(both[0]) * both[1],
-        ),
-    }
-    for name, ways in pairs.items():
-        least_s = [math.inf, math.inf]
-        for _ in range(15):  # in turns, so that a loaded machine slows both
-            for index, way in enumerate(ways):
-                begun_s = perf_counter()
-                way()
-                least_s[index] = min(least_s[index], perf_counter() - begun_s)
-        assert least_s[0] < 1.5 * least_s[1], name
 
 
 def test_no_other_dtype_has_steps() -> None:
