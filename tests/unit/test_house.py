@@ -475,6 +475,10 @@ def test_scripts_explain_themselves_without_an_environment(script: str) -> None:
     assert finished.returncode == 0 and script in finished.stdout
 
 
+def test_the_changelog_keeps_its_budget() -> None:
+    assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 40
+
+
 def test_the_files_that_are_handed_out_first_are_there() -> None:
     assert len(set(LONGEST)) == len(LONGEST)
     assert [name for name in LONGEST if not (ROOT / "tests" / name).is_file()] == []
