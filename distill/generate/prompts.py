@@ -21,7 +21,7 @@ from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate.ways import THINKING, Way, way_of
 from draftsmith.errors import UserError
 from draftsmith.prompts.corpus import CORPORA, Document, held_out
-from draftsmith.prompts.sources import read_rows
+from draftsmith.prompts.training import rows_to_train
 
 # Enough text for any tokenizer to fill a window: a token is seldom longer.
 CHARACTERS_A_TOKEN = 12
@@ -94,7 +94,7 @@ def _from_rows(
 ) -> Iterator[Prompt]:
     answers = ChatAnswers(tokenizer, eos_token_ids)
     ways = (way_of(config, number) for number in itertools.count())
-    for where, row in read_rows(config.prompts, split=config.prompts_split):
+    for where, row in rows_to_train(config.prompts, split=config.prompts_split):
         found = _read(row, config, tokenizer, where)
         key = _asked_in(found)
         # Named by what it asks, so that a repeated prompt falls into one part, whatever its answer.

@@ -7,4 +7,5 @@
 - `sources`: rows of a file, a folder or a data set
 - `published`: suites as their authors publish them, fetched once
 - `suites`: conversations of a suite, by task
+- `training`: public prompts to train on, none of a suite
 """

@@ -18,6 +18,9 @@ SPEC_BENCH = f"{RAW}/hemingkx/Spec-Bench/fd2c1cd7d2201ef71db4c5f4e455008f017967b
 EAGLE = f"{RAW}/SafeAILab/EAGLE/cb7e0841fe0c206c6ed74a197ad5e2a1f13f5a2b"
 HUMAN_EVAL = f"{RAW}/openai/human-eval/6d43fb980f9fee3c892a914eda09951f772ad10d"
 SCHOOL_MATH = f"{RAW}/openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c"
+TEACHER = f"{RAW}/teknium1/GPTeacher/481075123c29854bddb82655badeef6a438f2436"
+SELF_INSTRUCT = f"{RAW}/yizhongw/self-instruct/0b26ccaa415992100fa32df62d41b994cf928e23"
+ASSISTANT = f"{RAW}/LAION-AI/Open-Assistant/f1e6ed9526f5817531f3ab85441a40b3671ddccb"
 WAIT_S = 60.0  # for a server that sends nothing
 
 
@@ -37,6 +40,7 @@ class Suite(NamedTuple):
     source: str
     licence: str
     files: tuple[Published, ...]
+    most: int | None = None  # of its prompts, where it would outweigh the others
 
 
 def _of_eagle(task: str, sha256: str) -> Published:
@@ -94,6 +98,59 @@ SUITES = {
     ),
 }
 
+# Prompts to train on.
+TRAINING = (
+    Suite(
+        "teknium1/GPTeacher",
+        "MIT",
+        (
+            Published(
+                f"{TEACHER}/Codegen/codegen-instruct.json",
+                "8b0be81f22b86bccab30f573351b62efb3391da229d2ee817a65ce0abb08b29d",
+            ),
+        ),
+    ),
+    Suite(
+        "openai/grade-school-math",
+        "MIT",
+        (
+            Published(
+                f"{SCHOOL_MATH}/grade_school_math/data/train.jsonl",
+                "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465",
+            ),
+        ),
+        most=3000,
+    ),
+    Suite(
+        "yizhongw/self-instruct",
+        "Apache-2.0",
+        (
+            Published(
+                f"{SELF_INSTRUCT}/data/seed_tasks.jsonl",
+                "7779004fa198fdf27cf70a159363879d8a26c53329e11b436af17b3941875f48",
+            ),
+            Published(
+                f"{SELF_INSTRUCT}/human_eval/user_oriented_instructions.jsonl",
+                "81d60a117db495cecedecd9193504fd07c5b5a42f6699ef6b0f9da10fc22f42e",
+            ),
+        ),
+    ),
+    Suite(
+        "LAION-AI/Open-Assistant",
+        "Apache-2.0",
+        (
+            Published(
+                f"{ASSISTANT}/model/model_eval/manual/data/en_100_text.jsonl",
+                "96ea33eb2fc670b3638887eee4ec85d8c840927dbd2c2293816cccde27d6cc5f",
+            ),
+            Published(
+                f"{ASSISTANT}/model/model_eval/manual/data/prompt_lottery_en_250_text.jsonl",
+                "c5c706385a8166d308920e6a2e53b4ffa340d6dda5027cf57e2c39533f4d52f3",
+            ),
+        ),
+    ),
+)
+
 
 def located(file: Published, suite: Suite, folder: str | None) -> Path:
     """The file in `folder`, under any path, or without one in the user's cache, fetched where it
@@ -108,8 +165,8 @@ def located(file: Published, suite: Suite, folder: str | None) -> Path:
         return _in_cache(file, suite, cache_folder() / "suites" / file.sha256[:12] / file.name)
     except OSError as error:
         raise UserError(
-            f"the cache of suites cannot be used ({error}); give suite_folder a folder that holds "
-            f"{file.name}"
+            f"the cache of suites cannot be used ({error}); name a folder in suite_folder or "
+            f"DRAFTSMITH_SUITES that holds {file.name}"
         ) from error
 
 
@@ -140,7 +197,8 @@ def _fetch(file: Published, path: Path) -> None:
             content = response.read()
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise UserError(
-            f"{file.url} cannot be fetched ({error}); give suite_folder a folder that holds it"
+            f"{file.url} cannot be fetched ({error}); name a folder in suite_folder or "
+            "DRAFTSMITH_SUITES that holds it"
         ) from error
     if _hash(content) != file.sha256:
         raise UserError(

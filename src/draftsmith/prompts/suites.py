@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from draftsmith.config import PART, option
 from draftsmith.errors import UserError
-from draftsmith.prompts.published import SUITES, located
+from draftsmith.prompts.published import SUITES, Suite, located
 from draftsmith.prompts.shapes import Row, normalised, parsed
 from draftsmith.prompts.sources import read_file
 
@@ -103,14 +103,19 @@ def read_suite(options: SuiteOptions) -> Asked:
     else:
         assert options.suite is not None
         suite = SUITES[options.suite]
-        folder = options.suite_folder or os.environ.get(FOLDER) or None
         about = f"{options.suite} ({suite.source}, {suite.licence})"
-        files = [(located(file, suite, folder), file.task) for file in suite.files]
-    questions = _joined([one for path, task in files for one in _questions(path, task)])
+        files = files_of(suite, options.suite_folder)
+    questions = _joined([one for path, task in files for one in questions_in(path, task)])
     chosen = shared(questions, options.suite_share)
     if not chosen:
         raise UserError(f"suite {about} holds no question; give a file with at least one")
     return Asked(f"{about}: {len(chosen)} of {len(questions)} prompts", chosen)
+
+
+def files_of(suite: Suite, folder: str | None = None) -> list[tuple[Path, str]]:
+    """(path, task of its prompts) of each file, as `located` finds it."""
+    where = folder or os.environ.get(FOLDER) or None
+    return [(located(file, suite, where), file.task) for file in suite.files]
 
 
 def shared(questions: Sequence[Question], share: float) -> list[Question]:
@@ -132,7 +137,7 @@ def _joined(questions: list[Question]) -> list[Question]:
     return [one._replace(task="mt_bench") if one.task in MT_BENCH else one for one in questions]
 
 
-def _questions(path: Path, task: str) -> Iterator[Question]:
+def questions_in(path: Path, task: str) -> Iterator[Question]:
     for where, value in read_file(path):
         own = task or _task_of(value) or path.name.partition(".")[0]
         texts = _texts_of(value)

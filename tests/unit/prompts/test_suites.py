@@ -202,7 +202,7 @@ def test_another_file_than_published_is_not_kept(suite: Suite, tmp_path: Path) -
 
 def test_a_suite_that_cannot_be_fetched_says_where_it_may_lie(suite: Suite, tmp_path: Path) -> None:
     (tmp_path / "published" / "question.jsonl").unlink()
-    with pytest.raises(UserError, match=r"cannot be fetched .* give suite_folder"):
+    with pytest.raises(UserError, match=r"cannot be fetched .* suite_folder or DRAFTSMITH_SUITES"):
         read_suite(SuiteOptions(suite="gsm8k"))
 
 
@@ -211,7 +211,9 @@ def test_a_cache_that_cannot_be_written_is_named(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(UserError, match=r"cache of suites cannot be used .* give suite_folder"):
+    with pytest.raises(
+        UserError, match=r"cache of suites cannot be used .* suite_folder or DRAFTSMITH_SUITES"
+    ):
         located(suite.files[0], suite, None)
 
 
