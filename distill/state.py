@@ -38,7 +38,7 @@ from draftsmith.record import RoundRecord
 
 logger = logging.getLogger("draftsmith.distill")
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 1
 # Of the target, whose records are still texts to learn from.
 MOST_REVISIONS = 1024
 FOLDER = re.compile(r"state-(\d{8})")

@@ -89,13 +89,6 @@ SCHEMA = pa.schema(
     ],
     metadata={"draftsmith.round_record": str(SCHEMA_VERSION)},
 )
-# Columns that came with a later schema than the first; a record without one has its default.
-_SINCE = {
-    **{"share": 2, "last": 2, "seeded": 3},
-    **dict.fromkeys(("rule", "engine", "p_drafted", "q_drafted"), 4),
-    **dict.fromkeys(("sampler", "weight_version"), 5),
-    **dict.fromkeys(_TAPS, 6),
-}
 # The bytes of numbers that are alike stand together: two of an id's four are nearly always 0.
 _SPLIT = [
     f"{distribution}_{part}.list.element.list.element"
@@ -190,8 +183,7 @@ def _tap_arrays(taps: Sequence[RecordedTaps | None]) -> dict[str, pa.Array]:
 
 
 def _taps(table: pa.Table) -> list[RecordedTaps | None]:
-    """Hidden states of all rows; None in those of an earlier schema, and where they were not
-    read."""
+    """Hidden states of all rows; None where they were not read."""
     if "taps" not in table.column_names:
         return [None] * table.num_rows
     columns = (table[name].to_pylist() for name in _TAPS)
@@ -213,35 +205,19 @@ def _bounds(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 def from_table(table: pa.Table) -> list[RoundRecord]:
-    """Records of a table of this schema or an earlier one. Raises `ValueError` on another
-    schema."""
-    first = "p_logprobs" in table.column_names
-    schema = (
-        max(table["schema"].to_pylist(), default=1)
-        if "schema" in table.column_names
-        else SCHEMA_VERSION
-    )
-    wanted = [
-        name
-        for name in SCHEMA.names
-        if _SINCE.get(name, 1) <= schema
-        and not (first and name.endswith("surprisal"))
-        and name not in _TAPS
+    """Records of a table. Raises `ValueError` on another schema."""
+    missing = [
+        name for name in SCHEMA.names if name not in table.column_names and name not in _TAPS
     ]
-    missing = [name for name in wanted if name not in table.column_names]
     if missing:
         raise ValueError(f"lacks column {missing[0]!r}")
-    if schema > SCHEMA_VERSION:
-        raise ValueError(f"holds records of a newer schema than {SCHEMA_VERSION}")
-    columns = {name: table[name].to_pylist() for name in _SCALARS if name in table.column_names}
+    if others := set(table["schema"].to_pylist()) - {SCHEMA_VERSION}:
+        raise ValueError(f"holds records of schema {max(others)}, this is {SCHEMA_VERSION}")
+    columns = {name: table[name].to_pylist() for name in _SCALARS}
     columns |= {
         distribution: _distributions(table, distribution) for distribution in _DISTRIBUTIONS
     }
     columns["taps"] = _taps(table)
-    if schema < _SINCE["seeded"]:
-        # Not known: a server of that time recorded seeded requests, and repeated its own seeds
-        # after a restart.
-        columns["seeded"] = [temperature > 0 for temperature in columns["temperature"]]
     rows = [
         dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
     ]
@@ -263,15 +239,12 @@ def _distributions(table: pa.Table, distribution: str) -> list[Distributions]:
     logprobs = np.full(place.shape, -np.inf, dtype=np.float32)
     logprobs[place] = _logprobs(table, distribution)
     tail = tails.flatten().to_numpy(zero_copy_only=False)
+    drafted = table[f"{distribution}_drafted"].combine_chunks().flatten()
     log_norms = np.zeros(len(tail), dtype=np.float32)
     if distribution == "p":
-        stored = table["p_log_norm"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
-        log_norms = stored if len(stored) == len(tail) else log_norms
-    drafted = None
-    if f"{distribution}_drafted" in table.column_names:
-        stored = table[f"{distribution}_drafted"].combine_chunks().flatten()
-        drafted = stored.to_numpy(zero_copy_only=False)
-    arrays = ProbArrays(wide_ids, logprobs, tail, log_norms, drafted)
+        stored = table["p_log_norm"].combine_chunks().flatten()
+        log_norms = stored.to_numpy(zero_copy_only=False)
+    arrays = ProbArrays(wide_ids, logprobs, tail, log_norms, drafted.to_numpy(zero_copy_only=False))
     return [
         Distributions(lambda: arrays, begin, end)
         for begin, end in itertools.pairwise(rows.tolist())
@@ -279,22 +252,8 @@ def _distributions(table: pa.Table, distribution: str) -> list[Distributions]:
 
 
 def _logprobs(table: pa.Table, distribution: str) -> np.ndarray:
-    if f"{distribution}_surprisal" not in table.column_names:
-        return (
-            table[f"{distribution}_logprobs"]
-            .combine_chunks()
-            .flatten()
-            .flatten()
-            .to_numpy(zero_copy_only=False)
-        )
-    steps = (
-        table[f"{distribution}_surprisal"]
-        .combine_chunks()
-        .flatten()
-        .flatten()
-        .to_numpy(zero_copy_only=False)
-    )
-    return steps.astype(np.float32) / -STEPS
+    steps = table[f"{distribution}_surprisal"].combine_chunks().flatten().flatten()
+    return steps.to_numpy(zero_copy_only=False).astype(np.float32) / -STEPS
 
 
 def _offsets(lists: pa.ListArray) -> np.ndarray:

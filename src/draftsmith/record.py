@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, overload
 
 import numpy as np
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 1
 UNLOGGED = -1  # in place of a token whose id is not known
 
 
@@ -321,11 +321,8 @@ class RecordedRound(NamedTuple):
 
 
 def sampler_of(record: RoundRecord) -> str:
-    """Choice of the drafted tokens. An older record shows it by q: one-hot or not."""
-    if record.sampler or len(record.q) == 0:
-        return record.sampler or "probabilistic"
-    is_one_hot = all(len(one.ids) == 1 and one.tail == 0 for one in record.q)
-    return "greedy" if is_one_hot else "probabilistic"
+    """Choice of the drafted tokens, by its usual name where it is not known."""
+    return record.sampler or "probabilistic"
 
 
 def hashed(request_id: str) -> str:

@@ -6,7 +6,6 @@ import dataclasses
 import io
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -167,30 +166,11 @@ def test_a_token_of_next_to_no_probability_stays_one() -> None:
     )
 
 
-def test_records_of_the_first_schema_are_read() -> None:
-    distributions = {"ids": [[[7, 8]]], "logprobs": [[[-0.25, -1.5]]], "tail": [[0.0]]}
-    values: dict = {
-        f"{name}_{part}": value for name in "pq" for part, value in distributions.items()
-    }
-    first = [name for name in record_table._SCALARS if name not in record_table._SINCE]
-    scalars = {name: [getattr(record(drafted=[7]), name)] for name in first}
-    (back,) = from_table(pa.table({**scalars, **values, "p_log_norm": [[0.5]], "schema": [1]}))
-    assert (back.p[0], back.q[0]) == (
-        Distribution([7, 8], [-0.25, -1.5], 0.0, 0.5),
-        Distribution([7, 8], [-0.25, -1.5], 0.0),
-    )
-    assert (back.share, back.last, back.schema, back.context) == (1.0, False, 1, [5, 6])
-    with pytest.raises(ValueError, match="newer schema"):
-        from_table(to_table([record(schema=SCHEMA_VERSION + 1)]))
-
-
-def test_records_of_the_fourth_schema_are_read() -> None:
-    older = to_table([record(schema=4, rule="chain", engine="e1", sampler="greedy")])
-    (back,) = from_table(older.drop_columns(["sampler", "weight_version"]))
-    assert (back.rule, back.engine, back.sampler, back.weight_version) == ("chain", "e1", "", "")
-    newer = to_table([record(schema=5)]).drop_columns(["sampler"])
+def test_records_of_another_schema_are_refused() -> None:
+    with pytest.raises(ValueError, match=f"schema {SCHEMA_VERSION + 1}, this is {SCHEMA_VERSION}"):
+        from_table(to_table([record(), record(schema=SCHEMA_VERSION + 1)]))
     with pytest.raises(ValueError, match="lacks column 'sampler'"):
-        from_table(newer)
+        from_table(to_table([record()]).drop_columns(["sampler"]))
 
 
 def states(*, begin: int = 0, seed: int = 0) -> RecordedTaps:
@@ -212,25 +192,13 @@ def test_states_come_back_to_the_bit_and_are_left_unread_where_nobody_needs_them
     assert not any(one.taps for one in from_table(record_table.read(data, with_taps=False)))
 
 
-def test_records_of_the_fifth_schema_are_read() -> None:
-    """It had no states."""
-    table = to_table([record(schema=5, p=[even(2)] * 3)])
-    old = table.select([name for name in table.column_names if not name.startswith("taps")])
-    data = io.BytesIO()
-    pq.write_table(old, data)
-    for with_taps in (True, False):
-        (back,) = from_table(record_table.read(data, with_taps=with_taps))
-        assert back.taps is None and back.schema == 5
-        assert_same(record(schema=5, p=[even(2)] * 3), back)
-
-
 def test_copies_without_distributions_hold_no_states() -> None:
     told = record(taps=states(), p=[even(2)] * 3)
     assert tokens_only(told).taps is None and without_distributions(told).taps is None
     assert without_q(told).taps is told.taps
 
 
-def test_half_of_the_first_schemas_bytes() -> None:
+def test_a_position_takes_half_a_kilobyte() -> None:
     """Distributions like a small model's: the room that a position takes when records are written
     as the server writes them."""
     generator = torch.Generator().manual_seed(1)
@@ -244,20 +212,3 @@ def test_half_of_the_first_schemas_bytes() -> None:
         for number in range(200)
     ]
     assert len(to_bytes(records)) / 600 < 512
-
-
-def test_sampled_records_of_the_second_schema_count_as_seeded() -> None:
-    """It does not say which were; greedy ones draw nothing."""
-    older = [
-        record(schema=2, p=[even(3)], q=[even(1)], temperature=temperature)
-        for temperature in (0.0, 0.7)
-    ]
-    table = to_table(older).drop_columns(["seeded"])
-    greedy, sampled = from_table(table)
-    assert (greedy.seeded, greedy.schema, greedy.share) == (False, 2, pytest.approx(0.3))
-    assert sampled.seeded
-    data = io.BytesIO()
-    record_table.write(table, data)  # as `forget` writes what is left of an older shard
-    assert [one.seeded for one in from_table(record_table.read(data))] == [False, True]
-    with pytest.raises(ValueError, match="lacks column 'seeded'"):
-        from_table(to_table([record()]).drop_columns(["seeded"]))

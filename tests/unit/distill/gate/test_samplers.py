@@ -27,7 +27,7 @@ from draftsmith.distill.gate.scoring import Scored, Scorer, score
 from draftsmith.distill.gate.sequential import Evidence, Ledger
 from draftsmith.kernels.acceptance import likeliest_mass
 from draftsmith.kernels.sampling.filters import SamplingRows, process
-from draftsmith.record import Distribution, RoundRecord, sampler_of
+from draftsmith.record import Distribution, RoundRecord
 
 VOCAB, K, ROUNDS = 32, 3, 10
 LIKELIEST = ("greedy", "target-only")
@@ -247,15 +247,6 @@ def test_mixed_traffic_is_judged_record_by_record(world: World) -> None:
     assert samplers_of(texts) == dict.fromkeys(sorted(ways), 320)
     assert not watched(world, texts).reason
     assert watched(world, named(texts, "probabilistic")).reason
-
-
-def test_older_records_show_their_sampler_by_q(world: World) -> None:
-    greedy, drawn = (
-        named(serve(world, "live", 4, sampler=name), "") for name in ("greedy", "probabilistic")
-    )
-    assert samplers_of(greedy) == {"greedy": 40} and samplers_of(drawn) == {"probabilistic": 40}
-    (record,) = greedy[0].records[:1]
-    assert sampler_of(dataclasses.replace(record, q=[])) == "probabilistic"
 
 
 @pytest.mark.parametrize(
