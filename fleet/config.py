@@ -71,7 +71,6 @@ class FleetConfig:
     target: str | None = option(
         None, "for publish: folder or Hub id of the target [default: the one the draft names]"
     )
-    prove: bool = option(False, "for publish: compare each layout with its checkpoint by decoding")
     trust_remote_code: bool = option(False, TRUST_HELP)
     keep: int = option(
         20,

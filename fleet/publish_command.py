@@ -37,7 +37,6 @@ def run(config: FleetConfig, stop: threading.Event | None = None) -> int:
         root,
         config.layouts,
         target=config.target,
-        prove=config.prove,
         trust_remote_code=config.trust_remote_code,
     )
     store = VersionStore(config.to)

@@ -24,7 +24,6 @@ class LayoutWriter:
 
     Args:
         target: folder or Hub id; by default the one that the draft names.
-        prove: also load the target and compare every export with its checkpoint.
     """
 
     def __init__(
@@ -33,11 +32,10 @@ class LayoutWriter:
         layouts: Sequence[str],
         *,
         target: str | None = None,
-        prove: bool = False,
         trust_remote_code: bool = False,
     ):
         self.work, self.layouts = root / WORK, tuple(layouts)
-        self.target, self.prove, self.trust_remote_code = target, prove, trust_remote_code
+        self.target, self.trust_remote_code = target, trust_remote_code
 
     def write(self, folder: Path) -> dict[str, Path]:
         """Folder by layout of the version in `folder`."""
@@ -62,7 +60,6 @@ class LayoutWriter:
             to=layout,
             out=str(out),
             target=self.target,
-            prove=self.prove,
             trust_remote_code=self.trust_remote_code,
         )
         source = open_source(config)

@@ -112,7 +112,8 @@ def test_a_draft_accepts_what_was_predicted(
 
 def test_a_tap_off_by_one_would_be_noticed(workshop: Path, plain: dict[str, Any]) -> None:
     """The negative control: the text stays right, and fewer tokens are accepted."""
-    from draftsmith.train.export.openvino.graph import read_graph, write_graph
+    from draftsmith.train.export.openvino.graph import write_graph
+    from tests.engine_readers.openvino import read_graph
 
     shifted = workshop / "shifted"
     shutil.copytree(workshop / exported(workshop, "eagle3", "openvino"), shifted)

@@ -190,7 +190,6 @@ def export(draft: Path, hub: Hub, token: str, *options: str) -> subprocess.Compl
         str(draft),
         "--to",
         "hf",
-        "--no-prove",
         "--out",
         str(draft.parent / "out"),
         *options,
@@ -250,7 +249,7 @@ def test_a_refused_push_keeps_the_export_and_says_so(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_bad")
     out = draft.parent / "out"
-    words = ["--to", "hf", "--no-prove", "--out", str(out), "--push", "ann/draft"]
+    words = ["--to", "hf", "--out", str(out), "--push", "ann/draft"]
     assert main(["export", str(draft), *words]) == 2
     said = capsys.readouterr().err
     assert "the upload to 'ann/draft' failed" in said and "401" in said

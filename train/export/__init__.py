@@ -3,7 +3,6 @@
 Files in reading order:
 - `command`: the command
 - `config`: its options
-- `proof`: the export read back and compared
 - `model_card`: README.md of an export
 - `hub`: uploads
 

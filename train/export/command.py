@@ -29,7 +29,6 @@ from draftsmith.train.export.layouts.table import (
 )
 from draftsmith.train.export.layouts.vllm_faults import SHARED_NOISE
 from draftsmith.train.export.model_card import model_card
-from draftsmith.train.export.proof import prove
 from draftsmith.train.quiet import quiet
 
 
@@ -42,8 +41,6 @@ def run(config: ExportConfig) -> int:
     check_out(out, source)
     with on_disk(out), atomic_folder(out) as folder:
         write(source, folder)
-        if config.prove:
-            print(prove(source, folder, config.to).line())
         write_json(folder / RECORD, {**source.metadata, "export": {"layout": config.to}})
         card = model_card(source, engine=config.to, name=config.push or out.name)
         (folder / "README.md").write_text(card, encoding="utf-8")
@@ -94,7 +91,7 @@ def open_source(config: ExportConfig) -> Source:
     metadata = record_of(draft)
     target_name = config.target or recorded_target(metadata, draft)
     writes = config.with_target or needs_target_weights(metadata["family"], config.to)
-    target = locate(target_name, "target", weights=config.prove or writes)
+    target = locate(target_name, "target", weights=writes)
     base = adapter_base(target)
     if base is not None and writes:
         raise UserError(

@@ -25,10 +25,5 @@ class ExportConfig:
     speculative_tokens: int = option(
         3, "draft length k that the export recommends to the engine", limits=AT_LEAST_1
     )
-    prove: bool = option(
-        True,
-        "load the target and draft with the export as its engine reads it; it must equal the "
-        "checkpoint",
-    )
     push: str | None = option(None, "upload the export to this Hub repository, user/repo")
     private: bool = option(False, "make the Hub repository private when --push creates it")

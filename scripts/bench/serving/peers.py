@@ -58,7 +58,7 @@ class Bench:
         out = self.exports / f"{engine}-{draft.name}-{self.dtype}"
         if not out.exists():
             command = [sys.executable, "-m", "draftsmith.cli", "export", draft, "--to", engine]
-            command += ["--target", self.target, "--out", out, "--no-prove", *options]
+            command += ["--target", self.target, "--out", out, *options]
             done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
             if done.returncode != 0:
                 said = (done.stderr.strip().splitlines() or ["no reason given"])[-1]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.drafters.blocks.shape import block_values, shape_in
+from draftsmith.drafters.blocks.shape import block_values, check_block, shape_in
 from draftsmith.drafters.weights import read_weights, write_weights
 from draftsmith.errors import UserError
 from draftsmith.train.export.layouts.eagle3 import (
@@ -76,6 +76,8 @@ def check(source: Source) -> dict[str, torch.Tensor]:
             f"{source.target_name!r} scales its token embeddings, which engines do not do for a "
             "draft that shares them"
         )
+    from_anchor = bool(config.get("markov_rank"))
+    check_block(block_values(config), source.draft, from_anchor=from_anchor)
     check_layers({**config, **(config.get("dflash_config") or {})}, target["num_hidden_layers"])
     tensors = read_weights(source.draft)
     expected = expected_shapes(config)

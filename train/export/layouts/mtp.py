@@ -35,6 +35,7 @@ MODULE = "model.mtp_layers.0."
 
 PROJECTIONS = ("q", "k", "v")
 PAIRS = "model.mtp_block."  # Ernie's
+ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 
 MODULE_FILE = "model-mtp.safetensors"
@@ -42,6 +43,7 @@ MODULE_FILE = "model-mtp.safetensors"
 
 def write_mtp(source: Source, out: Path) -> None:
     if is_appended(source.config):
+        check_routing(source.target_config)
         write_back(source, out, for_vllm(source, read_weights(source.draft)))
         return
     check_sees_all(source, "vLLM's MTP module")
@@ -115,6 +117,16 @@ def alone_config(config: dict[str, Any], target_config: dict[str, Any]) -> dict[
         "use_sliding_window": False,
         "tie_word_embeddings": False,
     }
+
+
+def check_routing(config: dict[str, Any]) -> None:
+    """vLLM goes by two keys that transformers' DeepSeek does not read."""
+    found = {key: config.get(key) for key in ROUTING}
+    if config["model_type"] == "deepseek_v3" and found != ROUTING:
+        raise UserError(
+            f"the target has {found}, and vLLM routes as transformers does by {ROUTING} alone; put "
+            "these into its config.json"
+        )
 
 
 def write_back(source: Source, out: Path, module: dict[str, torch.Tensor]) -> None:

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from draftsmith.errors import UserError
-from draftsmith.files import read_json, write_json, write_text
+from draftsmith.files import write_json, write_text
 from draftsmith.train.export.layouts.serving import vllm_options
 from draftsmith.train.export.layouts.source import Source
 
@@ -74,22 +73,3 @@ def engine_arguments(source: Source, draft: Path) -> dict[str, Any]:
 def model_name(target_name: str) -> str:
     """The last part of the target's name, in letters that a folder and a URL both take."""
     return re.sub(r"[^A-Za-z0-9_.-]", "-", target_name.rstrip("/").split("/")[-1])
-
-
-def draft_folder(repository: Path) -> Path:
-    """The draft of a repository written here, as its `model.json` names it."""
-    found = sorted(repository.glob(f"*/{VERSION}/{ENGINE_ARGUMENTS}"))
-    if len(found) != 1:
-        raise UserError(
-            f"Triton finds {len(found)} models in {str(repository)!r} where one is expected; the "
-            "layout is wrong"
-        )
-    arguments = read_json(found[0], "engine arguments")
-    named = Path(arguments["speculative_config"].get("model", arguments["model"]))
-    folder = found[0].parent / DRAFT
-    if named.parts[-3:] != folder.parts[-3:] or not folder.is_dir():
-        raise UserError(
-            f"model.json names the draft {str(named)!r}, which is not in the repository; the "
-            "layout is wrong"
-        )
-    return folder

@@ -1,4 +1,4 @@
-"""A GGUF file written and read by the `gguf` package: metadata by key, tensors by name."""
+"""A GGUF file written by the `gguf` package: metadata by key, tensors by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from draftsmith.errors import UserError
 from draftsmith.extras import missing
 
 DRAFT, TARGET = "draft.gguf", "target.gguf"
-ARCHITECTURE = "general.architecture"
 TOKENIZER = "tokenizer."
 # Kinds of a whole file, as llama.cpp counts them.
 FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}
@@ -80,28 +79,3 @@ def adder(writer: Any, value: Any) -> Callable[[str, Any], None]:
         list: writer.add_array,
     }
     return adders[type(value)]
-
-
-def read_gguf(path: Path) -> Gguf:
-    gguf = library()
-    reader = gguf.GGUFReader(path)
-    values = {name: field.contents() for name, field in reader.fields.items()}
-    arch = values[ARCHITECTURE]
-    return Gguf(
-        arch,
-        {
-            key.removeprefix(f"{arch}."): value
-            for key, value in values.items()
-            if key.startswith((f"{arch}.", TOKENIZER))
-        },
-        {tensor.name: tensor_of(gguf, tensor) for tensor in reader.tensors},
-    )
-
-
-def tensor_of(gguf: ModuleType, stored: Any) -> torch.Tensor:
-    """A copy of it: the file is mapped only as long as its reader lives."""
-    data = torch.from_numpy(stored.data.copy())
-    shape = [int(size) for size in reversed(stored.shape)]
-    if stored.tensor_type == gguf.GGMLQuantizationType.BF16:
-        data = data.view(torch.bfloat16)
-    return data.reshape(shape)

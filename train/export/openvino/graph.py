@@ -192,7 +192,3 @@ def begin_empty(graph: Any) -> None:
 def write_graph(graph: Any, folder: Path, *, half: bool) -> None:
     """`half` weights are stored in float16, which holds those of 16-bit checkpoints."""
     library().save_model(graph, folder / MODEL, compress_to_fp16=half)
-
-
-def read_graph(folder: Path) -> Any:
-    return library().Core().read_model(folder / MODEL)

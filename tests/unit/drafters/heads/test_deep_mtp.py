@@ -24,9 +24,9 @@ from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
-from draftsmith.train.export.command import run
 from draftsmith.train.export.config import ExportConfig
-from draftsmith.train.export.readers.vllm_mtp import read_mtp
+from tests.engine_readers.proof import export_and_prove
+from tests.engine_readers.vllm_mtp import read_mtp
 
 IDS = torch.randint(2, 288, (2, 16), generator=torch.Generator().manual_seed(1))
 NUM = 3
@@ -178,7 +178,7 @@ def test_saved_and_exported_as_further_layers(
         torch.equal(one, again.state_dict()[name]) for name, one in drafter.state_dict().items()
     )
     out = tmp_path / "out"
-    run(ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(out)))  # and proves it
+    export_and_prove(ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(out)))
     config = json.loads((out / "config.json").read_text())
     assert config["num_nextn_predict_layers"] == NUM
     assert isinstance(checkpoint.load(out, Target.load(out)), DeepMtp)

@@ -42,7 +42,7 @@ def written(tiny_target: Callable[..., str], tmp_path: Path) -> Callable[[str], 
         drafter = FAMILIES["draft-lm"].create(DraftLmOptions(target_layers=(0, 3)), target, seed=0)
         checkpoint.save(drafter, tmp_path / "draft", target)
         out, draft = tmp_path / "out", str(tmp_path / "draft")
-        run(ExportConfig(draft=draft, to="gguf", out=str(out), prove=False, with_target=True))
+        run(ExportConfig(draft=draft, to="gguf", out=str(out), with_target=True))
         return out / TARGET
 
     return file

@@ -43,11 +43,7 @@ def set_record(folder: Path, **values: Any) -> None:
 
 def export(source: Path, out: str = "out", **options: Any) -> Path:
     folder = source.parent / out
-    run(
-        ExportConfig(
-            **{"draft": str(source), "to": "hf", "out": str(folder), "prove": False, **options}
-        )
-    )
+    run(ExportConfig(**{"draft": str(source), "to": "hf", "out": str(folder), **options}))
     return folder
 
 
@@ -110,7 +106,7 @@ def test_a_target_may_be_an_adapter(
 ) -> None:
     """Its configuration is the base's; layouts that hold weights of the target are refused."""
     adapter = save_adapter(tiny_target("llama"), tmp_path / "adapter")
-    out = export(draft, target=adapter, prove=True)
+    out = export(draft, target=adapter)
     assert (out / "README.md").is_file()
     assert (out / "tokenizer.json").is_file()
     set_record(draft, family="mtp", target={"name": adapter})

@@ -4,6 +4,7 @@ the old one was."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.train.export.command import run
 from draftsmith.train.export.config import ExportConfig
-from draftsmith.train.export.readers.vllm_mtp import read_mtp
 from draftsmith.train.session import older_drafter
+from tests.engine_readers.proof import export_and_prove
+from tests.engine_readers.vllm_mtp import read_mtp
 
 MODULE = "model.layers.2."
 SHARED = {f"{MODULE}embed_tokens.weight", f"{MODULE}shared_head.head.weight"}
@@ -35,8 +37,9 @@ def test_the_new_module_is_where_the_old_one_was(
     for parameter in drafter.parameters():
         parameter.data.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     checkpoint.save(drafter, tmp_path / "tuned", target)
-    # and proves what was written
-    run(ExportConfig(draft=str(tmp_path / "tuned"), to="vllm", out=str(tmp_path / "out")))
+    export_and_prove(
+        ExportConfig(draft=str(tmp_path / "tuned"), to="vllm", out=str(tmp_path / "out"))
+    )
 
     old, tuned = (
         load_file(folder / "model.safetensors"),
@@ -74,9 +77,25 @@ def test_another_target_is_refused(native_target: Callable[[str], Path], tmp_pat
                 target=other,
                 to="vllm",
                 out=str(tmp_path / "out"),
-                prove=False,
             )
         )
+
+
+def test_a_target_that_vllm_would_route_otherwise_is_refused(
+    native_target: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = native_target("deepseek_v3")
+    target = Target.load(folder)
+    checkpoint.save(checkpoint.load(folder, target), tmp_path / "tuned", target)
+    config = json.loads((folder / "config.json").read_text())
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    (other / "config.json").write_text(json.dumps(config | {"scoring_func": None}))
+    job = ExportConfig(
+        draft=str(tmp_path / "tuned"), target=str(other), to="vllm", out=str(tmp_path / "out")
+    )
+    with pytest.raises(UserError, match=r"routes as transformers does by .* alone; put these into"):
+        run(job)
 
 
 def test_vllm_would_refuse_an_expert_that_is_missing(

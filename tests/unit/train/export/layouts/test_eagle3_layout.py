@@ -18,8 +18,8 @@ from draftsmith.files import write_json
 from draftsmith.train.export.command import run
 from draftsmith.train.export.config import ExportConfig
 from draftsmith.train.export.layouts.eagle3 import expected_shapes
-from draftsmith.train.export.readers.table import READERS
-from draftsmith.train.export.readers.understood import Understood
+from tests.engine_readers.table import READERS
+from tests.engine_readers.understood import Understood
 
 VOCAB, HIDDEN = 288, 32  # of tiny_target("llama"), which has 4 layers
 CONFIG: dict[str, Any] = {
@@ -80,7 +80,7 @@ def make_draft(tmp_path: Path, tiny_target: Callable[..., str]) -> Callable[...,
 
 def export(draft: Path, engine: str, **options: Any) -> Path:
     out = draft.parent / f"out-{engine}"
-    assert run(ExportConfig(draft=str(draft), to=engine, out=str(out), prove=False, **options)) == 0
+    assert run(ExportConfig(draft=str(draft), to=engine, out=str(out), **options)) == 0
     return out
 
 

@@ -57,7 +57,7 @@ def make(target: Target, tmp_path: Path):
 
 def export(draft: Path, engine: str) -> Path:
     out = draft.with_name(f"{draft.name}-{engine}")
-    run(ExportConfig(draft=str(draft), to=engine, out=str(out), prove=False))
+    run(ExportConfig(draft=str(draft), to=engine, out=str(out)))
     return out
 
 
@@ -240,6 +240,14 @@ def test_dflash_that_engines_would_misread_is_refused(change, words, make):
         draft / "model.safetensors",
     )
     with pytest.raises(UserError, match=words):
+        export(draft, "vllm")
+
+
+def test_a_block_that_is_drafted_otherwise_is_refused(make):
+    draft = make("dspark")
+    config = read_json(draft / "config.json")
+    write_json(draft / "config.json", config | {"markov_head_type": "gated"})
+    with pytest.raises(UserError, match="has markov_head_type='gated', which"):
         export(draft, "vllm")
 
 

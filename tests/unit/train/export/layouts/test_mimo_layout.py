@@ -27,6 +27,7 @@ from draftsmith.errors import UserError
 from draftsmith.train.export.command import run
 from draftsmith.train.export.config import ExportConfig
 from draftsmith.train.session import older_drafter
+from tests.engine_readers.proof import export_and_prove
 
 
 class MimoModule(torch.nn.Module):
@@ -84,11 +85,7 @@ def exported(
                 noise * (0.1 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5)
             )
         checkpoint.save(drafter, tmp_path / "draft", target)
-        run(
-            ExportConfig(
-                draft=str(tmp_path / "draft"), to="vllm", out=str(tmp_path / "out"), prove=False
-            )
-        )
+        run(ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(tmp_path / "out")))
         return target, drafter, tmp_path / "out"
 
     return make
@@ -172,8 +169,9 @@ def test_a_targets_own_module_is_a_draft_that_can_be_trained_further(
     assert all(torch.equal(own[name], tensor) for name, tensor in wanted.items())
     checkpoint.save(native, tmp_path / "tuned", target)
     again = checkpoint.load(tmp_path / "tuned", target)
-    # and proves what was written
-    run(ExportConfig(draft=str(tmp_path / "tuned"), to="vllm", out=str(tmp_path / "again")))
+    export_and_prove(
+        ExportConfig(draft=str(tmp_path / "tuned"), to="vllm", out=str(tmp_path / "again"))
+    )
     assert again.state_dict().keys() == own.keys()
     old, new = stitched_tensors(folder), stitched_tensors(tmp_path / "again")
     assert all(torch.equal(old[name], new[name]) for name in old if "mtp_layers" in name)
@@ -220,7 +218,9 @@ def test_a_module_beside_its_target_is_read_by_vllm(
         ours = next(iter(drafter.unroll(batch))).hidden
         torch.testing.assert_close(theirs[:, :-1], ours[:, :-1], rtol=1e-4, atol=1e-4)
     assert torch.equal(tensors["lm_head.weight"], target.output_weight)
-    run(ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(tmp_path / "proven")))
+    export_and_prove(
+        ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(tmp_path / "proven"))
+    )
     card = (tmp_path / "proven" / "README.md").read_text()
     assert f"vllm serve {target.name}" in card and '"method": "mtp"' in card
     assert """--hf-overrides '{"num_nextn_predict_layers": 1}'""" in card

@@ -21,6 +21,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.train.export.command import run
 from draftsmith.train.export.config import ExportConfig
+from tests.engine_readers.proof import export_and_prove
 from tests.unit.train.export.conftest import APPENDED, trained
 
 BESIDE = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "ernie4_5_moe")
@@ -39,7 +40,7 @@ def test_a_new_module_has_the_targets_block_and_is_exported_into_its_folder(
     trained(drafter)
     checkpoint.save(drafter, tmp_path / "draft", target)
     out = tmp_path / "out"
-    run(ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(out)))  # and proves it
+    export_and_prove(ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(out)))
 
     weight_map = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     old = load_file(folder / "model.safetensors")
@@ -106,7 +107,7 @@ def test_ernies_heads_are_in_the_order_that_vllm_rotates(
     drafter = Mtp.create(MtpOptions(), target, seed=3)
     checkpoint.save(drafter, tmp_path / "draft", target)
     out = tmp_path / "out"
-    run(ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(out), prove=False))
+    run(ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(out)))
     theirs = load_file(out / "model-mtp.safetensors")
     width = drafter.layer.self_attn.head_dim
     states = torch.randn(2, target.hidden_size, generator=torch.Generator().manual_seed(0))

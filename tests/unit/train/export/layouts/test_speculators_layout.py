@@ -23,9 +23,9 @@ from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
-from draftsmith.train.export.command import run
 from draftsmith.train.export.config import ExportConfig
-from draftsmith.train.export.readers.speculators import read_eagle1, read_mtp
+from tests.engine_readers.proof import export_and_prove
+from tests.engine_readers.speculators import read_eagle1, read_mtp
 
 Find = Callable[..., str]
 IDS = torch.randint(3, 288, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -51,10 +51,10 @@ def eagle1(of: Target, folder: Path, **kind: Any) -> Path:
     return noised(Eagle1(llama_config(shape_of(of)), of, **kind), of, folder)
 
 
-def export(draft: Path, to: str = "speculators", *, prove: bool = True) -> Path:
+def export(draft: Path, to: str = "speculators") -> Path:
     """Proves what it writes, by the reader."""
     out = draft.with_name(f"{draft.name}-{to}")
-    run(ExportConfig(draft=str(draft), to=to, out=str(out), prove=prove))
+    export_and_prove(ExportConfig(draft=str(draft), to=to, out=str(out)))
     return out
 
 
@@ -113,7 +113,7 @@ def test_engines_without_the_norms_get_no_eagle1_with_them(
 ) -> None:
     draft = eagle1(target, tmp_path / "draft", layernorms=True)
     with pytest.raises(UserError, match="layernorms=True, norms that"):
-        export(draft, engine, prove=False)
+        export(draft, engine)
 
 
 def test_eagle1_before_the_library_converted_it_is_read(target: Target, tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_eagle1_of_a_target_with_partial_rotation_is_refused(
 ) -> None:
     other = Target.load(tiny_target("gpt_neox"), dtype=torch.float32)
     with pytest.raises(UserError, match="partial rotary embedding or one for each kind of layer"):
-        export(eagle1(other, tmp_path / "draft"), prove=False)
+        export(eagle1(other, tmp_path / "draft"))
 
 
 def test_the_library_would_miss_a_weight_of_eagle1(target: Target, tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
 from draftsmith.train.export.command import open_source, run
 from draftsmith.train.export.config import ExportConfig
-from draftsmith.train.export.layouts.triton import draft_folder, model_name
+from draftsmith.train.export.layouts.triton import model_name
+from tests.engine_readers.table import draft_folder
 
 
 def parse(text: str) -> dict[str, Any]:
@@ -70,7 +71,6 @@ def make(tiny_target: Callable[..., str], tmp_path: Path) -> Callable[[str], Pat
             to="triton",
             out=str(tmp_path / "models"),
             speculative_tokens=4,
-            prove=False,
         )
         assert run(config) == 0
         return tmp_path / "models"

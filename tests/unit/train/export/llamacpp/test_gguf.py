@@ -24,9 +24,10 @@ from draftsmith.train.export.config import ExportConfig
 
 pytest.importorskip("gguf", reason="the extra [gguf] is not installed")
 
-from draftsmith.train.export.llamacpp.file import DRAFT, TARGET, file_type, read_gguf, write_gguf
+from draftsmith.train.export.llamacpp.file import DRAFT, TARGET, file_type, write_gguf
 from draftsmith.train.export.llamacpp.vocabulary import CONTROL, NORMAL, UNUSED, vocabulary
-from draftsmith.train.export.readers import llamacpp
+from tests.engine_readers import llamacpp
+from tests.engine_readers.llamacpp import read_gguf
 
 EAGLE3 = Eagle3Options(draft_vocab_size=100, taps=(1, 2, 3))
 
@@ -51,7 +52,7 @@ def made(target: Target, tmp_path: Path) -> Callable[..., Path]:
 
 def export(draft: Path, **options: Any) -> Path:
     out = draft.with_name("out")
-    run(ExportConfig(draft=str(draft), to="gguf", out=str(out), prove=False, **options))
+    run(ExportConfig(draft=str(draft), to="gguf", out=str(out), **options))
     return out
 
 

@@ -22,15 +22,16 @@ from draftsmith.files import read_json, write_json
 from draftsmith.train.export.command import open_source, run
 from draftsmith.train.export.config import ExportConfig
 from draftsmith.train.export.layouts.source import Source
-from draftsmith.train.export.proof import prove
+from tests.engine_readers.proof import prove
 
 pytest.importorskip("openvino_genai", reason="the extra [openvino] is not installed")
 
 from draftsmith.train.export.layouts.eagle3_graphs import check_represented
-from draftsmith.train.export.openvino.graph import MODEL, library, read_graph, write_graph
+from draftsmith.train.export.openvino.graph import MODEL, library, write_graph
 from draftsmith.train.export.openvino.heads import READER
 from draftsmith.train.export.openvino.lm import TARGET
-from draftsmith.train.export.readers import openvino
+from tests.engine_readers import openvino
+from tests.engine_readers.openvino import read_graph
 
 # Threads of its own would wait for the cores of other tests.
 EXACT = {**openvino.EXACT, "INFERENCE_NUM_THREADS": 1}
@@ -57,7 +58,7 @@ def made(tiny_target: Callable[..., str], tmp_path: Path) -> Callable[..., Path]
 
 def export(draft: Path, **options: Any) -> Path:
     out = draft.with_name("out")
-    run(ExportConfig(draft=str(draft), to="openvino", out=str(out), prove=False, **options))
+    run(ExportConfig(draft=str(draft), to="openvino", out=str(out), **options))
     return out
 
 

@@ -10,7 +10,7 @@ import torch
 from draftsmith.drafters.weights import read_config, read_weights
 from draftsmith.errors import UserError
 from draftsmith.train.export.layouts.source import text_config
-from draftsmith.train.export.readers.understood import (
+from tests.engine_readers.understood import (
     BLOCK_NORMS,
     Parameters,
     Shapes,
@@ -18,7 +18,7 @@ from draftsmith.train.export.readers.understood import (
     decoder_layer,
     renamed,
 )
-from draftsmith.train.export.readers.vllm_taps import NAME, tapped_layers
+from tests.engine_readers.vllm_taps import NAME, tapped_layers
 
 
 def read_eagle1(folder: Path, target_config: dict[str, Any]) -> Understood:

@@ -9,9 +9,9 @@ from typing import Any
 from draftsmith.drafters.weights import read_config, tensor_names
 from draftsmith.errors import UserError
 from draftsmith.train.export.layouts.source import text_config
-from draftsmith.train.export.readers.sglang import NAME
-from draftsmith.train.export.readers.understood import Understood
-from draftsmith.train.export.readers.vllm_mtp_beside import filled, qwen_module
+from tests.engine_readers.sglang import NAME
+from tests.engine_readers.understood import Understood
+from tests.engine_readers.vllm_mtp_beside import filled, qwen_module
 
 KINDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from draftsmith.drafters.weights import read_config, read_weights
 from draftsmith.errors import UserError
-from draftsmith.train.export.readers.understood import Understood
-from draftsmith.train.export.readers.vllm import block_from
+from tests.engine_readers.understood import Understood
+from tests.engine_readers.vllm import block_from
 
 COPIED = (
     "mask_token_id",

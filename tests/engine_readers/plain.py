@@ -9,7 +9,7 @@ from typing import Any
 from draftsmith.drafters.weights import read_config, read_weights
 from draftsmith.errors import UserError
 from draftsmith.train.export.layouts.source import text_config
-from draftsmith.train.export.readers.understood import Parameters, Understood
+from tests.engine_readers.understood import Parameters, Understood
 
 
 def read_model(folder: Path, target_config: dict[str, Any]) -> Path:

@@ -12,7 +12,7 @@ import torch
 from draftsmith.drafters.weights import read_weights
 from draftsmith.errors import UserError
 from draftsmith.train.export.layouts.source import text_config
-from draftsmith.train.export.readers.understood import (
+from tests.engine_readers.understood import (
     BLOCK_NORMS,
     LAYER_NORMS,
     Parameters,
@@ -20,7 +20,7 @@ from draftsmith.train.export.readers.understood import (
     Understood,
     decoder_layer,
 )
-from draftsmith.train.export.readers.vllm_taps import NAME
+from tests.engine_readers.vllm_taps import NAME
 
 ERNIE = "model.mtp_"
 

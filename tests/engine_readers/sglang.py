@@ -11,7 +11,7 @@ import torch
 from draftsmith.drafters.weights import read_config, read_weights
 from draftsmith.errors import UserError
 from draftsmith.train.export.layouts.source import text_config
-from draftsmith.train.export.readers.understood import (
+from tests.engine_readers.understood import (
     BLOCK_NORMS,
     LAYER_NORMS,
     Parameters,
@@ -21,7 +21,7 @@ from draftsmith.train.export.readers.understood import (
     in_layer_order,
     renamed,
 )  # fmt: skip
-from draftsmith.train.export.readers.vllm import own_block
+from tests.engine_readers.vllm import own_block
 
 NAME = "SGLang"
 # Names of older drafts.

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.drafters.interface import ServingDrafter
-from draftsmith.train.export.layouts.triton import draft_folder
-from draftsmith.train.export.readers import (
+from draftsmith.errors import UserError
+from draftsmith.files import read_json
+from draftsmith.train.export.layouts.triton import DRAFT, ENGINE_ARGUMENTS, VERSION
+from tests.engine_readers import (
     llamacpp,
     openvino,
     plain,
@@ -19,7 +21,7 @@ from draftsmith.train.export.readers import (
     vllm_mtp,
     vllm_speculators,
 )
-from draftsmith.train.export.readers.understood import Reader, Understood
+from tests.engine_readers.understood import Reader, Understood
 
 READERS: dict[tuple[str, str], Reader] = {
     ("eagle3", "vllm"): vllm_eagle3.read_eagle3,
@@ -68,3 +70,22 @@ READERS |= {
     for (family, engine), read in READERS.items()
     if engine == "vllm"
 }
+
+
+def draft_folder(repository: Path) -> Path:
+    """The draft of a repository written here, as its `model.json` names it."""
+    found = sorted(repository.glob(f"*/{VERSION}/{ENGINE_ARGUMENTS}"))
+    if len(found) != 1:
+        raise UserError(
+            f"Triton finds {len(found)} models in {str(repository)!r} where one is expected; the "
+            "layout is wrong"
+        )
+    arguments = read_json(found[0], "engine arguments")
+    named = Path(arguments["speculative_config"].get("model", arguments["model"]))
+    folder = found[0].parent / DRAFT
+    if named.parts[-3:] != folder.parts[-3:] or not folder.is_dir():
+        raise UserError(
+            f"model.json names the draft {str(named)!r}, which is not in the repository; the "
+            "layout is wrong"
+        )
+    return folder

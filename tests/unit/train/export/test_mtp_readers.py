@@ -17,8 +17,9 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.train.export.command import run
 from draftsmith.train.export.config import ExportConfig
-from draftsmith.train.export.readers.sglang_mtp import read_mtp as read_sglang
-from draftsmith.train.export.readers.vllm_mtp import read_mtp
+from tests.engine_readers.proof import export_and_prove
+from tests.engine_readers.sglang_mtp import read_mtp as read_sglang
+from tests.engine_readers.vllm_mtp import read_mtp
 from tests.unit.train.export.conftest import trained
 
 
@@ -32,7 +33,7 @@ def test_sglang_reads_qwens_modules(
     trained(drafter)
     checkpoint.save(drafter, tmp_path / "draft", target)
     out = tmp_path / "out"
-    run(ExportConfig(draft=str(tmp_path / "draft"), to="sglang", out=str(out)))  # and proves it
+    export_and_prove(ExportConfig(draft=str(tmp_path / "draft"), to="sglang", out=str(out)))
     card = (out / "README.md").read_text()
     assert "--model-path out --speculative-algorithm NEXTN --speculative-num-steps" in card
     tensors = load_file(out / "model-mtp.safetensors")
@@ -53,7 +54,7 @@ def test_vllm_would_refuse_a_weight_that_is_missing(
     target = Target.load(without_module(kind))
     checkpoint.save(Mtp.create(MtpOptions(), target, seed=0), tmp_path / "draft", target)
     out = tmp_path / "out"
-    run(ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(out), prove=False))
+    run(ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(out)))
     tensors = load_file(out / "model-mtp.safetensors")
     del tensors[name]
     save_file(tensors, out / "model-mtp.safetensors")

@@ -11,7 +11,7 @@ import torch
 from draftsmith.drafters.weights import read_config, read_weights
 from draftsmith.errors import UserError
 from draftsmith.train.export.layouts.source import text_config
-from draftsmith.train.export.readers.understood import (
+from tests.engine_readers.understood import (
     LAYER_NORMS,
     Parameters,
     Shapes,
@@ -19,8 +19,8 @@ from draftsmith.train.export.readers.understood import (
     decoder_layer,
     renamed,
 )
-from draftsmith.train.export.readers.vllm_speculators import layer_of
-from draftsmith.train.export.readers.vllm_taps import NAME, tapped_layers
+from tests.engine_readers.vllm_speculators import layer_of
+from tests.engine_readers.vllm_taps import NAME, tapped_layers
 
 ARCHITECTURES = (
     "Eagle3LlamaForCausalLM",

@@ -14,7 +14,7 @@ from draftsmith.drafters.heads.mtp_alone import READS_FINAL
 from draftsmith.drafters.weights import read_config, read_weights, tensor_names
 from draftsmith.errors import UserError
 from draftsmith.train.export.layouts.source import text_config
-from draftsmith.train.export.readers.understood import (
+from tests.engine_readers.understood import (
     LAYER_NORMS,
     Parameters,
     Shapes,
@@ -22,8 +22,8 @@ from draftsmith.train.export.readers.understood import (
     decoder_layer,
     renamed,
 )
-from draftsmith.train.export.readers.vllm_mtp_beside import BESIDE
-from draftsmith.train.export.readers.vllm_taps import NAME
+from tests.engine_readers.vllm_mtp_beside import BESIDE
+from tests.engine_readers.vllm_taps import NAME
 
 FROM_TARGET = (
     "hidden_size", "vocab_size", "num_attention_heads", "intermediate_size", "hidden_act",

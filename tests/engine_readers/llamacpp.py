@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from draftsmith.errors import UserError
 from draftsmith.train.export.layouts.source import text_config
-from draftsmith.train.export.llamacpp.file import DRAFT, Gguf, read_gguf
-from draftsmith.train.export.readers.understood import Parameters, Shapes, Understood
+from draftsmith.train.export.llamacpp.file import DRAFT, TOKENIZER, Gguf, library
+from tests.engine_readers.understood import Parameters, Shapes, Understood
 
 NAME = "llama.cpp"
 # Modules of a layer, by the names that its loaders give them.
@@ -34,6 +35,31 @@ NORMS = {
 }
 OUTSIDE = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
 MASK = "tokenizer.ggml.mask_token_id"
+
+
+def read_gguf(path: Path) -> Gguf:
+    gguf = library()
+    reader = gguf.GGUFReader(path)
+    values = {name: field.contents() for name, field in reader.fields.items()}
+    arch = values["general.architecture"]
+    return Gguf(
+        arch,
+        {
+            key.removeprefix(f"{arch}."): value
+            for key, value in values.items()
+            if key.startswith((f"{arch}.", TOKENIZER))
+        },
+        {tensor.name: tensor_of(gguf, tensor) for tensor in reader.tensors},
+    )
+
+
+def tensor_of(gguf: ModuleType, stored: Any) -> torch.Tensor:
+    """A copy of it: the file is mapped only as long as its reader lives."""
+    data = torch.from_numpy(stored.data.copy())
+    shape = [int(size) for size in reversed(stored.shape)]
+    if stored.tensor_type == gguf.GGMLQuantizationType.BF16:
+        data = data.view(torch.bfloat16)
+    return data.reshape(shape)
 
 
 def read_draft_lm(folder: Path, target_config: dict[str, Any]) -> Understood:

@@ -1,8 +1,8 @@
 """A folder as an engine's loader sees it: which parameters its module has, which tensors fill them,
 which layers it taps.
 
-Readers are written from the engines' sources (vLLM 0.32, SGLang 0.5.23) and share nothing with the
-writers in `layouts/`: what both got wrong alike would not show.
+Readers are written from the engines' sources (vLLM 0.32, SGLang 0.5.23, llama.cpp b11434) and share
+nothing with the writers in `train/export`: what both got wrong alike would not show.
 """
 
 from __future__ import annotations

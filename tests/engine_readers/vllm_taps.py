@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from draftsmith.errors import UserError
-from draftsmith.train.export.readers.understood import in_layer_order
+from tests.engine_readers.understood import in_layer_order
 
 NAME = "vLLM"
 

@@ -19,9 +19,11 @@ from draftsmith.drafters.weights import write_weights
 from draftsmith.errors import UserError
 from draftsmith.kernels.acceptance import AcceptanceCounts, overlap
 from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.train.export.command import open_source, run
+from draftsmith.train.export.config import ExportConfig
 from draftsmith.train.export.layouts.source import Source
-from draftsmith.train.export.readers.table import READERS
-from draftsmith.train.export.readers.understood import Understood
+from tests.engine_readers.table import READERS
+from tests.engine_readers.understood import Understood
 
 TEXTS = (
     "The draft proposes a few tokens and the target keeps those that",
@@ -50,17 +52,16 @@ class Proof(NamedTuple):
     # the trained one's
     moved: float
 
-    def line(self) -> str:
-        return (
-            f"read back as its engine reads it: {self.rounds} rounds, {self.accepted} accepted "
-            "drafts, equal to the checkpoint's"
-        )
-
 
 def open_target(folder: str | Path, source: Source) -> Target:
     """Loads on a CPU in float32, whose `FLOAT32_LIMIT` keeps drafts apart best."""
     dtype = "float32" if device_of().type == "cpu" else "auto"
     return load_target(str(folder), dtype=dtype, trust_remote_code=source.trust_remote_code)
+
+
+def export_and_prove(config: ExportConfig) -> Proof:
+    run(config)
+    return prove(open_source(config), Path(config.out), config.to)
 
 
 def prove(source: Source, folder: Path, engine: str) -> Proof:

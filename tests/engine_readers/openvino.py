@@ -22,6 +22,7 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.train.export.layouts.source import text_config
+from draftsmith.train.export.openvino.graph import MODEL
 
 NAME = "OpenVINO GenAI"
 STATES, FED_BACK = "hidden_states", "last_hidden_state"
@@ -65,12 +66,16 @@ def read_eagle3(folder: Path, target_config: dict[str, Any]) -> GraphHead:
     return GraphHead(graph, target["vocab_size"], taps, fc, ids)
 
 
+def read_graph(folder: Path) -> Any:
+    from openvino import Core
+
+    return Core().read_model(folder / MODEL)
+
+
 def opened(folder: Path, inputs: set[str]) -> Any:
     """The graph; raises for inputs that the engine would not fill, or states that it would not
     find."""
-    from openvino import Core
-
-    graph = Core().read_model(folder / "openvino_model.xml")
+    graph = read_graph(folder)
     found = {port.get_any_name() for port in graph.inputs}
     if found != inputs or not graph.get_sinks():
         raise UserError(
