@@ -42,7 +42,7 @@ def compiled(source: Path) -> ctypes.CDLL | None:
 
 
 def _load(source: Path) -> ctypes.CDLL:
-    compiler = _compiler()
+    compiler = compiler_path()
     name = f"{source.stem}-{_digest(source, compiler)}.so"
     try:
         library = cache_folder() / name
@@ -58,7 +58,7 @@ def _load(source: Path) -> ctypes.CDLL:
             return ctypes.CDLL(str(Path(folder_name, name)))
 
 
-def _compiler() -> str:
+def compiler_path() -> str:
     for name in (os.environ.get("CXX", ""), *COMPILERS):
         if name and (found := shutil.which(name)):
             return os.path.realpath(found)

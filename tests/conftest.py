@@ -291,7 +291,6 @@ LONGEST = (
     "integration/test_load.py",
     "unit/serve/engine/test_engine.py",
     "unit/serve/control/test_control.py",
-    "unit/train/plan/test_plan.py",
     "unit/distill/gate/test_gate.py",
 )
 

@@ -122,9 +122,8 @@ class OnPolicyConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FamilyShapes:
-    """Shape of a draft, family by family, for training one or planning to."""
-
+class TrainConfig:
+    # Shape of a new draft, family by family.
     eagle3: Eagle3Options | None = option(None, "shape of the draft in this family")
     p_eagle: PeagleOptions | None = option(None, "shape of the draft in this family")
     mtp: MtpOptions | None = option(None, "shape of the draft in this family")
@@ -135,13 +134,6 @@ class FamilyShapes:
     dflash: DflashOptions | None = option(None, "shape of the draft in this family")
     dspark: DsparkOptions | None = option(None, "shape of the draft in this family")
 
-    def by_family(self) -> dict[str, DrafterOptions | None]:
-        """Options given for each family, by its name; None for a family without any."""
-        return {family: vars(self)[family.replace("-", "_")] for family in FAMILIES}
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig(FamilyShapes):
     family: str = option(
         help="what to train; more families may follow", choices=FAMILIES, positional=True
     )
@@ -286,6 +278,10 @@ class TrainConfig(FamilyShapes):
     on_policy: OnPolicyConfig = option(
         help="training on what the draft itself proposes", factory=OnPolicyConfig
     )
+
+    def by_family(self) -> dict[str, DrafterOptions | None]:
+        """Options given for each family, by its name; None for a family without any."""
+        return {family: vars(self)[family.replace("-", "_")] for family in FAMILIES}
 
 
 DRAFT_SAMPLING_HELP = (

@@ -1,6 +1,5 @@
 """Commands that are killed on their way and started again end with the bits of a run that nothing
-stopped: training and answering by several processes, learning from recorded distributions, and the
-drafts of a data curve."""
+stopped: training and answering by several processes, and learning from recorded distributions."""
 
 from __future__ import annotations
 
@@ -177,26 +176,3 @@ def test_a_learner_of_recorded_distributions_learns_on(
     for name, weights in one["candidate"].items():
         assert torch.equal(weights, other["candidate"][name]), name
     assert any(not torch.equal(one["candidate"][name], begun[name]) for name in one["candidate"])
-
-
-@pytest.mark.long
-def test_a_data_curve_is_trained_on(target: Target, data: Path, tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        "held_out: 0.3\nbatch_size: 4\ndtype: float32\nlog_every: 1\nsave_every: 2\n"
-        "optim: {lr: 1.0e-2}\n"
-    )
-    words = (
-        "plan", "--target", target.name, "--data", data, "--data-curve", "--recipe", recipe,
-        "--epochs", 2, "--out",
-    )  # fmt: skip
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    finish(start(*words, whole))
-    mark = killed / "share-0.5/training/checkpoint-4/complete.json"
-    kill(start(*words, killed), mark.exists, (killed / "share-0.5/draftsmith.json").exists)
-    finish(start(*words, killed))
-    for share in ("0.125", "0.25", "0.5", "1"):
-        same_draft(whole / f"share-{share}", killed / f"share-{share}")
-    assert load_file(killed / "share-0.5/model.safetensors")
-    one, other = ((folder / "data-curve.json").read_bytes() for folder in (whole, killed))
-    assert one == other

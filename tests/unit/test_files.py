@@ -12,7 +12,7 @@ from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.train.checkpoints import BestDraft, RunFolder
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.pipeline.record import Record
+from draftsmith.train.pipeline.runner import read_record
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "7", "null", '"run"'])
@@ -35,7 +35,7 @@ def resume(root: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "read"),
     [
-        ("run.json", Record.read),
+        ("run.json", read_record),
         ("training/run.json", resume),
         ("training/data.json", lambda root: RunFolder(root).keep_data(np.array([4]))),
         ("training/best.json", lambda root: BestDraft(root / "training").read()),

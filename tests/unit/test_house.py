@@ -49,7 +49,7 @@ ORDER = {
         "published",
         "text",
     ),
-    "train": ("data", "objective", "evaluate", "doctor", "export", "plan", "pipeline"),
+    "train": ("data", "objective", "evaluate", "check", "export", "pipeline"),
     "serve": (
         "sampling",
         "control",

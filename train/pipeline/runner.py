@@ -11,55 +11,81 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from draftsmith.errors import UserError
+from draftsmith.files import read_json, write_json
 from draftsmith.lock import folder_lock, note_holder
 from draftsmith.progress import duration
-from draftsmith.train.pipeline.changes import Made, difference, made_of
-from draftsmith.train.pipeline.record import Record, StageRecord
+from draftsmith.train.pipeline.recipe import Stage
 from draftsmith.train.pipeline.report import write_report
-from draftsmith.train.pipeline.stage import Stage
 
+SCHEMA_VERSION = 1
 STOP_S = 600.0  # for a stage that saves its work when it is stopped
+NEW, RESUMED, ANEW, KEPT = "new", "resumed", "anew, its options or what it reads changed", "kept"
 
 
-class Decision(NamedTuple):
-    """Treatment of a stage by a run. `anew`: its earlier result is moved away first."""
+@dataclass
+class Done:
+    """Record of a stage in `run.json`."""
 
-    words: str
-    is_kept: bool = False
-    anew: bool = False
+    made_of: dict[str, Any]  # its command, and when each stage that it reads finished
+    begun: int = 0  # starts of the stage, those after a kill included
+    seconds: float = 0.0  # of starts that came to an end
+    finished: float | None = None  # time.time()
+    status: int | None = None  # exit status of the last start; None while it runs, and after a kill
 
 
-def decide(stage: Stage, record: StageRecord | None, now: Made) -> Decision:
-    if record is None:
-        return Decision("new")
-    changed = difference(now, record.made_of)
-    if changed is not None:
-        if stage.kind().goes_on:
-            return Decision(f"goes on, {changed}")
-        return Decision(f"anew, {changed}", anew=True)
-    if record.finished is None:
-        return Decision("resumed")
-    if stage.result is not None and not stage.result.exists():
-        return Decision("again, its result is gone")
-    return Decision("kept", is_kept=True)
+Record = dict[str, Done]  # by stage
+
+
+def read_record(out: Path) -> Record:
+    path = out / "run.json"
+    if not path.is_file():
+        return {}
+    values = read_json(path, "record of the pipeline")
+    if values.get("schema") != SCHEMA_VERSION:
+        raise UserError(
+            f"record {str(path)!r} is of schema {values.get('schema')!r} and this version reads "
+            f"{SCHEMA_VERSION}; give another --out"
+        )
+    return {name: Done(**one) for name, one in values["stages"].items()}
+
+
+def write_record(record: Record, out: Path) -> None:
+    stages = {name: asdict(one) for name, one in record.items()}
+    write_json(out / "run.json", {"schema": SCHEMA_VERSION, "stages": stages})
+
+
+def made_of(stage: Stage, record: Record) -> dict[str, Any]:
+    return {
+        "words": [*stage.launch, *replace(stage, options=stage.recorded).words()],
+        "needs": {name: record[name].finished if name in record else None for name in stage.needs},
+    }
+
+
+def decide(stage: Stage, record: Record, now: dict[str, Any]) -> str:
+    done = record.get(stage.name)
+    if done is None:
+        return NEW
+    if done.made_of != now and stage.command != "distill":
+        return ANEW
+    # A learner goes on with what was recorded meanwhile.
+    is_whole = done.finished is not None and stage.command != "distill"
+    return KEPT if is_whole and (stage.result is None or stage.result.exists()) else RESUMED
 
 
 def show(stages: list[Stage], out: Path) -> None:
     """Prints every command, and what a run would do with it now."""
-    record = Record.read(out)
-    finished = record.finished()
+    record = read_record(out)
     for stage in stages:
-        made = made_of(stage, finished)
-        decision = decide(stage, record.stages.get(stage.name), made)
-        if not decision.is_kept:
-            finished.pop(stage.name, None)
-        print(f"# {stage.name}: {decision.words}")
-        print(stage.shown())
+        decision = decide(stage, record, made_of(stage, record))
+        if decision != KEPT:
+            record.pop(stage.name, None)
+        print(f"# {stage.name}: {decision}\n{stage.shown()}")
 
 
 def run_stages(stages: list[Stage], out: Path, title: str) -> None:
@@ -69,18 +95,21 @@ def run_stages(stages: list[Stage], out: Path, title: str) -> None:
         UserError: a stage failed; those before it are kept.
     """
     with folder_lock(out, "run") as lock, terminable():
-        record = Record.read(out)
+        record = read_record(out)
         for place, stage in enumerate(stages, start=1):
-            label = f"[{place}/{len(stages)}] {stage.name}"
-            made = made_of(stage, record.finished())
-            decision = decide(stage, record.stages.get(stage.name), made)
-            if decision.is_kept:
-                print(f"{label}: kept", flush=True)
+            now = made_of(stage, record)
+            decision = decide(stage, record, now)
+            print(f"[{place}/{len(stages)}] {stage.name}: {decision}", flush=True)
+            if decision == KEPT:
                 continue
-            print(f"{label}: {decision.words}\n  $ {stage.shown()}", flush=True)
-            if decision.anew:
+            print(f"  $ {stage.shown()}", flush=True)
+            if decision == ANEW:
                 put_away(stage, out)
-            begin(record, stage, made, decision)
+                del record[stage.name]
+            done = record.setdefault(stage.name, Done(now))
+            done.made_of, done.begun = now, done.begun + 1
+            done.finished = done.status = None
+            write_record(record, out)
             try:
                 run_stage(stage, record, out, lock)
             finally:
@@ -89,39 +118,29 @@ def run_stages(stages: list[Stage], out: Path, title: str) -> None:
     print(f"report: {out / 'report.md'}")
 
 
-def begin(record: Record, stage: Stage, made: Made, decision: Decision) -> None:
-    before = record.stages.get(stage.name)
-    if before is None or decision.anew:
-        before = record.stages[stage.name] = StageRecord(made)
-    before.made_of = made
-    before.begun += 1
-    before.finished = before.status = None
-    record.write()
-
-
 def put_away(stage: Stage, out: Path) -> None:
     """Moves the result of other options to `replaced/`, where it may be deleted."""
     if stage.result is None or not stage.result.exists():
         return
     folder = out / "replaced"
     folder.mkdir(exist_ok=True)
-    places = (folder / f"{stage.name}-{number}{stage.kind().suffix}" for number in count(1))
+    places = (folder / f"{stage.name}-{number}{stage.result.suffix}" for number in count(1))
     place = next(place for place in places if not place.exists())
     shutil.move(stage.result, place)
     print(f"  the earlier result is in {place}", flush=True)
 
 
 def run_stage(stage: Stage, record: Record, out: Path, lock: int) -> None:
-    one, begun_s = record.stages[stage.name], time.monotonic()
+    done, begun_s = record[stage.name], time.monotonic()
     log = out / "logs" / f"{stage.name}.log"
     log.parent.mkdir(exist_ok=True)
     status, last = run_process(stage.process(), stage.environment(), log, lock)
-    one.seconds += time.monotonic() - begun_s
-    one.status = status
-    one.finished = time.time() if status == 0 else None
-    record.write()
+    done.seconds += time.monotonic() - begun_s
+    done.status = status
+    done.finished = time.time() if status == 0 else None
+    write_record(record, out)
     if status == 0:
-        print(f"  took {duration(one.seconds)}", flush=True)
+        print(f"  took {duration(done.seconds)}", flush=True)
         return
     ended = f"ended with status {status}" if status > 0 else f"was killed by signal {-status}"
     raise UserError(

@@ -9,13 +9,12 @@ from typing import Any
 from draftsmith.commands.table import COMMANDS, load
 from draftsmith.extras import check_extra
 from draftsmith.train.pipeline.config import RunConfig
-from draftsmith.train.pipeline.stage import CommandOptions
+from draftsmith.train.pipeline.recipe import CommandOptions
 
 
 def run(config: RunConfig) -> int:
-    from draftsmith.train.pipeline.recipe import read_recipe
+    from draftsmith.train.pipeline.recipe import read_recipe, resolve
     from draftsmith.train.pipeline.runner import run_stages, show
-    from draftsmith.train.pipeline.stage import resolve
 
     recipe = read_recipe(config.recipe, config.set)
     out = Path(config.out or Path("runs") / recipe.path.stem)

@@ -86,15 +86,16 @@ COMMANDS = {
         "serve",
     ),
     "doctor": Command(
-        "draftsmith.train.doctor.config:DoctorConfig",
-        "draftsmith.train.doctor.command:run",
+        "draftsmith.train.check.config:DoctorConfig",
+        "draftsmith.train.check.doctor:run",
         "what would go wrong with this target, draft and data",
+        alone=True,
     ),
     "plan": Command(
-        "draftsmith.train.plan.config:PlanConfig",
-        "draftsmith.train.plan.command:run",
-        "which draft for this target, what it gains and what the run takes",
-        check="draftsmith.train.plan.command:check",
+        "draftsmith.train.check.config:PlanConfig",
+        "draftsmith.train.check.plan:run",
+        "what training a draft takes here: tokens/s, hours, memory, and what to give",
+        alone=True,
     ),
     "run": Command(
         "draftsmith.train.pipeline.config:RunConfig",

@@ -11,8 +11,7 @@ import pytest
 from draftsmith.commands.run import options_of
 from draftsmith.files import write_json
 from draftsmith.train.pipeline import runner
-from draftsmith.train.pipeline.recipe import read_recipe
-from draftsmith.train.pipeline.stage import resolve
+from draftsmith.train.pipeline.recipe import read_recipe, resolve
 from scripts.bench.recipes import run
 from scripts.bench.recipes.pipelines import FORWARD_KL, PIPELINE, PIPELINES, settings
 from scripts.bench.recipes.report import table

@@ -19,7 +19,7 @@ from draftsmith.serve.cache import memory
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.requests.route import CANARY
-from draftsmith.train.doctor.memory import Served, check_serving
+from draftsmith.train.check.memory import Served, check_serving
 
 
 def test_both_pools_fit_what_is_allowed(target: Target) -> None:

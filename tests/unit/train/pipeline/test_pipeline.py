@@ -7,6 +7,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +22,7 @@ from draftsmith.config import build
 from draftsmith.drafters.checkpoint import locate
 from draftsmith.drafters.published.versions import CURRENT
 from draftsmith.errors import UserError
-from draftsmith.train.pipeline.changes import difference, made_of
-from draftsmith.train.pipeline.recipe import read_recipe
-from draftsmith.train.pipeline.stage import Stage, resolve
+from draftsmith.train.pipeline.recipe import read_recipe, resolve
 
 SHIPPED = sorted((Path(__file__).parents[4] / "recipes" / "pipelines").glob("*.yaml"))
 # Appends its stage to `calls`, makes the result, and fails where a file `broken` lies.
@@ -36,10 +35,6 @@ case "$out" in
 *.json) echo '{"evaluation": [{"temperature": 1.0, "k": 2, "mbsu": 1.25, "alpha": [{"value": 0.5}, null],
   "tau": {"value": 1.75, "low": 1.5, "high": 2.0}}]}' >"$out";;
 *) mkdir -p "$out"; echo made >>"$out/made";;
-esac
-case "$*" in *buffer=*)
-  date +%N >b/reader-1.json
-  printf '{"decision": "accept"}\n{"decision": "hold"}\n{"deci' >"$out/decisions.jsonl";;
 esac
 """
 RECIPE = """
@@ -74,6 +69,11 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
         return main(["run", "recipe.yaml", "--out", "o", *more, "--set", "target=T", *changes])
 
     return run
+
+
+def report_of(out: Path) -> str:
+    """The report without the padding of its tables."""
+    return re.sub(" +", " ", (out / "report.md").read_text())
 
 
 def calls() -> list[str]:
@@ -130,9 +130,9 @@ def test_the_draft_of_the_demonstration_model_needs_no_setting_and_can_be_tried_
         ("temperature: [", "temprature: [", "stage 'figures' (eval): unknown option 'temprature'; did you mean"),
         ("lr: 1.0e-5", "lr: -1", "stage 'draft' (train): option 'optim.lr' is -1.0; it must be above 0"),
         ("count: 8", "count: 0", "stage 'data' (generate): option 'count' is 0; it must be at least 1"),
-        ("command: eval", "command: evl", "stage 'figures' (evl): command 'evl' is no stage"),
-        ("command: eval", "command: serve", "command 'serve' is no stage; choose from"),
-        ('data: "${data}", steps', 'data: "${figures}", steps', "${figures} is no result of an earlier stage"),
+        ("command: eval", "command: evl", "stage 'figures': option 'command' is 'evl'; it must be one of plan, doctor, generate"),
+        ("command: eval", "command: serve", "option 'command' is 'serve'; it must be one of"),
+        ('data: "${data}", steps', 'data: "${figures}", steps', "'${figures}' is of no setting or earlier stage"),
         ('draft: "${draft}"', 'draft: "${drft}"', "unknown name 'drft'; did you mean 'draft'?"),
         ('draft: "${draft}"', 'draft: "$ x"', "a $ without a name; write $$"),
         ("target: null", "target: null, k: 1", None),
@@ -202,20 +202,16 @@ def test_finished_stages_are_kept_until_what_they_are_made_of_changes(
     # An option: that stage and what reads its result; the result before is put away.
     assert start("steps=3") == 0 and calls() == ["draft", "figures"]
     shown = capsys.readouterr().out
-    assert "draft: anew, steps: 2 -> 3" in shown and "figures: anew, stage draft ran again" in shown
+    assert "draft: anew" in shown and "figures: anew" in shown and "data: kept" in shown
     assert Path("o/draft/made").read_text() == "made\n"
     assert sorted(path.name for path in Path("o/replaced").iterdir()) == [
         "draft-1",
         "figures-1.json",
     ]
     assert start("steps=3", "figures.k=4") == 0 and calls() == ["figures"]
-    # A file outside.
-    Path("prompts.jsonl").write_text('{"prompt": "b"}\n{"prompt": "c"}\n')
-    assert start("steps=3", "figures.k=4", more=("--dry-run",)) == 0 and calls() == []
+    assert start("figures.k=4", more=("--dry-run",)) == 0 and calls() == []
     shown = capsys.readouterr().out
-    assert "# data: anew, prompts.jsonl changed" in shown
-    assert "# draft: anew, stage data ran again" in shown
-    assert start("steps=3", "figures.k=4") == 0 and calls() == ["data", "draft", "figures"]
+    assert "# data: kept" in shown and "# draft: anew" in shown and "# figures: anew" in shown
     # A result that is gone, and a folder that was moved with all of them.
     Path("o/figures.json").unlink()
     assert start("steps=3", "figures.k=4") == 0 and calls() == ["figures"]
@@ -224,31 +220,14 @@ def test_finished_stages_are_kept_until_what_they_are_made_of_changes(
     assert main(again) == 0 and calls() == []
 
 
-def test_a_learner_goes_on_when_traffic_came_and_is_kept_otherwise(start: Start) -> None:
-    Path("b").mkdir()
+def test_a_learner_goes_on_with_what_came(start: Start) -> None:
     learner = """
   - {name: learn, command: distill, launch: ./stand-in,
      options: {target: T, draft: d, buffer: b, until_idle_s: 1}}
 """
     Path("recipe.yaml").write_text(f"settings: {{target: null}}\nstages:{learner}")
     assert start() == 0 and calls() == ["learn"]
-    # Neither its own marks nor a line that a kill cut short are anything.
-    assert "| learn | accept 1, hold 1 |" in Path("o/report.md").read_text()
-    assert start() == 0 and calls() == []
-    Path("b/1-w-1.parquet").touch()
     assert start() == 0 and calls() == ["learn"] and not Path("o/replaced").exists()
-
-
-@pytest.mark.parametrize("weight", ["", ":2", ":5e-1"])
-def test_changes_of_files_are_noticed(weight: str, tmp_path: Path) -> None:
-    (tmp_path / "D").mkdir()
-    (tmp_path / "D" / "gone").symlink_to("nowhere")
-    options = {"data": [f"{tmp_path}/D{weight}"], "target": "t"}
-    stage = Stage("x", "train", (), options, options, (), (), None)
-    before = made_of(stage, {})
-    assert list(before["files"]) == [f"{tmp_path}/D"]
-    (tmp_path / "D" / "part-00000.parquet").touch()
-    assert difference(made_of(stage, {}), before) == f"{tmp_path}/D changed"
 
 
 def test_a_failed_stage_is_resumed_where_it_stopped(
@@ -260,7 +239,7 @@ def test_a_failed_stage_is_resumed_where_it_stopped(
     shown = capsys.readouterr().err
     assert "stage 'draft' (train) ended with status 2: no room; make some; mend that" in shown
     assert start("steps=3") == 2 and calls() == ["draft"]
-    assert "| draft | train | ended with status 2, start 2 |" in Path("o/report.md").read_text()
+    assert "| draft | train | ended with status 2, start 2 |" in report_of(Path("o"))
     Path("broken").unlink()
     assert start("steps=3") == 0 and calls() == ["draft", "figures"]
     assert "draft: resumed" in capsys.readouterr().out
@@ -272,7 +251,7 @@ def test_a_failed_stage_is_resumed_where_it_stopped(
 
 def test_the_report_has_stages_and_figures(start: Start) -> None:
     assert start() == 0
-    report = Path("o/report.md").read_text()
+    report = report_of(Path("o"))
     assert "# recipe" in report and "| draft | train | finished |" in report
     assert "| figures | draft | data | 1 | 2 | 1.75 (1.50-2.00) | 1.25 | 0.500 - |" in report
 

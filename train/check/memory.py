@@ -3,12 +3,11 @@ by which a target that is too large fits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from draftsmith.drafters.interface import buffer_bytes
@@ -18,10 +17,9 @@ from draftsmith.drafters.target.offload.layer_files import converted_parameters
 from draftsmith.drafters.target.quantised import quantisation
 from draftsmith.drafters.target.taps import body_name, decoder_layers
 from draftsmith.drafters.target.target import Target
-from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.host_memory import host_bytes
-from draftsmith.train.doctor.finding import Finding, fail, ok, warn
+from draftsmith.train.check.finding import Finding, fail, ok, warn
 
 GIB = 2**30
 OFFLOADED = {"cpu": "in the host's memory", "disk": "in its files"}
@@ -92,7 +90,6 @@ def check_fit(
     device: torch.device,
     *,
     dtype: torch.dtype | str,
-    shares: int = 1,
     offload: str | None = None,
     trust_remote_code: bool,
 ) -> Finding | None:
@@ -100,14 +97,13 @@ def check_fit(
     parts = outlined_parts(name, dtype, trust_remote_code=trust_remote_code)
     if parts is None:
         return None
-    needed, available = parts.on_device(shares=shares, offload=offload), available_bytes(device)
+    needed, available = parts.on_device(offload=offload), available_bytes(device)
     what = (
         f"{parts.whole / GIB:.3g} GiB of weights, {needed / GIB:.3g} GiB of them at a time on "
         f"{device.type}, which has {available / GIB:.3g} GiB"
     )
     if needed >= available:
-        given = {"shares": shares > 1, "offload": offload is not None}
-        ways = ways_to_fit(parts, device, without=[one for one in given if given[one]])
+        ways = ways_to_fit(parts, device, offloads=offload is None)
         return fail("target.fits", what, ways or "use a smaller target")
     if offload == "cpu" and sum(parts.layers) >= host_bytes():
         what += f"; its layers do not fit the host's {host_bytes() / GIB:.3g} GiB"
@@ -115,27 +111,21 @@ def check_fit(
     return ok("target.fits", what)
 
 
-def refuse_unfit(finding: Finding | None) -> None:
-    """Raises `UserError` for a target that does not fit."""
-    if finding is not None and finding.mend:
-        raise UserError(f"the target does not fit: {finding.what}; {finding.mend}")
-
-
 def ways_to_fit(
-    parts: Parts, device: torch.device, *, beside: int = 0, without: Sequence[str] = ()
+    parts: Parts, device: torch.device, *, beside: int = 0, offloads: bool = True
 ) -> str:
-    """Options with which a target leaves room for `beside` bytes more on the device, but those in
-    `without`; empty where none does. Processes on one CPU share its memory."""
+    """Options with which a target leaves room for `beside` bytes more on the device; empty where
+    none does. Processes on one CPU share its memory."""
     room = available_bytes(device) - beside
     is_cpu = device.type == "cpu"
     ways = []
     fitting = [shares for shares in SHARES if parts.on_device(shares=shares) < room]
-    if fitting and "shares" not in without:
+    if fitting:
         ways.append(
             f"--target-shares {fitting[0]} on as many {'machines' if is_cpu else 'devices'}"
         )
     offload = "cpu" if not is_cpu and sum(parts.layers) < host_bytes() else "disk"
-    if parts.on_device(offload=offload) < room and "offload" not in without:
+    if parts.on_device(offload=offload) < room and offloads:
         ways.append(f"--target-offload {offload}")
     if parts.beside < room:
         ways.append("train with --target-server URL of a server that holds it")
@@ -193,21 +183,19 @@ def check_training(
     draft: torch.nn.Module,
     max_length: int,
     *,
-    shares: int = 1,
     offload: str | None = None,
 ) -> Finding:
     """The frozen target beside the draft's float32 weights, gradients and two Adam moments."""
     trained = sum(parameter.numel() for parameter in draft.parameters() if parameter.requires_grad)
     parts = parts_of(target.model)
-    own = held_bytes(target.model) if shares > 1 else parts.on_device(offload=offload)
+    own = parts.on_device(offload=offload)
     what = (
         f"{trained / 1e6:.1f} M trained parameters; {(own + 16 * trained) / GIB:.2f} GiB for "
         f"weights and optimizer, activations of rows up to {max_length} tokens on top"
     )
     if offload is not None:
         what += f"; {sum(parts.layers) / GIB:.2f} GiB of layers {OFFLOADED[offload]}"
-    given = [name for name, is_given in (("shares", shares > 1), ("offload", offload)) if is_given]
-    ways = ways_to_fit(parts, target.device, beside=16 * trained, without=given)
+    ways = ways_to_fit(parts, target.device, beside=16 * trained, offloads=offload is None)
     mend = ways or "use --deepspeed recipes/zero3.json or a smaller draft"
     return compare("memory.training", what, own + 16 * trained, target.device, mend)
 
@@ -229,13 +217,6 @@ def bytes_of(tensors: Iterable[torch.Tensor], dtype: torch.dtype | None = None) 
         * (dtype.itemsize if dtype and tensor.is_floating_point() else tensor.element_size())
         for tensor in tensors
     )
-
-
-def held_bytes(model: torch.nn.Module) -> int:
-    """As `num_bytes`, of what this process holds of a target in shares."""
-    tensors = (*model.parameters(), *model.buffers())
-    own = [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
-    return sum(tensor.numel() * tensor.element_size() for tensor in own)
 
 
 def bytes_per_token(pooled: Pooled, target: Target) -> float:

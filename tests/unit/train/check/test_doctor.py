@@ -25,25 +25,10 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import template_hash, tokenizer_hash
 from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
-from draftsmith.train.doctor.command import run
-from draftsmith.train.doctor.config import DoctorConfig
-from draftsmith.train.doctor.data import (
-    COLOUR,
-    HarmlessDecoder,
-    check_ends,
-    check_masks,
-    check_start,
-    marked,
-    rendered,
-)
-from draftsmith.train.doctor.data_tokens import (
-    Row,
-    check_after_end,
-    check_known,
-    check_unused,
-    check_vocabulary,
-)
-from draftsmith.train.doctor.memory import compare
+from draftsmith.train.check.config import DoctorConfig
+from draftsmith.train.check.data import Row, check_after_end, check_masks, check_start, marked
+from draftsmith.train.check.doctor import run
+from draftsmith.train.check.memory import compare
 from scripts.paths import ROOT
 
 
@@ -133,18 +118,19 @@ def save_eagle3(folder: Path, target: Target, **options: Any) -> str:
     return str(folder)
 
 
-def test_sound_input_has_no_complaint_but_the_missing_evaluation(
+def test_sound_input_has_no_complaint(
     target: Target, diagnose: Callable[..., Any], make_data: Callable[..., str], tmp_path: Path
 ) -> None:
     found = diagnose(draft=save_eagle3(tmp_path / "draft", target), data=make_data())
     complaints = {check for check, finding in found.items() if finding["status"] != "ok"}
-    assert complaints <= {"draft.evaluation", "draft.alpha", "data.ends"}, found
+    assert complaints <= {"draft.alpha"}, found
     assert {
-        "target.attention",
+        "target.loads",
+        "kernels.compiler",
         "draft.taps",
         "memory.serving",
         "memory.training",
-        "data.text",
+        "data.target",
         "data.distribution",
     } <= found.keys()
     assert "raw layer ids [1, 2, 3] of 4" in found["draft.taps"]["what"]
@@ -197,7 +183,6 @@ def test_a_draft_of_other_weights_is_warned_of(
         draft=save_eagle3(tmp_path / "draft", Target.load(tiny_target("llama", seed=1)))
     )
     assert found["draft.target"]["status"] == "warn"
-    assert found["draft.evaluation"]["status"] == "warn"
 
 
 def test_taps_out_of_order_and_too_few_positions_are_warned_of(
@@ -214,29 +199,6 @@ def test_taps_out_of_order_and_too_few_positions_are_warned_of(
     assert (
         found["draft.positions"]["status"] == "warn" and "128" in found["draft.positions"]["what"]
     )
-
-
-def test_mass_outside_the_draft_vocabulary_bounds_alpha(
-    diagnose: Callable[..., Any], target: Target, make_data: Callable[..., str], tmp_path: Path
-) -> None:
-    rows = own_rows(target, 1.0)
-    found = diagnose(
-        draft=save_eagle3(tmp_path / "draft", target, draft_vocab_size=100), data=make_data(rows)
-    )
-    probs = []
-    for row in rows:
-        ids = torch.tensor([row.input_ids])
-        _, hidden = target.states(ids, torch.ones_like(ids), ())
-        probs.append(target.head(hidden)[0, 2:-1].double().softmax(-1))
-    # Counts fall with the id, so the draft has the ids below 100.
-    outside = torch.cat(probs)[:, 100:].sum(-1).mean().item()
-    assert (
-        f"{outside:.1%}" in found["draft.outside"]["what"]
-        and f"at most {1 - outside:.3f}" in found["draft.outside"]["what"]
-    )
-    assert found["draft.outside"]["status"] == ("warn" if outside > 0.1 else "ok")
-    alpha = float(found["draft.alpha"]["what"].split()[2])
-    assert alpha <= 1 - outside + 5e-4
 
 
 def test_alpha_of_the_target_as_its_own_draft_is_one(
@@ -295,7 +257,7 @@ def test_provenance(
         (Row([5, 6, 7], [True, False, False]), "data.masks", "fail"),
         (Row([5, 6, 7], [True, True, True]), "data.masks", "warn"),
         (Row([5] * 60, [False] * 59 + [True]), "data.length", "warn"),
-        (Row([5, 6, 7], [False, True]), "data.shapes", "fail"),
+        (Row([5, 6, 7], [False, True]), "data.ids", "fail"),
     ],
 )
 def test_rows(
@@ -314,16 +276,13 @@ def test_unreadable_data_fails(
     assert diagnose(data=str(folder))["data.reads"]["status"] == "fail"
 
 
-def test_doubled_beginnings_and_endings() -> None:
+def test_doubled_beginnings() -> None:
     doubled, single = Row([2, 2, 7], [False, False, True]), Row([2, 7, 2], [False, True, True])
     assert check_start([doubled, single], 2).status == "fail"
     assert check_start([single], 2).status == "ok" and check_start([doubled], None).status == "ok"
     # a template's own, behind a system prompt
     inside = Row([5, 2, 2, 7], [False, False, False, True])
     assert check_start([inside], 2).status == "fail"
-    assert (
-        check_ends([doubled], (0,)).status == "warn" and check_ends([doubled], (7,)).status == "ok"
-    )
     assert check_masks([single, Row([3], [True])]).status == "warn"
 
 
@@ -335,64 +294,6 @@ def test_masks_that_go_on_behind_the_end_of_an_answer() -> None:
     two_answers = Row([7, 8, 0, 9, 5, 0], [False, True, True, False, True, True])
     assert check_after_end([ended, through], (0,)).status == "warn"
     assert check_after_end([ended, two_answers], (0,)).status == "ok"
-
-
-def test_ids_in_the_padding_of_the_head_and_mask_tokens_in_text() -> None:
-    rows = [Row([5, 6, 7], [False, True, True]), Row([5, 295, 7], [False, True, True])]
-    assert (
-        check_known(rows, 290, 300).status == "warn"
-        and check_known(rows[:1], 290, 300).status == "ok"
-    )
-    assert check_known(rows, 290, 292).status == "ok"  # that is for data.ids to say
-    assert check_unused(rows, 6).status == "warn" and check_unused(rows, 9).status == "ok"
-
-
-def test_the_vocabulary_that_a_draft_needs_is_measured_on_unseen_answers() -> None:
-    common = [Row([at % 50 for at in range(300)], [False] + [True] * 299) for _ in range(20)]
-    told = check_vocabulary(common)
-    assert told.status == "ok" and "the 50 most frequent" in told.what and "at most" in told.what
-    rare = [
-        Row([at % 50 + 1000 * (row % 2) for at in range(300)], [False] + [True] * 299)
-        for row in range(20)
-    ]
-    assert check_vocabulary(rare).status == "warn"
-    assert "too few" in check_vocabulary(common[:2]).what
-    # Nine in ten are common, the others never seen twice.
-    mixed = [
-        Row([at % 50 if at % 10 else 100 + 300 * row + at for at in range(300)], [True] * 300)
-        for row in range(20)
-    ]
-    unseen = check_vocabulary(mixed)
-    assert unseen.status == "warn" and "90.0%" in unseen.what
-
-
-def test_plain_text_for_a_chat_model_is_warned_of(
-    tiny_target: Callable[..., str],
-    tmp_path: Path,
-    make_data: Callable[..., str],
-    diagnose: Callable[..., Any],
-) -> None:
-    folder = tmp_path / "chat"
-    shutil.copytree(tiny_target("llama"), folder)
-    config = read_json(folder / "tokenizer_config.json", "config")
-    (folder / "chat_template.jinja").unlink(missing_ok=True)
-    template = "{% for m in messages %}<|mask|>{{ m.content }}{% endfor %}"
-    write_json(
-        folder / "tokenizer_config.json",
-        config | {"chat_template": template, "additional_special_tokens": ["<|mask|>"]},
-    )
-    # 2 is <|mask|>
-    plain, chat = Row([5, 6, 7], [False, True, True]), Row([2, 6, 7], [False, True, True])
-    assert Target.load(folder).tokenizer().convert_tokens_to_ids("<|mask|>") == 2
-    found = {
-        name: diagnose(target=str(folder), data=make_data(rows))["data.chat"]["status"]
-        for name, rows in (
-            ("plain", [plain, plain]),
-            ("some", [plain, chat]),
-            ("chats", [chat, chat]),
-        )
-    }
-    assert found == {"plain": "warn", "some": "warn", "chats": "ok"}
 
 
 def test_the_first_rows_are_shown_whole_with_their_masks(
@@ -422,24 +323,21 @@ def test_data_alone_is_judged_with_the_target_it_names(
         diagnose(target=None, data=str(tmp_path / "gone"))
 
 
-def test_colours_replace_brackets_and_text_cannot_steer_the_terminal() -> None:
+def test_text_cannot_steer_the_terminal() -> None:
     class Letters:
         def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
             return "".join(map(chr, ids))
 
-    text = marked([97, 27, 98], [False, True, True], HarmlessDecoder(Letters()), COLOUR)
-    assert text == f"a{COLOUR.begin}\ufffdb{COLOUR.end}"
+    assert marked([97, 27, 98], [False, True, True], Letters()) == "a[[\ufffdb]]"
 
 
-def test_rendered_text_marks_what_the_target_wrote(target: Target) -> None:
-    tokenizer = target.tokenizer()
-    prompt, answer = (
-        tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("def f", "(x):\n")
-    )
-    shown = rendered(
-        [Row(prompt + answer, [False] * len(prompt) + [True] * len(answer))], tokenizer
-    )
-    assert shown == r"def f[[(x):\n]]"
+def test_a_machine_without_a_compiler_is_warned_of(
+    diagnose: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    found = diagnose()["kernels.compiler"]
+    assert found["status"] == "warn" and "install g++" in found["mend"]
 
 
 def test_memory_beyond_the_machine_is_warned_of() -> None:

@@ -1,21 +1,17 @@
 """`draftsmith doctor`: faults of a target, draft, data or running server, found before they cost
-time.
+time; and `draftsmith plan`: the costs of a training.
 
 Files in reading order:
-- `command`: the command
-- `config`: its options
+- `config`: options of both
 - `finding`: results
-- `offline`: everything checked without a server
-- `processes`: the processes of a launcher
+- `doctor`: the command, and the order of its checks
 - `target`: the target
 - `draft`: the draft
 - `data`: the data
-- `data_tokens`: its tokens
 - `distributions`: its distributions
 - `memory`: memory needed
 - `server`: a running server
-- `load`: its load
-- `drafting`: its drafts
+- `plan`: one timed step of each draft
 
-Other chapters import `command`.
+Other chapters import `doctor` and `plan`.
 """

@@ -10,35 +10,23 @@ import pytest
 from draftsmith.cli import main
 from draftsmith.errors import UserError
 from draftsmith.metrics_text import Scrape, parse
-from draftsmith.train.doctor.finding import Finding
-from draftsmith.train.doctor.server import check_metrics, check_records
+from draftsmith.train.check.finding import Finding
+from draftsmith.train.check.server import check_metrics, check_records
 
 # A pair that does well. A key is a sample's name and labels, as in the exposition; its model_name
 # is left out.
 SOUND: dict[str, float] = {
     "vllm:generation_tokens_total": 25000,
     "vllm:spec_decode_num_drafts_total": 9000,
-    'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"}': 6300,
-    'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="1"}': 4410,
-    'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="2"}': 3000,
     'vllm:request_success_total{finished_reason="stop"}': 150,
     'vllm:request_success_total{finished_reason="length"}': 50,
     'vllm:request_success_total{finished_reason="error"}': 0,
     "vllm:kv_cache_usage_perc": 0.4,
-    "vllm:num_requests_waiting": 0,
-    "vllm:num_preemptions_total": 2,
     "vllm:request_queue_time_seconds_sum": 10,
     "vllm:request_queue_time_seconds_count": 200,
-    "vllm:e2e_request_latency_seconds_sum": 400,
-    "vllm:e2e_request_latency_seconds_count": 200,
     "draftsmith_rounds_total": 5000,
     "draftsmith_lossless": 1,
     'draftsmith_draft_version{version="7"}': 1,
-    "draftsmith_swaps_total": 7,
-    "draftsmith_swaps_refused_total": 0,
-    'draftsmith_offered_total{position="0"}': 9000,
-    'draftsmith_offered_total{position="1"}': 9000,
-    'draftsmith_offered_total{position="2"}': 8800,
     'draftsmith_reached_total{draft_version="6",position="0"}': 4000,
     'draftsmith_reached_total{draft_version="7",position="0"}': 5000,
     'draftsmith_reached_total{draft_version="7",position="1"}': 3500,
@@ -57,7 +45,6 @@ SOUND: dict[str, float] = {
     'draftsmith_class_generation_tokens_total{request_class="b"}': 5000,
     'draftsmith_class_target_passes_total{request_class="a"}': 8000,
     'draftsmith_class_target_passes_total{request_class="b"}': 4500,
-    'draftsmith_responses_total{status="200"}': 200,
 }
 
 
@@ -89,7 +76,6 @@ def test_a_pair_that_does_well_has_nothing_to_mend() -> None:
     assert acceptance.startswith(
         "tau 2.50, alpha by position 0.70, 0.60; the first within [0.69, 0.71]"
     )
-    assert "70%, 49%, 34%" in findings["drafting.depth"].what
     # 25,000 tokens in 12,500 passes, a fifth of the time spent on drafting: 2 * 0.8.
     assert (
         "2.00 tokens per pass" in findings["drafting.payoff"].what
@@ -117,29 +103,17 @@ TROUBLES: dict[str, tuple[dict[str, float], str, str, str]] = {
         "warn",
         "more traffic",
     ),
-    "k too long": (
-        {'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="2"}': 400},
-        "drafting.depth",
-        "warn",
-        "--k 2 ",
-    ),
     "drafts that do not pay": (
         {'draftsmith_time_seconds_total{phase="draft"}': 120},
         "drafting.payoff",
         "warn",
         "--k auto",
     ),
-    "no drafter": (
-        {'draftsmith_draft_version{version="7"}': 0, "vllm:spec_decode_num_drafts_total": 0},
-        "drafting.used",
-        "warn",
-        "--draft",
-    ),
-    "a drafter never asked": (
+    "no drafter, or one that is never asked": (
         {"vllm:spec_decode_num_drafts_total": 0},
         "drafting.used",
         "warn",
-        "drafting.fallbacks",
+        "--draft",
     ),
     "NaN": (
         {'draftsmith_fallbacks_total{cause="nan"}': 3},
@@ -160,39 +134,6 @@ TROUBLES: dict[str, tuple[dict[str, float], str, str, str]] = {
         "doctor",
     ),
     "lossy": ({"draftsmith_lossless": 0}, "drafting.lossless", "warn", "--verification"),
-    "versions refused": (
-        {"draftsmith_swaps_refused_total": 2},
-        "drafting.swaps",
-        "warn",
-        "current",
-    ),
-    "preemptions": ({"vllm:num_preemptions_total": 90}, "load.blocks", "warn", "--num-blocks"),
-    "no blocks": (
-        {"vllm:kv_cache_usage_perc": 0.99, "vllm:num_requests_waiting": 4},
-        "load.blocks",
-        "warn",
-        "--memory-gib",
-    ),
-    "waiting": ({"vllm:request_queue_time_seconds_sum": 300}, "load.queue", "warn", "--max-batch"),
-    "full": (
-        {'draftsmith_responses_total{status="429"}': 12},
-        "load.refusals",
-        "warn",
-        "--max-queue",
-    ),
-    "too slow": (
-        {'draftsmith_responses_total{status="408"}': 1},
-        "load.refusals",
-        "warn",
-        "--request-timeout-s",
-    ),
-    "500": ({'draftsmith_responses_total{status="500"}': 1}, "load.failures", "fail", "log"),
-    "errors in streams": (
-        {'vllm:request_success_total{finished_reason="error"}': 1},
-        "load.failures",
-        "warn",
-        "log",
-    ),
 }
 
 
@@ -202,18 +143,6 @@ def test_each_trouble_is_found_and_nothing_else(trouble: str) -> None:
     findings = diagnose(**changes)
     assert findings[check].status == status and mend in findings[check].mend
     assert {name for name, finding in findings.items() if finding.status != "ok"} == {check}
-
-
-def test_a_full_pool_that_nobody_waits_for_is_no_trouble() -> None:
-    assert diagnose(**{"vllm:kv_cache_usage_perc": 1.0})["load.blocks"].status == "ok"
-
-
-def test_trials_of_a_long_k_are_no_reason_to_shorten_it() -> None:
-    rare = {
-        'draftsmith_offered_total{position="3"}': 900,
-        'draftsmith_offered_total{position="4"}': 900,
-    }
-    assert diagnose(**rare)["drafting.depth"].status == "ok"
 
 
 def test_a_server_without_traffic_says_so() -> None:
@@ -254,7 +183,7 @@ def test_what_is_no_exposition_is_refused_in_one_sentence() -> None:
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        (["--url", "http://x", "--target", "t"], "one at a time"),
+        (["--url", "http://x", "--draft", "t"], "one at a time"),
         (["--target", "t", "--seconds", "5"], "give --url"),
         (["--url", "http://x", "--seconds", "-1"], "'seconds' is -1"),
         ([], "give --target, or --url"),

@@ -1,0 +1,320 @@
+"""`draftsmith plan`: a training step of each draft is made here, and tells what the run will take
+and which options to give."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+
+from draftsmith.config import TOP, build, merge, read_yaml, to_dict
+from draftsmith.drafters.interface import TextBatch
+from draftsmith.drafters.options import OPTIONS, DrafterOptions, Eagle3Options
+from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.target.device import device_of, load_target, weight_dtype
+from draftsmith.drafters.target.sharded import check_offload
+from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
+from draftsmith.files import markdown_table
+from draftsmith.progress import Progress
+from draftsmith.train.check.config import PlanConfig
+from draftsmith.train.check.finding import FAIL
+from draftsmith.train.check.memory import (
+    GIB,
+    available_bytes,
+    check_fit,
+    num_bytes,
+    parts_of,
+    ways_to_fit,
+)
+from draftsmith.train.config import FAMILIES as TRAINED
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.data.mixture import read_mixture
+from draftsmith.train.objective.teacher import LiveSource
+from draftsmith.train.quiet import quiet
+from draftsmith.train.resolve import check_options, drafter_options
+from draftsmith.train.trainer import Trainee
+
+TEXT_BYTES = 4 + 1  # a token: its id and its entry of the loss mask, before Parquet packs them
+DISTRIBUTION_BYTES = TOP * (4 + 4) + 4  # ids, log-probabilities, the tail
+TRAINED_BYTES = 16  # of a trained parameter: float32 weight, gradient and two moments
+# A checkpoint of a running training: float32 weights and two moments. The trainer keeps two.
+CHECKPOINT_BYTES = 2 * 12
+STEP_LENGTH = 256  # tokens of a row of the timed step, at most
+ANSWERS, ANSWER_TOKENS = 16, 16  # written to time what generate does
+COVERAGE = 0.99  # of the target's tokens, that a reduced draft vocabulary must hold
+VOCABULARY_STEP = 256
+STORED_PAYS = 0.3  # share of a step's time that the target takes
+HEAD = ("draft", "trained", "tok/s", "target", "hours", "memory", "on disk", "stored taps")
+
+
+class Planned(NamedTuple):
+    """One draft. Bytes of taps are those of all data, in bfloat16."""
+
+    family: str
+    options: list[str]  # that differ from the family's defaults, as `draftsmith train` takes them
+    parameters: int  # trained
+    tokens_per_s: float
+    target_share: float  # of a step's time, which stored taps save
+    hours: float
+    memory_bytes: int  # weights, gradients and moments; activations on top
+    disk_bytes: int  # checkpoints while it trains, and the draft
+    taps_bytes: int
+
+
+class Text(NamedTuple):
+    """Text of the run. `counts` [V] are those of the target's tokens, where there is data."""
+
+    tokens: int
+    counts: torch.Tensor | None
+
+
+def run(config: PlanConfig) -> int:
+    quiet()
+    plan = make_plan(config)
+    print(json.dumps(plan, indent=2) if config.json else table(plan))
+    return 0
+
+
+def make_plan(config: PlanConfig) -> dict[str, Any]:
+    target = open_target(config)
+    text = text_of(config, target)
+    drafts: list[Planned] = []
+    refused: dict[str, str] = {}
+    families = families_of(config)
+    progress = Progress("plan", len(families), unit="drafts")
+    for family in families:
+        try:
+            drafts.append(planned(config, target, text, family))
+        except UserError as error:
+            refused[family] = str(error)
+        progress.update(len(drafts) + len(refused))
+    progress.close()
+    if not drafts:
+        reason = next(iter(refused.values()))
+        raise UserError(f"no draft can be planned for {config.target!r}: {reason}")
+    writes = not config.data and config.target_offload is None
+    hours = text.tokens / written_per_s(target) / 3600 if writes else None
+    return {
+        "schema": 1,
+        "target": {"name": config.target, "bytes": num_bytes(target.model)},
+        "device": str(target.device),
+        "data": {
+            "tokens": text.tokens,
+            "bytes": text.tokens * TEXT_BYTES,
+            "distributions_bytes": text.tokens * DISTRIBUTION_BYTES,
+            "generate_hours": hours,
+        },
+        "drafts": [draft._asdict() for draft in drafts],
+        "refused": refused,
+        "give": give(config, target, drafts),
+    }
+
+
+def open_target(config: PlanConfig) -> Target:
+    """Raises `UserError` where it does not fit, before it is loaded."""
+    device, trust, offload = device_of(), config.trust_remote_code, config.target_offload
+    check_offload(offload, dtype="auto")
+    dtype = weight_dtype("auto", device, config.target, trust_remote_code=trust)
+    fits = check_fit(config.target, device, dtype=dtype, offload=offload, trust_remote_code=trust)
+    if fits is not None and fits.status == FAIL:
+        raise UserError(f"the target does not fit: {fits.what}; {fits.mend}")
+    return load_target(config.target, dtype=dtype, offload=offload, trust_remote_code=trust)
+
+
+def text_of(config: PlanConfig, target: Target) -> Text:
+    if not config.data:
+        return Text(config.answers * config.tokens, None)
+    length = target.max_positions
+    corpus = read_mixture(config.data, target, max_length=length, held_out_share=0.0)
+    return Text(corpus.tokens_per_epoch(), corpus.token_counts(target.vocab_size))
+
+
+def families_of(config: PlanConfig) -> tuple[str, ...]:
+    if config.families or config.recipe is None:
+        return config.families or TRAINED
+    family = read_yaml(config.recipe).get("family")
+    if family is None:
+        raise UserError(f"recipe {config.recipe!r} names no family; give one of --families")
+    return (family,)
+
+
+def training(config: PlanConfig, family: str) -> TrainConfig:
+    """Options of the run: those of the recipe."""
+    recipe = {} if config.recipe is None else read_yaml(config.recipe)
+    own = {
+        "family": family,
+        "target": config.target,
+        "target_offload": config.target_offload,
+        "data": config.data or ("DATA",),
+        "out": "DRAFT",
+    }
+    train = build(TrainConfig, merge(recipe, own))
+    check_options(train)
+    return train
+
+
+def options_for(config: TrainConfig, text: Text) -> DrafterOptions:
+    options = drafter_options(config)
+    if text.counts is None or options != Eagle3Options():
+        return options
+    return Eagle3Options(draft_vocab_size=reduced_vocabulary(text.counts))
+
+
+def reduced_vocabulary(token_counts: torch.Tensor) -> int | None:
+    """The smallest vocabulary of the most frequent tokens that covers nearly all of the text; None
+    where it saves little."""
+    shares = token_counts.sort(descending=True).values.double().cumsum(0) / token_counts.sum()
+    needed = int((shares < COVERAGE).sum()) + 1
+    rounded = -(-needed // VOCABULARY_STEP) * VOCABULARY_STEP
+    return rounded if rounded <= len(token_counts) // 2 else None
+
+
+def planned(config: PlanConfig, target: Target, text: Text, family: str) -> Planned:
+    train = training(config, family)
+    options = options_for(train, text)
+    drafter: Any = FAMILIES[family].create(options, target, seed=0, token_counts=text.counts)
+    drafter = drafter.to(device=target.device, dtype=torch.float32)
+    trained = sum(one.numel() for one in drafter.parameters() if one.requires_grad)
+    tokens_per_s, target_share = timed_step(train, target, drafter)
+    whole = parts_of(target.model).on_device(offload=config.target_offload)
+    return Planned(
+        family=family,
+        options=overrides(family, options),
+        parameters=trained,
+        tokens_per_s=tokens_per_s,
+        target_share=target_share,
+        hours=text.tokens * config.epochs / tokens_per_s / 3600,
+        memory_bytes=whole + TRAINED_BYTES * trained,
+        disk_bytes=num_bytes(drafter) + CHECKPOINT_BYTES * trained,
+        taps_bytes=text.tokens * len(drafter.taps) * target.hidden_size * 2,
+    )
+
+
+def overrides(family: str, options: DrafterOptions) -> list[str]:
+    defaults, section = to_dict(OPTIONS[family]()), family.replace("-", "_")
+    return [
+        f"{section}.{name}={json.dumps(value)}"
+        for name, value in to_dict(options).items()
+        if value != defaults[name]
+    ]
+
+
+def timed_step(
+    config: TrainConfig, target: Target, drafter: torch.nn.Module
+) -> tuple[float, float]:
+    """Tokens per second of a step without its optimizer, whose time does not grow with the tokens,
+    and the target's share of that time."""
+    source = LiveSource(target)
+    trainee = Trainee(drafter, source, config.unroll)
+    length = min(STEP_LENGTH, config.max_length, target.max_positions)
+    shape = (config.batch_size, length)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(target.vocab_size, shape, generator=generator).to(target.device)
+    mask = torch.ones_like(ids)
+    text = TextBatch(input_ids=ids, attention_mask=mask, weights=mask.float())
+    count = torch.tensor(float(ids.numel()), device=target.device)
+
+    def read() -> torch.Tensor:
+        return target.states(ids, mask, trainee.drafter.taps)[1]
+
+    def step() -> torch.Tensor:
+        loss = trainee(text, num_items_in_batch=count)["loss"]
+        loss.backward()
+        return loss
+
+    read_s, step_s = seconds(read), seconds(step)
+    return ids.numel() / step_s, min(1.0, read_s / step_s)
+
+
+def seconds(work: Callable[[], torch.Tensor]) -> float:
+    """The least time of two, after one that is not counted. A value is read, for which a device
+    has to be done."""
+    times = []
+    for _ in range(3):
+        begun_s = perf_counter()
+        work().flatten()[0].item()
+        times.append(perf_counter() - begun_s)
+    return min(times[1:])
+
+
+def written_per_s(target: Target) -> float:
+    """Tokens per second of answers that are written at once."""
+    prompts = [[7]] * ANSWERS
+    target.answer(prompts, max_new_tokens=1, ignore_eos=True)
+    begun_s = perf_counter()
+    target.answer(prompts, max_new_tokens=ANSWER_TOKENS, ignore_eos=True)
+    return ANSWERS * ANSWER_TOKENS / (perf_counter() - begun_s)
+
+
+def give(config: PlanConfig, target: Target, drafts: list[Planned]) -> list[str]:
+    """Commands of the run with the first draft, and what makes it faster or possible."""
+    first, data = drafts[0], " ".join(config.data) or "DATA"
+    words = [
+        f"draftsmith train {first.family} --target {config.target} --data {data} --out DRAFT",
+        f"--epochs {config.epochs:g}",
+        *(["--target-offload", config.target_offload] if config.target_offload else []),
+        *([config.recipe] if config.recipe else []),
+        *first.options,
+    ]
+    lines = [" ".join(words)]
+    if not config.data:
+        generate = f"draftsmith generate --target {config.target} --prompts PROMPTS --out DATA"
+        lines.insert(0, generate)
+    if first.target_share > STORED_PAYS and config.epochs > 1:
+        lines.append(
+            f"the target takes {first.target_share:.0%} of a step: generate with --store-taps and "
+            f"train with --teacher stored, {gib(first.taps_bytes)} on disk, to run it once for "
+            f"{config.epochs:g} epochs"
+        )
+    return lines + too_large(config, target, drafts)
+
+
+def too_large(config: PlanConfig, target: Target, drafts: list[Planned]) -> list[str]:
+    """A sentence on drafts that cannot be trained beside the target as it was planned."""
+    room = available_bytes(target.device)
+    large = [one for one in drafts if one.memory_bytes >= room]
+    if not large:
+        return []
+    ways = ways_to_fit(
+        parts_of(target.model),
+        target.device,
+        beside=max(TRAINED_BYTES * one.parameters for one in large),
+        offloads=config.target_offload is None,
+    )
+    names = ", ".join(one.family for one in large)
+    mend = ways or "give --deepspeed recipes/zero3.json, or choose a smaller draft"
+    return [f"training {names} takes more than the {gib(room)} of {target.device.type}; {mend}"]
+
+
+def table(plan: dict[str, Any]) -> str:
+    data = plan["data"]
+    lines = [
+        f"data: {data['tokens']:,} tokens, {gib(data['bytes'])}, with stored distributions "
+        f"{gib(data['distributions_bytes'])} more"
+    ]
+    if data["generate_hours"] is not None:
+        lines.append(f"to generate: {data['generate_hours']:.2f} hours")
+    rows = [row_of(Planned(**draft)) for draft in plan["drafts"]]
+    lines += ["", *markdown_table(HEAD, rows), ""]
+    lines += [f"{family} is left out: {why}" for family, why in plan["refused"].items()]
+    lines.append("memory is of weights, gradients and moments; activations come on top")
+    return "\n".join([*lines, "", *plan["give"]])
+
+
+def row_of(one: Planned) -> tuple[str, ...]:
+    return (
+        one.family,
+        f"{one.parameters / 1e6:.1f} M",
+        f"{one.tokens_per_s:,.0f}",
+        f"{one.target_share:.0%}",
+        f"{one.hours:.2f}",
+        *map(gib, (one.memory_bytes, one.disk_bytes, one.taps_bytes)),
+    )
+
+
+def gib(count: float) -> str:
+    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,261 @@
+"""Checks of a running pair from outside, by its answers over HTTP and its metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from draftsmith.api_key import bearer
+from draftsmith.errors import UserError
+from draftsmith.kernels.acceptance import AcceptanceCounts
+from draftsmith.metrics_text import Scrape, parse
+from draftsmith.train.check.config import DoctorConfig
+from draftsmith.train.check.finding import Finding, fail, ok, refused, warn
+
+OURS = "draftsmith_rounds_total"
+SPELT = "def f(x):\n    return 'Ångström', 3.14\n"  # for the tokenizers
+# even a draft trained on other text keeps more than this of its first tokens; a misread one does
+# not
+STRANGE = 0.05
+LOW = 0.30  # alpha_0 below which no drafter that reads the target's states pays
+FEWEST_ROUNDS = 100  # fewer prove too little
+CHECK_DRAFT = "run draftsmith doctor --target T --draft D"
+FALLBACK_MENDS = {
+    "nan": "the draft's weights give NaN: publish or load a sound version; " + CHECK_DRAFT,
+    "invalid": "the draft proposes tokens that the target does not have; " + CHECK_DRAFT,
+    "raised": "the server's log has the error; --fallback ngram drafts meanwhile",
+}
+
+
+def check_server(config: DoctorConfig) -> list[Finding]:
+    """All findings of the server at the URL, about the next seconds or, without any, about all it
+    has done."""
+    assert config.url is not None
+    url = config.url.rstrip("/").removesuffix("/v1")
+    with httpx.Client(base_url=url, headers=bearer(config.api_key), timeout=30) as http:
+        try:
+            findings = [check_health(http), check_model(http)]
+            if config.target is not None:
+                findings.append(check_tokenizer(http, config))
+            scrape = read_metrics(http)
+            findings += check_records(read_learner(http))
+            if config.seconds > 0:
+                time.sleep(config.seconds)
+                scrape = read_metrics(http).since(scrape)
+        except UserError as error:
+            return [refused("server.metrics", error)]
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            what = f"{config.url} does not answer ({str(error) or type(error).__name__})"
+            mend = "check the URL and that draftsmith serve is running"
+            return [fail("server.answers", what, mend)]
+    return findings + check_metrics(scrape)
+
+
+def check_health(http: httpx.Client) -> Finding:
+    status = http.get("/health").status_code
+    if status == 200:
+        return ok("server.health", "the engine runs")
+    what = f"/health answers {status}: the engine's rounds fail or its thread has ended"
+    return fail("server.health", what, "read the end of the server's log and restart it")
+
+
+def check_model(http: httpx.Client) -> Finding:
+    response = http.get("/v1/models")
+    if response.status_code == 401:
+        return warn(
+            "server.model",
+            "the server requires an API key",
+            "give --api-key; the other checks need none",
+        )
+    version = http.get("/version").json()["version"]
+    models = [
+        f"{entry['id']} (up to {entry.get('max_model_len', '?')} tokens)"
+        for entry in response.json()["data"]
+    ]
+    return ok("server.model", f"{', '.join(models)}, version {version}")
+
+
+def check_tokenizer(http: httpx.Client, config: DoctorConfig) -> Finding:
+    """Compares the tokens of a text, the server's and those of the target's tokenizer here."""
+    from draftsmith.drafters.target.load import load_tokenizer
+
+    assert config.target is not None
+    body = {"prompt": SPELT, "add_special_tokens": False}
+    response = http.post("/tokenize", json=body)
+    if response.status_code != 200:
+        what = f"/tokenize answers {response.status_code}, so the tokenizers are not compared"
+        return warn("server.tokenizer", what, "give --api-key where the server wants one")
+    tokenizer = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
+    here = tokenizer(SPELT, add_special_tokens=False)["input_ids"]
+    if response.json()["tokens"] != here:
+        what = f"the server has other tokens for a text than the tokenizer of {config.target!r}"
+        return fail("server.tokenizer", what, "generate and train with the target that is served")
+    return ok("server.tokenizer", "the server has the tokens of the target's tokenizer")
+
+
+def read_metrics(http: httpx.Client) -> Scrape:
+    response = http.get("/metrics")
+    if response.status_code != 200:
+        raise UserError(
+            f"/metrics answers {response.status_code}; give the URL of a draftsmith server"
+        )
+    scrape = parse(response.text)
+    if not scrape.has(OURS):
+        raise UserError(
+            f"/metrics has no {OURS}, so this is no draftsmith server; give the URL of one"
+        )
+    return scrape
+
+
+def read_learner(http: httpx.Client) -> dict[str, Any]:
+    """Status of the learner that the server follows; empty where it shows none."""
+    response = http.get("/dashboard/data")
+    if response.status_code != 200:
+        return {}
+    data = response.json()
+    return (data.get("learner") or {}) if isinstance(data, dict) else {}
+
+
+def check_records(learner: Mapping[str, Any]) -> list[Finding]:
+    """Losslessness by the learner's monitor, which reads the records of all engines."""
+    streams = learner.get("losslessness") or {}
+    everything = streams.get("all", {})
+    if not everything.get("positions"):
+        return []
+    alarmed = [name for name, one in streams.items() if one.get("alarm") and name != "all"]
+    if alarmed or everything.get("alarm"):
+        what = f"by its records not lossless: {', '.join(alarmed) or 'all together'}"
+        mend = "run draftsmith audit --buffer with its buffer, which names the events"
+        return [fail("learning.lossless", what, mend)]
+    deviations = ", ".join(
+        f"{name.removeprefix('z_')} {value:+.1f}"
+        for name, value in everything.items()
+        if name.startswith("z_")
+    )
+    what = f"{everything['positions']} recorded positions as lossless verification has them"
+    return [ok("learning.lossless", f"{what}, z {deviations}")]
+
+
+def check_metrics(scrape: Scrape) -> list[Finding]:
+    tokens = scrape.total("vllm:generation_tokens_total")
+    if tokens == 0:
+        mend = "send requests, or run draftsmith bench --url with the same URL, and ask again"
+        return [warn("server.traffic", "no token was generated in this time", mend)]
+    finished = scrape.total("vllm:request_success_total")
+    seen = ok("server.traffic", f"{finished:.0f} requests ended, {tokens:.0f} tokens generated")
+    return [seen, check_lossless(scrape), *check_fallbacks(scrape), *check_drafting(scrape)]
+
+
+def check_drafting(scrape: Scrape) -> list[Finding]:
+    versions = scrape.by("draftsmith_draft_version", "version")
+    version = next((name for name, live in versions.items() if live), "")
+    rounds = scrape.total("vllm:spec_decode_num_drafts_total")
+    if rounds == 0:
+        what = (
+            "nothing is drafted: no drafter, requests that ask for k = 0, drafts that --k auto "
+            "found not to pay, or a drafter that fails"
+        )
+        mend = "start it with --draft, --ngram or --suffix, and look at drafting.fallbacks"
+        return [warn("drafting.used", what, mend)]
+    seen = f"draft version {version}, {rounds:.0f} rounds with drafts, counted per request"
+    return [ok("drafting.used", seen), check_acceptance(scrape, version), check_payoff(scrape)]
+
+
+def check_lossless(scrape: Scrape) -> Finding:
+    if scrape.total("draftsmith_lossless") == 1:
+        return ok("drafting.lossless", "answers have the target's distribution")
+    what = "typical or synthetic acceptance changes the target's distribution"
+    return warn(
+        "drafting.lossless",
+        what,
+        "serve with --verification chain or block and without --synthetic-acceptance",
+    )
+
+
+def check_fallbacks(scrape: Scrape) -> list[Finding]:
+    """One finding per cause of rounds whose drafts were dropped."""
+    causes = {
+        cause: count
+        for cause, count in scrape.by("draftsmith_fallbacks_total", "cause").items()
+        if count > 0
+    }
+    if not causes:
+        return [ok("drafting.fallbacks", "the drafter never failed")]
+    rounds = scrape.total("draftsmith_rounds_total")
+    return [
+        warn(
+            f"drafting.fallbacks.{cause}",
+            f"{count:.0f} of {rounds:.0f} rounds lost their drafts",
+            FALLBACK_MENDS.get(cause, CHECK_DRAFT),
+        )
+        for cause, count in causes.items()
+    ]
+
+
+def check_acceptance(scrape: Scrape, version: str) -> Finding:
+    """alpha_i and tau of the served version, by the project's one definition."""
+    reached, accepted = (
+        by_position(scrape, f"draftsmith_{name}_total", draft_version=version)
+        for name in ("reached", "accepted")
+    )
+    rounds = scrape.total("draftsmith_drafting_rounds_total", draft_version=version)
+    if rounds < FEWEST_ROUNDS:
+        what = f"only {rounds:.0f} rounds of draft version {version}"
+        return warn("drafting.acceptance", what, "ask again after more traffic")
+    counts = AcceptanceCounts(reached, accepted)
+    alpha = ", ".join("-" if rate is None else f"{rate:.2f}" for rate in counts.alpha)
+    first = counts.alpha_intervals[0]
+    tau = scrape.total("draftsmith_committed_total", draft_version=version) / rounds
+    what = (
+        f"tau {tau:.2f}, alpha by position {alpha}; the first within [{first.low:.2f}, "
+        f"{first.high:.2f}]"
+    )
+    if first.high < STRANGE:
+        mend = f"taps, vocabulary or layout of this draft do not fit this target: {CHECK_DRAFT}"
+        return fail("drafting.acceptance", what, mend)
+    if first.high < LOW:
+        mend = (
+            "train on text like the traffic (draftsmith train, or serve --learn and distill), or "
+            "try --ngram or --suffix"
+        )
+        return warn("drafting.acceptance", what, mend)
+    return ok("drafting.acceptance", what)
+
+
+def check_payoff(scrape: Scrape) -> Finding:
+    """Tokens per pass against the time that drafting takes.
+
+    Without drafts the same tokens need so many times as many passes, none of which takes longer
+    than one that also verifies drafts. So this product is the most that drafting can have gained;
+    below 1 it surely costs.
+    """
+    time_s = scrape.by("draftsmith_time_seconds_total", "phase")
+    whole_s, passes = sum(time_s.values()), scrape.total("draftsmith_class_target_passes_total")
+    if whole_s == 0 or passes == 0:
+        return warn("drafting.payoff", "no request has ended yet", "ask again after more traffic")
+    per_pass = scrape.total("draftsmith_class_generation_tokens_total") / passes
+    most = per_pass * (1 - time_s.get("draft", 0.0) / whole_s)
+    split = ", ".join(f"{phase} {spent_s / whole_s:.0%}" for phase, spent_s in time_s.items())
+    what = (
+        f"{per_pass:.2f} tokens per pass; time of rounds: {split}; at best {most:.2f} times the "
+        "speed without drafts"
+    )
+    if most >= 1:
+        return ok("drafting.payoff", what)
+    mend = (
+        "drafting costs more than it gains: --k auto, a smaller draft, --ngram or --suffix; "
+        "draftsmith bench --url measures"
+    )
+    return warn("drafting.payoff", what, mend)
+
+
+def by_position(scrape: Scrape, name: str, **labels: str) -> list[int]:
+    """[K] counts."""
+    counts = {
+        int(position): int(count)
+        for position, count in scrape.by(name, "position", **labels).items()
+    }
+    return [counts.get(position, 0) for position in range(max(counts, default=-1) + 1)]
