@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from draftsmith.config import to_dict
 from draftsmith.distill.state import StateFolder

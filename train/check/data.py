@@ -141,7 +141,9 @@ def check_length(rows: list[Row], max_length: int) -> Finding:
 
 
 def check_start(rows: list[Row], bos: int | None) -> Finding:
-    doubled = sum((bos, bos) in itertools.pairwise(row.input_ids) for row in rows)
+    doubled = (
+        0 if bos is None else sum((bos, bos) in itertools.pairwise(row.input_ids) for row in rows)
+    )
     if doubled:
         what = f"{doubled} of {len(rows)} rows hold two beginning-of-text tokens in a row"
         mend = "encode templated prompts with add_special_tokens=False, as they are served"

@@ -1,4 +1,4 @@
-"""`draftsmith plan`: a training step of each draft is made here, and tells what the run will take
+"""`draftsmith plan`: a training step of each draft is made here, and gives what the run will take
 and which options to give."""
 
 from __future__ import annotations

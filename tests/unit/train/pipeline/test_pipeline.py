@@ -114,14 +114,15 @@ def test_the_draft_of_the_demonstration_model_needs_no_setting_and_can_be_tried_
 ) -> None:
     path = next(path for path in SHIPPED if path.stem == "eagle3-demo")
     for words, count, minutes, teacher in (
-        ([], 20500, 1440, "stored"),
+        ([], 12400, 1440, "stored"),
         (["count=24", "minutes=0.5", "teacher=live"], 24, 0.5, "live"),
     ):
-        answers, draft, figures = resolve(read_recipe(path, words), tmp_path, options_of)
-        assert answers.options["self_prompts"] == count and "prompts" not in answers.options
+        answers, own, draft, figures = resolve(read_recipe(path, words), tmp_path, options_of)
+        assert own.options["self_prompts"] == count and "prompts" not in own.options
         assert (draft.options["minutes"], draft.options["teacher"]) == (minutes, teacher)
         assert draft.options["eagle3"]["draft_vocab_size"] == 8192
-        assert figures.options["data"] == draft.options["data"]
+        assert draft.needs == ("answers", "own") and figures.needs == ("draft", "answers")
+        assert draft.options["data"] == [answers.options["out"], own.options["out"]]
 
 
 @pytest.mark.parametrize(
