@@ -245,11 +245,6 @@ class LearnConfig:
     gradient_checkpointing: bool = option(
         False, "run the draft's MLPs again in the backward pass: less memory, more time"
     )
-    deepspeed: str | None = option(
-        None,
-        "DeepSpeed JSON such as recipes/zero2.json, by which several processes hold a part of the "
-        "draft's training each; start under torchrun",
-    )
     budget: float = option(
         1.0,
         "most of the wall time that learning may take, for a device that it shares with a server",

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
-
-from draftsmith.distill.config import DistillConfig, LearnConfig
-from draftsmith.distill.learn.optimizer import DraftOptimizer
+from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.learn.rehearsal import Rehearsal
 from draftsmith.distill.learn.text_states import TextStates
 from draftsmith.distill.state import Counters
@@ -26,8 +22,6 @@ class LearnerContext:
     report: Callable[[str], None]  # prints a line for people
     save: Callable[[], None]  # saves the state of all tracks
     cursor: Callable[[], Mapping[str, int]]  # records read so far, per writer of the buffer
-    # by the folder of a version
-    new_optimizer: Callable[[Path, torch.nn.Module, LearnConfig], DraftOptimizer]
     rehearsal: Rehearsal | None
     states: TextStates  # of the target on the texts that are trained and scored
 

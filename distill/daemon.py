@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,6 @@ class Daemon:
             status.event,
             self.save,
             lambda: self.reader.cursor,
-            partial(processes.new_optimizer, config, self.target),
             rehearsal_of(config.learn, self.target, gate=config.gate, seed=config.seed),
             self.states,
         )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,6 @@ class DraftTrack:
             self.config.learn,
             seed=self.config.seed,
             states=context.states,
-            new_optimizer=partial(context.new_optimizer, folder),
             # A draft of a class is for that class alone.
             rehearsal=None if name else context.rehearsal,
         )

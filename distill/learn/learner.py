@@ -20,7 +20,7 @@ from draftsmith.config import check_limits
 from draftsmith.distill.buffer.traffic import ServedText, branched, newest_within, without
 from draftsmith.distill.config import POSITIONS, LearnConfig
 from draftsmith.distill.learn.adapters import adapt, rebase
-from draftsmith.distill.learn.optimizer import CandidateOptimizer, DraftOptimizer, trained
+from draftsmith.distill.learn.optimizer import CandidateOptimizer, trained
 from draftsmith.distill.learn.rehearsal import Rehearsal, num_rehearsed
 from draftsmith.distill.learn.teachers import (
     Batch,
@@ -43,7 +43,6 @@ LATEST = 128  # texts
 # Saved among the optimizer's moments.
 AVERAGE = "average"
 
-NewOptimizer = Callable[[torch.nn.Module, LearnConfig], DraftOptimizer]
 Rest = Callable[[float], None]  # called with the seconds of a piece of work
 
 
@@ -113,7 +112,6 @@ class Learner:
         *,
         seed: int,
         states: TextStates | None = None,
-        new_optimizer: NewOptimizer = CandidateOptimizer,
         rehearsal: Rehearsal | None = None,
     ):
         check(config)
@@ -127,7 +125,7 @@ class Learner:
         if config.lora is not None:
             adapt(drafter, config.lora, seed=seed)
         self.parameters = trained(drafter)
-        self.optimizer = new_optimizer(drafter, config)
+        self.optimizer = CandidateOptimizer(drafter, config)
         self.updates = 0
         self._begin()
 
@@ -302,7 +300,6 @@ class Learner:
         share = min(1.0, lr * self.config.proximal)
         for name, live in self.anchor.items():
             self.parameters[name].lerp_(live, share)
-        self.optimizer.weights_changed()
 
 
 def taps_share(config: LearnConfig) -> float:

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 
 from draftsmith.distill.config import LearnConfig
-from draftsmith.distill.learn.teachers import Batch, Share
+from draftsmith.distill.learn.teachers import Batch
 from draftsmith.drafters.target.device import fast_at_bf16
 from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.train.objective.depth_weights import step_weighting
@@ -20,20 +19,6 @@ from draftsmith.train.optim import MUON_MOMENT, muon_with_adamw, part_of
 
 Trained = dict[str, torch.nn.Parameter]  # by name
 BETAS = (0.9, 0.999)
-
-
-class DraftOptimizer(Protocol):
-    """Optimizer steps of one draft, by one process or by several."""
-
-    def weights_changed(self) -> None: ...
-
-    def step(self, batch: Batch, *, lr: float) -> StepSums | None: ...
-
-    def moments(self) -> dict[str, torch.Tensor]: ...
-
-    def fill(self, moments: Mapping[str, torch.Tensor]) -> None: ...
-
-    def forget(self) -> None: ...
 
 
 class CandidateOptimizer:
@@ -49,10 +34,7 @@ class CandidateOptimizer:
             recompute_mlps(drafter, "learn.gradient_checkpointing")
         self.forget()
 
-    def weights_changed(self) -> None:
-        """Notes that weights were set from outside; every step here begins at what they are."""
-
-    def step(self, batch: Batch | Share, *, lr: float) -> StepSums | None:
+    def step(self, batch: Batch, *, lr: float) -> StepSums | None:
         """One step on the batch's token mean. None, and nothing changed, when the gradient is not
         finite."""
         self.adam.zero_grad(set_to_none=True)
@@ -67,12 +49,12 @@ class CandidateOptimizer:
         self.adam.step()
         return sums
 
-    def _backward(self, batch: Batch | Share) -> StepSums:
+    def _backward(self, batch: Batch) -> StepSums:
         unrolled = self.unrolled(batch)
         (unrolled.total / (unrolled.scale * batch.weight)).backward()
         return unrolled.sums
 
-    def unrolled(self, batch: Batch | Share) -> UnrolledLoss:
+    def unrolled(self, batch: Batch) -> UnrolledLoss:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.in_bf16):
             return unrolled_loss(
                 self.drafter,

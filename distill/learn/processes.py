@@ -1,24 +1,20 @@
-"""Processes of one learner, on devices of their own: all of them read texts with the target and
-train the draft, the first one does all else.
+"""Processes of one learner, on devices of their own: all of them read texts with the target, the
+first one does all else.
 
 Each text is read by one process alone, in a pass of its own, and its states are those that a single
-process computes. A step's rows are shared out (`spread_optimizer.py`), so its gradient is the
-single process's but for the order of sums. The buffer, the saved state and all decisions are the
-first process's; the others keep nothing, so a kill loses what it would lose of one process.
+process computes. The draft, the buffer, the saved state and all decisions are the first process's;
+the others keep nothing, so a kill loses what it would lose of one process.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from draftsmith.distill.config import DistillConfig, LearnConfig
-from draftsmith.distill.learn.optimizer import CandidateOptimizer, DraftOptimizer
+from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.learn.teachers import open_target
 from draftsmith.distill.learn.text_states import Read, TextState, read_one
 from draftsmith.drafters.remote.target import RemoteTarget
@@ -36,11 +32,6 @@ from draftsmith.drafters.target.ranks import (
 from draftsmith.drafters.target.sharded import check_offload, check_one_place, check_shares
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.train.quiet import quiet
-from draftsmith.train.resolve import zero_stage
-
-if TYPE_CHECKING:
-    from draftsmith.distill.learn.spread_optimizer import DraftParts, SpreadOptimizer
 
 
 class Open(NamedTuple):
@@ -58,14 +49,6 @@ class Texts(NamedTuple):
         return [row[:length] for row, length in mine]
 
 
-class Draft(NamedTuple):
-    """A draft to be trained; of those before it only `alive` ones still are."""
-
-    number: int
-    folder: str  # of a version, whose shape it has
-    alive: tuple[int, ...]
-
-
 class Stop(NamedTuple):
     pass
 
@@ -79,17 +62,6 @@ class OneProcess:
         target = open_target(config, folder)
         return target, remote_read(target) if isinstance(target, RemoteTarget) else None
 
-    def new_optimizer(
-        self,
-        config: DistillConfig,
-        target: Target,
-        folder: Path,
-        drafter: torch.nn.Module,
-        learn: LearnConfig,
-    ) -> DraftOptimizer:
-        """Optimizer of `drafter`, which has the shape of the version in `folder`."""
-        return CandidateOptimizer(drafter, learn)
-
     def stop(self) -> None:
         """No other process waits."""
 
@@ -100,13 +72,11 @@ def remote_read(target: RemoteTarget) -> Read:
 
 
 class FirstProcess(OneProcess):
-    """A learner whose target and draft are run by all processes of a launcher."""
+    """A learner whose target is run by all processes of a launcher."""
 
     def __init__(self, channel: Channel):
         self.channel = channel
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._parts: DraftParts | None = None
-        self._drafts: list[weakref.ref[SpreadOptimizer]] = []  # by number
 
     def open(self, config: DistillConfig, folder: str) -> tuple[Target, Read | None]:
         if config.target_shares > 1:
@@ -120,23 +90,6 @@ class FirstProcess(OneProcess):
             target = open_target(config, folder)
             self.channel.send(Open(folder))
         return target, lambda texts, taps: self._read(target, config, texts, taps)
-
-    def new_optimizer(
-        self,
-        config: DistillConfig,
-        target: Target,
-        folder: Path,
-        drafter: torch.nn.Module,
-        learn: LearnConfig,
-    ) -> SpreadOptimizer:
-        number = len(self._drafts)
-        alive = tuple(index for index, one in enumerate(self._drafts) if one() is not None)
-        with in_step():
-            self.channel.send(Draft(number, str(folder), alive))
-            self._parts = self._parts or new_parts(config)
-            optimizer = self._parts.lead(drafter, str(folder), target, self.channel, number)
-        self._drafts.append(weakref.ref(optimizer))
-        return optimizer
 
     def _read(
         self,
@@ -183,33 +136,17 @@ def read_own(target: Target, call: Texts, rank: int, size: int, shares: int) -> 
     return states
 
 
-def new_parts(config: DistillConfig) -> DraftParts:
-    quiet()
-    # Late: it imports accelerate, and that DeepSpeed, which log at import.
-    from draftsmith.distill.learn.spread_optimizer import DraftParts
-
-    return DraftParts(config)
-
-
 def follow(config: DistillConfig, channel: Channel) -> None:
-    """Reads texts and trains drafts for the first process until it stops. A failure ends this
-    process, and the launcher all others."""
+    """Reads texts for the first process until it stops. A failure ends this process, and the
+    launcher all others."""
     leave_signals_to_the_leader()
     target: Target | None = None
-    parts: DraftParts | None = None
     with in_step():
         while True:
             match channel.receive(torch.device("cpu")):
                 case Open(folder):
-                    target = None  # goes before the next one comes, as do its drafts
-                    if parts is not None:
-                        parts.keep(())
+                    target = None  # goes before the next one comes
                     target = open_target(config, folder)
-                case Draft(number, folder, alive):
-                    assert target is not None
-                    parts = parts or new_parts(config)
-                    parts.keep(alive)
-                    parts.open(number, folder, target)
                 case Texts() as call:
                     assert target is not None
                     for state in read_own(
@@ -220,9 +157,6 @@ def follow(config: DistillConfig, channel: Channel) -> None:
                                 channel.give(part)
                 case Stop():
                     return
-                case call:
-                    assert target is not None and parts is not None
-                    parts.follow(call, target, channel)
 
 
 def joined(config: DistillConfig) -> FirstProcess | None:
@@ -268,26 +202,16 @@ def check_processes(config: DistillConfig) -> None:
             "is made; leave one of them out"
         )
     if started() == 1:
-        if config.learn.deepspeed is not None:
-            raise UserError(
-                f"option 'learn.deepspeed' is {config.learn.deepspeed!r} but one process runs; use "
-                "torchrun --nproc_per_node N -m draftsmith.cli distill ..."
-            )
         return
-    if config.learn.optimizer == "muon":
+    if config.learn.teacher == "recorded":
         raise UserError(
-            f"option 'learn.optimizer' is 'muon', which one process runs, but WORLD_SIZE is "
-            f"{started()}; give adamw, or start the learner without a launcher"
+            f"WORLD_SIZE is {started()}, but with learn.teacher=recorded no pass is made that "
+            "processes could share; start the learner without a launcher"
         )
     if config.target_server is not None:
         raise UserError(
             f"WORLD_SIZE is {started()}, but the target's passes are made by target_server; start "
             "the learner without a launcher of several"
-        )
-    if config.learn.deepspeed is not None and zero_stage(config.learn.deepspeed) not in (1, 2, 3):
-        raise UserError(
-            f"option 'learn.deepspeed' is {config.learn.deepspeed!r}, whose 'stage' is none of "
-            "1, 2 and 3; start from recipes/zero2.json"
         )
     if config.device.startswith("cuda:"):
         raise UserError(

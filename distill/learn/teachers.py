@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -65,15 +64,6 @@ class Batch(NamedTuple):
     @property
     def tokens(self) -> int:
         return int((self.text.weights > 0).sum())
-
-
-@dataclass(frozen=True)
-class Share:
-    """Part of a batch that one of several processes computes."""
-
-    text: TextBatch
-    source: TargetSource
-    weight: float  # of the whole batch
 
 
 class LiveTeacher:

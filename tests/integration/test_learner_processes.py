@@ -1,4 +1,4 @@
-"""A learner whose target and draft are run by several processes learns what one process learns."""
+"""A learner whose target is run by several processes learns what one process learns."""
 
 from __future__ import annotations
 
@@ -20,17 +20,14 @@ from draftsmith.config import to_dict
 from draftsmith.distill import command
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.state import StateFolder
-from draftsmith.drafters.options import LoraOptions
 from draftsmith.errors import UserError
 from tests.forked import Forked, Ranks, free_port
 from tests.integration.conftest import LEARN
 
 ROOT = Path(__file__).resolve().parents[2]
-# Tokens of a text whose states are recorded, where the learner of this teacher reads them.
-RECORDED = {"live": 0, "recorded": 1024}
 # The order of sums shows in bfloat16.
 EXACT = replace(LEARN, dtype="float32")
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def distil(config: DistillConfig, processes: int = 1) -> Forked | Ranks:
@@ -56,131 +53,38 @@ def learned(made: Any, versions: Path) -> tuple[dict[str, torch.Tensor], list[di
     return made.state(versions)["candidate"], told
 
 
-def same_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    """Sums over rows in another order are float32 noise of 1e-7, which Adam's division by small
-    moments grows: within 1e-5."""
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        assert torch.allclose(value, theirs[name], rtol=0, atol=LEARN.lr / 300), name
-
-
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "teacher, processes, shares, stage, rows",
-    [
-        ("live", 2, 2, None, 5),
-        ("live", 2, 1, 2, 1),  # a process without a row
-        ("recorded", 2, 1, None, 5),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in [
-                ("live", 2, 1, None, 1), ("live", 2, 1, 1, 8), ("live", 2, 1, 3, 1),
-                ("live", 2, 2, 3, 8), ("live", 4, 2, None, 8), ("recorded", 2, 1, 2, 1),
-                ("recorded", 2, 1, 3, 8),
-            ]
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("processes, shares", [(2, 1), (2, 2), (4, 2)])
 def test_several_processes_learn_what_one_learns(
-    loop: Callable[..., Any],
-    teacher: str,
-    processes: int,
-    shares: int,
-    stage: int | None,
-    rows: int,
+    loop: Callable[..., Any], processes: int, shares: int
 ) -> None:
+    """To the bit: they read texts, and one of them trains."""
     made = loop("eagle3")
-    made.serve(24, record_taps=RECORDED[teacher])
-    gate = replace(made.config.gate, requests=2)
-    learn = replace(EXACT, teacher=teacher, steps=6, batch=rows, proximal=10.0)
-    config = replace(made.config, gate=gate, learn=learn)
+    made.serve(24)
+    learn = replace(EXACT, steps=6, batch=5, proximal=10.0)
+    config = replace(made.config, gate=replace(made.config.gate, requests=2), learn=learn)
     alone, spread = (made.root / name for name in ("alone", "spread"))
     finish(distil(replace(config, versions=str(alone))))
-    several = replace(
-        config,
-        versions=str(spread),
-        target_shares=shares,
-        learn=replace(
-            learn,
-            deepspeed=stage and str(ROOT / f"recipes/zero{stage}.json"),
-            # What is computed again is the same, also of weights that were put away in between.
-            gradient_checkpointing=stage is not None,
-        ),
-    )
-    finish(distil(several, processes))
+    finish(distil(replace(config, versions=str(spread), target_shares=shares), processes))
     (one, told), (both, also_told) = learned(made, alone), learned(made, spread)
     assert told and [line["decision"] for line in told] == [line["decision"] for line in also_told]
-    same_weights(both, one)
+    assert one.keys() == both.keys()
+    # Shares of a layer are added up in another order than the layer adds.
+    noise = 0.0 if shares == 1 else LEARN.lr / 300
+    for name, value in one.items():
+        assert torch.allclose(both[name], value, rtol=0, atol=noise), name
     begun = made.draft.state_dict()
     moved = max(float((one[name] - begun[name]).abs().max()) for name in one)
     assert moved > LEARN.lr, "nothing was learned"
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "stage", [None, *(pytest.param(stage, marks=pytest.mark.long) for stage in (2, 3))]
-)
-def test_heads_that_no_step_reaches_stay_as_they_are(
-    loop: Callable[..., Any], stage: int | None
-) -> None:
-    made = loop("medusa")
-    made.serve(24)
-    unroll = replace(LEARN.unroll, steps=1)
-    # A decay that would be seen in a head without a gradient.
-    learn = replace(EXACT, steps=4, unroll=unroll, weight_decay=1.0)
-    zero = stage and str(ROOT / f"recipes/zero{stage}.json")
-    alone, spread = (made.root / name for name in ("alone", "spread"))
-    finish(distil(replace(made.config, versions=str(alone), learn=learn)))
-    several = replace(made.config, versions=str(spread), learn=replace(learn, deepspeed=zero))
-    finish(distil(several, 2))
-    weights, begun = learned(made, spread)[0], made.draft.state_dict()
-    same_weights(weights, learned(made, alone)[0])
-    kept = {name for name in weights if torch.equal(weights[name], begun[name])}
-    assert kept and kept != weights.keys()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("stage", [None, 3])
-def test_adapters_are_trained_by_several_processes_too(
-    loop: Callable[..., Any], stage: int | None
-) -> None:
-    made = loop("draft-lm")
-    made.serve(24)
-    learn = replace(EXACT, steps=4, lora=LoraOptions(rank=2))
-    zero = stage and str(ROOT / f"recipes/zero{stage}.json")
-    alone, spread = (made.root / name for name in ("alone", "spread"))
-    finish(distil(replace(made.config, versions=str(alone), learn=learn)))
-    several = replace(made.config, versions=str(spread), learn=replace(learn, deepspeed=zero))
-    finish(distil(several, 2))
-    weights = learned(made, spread)[0]
-    assert all(".lora_" in name for name in weights)
-    same_weights(weights, learned(made, alone)[0])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "teacher, stage",
-    [
-        ("live", 2),
-        ("recorded", None),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in [("live", None), ("live", 1), ("live", 3), ("recorded", 2)]
-        ),
-    ],
-)
-def test_a_run_in_two_parts_is_the_uninterrupted_one_to_the_bit(
-    loop: Callable[..., Any], teacher: str, stage: int | None
-) -> None:
-    """Weights, their mean, Adam's moments: of what several processes hold, all is in the state."""
+def test_a_run_in_two_parts_is_the_uninterrupted_one_to_the_bit(loop: Callable[..., Any]) -> None:
+    """Weights, their mean, Adam's moments."""
     made = loop("eagle3")
-    made.serve(40, record_taps=RECORDED[teacher])
-    zero = stage and str(ROOT / f"recipes/zero{stage}.json")
+    made.serve(40)
     # One update has so many texts, whenever it begins.
-    learn = replace(
-        made.config.learn, teacher=teacher, steps=3, fresh=8, most_fresh=8, proximal=0.1,
-        deepspeed=zero,
-    )  # fmt: skip
+    learn = replace(made.config.learn, steps=3, fresh=8, most_fresh=8, proximal=0.1)
     gate = replace(made.config.gate, every=100)
     config = replace(made.config, until_idle_s=None, learn=learn, gate=gate)
     folders = [made.root / name for name in ("whole", "parts")]
@@ -204,8 +108,11 @@ def newest(versions: Path) -> Path:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("steps", [6, 100_000], ids=["between updates", "in a step"])
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize(
+    "killed, steps",
+    # While the first one trains it needs none of the others.
+    [(0, 6), (1, 6), pytest.param(0, 100_000, id="in a step")],
+)
 def test_all_end_with_one_that_is_killed_and_a_restart_goes_on(
     loop: Callable[..., Any], killed: int, steps: int
 ) -> None:
@@ -240,8 +147,6 @@ def test_what_several_processes_cannot_do_is_refused(
     loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = loop()
-    empty = made.root / "zero0.json"
-    empty.write_text('{"zero_optimization": {"stage": 0}}', encoding="utf-8")
     wrong = [
         (1, {"target_shares": 2}, "'target_shares' is 2 but 1 processes run"),
         (3, {"target_shares": 2}, "'target_shares' is 2 but 3 processes run"),
@@ -251,8 +156,7 @@ def test_what_several_processes_cannot_do_is_refused(
             {"target_shares": 2, "learn": replace(made.config.learn, teacher="recorded")},
             "no target is loaded that could be shared",
         ),
-        (1, {"learn": replace(made.config.learn, deepspeed="z.json")}, "but one process runs"),
-        (2, {"learn": replace(made.config.learn, deepspeed=str(empty))}, "'stage' is none of"),
+        (2, {"learn": replace(made.config.learn, teacher="recorded")}, "no pass is made that"),
         (2, {"device": "cuda:1"}, "each process takes a device of its own"),
     ]
     for processes, changes, says in wrong:

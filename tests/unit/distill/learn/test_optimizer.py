@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.distill.config import DistillConfig, LearnConfig, LearnUnroll
+from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.learn.optimizer import CandidateOptimizer, computes_in_bf16, trained
-from draftsmith.distill.learn.processes import check_processes
 from draftsmith.distill.learn.teachers import Batch, LearningRow, LiveTeacher
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from draftsmith.errors import UserError
 from draftsmith.train.data.roles import Row
 from draftsmith.train.optim import MUON_MOMENT
 
@@ -173,22 +171,6 @@ def test_saved_moments_go_on_and_those_of_another_optimizer_are_left_out(
     assert 0 < len(kept) < len(moments)
     assert set(kept) < set(moments) and not any(key.endswith(MUON_MOMENT) for key in kept)
     steps.take(other, 1)
-
-
-def test_muon_is_refused_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    muon, adamw = (
-        DistillConfig(
-            target="t", draft="d", buffer="b", versions="v", learn=LearnConfig(optimizer=name)
-        )
-        for name in ("muon", "adamw")
-    )
-    check_processes(muon)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    check_processes(adamw)
-    with pytest.raises(
-        UserError, match=r"'learn.optimizer' is 'muon'.*WORLD_SIZE is 2.*give adamw"
-    ):
-        check_processes(muon)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
