@@ -49,15 +49,6 @@ def probabilities(logits: torch.Tensor) -> torch.Tensor:
     return probs.nan_to_num(nan=0.0)
 
 
-def likeliest_mass(p: torch.Tensor, q_logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Mass [N] of the probabilities p on the `counts` [N] likeliest tokens of q, both [N, V]: the
-    chance that p alone keeps one of them, which is alpha of siblings verified without q."""
-    widest = int(counts.max())
-    ids = torch.topk(q_logits, widest, dim=-1).indices
-    kept = torch.arange(widest, device=ids.device) < counts.to(ids.device)[:, None]
-    return (p.gather(-1, ids) * kept).sum(dim=-1)
-
-
 def keep_probability(
     p_logits: torch.Tensor, q_logits: torch.Tensor, tokens: torch.Tensor
 ) -> torch.Tensor:

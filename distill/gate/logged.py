@@ -15,9 +15,6 @@ from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.top_tokens import TopProbs, top_overlap
 from draftsmith.record import Distributions, ProbArrays, RoundRecord, sampler_of
 
-# Samplers whose drafted tokens are the draft's likeliest ones.
-LIKELIEST = ("greedy", "target-only")
-
 
 class Logged(NamedTuple):
     """One drafted position of a record."""
@@ -26,15 +23,9 @@ class Logged(NamedTuple):
     depth: int
 
     @property
-    def siblings(self) -> int:
-        """Number of the draft's likeliest tokens that verification by p alone had before it."""
-        is_tree = self.record.sampler == "target-only" and len(self.record.q) > self.depth
-        return max(1, len(self.record.q[self.depth].ids)) if is_tree else 1
-
-    @property
     def is_known(self) -> bool:
         """True where the logged p bounds alpha."""
-        return self.siblings == 1 and bool(self.record.p[self.depth].ids)
+        return bool(self.record.p[self.depth].ids)
 
 
 def sampling_rows(logged: Sequence[Logged], device: torch.device | str = "cpu") -> SamplingRows:
@@ -56,7 +47,7 @@ def draft_rows(logged: Sequence[Logged], device: torch.device | str = "cpu") -> 
     records = [one.record for one in logged]
     return SamplingRows.of(
         [
-            0.0 if name in LIKELIEST else record.temperature
+            0.0 if name == "greedy" else record.temperature
             for name, record in zip(samplers, records, strict=True)
         ],
         top_k=[record.top_k * keeps for record, keeps in zip(records, kept, strict=True)],

@@ -29,7 +29,7 @@ from draftsmith.distill.gate.logged import logged_alpha
 from draftsmith.distill.gate.positions import Drafted, Position, positions_of
 from draftsmith.distill.gate.target_side import TargetRows, TargetSide
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels.acceptance import likeliest_mass, probabilities, shared_mass
+from draftsmith.kernels.acceptance import probabilities, shared_mass
 from draftsmith.kernels.products.float32_products import faster_linears
 from draftsmith.kernels.sampling.filters import process
 from draftsmith.kernels.sampling.vocabulary import scatter_to_target_vocab
@@ -243,12 +243,8 @@ def _alphas(drafted: Drafted, part: slice, rows: TargetRows, vocab_size: int) ->
     logged_bounds = torch.where(is_finite.cpu()[:, None], logged_alpha(rows.sampled, q), math.nan)
     if rows.p is None:
         return Rows(logged_bounds.mean(-1), rows.disagreement, logged_bounds)
-    alpha = shared_mass(rows.p, q)
-    trees = (rows.siblings > 1).nonzero()[:, 0]
-    if len(trees):
-        alpha[trees] = likeliest_mass(rows.p[trees], logits[trees], rows.siblings[trees])
-        logged_bounds[trees] = math.nan
-    return Rows(torch.where(is_finite, alpha, math.nan).cpu(), rows.disagreement, logged_bounds)
+    alpha = torch.where(is_finite, shared_mass(rows.p, q), math.nan)
+    return Rows(alpha.cpu(), rows.disagreement, logged_bounds)
 
 
 def has_mass(logits: torch.Tensor) -> torch.Tensor:

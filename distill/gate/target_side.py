@@ -33,7 +33,6 @@ class TargetRows(NamedTuple):
 
     sampled: SampledTop
     draft_sampling: SamplingRows
-    siblings: torch.Tensor  # [n]
     p: torch.Tensor | None  # [n, V] probabilities as sampled; None with an outline alone
     disagreement: torch.Tensor  # [n] on the CPU
 
@@ -96,7 +95,6 @@ class TargetSide:
         return TargetRows(
             sampled_top(logged, known, device),
             draft_rows(logged, device),
-            torch.tensor([one.siblings for one in logged]),
             p,
             distance,
         )

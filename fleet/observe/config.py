@@ -40,9 +40,9 @@ class ObserveConfig:
     draft_version: str = option("", "published version that the server drafts with")
     sampler: str = option(
         "",
-        "how it drafts at a temperature (vLLM: greedy, unless its draft_sample_method says "
-        "otherwise); without it acceptance is compared with no version's",
-        choices=("", "probabilistic", "greedy", "target-only"),
+        "how it drafts at a temperature (vLLM and SGLang: greedy, unless set otherwise); without "
+        "it acceptance is compared with no version's",
+        choices=("", "probabilistic", "greedy"),
     )
     engine: str = option("", "name of the server in records, for a buffer of several")
     share: float = option(1.0, "of the requests that are recorded", limits=SHARE)

@@ -193,8 +193,7 @@ class RoundRecord:
     # target distribution at temperature 1 without filters, per drafted position; of a server that
     # logs its text alone only up to the first rejected one
     p: Sequence[Distribution] = field(default_factory=list)
-    # the distribution the draft token was sampled from; one-hot for deterministic drafts, the
-    # siblings drafted there for "target-only" ones
+    # the distribution the draft token was sampled from; one-hot for deterministic drafts
     q: Sequence[Distribution] = field(default_factory=list)
     share: float = 1.0  # the chance with which its request was chosen to be recorded
     last: bool = False  # no record of its request follows
@@ -207,9 +206,8 @@ class RoundRecord:
     engine: str = ""  # name of the engine, for a buffer of several; "" when it has none
     # choice of `drafted`: "probabilistic" (drawn from the draft's distribution under the request's
     # sampling), "unfiltered" (drawn at the request's temperature without its filters), "greedy"
-    # (the draft's likeliest token), "target-only" (the likeliest ones, each kept with the chance
-    # p(x) whatever q is), "tempered" (drawn at another temperature than the request's); "" where
-    # not known
+    # (the draft's likeliest token), "tempered" (drawn at another temperature than the request's);
+    # "" where not known
     sampler: str = ""
     # name of the target's weights by the engine, which may change without a new folder; "" when it
     # has none

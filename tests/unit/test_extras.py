@@ -30,8 +30,8 @@ CORE = {"torch", "transformers", "safetensors", "huggingface_hub", "numpy", "yam
 }  # fmt: skip
 # Imported in a `try` that has another way.
 TRIED = {"httpx2"}
-# Imported inside the processes of these engines alone, which bring themselves.
-ENGINES = {"vllm", "sglang"}
+# Imported inside the processes of this engine alone, which brings itself.
+ENGINES = {"vllm"}
 COMMANDS = {
     "generate": ["--target", "t", "--prompts", "p", "--out", "o"],
     "train": ["eagle3", "--target", "t", "--data", "d", "--out", "o"],

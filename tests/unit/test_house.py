@@ -67,14 +67,13 @@ ORDER = {
         "bench",
     ),
     "distill": ("buffer", "learn", "gate", "monitor", "pool", "generate"),
-    # In this order too: wire, store, swaps, vllm, sglang, observe, publish, rollout, rl.
+    # In this order too: wire, store, swaps, vllm, observe, publish, rollout, rl.
     "fleet": (
         "wire",
         "recording",
         "store",
         "swaps",
         "vllm",
-        "sglang",
         "observe",
         "publish",
         "rollout",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -64,12 +63,6 @@ def test_positions_without_a_logged_p_are_left_out(
     (every,) = score(bigram(288), outline, texts_of(records), **SIZES)
     is_logged = [one.round % 2 == 0 for one in records for _ in range(min(one.accepted + 1, 3))]
     np.testing.assert_array_equal(some.alpha, every.alpha[np.array(is_logged)[: len(every.alpha)]])
-    trees = [
-        replace(one, sampler="target-only", q=[replace(p, ids=[1, 2]) for p in one.q])
-        for one in records
-    ]
-    (tree,) = score(bigram(288), outline, texts_of(trees), **SIZES)
-    assert len(tree.alpha) == 0
 
 
 def test_a_better_candidate_is_accepted_and_a_sound_version_stays(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,12 +24,10 @@ from draftsmith.distill.gate.gate import Decision, decide
 from draftsmith.distill.gate.regression import Earlier, Watched, watch
 from draftsmith.distill.gate.scoring import Scored, Scorer, score
 from draftsmith.distill.gate.sequential import Evidence, Ledger
-from draftsmith.kernels.acceptance import likeliest_mass
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.record import Distribution, RoundRecord
 
 VOCAB, K, ROUNDS = 32, 3, 10
-LIKELIEST = ("greedy", "target-only")
 
 
 class TableTarget:
@@ -76,7 +73,7 @@ def world(bigram: Callable[..., torch.nn.Module]) -> World:
 
 
 def rows_of(sampler: str, temperature: float, top_k: int) -> SamplingRows:
-    if sampler in LIKELIEST:
+    if sampler == "greedy":
         return SamplingRows.of([0.0] * VOCAB)
     kept = 0 if sampler == "unfiltered" else top_k
     return SamplingRows.of([temperature] * VOCAB, top_k=[kept] * VOCAB)
@@ -182,7 +179,6 @@ def watched(
 SAMPLED = [
     ("probabilistic", {}),
     ("greedy", {}),
-    ("target-only", {}),
     ("greedy", {"top_k": 4}),
     ("unfiltered", {"top_k": 2, "temperature": 1.5}),
 ]
@@ -241,7 +237,7 @@ def test_a_version_that_a_rollback_left_is_returned_to_for_its_score_alone(world
 
 
 def test_mixed_traffic_is_judged_record_by_record(world: World) -> None:
-    ways = ("greedy", "probabilistic", "target-only")
+    ways = ("greedy", "probabilistic")
     kinds = [serve(world, "live", 32, sampler=way, seed=at) for at, way in enumerate(ways)]
     texts = [text for several in zip(*kinds, strict=True) for text in several]
     assert samplers_of(texts) == dict.fromkeys(sorted(ways), 320)
@@ -288,27 +284,6 @@ def test_the_gate_compares_drafts_as_they_are_served(world: World) -> None:
     assert "drafts:" not in describe(drawn, None, 0.0)
     # The logged p alone agrees.
     assert greedy.predicted.alpha_logged_live == pytest.approx(greedy.comparison.first, abs=2e-3)
-
-
-def test_siblings_verified_by_p_alone_are_scored_by_their_mass(world: World) -> None:
-    p = world.target.logits.softmax(-1)
-    texts = serve(world, "live", 2, sampler="target-only", rule="tree")
-    siblings = Distribution([1, 2, 3], [math.log(1 / 3)] * 3, 0.0)
-    wide = [
-        dataclasses.replace(
-            text, records=[dataclasses.replace(one, q=[siblings] * K) for one in text.records]
-        )
-        for text in texts
-    ]
-    (scored, *_) = score(world.drafts["live"], world.target, wide, max_depth=K, max_length=512)
-    record = wide[0].records[0]
-    last = wide[0].tokens[record.position - 1]
-    best = world.drafts["live"].logits(last).topk(3).indices
-    assert scored.alpha[0] == pytest.approx(float(p[last, best].sum()), abs=1e-5)
-    counts = torch.tensor([1, 3])
-    rows = world.target.logits[:2]
-    mass = likeliest_mass(rows.softmax(-1), rows, counts)
-    torch.testing.assert_close(mass, torch.stack([p[0].max(), p[1].topk(3).values.sum()]))
 
 
 def test_drift_and_trial_keep_a_level_for_each_way_of_drafting(world: World) -> None:
