@@ -1,6 +1,6 @@
 """Memory of this machine, and reuse of freed memory. The C library gives large freed blocks back to
 the system, which then zeroes every page again at its next use: 0.16 to 0.42 of the time of 64
-requests at once (`scripts/bench_generate`)."""
+requests at once."""
 
 from __future__ import annotations
 

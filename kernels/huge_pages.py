@@ -1,6 +1,6 @@
 """Memory in huge pages for weights that are read once a pass, in order. In pages of 4 KiB a
 processor's reading ahead ends with each page and waits for the address of the next one: 1.1 to 1.2
-times the time (`scripts/bench_step`, products in small pages).
+times the time.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.tree_shape import DynamicTree, FixedTree, GrownShape
 from draftsmith.train.config import FAMILIES as TRAINED
 from draftsmith.train.export.config import LAYOUTS
-from draftsmith.train.export.layouts.table import REFUSALS, WRITERS
+from draftsmith.train.export.layouts.table import WRITERS
 
 # The class of a family's drafters, where the family only chooses among some that do the same.
 DRAFTERS = FAMILIES | {"mtp": LlamaMtp}
@@ -21,13 +21,10 @@ ABOVE = """# Families
 What each family of trained drafts can do. All are trained, served, evaluated and learned online, and served losslessly, greedily and sampled.
 
 """
-BETWEEN = """
-`grown` trees are `dynamic` and `sampled`, `choices` those of given ranks. `ends unsure chains` is `--least-confidence`. A layout of `export --to` is refused where it has no place for
-the family:
-
-"""
 BELOW = """
-Text drafts (`--ngram`, `--suffix`) have no weights: they are served and measured by `bench`. This page is written by `python -m tests.families`.
+`grown` trees are `dynamic` and `sampled`, `choices` those of given ranks. `ends unsure chains` is `--least-confidence`. `export --to` refuses any other layout with the reason. Text drafts (`--ngram`, `--suffix`) have no weights.
+
+This page is written by `python -m tests.families`.
 """
 
 
@@ -56,17 +53,7 @@ def page() -> str:
             for family in TRAINED
         ),
     ]
-    reasons = [
-        "| family | layout | reason |",
-        "|---|---|---|",
-        *(
-            f"| `{family}` | {layout} | {REFUSALS[family, layout]} |"
-            for family in TRAINED
-            for layout in LAYOUTS
-            if (family, layout) in REFUSALS
-        ),
-    ]
-    return ABOVE + "\n".join(lines) + "\n" + BETWEEN + "\n".join(reasons) + "\n" + BELOW
+    return ABOVE + "\n".join(lines) + "\n" + BELOW
 
 
 if __name__ == "__main__":

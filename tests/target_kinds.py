@@ -289,18 +289,22 @@ def page(version: str, outcomes: dict[str, Outcome]) -> str:
         [kind for kind, outcome in outcomes.items() if outcome.status == status]
         for status in ("served", "refused", "not built")
     )
-    why = {kind: outcomes[kind].reason.replace("|", "\\|") for kind in (*refused, *absent)}
+    why: dict[str, list[str]] = {}
+    for kind in refused:
+        reason = re.split(r" \(|: |, so | <", outcomes[kind].reason.replace("|", "\\|"))[0].lstrip(
+            "("
+        )
+        why.setdefault(reason or "it is no causal LM for transformers", []).append(kind)
     return "\n".join([
         "# Targets",
         "",
         f"Of the {len(outcomes)} kinds of causal LM in transformers {version}, {len(served)} are "
-        f"served, {len(refused)} are refused and {len(absent)} could not be built at tiny size.",
+        f"served, {len(refused)} are refused and {len(absent)} could not be built at tiny size. "
+        "`draftsmith doctor --target MODEL` says it of a model, with the whole reason.",
         "",
-        "Each is a tiny model with random weights. It answers two requests at once, greedy, with "
-        "drafts that are mostly wrong, and every token must be the best of the model alone, which "
-        "transformers runs over the whole text without a cache. A kind is served in the "
-        "configuration of the test; `draftsmith doctor --target MODEL` says it of a model. The page "
-        "is written by `python -m tests.target_kinds`, and the long lane repeats it.",
+        "Each was tested as a tiny model with random weights (`python -m tests.target_kinds` writes "
+        "this page): two requests at once, greedy, with drafts that are mostly wrong, against "
+        "transformers over the whole text without a cache.",
         "",
         "## Served",
         "",
@@ -308,17 +312,14 @@ def page(version: str, outcomes: dict[str, Outcome]) -> str:
         "",
         "## Refused",
         "",
-        "| kind | reason |",
+        "| reason | kinds |",
         "|---|---|",
-        *(f"| `{kind}` | {why[kind]} |" for kind in refused),
+        *(f"| {reason} | {', '.join(f'`{kind}`' for kind in kinds)} |" for reason, kinds in why.items()),
         "",
         "## Not built",
         "",
-        "By transformers, from the configuration of the test.",
-        "",
-        "| kind | reason |",
-        "|---|---|",
-        *(f"| `{kind}` | {why[kind]} |" for kind in absent),
+        "By transformers, from the configuration of the test: "
+        + ", ".join(f"`{kind}`" for kind in absent) + ".",
         "",
     ])  # fmt: skip
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FINAL", "Target", "TargetOutput"]
 
-# Entry of config.json: revision of another model with the same distribution (scripts/pad_target).
+# Entry of config.json: revision of another model with the same distribution.
 SAME_AS = "same_distribution_as"
 # Values of a parameter that a revision is made of.
 FIRST = 64

@@ -34,7 +34,6 @@ K = 3
 OWN = ("eagle3", "draft-lm")  # drafts that the run trains
 GAIN = {"gain-first": "eagle3", "gain-live": "versions"}  # evaluation -> draft
 CODE_REQUESTS = 24  # before the prose
-TRAIN_MINUTES = 4.0
 DRAFT_MINUTES = 24.0  # of --train, about
 
 
@@ -90,21 +89,8 @@ class Clock:
         return RUN / "finished" / f"{name}.json"
 
 
-def make_target(train: bool) -> None:
-    source = SHIPPED_TARGET
-    if train:
-        source = RUN / "trained-target"
-        script = [
-            sys.executable,
-            "-m",
-            "scripts.demo.train_target",
-            "--out",
-            str(source),
-            "--minutes",
-            str(TRAIN_MINUTES),
-        ]
-        subprocess.run(script, check=True, cwd=ROOT)
-    unpack(source, RUN / "target")
+def take_target() -> None:
+    unpack(SHIPPED_TARGET, RUN / "target")
     record = json.loads((RUN / "target" / "training.json").read_text(encoding="utf-8"))
     print(f"  {record['parameters']:,} parameters, made by: {record['command']}")
 
@@ -128,11 +114,9 @@ def unpack(source: Path, target: Path) -> None:
 def pad() -> None:
     """The target that speeds are measured on: the text of the small one at the price of a larger
     one, since drafting for a target of a few million parameters costs as much as its own pass."""
-    trained = RUN / "trained-target"
-    record = make(trained if trained.exists() else SHIPPED_TARGET, PADDED, number(SIZE))
+    record = make(SHIPPED_TARGET, PADDED, number(SIZE))
     print(
-        f"  {record['parameters']:,} parameters that write what {record['source_parameters']:,} "
-        "write: their float32 logits are equal to the bit"
+        f"  {record['parameters']:,} parameters that write what {record['source_parameters']:,} write"
     )
 
 
@@ -230,16 +214,7 @@ def bench_all(sizes: Sizes) -> None:
     bench("draft-lm", sizes, "--draft", RUN / "draft-lm")
 
 
-def stages(train_target: bool, train_draft: bool, sizes: Sizes) -> list[Stage]:
-    make_small = Stage(
-        "target", "take the shipped target", "nothing is downloaded", 5,
-        lambda: make_target(train=False),
-    )  # fmt: skip
-    if train_target:
-        make_small = Stage(
-            "target", "train the tokenizer and the target", "where the shipped one comes from", 280,
-            lambda: make_target(train=True),
-        )  # fmt: skip
+def stages(train_draft: bool, sizes: Sizes) -> list[Stage]:
     train_first = Stage(
         "draft", "train a draft in place of the one that ships", "what more training is worth",
         60 * DRAFT_MINUTES + ANSWERS * sizes.second_an_answer, train_shipped,
@@ -250,15 +225,14 @@ def stages(train_target: bool, train_draft: bool, sizes: Sizes) -> list[Stage]:
         lambda: bench_shipped(sizes),
     )  # fmt: skip
     return [
-        make_small,
+        Stage("target", "take the shipped target", "nothing is downloaded", 5, take_target),
         Stage(
             "pad", f"give the target the price of {SIZE} parameters",
             "speeds below are at a realistic price of target and draft, the text is the same",
             15, pad,
         ),
         *([train_first] if train_draft else []),
-        # The shipped draft has the shipped target's tokenizer.
-        *([speed] if train_draft or not train_target else []),
+        speed,
         Stage(
             "generate", f"the target answers {sizes.answers} code prompts",
             "training data needs nothing but prompts", sizes.answers * sizes.second_an_answer,
@@ -293,7 +267,7 @@ def stages(train_target: bool, train_draft: bool, sizes: Sizes) -> list[Stage]:
             lambda: together("export", export_words("eagle3", "vllm"), export_words("draft-lm", "hf")),
         ),
         Stage(
-            "report", "the table and the picture", "all of it at a glance", 3,
+            "report", "the tables", "all of it at a glance", 3,
             lambda: write_report(RUN, PADDED),
         ),
     ]  # fmt: skip
@@ -317,28 +291,18 @@ def main() -> None:
     )
     parser.add_argument("--fresh", action="store_true", help="forget earlier runs and start over")
     parser.add_argument(
-        "--train-target",
-        action="store_true",
-        help="train the tokenizer and the target instead of taking the shipped ones",
-    )
-    parser.add_argument(
         "--train",
         action="store_true",
         help="train a draft for 24 minutes in place of the one that ships beside the target",
     )
     arguments = parser.parse_args()
-    if arguments.fresh or (
-        arguments.train_target and not (RUN / "finished" / "trained-target").exists()
-    ):
+    if arguments.fresh:
         shutil.rmtree(RUN, ignore_errors=True)
     RUN.mkdir(parents=True, exist_ok=True)
-    if arguments.train_target:
-        (RUN / "finished").mkdir(exist_ok=True)
-        (RUN / "finished" / "trained-target").touch()
     pace = measure_pace(SHIPPED_TARGET)
     print(f"quickstart: this machine runs at {pace:.2f} of the pace that the stages are made for")
     try:
-        Clock(stages(arguments.train_target, arguments.train, sizes_of(pace))).run()
+        Clock(stages(arguments.train, sizes_of(pace))).run()
     except subprocess.CalledProcessError as error:
         command = " ".join(str(word) for word in error.cmd)
         sys.exit(

@@ -224,23 +224,14 @@ def _report(verdicts: list[Verdict]) -> int:
 
 
 class _Progress:
-    """One line with the time left, from what the jobs done so far took."""
+    """A line for each job that is done."""
 
     def __init__(self, label: str, total: int):
-        # Of the checkout, and gone again: the forked tests import the package from their own tree.
-        sys.path.insert(0, str(ROOT / "src"))
-        from draftsmith.progress import Progress
-
-        sys.path.pop(0)
-        for name in [name for name in sys.modules if name.split(".")[0] == "draftsmith"]:
-            del sys.modules[name]
-        self.progress, self.done = Progress(label, total), 0
+        self.label, self.total, self.done = label, total, 0
 
     def step(self, note: str, seconds: float) -> None:
         self.done += 1
-        self.progress.update(self.done, f"{note} ({seconds:.0f} s)")
-        if self.done == self.progress.total:
-            self.progress.close()
+        print(f"{self.label}: {self.done} of {self.total}: {note} ({seconds:.0f} s)", flush=True)
 
 
 if __name__ == "__main__":

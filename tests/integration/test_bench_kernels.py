@@ -15,25 +15,18 @@ VERIFICATIONS = [
     f"{way}, V 64"
     for way in (
         "chain verification",
-        "chain verification without q",
         "block verification",
         "tree verification",
     )
 ]
-DIVERGENCES = ("jsd", "tv", "tvd++", "lk-alpha", "lk-hybrid", "reverse-kl", "ce")
+DIVERGENCES = ("jsd", "tv", "lk-alpha", "reverse-kl", "ce")
 CASES = [
     *VERIFICATIONS,
     *(f"{name}, bfloat16" for name in VERIFICATIONS),
-    "filters, V 64",
-    "filtered draw, V 64",
     "chain verification from logits, V 64",
-    "sampling, V 64",
     "forward-kl, target logits given, V 64",
     *(f"{name}, from both hidden states, V 64" for name in DIVERGENCES),
     "paged attention",
-    "sum and norm step",
-    "gate step",
-    "rotation and write step",
 ]
 
 
@@ -45,7 +38,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
     assert done.returncode == 0, done.stderr[-3000:]
     for name in CASES:
         assert name in done.stdout
-    assert "without liger: runs on CUDA only" in done.stdout and "profiler" not in done.stderr
+    assert "without liger" in done.stdout and "profiler" not in done.stderr
     return json.loads(out.read_text())
 
 

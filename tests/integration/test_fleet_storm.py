@@ -17,12 +17,12 @@ import pytest
 from draftsmith.drafters.published import versions
 from draftsmith.fleet.store.errors import StoreError
 from draftsmith.fleet.store.store import VersionStore
-from scripts.bench.fleet import survived
 from scripts.bench.fleet.answers import recorded
-from scripts.bench.fleet.kills import PLANTED, Answer, Fleet, Kill, Storm, converged
-from scripts.bench.fleet.places import FolderPlace, Place
-from scripts.bench.fleet.supervisor import Part, wait_for_end
 from tests.integration.fleet_stand_ins import NAMES, Nursery, answer_to, ask, listens
+from tests.storm import survived
+from tests.storm.kills import PLANTED, Answer, Fleet, Kill, Storm, converged
+from tests.storm.places import FolderPlace, Place
+from tests.storm.supervisor import Part, wait_for_end
 
 ENGINES = ("engine-1", "engine-2")
 TOKENS = 24

@@ -70,13 +70,6 @@ def drafted(report: Report, item: str, machine: Machine, size: str, work: Work =
         measure(report, item, target, random_draft(target), given, rates=rates, prefix=f"{name}, ")
 
 
-def published(
-    report: Report, item: str, machine: Machine, size: str, work: Work = PUBLISHED
-) -> None:
-    """The workload of published single-stream figures; `tokens_s` is what they give."""
-    plain(report, item, machine, size, work)
-
-
 def weight_bytes(target: Target) -> int:
     """Bytes that a pass reads at least: of an input embedding with a head of its own, nothing."""
     model = target.model

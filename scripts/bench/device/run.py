@@ -12,12 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from scripts.bench.device import gpu_tests, learning, parts, real, rounds
+from scripts.bench.device import real, rounds
 from scripts.bench.device.machine import Machine, look
-from scripts.bench.device.pack import pack
 from scripts.bench.device.report import Report
-
-LARGE = "8B"  # that a real model is padded to
 
 
 class Item(NamedTuple):
@@ -27,11 +24,6 @@ class Item(NamedTuple):
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    if options.pack is not None:
-        print(pack(options.pack))
-        return 0
-    if options.out is None:
-        return refused("give --out DIR, or --pack DIR")
     if not (options.tiny or torch.cuda.is_available()):
         return refused("there is no CUDA device; run it on a machine with one, or give --tiny")
     options.out.mkdir(parents=True, exist_ok=True)
@@ -55,43 +47,34 @@ def refused(reason: str) -> int:
     return 1
 
 
-NAMES = (
-    "train", "pair", "plain", "eagle3", "published", "pair-large", "kernels", "products",
-    "divergences", "learning", "tests",
-)  # fmt: skip
+NAMES = ("train", "plain", "eagle3", "published")
 
 
 def items(report: Report, machine: Machine, options: argparse.Namespace) -> dict[str, Item]:
-    """In order. A draft of the real model that is still short of its goal has the time first."""
+    """In order."""
     large, small = ("tiny", "tiny") if options.tiny else ("8b", "1b")
-    padded = "8M" if options.tiny else LARGE
     work: dict[str, tuple[float, Callable[[], None]]] = {
         "train": (options.train_s, lambda: real.train(report, "train", options, options.train_s)),
-        "pair": (80, lambda: real.pair(report, "pair", machine, options, None)),
         "plain": (75, lambda: rounds.plain(report, "plain", machine, large)),
         "eagle3": (70, lambda: rounds.drafted(report, "eagle3", machine, large)),
-        "published": (35, lambda: rounds.published(report, "published", machine, small)),
-        "pair-large": (60, lambda: real.pair(report, "pair-large", machine, options, padded)),
-        "kernels": (30, lambda: parts.kernels(report, "kernels", machine)),
-        "products": (20, lambda: parts.products(report, "products", machine)),
-        "divergences": (25, lambda: parts.divergences(report, "divergences", machine)),
-        "learning": (40, lambda: learning.steps(report, "learning", machine, small)),
-        "tests": (600, lambda: gpu_tests.run(report, "tests", options.out, options.tiny)),
+        "published": (
+            35,
+            lambda: rounds.plain(report, "published", machine, small, rounds.PUBLISHED),
+        ),
     }
     return {name: Item(seconds, call) for name, (seconds, call) in work.items()}
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="scripts/bench_device", description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder of device.json and of a trained draft")
-    parser.add_argument("--pack", type=Path, help="copy what has to travel into this folder")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of device.json and of a trained draft"
+    )
     parser.add_argument("--limit-s", type=float, default=560.0, help="seconds of all items")
     parser.add_argument("--items", nargs="+", choices=NAMES, help="only these, in this order")
-    parser.add_argument("--model", help="a real model, for train, pair and pair-large")
-    parser.add_argument("--draft", help="its draft; without one, that which train leaves")
+    parser.add_argument("--model", help="a real model, for train")
     parser.add_argument("--answers", help="its answers, as `draftsmith generate` leaves them")
     parser.add_argument("--train-s", type=float, default=300.0, help="seconds of train")
-    parser.add_argument("--prompts", default="stdlib:prose", help="of pair and pair-large")
     parser.add_argument(
         "--tiny", action="store_true", help="rehearse on a CPU, at sizes that say nothing"
     )

@@ -6,18 +6,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.options import default_taps
 from draftsmith.drafters.target.target import Target
 from draftsmith.files import read_json, write_json
 from draftsmith.progress import Progress
@@ -25,19 +21,9 @@ from draftsmith.train.config import EvalConfig
 from draftsmith.train.data.dataset import Corpus, TokenSequence, read_corpus
 from draftsmith.train.evaluate.command import answer_again
 from draftsmith.train.evaluate.teacher_forced import evaluate_draft
-from scripts.bench.drafters.cells import (
-    FAMILIES,
-    OBJECTIVES,
-    ON_CPU,
-    OURS,
-    PEERS,
-    SPECFORGE,
-    THEIRS,
-    Cell,
-    Plan,
-)
-from scripts.bench.drafters.report import draw, tables
-from scripts.bench.drafters.served import exported, served_tau
+from scripts.bench.drafters.cells import FAMILIES, OBJECTIVES, ON_CPU, OURS, Cell, Plan
+from scripts.bench.drafters.report import tables
+from scripts.bench.kernels.run import machine
 from scripts.paths import ROOT
 
 MAX_LENGTH, HELD_OUT = 512, 0.05
@@ -45,11 +31,7 @@ DOCUMENTS = 48  # held-out texts that every draft is evaluated on
 # draft tokens of the rounds that tau is predicted for; the fewest that a family of the recipes can
 # draft
 K = 4
-INTERPRETERS = {
-    THEIRS: "DRAFTSMITH_SPECULATORS_PYTHON",
-    SPECFORGE: "DRAFTSMITH_SPECFORGE_PYTHON",
-}
-VLLM = "DRAFTSMITH_VLLM_PYTHON"
+PEER = "DRAFTSMITH_SPECULATORS_PYTHON"
 
 
 class Bench(NamedTuple):
@@ -77,9 +59,7 @@ def options() -> argparse.Namespace:
         default=ROOT / "runs" / "drafters",
         help="finished cells are kept here; after a change of the code give another",
     )
-    parser.add_argument(
-        "--out", type=Path, help="write the figures here as JSON and the picture beside it"
-    )
+    parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     parser.add_argument(
         "--minutes",
         type=float,
@@ -95,7 +75,6 @@ def options() -> argparse.Namespace:
         choices=tuple(OBJECTIVES),
         help="of eagle3",
     )
-    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
     return parser.parse_args()
 
 
@@ -106,25 +85,23 @@ def main() -> None:
         print("bench_drafters: no target and data yet, running scripts/quickstart", flush=True)
         subprocess.run([ROOT / "scripts" / "quickstart"], check=True)
     bench = open_bench(chosen.run, chosen.work)
+    if PEER not in os.environ:
+        print(f"bench_drafters: without speculators, {PEER} does not name its interpreter")
     plan = Plan(
-        families=chosen.families, objectives=chosen.objectives, peers=present(chosen.peers),
-        seeds=chosen.seeds,
-        minutes=chosen.minutes, row_tokens=int(bench.corpus.train.lengths.max()),
-        served=VLLM in os.environ,
+        families=chosen.families, objectives=chosen.objectives, has_peer=PEER in os.environ,
+        seeds=chosen.seeds, minutes=chosen.minutes,
     )  # fmt: skip
     rows = measure(bench, list(plan.cells()))
     report = {
         "schema": 1,
         "k": K,
         "minutes": chosen.minutes,
-        "clock": clock(),
-        "machine": machine(),
+        "machine": machine(bench.target.device),
         "rows": rows,
     }
     print(tables(report))
     if chosen.out is not None:
         write_json(chosen.out, report)
-        draw(chosen.out.with_suffix(".png"), report)
 
 
 def open_bench(run: Path, work: Path) -> Bench:
@@ -139,29 +116,7 @@ def open_bench(run: Path, work: Path) -> Bench:
     sampled = corpus.held_out.first(DOCUMENTS)
     again = EvalConfig(target=target.name, draft="", data=(), max_tokens=MAX_LENGTH // 4)
     held_out = {0.0: answer_again(again, 0.0, target, sampled), written_at: sampled}
-    check_work(work, {"target": target.revision, "data": corpus.provenance})
     return Bench(target, corpus, held_out, run, work)
-
-
-def check_work(work: Path, setting: dict[str, Any]) -> None:
-    """Cells of another target or other data are not comparable."""
-    path = work / "setting.json"
-    if path.exists() and read_json(path, "setting") != setting:
-        sys.exit(
-            f"bench_drafters: {str(work)!r} holds cells of another target or other data; give "
-            "another --work"
-        )
-    write_json(path, setting)
-
-
-def present(peers: Sequence[str]) -> list[str]:
-    for peer in peers:
-        if INTERPRETERS[peer] not in os.environ:
-            print(
-                f"bench_drafters: without {peer}, {INTERPRETERS[peer]} does not name the "
-                "interpreter that has it"
-            )
-    return [peer for peer in peers if INTERPRETERS[peer] in os.environ]
 
 
 def measure(bench: Bench, cells: list[Cell]) -> list[dict[str, Any]]:
@@ -188,38 +143,14 @@ def finished(bench: Bench, cell: Cell) -> dict[str, Any] | None:
 
 
 def run(bench: Bench, cell: Cell) -> dict[str, Any]:
-    if cell.part == "served":
-        return {
-            "cell": cell.to_dict(),
-            "trained": serve(bench, cell),
-            "evaluations": [],
-            "load": os.getloadavg()[0],
-        }
     trained = train(bench, cell)
-    # Only speed and memory are reported for these.
-    evaluations = (
-        [] if cell.part == "equal" else evaluate(bench, bench.work / cell.folder / "draft")
-    )
+    evaluations = evaluate(bench, bench.work / cell.folder / "draft")
     return {
         "cell": cell.to_dict(),
         "trained": trained,
         "evaluations": evaluations,
         "load": os.getloadavg()[0],
     }
-
-
-def serve(bench: Bench, cell: Cell) -> dict[str, Any]:
-    ours = cell.trainer == OURS
-    draft = (
-        bench.work
-        / ("families/eagle3" if ours else f"peers/{cell.trainer}")
-        / f"seed-{cell.seed}"
-        / "draft"
-    )
-    out, target = bench.work / cell.folder, bench.run / "target"
-    if ours:
-        draft = exported(draft, target, out / "export")
-    return served_tau(os.environ[VLLM], draft, target, bench.held_out[0.0], K, out)
 
 
 def evaluate(bench: Bench, draft: Path) -> list[dict[str, Any]]:
@@ -268,8 +199,6 @@ def our_job(bench: Bench, cell: Cell) -> tuple[str, str, dict[str, Any]]:
         "--held-out", str(HELD_OUT),
         "--eval-prompts", "0", "--save-every", "1000000",
     ]  # fmt: skip
-    if cell.starts_from:
-        arguments += ["--init", str(bench.work / cell.starts_from / "draft")]
     return sys.executable, "scripts.bench.drafters.training", {"arguments": arguments}
 
 
@@ -284,30 +213,9 @@ def their_job(bench: Bench, cell: Cell) -> tuple[str, str, dict[str, Any]]:
     job: dict[str, Any] = {
         "target": str(bench.run / "target"), "rows": str(rows), "seed": cell.seed,
         "budget_s": 60 * cell.minutes,
+        "flags": [*cell.arguments, *(() if torch.cuda.is_available() else ON_CPU)],
     }  # fmt: skip
-    if cell.trainer == SPECFORGE:
-        size, steps = (int(word) for word in cell.arguments[:2])
-        taps = default_taps(bench.target.num_layers)
-        job |= {"texts": size, "steps": steps, "taps": taps, "lr": 1e-3}
-        job["warm_s"] = float(cell.arguments[2])
-    else:
-        job["flags"] = [*cell.arguments, *(() if torch.cuda.is_available() else ON_CPU)]
-    module = f"scripts.bench.drafters.{cell.trainer}_peer"
-    return os.environ[INTERPRETERS[cell.trainer]], module, job
-
-
-def clock() -> str:
-    return "wall-clock time" if torch.cuda.is_available() else "CPU time of the training process"
-
-
-def machine() -> dict[str, Any]:
-    return {
-        "machine": torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-    }
+    return os.environ[PEER], "scripts.bench.drafters.speculators_peer", job
 
 
 if __name__ == "__main__":

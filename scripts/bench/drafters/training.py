@@ -1,5 +1,4 @@
-"""Trains a draft as `draftsmith train` does, measured. Started by scripts/bench_drafters, and by
-scripts/bench_train, which asks for the time of each part.
+"""Trains a draft as `draftsmith train` does, measured. Started by scripts/bench_drafters.
 
 `--minutes` is counted by the meter: in the process's own CPU time where no CUDA computes, so that
 other work on the machine costs a draft no training.
@@ -15,10 +14,8 @@ from draftsmith.cli import main as draftsmith
 from draftsmith.train import session
 from draftsmith.train.optim import Clock
 from scripts.bench.drafters.meter import Meter
-from scripts.bench.drafters.parts import Parts
 
 METER = Meter()
-PARTS = Parts(METER.now)
 REPORT: dict[str, float] = {}
 
 
@@ -37,18 +34,16 @@ class MeteredClock(Clock):
 
 
 def main() -> int:
-    """The job is a JSON file: the arguments of `draftsmith train`, out, and perhaps `parts`."""
+    """The job is a JSON file: the arguments of `draftsmith train` and out."""
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     session.Clock = MeteredClock  # type: ignore[misc]
     out = Path(job["out"])
-    if job.get("parts"):
-        PARTS.install()
     status = draftsmith(["train", *job["arguments"], "--out", str(out / "draft"), "--no-resume"])
     if status == 0:
         last = json.loads(
             (out / "draft" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
         )
-        record = {"steps": last["step"], "passes": last["epoch"], **REPORT, "parts": PARTS.seconds}
+        record = {"steps": last["step"], "passes": last["epoch"], **REPORT}
         (out / "trained.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
     return status
 

@@ -3,13 +3,12 @@ writes round records."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -17,10 +16,6 @@ from draftsmith.distill.buffer.buffer import BufferReader
 from draftsmith.distill.buffer.traffic import stitch
 from draftsmith.record import RoundRecord, hashed_answer
 from scripts.demo.traffic import Shift
-
-T = TypeVar("T")
-# Parts of equal length of the new traffic, each with an acceptance of its own.
-PARTS = 6
 
 
 class Answer(NamedTuple):
@@ -83,8 +78,7 @@ def texts_of(answers: Sequence[Answer], records: dict[str, list[RoundRecord]]) -
 
 
 def acceptance(answers: Sequence[Answer], records: dict[str, list[RoundRecord]]) -> dict[str, Any]:
-    """Alpha and tau on code, on prose by version, by part in the order of the requests, and on the
-    last quarter."""
+    """Alpha and tau on code, on prose by version and on its last quarter."""
     own = [(answer, records.get(hashed_answer(answer.id), [])) for answer in answers]
     prose = [rounds for answer, rounds in own if not answer.is_code]
     by_version: dict[str, list[RoundRecord]] = {}
@@ -94,15 +88,8 @@ def acceptance(answers: Sequence[Answer], records: dict[str, list[RoundRecord]])
     return {
         "code": alpha_of(one for answer, rounds in own if answer.is_code for one in rounds),
         "prose": {name: alpha_of(by_version[name]) for name in ordered},
-        "parts": [alpha_of(one for rounds in part for one in rounds) for part in parts_of(prose)],
         "last_quarter": alpha_of(one for rounds in prose[-len(prose) // 4 :] for one in rounds),
     }
-
-
-def parts_of(whole: Sequence[T], num: int = PARTS) -> Iterator[Sequence[T]]:
-    """Consecutive parts whose lengths differ by one at most."""
-    ends = [len(whole) * place // num for place in range(num + 1)]
-    return (whole[begin:end] for begin, end in itertools.pairwise(ends))
 
 
 def alpha_of(records: Iterable[RoundRecord]) -> dict[str, float]:

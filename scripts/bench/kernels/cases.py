@@ -12,8 +12,7 @@ import torch
 
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.kernels.sampling.draw import draw
-from draftsmith.kernels.sampling.filters import SamplingRows, process
+from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.random_streams import Purpose, sample, sample_without_replacement
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
@@ -24,15 +23,12 @@ from draftsmith.kernels.verify.tree import verify_tree
 from draftsmith.kernels.verify.verdict import TreeVerdict
 from scripts.bench.kernels.case import Call, Case, Sizes
 from scripts.bench.kernels.divergence_cases import divergence_cases
-from scripts.bench.kernels.forward_cases import forward_cases
-from scripts.bench.kernels.peers import (
-    installed,
-    plain_filters,
-    plain_sample,
-    vllm_chain,
-    vllm_filters,
-)
 
+Verify = Callable[..., Any]
+CHAINS: dict[str, Verify] = {
+    "chain verification": verify_chain,
+    "block verification": verify_block,
+}
 USUAL = (32_000, 128_256, 151_936)
 FULL = Sizes(USUAL, USUAL, 64, 5, 8192, 4096, 2048, (32, 8, 128))
 QUICK = Sizes(USUAL, (32_000,), 4, 5, 512, 128, 512, (8, 4, 32))
@@ -50,15 +46,12 @@ def all_cases(sizes: Sizes, device: torch.device) -> Iterator[Callable[[], Case]
         for dtype in (
             (torch.float32, torch.bfloat16) if vocab_size == sizes.middle else (torch.float32,)
         ):
-            for make in (chain_case, deterministic_case, block_case, tree_case):
-                yield partial(make, sizes, vocab_size, device, dtype)
-        yield partial(filter_case, sizes, vocab_size, device)
-        yield partial(draw_case, sizes, vocab_size, device)
+            for name, verify in CHAINS.items():
+                yield partial(chain_case, name, verify, sizes, vocab_size, device, dtype)
+            yield partial(tree_case, sizes, vocab_size, device, dtype)
         yield partial(decide_case, sizes, vocab_size, device)
-        yield partial(sample_case, sizes, vocab_size, device)
     yield from divergence_cases(sizes, device, Case)
     yield partial(attention_case, sizes, device)
-    yield from forward_cases(sizes, device)
 
 
 @dataclass(frozen=True)
@@ -113,51 +106,23 @@ def _named(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def chain_case(sizes: Sizes, vocab_size: int, device: torch.device, dtype: torch.dtype) -> Case:
-    one = make_round(sizes, vocab_size, device, dtype)
-
-    def call(impl: str) -> Any:
-        return verify_chain(
-            one.p, one.drafts, one.lengths, one.q, one.seeds, one.positions, impl=impl
-        )
-
-    ways = ours_and_reference(device, call)
-    if installed("vllm", device):
-        ways["vllm"] = vllm_chain(one.p, one.drafts, one.q)
-    name = _name("chain verification", vocab_size, dtype)
-    return Case(
-        name, _shape(sizes, dtype), one.distribution_bytes, ways, sizes.compiled(vocab_size)
-    )
-
-
-def deterministic_case(
-    sizes: Sizes, vocab_size: int, device: torch.device, dtype: torch.dtype
+def chain_case(
+    name: str,
+    verify: Verify,
+    sizes: Sizes,
+    vocab_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Case:
     one = make_round(sizes, vocab_size, device, dtype)
 
     def call(impl: str) -> Any:
-        return verify_chain(
-            one.p, one.drafts, one.lengths, None, one.seeds, one.positions, impl=impl
-        )
+        return verify(one.p, one.drafts, one.lengths, one.q, one.seeds, one.positions, impl=impl)
 
-    ways = ours_and_reference(device, call)
-    name = _name("chain verification without q", vocab_size, dtype)
-    return Case(name, _shape(sizes, dtype), _num_bytes(one.p), ways, sizes.compiled(vocab_size))
-
-
-def block_case(sizes: Sizes, vocab_size: int, device: torch.device, dtype: torch.dtype) -> Case:
-    one = make_round(sizes, vocab_size, device, dtype)
-
-    def call(impl: str) -> Any:
-        return verify_block(
-            one.p, one.drafts, one.lengths, one.q, one.seeds, one.positions, impl=impl
-        )
-
-    ways = ours_and_reference(device, call)
-    name = _name("block verification", vocab_size, dtype)
     return Case(
-        name, _shape(sizes, dtype), one.distribution_bytes, ways, sizes.compiled(vocab_size)
-    )
+        _name(name, vocab_size, dtype), _shape(sizes, dtype), one.distribution_bytes,
+        ours_and_reference(device, call), sizes.compiled(vocab_size),
+    )  # fmt: skip
 
 
 # Two children of the root, two of its first child, one of its second: three distributions a
@@ -216,57 +181,10 @@ def visited_rows(verdict: TreeVerdict, q_rows: torch.Tensor) -> int:
     return int(visited.sum() + (visited & told).sum())
 
 
-def filter_case(sizes: Sizes, vocab_size: int, device: torch.device) -> Case:
-    logits = make_round(sizes, vocab_size, device).p
-    rows = SamplingRows.of(
-        [0.8] * len(logits), top_k=[50] * len(logits), top_p=[0.95] * len(logits), device=device
-    )
-    ways: dict[str, Call] = {
-        "ours": lambda: process(logits, rows),
-        "reference": lambda: plain_filters(logits, 0.8, 50, 0.95),
-    }
-    if installed("vllm", device):
-        ways["vllm"] = vllm_filters(logits, 50, 0.95)
-    shape = f"{len(logits)} rows, temperature, top-k 50, top-p 0.95"
-    return Case(
-        f"filters, V {vocab_size}", shape, 8 * logits.numel(), ways, sizes.compiled(vocab_size)
-    )
-
-
-def sample_case(sizes: Sizes, vocab_size: int, device: torch.device) -> Case:
-    one = make_round(sizes, vocab_size, device)
-    logits = one.p[: sizes.requests]
-    ways: dict[str, Call] = {
-        "ours": lambda: sample(logits, one.seeds, one.positions, Purpose.BONUS),
-        "reference": lambda: plain_sample(logits),
-        "torch.multinomial": lambda: torch.multinomial(logits.softmax(-1), 1),
-    }
-    compiled = ["ours", *sizes.compiled(vocab_size)]
-    return Case(
-        f"sampling, V {vocab_size}",
-        f"{len(logits)} rows, float32",
-        4 * logits.numel(),
-        ways,
-        compiled,
-    )
-
-
-def draw_case(sizes: Sizes, vocab_size: int, device: torch.device) -> Case:
-    """Filters and draw of raw logits at once, as drafting does."""
-    one = make_round(sizes, vocab_size, device)
-    logits, rows = one.p[: sizes.requests], _filtered(sizes.requests, device)
-
-    def call(impl: str) -> Any:
-        return draw(logits, rows, one.seeds, one.positions, Purpose.DRAFT, impl=impl)
-
-    shape = f"{len(logits)} rows, temperature 0.8, top-k 50, top-p 0.95"
-    name, floor = f"filtered draw, V {vocab_size}", 8 * logits.numel()
-    return Case(name, shape, floor, ours_and_reference(device, call))
-
-
 def decide_case(sizes: Sizes, vocab_size: int, device: torch.device) -> Case:
     """Verification of a chain from raw logits, as a round does it."""
-    one, rows = make_round(sizes, vocab_size, device), _filtered(sizes.requests, device)
+    one, count = make_round(sizes, vocab_size, device), sizes.requests
+    rows = SamplingRows.of([0.8] * count, top_k=[50] * count, top_p=[0.95] * count, device=device)
     drafts = Drafts(one.drafts, one.lengths, one.q)
 
     def call(impl: str) -> Any:
@@ -275,10 +193,6 @@ def decide_case(sizes: Sizes, vocab_size: int, device: torch.device) -> Case:
     name = f"chain verification from logits, V {vocab_size}"
     shape = f"{_shape(sizes, torch.float32)}, temperature 0.8, top-k 50, top-p 0.95"
     return Case(name, shape, one.distribution_bytes, ours_and_reference(device, call))
-
-
-def _filtered(count: int, device: torch.device) -> SamplingRows:
-    return SamplingRows.of([0.8] * count, top_k=[50] * count, top_p=[0.95] * count, device=device)
 
 
 def attention_case(sizes: Sizes, device: torch.device) -> Case:

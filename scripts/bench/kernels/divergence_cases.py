@@ -11,12 +11,12 @@ import torch
 
 from draftsmith.kernels.divergence.fused import HeadLogits, default_chunk_size, divergence
 from draftsmith.kernels.divergence.kind import Kind, kind_of
-from scripts.bench.kernels.peers import installed, liger_forward_kl, liger_jsd
+from scripts.bench.kernels.peers import has_liger, liger_forward_kl, liger_jsd
 
 if TYPE_CHECKING:
     from scripts.bench.kernels.case import Case, Sizes
 
-KINDS = ("jsd", "tv", "tvd++", "lk-alpha", "lk-hybrid", "reverse-kl", "ce")
+KINDS = ("jsd", "tv", "lk-alpha", "reverse-kl", "ce")
 
 
 class Pair(NamedTuple):
@@ -51,8 +51,7 @@ def make_pair(sizes: Sizes, vocab_size: int, device: torch.device) -> Pair:
 def eager_rows(
     kind: Kind, draft_logits: torch.Tensor, target_logits: torch.Tensor, tokens: torch.Tensor
 ) -> torch.Tensor:
-    """[T] as one writes it without thinking of memory; of tvd++, what its gradient is the gradient
-    of."""
+    """[T] as one writes it without thinking of memory."""
     log_q, name = draft_logits.float().log_softmax(-1), kind.name
     if name == "ce":
         return -log_q.gather(-1, tokens[:, None])[:, 0]
@@ -65,15 +64,7 @@ def eager_rows(
     if name == "jsd":
         log_m = (0.5 * (p + q)).log()
         return 0.5 * (p * (log_p - log_m) + q * (log_q - log_m)).sum(-1)
-    if name == "tvd++":
-        reward, distribution = (p > q).float(), q.detach()
-        centred = reward - (distribution * reward).sum(-1, keepdim=True)
-        deviation = (distribution * centred**2).sum(-1, keepdim=True).sqrt()
-        return -(distribution * centred / deviation * log_q).sum(-1)
     alpha = torch.minimum(p, q).sum(-1)
-    if name == "lk-hybrid":
-        share = (-kind.parameter * alpha).exp().detach()
-        return share * (p * (log_p - log_q)).sum(-1) + (1 - share) * (1 - alpha)
     return 1 - alpha if name == "tv" else -alpha.log()
 
 
@@ -145,7 +136,7 @@ def given_logits_case(
         "reference": eager,
         "products": products(pair, with_target=False),
     }
-    if installed("liger_kernel", device):
+    if has_liger(device):
         ways["liger"] = liger_forward_kl(pair.hidden, pair.head, target, None)
         ways["liger float32 sums"] = liger_forward_kl(pair.hidden, pair.head, target, torch.float32)
     return case(
@@ -187,7 +178,7 @@ def both_heads_case(
         "reference": eager,
         "products": products(pair, with_target=True),
     }
-    if name == "jsd" and installed("liger_kernel", device):
+    if name == "jsd" and has_liger(device):
         ways["liger"] = liger_jsd(pair.hidden, pair.head, pair.target_hidden, pair.target_head)
     return case(
         f"{name}, from both hidden states, V {vocab_size}",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,25 +18,10 @@ from draftsmith.distill.config import GateConfig, LearnConfig, LearnUnroll
 from draftsmith.distill.gate.scoring import score
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import ServingDrafter, TrainedDrafter
-from draftsmith.drafters.options import Eagle3Options
-from draftsmith.drafters.published import versions
-from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from scripts.bench.online.cells import (
-    COLD,
-    HALF,
-    HELD_OUT,
-    LEARNED,
-    NO_REPLAY,
-    PERIODIC,
-    RETURNING,
-    VARIANTS,
-    WARM,
-)
-from scripts.bench.online.domains import PROMPT_TOKENS, Ask, Prompts, asks
+from scripts.bench.online.domains import PROMPT_TOKENS, Prompts, asks
 from scripts.bench.online.target import make_target
-from scripts.bench.online.world import SAMPLING, Answer, K, Server, Texts
-from scripts.demo.pad_target import target_of
+from scripts.bench.online.world import SAMPLING, K, Server, Texts
 
 MAX_LENGTH = 128
 # A high rate for a small draft, and a long warm-up: the first steps on a few texts would cost it
@@ -45,99 +30,42 @@ LEARN = LearnConfig(lr=1e-3, warmup_steps=100, unroll=LearnUnroll(steps=K), max_
 # Every 21 requests on average: 16 to learn from beside the quarter that is held out.
 GATE = GateConfig()
 TARGET = "target"  # folder of the trained target in that of the setting
-PERIOD = 250  # requests between two retrainings, where learning is not continuous
-
-
-@dataclass(frozen=True)
-class Learning:
-    learn: LearnConfig
-    gate: GateConfig
-
-
-def learning(name: str, requests: int) -> Learning:
-    """`requests` after a shift: a short trial run retrains more often."""
-    fresh = max(8, round(min(PERIOD, requests / 4) * (1 - GATE.held_out)))
-    periodic = LearnConfig(
-        lr=LEARN.lr,
-        warmup_steps=LEARN.warmup_steps,
-        unroll=LearnUnroll(steps=K),
-        max_length=MAX_LENGTH,
-        fresh=fresh,
-        steps=fresh * LEARN.steps // LEARN.fresh,
-    )  # as many steps per text
-    return {
-        LEARNED: Learning(LEARN, GATE),
-        RETURNING: Learning(LEARN, GATE),
-        HALF: Learning(replace(LEARN, batch=4), GATE),
-        HELD_OUT: Learning(LEARN, GateConfig(fresh=False)),
-        NO_REPLAY: Learning(replace(LEARN, replay=0.0), GATE),
-        PERIODIC: Learning(periodic, GateConfig(every=1)),
-        **{variant: Learning(varied(variant), GATE) for variant in VARIANTS},
-    }[name]
-
-
-def varied(variant: str) -> LearnConfig:
-    chosen = VARIANTS[variant]
-    return replace(LEARN, optimizer=chosen.optimizer, lr=chosen.rate * LEARN.lr)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Target that serves and teaches, and the folder of everything that is kept. `parameters` is
-    what the target is padded to."""
+    """Target that serves and teaches, and the folder of everything that is kept."""
 
     target: Target
     work: Path
-    parameters: str | None = None
-
-    @property
-    def cells(self) -> Path:
-        """Folder of the finished cells."""
-        return self.work if self.parameters is None else self.work / f"cells-{self.parameters}"
 
     def prompts(self, seed: int) -> Prompts:
         return Prompts(self.target.tokenizer(), seed=seed)
 
-    def draft(self, seed: int, start: str = WARM) -> Path:
-        folder = self.work / f"seed-{seed}" / start
+    def draft(self, seed: int) -> Path:
+        """Trained on answers to prompts of code."""
+        folder = self.work / f"seed-{seed}" / "warm"
         if not (folder / checkpoint.RECORD).is_file():
-            {WARM: self._train, COLD: self._create}[start](folder, seed)
+            self._train(folder, seed)
         return folder
 
     def load(self, folder: Path) -> TrainedDrafter:
         return checkpoint.load(folder, self.target, dtype=torch.float32)
 
-    def data(self, seed: int) -> Path:
-        """Answers of the target to prompts of code: what the warm draft was trained on."""
-        return self.work / f"seed-{seed}" / "data"
-
     def _train(self, folder: Path, seed: int) -> None:
+        data = self.work / f"seed-{seed}" / "data"
         draftsmith(
             "generate", "--target", self.work / TARGET, "--prompts", "stdlib:code", "--count", 768,
             "--batch", 32,
             "--prompt-tokens", PROMPT_TOKENS, "--max-tokens", 48, "--temperature",
             SAMPLING.temperature, "--seed", seed,
-            "--out", self.data(seed),
+            "--out", data,
         )  # fmt: skip
         draftsmith(
-            "train", "eagle3", "--target", self.work / TARGET, "--data", self.data(seed), "--out",
+            "train", "eagle3", "--target", self.work / TARGET, "--data", data, "--out",
             folder, "--seed", seed,
             "--steps", 400, "--batch-size", 8, "--eval-prompts", 0, "--log-every", 50,
             "optim.lr=3e-3", f"unroll.steps={K}",
-        )  # fmt: skip
-
-    def _create(self, folder: Path, seed: int) -> None:
-        checkpoint.save(
-            FAMILIES["eagle3"].create(Eagle3Options(), self.target, seed=seed), folder, self.target
-        )
-
-    def publish(self, root: Path, drafter: TrainedDrafter) -> None:
-        """A version that no gate has seen."""
-        versions.publish(
-            root, lambda folder: checkpoint.save(drafter, folder, self.target),
-            family=drafter.family,
-            target=checkpoint.identity(self.target), parent=1, data_range={},
-            gate={"reason": "by hand"},
         )  # fmt: skip
 
     @contextmanager
@@ -149,36 +77,20 @@ class Setting:
         yield folder
         shutil.rmtree(folder)
 
-    def served(
-        self, drafter: ServingDrafter, some: Sequence[Ask], *, seed: int
-    ) -> tuple[list[Answer], list[ServedText]]:
-        """Answers, and the texts as records hold them."""
-        texts = Texts()
-        answers = list(Server(self.target, drafter, seed=seed, sink=texts).serve(some))
-        return answers, texts.taken()
-
     def texts(
         self, drafter: ServingDrafter, domain: str, count: int, *, seed: int, begin: int
     ) -> list[ServedText]:
         """Answers to prompts that no stream asks: their numbers begin at `begin`."""
-        return self.served(
-            drafter,
-            list(asks(self.prompts(seed), [domain] * count, begin=begin)),
-            seed=seed + begin,
-        )[1]
+        texts = Texts()
+        some = asks(self.prompts(seed), [domain] * count, begin=begin)
+        for _ in Server(self.target, drafter, seed=seed + begin, sink=texts).serve(some):
+            pass
+        return texts.taken()
 
-    def alpha(self, drafter: TrainedDrafter, texts: Sequence[ServedText]) -> float:
-        """Exactly, at the positions that verification visited."""
-        return float(
-            np.concatenate(
-                [
-                    one.alpha
-                    for one in score(
-                        drafter, self.target, texts, max_depth=K, max_length=MAX_LENGTH
-                    )
-                ]
-            ).mean()
-        )
+    def alphas(self, drafter: TrainedDrafter, texts: Sequence[ServedText]) -> list[np.ndarray]:
+        """Exactly, at the positions of each text that verification visited."""
+        found = score(drafter, self.target, texts, max_depth=K, max_length=MAX_LENGTH)
+        return [one.alpha for one in found]
 
 
 def draftsmith(*arguments: object) -> None:
@@ -186,10 +98,8 @@ def draftsmith(*arguments: object) -> None:
         raise SystemExit(f"draftsmith {arguments[0]} failed; its message is above")
 
 
-def open_setting(work: Path, *, target_minutes: float, parameters: str | None = None) -> Setting:
-    """Setting with the trained target, padded to `parameters` where they are given."""
+def open_setting(work: Path, *, target_minutes: float) -> Setting:
     folder = work / TARGET
     if not folder.exists():
         make_target(folder, minutes=target_minutes)
-    served = target_of(work, parameters)
-    return Setting(Target.load(str(served), dtype=torch.float32), work, parameters)
+    return Setting(Target.load(str(folder), dtype=torch.float32), work)

@@ -11,7 +11,6 @@ import io
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,50 +51,6 @@ EVERY_VERSION = RetentionConfig(versions=0)  # is kept, since all are scored at 
 CYCLE = 8  # finished requests between two turns of the learner
 
 
-@dataclass(frozen=True)
-class Answer:
-    """Outcome of one request."""
-
-    number: int
-    domain: str
-    version: int  # live when it ended
-    accepted: int
-    tried: int  # drafted tokens whose prefix stood
-    tokens: int
-    passes: int  # of the target, the one that read the prompt included
-    serve_s: float  # spent by the engine until it ended, of this thread's CPU time
-    learn_s: float  # and by the learner
-    draft: str = LIVE  # that drafted it
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-class Pipe(BufferReader, RecordSink):
-    """Sink and reader in one: what the engine records, the daemon reads at its next turn."""
-
-    share = 1.0
-    counts = SinkCounts()
-
-    def __init__(self, folder: Path):
-        super().__init__(str(folder))
-        self.waiting: list[RoundRecord] = []
-
-    def put(self, record: RoundRecord) -> None:
-        self.waiting.append(record)
-
-    def close(self) -> None:
-        """Nothing waits for a disk."""
-
-    def forget(self, answer: str) -> int:
-        """Nothing is stored."""
-        return 0
-
-    def read(self, *, max_records: int = 4096) -> Reading:
-        records, self.waiting = self.waiting, []
-        return Reading(records, {}, False, 0)
-
-
 class Texts(RecordSink):
     """A sink that stitches what it is given; `taken` are the requests that are over."""
 
@@ -109,42 +64,54 @@ class Texts(RecordSink):
         self.open.add([record])
 
     def close(self) -> None:
-        """As `Pipe.close`."""
+        """Nothing waits for a disk."""
 
     def forget(self, answer: str) -> int:
-        """As `Pipe.forget`."""
+        """Nothing is stored."""
         return 0
 
     def taken(self) -> list[ServedText]:
-        return self.open.take(idle_s=0.0)
+        return [text for text in self.open.take(idle_s=0.0) if text.is_scorable]
+
+
+class Pipe(Texts, BufferReader):
+    """Sink and reader in one: what the engine records, the daemon reads at its next turn, and a
+    copy is stitched. `now_s` is the simulated time of the records, None the machine's own."""
+
+    def __init__(self, folder: Path):
+        Texts.__init__(self)
+        BufferReader.__init__(self, str(folder))
+        self.waiting: list[RoundRecord] = []
+        self.now_s: float | None = None
+
+    def put(self, record: RoundRecord) -> None:
+        if self.now_s is not None:
+            record.time_s = self.now_s
+        self.waiting.append(record)
+        super().put(record)
+
+    def read(self, *, max_records: int = 4096) -> Reading:
+        records, self.waiting = self.waiting, []
+        return Reading(records, {}, False, 0)
 
 
 class Server:
     """An engine that is kept full; `between` is called after every `CYCLE` finished requests."""
 
     def __init__(
-        self,
-        target: Target,
-        drafter: ServingDrafter,
-        *,
-        seed: int,
-        sink: Any = None,
-        version: int = 0,
-        record_taps: int = 0,
-        is_tagged: bool = True,
+        self, target: Target, drafter: ServingDrafter, *, seed: int, sink: Any, version: int = 0
     ):
-        self.is_tagged = is_tagged  # requests name their domain
         config = EngineConfig(
             k=K, max_batch=BATCH, max_queue=4 * BATCH, seed=seed, max_length=128,
-            prefix_cache=False, record_taps=record_taps,
+            prefix_cache=False,
         )  # fmt: skip
         self.engine = build_engine(target, drafter, config, sink=sink, draft_version=str(version))
         self.serve_s = self.learn_s = 0.0
 
     def serve(
         self, asks: Iterable[Ask], between: Callable[[], None] = lambda: None
-    ) -> Iterator[Answer]:
-        """Answers in the order in which they end."""
+    ) -> Iterator[int]:
+        """Committed tokens of each request, in the order in which they end."""
         source, since = iter(asks), 0
         running: dict[Request, Ask] = {}
         while True:
@@ -156,7 +123,8 @@ class Server:
             self.engine.step()
             self.serve_s += time.thread_time() - begun_s
             for request in [request for request in running if request.finished]:
-                yield self._answer(request, running.pop(request))
+                del running[request]
+                yield request.speculation.num_committed
                 since += 1
             if since >= CYCLE:
                 since = 0
@@ -165,22 +133,8 @@ class Server:
                 self.learn_s += time.thread_time() - begun_s
 
     def _submit(self, ask: Ask) -> Request:
-        tag = ask.domain if self.is_tagged else ""
-        return self.engine.submit(
-            ask.prompt, SAMPLING, options=RequestOptions(text=False, request_class=tag)
-        )
-
-    def _answer(self, request: Request, ask: Ask) -> Answer:
-        stats = request.speculation
-        tried = sum(
-            min(accepted + 1, offered)
-            for accepted, offered in zip(stats.accepted, stats.offered, strict=True)
-        )
-        return Answer(
-            ask.number, ask.domain, int(self.engine.stats.draft_version), sum(stats.accepted),
-            tried,
-            stats.num_committed, stats.num_passes, self.serve_s, self.learn_s, request.route.draft,
-        )  # fmt: skip
+        options = RequestOptions(text=False, request_class=ask.domain)
+        return self.engine.submit(ask.prompt, SAMPLING, options=options)
 
 
 class Unstarted(EngineLoop):
@@ -208,15 +162,11 @@ class World:
         *,
         gate: GateConfig,
         seed: int,
-        pipe: type[Pipe] = Pipe,
-        record_taps: int = 0,
-        pool: PoolConfig = NO_POOL,
-        is_tagged: bool = True,
     ):
         config = DistillConfig(
             target=target.name, draft=str(draft), buffer=str(folder / "buffer"),
             versions=str(folder / "versions"),
-            learn=learn, gate=gate, pool=pool, seed=seed, save_s=1e9, dtype="float32",
+            learn=learn, gate=gate, pool=NO_POOL, seed=seed, save_s=1e9, dtype="float32",
             retention=EVERY_VERSION,
         )  # fmt: skip
         self.target, self.root = target, folder / "versions"
@@ -228,25 +178,19 @@ class World:
         live = checkpoint.load(
             versions.folder_of(self.root, self.live), target, dtype=torch.float32
         )
-        self.pipe = self.daemon.reader = pipe(folder / "buffer")
-        self.server = Server(
-            target, live, seed=seed, sink=self.pipe, version=self.live, record_taps=record_taps,
-            is_tagged=is_tagged,
-        )  # fmt: skip
+        self.pipe = self.daemon.reader = Pipe(folder / "buffer")
+        self.server = Server(target, live, seed=seed, sink=self.pipe, version=self.live)
         self.watcher = VersionWatcher(Unstarted(self.server.engine), self.root, serving=self.live)
 
     @property
     def live(self) -> int:
         return self.daemon.shared.live.version
 
-    def serve(self, asks: Iterable[Ask]) -> Iterator[Answer]:
+    def serve(self, asks: Iterable[Ask]) -> Iterator[int]:
         return self.server.serve(asks, self.learn)
 
     def learn(self) -> None:
         """Until it has caught up: the server waits, so that the curve does not depend on how fast
         the machine learns."""
         self.daemon.cycle()
-        self.follow()
-
-    def follow(self) -> None:
         self.watcher.look()

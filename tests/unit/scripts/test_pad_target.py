@@ -1,4 +1,4 @@
-"""A padded target (scripts/pad_target) costs more and computes the same."""
+"""A padded target costs more and computes the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.load import load_model
 from draftsmith.drafters.target.target import Target
-from draftsmith.errors import UserError
 from scripts.demo import pad_target
 
 PARAMETERS = 200_000
@@ -23,7 +22,7 @@ PARAMETERS = 200_000
 @pytest.fixture(scope="module")
 def padded(tiny_target, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("padded") / "target"
-    pad_target.main([tiny_target("llama"), str(out), "--parameters", str(PARAMETERS)])
+    pad_target.make(Path(tiny_target("llama")), out, PARAMETERS)
     return out
 
 
@@ -33,8 +32,7 @@ def test_the_padded_target_is_as_large_as_asked_and_says_what_it_is(padded, tiny
     assert abs(size - PARAMETERS) < 0.1 * PARAMETERS
     assert target.revision != source.revision and target.same_as == source.revision
     record = json.loads((padded / "config.json").read_text())["padded"]
-    assert record["parameters"] == size and record["source_revision"] == source.revision
-    assert f"{size:,} parameters" in (padded / "README.md").read_text()
+    assert record["parameters"] == size
 
 
 def test_its_greedy_text_is_the_sources(padded, tiny_target):
@@ -60,25 +58,19 @@ def test_a_draft_of_the_source_fits_the_padded_target_without_a_warning(
     assert "other weights" in caplog.text
 
 
-def test_a_unit_that_counts_is_noticed(tiny_target):
-    source = load_model(tiny_target("llama"), trust_remote_code=False)
-    padded = pad_target.pad(source, PARAMETERS)
-    ids = torch.arange(40)[None]
-    assert pad_target.check_same(source, padded, ids) < 1e-4
+def test_its_logits_are_the_sources(tiny_target):
+    source = load_model(tiny_target("llama"), trust_remote_code=False, dtype=torch.float32)
+    padded, ids = pad_target.pad(source, PARAMETERS), torch.arange(40)[None]
+    torch.testing.assert_close(padded(ids).logits, source(ids).logits, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
         padded.model.layers[2].mlp.down_proj.weight[3, -1] = 0.5
-    with pytest.raises(UserError, match="to the bit"):
-        pad_target.check_same(source, padded, ids)
+    assert (padded(ids).logits - source(ids).logits).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("arch", "size", "message"),
-    [("llama", 1000, "at least"), ("qwen3_moe", PARAMETERS, "dense model")],
-)
-def test_what_cannot_be_padded_is_refused(tiny_target, arch, size, message):
-    source = load_model(tiny_target(arch), trust_remote_code=False)
-    with pytest.raises(UserError, match=message):
-        pad_target.pad(source, size)
+def test_a_target_that_is_large_already_is_refused(tiny_target):
+    source = load_model(tiny_target("llama"), trust_remote_code=False)
+    with pytest.raises(ValueError, match="not below 1,000"):
+        pad_target.pad(source, 1000)
 
 
 def test_sizes_are_read_with_their_unit():

@@ -26,18 +26,16 @@ MOST_S = 600  # as the documents promise
 
 @pytest.mark.parametrize("pace", [3.0, 1.0, 0.5, 0.3])
 def test_a_slow_machine_does_less_in_the_same_time(pace: float) -> None:
-    plan = stages(train_target=False, train_draft=False, sizes=sizes_of(pace))
+    plan = stages(train_draft=False, sizes=sizes_of(pace))
     assert sum(stage.seconds for stage in plan) + INSTALLATION_S <= MOST_S
     assert all(stage.proves and stage.summary for stage in plan)
     assert sizes_of(pace).answers <= sizes_of(1.0).answers
 
 
 def test_speed_is_shown_before_anything_is_trained() -> None:
-    names = [stage.name for stage in stages(False, False, sizes_of(1.0))]
+    names = [stage.name for stage in stages(False, sizes_of(1.0))]
     assert names.index("pad") < names.index("speed") < names.index("generate")
-    assert "draft" in [stage.name for stage in stages(False, True, sizes_of(1.0))]
-    # Its tokenizer is that of the shipped target.
-    assert "speed" not in [stage.name for stage in stages(True, False, sizes_of(1.0))]
+    assert "draft" in [stage.name for stage in stages(True, sizes_of(1.0))]
 
 
 def test_the_shipped_draft_is_small_and_made_for_the_shipped_target(
@@ -109,12 +107,6 @@ def evaluation(temperature: float, *alpha: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_pooled_alpha_of_an_evaluation_is_that_of_live_requests() -> None:
-    assert report.offline_alpha(evaluation(1.0, 0.5, 0.5, 0.5)) == pytest.approx(0.5)
-    # Of 100 rounds 60 keep one token, 30 of these a second.
-    assert report.offline_alpha(evaluation(1.0, 0.6, 0.5)) == pytest.approx(90 / 160)
-
-
 def test_the_report_holds_what_the_documents_show(tmp_path: Path) -> None:
     run, padded = tmp_path / "runs" / "quickstart", tmp_path / "padded"
     acceptance = {"tau": 2.0, "tau_95": [1.9, 2.1]}
@@ -128,7 +120,6 @@ def test_the_report_holds_what_the_documents_show(tmp_path: Path) -> None:
         "shift": SERVED,
         "gain-first": {"evaluation": [evaluation(1.0, 0.5)]},
         "gain-live": {"evaluation": [evaluation(1.0, 0.8)]},
-        "finished/learn": {"seconds": 12.5},
     }
     for draft in ("eagle3", "draft-lm"):
         files[f"bench-{draft}"] = {"cases": cases, "ratios": ratios}
@@ -142,9 +133,5 @@ def test_the_report_holds_what_the_documents_show(tmp_path: Path) -> None:
     sizes = {"parameters": 100, "source_parameters": 5}
     (padded / "config.json").write_text(json.dumps({"padded": sizes}))
     report.write_report(run, padded)
-    written = json.loads((run / "report.json").read_text())
-    assert written["stage_seconds"] == {"learn": 12.5} and written["cores"] >= 1
-    assert written["gain"]["live"]["tau"]["value"] == 1.8
     text = (run / "report.txt").read_text()
     assert "live / first: 1.200 of tau" in text and "requests answered: 11; dropped: 0" in text
-    assert (run / "quickstart.png").stat().st_size > 10_000

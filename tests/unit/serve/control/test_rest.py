@@ -9,7 +9,7 @@ from draftsmith.serve.control.auto import LATE, REST_S, AutoControl, _State
 from draftsmith.serve.control.control import RoundResult, RowBudget, RowResult, rest_plan
 from draftsmith.serve.control.forecast import Load
 from draftsmith.serve.control.latency import TOGETHER
-from scripts.bench.engine.control import noticed_ms, scenarios
+from tests.simulated_server import noticed_ms, scenarios
 
 SHORT_S = 1e-3
 

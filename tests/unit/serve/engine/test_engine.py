@@ -19,7 +19,7 @@ from draftsmith.serve.engine.scheduler import Row
 from draftsmith.serve.engine.verify import verify_round
 from draftsmith.serve.requests.request import FinishReason, Request, Update
 from draftsmith.serve.sampling.params import SamplingParams
-from scripts.bench.engine.round import calls
+from scripts.bench.serving.round import calls
 
 PROMPT = [5, 60, 7, 200, 9, 33]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

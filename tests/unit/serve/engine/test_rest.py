@@ -21,7 +21,7 @@ from draftsmith.serve.requests.kept_taps import RowTaps
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.requests.tap_log import TapLog
 from draftsmith.serve.sampling.params import SamplingParams
-from scripts.bench.engine.round import calls
+from scripts.bench.serving.round import calls
 
 PROMPTS = [[2, 3, 5, 7, 11], [13, 17, 19], [23, 29, 31, 37, 41, 43]]
 
