@@ -9,7 +9,7 @@ import torch
 
 from draftsmith.config import check_limits
 from draftsmith.errors import UserError
-from draftsmith.files import write_json
+from draftsmith.files import check_file, write_json
 from draftsmith.prompts.suites import check_suite, is_given
 from draftsmith.serve.audit.config import AuditConfig
 from draftsmith.serve.audit.kernels.checks import audit_kernels
@@ -49,6 +49,7 @@ def check(config: AuditConfig) -> None:
             "with the folder of its records"
         )
     check_limits(config)
+    check_file(config.out, "out")
     check_suite(config, ("prompt",))
     if is_given(config) and config.url is None:
         raise UserError("a suite is asked of a server; give --url, too")

@@ -21,6 +21,7 @@ from draftsmith.prompts.suites import Question
 from draftsmith.serve.bench.prompts import Prompt
 
 Body = dict[str, Any]
+UNFIT = (400, 413, 422)  # one request's own fault, such as a prompt longer than the context
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Answer:
     report: Body | None = None  # metrics.speculative_decoding
     prompt: int = 0  # number of the prompt that it answers, or a turn of it
     task: str = ""  # of a suite's prompt
+    refused: str = ""  # reason of a server that answers other requests
 
     @property
     def e2el_s(self) -> float:
@@ -130,6 +132,10 @@ class Client:
                 turns = [*fields["messages"], said, question.later[number - 1]]
                 fields["messages"] = turns
             await self._ask(fields, body, answer)
+            if answer.refused:
+                for later in answers[number + 1 :]:
+                    later.refused = answer.refused
+                return
 
     async def _ask(self, prompt: Prompt, body: Body, answer: Answer) -> None:
         path = "/v1/chat/completions" if "messages" in prompt else "/v1/completions"
@@ -138,6 +144,9 @@ class Client:
         request = self.http.build_request("POST", path, json=whole)
         try:
             async with aclosing(await send_async(self._send, request)) as response:
+                if response.status_code in UNFIT:
+                    answer.refused = _message(await response.aread())
+                    return
                 if response.status_code != 200:
                     raise UserError(
                         f"the server refused a request: {_message(await response.aread())}"

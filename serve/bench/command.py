@@ -29,7 +29,7 @@ from draftsmith.prompts.suites import (
     most_tokens,
     read_suite,
 )
-from draftsmith.serve.bench.client import Client, PassResult
+from draftsmith.serve.bench.client import Answer, Client, PassResult
 from draftsmith.serve.bench.config import BenchConfig, ServedPair
 from draftsmith.serve.bench.picture import draw
 from draftsmith.serve.bench.prompts import Prompt, read_prompts
@@ -65,11 +65,14 @@ def run(config: BenchConfig) -> int:
             )
             urls[tree] = servers.enter_context(server).url
         cases, cost = asyncio.run(measure(config, urls, prompts))
+    refused = check_refused(cases)
     if config.synthetic_acceptance is not None:
         print("synthetic acceptance: speeds are for sizing, the text means nothing")
     found = [figures(case, goal=goal_of(config.goodput), draft_cost=cost) for case in cases]
     print(table(found))
-    record: dict[str, Any] = {"schema": 1, "config": _public(config), "cases": found}
+    record: dict[str, Any] = {
+        "schema": 1, "config": _public(config), "refused": refused, "cases": found,
+    }  # fmt: skip
     if suite is not None:
         for figures_, case in zip(found, cases):
             figures_["tasks"] = by_task(case)
@@ -84,6 +87,28 @@ def run(config: BenchConfig) -> int:
         with files.atomic_path(config.png) as temporary:
             draw(found, temporary)
     return 0
+
+
+def check_refused(cases: Sequence[Case]) -> int:
+    """Number of answers that the server refused, which are in no figure.
+
+    Raises:
+        UserError: it refused all of a case.
+    """
+    refused = [answer for case in cases for answer in _refused(case)]
+    for case in cases:
+        if not case.answers:
+            raise UserError(f"the server refused every request: {_refused(case)[0].refused}")
+    if refused:
+        print(
+            f"{len(refused)} requests were refused and are left out: {refused[0].refused}",
+            file=sys.stderr,
+        )
+    return len(refused)
+
+
+def _refused(case: Case) -> list[Answer]:
+    return [answer for one in case.passes for answer in one.answers if answer.refused]
 
 
 def read_questions(config: BenchConfig) -> list[Question]:
@@ -115,6 +140,8 @@ def check(config: BenchConfig) -> None:
         raise UserError(f"modes is {config.modes}; choose from {', '.join(MODES)}")
     check_limits(config)
     check_suite(config, ("prompts", "num_prompts", "prompt_chars"))
+    for name in ("out", "markdown", "png"):
+        files.check_file(vars(config)[name], name)
     if config.markdown is not None and not is_given(config):
         raise UserError(
             f"markdown is {config.markdown!r}, and a table by task is made of a suite; give suite"

@@ -53,7 +53,7 @@ class Case:
 
     @property
     def answers(self) -> list[Answer]:
-        return [answer for one in self.passes for answer in one.answers]
+        return [answer for one in self.passes for answer in one.answers if not answer.refused]
 
 
 def cost_of(step_bytes: Mapping[str, float]) -> DraftCost | None:

@@ -17,7 +17,7 @@ from draftsmith.serve.bench.report import (
     speed,
 )
 
-ALL = "all"
+ALL = "all tasks"
 HEAD = ("T", "users", "task", "prompts", "off", "on", "speed-up", "tok/pass", "tau", "alpha_1 ...")
 INTERVALS = (
     "off, on: tok/s of a user, tokens over the time of their requests; tok/pass: tokens a target "
@@ -84,9 +84,12 @@ def markdown(cases: Sequence[Figures], about: Sequence[str]) -> str:
     """Table with a row for each task, and the lines that say what was measured."""
     gained = {_place(one): one["tasks"] for one in speedups(cases)}
     plain = {_place(on): off["tasks"] for off, on in pairs(cases)}
-    drafting = [case for case in cases if case["mode"] != "off"]
+    beside = [off for off, _ in pairs(cases)]
+    # What a case is off beside has a column there.
+    shown = [case for case in cases if not any(case is one for one in beside)]
+    named = len({case["mode"] for case in shown}) > 1
     rows: list[Sequence[str]] = []
-    for case in drafting or cases:
+    for case in shown:
         place = _place(case)
         off: Figures = case["tasks"] if case["mode"] == "off" else plain.get(place, {})
         for task, own in case["tasks"].items():
@@ -95,10 +98,10 @@ def markdown(cases: Sequence[Figures], about: Sequence[str]) -> str:
                 (
                     f"{case['temperature']:g}",
                     str(case["concurrency"]),
-                    task + ("" if case["mode"] in ("off", "on") else f" ({case['mode']})"),
+                    f"{task} ({case['mode']})" if named and case["mode"] != "on" else task,
                     str(len(own["tokens"])),
                     _speed(off.get(task)),
-                    _speed(own if case in drafting else None),
+                    _speed(None if case["mode"] == "off" else own),
                     _with_interval(ratio["speedup"], ratio["speedup_95"], 2) if ratio else "-",
                     _short(own["tokens_per_pass"]),
                     *accepted(own["acceptance"]),

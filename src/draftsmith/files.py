@@ -96,6 +96,17 @@ def plain(value: Any) -> Any:
     return value
 
 
+def check_file(path: str | Path | None, option: str) -> None:
+    """Raises a `UserError` where no file can be written to `path`, before hours go into it."""
+    if path is None:
+        return
+    path = Path(path)
+    above = next(one for one in path.absolute().parents if one.exists())
+    if path.is_dir() or not above.is_dir():
+        what = "a folder" if path.is_dir() else f"below the file {str(above)!r}"
+        raise UserError(f"option {option!r} is {str(path)!r}, {what}; give the path of a file")
+
+
 def write_text(path: str | Path, text: str) -> None:
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
@@ -104,8 +115,9 @@ def write_text(path: str | Path, text: str) -> None:
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a table that reads well as plain text, too; every row has as many cells as the
     head."""
-    widths = [max(3, *map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [[cell.ljust(width) for cell, width in zip(row, widths)] for row in (head, *rows)]
+    every = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in (head, *rows)]
+    widths = [max(3, *map(len, column)) for column in zip(*every, strict=True)]
+    lines = [[cell.ljust(width) for cell, width in zip(row, widths)] for row in every]
     lines.insert(1, ["-" * width for width in widths])
     return [f"| {' | '.join(line)} |" for line in lines]
 

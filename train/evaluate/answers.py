@@ -66,21 +66,35 @@ def suite_texts(
     reader = ChatAnswers(tokenizer, target.eos_token_ids)
     turns: list[list[dict[str, Any]]] = [list(one.fields["messages"]) for one in questions]
     texts: dict[str, list[TokenSequence]] = {question.task: [] for question in questions}
+    room = target.max_positions - most_tokens(config, config.max_tokens)
+    unfit: set[int] = set()
     too_long = 0
     for turn in range(1 + max(len(question.later) for question in questions)):
-        asked = [number for number, one in enumerate(questions) if turn <= len(one.later)]
-        for number in asked if turn else ():
-            turns[number].append(questions[number].later[turn - 1])
-        chats = [{**questions[number].fields, "messages": turns[number]} for number in asked]
-        prompts = [reader.prompt(conversation_of(chat, SUITE), SUITE) for chat in chats]
-        answers = answered(config, temperature, target, prompts, turn=turn)
-        for number, prompt, answer in zip(asked, prompts, answers, strict=True):
+        prompts: dict[int, list[int]] = {}
+        for number, question in enumerate(questions):
+            if number in unfit or turn > len(question.later):
+                continue
+            if turn:
+                turns[number].append(question.later[turn - 1])
+            chat = {**question.fields, "messages": turns[number]}
+            prompts[number] = reader.prompt(conversation_of(chat, SUITE), SUITE)
+            if len(prompts[number]) > room:
+                unfit.add(number)
+                del prompts[number]
+        answers = answered(config, temperature, target, list(prompts.values()), turn=turn)
+        for (number, prompt), answer in zip(prompts.items(), answers, strict=True):
             said = tokenizer.decode(answer, skip_special_tokens=True)
             turns[number].append({"role": "assistant", "content": said})
             kept = answer[: max(0, config.max_length - len(prompt))]
             too_long += len(kept) < len(answer)
             if kept:
                 texts[questions[number].task].append(text_of(f"{number}", prompt, kept))
+    if unfit:
+        print(
+            f"{len(unfit)} conversations do not fit into the target's {target.max_positions} "
+            "tokens and are left out from there on",
+            file=sys.stderr,
+        )
     if too_long:
         print(
             f"{too_long} texts are longer than max_length ({config.max_length}) and are cut there",
@@ -89,7 +103,8 @@ def suite_texts(
     kept_texts = {task: own for task, own in texts.items() if own}
     if not kept_texts:
         raise UserError(
-            f"max_length is {config.max_length}, and every prompt of the suite is as long; give a "
-            "larger one"
+            f"max_length is {config.max_length} and the target has {target.max_positions} "
+            "positions, and every prompt of the suite is as long; give a larger max_length, or "
+            "smaller max_tokens"
         )
     return kept_texts

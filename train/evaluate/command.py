@@ -23,7 +23,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.drafters.weights import TellsReads
 from draftsmith.errors import UserError
-from draftsmith.files import markdown_table, write_json, write_text
+from draftsmith.files import check_file, markdown_table, write_json, write_text
 from draftsmith.kernels.acceptance import DraftCost
 from draftsmith.kernels.contexts import bucket_of, label_of
 from draftsmith.prompts.suites import check_suite, is_given, most_tokens, read_suite
@@ -157,10 +157,8 @@ def check(config: EvalConfig) -> None:
     # Before minutes are spent on figures that could not be written.
     if config.store:
         checkpoint.read_metadata(config.draft)
-    if config.out is not None and Path(config.out).is_dir():
-        raise UserError(
-            f"option 'out' is {config.out!r}, a folder; give a file such as figures.json"
-        )
+    check_file(config.out, "out")
+    check_file(config.markdown, "markdown")
 
 
 def check_processes(config: EvalConfig) -> None:
@@ -434,7 +432,7 @@ def source_table(source: str, found: list[OfFolders]) -> list[str]:
             *(_cell(one, 2) for one in (own.tau, *own.alpha)),
         )
         for one in found
-        for name, own in {**one.by_folder, "all": one.whole}.items()
+        for name, own in (*one.by_folder.items(), ("all", one.whole))
     ]
     depths = (f"alpha_{at}" for at in range(1, len(found[0].whole.alpha) + 1))
     return markdown_table(("T", source, "prompts", "tokens", "tau", *depths), rows)

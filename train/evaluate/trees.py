@@ -6,6 +6,7 @@ is worked out by teacher forcing here.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from draftsmith.drafters.interface import ServingDrafter, check_grows
 from draftsmith.drafters.speculate_trees import speculate_trees
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import parse_tree
+from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.evaluate.estimate import Estimate, ratio
 from draftsmith.train.evaluate.measured import decoded
@@ -58,7 +60,9 @@ def measure_tree(
         max_new_tokens=max_new_tokens,
     )
     texts = decoded(decode, sequences, batch_size=batch_size, seed=seed)
-    counts = [text.counts() for text in texts]
-    rounds = [one.rounds for one in counts]
-    tau = ratio([one.num_committed for one in counts], rounds)
+    by_name: dict[str, AcceptanceCounts] = defaultdict(AcceptanceCounts)
+    for sequence, text in zip(sequences, texts, strict=True):
+        by_name[sequence.name].merge(text.counts())  # turns of a conversation depend
+    rounds = [one.rounds for one in by_name.values()]
+    tau = ratio([one.num_committed for one in by_name.values()], rounds)
     return TreeTau(tree, temperature, shape.nodes, shape.depth, sum(rounds), tau)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,13 +45,13 @@ def read_rows(source: str, *, split: str = "train") -> Iterator[tuple[str, Row]]
         UserError: there is no such source, or something in it cannot be understood.
     """
     path = Path(source)
-    if path.is_dir():
+    if os.path.isdir(source):
         of_datasets = ("state.json", "dataset_dict.json")
         if any((path / name).is_file() for name in of_datasets):
             placed = _normalised(_dataset(source, split))
         else:
             placed = itertools.chain.from_iterable(map(_rows_of, _files_of(path, split)))
-    elif path.exists():
+    elif os.path.exists(source):
         placed = _rows_of(path, split)
     elif _is_a_path(source):
         raise UserError(
@@ -84,7 +85,7 @@ def read_file(path: Path) -> Iterator[Placed]:
     Raises:
         UserError: there is no such file, or something in it cannot be read.
     """
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise UserError(f"prompts {str(path)!r} are no file; give one")
     for where, value in _lines(path) if _is_plain(path) else _values(path, "train"):
         check_characters(value, where)
@@ -262,7 +263,7 @@ def _dataset(source: str, split: str) -> Iterator[Placed]:
     import datasets
 
     try:
-        if Path(source).is_dir():
+        if os.path.isdir(source):
             rows = datasets.load_from_disk(source)
             if isinstance(rows, datasets.DatasetDict):
                 rows = rows[split]

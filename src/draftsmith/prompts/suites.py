@@ -177,5 +177,9 @@ def _question(row: Row, later: list[Row], task: str, where: str) -> Question:
             f"{where} asks nothing, or has an empty turn; give `turns`, a `question` or `messages`"
         )
     first = users[0] + 1
+    if any(turn["role"] != "user" for turn in turns[first:]):
+        raise UserError(
+            f"{where} has a turn of the system behind its first question; put it before it"
+        )
     fields = {name: row[name] for name in row if name in ("tools", "chat_template_kwargs")}
     return Question({"messages": turns[:first]} | fields, tuple(turns[first:]), task)

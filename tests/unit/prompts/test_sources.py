@@ -241,3 +241,9 @@ def test_a_large_file_is_not_held_in_memory(is_array: bool, tmp_path: Path) -> N
         assert tracemalloc.get_traced_memory()[1] < 12_000_000
     finally:
         tracemalloc.stop()
+
+
+def test_a_text_in_place_of_a_path_is_refused() -> None:
+    text = "Write a long story about a fox. " * 20
+    with pytest.raises(UserError, match="no file and no data set"):
+        next(iter(read_rows(text)))

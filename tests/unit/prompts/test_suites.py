@@ -245,3 +245,10 @@ def test_a_folder_takes_the_place_of_the_net(
 def test_options_that_do_not_go_together(options: dict, words: str) -> None:
     with pytest.raises(UserError, match=words):
         check_suite(SuiteOptions(**options), ())
+
+
+def test_a_system_turn_behind_the_first_question_is_refused(tmp_path: Path) -> None:
+    turns = [user("Hi."), {"role": "system", "content": "Be brief."}, user("And then?")]
+    path = written(tmp_path / "rows.jsonl", [{"messages": turns}])
+    with pytest.raises(UserError, match="turn of the system behind its first question"):
+        of_file(path)

@@ -43,6 +43,8 @@ class Answering:
         body = json.loads(request.content)
         self.bodies.append(body)
         text = body["messages"][-1]["content"].upper()
+        if len(text) > 1000:
+            return httpx.Response(400, json={"error": {"message": "too long for the context"}})
         speculates = body["speculation"].get("k") != 0
         report = {
             "per_step_drafted": [2] if speculates else [],
@@ -126,10 +128,10 @@ def test_a_suite_is_measured_by_task(
         assert {task: len(own["tokens"]) for task, own in case["tasks"].items()} == {
             "chat": 2,
             "qa": 1,
-            "all": 3,
+            "all tasks": 3,
         }
         # Two passes of two turns of three tokens.
-        assert set(case["tasks"]["all"]["tokens"]) == {12}
+        assert set(case["tasks"]["all tasks"]["tokens"]) == {12}
         assert case["tasks"]["qa"]["tokens_per_pass"] == 1.5
     assert [(one["concurrency"], one["mode"]) for one in found["speedups"]] == [
         (1, "on"),
@@ -140,7 +142,7 @@ def test_a_suite_is_measured_by_task(
     assert written in said and "suite.jsonl: 3 of 3 prompts" in written
     rows = [line.split("|")[2:4] for line in written.split("\n") if line.startswith("| 0 ")]
     assert [[cell.strip() for cell in row] for row in rows] == [
-        [users, task] for users in ("1", "2") for task in ("chat", "qa", "all")
+        [users, task] for users in ("1", "2") for task in ("chat", "qa", "all tasks")
     ]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -185,6 +187,36 @@ def test_plain_servers_get_no_field_of_ours(server: Answering, suite: str) -> No
     assert {key for body in asked for key in body} == {
         "model", "max_tokens", "temperature", "messages", "stream", "stream_options",
     }  # fmt: skip
+
+
+def test_a_prompt_that_does_not_fit_is_left_out_and_counted(
+    server: Answering, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    rows = [{"task": "a", "turns": ["x" * 2000, "two"]}, {"task": "a|b", "turns": ["one", "two"]}]
+    path, out = tmp_path / "suite.jsonl", tmp_path / "o.json"
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    options = {"url": "x", "suite_file": str(path), "temperature": [0.0], "repeats": 2}
+    assert command.run(BenchConfig(**options, out=str(out))) == 0
+    found = json.loads(out.read_text(encoding="utf-8"))
+    # Two turns in two passes, off and on.
+    assert found["refused"] == 8
+    assert [list(case["tasks"]) for case in found["cases"]] == [["a|b", "all tasks"]] * 2
+    said = capsys.readouterr()
+    assert "8 requests were refused and are left out: too long for the context" in said.err
+    assert "| a\\|b " in said.out
+    path.write_text(json.dumps(rows[0]), encoding="utf-8")
+    with pytest.raises(UserError, match="refused every request: too long for the context"):
+        command.run(BenchConfig(**options))
+
+
+@pytest.mark.parametrize("option", ["out", "markdown", "png"])
+def test_a_place_that_no_file_can_take_is_refused_first(
+    server: Answering, suite: str, tmp_path: Path, option: str
+) -> None:
+    for place, says in ((tmp_path, "a folder"), (Path(suite) / "x", "below the file")):
+        with pytest.raises(UserError, match=says):
+            command.run(BenchConfig(url="x", suite_file=suite, **{option: str(place)}))
+    assert not server.bodies
 
 
 def answers(task: str, prompt: int, seconds: float, kept: list[int] | None) -> Answer:
@@ -232,9 +264,11 @@ def test_figures_of_a_task() -> None:
 def test_the_table_of_a_card() -> None:
     off, on = cases()
     lines = markdown([off, on], ["one line"]).split("\n")
-    assert lines[0].startswith("| T   | users | task | prompts |") and set(lines[1]) == set("|- ")
+    assert lines[0].startswith("| T   | users | task      | prompts |") and set(lines[1]) == set(
+        "|- "
+    )
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:5]]
-    assert [row[2] for row in cells] == ["a", "b", "all"]
+    assert [row[2] for row in cells] == ["a", "b", "all tasks"]
     assert cells[0][4:9] == [
         "6.7 [5.0, 10.0]",
         "13.3 [10.0, 20.0]",
@@ -243,6 +277,14 @@ def test_the_table_of_a_card() -> None:
         "2.00 [2.00, 2.00]",
     ]
     assert cells[1][8:] == ["-", "-"] and "* one line" in lines
+    # A server of another make beside ours: a row each, without a ratio.
+    other = {**on, "mode": "plain"}
+    rows = [line.split("|")[3:8] for line in markdown([off, other], []).split("\n")[2:8]]
+    assert [row[0].strip() for row in rows] == [
+        *("a (off)", "b (off)", "all tasks (off)"),
+        *("a (plain)", "b (plain)", "all tasks (plain)"),
+    ]
+    assert rows[0][2].strip() == "6.7 [5.0, 10.0]" and rows[3][2].strip() == "-"
     # Without the other mode there is no ratio, and each has its column.
     assert [cell.strip() for cell in markdown([on], []).split("\n")[2].split("|")[5:8]] == [
         "-",

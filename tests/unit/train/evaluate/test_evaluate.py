@@ -254,10 +254,26 @@ def test_the_second_turn_of_a_suite_is_asked_behind_the_answer_to_the_first(targ
     assert one.name == other.name and int(other.loss_mask.sum()) <= 5
 
 
+def test_a_conversation_that_outgrows_the_target_is_left_out_from_there_on(target, capsys):
+    most = target.max_positions - 5
+    config = EvalConfig(target=target.name, draft="", max_tokens=5, suite_file="x")
+    short, long = ({"role": "user", "content": text} for text in ("for name in", "ab " * most))
+    questions = [
+        Question({"messages": [short]}, (long, short), "a"),
+        Question({"messages": [long]}, (), "b"),
+    ]
+    found = suite_texts(config, 0.0, target, questions)
+    assert {task: len(own) for task, own in found.items()} == {"a": 1}
+    said = capsys.readouterr().err
+    assert f"2 conversations do not fit into the target's {target.max_positions} tokens" in said
+
+
 def test_texts_of_a_suite_are_cut_at_the_longest_length(target, capsys):
     config = EvalConfig(target=target.name, draft="", max_tokens=8, suite_file="x", max_length=6)
     question = Question({"messages": [{"role": "user", "content": "for name in"}]}, (), "chat")
-    with pytest.raises(UserError, match="every prompt of the suite is as long; give a larger one"):
+    with pytest.raises(
+        UserError, match="every prompt of the suite is as long; give a larger max_length"
+    ):
         suite_texts(config, 1.0, target, [question])
     assert "1 texts are longer than max_length (6)" in capsys.readouterr().err
 
