@@ -15,6 +15,7 @@ from draftsmith.commands.table import COMMANDS
 from draftsmith.errors import UserError
 
 EXTRA = "recipe.yaml | key=value"
+TARGET = "target"  # option that a word without a name stands for
 
 
 class Parser(argparse.ArgumentParser):
@@ -34,7 +35,8 @@ def parser_for(name: str, cls: type) -> Parser:
         for one in fields
         if one.metadata.get("positional")
     ]
-    usage = " ".join([f"draftsmith {name}", *positional, "[options]", f"[{EXTRA} ...]"])
+    target = ["[TARGET]"] if any(one.name == TARGET for one in fields) else []
+    usage = " ".join([f"draftsmith {name}", *positional, *target, "[options]", f"[{EXTRA} ...]"])
     parser = Parser(
         prog=f"draftsmith {name}",
         usage=usage,
@@ -54,7 +56,11 @@ def parser_for(name: str, cls: type) -> Parser:
         "--config", action="append", metavar="FILE", help="a recipe, whatever its name ends in"
     )
     parser.add_argument(
-        "extra", nargs="*", metavar=EXTRA, help="a recipe, then overrides such as optim.lr=1e-4"
+        "extra",
+        nargs="*",
+        metavar=EXTRA,
+        help="a recipe, then overrides such as optim.lr=1e-4"
+        + ("; a word alone is the target" if target else ""),
     )
     return parser
 
@@ -131,15 +137,34 @@ def collect(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
     words = [word for found in listed.values() for word in found]
     extra = [text for text in given_extra if text not in words]
     recipes = [text for text in extra if text.endswith((".yaml", ".yml")) and "=" not in text]
+    targets = unnamed(cls, arguments, [text for text in extra if text not in recipes])
     files = [*(arguments.config or ()), *recipes]
     given = [configuration.read_yaml(recipe) for recipe in files]
-    given += [configuration.parse_override(text) for text in extra if text not in recipes]
+    given += [
+        {TARGET: text} if text in targets else configuration.parse_override(text)
+        for text in extra
+        if text not in recipes
+    ]
     for one in given:
         values = configuration.merge(values, configuration.under_first_names(cls, one))
     for path, _, _ in configuration.flag_options(cls):
         if (value := getattr(arguments, ".".join(path), None)) is not None:
             values = configuration.merge(values, configuration.at_path(path, value))
     return values | {name: found for name, found in listed.items() if found}
+
+
+def unnamed(cls: type, arguments: argparse.Namespace, extra: Sequence[str]) -> list[str]:
+    """Words that give the target without its name: none or one."""
+    words = [text for text in extra if "=" not in text]
+    if not words or all(one.name != TARGET for one in dataclasses.fields(cls)):
+        return []
+    given = [*words, *filter(None, [getattr(arguments, TARGET, None)])]
+    if len(given) > 1:
+        raise UserError(
+            f"{given[0]!r} and {given[1]!r} are both given as the target; leave one of them out, "
+            "or write options as --name value or key=value"
+        )
+    return words
 
 
 def behind_lists(cls: type, arguments: argparse.Namespace) -> list[str]:

@@ -121,7 +121,9 @@ def test_help_puts_options_under_the_heading_of_the_class_that_declares_them(
     with pytest.raises(SystemExit, match="0"):
         main(["serve", "--help"])
     shown = capsys.readouterr().out
-    assert shown.startswith("usage: draftsmith serve [options] [recipe.yaml | key=value ...]\n")
+    assert shown.startswith(
+        "usage: draftsmith serve [TARGET] [options] [recipe.yaml | key=value ...]\n"
+    )
     headings = {
         "target and draft:\n": "--target",
         "speculation:\n  drafting and verification\n\n": "--tree",

@@ -109,6 +109,17 @@ def test_words_of_a_positional_list_stand_among_recipes_and_overrides(tmp_path: 
     assert "'c'; it must be one of a, b" in refusal("a", "--target", "t", "more=c")
 
 
+@pytest.mark.parametrize("name", ["org/name", "2024", "off", "folder/model.gguf"])
+def test_a_word_alone_is_the_target(tmp_path: Path, name: str) -> None:
+    path = recipe(tmp_path, "target: other\nsteps: 1\n")
+    for words in (
+        ("a", name, path),
+        ("a", path, "optim.lr=1", name),
+        ("a", "--taps", "2", "--steps", "1", name),
+    ):
+        assert resolve(*words).target == name
+
+
 def test_later_overrides_win_and_order_on_the_line_does_not_matter(tmp_path: Path) -> None:
     path = recipe(tmp_path, "steps: 1")
     assert resolve("a", "steps=2", "steps=3", path, "--target", "t").steps == 3
@@ -153,7 +164,8 @@ def test_a_recipe_or_override_behind_a_list_is_none_of_it(tmp_path: Path) -> Non
         (("a", "--target", "t", "http.prot=3"), "'http.prot'; did you mean 'http.port'"),
         (("a", "--target", "t", "port=x"), "'http.port' is 'x'; it must be a whole number"),
         (("a", "--target", "t", "optim.schedule=linear"), "one of cosine, constant"),
-        (("a", "--target", "t", "loose"), "override 'loose' is not of the form key=value"),
+        (("a", "--target", "t", "loose"), "'loose' and 't' are both given as the target"),
+        (("a", "steps", "200"), "'steps' and '200' are both given as the target"),
         (("a", "--target", "t", "steps=[1"), "'steps=[1' has a value that is not valid YAML"),
         (("a", "--target", "t", "absent.yaml"), "recipe 'absent.yaml' does not exist"),
     ],
