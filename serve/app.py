@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
-from draftsmith.serve.dashboard.page import Dashboard, add_dashboard
+from draftsmith.serve.dashboard.data import Source
+from draftsmith.serve.dashboard.page import add_dashboard
 from draftsmith.serve.http.completions import add_completion_endpoints
 from draftsmith.serve.http.endpoints import (
     add_learning_endpoints,
@@ -21,7 +22,7 @@ from draftsmith.serve.responses.endpoint import add_responses_endpoint
 from draftsmith.version import __version__
 
 
-def create_app(server: Server, dashboard: Dashboard | None = None) -> FastAPI:
+def create_app(server: Server, dashboard: Source | None = None) -> FastAPI:
     app = FastAPI(title="draftsmith", version=__version__, docs_url=None, redoc_url=None)
     app.add_middleware(
         RequestLimits,
@@ -39,6 +40,6 @@ def create_app(server: Server, dashboard: Dashboard | None = None) -> FastAPI:
     add_completion_endpoints(app, server)
     add_responses_endpoint(app, server)
     if dashboard is not None:
-        add_dashboard(app, server, dashboard)
+        add_dashboard(app, dashboard)
     describe(app, model=server.model, guarded=bool(server.limits.api_keys))
     return app

@@ -28,10 +28,7 @@ from draftsmith.record import Sink
 from draftsmith.serve.app import create_app
 from draftsmith.serve.config import HttpOptions, LearningOptions, ServeConfig
 from draftsmith.serve.config_checks import check
-from draftsmith.serve.dashboard.learning import Learning
-from draftsmith.serve.dashboard.live_text import TextView
-from draftsmith.serve.dashboard.page import Dashboard
-from draftsmith.serve.dashboard.samples import History
+from draftsmith.serve.dashboard.data import History, Source
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.loop import EngineLoop
@@ -168,8 +165,9 @@ def serve(
         loop = EngineLoop(engine).start()
         services.callback(loop.close, drain_s=config.http.drain_s)
         server = make_server(config.http, loop)
-        dashboard = make_dashboard(config, server)
-        services.callback(dashboard.history.start().stop)
+        history = History(engine).start()
+        services.callback(history.stop)
+        dashboard = Source(history, server.metrics.by_class, server.model, config.learning.versions)
         services.callback(StatsLog(engine, config.http.log_stats_s).start().stop)
         if config.learning.versions is not None:
             services.callback(watch_versions(config.learning, loop, draft).stop)
@@ -198,15 +196,6 @@ def make_server(http: HttpOptions, loop: EngineLoop) -> Server:
         tool_parser=http.tool_call_parser,
         reasoning_parser=http.reasoning_parser,
     )
-
-
-def make_dashboard(config: ServeConfig, server: Server) -> Dashboard:
-    engine = server.loop.engine
-    view = TextView() if config.http.dashboard_text else None
-    if view is not None:
-        engine.observe_rounds(view.add_round)
-    history = History(engine, server.metrics.by_class)
-    return Dashboard(history, Learning(config.learning.versions, config.learning.learn), view)
 
 
 def watch_versions(

@@ -284,9 +284,6 @@ class HttpOptions:
         "seconds between two log lines of throughput and acceptance; 0: none",
         limits=Limits(0, 10**9),
     )
-    dashboard_text: bool = option(
-        False, "show text being written at /dashboard, but of no request that keeps out of learning"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,14 +1,10 @@
-"""`/dashboard` and `draftsmith top`.
+"""`/dashboard` and `draftsmith top`: one source of data, two views.
 
 Files in reading order:
-- `samples`: counters over time
-- `learning`: versions, decisions and status of learning, from disk
-- `live_text`: the live view of texts
-- `page`: the state behind the page, and its endpoints
-- `schema`: its schema
+- `data`: facts, tables and points over time
+- `page`: the page, and the endpoint that both views read
 - `config`: options of top
 - `top`: `draftsmith top`
-- `top_screen`: its lines
 
-Other chapters import `page` and the parts of its state: `samples`, `learning`, `live_text`.
+Other chapters import `page` and `data`.
 """

@@ -16,7 +16,6 @@ from playwright.sync_api import BrowserContext, Page, sync_playwright
 
 # else the one that playwright installed
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-CHARTS = ("tau", "alpha", "speed", "load")
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 
 
@@ -45,27 +44,20 @@ def look(context: BrowserContext, url: str, key: str, picture: Path) -> dict[str
     )
     page.goto(f"{url}/dashboard")
     page.wait_for_selector("#door:visible")
-    seen["behind_the_door"] = page.is_visible("#rest")
+    seen["behind_the_door"] = page.is_visible("#now")
     page.fill("#key", "wrong")
     page.click("#door button")
     until(page, "document.getElementById('notice').textContent !== ''")
     seen["wrong_key"] = page.inner_text("#notice")
     page.fill("#key", key)
     page.click("#door button")
-    page.wait_for_selector("#tiles b")
+    # So that lines have something to join.
+    until(
+        page,
+        "[...document.querySelectorAll('path')].some((one) => one.getAttribute('d').length > 20)",
+    )
     seen["door_after_key"] = page.is_visible("#door")
-    # Two refreshes, so that lines have something to join.
-    until(page, "points.length >= 4 && document.querySelectorAll('#answers ins').length > 0")
-    page.wait_for_timeout(2500)
     seen |= contents(page)
-    page.click("#classes button:last-child")
-    seen["chosen_class"] = page.inner_text("#classes button[aria-pressed=true]")
-    page.hover("#tau")
-    page.click("#spans button:last-child")
-    page.wait_for_timeout(500)
-    page.click("#spans button:first-child")
-    until(page, "points.length >= 4")
-    page.wait_for_timeout(500)
     page.screenshot(path=str(picture), full_page=True)
     return seen
 
@@ -80,44 +72,21 @@ def until(page: Page, expression: str) -> None:
 
 
 def contents(page: Page) -> dict[str, Any]:
+    tables = """tables => tables.map((table) => [...table.rows].map((row) =>
+        [...row.cells].map((cell) => cell.textContent)))"""
     return {
         "paper": page.evaluate("getComputedStyle(document.body).backgroundColor"),
         "overflow": page.evaluate(
             "document.documentElement.scrollWidth - document.documentElement.clientWidth"
         ),
-        "tiles": page.eval_on_selector_all(
-            "#tiles b", "nodes => nodes.map((node) => node.textContent)"
-        ),
         "model": page.inner_text("#model"),
-        "draft": page.inner_text("#draft"),
-        "lines": {
-            name: page.eval_on_selector_all(
-                f"#{name} path", "nodes => nodes.map((node) => node.getAttribute('d').length)"
-            )
-            for name in CHARTS
-        },
-        "versions": page.eval_on_selector_all(
-            "#versions tr.live td", "nodes => nodes.map((node) => node.textContent)"
-        ),
-        "drafts": page.eval_on_selector_all(
-            "#drafts tr:has(td)",
-            "rows => rows.map((row) => [...row.cells].map((cell) => cell.textContent))",
-        ),
-        "alarms": page.eval_on_selector_all(
-            "#decisions td.alarm", "nodes => nodes.map((node) => node.textContent)"
-        ),
-        "reasons": page.eval_on_selector_all(
-            "#decisions td.text", "nodes => nodes.map((node) => node.textContent)"
-        ),
-        "classes": page.eval_on_selector_all(
-            "#class-table tr", "nodes => nodes.map((node) => node.innerText)"
-        ),
-        "learner": page.inner_text("#learner"),
+        "facts": page.inner_text("#facts"),
+        "charts": page.eval_on_selector_all("svg", "nodes => nodes.length"),
+        "tables": page.eval_on_selector_all("table", tables),
+        "alarms": page.eval_on_selector_all("tr.alarm", "nodes => nodes.length"),
         "injected": page.evaluate(
-            "window.injected === true || document.querySelector('#rest img') !== null"
+            "window.injected === true || document.querySelector('main img') !== null"
         ),
-        "accepted": page.eval_on_selector_all("#answers ins", "nodes => nodes.length"),
-        "rejected": page.eval_on_selector_all("#answers del", "nodes => nodes.length"),
     }
 
 

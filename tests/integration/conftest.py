@@ -34,8 +34,7 @@ from draftsmith.record import Sink
 from draftsmith.serve.app import create_app
 from draftsmith.serve.command import bind
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.dashboard.page import Dashboard
-from draftsmith.serve.dashboard.samples import History
+from draftsmith.serve.dashboard.data import History, Source
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.loop import EngineLoop
@@ -66,7 +65,7 @@ class LiveServer:
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         metrics = ServerMetrics(engine, MODEL)
         # Not started: its tests look when they want to.
-        self.dashboard = Dashboard(History(engine, metrics.by_class))
+        self.dashboard = Source(History(engine), metrics.by_class, MODEL)
         app = create_app(
             Server(self.loop, MODEL, metrics, limits, report, states_max_tokens), self.dashboard
         )

@@ -1,0 +1,378 @@
+"""Data of the two views, `/dashboard` and `draftsmith top`: facts, tables and points over time, as
+text wherever both print it.
+
+Rates are of the engine's plain counters, read by a thread of its own, so that history costs the
+rounds nothing. Learning is read from files alone, because `serve` does not import `distill`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from draftsmith.drafters.published.pool import DraftPool, pool_root, read_pool
+from draftsmith.drafters.published.versions import (
+    latest,
+    read_decisions,
+    read_manifest,
+    versions,
+)
+from draftsmith.errors import UserError
+from draftsmith.kernels.acceptance import AcceptanceCounts
+from draftsmith.kernels.contexts import label_of
+from draftsmith.progress import duration
+from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.requests.route import CANARY, class_draft, shown
+from draftsmith.serve.stats import EngineStats
+
+EVERY_S = 5.0
+POINTS = 180  # a quarter of an hour
+WINDOW = 12  # samples between which a rate is: one minute
+STATUS = "status.json"
+DECISIONS_SHOWN, VERSIONS_SHOWN, STREAMS_SHOWN = 20, 8, 4
+# What an operator should look at; everything else is the learner's daily work.
+ALARMS = ("refuse", "rolled back", "drift", "quarantine")
+# of the learner's monitor, as its status names them
+EVENTS = ("accepted", "drafted", "replaced", "residual", "emitted")
+ALARM, LIVE, PLAIN = "alarm", "live", ""  # marks of rows
+SILENT_S = 180  # one update of the learner may take a minute on a busy machine
+
+Point = dict[str, Any]  # `time_s`, `tokens_per_s`, `tau`, `alpha` and `version` of one moment
+Told = dict[str, Any]
+
+
+class Sample(NamedTuple):
+    """Counters at a moment. Lists are copied, as the engine goes on counting."""
+
+    time_s: float  # since the epoch
+    generated: int
+    rounds: int  # that drafted
+    committed: int
+    reached: tuple[int, ...]  # [K]
+    accepted: tuple[int, ...]  # [K]
+
+    @classmethod
+    def of(cls, stats: EngineStats) -> Sample:
+        counts = stats.acceptance
+        accepted, reached, sizes = (
+            tuple(counts.accepted),
+            tuple(counts.offered),
+            dict(counts.committed),
+        )
+        rounds, committed = sum(sizes.values()), sum(n * times for n, times in sizes.items())
+        generated = stats.num_generation_tokens
+        return cls(time.time(), generated, rounds, committed, reached, accepted)
+
+
+class History:
+    """Points of the last quarter of an hour, and the samples that the next one is made of."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self.points = engine, deque[Point](maxlen=POINTS)
+        self._samples = deque([Sample.of(engine.stats)], maxlen=WINDOW + 1)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="draftsmith-history", daemon=True)
+
+    def start(self) -> History:
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def look(self) -> None:
+        self._samples.append(Sample.of(self.engine.stats))
+        version = self.engine.stats.draft_version
+        self.points.append(point(self._samples[0], self._samples[-1], version))
+
+    def _run(self) -> None:
+        while not self._stopped.wait(EVERY_S):
+            self.look()
+
+
+def point(before: Sample, after: Sample, version: str) -> Point:
+    rounds = after.rounds - before.rounds
+    earlier = zip(
+        padded(before.reached, len(after.reached)), padded(before.accepted, len(after.reached))
+    )
+    alpha = [
+        # A round may have been half counted when it was read.
+        min(1.0, (kept - kept_before) / (tried - tried_before)) if tried > tried_before else None
+        for tried, kept, (tried_before, kept_before) in zip(after.reached, after.accepted, earlier)
+    ]
+    return {
+        "time_s": after.time_s,
+        "tokens_per_s": (after.generated - before.generated)
+        / max(1e-3, after.time_s - before.time_s),
+        "tau": (after.committed - before.committed) / rounds if rounds else None,
+        "alpha": alpha,
+        "version": version,
+    }
+
+
+def padded(counts: Sequence[int], length: int) -> tuple[int, ...]:
+    return (*counts, *[0] * (length - len(counts)))
+
+
+@dataclass
+class Source:
+    """State behind both views. `read` may be called from any thread."""
+
+    history: History
+    by_class: Mapping[str, AcceptanceCounts]
+    model: str
+    versions: str | None = None  # the folder that the server follows
+
+    def __post_init__(self) -> None:
+        self.started_s = time.time()
+
+    def read(self) -> Told:
+        engine = self.history.engine
+        learner = None if self.versions is None else read_status(self.versions)
+        decisions = [] if self.versions is None else all_decisions(self.versions)
+        points = list(self.history.points)
+        tables = [
+            classes_table(self.by_class),
+            contexts_table(engine.stats),
+            drafts_table(engine, learner),
+            versions_table(self.versions, engine.stats),
+            lossless_table(learner),
+            decisions_table(decisions),
+        ]
+        return {
+            "model": self.model,
+            "time_s": time.time(),
+            "started_s": self.started_s,
+            "facts": list(facts(engine, points, learner, decisions, self.started_s)),
+            "tables": [table for table in tables if table["rows"]],
+            "points": points,
+            "learner": learner,
+        }
+
+
+def facts(
+    engine: Engine,
+    points: Sequence[Point],
+    learner: Told | None,
+    decisions: Sequence[Told],
+    started_s: float,
+) -> Iterator[tuple[str, str, str]]:
+    """Label, text and mark of each."""
+    stats, scheduler = engine.stats, engine.scheduler
+    if not engine.lossless:
+        yield "LOSSY", "answers need not have the target's distribution", ALARM
+    family = "no drafter" if engine.drafter is None else engine.drafter.family
+    yield "draft", f"{family} {stats.draft_version or '-'}, up {lasted(started_s)}", PLAIN
+    load = f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting, cache "
+    yield "requests", f"{load}{100 * scheduler.blocks.usage:.0f} % full", PLAIN
+    now = points[-1] if points else {"tokens_per_s": None, "tau": None, "alpha": []}
+    yield "tok/s", number(now["tokens_per_s"], 1), PLAIN
+    yield "tau", number(now["tau"], 2), PLAIN
+    yield "alpha", numbers(now["alpha"]), PLAIN
+    if stats.seeded_share:
+        seeded = f"{100 * stats.seeded_share:.1f} % of the tokens ({stats.num_seeded_requests} "
+        yield "seeded", f"{seeded}requests) are neither learned from nor measured", PLAIN
+    if learner is not None:
+        silent = learner["age_s"] > SILENT_S
+        working = "resting" if learner.get("resting") else "running"
+        state = f"silent for {duration(learner['age_s'])}" if silent else working
+        counts = ", ".join(
+            f"{learner.get(name, '-')} {name.replace('_', ' ')}"
+            for name in ("updates", "texts", "fresh", "held_out", "published", "damaged_shards")
+        )
+        yield "learner", f"{state}: {counts}, loss {number(learner.get('loss'), 3)}", PLAIN
+    count = sum(is_alarm(one) for one in decisions)
+    count += int((learner or {}).get("lossless_alarms") or 0)
+    yield "alarms", str(count), ALARM if count else PLAIN
+
+
+def table_of(title: str, head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> Told:
+    """`rows`: the mark and the cells of each."""
+    marked = [{"mark": mark, "cells": list(cells)} for mark, cells in rows]
+    return {"title": title, "head": list(head), "rows": marked}
+
+
+def rates(counts: AcceptanceCounts | None) -> tuple[str, str, str]:
+    found = counts or AcceptanceCounts()
+    return str(found.rounds), number(found.tau, 2), numbers(found.alpha)
+
+
+RATES = ("rounds", "tau", "alpha by position")
+
+
+def classes_table(by_class: Mapping[str, AcceptanceCounts]) -> Told:
+    named = sorted(dict(by_class).items())
+    rows = [(PLAIN, (name or "(no class)", *rates(counts))) for name, counts in named]
+    return table_of("Classes of requests", ("class", *RATES), rows)
+
+
+def contexts_table(stats: EngineStats) -> Told:
+    rows = [(PLAIN, (label_of(at), *rates(counts))) for at, counts in stats.by_context.items()]
+    return table_of("Tokens before the round", ("context", *RATES), rows if len(rows) > 1 else [])
+
+
+def drafts_table(engine: Engine, learner: Told | None) -> Told:
+    """One row per draft, the live one first, then the classes that only learn."""
+    stats, pool = engine.stats, (learner or {}).get("pool") or {}
+    notes = {class_draft(name): note(status) for name, status in pool.items()}
+    share = 100 * engine.drafts.router.canary_share
+    notes[CANARY] = f"on trial, {share:.0f} % of the requests"
+    served = stats.draft_versions
+    learning = {draft: "" for draft in map(class_draft, pool) if draft not in served}
+    routed = dict(stats.routed)
+    rows = [
+        (
+            PLAIN,
+            (
+                shown(draft),
+                version or "-",
+                str(routed.get(draft, 0)),
+                *rates(stats.by_version.get(version)),
+                notes.get(draft, ""),
+            ),
+        )
+        for draft, version in {**served, **learning}.items()
+    ]
+    head = ("draft", "version", "requests", *RATES, "learner")
+    return table_of("Drafts", head, rows if len(rows) > 1 else [])
+
+
+def note(status: Mapping[str, Any]) -> str:
+    """Line about a class from the learner's status of it."""
+    learned = f"{status.get('requests', 0)} requests, {status.get('updates', 0)} updates"
+    if not status.get("serving"):
+        return f"learns: {learned}"
+    gain = status.get("gain")
+    return learned if gain is None else f"gain {gain:+.4f}, {learned}"
+
+
+def versions_table(root: str | None, stats: EngineStats) -> Told:
+    """Newest versions with what their gate saw and what was served of them."""
+    rows = []
+    for one, is_live in reversed(published(root) if root is not None else []):
+        gate = one.get("gate") or {}
+        name = f"{one['version']}{' live' if is_live else ''}"
+        change = (number(gate.get(f"alpha_{of}"), 4) for of in ("live", "candidate"))
+        evidence = number(gate.get("gain"), 4), number(gate.get("p_value"), 5)
+        served = rates(stats.by_version.get(str(one["version"])))
+        rows.append((LIVE if is_live else PLAIN, (name, " -> ".join(change), *evidence, *served)))
+    return table_of("Versions", ("version", "gate: alpha", "gain", "p", *RATES), rows)
+
+
+def published(root: str) -> list[tuple[Told, bool]]:
+    """Manifests of the newest versions, and whether each is live."""
+    try:
+        present, live = versions(root)[-VERSIONS_SHOWN:], latest(root)
+    except (OSError, UserError):
+        # A shared folder may be away for a moment; the watcher logs it.
+        return []
+    found = []
+    for version in present:
+        try:
+            found.append((read_manifest(root, version), version == live))
+        except (OSError, UserError):
+            continue  # pruned since it was listed, or damaged; the watcher logs it
+    return found
+
+
+def lossless_table(learner: Told | None) -> Told:
+    """Streams of the learner's monitor: those with an alarm, and the latest ones."""
+    streams = (learner or {}).get("losslessness") or {}
+    quiet = [name for name, one in streams.items() if not one.get("alarm")]
+    latest_quiet = quiet[-STREAMS_SHOWN:]
+    rows = [
+        (
+            ALARM if one.get("alarm") else PLAIN,
+            (
+                name,
+                "NOT LOSSLESS" if one.get("alarm") else "",
+                str(one.get("positions", 0)),
+                f"1e{number(one.get('log10_evidence'), 1)}",
+                *(number(one.get(f"z_{event}"), 1) for event in EVENTS),
+            ),
+        )
+        for name, one in streams.items()
+        if one.get("alarm") or name in latest_quiet
+    ]
+    head = ("records", "", "positions", "evidence", *(f"z {event}" for event in EVENTS))
+    return table_of("Losslessness of records", head, rows)
+
+
+def decisions_table(decisions: Sequence[Told]) -> Told:
+    rows = [
+        (
+            ALARM if is_alarm(one) else PLAIN,
+            (
+                time.strftime("%m-%d %H:%M:%S", time.localtime(one.get("time_s") or 0.0)),
+                str(one.get("decision", "")),
+                "-" if one.get("version") is None else str(one["version"]),
+                str(one.get("class", "")),
+                number(one.get("gain"), 4),
+                str(one.get("reason", "")),
+            ),
+        )
+        for one in reversed(decisions)
+    ]
+    return table_of("Decisions", ("time", "decision", "version", "class", "gain", "reason"), rows)
+
+
+def is_alarm(decision: Told) -> bool:
+    return str(decision.get("decision", "")).startswith(ALARMS)
+
+
+def all_decisions(root: str) -> list[Told]:
+    """Latest decisions about any draft, oldest first; one about a class's draft names the class."""
+    try:
+        pool = read_pool(root) or DraftPool()
+    except (OSError, UserError):
+        pool = DraftPool()  # the watcher logs it
+    found = decisions_in(Path(root))
+    for name, folder in {**pool.classes, **pool.learning}.items():
+        found += [{"class": name, **one} for one in decisions_in(pool_root(root) / folder)]
+    return sorted(found, key=lambda one: one.get("time_s") or 0.0)[-DECISIONS_SHOWN:]
+
+
+def decisions_in(folder: Path) -> list[Told]:
+    try:
+        return read_decisions(folder)[-DECISIONS_SHOWN:]
+    except (OSError, UserError):
+        return []
+
+
+def read_status(root: str) -> Told | None:
+    try:
+        status = json.loads((Path(root) / STATUS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(status, dict):
+        return None
+    return finite(status) | {"age_s": max(0.0, time.time() - (status.get("time_s") or 0.0))}
+
+
+def finite(value: Any) -> Any:
+    """Replace NaN and infinity by None: JSON for browsers has neither."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def number(value: Any, digits: int) -> str:
+    is_known = isinstance(value, (int, float)) and math.isfinite(value)
+    return f"{value:.{digits}f}" if is_known else "-"
+
+
+def numbers(values: Sequence[float | None]) -> str:
+    return " ".join(number(value, 2) for value in values) or "-"
+
+
+def lasted(since_s: float) -> str:
+    return duration(max(0.0, time.time() - since_s))

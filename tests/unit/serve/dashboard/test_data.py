@@ -1,0 +1,220 @@
+"""What both views are told: rates of the last minute, tables of the server's counts, and learning
+from files that may be absent, torn or damaged."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from draftsmith.drafters.published.pool import DraftPool, write_pool
+from draftsmith.drafters.published.versions import publish, record_decision, rollback
+from draftsmith.kernels.acceptance import AcceptanceCounts
+from draftsmith.serve.dashboard.data import (
+    DECISIONS_SHOWN,
+    POINTS,
+    VERSIONS_SHOWN,
+    WINDOW,
+    History,
+    Source,
+)
+from draftsmith.serve.requests.route import CANARY, LIVE, class_draft
+from draftsmith.serve.stats import EngineStats
+
+Table = list[list[str]]
+
+
+@pytest.fixture
+def engine() -> Any:
+    """What a source reads of an engine."""
+    scheduler = SimpleNamespace(running=[], waiting=[], blocks=SimpleNamespace(usage=0.25))
+    drafts = SimpleNamespace(router=SimpleNamespace(canary_share=0.1))
+    return SimpleNamespace(
+        stats=EngineStats(), lossless=True, drafter=None, scheduler=scheduler, drafts=drafts
+    )
+
+
+@pytest.fixture
+def told(engine: Any, tmp_path: Path) -> Callable[[], dict[str, Any]]:
+    source = Source(History(engine), {}, "m", str(tmp_path))
+
+    def read() -> dict[str, Any]:
+        found = source.read()
+        json.dumps(found, allow_nan=False)
+        return found
+
+    return read
+
+
+def cells(told: dict[str, Any], title: str) -> Table:
+    return [
+        row["cells"] for table in told["tables"] for row in table["rows"] if table["title"] == title
+    ]
+
+
+def marks(told: dict[str, Any], title: str) -> list[str]:
+    return [
+        row["mark"] for table in told["tables"] for row in table["rows"] if table["title"] == title
+    ]
+
+
+def published(root: Path, gain: float | None = 0.01) -> int:
+    gate = {"gain": gain, "reason": "a gain", "alpha_live": 0.5, "alpha_candidate": 0.52}
+    return publish(
+        root, lambda folder: None, family="eagle3", target={}, parent=None, data_range={}, gate=gate
+    )
+
+
+def test_points_are_rates_of_the_last_minute(engine: Any) -> None:
+    history = History(engine)
+    for committed, offered, accepted in ((1, 2, 0), (3, 2, 2), (2, 2, 1), (2, 1, 1)):
+        engine.stats.num_generation_tokens += committed
+        engine.stats.count_round(offered, accepted, committed, version="1")
+        history.look()
+    assert history.points[1]["tau"] == 2.0 and history.points[1]["alpha"] == [0.5, 1.0]
+    assert history.points[3]["tau"] == 2.0 and history.points[3]["alpha"] == [0.75, 0.5]
+    for _ in range(WINDOW + 1):
+        history.look()
+    assert history.points[-1]["tau"] is None and history.points[-1]["alpha"] == [None, None]
+    assert history.points[-1]["tokens_per_s"] == 0
+    for _ in range(POINTS):
+        history.look()
+    assert len(history.points) == POINTS
+
+
+def test_a_server_that_does_not_learn_has_nothing_to_tell(engine: Any, tmp_path: Path) -> None:
+    for versions in (None, str(tmp_path / "none")):
+        found = Source(History(engine), {}, "m", versions).read()
+        assert found["tables"] == [] and found["learner"] is None
+        assert ("alarms", "0", "") in found["facts"]
+        assert [text for name, text, _ in found["facts"] if name == "tau"] == ["-"]
+
+
+def test_a_lossy_server_says_so_first(engine: Any, told: Callable) -> None:
+    engine.lossless = False
+    assert told()["facts"][0][0] == "LOSSY" and told()["facts"][0][2] == "alarm"
+
+
+def test_seeded_traffic_is_a_fact(engine: Any, told: Callable) -> None:
+    engine.stats.num_generation_tokens, engine.stats.num_seeded_tokens = 1000, 425
+    engine.stats.num_seeded_requests = 3
+    (text,) = (text for name, text, _ in told()["facts"] if name == "seeded")
+    assert text.startswith("42.5 % of the tokens (3 requests) are neither learned from")
+
+
+def test_classes_and_contexts_have_their_own_rates(engine: Any) -> None:
+    counts = AcceptanceCounts()
+    counts.add([2], [1], [2])
+    found = Source(History(engine), {"": counts, "code": counts}, "m").read()
+    row = ["1", "2.00", "1.00 0.00"]
+    assert cells(found, "Classes of requests") == [["(no class)", *row], ["code", *row]]
+    for context in (10, 3000):
+        engine.stats.count_round(2, 1, 2, version="1", context=context)
+    found = Source(History(engine), {}, "m").read()
+    contexts = cells(found, "Tokens before the round")
+    assert [one[0] for one in contexts] == ["0-256", "2k-4k"]
+
+
+def test_served_drafts_come_first_then_those_that_learn(
+    engine: Any, told: Callable, tmp_path: Path
+) -> None:
+    stats = engine.stats
+    stats.count_swap(LIVE, "7", 0.0)
+    assert cells(told(), "Drafts") == [], "one draft needs no table"
+    served = ((LIVE, "7", 6), (CANARY, "8", 1), (class_draft("code"), "code/3", 3))
+    for draft, version, requests in served:
+        stats.count_swap(draft, version, 0.0)
+        stats.routed[draft] = requests
+    stats.count_round(2, 1, 2, version="code/3")
+    pool = {
+        "code": {"serving": True, "gain": 0.031, "requests": 300, "updates": 12},
+        "prose": {"serving": False, "gain": None, "requests": 40, "updates": 2},
+    }
+    (tmp_path / "status.json").write_text(json.dumps({"time_s": 1.0, "pool": pool}))
+    live, canary, code, prose = cells(told(), "Drafts")
+    assert live == ["live", "7", "6", "0", "-", "-", ""]
+    assert canary[0] == "canary" and canary[-1] == "on trial, 10 % of the requests"
+    assert code[0] == "pool/code" and code[3:6] == ["1", "2.00", "1.00 0.00"]
+    assert code[-1] == "gain +0.0310, 300 requests, 12 updates"
+    assert prose[:3] == ["pool/prose", "-", "0"] and prose[-1] == "learns: 40 requests, 2 updates"
+
+
+def test_versions_carry_their_gate_and_the_live_one_is_marked(
+    told: Callable, tmp_path: Path
+) -> None:
+    assert [published(tmp_path, gain) for gain in (0.01, 0.02)] == [1, 2]
+    found = told()
+    assert [row[:3] for row in cells(found, "Versions")] == [
+        ["2 live", "0.5000 -> 0.5200", "0.0200"], ["1", "0.5000 -> 0.5200", "0.0100"],
+    ]  # fmt: skip
+    assert marks(found, "Versions") == ["live", ""]
+    rollback(tmp_path, 1, "it is worse")
+    found = told()
+    assert marks(found, "Versions") == ["", "live"]
+    assert marks(found, "Decisions")[0] == "alarm" and ("alarms", "1", "alarm") in found["facts"]
+    for _ in range(VERSIONS_SHOWN):
+        published(tmp_path)
+    assert len(cells(told(), "Versions")) == VERSIONS_SHOWN
+
+
+def test_the_latest_decisions_are_told_and_some_are_alarms(told: Callable, tmp_path: Path) -> None:
+    for decision in ("accept", "hold", "refuse", "rolled back", "drift"):
+        record_decision(tmp_path, {"decision": decision})
+    assert [row[1] for row in cells(told(), "Decisions")][::-1] == [
+        "accept", "hold", "refuse", "rolled back", "drift",
+    ]  # fmt: skip
+    assert marks(told(), "Decisions")[::-1] == ["", "", "alarm", "alarm", "alarm"]
+    for number in range(DECISIONS_SHOWN):
+        record_decision(tmp_path, {"decision": "hold", "version": number})
+    rows = cells(told(), "Decisions")
+    assert len(rows) == DECISIONS_SHOWN and rows[0][2] == str(DECISIONS_SHOWN - 1)
+
+
+def test_decisions_about_a_class_are_told_with_its_name(told: Callable, tmp_path: Path) -> None:
+    write_pool(tmp_path, DraftPool({"code": "c01"}, {"prose": "c02"}))
+    record_decision(tmp_path / "pool" / "c01", {"decision": "rolled back"})
+    record_decision(tmp_path, {"decision": "hold"})
+    record_decision(tmp_path / "pool" / "c02", {"decision": "accept"})
+    rows = cells(told(), "Decisions")
+    assert [(row[1], row[3]) for row in rows] == [
+        ("accept", "prose"), ("hold", ""), ("rolled back", "code"),
+    ]  # fmt: skip
+
+
+def test_streams_with_an_alarm_and_the_latest_ones_are_told(told: Callable, tmp_path: Path) -> None:
+    stream = {"positions": 900, "z_accepted": 0.4, "z_emitted": -1.1, "log10_evidence": -0.5}
+    streams = {"all": stream, "version 2 on b:8001": {**stream, "z_accepted": 9.1, "alarm": 1.0}}
+    streams |= {f"version {version} on a:8000": stream for version in range(3, 9)}
+    status = {"time_s": time.time(), "losslessness": streams, "lossless_alarms": 1}
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    found = told()
+    first, *others = cells(found, "Losslessness of records")
+    assert first[:3] == ["version 2 on b:8001", "NOT LOSSLESS", "900"] and "9.1" in first
+    assert marks(found, "Losslessness of records") == ["alarm", *[""] * 4]
+    assert [row[0] for row in others] == [f"version {number} on a:8000" for number in range(5, 9)]
+    assert ("alarms", "1", "alarm") in found["facts"]
+
+
+def test_damage_is_left_out_and_numbers_that_json_lacks_become_null(
+    told: Callable, tmp_path: Path
+) -> None:
+    published(tmp_path)
+    published(tmp_path, float("nan"))
+    (tmp_path / "v000001" / "manifest.json").write_text("{torn")
+    status = {"time_s": time.time() - 5, "loss": float("nan"), "updates": 3}
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    found = told()
+    assert [row[0] for row in cells(found, "Versions")] == ["2 live"]
+    assert found["learner"]["loss"] is None and 4 < found["learner"]["age_s"] < 60
+    (text,) = (text for name, text, _ in found["facts"] if name == "learner")
+    assert text.startswith("running: 3 updates") and text.endswith("loss -")
+    for torn in ("[1", "[1]", ""):
+        (tmp_path / "status.json").write_text(torn)
+        assert told()["learner"] is None
+    (tmp_path / "current").write_text("nonsense")
+    assert cells(told(), "Versions") == []
