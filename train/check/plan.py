@@ -22,14 +22,7 @@ from draftsmith.files import markdown_table
 from draftsmith.progress import Progress
 from draftsmith.train.check.config import PlanConfig
 from draftsmith.train.check.finding import FAIL
-from draftsmith.train.check.memory import (
-    GIB,
-    available_bytes,
-    check_fit,
-    num_bytes,
-    parts_of,
-    ways_to_fit,
-)
+from draftsmith.train.check.memory import GIB, check_fit, check_training, num_bytes, parts_of
 from draftsmith.train.config import FAMILIES as TRAINED
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data.mixture import read_mixture
@@ -63,6 +56,7 @@ class Planned(NamedTuple):
     memory_bytes: int  # weights, gradients and moments; activations on top
     disk_bytes: int  # checkpoints while it trains, and the draft
     taps_bytes: int
+    too_large: str  # what makes it fit beside the target; empty where it fits
 
 
 class Text(NamedTuple):
@@ -110,7 +104,7 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
         },
         "drafts": [draft._asdict() for draft in drafts],
         "refused": refused,
-        "give": give(config, target, drafts),
+        "give": give(config, drafts),
     }
 
 
@@ -180,7 +174,9 @@ def planned(config: PlanConfig, target: Target, text: Text, family: str) -> Plan
     drafter = drafter.to(device=target.device, dtype=torch.float32)
     trained = sum(one.numel() for one in drafter.parameters() if one.requires_grad)
     tokens_per_s, target_share = timed_step(train, target, drafter)
-    whole = parts_of(target.model).on_device(offload=config.target_offload)
+    offload = config.target_offload
+    whole = parts_of(target.model).on_device(offload=offload)
+    fits = check_training(target, drafter, train.max_length, offload=offload)
     return Planned(
         family=family,
         options=overrides(family, options),
@@ -191,6 +187,7 @@ def planned(config: PlanConfig, target: Target, text: Text, family: str) -> Plan
         memory_bytes=whole + TRAINED_BYTES * trained,
         disk_bytes=num_bytes(drafter) + CHECKPOINT_BYTES * trained,
         taps_bytes=text.tokens * len(drafter.taps) * target.hidden_size * 2,
+        too_large=f"training {family} is too large: {fits.what}; {fits.mend}" if fits.mend else "",
     )
 
 
@@ -250,7 +247,7 @@ def written_per_s(target: Target) -> float:
     return ANSWERS * ANSWER_TOKENS / (perf_counter() - begun_s)
 
 
-def give(config: PlanConfig, target: Target, drafts: list[Planned]) -> list[str]:
+def give(config: PlanConfig, drafts: list[Planned]) -> list[str]:
     """Commands of the run with the first draft, and what makes it faster or possible."""
     first, data = drafts[0], " ".join(config.data) or "DATA"
     words = [
@@ -270,24 +267,7 @@ def give(config: PlanConfig, target: Target, drafts: list[Planned]) -> list[str]
             f"train with --teacher stored, {gib(first.taps_bytes)} on disk, to run it once for "
             f"{config.epochs:g} epochs"
         )
-    return lines + too_large(config, target, drafts)
-
-
-def too_large(config: PlanConfig, target: Target, drafts: list[Planned]) -> list[str]:
-    """A sentence on drafts that cannot be trained beside the target as it was planned."""
-    room = available_bytes(target.device)
-    large = [one for one in drafts if one.memory_bytes >= room]
-    if not large:
-        return []
-    ways = ways_to_fit(
-        parts_of(target.model),
-        target.device,
-        beside=max(TRAINED_BYTES * one.parameters for one in large),
-        offloads=config.target_offload is None,
-    )
-    names = ", ".join(one.family for one in large)
-    mend = ways or "give --deepspeed recipes/zero3.json, or choose a smaller draft"
-    return [f"training {names} takes more than the {gib(room)} of {target.device.type}; {mend}"]
+    return [*lines, *(draft.too_large for draft in drafts if draft.too_large)]
 
 
 def table(plan: dict[str, Any]) -> str:

@@ -95,11 +95,10 @@ def test_memory_is_that_of_an_offloaded_target(
 def test_what_makes_a_large_draft_fit_is_told(
     planned: Planned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (plan, memory):
-        monkeypatch.setattr(module, "available_bytes", lambda _: 1)
+    monkeypatch.setattr(memory, "available_bytes", lambda _: 1)
     monkeypatch.setattr(plan, "check_fit", lambda *_, **__: None)
     said = planned("--families", "eagle3")["give"][-1]
-    assert said.startswith("training eagle3 takes more than the 0.0 MiB of cpu; give ")
+    assert said.startswith("training eagle3 is too large: ") and "zero3.json" in said
 
 
 def test_a_vocabulary_covers_nearly_all_of_the_text() -> None:
