@@ -36,7 +36,7 @@ DISTRIBUTION_BYTES = TOP * (4 + 4) + 4  # ids, log-probabilities, the tail
 TRAINED_BYTES = 16  # of a trained parameter: float32 weight, gradient and two moments
 # A checkpoint of a running training: float32 weights and two moments. The trainer keeps two.
 CHECKPOINT_BYTES = 2 * 12
-STEP_LENGTH = 256  # tokens of a row of the timed step, at most
+STEP_ROWS, STEP_LENGTH = 4, 256  # of the timed step, at most
 ANSWERS, ANSWER_TOKENS = 16, 16  # written to time what generate does
 COVERAGE = 0.99  # of the target's tokens, that a reduced draft vocabulary must hold
 VOCABULARY_STEP = 256
@@ -208,7 +208,7 @@ def timed_step(
     source = LiveSource(target)
     trainee = Trainee(drafter, source, config.unroll)
     length = min(STEP_LENGTH, config.max_length, target.max_positions)
-    shape = (config.batch_size, length)
+    shape = (min(STEP_ROWS, config.batch_size), length)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(target.vocab_size, shape, generator=generator).to(target.device)
     mask = torch.ones_like(ids)
@@ -281,7 +281,10 @@ def table(plan: dict[str, Any]) -> str:
     rows = [row_of(Planned(**draft)) for draft in plan["drafts"]]
     lines += ["", *markdown_table(HEAD, rows), ""]
     lines += [f"{family} is left out: {why}" for family, why in plan["refused"].items()]
-    lines.append("memory is of weights, gradients and moments; activations come on top")
+    lines.append(
+        "target is its share of a step; memory is of weights, gradients and moments, activations "
+        "come on top"
+    )
     return "\n".join([*lines, "", *plan["give"]])
 
 
