@@ -29,7 +29,7 @@ from draftsmith.drafters.heads.feature_head import FeatureHead, HeadStep
 from draftsmith.drafters.init_from_target import output_table, shares_embeddings
 from draftsmith.drafters.layouts.causal_lm_names import is_causal_lm
 from draftsmith.drafters.layouts.folder import DraftFolder
-from draftsmith.drafters.layouts.speculators import flattened
+from draftsmith.drafters.layouts.speculators import flattened, renamed
 from draftsmith.drafters.options import Eagle1Options
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.taps import FINAL
@@ -184,7 +184,7 @@ class Eagle1(FeatureHead):
         folder = Path(folder)
         values = flattened(read_config(folder))
         check_portable(values, target, folder)
-        tensors = {portable_name(name): tensor for name, tensor in read_weights(folder).items()}
+        tensors = {renamed(name, PREFIXES): tensor for name, tensor in read_weights(folder).items()}
         tensors.pop("lm_head.weight", None)
         attention = "layers.0.self_attn."
         drafter = cls(
@@ -199,13 +199,6 @@ class Eagle1(FeatureHead):
         drafter.to(tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.float32)
         load_into(drafter, tensors, str(folder))
         return drafter
-
-
-def portable_name(name: str) -> str:
-    for theirs, ours in PREFIXES.items():
-        if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
-    return name
 
 
 def has_fused_input(draft: DraftFolder) -> bool:

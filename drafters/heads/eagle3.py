@@ -43,7 +43,7 @@ from draftsmith.drafters.init_from_target import (
     shares_embeddings,
 )
 from draftsmith.drafters.layouts.folder import DraftFolder
-from draftsmith.drafters.layouts.speculators import flattened
+from draftsmith.drafters.layouts.speculators import flattened, renamed
 from draftsmith.drafters.options import Eagle3Options, default_taps
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.taps import check_draft_taps
@@ -70,6 +70,8 @@ ARCHITECTURES = (
     "Eagle3DeepseekV2ForCausalLM",
     "Eagle3DeepseekV3ForCausalLM",
 )
+# The name of the first layer that later trainers give it.
+PREFIXES = {"layers.0.": "midlayer."}
 
 
 class Eagle3(FeatureHead):
@@ -243,7 +245,7 @@ class Eagle3(FeatureHead):
         folder = Path(folder)
         values = flattened(read_config(folder))
         check_portable(values, target, folder)
-        tensors = {portable_name(name): tensor for name, tensor in read_weights(folder).items()}
+        tensors = {renamed(name, PREFIXES): tensor for name, tensor in read_weights(folder).items()}
         # The norm that only a first layer uses.
         tensors = {name: tensor for name, tensor in tensors.items() if not unused_norm(name)}
         vocab_size = values.get("draft_vocab_size") or target.vocab_size
@@ -254,7 +256,8 @@ class Eagle3(FeatureHead):
             vocab_size,
             norms=Norms.of(values),
             windows=windows_in(values),
-            own_embeddings="embed_tokens.weight" in tensors,
+            own_embeddings="embed_tokens.weight" in tensors
+            or values["hidden_size"] != target.hidden_size,
         )
         if drafter.d2t is None:
             # Some trainers write the map of a full vocabulary too.
@@ -322,10 +325,6 @@ def start_from_target(drafter: Eagle3, target: Target) -> None:
 
 def unused_norm(name: str) -> bool:
     return name.startswith("layers.") and name.endswith(".hidden_norm.weight")
-
-
-def portable_name(name: str) -> str:
-    return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
 
 
 def check_portable(values: Mapping[str, Any], target: Target, folder: Path) -> None:

@@ -89,8 +89,9 @@ ERNIE = ShippedLayout(
     needed="linear_proj.0.weight",
     last_norm=False,
 )
-SPECULATORS = ShippedLayout(
-    prefix="mtp_layers.0.",
+# Its projection reads the state first and the embedding second, ours the other way round.
+MIMO = ShippedLayout(
+    prefix="model.mtp_layers.0.",
     names={
         "input_proj.weight": "eh_proj.weight",
         "token_layernorm.weight": "enorm.weight",
@@ -98,9 +99,8 @@ SPECULATORS = ShippedLayout(
         "final_layernorm.weight": "norm.weight",
     },
     needed="input_proj.weight",
-    masks_first=False,
-    always=True,
 )
+SPECULATORS = MIMO._replace(prefix="mtp_layers.0.", masks_first=False, always=True)
 QWEN3_5 = QWEN._replace(counted_by="mtp_num_hidden_layers")
 LAYOUTS = {
     "deepseek_v3": APPENDED,

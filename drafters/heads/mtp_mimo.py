@@ -12,17 +12,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from draftsmith.drafters.heads.mtp_layouts import MIMO, own_names
 from draftsmith.drafters.layouts.fp8 import block_of, dequantised
 from draftsmith.drafters.weights import check_finite, weight_files
 from draftsmith.errors import UserError
 
 ARCHITECTURE = "MiMoForCausalLM"
-MODULE = "model.mtp_layers.0."
-OWN_NAMES = {
-    "token_layernorm.weight": "enorm.weight",
-    "hidden_layernorm.weight": "hnorm.weight",
-    "final_layernorm.weight": "norm.weight",
-}
 
 
 def is_native(config: Mapping[str, Any]) -> bool:
@@ -36,14 +31,18 @@ def read_native(folder: Path, config: Mapping[str, Any]) -> dict[str, torch.Tens
     Biases of q, k and v that are all zero are left out: Qwen2 blocks have them, modules trained
     here need not.
     """
-    tensors = module_tensors(folder, config, MODULE, needed="input_proj.weight")
-    # MiMo's projection reads [state, embedding], ours [embedding, state].
-    state, embedding = tensors.pop("input_proj.weight").chunk(2, dim=1)
+    published = module_tensors(folder, config, MIMO.prefix, needed=MIMO.needed)
+    tensors = own_names(published, MIMO)
+    tensors["eh_proj.weight"] = swapped(tensors["eh_proj.weight"])
     biases = {name for name in tensors if name.endswith("_proj.bias")}
     if not any(bool(tensors[name].any()) for name in biases):
         tensors = {name: tensor for name, tensor in tensors.items() if name not in biases}
-    renamed = {OWN_NAMES.get(name, f"layer.{name}"): tensor for name, tensor in tensors.items()}
-    return {"eh_proj.weight": torch.cat([embedding, state], dim=1), **renamed}
+    return tensors
+
+
+def swapped(projection: torch.Tensor) -> torch.Tensor:
+    """The weight [H, 2 H] for its two inputs in the other order."""
+    return torch.cat(projection.chunk(2, dim=1)[::-1], dim=1)
 
 
 def module_tensors(

@@ -17,3 +17,11 @@ def flattened(values: Mapping[str, Any]) -> dict[str, Any]:
         return dict(values)
     defaults = MISSING.get(values.get("speculators_model_type", "eagle3"), {})
     return {**defaults, **values[NESTED], **values}
+
+
+def renamed(name: str, names: Mapping[str, str]) -> str:
+    """`names`: how a name begins -> how it begins then."""
+    for old, new in names.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name

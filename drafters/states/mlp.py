@@ -142,8 +142,11 @@ class Mlp(StateHead):
         write_weights(
             Path(folder),
             self.portable_config(),
-            {PREFIX + name: value for name, value in self.state_dict().items()},
+            self.portable_tensors(),
         )
+
+    def portable_tensors(self) -> dict[str, torch.Tensor]:
+        return {PREFIX + name: value for name, value in self.state_dict().items()}
 
     def portable_config(self) -> dict[str, Any]:
         """Config of IBM's checkpoints, which vLLM read while it served them."""

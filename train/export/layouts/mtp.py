@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.drafters.draft_shape import rope_of
 from draftsmith.drafters.heads.mtp_alone import READS_FINAL, STITCHED, uses_window
-from draftsmith.drafters.heads.mtp_layouts import QWEN, is_appended, layout_of
+from draftsmith.drafters.heads.mtp_layouts import MIMO, QWEN, is_appended, layout_of, text_values
+from draftsmith.drafters.heads.mtp_mimo import swapped
+from draftsmith.drafters.init_from_target import shares_embeddings
 from draftsmith.drafters.weights import read_weights, write_weights
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
-from draftsmith.train.export.layouts.eagle3 import scales_its_embeddings
 from draftsmith.train.export.layouts.medusa import target_table
 from draftsmith.train.export.layouts.source import (
     Source,
@@ -30,8 +31,6 @@ from draftsmith.train.export.layouts.source import (
     weight_files,
     write_config,
 )
-
-MODULE = "model.mtp_layers.0."
 
 PROJECTIONS = ("q", "k", "v")
 PAIRS = "model.mtp_block."  # Ernie's
@@ -66,14 +65,14 @@ def write_sglang(source: Source, out: Path) -> None:
 def write_alone(source: Source, out: Path) -> None:
     """MiMo's layout without the target's layers: the module and copies of the target's tables,
     which the engine loads and then takes the target's own for."""
-    if scales_its_embeddings(source):
+    if not shares_embeddings(source.outline):
         raise UserError(
             f"{source.target_name!r} scales its token embeddings, which engines do not do for a "
             "draft that shares them; train an eagle3 draft, which has its own"
         )
     config = source.config
     check_block(config, text_config(source.target_config), source.target_name)
-    module = mimo_tensors(read_weights(source.draft))
+    module = mimo_tensors(source.drafter.state_dict())
     dtype = next(iter(module.values())).dtype
     tables = {
         "model.embed_tokens.weight": target_tensor(source, "embed_tokens.weight"),
@@ -166,18 +165,23 @@ def for_vllm(source: Source, module: dict[str, torch.Tensor]) -> dict[str, torch
     return changed
 
 
-def counted_config(source: Source) -> dict[str, Any]:
-    """The target's config, which counts a module now, where engines look for it. Raises `UserError`
-    for a target of another kind than the module's."""
-    layout, config = layout_of(source.config), source.target_config
-    values = text_config(config)
-    for key in ("model_type", "num_hidden_layers", "hidden_size"):
-        if source.config.get(key) != values.get(key):
+def check_kind(source: Source) -> None:
+    """Refuses a target of another kind than the module's."""
+    own, target = text_values(source.config), text_config(source.target_config)
+    for key in ("model_type", "num_hidden_layers", "hidden_size", "vocab_size"):
+        if own.get(key) != target.get(key):
             raise UserError(
-                f"the MTP draft is for a target with {key}={source.config.get(key)!r} and "
-                f"{source.target_name!r} has {values.get(key)!r}; give --target the folder that it "
+                f"the MTP draft is for a target with {key}={own.get(key)!r} and "
+                f"{source.target_name!r} has {target.get(key)!r}; give --target the folder that it "
                 "was trained for"
             )
+
+
+def counted_config(source: Source) -> dict[str, Any]:
+    """The target's config, which counts a module now, where engines look for it."""
+    check_kind(source)
+    layout, config = layout_of(source.config), source.target_config
+    values = text_config(config)
     assert layout is not None
     counted = {layout.counted_by: source.config.get(layout.counted_by, 1)}
     if values is config:
@@ -187,16 +191,15 @@ def counted_config(source: Source) -> dict[str, Any]:
 
 def write_stitched(source: Source, out: Path) -> None:
     check_target(source)
-    draft = read_weights(source.draft)
-    module = mimo_tensors(draft)
+    module = mimo_tensors(source.drafter.state_dict())
     target_shapes = {
         name: shape
         for name, shape in tensor_shapes(source.target).items()
-        if not name.startswith(MODULE)
+        if not name.startswith(MIMO.prefix)
     }
     check_layer(module, target_shapes)
     stitched = module | zero_biases(module, target_shapes)
-    stitch(source.target, out, stitched, replaces=lambda name: name.startswith(MODULE))
+    stitch(source.target, out, stitched, replaces=lambda name: name.startswith(MIMO.prefix))
     write_config(out, stitched_config(source.target_config))
     copy_tokenizer(source.target, out)
 
@@ -237,31 +240,15 @@ def check_target(source: Source) -> None:
 
 
 def mimo_tensors(draft: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Our module under MiMo's names. Its projection reads [hidden, embedding], ours [embedding,
-    hidden]."""
-    renamed = {}
-    for name, tensor in draft.items():
-        if name == "eh_proj.weight":
-            embedding, hidden = tensor.chunk(2, dim=1)
-            tensor = torch.cat([hidden, embedding], dim=1)
-        renamed[MODULE + mimo_name(name)] = tensor
-    return renamed
-
-
-def mimo_name(name: str) -> str:
-    own_names = {
-        "enorm.weight": "token_layernorm.weight",
-        "hnorm.weight": "hidden_layernorm.weight",
-        "eh_proj.weight": "input_proj.weight",
-        "norm.weight": "final_layernorm.weight",
-    }
-    return own_names.get(name, name.removeprefix("layer."))
+    """Our module under MiMo's names."""
+    draft = {**draft, "eh_proj.weight": swapped(draft["eh_proj.weight"])}
+    return {MIMO.prefix + MIMO.published_name(name): tensor for name, tensor in draft.items()}
 
 
 def check_layer(module: dict[str, torch.Tensor], target_shapes: dict[str, tuple[int, ...]]) -> None:
     """The engine builds the module's decoder layer with the target's dimensions."""
     for name, shape in target_shapes.items():
-        own = name.replace("model.layers.0.", MODULE)
+        own = name.replace("model.layers.0.", MIMO.prefix)
         if name.startswith("model.layers.0.") and not name.endswith(".bias"):
             if own not in module:
                 raise UserError(

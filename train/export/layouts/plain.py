@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 
-from draftsmith.drafters.states.mlp_layout import LSTM
+from draftsmith.drafters.states.mlp import Mlp
+from draftsmith.drafters.states.mlp_lstm import MlpLstm
 from draftsmith.drafters.target.load import load_tokenizer
 from draftsmith.drafters.vocabulary import check_same_ids
 from draftsmith.drafters.weights import read_weights, write_weights
 from draftsmith.errors import UserError
 from draftsmith.train.export.layouts.source import (
     Source,
-    check_fits,
     check_sees_all,
     copy_tokenizer,
     text_config,
@@ -63,18 +63,15 @@ def check(source: Source) -> None:
 
 
 def write_ibm(source: Source, out: Path) -> None:
-    if source.config.get("method") == LSTM:
+    if isinstance(source.drafter, MlpLstm):
         raise UserError(
             "the draft is an LSTM speculator, which is served from the folder it came in; use that"
         )
-    config = source.config
-    check_fits(source, vocab_size=config.get("vocab_size"), hidden_size=config.get("emb_dim"))
-    tensors = read_weights(source.draft)
-    write_weights(
-        out,
-        source.config,
-        spread(tensors, source.config["n_predict"]) if source.config["tie_weights"] else tensors,
-    )
+    drafter: Mlp = source.drafter
+    tensors = drafter.portable_tensors()
+    if drafter.tied:
+        tensors = spread(tensors, drafter.max_depth)
+    write_weights(out, drafter.portable_config(), tensors)
 
 
 def spread(tensors: dict[str, torch.Tensor], num_predict: int) -> dict[str, torch.Tensor]:

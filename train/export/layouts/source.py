@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from draftsmith.drafters.checkpoint import locate
+from draftsmith.drafters.checkpoint import locate, one_sentence
 from draftsmith.drafters.heads.mtp_alone import READS_FINAL
-from draftsmith.drafters.target.load import adapter_base
+from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.remote.outline import TargetOutline
+from draftsmith.drafters.target.load import adapter_base, build_model, load_config
 from draftsmith.drafters.windows import windows_in
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
@@ -34,6 +36,27 @@ class Source:
     num_speculative_tokens: int
     out: Path  # where the export will be found
     with_target: bool = False  # whether the target is written beside the draft
+
+    @cached_property
+    def outline(self) -> TargetOutline:
+        """The target without its weights."""
+        config = load_config(self.target, trust_remote_code=self.trust_remote_code)
+        with torch.device("meta"):
+            model = build_model(config, trust_remote_code=self.trust_remote_code)
+        return TargetOutline(
+            model,
+            self.target_name,
+            revision="",
+            place=torch.device("cpu"),
+            trust_remote_code=self.trust_remote_code,
+        )
+
+    @cached_property
+    def drafter(self) -> Any:
+        """The draft as it is served, in its family's class. Raises `UserError` for one that is not
+        for the target."""
+        with one_sentence(self.draft):
+            return FAMILIES[self.family].load(self.draft, self.outline)
 
     @property
     def is_stitched(self) -> bool:
@@ -95,18 +118,6 @@ def file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
         ) from error
 
 
-def check_fits(source: Source, **own: Any) -> None:
-    """Refuse a draft of another target. `own`: the draft's values of keys of the target's
-    config.json."""
-    target = text_config(source.target_config)
-    for key, value in own.items():
-        if value != target[key]:
-            raise UserError(
-                f"the draft was made for a target with {key} {value}, {source.target_name!r} has "
-                f"{target[key]}"
-            )
-
-
 def check_sees_all(source: Source, engine: str) -> None:
     """Refuse a draft with sliding windows, which `engine` would run without them."""
     if windows_in({"num_hidden_layers": 1, **source.config}):
@@ -115,23 +126,6 @@ def check_sees_all(source: Source, engine: str) -> None:
             "let it attend to all of the text, which it has not learned; export an eagle3 draft "
             "--to vllm, or train without a window"
         )
-
-
-def check_shapes(
-    shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Refuse weights that lack an expected one or have it in another shape."""
-    for name, shape in expected.items():
-        if name not in shapes:
-            raise UserError(
-                f"weight {name!r} is missing from the draft; engines would serve random numbers "
-                "in its place"
-            )
-        if shapes[name] != shape:
-            raise UserError(
-                f"weight {name!r} has shape {list(shapes[name])}, its config.json implies "
-                f"{list(shape)}"
-            )
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> None:

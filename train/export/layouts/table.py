@@ -6,17 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from draftsmith.errors import UserError
-from draftsmith.train.export.layouts import (
-    block,
-    eagle1,
-    eagle3,
-    medusa,
-    mtp,
-    mtp_speculators,
-    peagle,
-    plain,
-)
+from draftsmith.train.export.layouts import medusa, mtp, plain, portable
 from draftsmith.train.export.layouts.source import Source
+from draftsmith.train.export.layouts.speculators import write_mtp, write_speculators
 from draftsmith.train.export.layouts.triton import in_repository
 from draftsmith.train.export.llamacpp import blocks, heads, lm
 from draftsmith.train.export.openvino import heads as graph_heads
@@ -36,20 +28,20 @@ TAKE_EMBEDDINGS = (("eagle3", "openvino"), ("eagle1", "speculators"))
 HOLD_TARGET = ("gguf", "openvino")
 
 BLOCKS: dict[str, Writer] = {
-    "vllm": block.write_portable,
-    "sglang": block.write_portable,
-    "speculators": block.write_speculators,
+    "vllm": portable.write_block,
+    "sglang": portable.write_block,
+    "speculators": write_speculators,
     "gguf": blocks.write_block,
 }
 WRITERS: dict[str, dict[str, Writer]] = {
     "eagle3": {
-        "vllm": eagle3.write_vllm,
-        "sglang": eagle3.write_portable,
-        "speculators": eagle3.write_speculators,
+        "vllm": portable.write_eagle3,
+        "sglang": portable.write_sglang_eagle3,
+        "speculators": write_speculators,
         "gguf": heads.write_eagle3,
         "openvino": graph_heads.write_eagle3,
     },
-    "p-eagle": {"vllm": peagle.write_vllm, "speculators": peagle.write_speculators},
+    "p-eagle": {"vllm": portable.write_eagle3, "speculators": write_speculators},
     "draft-lm": {
         "vllm": plain.write_plain,
         "sglang": plain.write_sglang,
@@ -60,12 +52,12 @@ WRITERS: dict[str, dict[str, Writer]] = {
     "mtp": {
         "vllm": mtp.write_mtp,
         "sglang": mtp.write_sglang,
-        "speculators": mtp_speculators.write_speculators,
+        "speculators": write_mtp,
     },
     "eagle1": {
-        "vllm": eagle1.write_vllm,
-        "sglang": eagle1.write_sglang,
-        "speculators": eagle1.write_speculators,
+        "vllm": portable.write_vllm_eagle1,
+        "sglang": portable.write_sglang_eagle1,
+        "speculators": write_speculators,
     },
     "medusa": {"vllm": medusa.write_vllm, "hf": medusa.write_original},
     "mlp": {"hf": plain.write_ibm},

@@ -5,13 +5,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import Qwen3Config
-
-from draftsmith.drafters.blocks.shape import BlockShape, block_values, shape_in
-from draftsmith.drafters.draft_shape import layer_config
-from draftsmith.drafters.weights import read_weights
+from draftsmith.drafters.blocks.shape import BlockShape
 from draftsmith.errors import UserError
-from draftsmith.train.export.layouts import block
+from draftsmith.train.export.layouts.portable import check_block
 from draftsmith.train.export.layouts.source import Source
 from draftsmith.train.export.llamacpp.file import DRAFT, Gguf, write_gguf
 from draftsmith.train.export.llamacpp.lm import write_target
@@ -28,21 +24,19 @@ OUTSIDE = {
 
 
 def write_block(source: Source, out: Path) -> None:
-    block.check(source)
-    settings = block_values(source.config)
-    shape = shape_in(settings)
+    check_block(source)
+    shape, config = source.drafter.shape, source.drafter.config
     check_represented(shape)
-    config = layer_config(Qwen3Config, settings)
     values = shape_values(config) | {
         # Layers are counted by their inputs.
-        "target_layers": [layer + 1 for layer in settings["target_layer_ids"]],
+        "target_layers": list(source.drafter.taps),
         "block_size": shape.block_size,
         "attention.causal": shape.causal,
         "tokenizer.ggml.mask_token_id": shape.mask_token,
     }
     if shape.markov_rank:
         values |= {"sample_from_anchor": True, "has_confidence_head": bool(shape.confidence)}
-    tensors = named(read_weights(source.draft), OUTSIDE) | rope_factors(config)
+    tensors = named(source.drafter.state_dict(), OUTSIDE) | rope_factors(config)
     words = vocabulary(source.target, config.vocab_size, trust_remote_code=source.trust_remote_code)
     write_gguf(out / DRAFT, Gguf("dflash", values | words, tensors), name=source.draft.name)
     write_target(source, out)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from draftsmith.drafters.draft_shape import llama_config
-from draftsmith.drafters.weights import read_weights
-from draftsmith.train.export.layouts import eagle3
 from draftsmith.train.export.layouts.eagle3_graphs import Reader, check_represented
+from draftsmith.train.export.layouts.portable import check_eagle3
 from draftsmith.train.export.layouts.source import Source, check_sees_all
 from draftsmith.train.export.llamacpp.file import DRAFT, Gguf, write_gguf
 from draftsmith.train.export.llamacpp.lm import write_target
@@ -32,19 +30,19 @@ READER = Reader(
 
 
 def write_eagle3(source: Source, out: Path) -> None:
-    eagle3.check(source)
-    check_represented(source.config, READER)
+    check_eagle3(source)
+    written, config = source.drafter.portable_config(), source.drafter.config
+    check_represented(written, READER)
     check_sees_all(source, READER.engine)
-    config = llama_config(source.config)
     values = shape_values(config) | {
-        "target_layers": source.config["eagle_aux_hidden_state_layer_ids"],
-        "target_hidden_size": source.config["target_hidden_size"],
-        "norm_before_residual": bool(source.config.get("norm_before_residual")),
-        "norm_before_fc": bool(source.config.get("norm_before_fc")),
+        "target_layers": written["eagle_aux_hidden_state_layer_ids"],
+        "target_hidden_size": written["target_hidden_size"],
+        "norm_before_residual": written["norm_before_residual"],
+        "norm_before_fc": written["norm_before_fc"],
     }
     stored = {
-        eagle3.portable_name(name).replace("midlayer.", "layers.0."): tensor
-        for name, tensor in read_weights(source.draft).items()
+        name.replace("midlayer.", "layers.0."): tensor
+        for name, tensor in source.drafter.state_dict().items()
     }
     tensors = named(without(stored, ("d2t", "t2d")), {"fc": "fc", "input_norm": "enc.output_norm"})
     tensors = interleaved(tensors, values) | rope_factors(config)

@@ -12,8 +12,8 @@ from torch import nn
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.train.export.layouts import eagle3
 from draftsmith.train.export.layouts.eagle3_graphs import Reader, check_represented
+from draftsmith.train.export.layouts.portable import check_eagle3
 from draftsmith.train.export.layouts.source import Source, check_sees_all, write_config
 from draftsmith.train.export.openvino.graph import (
     JoinedPass,
@@ -39,8 +39,8 @@ STATES = "hidden_states"
 
 
 def write_eagle3(source: Source, out: Path) -> None:
-    eagle3.check(source)
-    check_represented(source.config, READER)
+    check_eagle3(source)
+    check_represented(source.drafter.portable_config(), READER)
     check_sees_all(source, READER.engine)
     check_kind(source.target, trust_remote_code=source.trust_remote_code)
     target = Target.load(
@@ -54,7 +54,7 @@ def write_eagle3(source: Source, out: Path) -> None:
     graph = traced(TracedHead(head, target), shapes, {STATES: head.fc.in_features})
     describe(graph, head)
     write_graph(graph, out, half=half)
-    write_config(out, source.config)
+    write_config(out, source.drafter.portable_config())
     write_tokenizer(source, out)
     write_target(source, out)
 

@@ -17,7 +17,6 @@ from draftsmith.errors import UserError
 from draftsmith.files import write_json
 from draftsmith.train.export.command import run
 from draftsmith.train.export.config import ExportConfig
-from draftsmith.train.export.layouts.eagle3 import expected_shapes
 from tests.engine_readers.table import READERS
 from tests.engine_readers.understood import Understood
 
@@ -42,9 +41,25 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
+SHAPES: dict[str, tuple[int, ...]] = {
+    "fc.weight": (HIDDEN, 3 * HIDDEN),
+    "norm.weight": (HIDDEN,),
+    "midlayer.self_attn.q_proj.weight": (32, 2 * HIDDEN),
+    "midlayer.self_attn.k_proj.weight": (16, 2 * HIDDEN),
+    "midlayer.self_attn.v_proj.weight": (16, 2 * HIDDEN),
+    "midlayer.self_attn.o_proj.weight": (HIDDEN, 32),
+    "midlayer.mlp.gate_proj.weight": (48, HIDDEN),
+    "midlayer.mlp.up_proj.weight": (48, HIDDEN),
+    "midlayer.mlp.down_proj.weight": (HIDDEN, 48),
+    "midlayer.input_layernorm.weight": (HIDDEN,),
+    "midlayer.hidden_norm.weight": (HIDDEN,),
+    "midlayer.post_attention_layernorm.weight": (HIDDEN,),
+}
+
+
 def random_tensors(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = {name: shape for name, shape in expected_shapes(config).items() if name != "d2t"}
+    shapes = SHAPES | {"lm_head.weight": (config["draft_vocab_size"], HIDDEN)}
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     if config["draft_vocab_size"] != config["vocab_size"]:
         ids = torch.randperm(VOCAB, generator=generator)[: config["draft_vocab_size"]].sort().values
@@ -190,18 +205,34 @@ def replace(name: str, tensor: torch.Tensor) -> Callable[..., None]:
     return lambda config, tensors: tensors.update({name: tensor})
 
 
-NESTED = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+def with_heads(name: str, sizes: dict[str, int], **values: Any) -> Callable[..., None]:
+    def change(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        config |= values
+        tensors |= {f"midlayer.self_attn.{kind}_{name}": torch.ones(n) for kind, n in sizes.items()}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [drop("eagle_aux_hidden_state_layer_ids"), drop("eagle_config"), drop("num_aux_hidden_states")],
+)
+def test_layers_are_written_for_both_engines_whichever_was_named(
+    make_draft: Callable[..., Path], change: Callable[..., None]
+) -> None:
+    for engine in ("vllm", "sglang"):
+        out = export(make_draft(change), engine)
+        for reader in ("vllm", "sglang"):
+            assert read_as(reader, out).config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
-        (drop("draft_vocab_size"), "lacks 'draft_vocab_size'"),
-        (drop("eagle_aux_hidden_state_layer_ids"), "lacks 'eagle_aux_hidden_state_layer_ids'"),
+        (drop("draft_vocab_size"), "has shape [100, 32] where its config says [288, 32]"),
         (drop("fc.weight"), "weight 'fc.weight' is missing"),
         (drop("d2t"), "weight 'd2t' is missing"),
-        (assign(eagle_config=NESTED), "SGLang would read other layers than vLLM, write [0, 1, 2]"),
-        (assign(eagle_aux_hidden_state_layer_ids=[2, 1, 3]), "its eagle_config says [0, 1, 2]"),
+        (assign(eagle_aux_hidden_state_layer_ids=[2, 1, 3]), "taps layers [2, 1, 3]"),
         (
             assign(
                 eagle_aux_hidden_state_layer_ids=[3, 2, 1],
@@ -210,7 +241,7 @@ NESTED = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 
                     "eagle_aux_hidden_state_layer_ids": [2, 1, 0],
                 },
             ),
-            "train with [1, 2, 3]",
+            "taps layers [3, 2, 1]",
         ),
         (
             assign(
@@ -220,29 +251,31 @@ NESTED = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 
                     "eagle_aux_hidden_state_layer_ids": [0, 1, 3],
                 },
             ),
-            "engines can read 1 to 3",
+            "from 1 to 3 over",
         ),
         (assign(num_hidden_layers=2), "weight 'layers.1.self_attn.q_proj.weight' is missing"),
-        (assign(tie_word_embeddings=True), "tie_word_embeddings=True"),
         (
-            assign(architectures=["Qwen3Eagle3Model"]),
-            "'Qwen3Eagle3Model' is not the portable EAGLE-3 one",
+            with_heads("norm.weight", {"q": 8, "k": 8}),
+            "'Eagle3Qwen3ForCausalLM' is not the portable EAGLE-3 one",
         ),
-        (assign(attention_bias=True), "attention_bias=True"),
+        (
+            with_heads("proj.bias", {"q": 32, "k": 16, "v": 16, "o": 32}, attention_bias=True),
+            "attention_bias=True",
+        ),
         (assign(fc_norm=True), "weight 'fc_norm.0.weight' is missing"),
         (
             replace("fc_norm.0.weight", torch.ones(HIDDEN)),
-            "'fc_norm.0.weight' of shape [32] has no place",
+            "has no place",
         ),
-        (assign(vocab_size=300), "vocab_size 300"),
-        (assign(intermediate_size=64), "has shape [48, 32], its config.json implies [64, 32]"),
+        (assign(vocab_size=300), "vocab_size=300"),
+        (assign(intermediate_size=64), "has shape [48, 32] where its config says [64, 32]"),
         (
             replace("midlayer.q_norm.weight", torch.ones(8)),
-            "'midlayer.q_norm.weight' of shape [8] has no place",
+            "has no place",
         ),
         (replace("norm.weight", torch.full((HIDDEN,), float("nan"))), "'norm.weight'"),
-        (replace("d2t", torch.zeros(100, dtype=torch.int64) - 1), "d2t does not map"),
-        (replace("d2t", torch.full((100,), VOCAB, dtype=torch.int64)), "d2t does not map"),
+        (replace("d2t", torch.zeros(100, dtype=torch.int64) - 1), "does not map draft tokens"),
+        (replace("d2t", torch.full((100,), VOCAB, dtype=torch.int64)), "does not map draft tokens"),
     ],
 )
 def test_what_no_engine_could_serve_is_refused_in_one_sentence(
