@@ -263,7 +263,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 LONGEST = (
     "integration/test_train.py",
     "unit/test_install.py",
-    "integration/test_greedy_identity.py",
+    "integration/test_served_text.py",
     "integration/test_faults.py",
     "integration/test_distill.py",
     "integration/test_audit.py",
@@ -274,7 +274,7 @@ LONGEST = (
     "integration/test_tensor_parallel.py",
     "integration/test_pool.py",
     "unit/train/test_session.py",
-    "integration/test_sampled_distribution.py",
+    "integration/test_served_distribution.py",
     "unit/serve/sampling/test_adjusted_distribution.py",
     "integration/test_serve_command.py",
     "unit/train/test_on_policy_runs.py",

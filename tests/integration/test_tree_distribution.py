@@ -17,9 +17,9 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import FixedTree, TreeShape, parse_tree
 from draftsmith.drafters.trees.candidates import TreeDistributions
 from draftsmith.drafters.trees.fixed import FixedLevels, choose_fixed
-from draftsmith.kernels.sampling.filters import SamplingRows, process
+from draftsmith.kernels.sampling.filters import process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample_without_replacement
-from draftsmith.kernels.statistics import Fit, detectable_bias, g_test
+from draftsmith.kernels.statistics import detectable_bias, g_test
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import engine as engine_module
 from draftsmith.serve.engine import runner as runner_module
@@ -28,6 +28,7 @@ from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.engine.trees import TreePass, lay_out
 from draftsmith.serve.requests.request import Request, RequestOptions, Update
 from draftsmith.serve.sampling.params import SamplingParams
+from tests.integration.served import Distribution, enumerated, fit
 
 FALSE_ALARM = 1e-6
 NUM_SAMPLES = 768
@@ -125,24 +126,8 @@ def prompt(target: Target) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def distribution(target: Target, prompt: list[int]) -> dict[tuple[int, ...], float]:
-    """Every beginning of LENGTH tokens with its probability, by enumeration under the target."""
-    rows = SamplingRows.of([PARAMS.temperature], top_k=[PARAMS.top_k])
-    distribution: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(LENGTH):
-        longer: dict[tuple[int, ...], float] = {}
-        for text, mass in distribution.items():
-            tokens = torch.tensor([prompt + list(text)])
-            _, hidden = target.states(tokens, torch.ones_like(tokens), ())
-            probs = torch.softmax(process(target.head(hidden[0, -1:]).float(), rows).double(), -1)[
-                0
-            ]
-            longer |= {
-                (*text, token): mass * float(probs[token])
-                for token in probs.nonzero()[:, 0].tolist()
-            }
-        distribution = longer
-    return distribution
+def distribution(target: Target, prompt: list[int]) -> Distribution:
+    return enumerated(target, prompt, LENGTH, temperature=PARAMS.temperature, top_k=PARAMS.top_k)
 
 
 def served(
@@ -173,30 +158,6 @@ def served(
     while engine.busy:
         engine.step()
     return [tuple(request.output[:LENGTH]) for request in requests], engine
-
-
-def fit(distribution: dict[tuple[int, ...], float], texts: list[tuple[int, ...]]) -> Fit:
-    places = {text: index for index, text in enumerate(distribution)}
-    counts = torch.zeros(len(distribution) + 1)
-    for text in texts:
-        counts[places.get(text, len(distribution))] += 1
-    return g_test(counts, torch.tensor([*distribution.values(), 0.0], dtype=torch.float64))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("tree", [SAMPLED, DYNAMIC])
-def test_the_joint_distribution_is_the_targets(
-    tree: str, target: Target, prompt: list[int], distribution: dict[tuple[int, ...], float]
-) -> None:
-    texts, engine = served(target, Near(target), tree, prompt)
-    found = fit(distribution, texts)
-    assert found.p_value > FALSE_ALARM, found
-    assert detectable_bias(NUM_SAMPLES, found.degrees, FALSE_ALARM) < 0.3
-    # All ways through a tree were taken.
-    assert (
-        min(engine.stats.accepted[depth] for depth in range(3)) > NUM_SAMPLES / 20
-        and not engine.stats.fallbacks
-    )
 
 
 class Heads(Near):
@@ -235,11 +196,11 @@ FIXED = "choices:0,0.0,1,0.1,2,0.0.0,1.0,0.0.1"
 
 @pytest.mark.parametrize("lie", ["", "q"])
 def test_trees_of_given_choices_keep_the_joint_distribution(
-    lie: str, target: Target, prompt: list[int], distribution: dict[tuple[int, ...], float]
+    lie: str, target: Target, prompt: list[int], distribution: Distribution
 ) -> None:
     """As Medusa drafts them; not so where they are told as draws, which they are not."""
     texts, engine = served(target, Heads(target, lie=lie), FIXED, prompt)
-    found = fit(distribution, texts)
+    found = fit(distribution, texts, g_test)
     assert (found.p_value < FALSE_ALARM) if lie else (found.p_value > FALSE_ALARM), found
     assert min(engine.stats.accepted[depth] for depth in range(3)) > NUM_SAMPLES / 20
     assert not engine.stats.fallbacks
@@ -258,25 +219,25 @@ def test_broken_rounds_are_seen(
     broken: str,
     target: Target,
     prompt: list[int],
-    distribution: dict[tuple[int, ...], float],
+    distribution: Distribution,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if broken == "masks":
         monkeypatch.setattr(runner_module, "lay_out", blind)
     texts, _ = served(target, Near(target, lie=broken), SAMPLED, prompt)
-    assert fit(distribution, texts).p_value < FALSE_ALARM
+    assert fit(distribution, texts, g_test).p_value < FALSE_ALARM
 
 
 @pytest.mark.long
 def test_keys_left_where_they_were_are_seen(
     target: Target,
     prompt: list[int],
-    distribution: dict[tuple[int, ...], float],
+    distribution: Distribution,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engine_module, "move_kept", lambda *arguments: None)
     texts, _ = served(target, Near(target), SAMPLED, prompt, 4096)
-    assert fit(distribution, texts).p_value < FALSE_ALARM
+    assert fit(distribution, texts, g_test).p_value < FALSE_ALARM
 
 
 @pytest.mark.long
@@ -288,13 +249,13 @@ def test_the_joint_distribution_of_many_samples(
     tree: str,
     target: Target,
     prompt: list[int],
-    distribution: dict[tuple[int, ...], float],
+    distribution: Distribution,
 ) -> None:
     drafter = (
         Near(target) if family == "near" else Eagle3.create(Eagle3Options(), target, seed=1).eval()
     )
     texts, engine = served(target, drafter, tree, prompt, MANY_SAMPLES)
-    found = fit(distribution, texts)
+    found = fit(distribution, texts, g_test)
     assert found.p_value > FALSE_ALARM, found
     assert detectable_bias(MANY_SAMPLES, found.degrees, FALSE_ALARM) < 0.05
     assert engine.stats.accepted[0] > 0 and not engine.stats.fallbacks

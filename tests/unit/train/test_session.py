@@ -56,14 +56,19 @@ def metrics(config: TrainConfig) -> list[dict]:
     ],
 )
 def test_training_lowers_the_loss_and_raises_alpha(family, options, configure):
-    config = configure(family, **options, **DECODED)
-    run(config)
+    run(config := configure(family, **options))
     first, *_, last = (line for line in metrics(config) if "loss" in line)
     assert last["loss"] < 0.8 * first["loss"]
     assert last["alpha_1"] > first["alpha_1"] + 0.05
     assert 1.0 < last["tau"] < 1 + config.unroll.steps
     record = checkpoint.read_metadata(config.out)
     assert record["family"] == family and record["training"]["steps"] == 40
+
+
+@pytest.mark.parametrize("family", ["eagle3", "dspark", "draft-lm"])
+def test_the_draft_on_disk_is_the_one_that_was_measured(family, configure):
+    run(config := configure(family, **DECODED))
+    record = checkpoint.read_metadata(config.out)
     greedy, sampled = record["evaluation"]
     assert (greedy["temperature"], sampled["temperature"]) == (0.0, 1.0)
     for found in (greedy, greedy["measured"], sampled, sampled["measured"]):
@@ -94,9 +99,7 @@ def test_training_lowers_the_loss_and_raises_alpha(family, options, configure):
     assert (Path(config.out) / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    "divergence", ["reverse-kl", "jsd:0.3", "tv", "tvd++", "lk-alpha", "lk-hybrid", "ce"]
-)
+@pytest.mark.parametrize("divergence", ["jsd:0.3", "tvd++", "lk-hybrid", "ce"])
 def test_every_divergence_trains_a_draft(divergence, configure):
     config = configure(divergence=divergence, eagle3=Eagle3Options(draft_vocab_size=200))
     run(config)
@@ -216,7 +219,7 @@ def test_the_clock_ends_the_run_and_the_schedule(configure):
     ("slow", "steps", "elapsed_s"),
     # What is slow takes a hundred seconds, of which no more than a tenth of the minute was expected
     # of an evaluation, beforehand.
-    [(None, 60, 60), ("evaluation", 10, 210), ("checkpoint", 10, 110)],
+    [("evaluation", 10, 210), ("checkpoint", 10, 110)],
 )
 def test_a_run_ends_with_what_passes_its_minutes(slow, steps, elapsed_s, configure, monkeypatch):
     """A step takes a second of this clock."""
@@ -361,12 +364,11 @@ def test_weights_of_the_target_are_not_trained(configure):
     assert owned and not owned & {parameter.data_ptr() for parameter in target.model.parameters()}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_head_that_is_not_trained_stays_the_targets(optimizer, configure):
+def test_a_head_that_is_not_trained_stays_the_targets(configure):
     config = configure(
         steps=2,
         eagle3=Eagle3Options(train_head=False),
-        optim=OptimConfig(lr=1e-2, optimizer=optimizer),
+        optim=OptimConfig(lr=1e-2, optimizer="muon"),
     )
     run(config)
     target = Target.load(config.target)
@@ -388,9 +390,7 @@ def test_the_seed_and_nothing_else_decides(configure):
     assert runs["one"] == runs["same"] and runs["one"] != runs["other"]
 
 
-@pytest.mark.parametrize(
-    ("family", "optimizer"), [("mtp", "adamw"), ("draft-lm", "adamw"), ("mtp", "muon")]
-)
+@pytest.mark.parametrize(("family", "optimizer"), [("draft-lm", "adamw"), ("mtp", "muon")])
 def test_more_steps_go_on_where_fewer_ended(family, optimizer, configure):
     """Also with tied weights (draft-lm), which a checkpoint holds once, and with two optimizers."""
     constant = {"optim": OptimConfig(optimizer=optimizer, lr=1e-2, schedule="constant", warmup=0.0)}
@@ -403,7 +403,7 @@ def test_more_steps_go_on_where_fewer_ended(family, optimizer, configure):
         assert {**one, "elapsed_s": 0} == {**other, "elapsed_s": 0}
 
 
-@pytest.mark.parametrize("family", ["eagle3", "mtp", "medusa", "dspark"])
+@pytest.mark.parametrize("family", ["eagle3", "dspark"])
 def test_a_trained_draft_is_trained_further(family, configure):
     run(first := configure(family))
     run(
@@ -562,8 +562,7 @@ def test_a_run_over_weighted_folders_resumes_exactly_and_says_what_each_gave(
     assert "tau of " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("family", ["eagle3", "draft-lm"])
-def test_a_packed_run_learns_and_resumes_exactly(configure, family):
+def test_a_packed_run_learns_and_resumes_exactly(configure):
     # The learning rate must not depend on where a run is to end.
     optim = OptimConfig(lr=1e-2, schedule="constant", warmup=0.0)
     settings = {
@@ -574,9 +573,7 @@ def test_a_packed_run_learns_and_resumes_exactly(configure, family):
         "log_every": 1,
         "save_every": 7,
     }
-    straight = configure(
-        family, **settings, optim=optim, steps=24, out=f"{configure().out}-straight"
-    )
+    straight = configure(**settings, optim=optim, steps=24, out=f"{configure().out}-straight")
     run(straight)
     interrupted = replace(straight, out=f"{configure().out}-interrupted")
     run(replace(interrupted, steps=14))

@@ -10,8 +10,6 @@ from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.forward.row_steps import row_steps
-from draftsmith.kernels.sampling.filters import SamplingRows, process
-from draftsmith.kernels.statistics import Fit, g_test
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.round import RoundProposal, RowSampling, Source
@@ -23,7 +21,6 @@ from scripts.bench.serving.round import calls
 
 PROMPT = [5, 60, 7, 200, 9, 33]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-FALSE_ALARM = 1e-6
 
 
 class Broken:
@@ -96,86 +93,6 @@ def test_a_request_may_choose_its_own_draft_length(target: Target, fixed_drafter
         engine.step()
     deepest = [max(request.speculation.offered, default=0) for request in requests]
     assert deepest == [0, 1, 5, 3]
-
-
-def joint_distribution(
-    target: Target, prompt: list[int], params: SamplingParams, length: int
-) -> dict[tuple[int, ...], float]:
-    """Every continuation of `length` tokens with its probability under the target, by
-    enumeration."""
-    rows = SamplingRows.of(
-        [params.temperature], top_k=[params.top_k], top_p=[params.top_p], min_p=[params.min_p]
-    )
-    distribution: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(length):
-        longer: dict[tuple[int, ...], float] = {}
-        for text, mass in distribution.items():
-            tokens = torch.tensor([prompt + list(text)])
-            _, hidden = target.states(tokens, torch.ones_like(tokens), ())
-            probs = torch.softmax(process(target.head(hidden[0, -1:]).float(), rows).double(), -1)[
-                0
-            ]
-            for token in probs.nonzero()[:, 0].tolist():
-                longer[(*text, token)] = mass * float(probs[token])
-        distribution = longer
-    return distribution
-
-
-def fit(target: Target, drafter: object, params: SamplingParams, num_samples: int) -> Fit:
-    distribution = joint_distribution(target, PROMPT, params, 4)
-    engine = build_engine(
-        target, drafter, EngineConfig(k=3, max_batch=64, max_round_tokens=1024, max_length=64)
-    )
-    completions = engine.generate([PROMPT] * num_samples, params, text=False)
-    texts = list(distribution)
-    index = {text: i for i, text in enumerate(texts)}
-    counts = torch.zeros(len(texts) + 1)
-    for completion in completions:
-        counts[index.get(tuple(completion.tokens), len(texts))] += 1
-    return g_test(counts, torch.tensor([*distribution.values(), 0.0], dtype=torch.float64))
-
-
-SAMPLED = SamplingParams(temperature=1.3, top_k=3, max_tokens=4, ignore_eos=True)
-
-
-def test_the_joint_distribution_of_four_tokens_is_the_targets(
-    target: Target, fixed_drafter: Callable
-) -> None:
-    assert fit(target, None, SAMPLED, 1500).p_value > FALSE_ALARM
-    assert fit(target, fixed_drafter(), SAMPLED, 3000).p_value > FALSE_ALARM
-
-
-def test_a_drafter_that_lies_about_its_distribution_is_noticed(
-    target: Target, fixed_drafter: Callable
-) -> None:
-    """The negative control: were verification fed another q than was sampled from, the same test
-    says so."""
-    # Lossless for any target needs q; the lie shows where p and q share support, so no filter here.
-    wide = SamplingParams(temperature=1.0, top_k=0, max_tokens=2, ignore_eos=True)
-    honest = first_pair(target, fixed_drafter(sharpness=3.0), wide, 3000)
-    lying = first_pair(target, fixed_drafter(sharpness=3.0, told_seed=5), wide, 3000)
-    assert honest.p_value > FALSE_ALARM > lying.p_value
-
-
-def first_pair(target: Target, drafter: object, params: SamplingParams, num_samples: int) -> Fit:
-    """Distribution of the second token, which is the first one that speculation decides; the first
-    is drawn by the prompt's pass. `max_tokens` 3 lets one token be drafted."""
-    prompts = [PROMPT] * num_samples
-    params = SamplingParams(temperature=params.temperature, max_tokens=3, ignore_eos=True)
-    engine = build_engine(
-        target, drafter, EngineConfig(k=1, max_batch=64, max_round_tokens=1024, max_length=64)
-    )
-    completions = engine.generate(prompts, params, text=False)
-    firsts = sorted({completion.tokens[0] for completion in completions})
-    rows = [[*PROMPT, first] for first in firsts]
-    _, hidden = target.states(torch.tensor(rows), torch.ones(len(rows), len(rows[0])), ())
-    distributions = torch.softmax(target.head(hidden[:, -1]).double(), -1)
-    counts = torch.zeros(target.vocab_size)
-    expected = torch.zeros(target.vocab_size, dtype=torch.float64)
-    for completion in completions:
-        counts[completion.tokens[1]] += 1
-        expected += distributions[firsts.index(completion.tokens[0])]
-    return g_test(counts, expected / num_samples)
 
 
 def test_a_seeded_request_is_the_same_in_any_company(

@@ -1,0 +1,192 @@
+"""What tests of served text share: drafters by name, drafts that are right for a while, references
+read without an engine."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any, get_args
+
+import torch
+
+from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
+from draftsmith.drafters.options import OPTIONS, DraftLmOptions, SuffixOptions
+from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.drafters.text.suffix import Suffix
+from draftsmith.drafters.text.text_first import TextFirst
+from draftsmith.drafters.tree_shape import GrownShape, TreeShape
+from draftsmith.kernels.sampling.filters import SamplingRows, process
+from draftsmith.kernels.statistics import Fit, chi_square
+from draftsmith.serve.sampling.params import SamplingParams
+
+TRAINED = [name for name in OPTIONS if name in FAMILIES]
+TEXT = ["ngram", "suffix", "suffix and draft-lm"]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+# The largest gap of the two best logits that rounding in another batch shape could turn round.
+NOISE = 1e-4
+
+Greedy = tuple[list[int], list[float]]  # tokens, and the top-2 margin of each choice
+Distribution = dict[tuple[int, ...], float]  # every answer with its probability
+
+
+def make_drafter(family: str, target: Target, **options: Any) -> ServingDrafter:
+    """A new draft; `options` are those of a trained one."""
+    if family == "ngram":
+        return Ngram(min_n=1, max_n=3)
+    if "suffix" in family:
+        # Remembering the same answers from the engine before, it would be right too often.
+        text = Suffix(SuffixOptions(max_spec_offset=1.0, max_cached_requests=0))
+        if family == "suffix":
+            return text
+        return TextFirst(make_drafter("draft-lm", target, **options), text, share=0.3)
+    if family == "draft-lm" and not options:
+        options = {"hidden_size": 16, "num_attention_heads": 2}
+    counts = torch.arange(target.vocab_size).flip(0)
+    made = FAMILIES[family].create(OPTIONS[family](**options), target, seed=1, token_counts=counts)
+    return made.to(device=target.device, dtype=target.dtype).eval()
+
+
+def near(target: Target) -> ServingDrafter:
+    """Close to the target, so that many drafts are kept: its weights with some noise."""
+    drafter = FAMILIES["draft-lm"].create(DraftLmOptions(init=target.name), target, seed=1)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            parameter.add_(0.02 * noise)
+    return drafter.eval()
+
+
+class Around:
+    """A drafter around another one."""
+
+    def __init__(self, drafter: ServingDrafter):
+        self.drafter = drafter
+        self.family, self.taps, self.new_pool = drafter.family, drafter.taps, drafter.new_pool
+        self.propose, self.cached_after = drafter.propose, drafter.cached_after
+
+
+class Oracle(Around):
+    """A real drafter whose drafts are overwritten with the target's own continuation for a while,
+    so that every accepted count occurs however bad the untrained drafter is. What the drafter
+    itself drafted stays as the rejected rest."""
+
+    def __init__(self, drafter: ServingDrafter, known: list[list[int]]):
+        super().__init__(drafter)
+        del self.propose, self.cached_after
+        self.known, self.random = known, random.Random(0)
+
+    def cached_after(self, last: int, drafted: int, accepted: int) -> int:
+        # What the drafter read after the last token were its own drafts, not the ones put in their
+        # place.
+        return min(self.drafter.cached_after(last, drafted, accepted), last + 1)
+
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        proposal = self.drafter.propose(inputs)
+        tokens, lengths = proposal.tokens.clone(), proposal.lengths.clone()
+        for row, history in enumerate(inputs.histories):
+            text = next(text for text in self.known if text[: len(history)] == history)
+            right = text[len(history) :][: self.random.randint(0, int(inputs.num_draft[row]))]
+            tokens[row, : len(right)] = torch.tensor(right, dtype=torch.int64)
+            lengths[row] = max(int(lengths[row]), len(right))
+        return Proposal(tokens=tokens, lengths=lengths, logits=None)
+
+
+class TreeOracle(Around):
+    """A real drafter; on one random path of each tree its tokens are the target's own for a while,
+    so that every accepted count and every move of keys occurs. What it tells is deterministic."""
+
+    def __init__(self, drafter: ServingDrafter, known: list[list[int]]):
+        super().__init__(drafter)
+        self.known, self.random = known, random.Random(0)
+        self.shapes = getattr(drafter, "shapes", get_args(GrownShape))
+
+    def propose_tree(self, inputs: DraftInputs, shape: TreeShape) -> Proposal:
+        proposal = self.drafter.propose_tree(inputs, shape)
+        tokens = proposal.tokens.clone()
+        for row, history in enumerate(inputs.histories):
+            text = next(text for text in self.known if text[: len(history)] == history)
+            node = self.random.randrange(-1, int(proposal.lengths[row]))
+            path = []
+            while node >= 0:
+                path.insert(0, node)
+                node = int(proposal.parents[row, node])
+            for node, token in zip(path, text[len(history) :]):
+                tokens[row, node] = token
+        return replace(proposal, tokens=tokens, logits=None, q_rows=None)
+
+
+def prompts(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    sizes = [5, 17, 1, 30, 9, 16, 40, 2][:count]
+    return [torch.randint(3, 288, (size,), generator=generator).tolist() for size in sizes]
+
+
+def plain_greedy(target: Target, batch: list[list[int]], num_tokens: int) -> list[Greedy]:
+    """Token by token with the whole texts each time: no cache, no engine. Each text is then read
+    alone."""
+    sizes = torch.tensor([len(prompt) for prompt in batch])
+    width = int(sizes.max()) + num_tokens
+    tokens = torch.zeros(len(batch), width, dtype=torch.int64)
+    for row, prompt in enumerate(batch):
+        tokens[row, : len(prompt)] = torch.tensor(prompt)
+    rows = torch.arange(len(batch))
+    for step in range(num_tokens):
+        mask = (torch.arange(width) < (sizes + step)[:, None]).float()
+        longest = int(sizes.max()) + step
+        _, hidden = target.states(tokens[:, :longest], mask[:, :longest], ())
+        tokens[rows, sizes + step] = target.head(hidden[rows, sizes + step - 1]).argmax(-1)
+    return [
+        _chosen_alone(target, tokens[row, : size + num_tokens], num_tokens)
+        for row, size in enumerate(sizes.tolist())
+    ]
+
+
+def _chosen_alone(target: Target, text: torch.Tensor, num_tokens: int) -> Greedy:
+    """The last tokens of a text, which is read without padding and without other texts, and the
+    top-2 margins of their choices."""
+    _, hidden = target.states(text[None], torch.ones(1, len(text)), ())
+    best = target.head(hidden[0, -num_tokens - 1 : -1]).float().topk(2)
+    tokens, margins = text[-num_tokens:].tolist(), (best.values[:, 0] - best.values[:, 1]).tolist()
+    assert_same(best.indices[:, 0].tolist(), (tokens, margins))
+    return tokens, margins
+
+
+def assert_same(tokens: list[int], expected: Greedy) -> None:
+    for index, (token, right, margin) in enumerate(zip(tokens, *expected, strict=True)):
+        if token != right:
+            assert margin < NOISE, f"token {index} is {token} instead of {right}, margin {margin}"
+            return
+
+
+def enumerated(
+    target: Target, prompt: list[int], length: int, allowed: tuple[int, ...] = (), **sampling: Any
+) -> Distribution:
+    """Every answer of `length` tokens with its probability, by enumeration under the target."""
+    rows = SamplingRows.of(**{name: [value] for name, value in sampling.items()})
+    others = torch.full((target.vocab_size,), bool(allowed))
+    others[list(allowed)] = False
+    distribution: Distribution = {(): 1.0}
+    for _ in range(length):
+        longer: Distribution = {}
+        for text, mass in distribution.items():
+            tokens = torch.tensor([prompt + list(text)])
+            _, hidden = target.states(tokens, torch.ones_like(tokens), ())
+            logits = target.head(hidden[0, -1:]).float().masked_fill(others, -torch.inf)
+            probs = torch.softmax(process(logits, rows).double(), -1)[0]
+            longer |= {
+                (*text, token): mass * float(probs[token])
+                for token in probs.nonzero()[:, 0].tolist()
+            }
+        distribution = longer
+    return distribution
+
+
+def fit(distribution: Distribution, texts: list[list[int]], test: Any = chi_square) -> Fit:
+    """How well the beginnings of texts follow the distribution; all others are one more cell."""
+    places = {text: index for index, text in enumerate(distribution)}
+    length, counts = len(next(iter(distribution))), torch.zeros(len(distribution) + 1)
+    for text in texts:
+        counts[places.get(tuple(text[:length]), len(distribution))] += 1
+    return test(counts, torch.tensor([*distribution.values(), 0.0], dtype=torch.float64))
