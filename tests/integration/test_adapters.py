@@ -168,16 +168,15 @@ def test_an_adapter_folder_as_target_is_merged_into_its_base(folders, alone, tmp
         Target.load(tmp_path)
 
 
-@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
-    "options",
+    ("options", "tied"),
     [
-        {"target_modules": ["lm_head", "q_proj"]},
-        {"target_modules": ["embed_tokens", "q_proj"]},
-        {"target_modules": ["lm_head", "embed_tokens"]},
-        {"modules_to_save": ["embed_tokens"]},
-        {"modules_to_save": ["lm_head"]},
-        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        ({"target_modules": ["lm_head", "q_proj"]}, True),
+        ({"target_modules": ["embed_tokens", "q_proj"]}, True),
+        ({"target_modules": ["lm_head", "embed_tokens"]}, False),
+        ({"modules_to_save": ["embed_tokens"]}, True),
+        ({"modules_to_save": ["lm_head"]}, True),
+        ({"modules_to_save": ["embed_tokens", "lm_head"]}, False),
     ],
     ids=str,
 )

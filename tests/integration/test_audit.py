@@ -130,7 +130,6 @@ def test_our_server_is_lossless(target: Target, live_server: Callable, tmp_path:
     "family, depth",
     [
         ("draft-lm", 3),
-        ("eagle3", 2),
         *(pytest.param("draft-lm", depth, marks=pytest.mark.long) for depth in (1, 2, 4)),
         pytest.param("eagle3", 1, marks=pytest.mark.long),
     ],

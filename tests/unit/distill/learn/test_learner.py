@@ -46,7 +46,6 @@ def mean_alpha(drafter: torch.nn.Module, target: Target, texts: list[ServedText]
     ("positions", "gain"),
     # What follows a rejected token seldom comes up again in so little text.
     [
-        (("accepted", "first-rejected"), 0.05),
         (("later-rejected",), 0.002),
         (("bonus", "later-rejected", "accepted"), 0.05),
     ],

@@ -137,8 +137,7 @@ def test_values_and_gradients_are_those_of_a_dense_mask(
     check(made, SEGMENTS if packed else None, first, window, causal=True)
 
 
-@pytest.mark.parametrize("window", [None, 2, 20])
-@pytest.mark.parametrize("own_context", [False, True])
+@pytest.mark.parametrize("own_context, window", [(False, None), (True, 20), (False, 2)])
 def test_flex_attention_gives_those_of_a_dense_mask(
     own_context: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

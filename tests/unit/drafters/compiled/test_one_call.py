@@ -84,8 +84,10 @@ def passes(target: Target, counts: list[tuple[int, int]]) -> tuple[list[torch.Te
 PASSES = [(5, 9), (1, 1), (4, 2), (1, 0), (0, 8), (3, 3)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [("llama", torch.bfloat16), ("qwen3", torch.float32), ("mistral", torch.float32)],
+)
 def test_one_call_gives_the_bits_of_many(tiny_target, architecture, dtype, monkeypatch):
     target = made(tiny_target, architecture, dtype)
     with counted(target, monkeypatch) as taken:
@@ -100,16 +102,14 @@ def test_one_call_gives_the_bits_of_many(tiny_target, architecture, dtype, monke
     assert not torch.equal(found[2], found[6])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_layer_is_eleven_kernels(tiny_target, dtype):
+def test_a_layer_is_eleven_kernels(tiny_target):
     """Two norms, four products, one of them gated, two rotations, attention and two sums; before
     them rows of the embedding and of both tables of angles, one norm behind."""
-    target = made(tiny_target, "llama", dtype)
+    target = made(tiny_target, "llama", torch.bfloat16)
     assert len(body(target)._one_call.calls.calls) == 3 + 11 * target.num_layers + 1
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_no_product_is_called_from_python(tiny_target, monkeypatch, threads):
+def test_no_product_is_called_from_python(tiny_target, monkeypatch):
     target = made(tiny_target, "llama")
     before = torch.get_num_threads()
     expected, _ = passes(target, PASSES)
@@ -119,7 +119,7 @@ def test_no_product_is_called_from_python(tiny_target, monkeypatch, threads):
         FewRows, "__call__", lambda self, rows: products.append(1) or original(self, rows)
     )
     try:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(2)
         found, _ = passes(target, PASSES)
     finally:
         torch.set_num_threads(before)
@@ -127,7 +127,7 @@ def test_no_product_is_called_from_python(tiny_target, monkeypatch, threads):
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("architecture", ["gemma2", "gpt2", "gpt_neox", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", ["gemma2", "gpt_neox"])
 def test_a_forward_with_other_operations_is_replayed(tiny_target, architecture):
     assert body(made(tiny_target, architecture))._one_call is None
 

@@ -54,6 +54,11 @@ def target(request: pytest.FixtureRequest, tiny_target: Callable[..., str]) -> T
     return Target.load(tiny_target("llama"), dtype=request.param)
 
 
+@pytest.fixture(scope="module")
+def float32(tiny_target: Callable[..., str]) -> Target:
+    return Target.load(tiny_target("llama"), dtype=torch.float32)
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def drafter(request: pytest.FixtureRequest, target: Target):
     return made(request.param, target)
@@ -142,9 +147,15 @@ def taken(monkeypatch: pytest.MonkeyPatch, drafter) -> list[bool]:
 
 
 @pytest.mark.parametrize(
-    "rows", [PLAIN, RAGGED, MANY, LONG], ids=["plain", "ragged", "many", "long"]
+    ("options", "rows"),
+    [
+        pytest.param({"temperature": 1.0}, PLAIN, id="{'temperature': 1.0}-plain"),
+        pytest.param({"temperature": 0.0}, RAGGED, id="{'temperature': 0.0}-ragged"),
+        pytest.param(SAMPLED, RAGGED, id="filtered-ragged"),
+        pytest.param({"temperature": 0.0}, MANY, id="greedy-many"),
+        pytest.param(SAMPLED, LONG, id="filtered-long"),
+    ],
 )
-@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 1.0}, SAMPLED], ids=str)
 def test_one_call_gives_the_bits_of_many(drafter, target: Target, rows, options, taken) -> None:
     inputs = round_of(drafter, target, rows, **options)
     found = drafts(drafter, inputs, at_once=True)
@@ -178,10 +189,10 @@ def test_draws_that_are_torch_s_go_on_from_there(drafter, target: Target, undeci
     assert_same(found, drafts(drafter, inputs, at_once=False))
 
 
-def test_tables_that_a_chain_reads_live_until_it_ends(target: Target) -> None:
+def test_tables_that_a_chain_reads_live_until_it_ends(float32: Target) -> None:
     """Another thread makes them longer between two depths."""
-    drafter = made("draft-lm", target)
-    chain, inputs = drafter.one_chain, round_of(drafter, target, PLAIN, temperature=1.0)
+    drafter = made("draft-lm", float32)
+    chain, inputs = drafter.one_chain, round_of(drafter, float32, PLAIN, temperature=1.0)
     expected = drafts(drafter, inputs, at_once=True)
     real, alive = ctypes.cast(chain._chain.draw, Draw), []
     read = [weakref.ref(table) for table in chain._step._tables.tables]
@@ -203,48 +214,49 @@ def test_tables_that_a_chain_reads_live_until_it_ends(target: Target) -> None:
     assert [table() for table in read] == [None] * len(read)
 
 
-def test_memory_is_taken_by_the_first_round(target: Target) -> None:
-    drafter = made("eagle3", target)
+def test_memory_is_taken_by_the_first_round(float32: Target) -> None:
+    drafter = made("eagle3", float32)
     assert not drafter.one_chain._memory
     counted = drafter.buffer_bytes
-    drafts(drafter, round_of(drafter, target, PLAIN, temperature=0.0), at_once=True)
+    drafts(drafter, round_of(drafter, float32, PLAIN, temperature=0.0), at_once=True)
     taken = {id(one): one.untyped_storage() for one in drafter.one_chain._memory.values()}
     assert taken and counted == sum(storage.nbytes() for storage in taken.values())
 
 
-def test_drafts_that_take_turns_share_memory(target: Target) -> None:
-    drafters = [made("eagle3", target) for _ in range(3)]
+def test_drafts_that_take_turns_share_memory(float32: Target) -> None:
+    drafters = [made("eagle3", float32) for _ in range(3)]
     with torch.no_grad():
         for drafter in drafters[1:]:
             for parameter in drafter.parameters():
                 parameter.mul_(1.5)
     first, sharing, alone = drafters
-    given = round_of(first, target, RAGGED, **SAMPLED)
+    given = round_of(first, float32, RAGGED, **SAMPLED)
     expected = [drafts(one, given, at_once=True) for one in (first, alone, first, alone)]
     assert not torch.equal(expected[0][0].logits, expected[1][0].logits)
     assert TextFirst(sharing, Suffix()).share_buffers(TextFirst(first, Suffix()))
     for drafter, one in zip((first, sharing, first, sharing), expected, strict=True):
         assert_same(drafts(drafter, given, at_once=True), one)
     assert sharing.one_chain._memory is first.one_chain._memory
-    assert not made("eagle1", target).share_buffers(first)
+    assert not made("eagle1", float32).share_buffers(first)
 
 
 def test_drafts_that_could_not_use_it_have_no_chain(
-    target: Target, monkeypatch: pytest.MonkeyPatch
+    float32: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = FAMILIES["p-eagle"].create(OPTIONS["p-eagle"](), target, seed=0).to(dtype=target.dtype)
+    other = (
+        FAMILIES["p-eagle"].create(OPTIONS["p-eagle"](), float32, seed=0).to(dtype=float32.dtype)
+    )
     other.eval().capture_forward()
     assert other._captured is not None and other.one_chain is None
-    made("eagle3", target)
+    made("eagle3", float32)
     monkeypatch.setattr(one_chain, "MOST_QUERIES", 0)
     with pytest.raises(AssertionError):
-        made("eagle3", target)
+        made("eagle3", float32)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_several_threads_draft_the_same(target: Target, temperature: float) -> None:
-    drafter, threads = made("eagle3", target), torch.get_num_threads()
-    inputs = round_of(drafter, target, RAGGED, temperature=temperature)
+def test_several_threads_draft_the_same(float32: Target) -> None:
+    drafter, threads = made("eagle3", float32), torch.get_num_threads()
+    inputs = round_of(drafter, float32, RAGGED, temperature=1.0)
     found = []
     try:
         for count in (1, 2):
@@ -256,11 +268,11 @@ def test_several_threads_draft_the_same(target: Target, temperature: float) -> N
 
 
 def test_rounds_that_the_kernels_do_not_take_are_drafted_token_by_token(
-    target: Target, monkeypatch: pytest.MonkeyPatch
+    float32: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter = made("eagle3", target)
+    drafter = made("eagle3", float32)
     chain = drafter.one_chain
-    inputs = round_of(drafter, target, PLAIN, temperature=0.0)
+    inputs = round_of(drafter, float32, PLAIN, temperature=0.0)
     taken: list[bool] = []
     original = type(chain).draft
     monkeypatch.setattr(
@@ -270,8 +282,8 @@ def test_rounds_that_the_kernels_do_not_take_are_drafted_token_by_token(
     for other in (
         replace(inputs, adjust=lambda logits, rows, prefixes: logits),
         replace(inputs, least_confidence=0.01),
-        round_of(drafter, target, [(0, 60, 2)], temperature=0.0),
-        round_of(drafter, target, many, temperature=0.0),
+        round_of(drafter, float32, [(0, 60, 2)], temperature=0.0),
+        round_of(drafter, float32, many, temperature=0.0),
     ):
         drafts(drafter, other, at_once=True)
     with chain._lock:  # another thread drafts
@@ -281,12 +293,12 @@ def test_rounds_that_the_kernels_do_not_take_are_drafted_token_by_token(
     assert taken[-1]
 
 
-def test_a_draft_without_numbers_has_no_mass(target: Target) -> None:
-    drafter = made("eagle3", target)
+def test_a_draft_without_numbers_has_no_mass(float32: Target) -> None:
+    drafter = made("eagle3", float32)
     with torch.no_grad():
         drafter.lm_head.weight.fill_(torch.nan)
     for temperature in (0.0, 1.0):
-        inputs = round_of(drafter, target, PLAIN, temperature=temperature)
+        inputs = round_of(drafter, float32, PLAIN, temperature=temperature)
         (found, _), (expected, _) = (
             drafts(drafter, inputs, at_once=at_once) for at_once in (True, False)
         )
@@ -296,17 +308,17 @@ def test_a_draft_without_numbers_has_no_mass(target: Target) -> None:
             assert not found.has_mass.any()
 
 
-def test_a_token_outside_the_vocabulary_or_its_blocks_is_an_error(target: Target) -> None:
-    drafter = made("draft-lm", target)
-    inputs = round_of(drafter, target, PLAIN, temperature=0.0)
+def test_a_token_outside_the_vocabulary_or_its_blocks_is_an_error(float32: Target) -> None:
+    drafter = made("draft-lm", float32)
+    inputs = round_of(drafter, float32, PLAIN, temperature=0.0)
     strange = inputs.tokens.clone()
-    strange[2] = target.vocab_size
+    strange[2] = float32.vocab_size
     with pytest.raises(LookupError, match="no row"):
         drafts(drafter, replace(inputs, tokens=strange), at_once=True)
     with pytest.raises(IndexError, match="behind the blocks"):
         few = inputs.block_tables[:, :1].contiguous()
         drafts(drafter, replace(inputs, block_tables=few), at_once=True)
-    near = round_of(drafter, target, LONG[:1], temperature=0.0)
+    near = round_of(drafter, float32, LONG[:1], temperature=0.0)
     with pytest.raises(IndexError, match="behind the blocks"):
         drafts(drafter, replace(near, block_tables=few[:1]), at_once=True)
     assert len(drafter.one_chain._step._tables.tables[0]) == 256  # which were long enough

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -111,9 +112,16 @@ def check(
         torch.testing.assert_close(one, other, **near)
 
 
-@pytest.mark.parametrize("first", [0, 1, 37, 160])
-@pytest.mark.parametrize("window", [None, 1, 2, 4, 60, 129, 290, 1000])
-@pytest.mark.parametrize("packed", [False, True])
+WINDOWS = [None, 1, 2, 4, 60, 129, 290, 1000]
+
+
+@pytest.mark.parametrize(
+    "packed, window, first",
+    [
+        *((False, window, 0) for window in WINDOWS),
+        *zip(itertools.repeat(True), WINDOWS, itertools.cycle([1, 37, 160])),
+    ],
+)
 def test_values_and_gradients_are_those_of_a_dense_mask(
     packed: bool, window: int | None, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,9 +132,9 @@ def test_values_and_gradients_are_those_of_a_dense_mask(
     assert len(asked) == STEPS
 
 
-@pytest.mark.parametrize("first", [0, 45])
-@pytest.mark.parametrize("window", [None, 2, 20])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "packed, window, first", [(False, None, 0), (True, None, 45), (False, 2, 45), (True, 20, 0)]
+)
 def test_flex_attention_gives_those_of_a_dense_mask(
     packed: bool, window: int | None, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,8 +209,7 @@ def memory_of_length(length: int, window: int | None, packed: bool) -> Memory:
     return memory_of(call)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize("window, packed", [(None, False), (128, True)])
 def test_memory_grows_with_the_length_and_not_with_its_square(
     window: int | None, packed: bool
 ) -> None:

@@ -54,14 +54,16 @@ def assert_equal(
     return found.tolist()
 
 
-@pytest.mark.parametrize("drawn", [True, False])
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize(
+    "name, drawn",
+    [("mixed", True), ("mixed", False), ("sampled", True), ("greedy", False), ("filtered", True)],
+)
 def test_one_launch_gives_the_references_tokens(
     name: str, drawn: bool, device: torch.device
 ) -> None:
     rows = SamplingRows.of(**DISTRIBUTIONS[name])
     kept = set()
-    for seed, lengths in enumerate(([3, 2, 3], [3, 0, 1], [0, 0, 0], [1, 2, 2])):
+    for seed, lengths in enumerate(([3, 2, 3], [3, 0, 1])):
         found = assert_equal(rows, *round_of(seed, lengths, drawn=drawn))
         kept |= {row[0] for row in found}
         assert all(row[0] <= most for row, most in zip(found, [*lengths, 0]))

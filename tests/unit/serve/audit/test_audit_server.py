@@ -211,7 +211,7 @@ WARM: dict[str, Any] = {"temperature": 0.7, "top_k": 10}
 
 @pytest.mark.parametrize(
     "ours, options",
-    [(True, {}), (True, WARM), (False, {}), pytest.param(False, WARM, marks=pytest.mark.long)],
+    [(True, {}), (False, {}), pytest.param(False, WARM, marks=pytest.mark.long)],
 )
 def test_an_honest_server_passes(ours: bool, options: dict) -> None:
     report = audit(
@@ -442,7 +442,7 @@ def test_another_server_can_be_the_witness() -> None:
 TWO_SAMPLES = replace(CONFIG, temperature=0.4, top_k=30, contexts=1, samples=3000, length=2)
 
 
-@pytest.mark.parametrize("lies_from", [None, 1, 2])
+@pytest.mark.parametrize("lies_from", [None, 2])
 def test_distributions_that_logprobs_do_not_tell_are_compared_by_samples(
     lies_from: int | None,
 ) -> None:
@@ -455,7 +455,7 @@ def test_distributions_that_logprobs_do_not_tell_are_compared_by_samples(
     assert any("no bias is planted at single depths" in line for line in report.notes)
 
 
-@pytest.mark.parametrize("lies_from", [None, 1, 2])
+@pytest.mark.parametrize("lies_from", [1, 2])
 def test_a_server_that_tells_no_rounds_is_not_cleared_by_samples_that_hide_a_depth(
     lies_from: int | None,
 ) -> None:

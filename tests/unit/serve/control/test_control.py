@@ -157,8 +157,9 @@ class Moody(Machine):
         return super().round_s(num_tokens, ks) * (1.0 + self.rounds_done // self.period % 2)
 
 
-@pytest.mark.parametrize(("draft_share", "alpha"), [(0.6, 0.65), (0.3, 0.3), (0.1, 0.8)])
-@pytest.mark.parametrize("period", [150, 600])
+@pytest.mark.parametrize(
+    ("period", "draft_share", "alpha"), [(150, 0.6, 0.65), (600, 0.3, 0.3), (150, 0.1, 0.8)]
+)
 def test_a_machine_that_slows_down_says_nothing_about_k(
     period: int, draft_share: float, alpha: float
 ) -> None:
@@ -168,7 +169,7 @@ def test_a_machine_that_slows_down_says_nothing_about_k(
     def machine() -> Moody:
         return Moody(lambda name, number: alpha, draft_share=draft_share, period=period)
 
-    for batch in (1, 8, 48):
+    for batch in (1, 48):
         fixed = [
             play(Constant(k), machine(), ["a"] * batch, 1200, skip=100) for k in range(MOST + 1)
         ]
