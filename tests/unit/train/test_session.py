@@ -352,18 +352,6 @@ def test_merged_lora_is_the_trained_model(configure, tiny_target, monkeypatch):
     assert not list(Path(config.out).glob("adapter*"))
 
 
-def test_weights_of_the_target_are_not_trained(configure):
-    config = configure(steps=1)
-    target = Target.load(config.target)
-    corpus = session.load_corpus(config, target)
-    place = session.placement_of("float32")
-    trainee = trainer.Trainee(
-        session.new_drafter(config, place, target, corpus), LiveSource(target), config.unroll
-    )
-    owned = {parameter.data_ptr() for parameter in trainee.parameters()}
-    assert owned and not owned & {parameter.data_ptr() for parameter in target.model.parameters()}
-
-
 def test_a_head_that_is_not_trained_stays_the_targets(configure):
     config = configure(
         steps=2,

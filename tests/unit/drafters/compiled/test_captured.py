@@ -4,14 +4,12 @@ of tokens."""
 from __future__ import annotations
 
 import logging
-from collections import Counter
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from draftsmith.drafters.compiled import captured as captured_module
-from draftsmith.drafters.compiled import rewrite
 from draftsmith.drafters.compiled.capture import NUM_TOKENS, capture
 from draftsmith.drafters.compiled.captured import Mismatch, capture_lm, compare
 from draftsmith.drafters.compiled.replay import Replay
@@ -19,7 +17,6 @@ from draftsmith.drafters.target.load import load_model
 from draftsmith.drafters.target.target import FINAL, Target
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.kernels.forward.row_steps import row_steps
 from draftsmith.kernels.products.few_rows import few_rows
 
 ARCHITECTURES = ["qwen3", "mistral", "gemma2", "gpt_neox", "qwen3_moe", "llama4", "gpt2"]
@@ -158,36 +155,6 @@ def test_weights_written_in_place_count_after_a_refresh():
     for found, old, layer in zip(replay(rows), stale, layers):
         torch.testing.assert_close(found, layer(rows))
         assert (found - old).abs().max() > 0.1
-
-
-@pytest.mark.parametrize(("compiler", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
-def test_what_a_rewrite_leaves_of_a_llama(tiny_target, dtype, compiler, monkeypatch):
-    """Its speed is the number of calls: a change of transformers' code that no pattern fits any
-    more must not go unnoticed."""
-    if compiler and row_steps(dtype) is None:
-        pytest.skip("there is no C++ compiler")
-    if not compiler:
-        monkeypatch.setattr(rewrite, "row_steps", lambda dtype: None)
-    target = Target.load(tiny_target("llama"), dtype=dtype)
-    capture_lm(target)
-    names = Counter(
-        getattr(node.target, "__name__", str(node.target))
-        for node in target._captured.body.graph.nodes
-        if node.op == "call_function"
-    )
-    layers, narrow = target.num_layers, dtype == torch.bfloat16
-    for name, count in {"normalise": 2 * layers + 1, "rotate": 2 * layers}.items():
-        assert names[name] == compiler * count
-    assert names["multiply_gated"] == compiler * layers and names["gate"] == 0
-    for name, count in {"rms_norm": 2 * layers + 1, "roll": 2 * layers, "silu": layers}.items():
-        assert names[name] == (not compiler) * count
-    assert names["multiply"] == (3 if compiler else 4) * layers and names["attend"] == layers
-    assert names["cos.default"] == names["sin.default"] == 1
-    assert not any("linear" in name or "_to_copy" in name for name in names)
-    most = 31 if compiler else 38 + 9 * narrow
-    assert sum(names.values()) <= most * layers + 20
-    head = [node for node in target._captured.head.graph.nodes if node.op == "call_function"]
-    assert [node.target.__name__ for node in head] == ["multiply", "getitem"]
 
 
 @torch.no_grad()

@@ -89,26 +89,24 @@ def assert_captured(drafter) -> None:
     assert drafter.lm.captured if drafter.family == "draft-lm" else drafter._captured is not None
 
 
+def own_forward(drafter):
+    """The same draft, not captured."""
+    if drafter.family == "draft-lm":
+        return FAMILIES["draft-lm"](drafter.model, "same weights")
+    fresh = copy.copy(drafter)
+    fresh._captured = fresh.one_chain = None
+    return fresh
+
+
 def test_drafts_from_a_captured_forward_are_the_same(drafter, target):
-    own = copy.copy(drafter)
+    """Before and after new weights are written in place."""
     capture_forwards(target, drafter)
     assert_captured(drafter)
-    for lengths, num_draft in (([7, 2, 12], [K, K, K]), ([9], [K]), ([3, 8, 5], [1, K, 0])):
-        with_capture = draft(drafter, target, lengths, num_draft)
-        if drafter.family == "draft-lm":
-            own = FAMILIES["draft-lm"](drafter.model, "same weights")
-        assert_same(with_capture, draft(own, target, lengths, num_draft))
-
-
-def test_new_weights_in_place_are_drafted_with(drafter, target):
-    capture_forwards(target, drafter)
     before = draft(drafter, target, [7, 2, 12], [K] * ROWS)
+    for lengths, num_draft in (([7, 2, 12], [K, K, K]), ([9], [K]), ([3, 8, 5], [1, K, 0])):
+        found = draft(drafter, target, lengths, num_draft)
+        assert_same(found, draft(own_forward(drafter), target, lengths, num_draft))
     scatter(drafter, seed=9)
     after = draft(drafter, target, [7, 2, 12], [K] * ROWS)
     assert not torch.allclose(after.logits, before.logits, atol=0.1)
-    if drafter.family == "draft-lm":
-        fresh = FAMILIES["draft-lm"](drafter.model, "same weights")
-    else:
-        fresh = copy.copy(drafter)
-        fresh._captured = fresh.one_chain = None
-    assert_same(after, draft(fresh, target, [7, 2, 12], [K] * ROWS))
+    assert_same(after, draft(own_forward(drafter), target, [7, 2, 12], [K] * ROWS))

@@ -14,7 +14,6 @@ from draftsmith.kernels.sampling.random_streams import Purpose, sample, uniform
 from draftsmith.kernels.statistics import g_test
 from draftsmith.kernels.verify.chain import verify_chain, verify_chain_torch
 from draftsmith.kernels.verify.chain_few import verify_chain_few
-from draftsmith.kernels.verify.residual import residual_logits
 from draftsmith.kernels.verify.verdict import Verdict
 
 Verify = Callable[..., Verdict]
@@ -48,30 +47,6 @@ def verify(request: pytest.FixtureRequest, device: torch.device, poisoned_empty:
 
 def ids(*values: object) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64)
-
-
-def test_draft_equal_to_target_is_always_kept(verify: Verify) -> None:
-    """The zero residual is then never needed; where rounding asks for it all the same,
-    p answers."""
-    distributions = torch.randn(3, 33, generator=torch.Generator().manual_seed(0))
-    seeds, positions = torch.arange(12), torch.arange(12)
-    drafts = torch.stack(
-        [
-            sample(distributions[i].expand(12, 33), seeds, positions + i, Purpose.DRAFT)
-            for i in range(2)
-        ],
-        dim=1,
-    )
-    verdict = verify(
-        distributions.repeat(12, 1),
-        drafts,
-        torch.full((12,), 2),
-        distributions[:2].expand(12, 2, 33),
-        seeds,
-        positions,
-    )
-    assert verdict.accepted.tolist() == [2] * 12
-    assert torch.equal(residual_logits(distributions, distributions), distributions)
 
 
 def test_tokens_without_mass_are_never_kept(verify: Verify) -> None:
@@ -124,13 +99,6 @@ def test_a_distribution_without_mass_emits_draws_of_p(verify: Verify) -> None:
         Purpose.RESIDUAL,
     )
     assert tokens == drawn.tolist()
-
-
-def test_placeholders_are_rejected(verify: Verify) -> None:
-    p = torch.randn(3, 12, generator=torch.Generator().manual_seed(7))
-    verdict = verify(p, ids([-1, 4]), ids(2), None, ids(0), ids(0))
-    assert verdict.accepted.item() == 0
-    assert verdict.tokens[0, 0] >= 0 and verdict.tokens[0, 1:].tolist() == [-1, -1]
 
 
 def test_what_replaces_a_draft_that_was_never_drawn_is_a_draw_of_p(verify: Verify) -> None:

@@ -318,27 +318,6 @@ def test_one_draft_or_deterministic_ones_are_a_chain(verify: Verify) -> None:
     )
 
 
-def test_a_draft_equal_to_the_target_stands_whole(verify: Verify) -> None:
-    distributions = normal(22, 4, 33)
-    seeds, positions = torch.arange(5), torch.arange(5)
-    drafts = torch.stack(
-        [
-            sample(distributions[i].expand(5, 33), seeds, positions + i, Purpose.DRAFT)
-            for i in range(3)
-        ],
-        dim=1,
-    )
-    verdict = verify(
-        distributions.repeat(5, 1),
-        drafts,
-        torch.full((5,), 3),
-        distributions[:3].expand(5, 3, 33),
-        seeds,
-        positions,
-    )
-    assert verdict.accepted.tolist() == [3] * 5
-
-
 def test_a_token_that_its_distribution_could_not_have_drawn_ends_the_block(verify: Verify) -> None:
     """A placeholder, a distribution without mass, one of NaN and one that excludes the token: what
     follows is a draw of p."""

@@ -461,24 +461,6 @@ def test_a_last_sibling_of_next_to_no_mass(verify: Verify) -> None:
     assert (verdict.tokens[verdict.accepted == 0, 0] == 2).all() and (verdict.accepted == 0).any()
 
 
-def test_a_draft_equal_to_the_target_keeps_the_first_child(verify: Verify) -> None:
-    distribution = normal(35, 1, 33)
-    seeds, positions = torch.arange(5), torch.arange(5)
-    drafts = sample_without_replacement(
-        distribution.expand(5, 33), seeds, positions, Purpose.DRAFT, 3
-    )
-    tree = DraftTree(drafts, torch.full((5, 3), -1), torch.full((5,), 3))
-    verdict = verify(
-        distribution.expand(20, 33),
-        tree,
-        distribution,
-        ids([0, -1, -1, -1]).expand(5, 4),
-        seeds,
-        positions,
-    )
-    assert verdict.nodes[:, 0].tolist() == [0] * 5
-
-
 def test_broken_targets_are_survived(verify: Verify) -> None:
     size, tree = 19, DraftTree(ids([3, 4], [3, 4]), ids([-1, -1], [-1, -1]), ids(2, 2))
     p, q = normal(36, 6, size), normal(37, 1, size)
@@ -608,12 +590,6 @@ def test_invariants(impl: str, data: st.DataObject) -> None:
             else:
                 assert token < size and mass[token] > -math.inf
         first += int(tree.lengths[row]) + 1
-
-
-def test_an_impossible_implementation_raises() -> None:
-    tree = chain_tree(ids().view(1, 0), ids(0))
-    with pytest.raises(ValueError, match="'cuda-please'"):
-        verify_tree(torch.zeros(1, 4), tree, None, None, ids(0), ids(0), impl="cuda-please")
 
 
 def test_siblings_drawn_with_replacement_are_welcome() -> None:

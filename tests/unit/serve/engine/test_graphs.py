@@ -6,19 +6,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
-from unittest.mock import Mock
 
 import pytest
 import torch
 
-from draftsmith.drafters.interface import Capturable
 from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.drafters.trees.layout import NodeLayout
 from draftsmith.kernels import dispatch
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.constants import NULL_BLOCK
-from draftsmith.kernels.cuda_graphs import CudaCapturer, Shape, Shapes, row_buckets, token_buckets
+from draftsmith.kernels.cuda_graphs import CudaCapturer, Shape, Shapes
 from draftsmith.kernels.verify.draft_tree import DraftTree
 from draftsmith.serve.engine import graphs as graphs_module
 from draftsmith.serve.engine.graphs import (
@@ -28,8 +26,6 @@ from draftsmith.serve.engine.graphs import (
     Outcome,
     PassGraphs,
     PassInputs,
-    can_capture,
-    capture_drafts,
     longest_round,
 )
 from draftsmith.serve.parallel import inputs_of
@@ -293,13 +289,6 @@ def test_the_warm_up_writes_the_null_block_alone_and_begins_with_the_largest(tar
         assert not part[BLOCK:].any()
 
 
-def test_a_pass_without_padding_gets_exactly_its_shape():
-    shapes = shapes_of(MAX_BATCH, PER_ROW - 1)
-    assert shapes.of(1, 1) == (1, 1)
-    assert shapes.of(1, 3) == (1, 3)
-    assert shapes.of(3, 3) == (3, 3)
-
-
 def test_a_pass_too_large_for_every_graph_is_left_alone(target):
     graphs = make_graphs(target, FakeCapturer(), max_batch=1, per_row=1)
     assert graphs.run(round_of([9], [0], 0), ()) is None
@@ -362,17 +351,6 @@ def test_a_lack_of_memory_leaves_the_shape_out(target, caplog):
     assert graphs.run(round_of([3, 3], [0, 0], 0), ()) is None
     assert graphs.run(round_of([2, 2], [0, 0], 0), ()) is not None
     assert len(attempts) == len(graphs.shapes)  # a shape is tried once
-
-
-def test_buckets():
-    assert row_buckets(8) == [1, 2, 3, 4, 6, 8, 9]
-    assert row_buckets(5) == [1, 2, 3, 4, 5, 6]
-    assert token_buckets(32) == [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32]
-
-
-def test_graphs_are_for_cuda_alone():
-    assert can_capture(Mock(spec=Target, device=torch.device("cuda:1")))
-    assert not can_capture(Mock(spec=Target, device=torch.device("cpu")))
 
 
 class Ranks:
@@ -456,12 +434,3 @@ def test_what_one_rank_cannot_capture_none_replays(target):
     assert graphs.run(two, ()) is not None
     assert graphs.run(three, ()) is None and graphs.broken
     assert graphs.num_graphs == 1
-
-
-def test_drafters_are_captured_without_keys_and_values_too() -> None:
-    drafter, capturer = Mock(spec=Capturable), Mock()
-    sizes = {"max_batch": 2, "max_blocks": 3}
-    capture_drafts(drafter, None, **sizes, capturer=None)
-    drafter.capture.assert_not_called()
-    capture_drafts(drafter, None, **sizes, capturer=capturer)
-    drafter.capture.assert_called_once_with(None, **sizes, capturer=capturer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from typing import Any
 
 import pytest
 import torch
@@ -16,8 +15,6 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.control import FixedControl, RoundPlan, RoundResult, RowBudget
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.engine.round import PassOutput
-from draftsmith.serve.requests.kept_taps import RowTaps
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.requests.tap_log import TapLog
 from draftsmith.serve.sampling.params import SamplingParams
@@ -51,8 +48,7 @@ def head(target: Target) -> Eagle3:
     return Eagle3.create(Eagle3Options(), target, seed=1).eval()
 
 
-@pytest.mark.parametrize("prefix_cache", [False, True])
-@pytest.mark.parametrize("compile", ["auto", "off"])
+@pytest.mark.parametrize(("compile", "prefix_cache"), [("auto", True), ("off", False)])
 def test_a_draft_after_rest_reads_the_targets_states(
     compile: str,
     prefix_cache: bool,
@@ -129,47 +125,6 @@ def test_no_states_are_kept_without_requests(target: Target, head: Eagle3) -> No
     while engine.busy:
         engine.step()
     assert engine.committer._shared is None
-
-
-def test_passes_are_joined_once_their_rows_change(target: Target, head: Eagle3) -> None:
-    engine = resting_engine(target, head, compile="auto")
-    first, second = submitted(engine, max_tokens=6), submitted(engine, max_tokens=12)
-    while not first.finished:
-        engine.step()
-    engine.step()
-    before, latest = [piece for piece in second.draft.taps if isinstance(piece, RowTaps)]
-    assert len(before) == 5 and not before._shared._late
-    assert len(latest._shared._late) == 1, "rows are the same so far"
-
-
-def test_a_pass_gives_all_its_states_only_in_place_of_joined_taps(
-    target: Target, head: Eagle3, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = resting_engine(target, head, compile="auto")
-    run, given = engine.runner.run, []
-
-    def noted(*args: Any) -> PassOutput:
-        output = run(*args)
-        given.append((output.taps is not None, output.every is not None))
-        return output
-
-    monkeypatch.setattr(engine.runner, "run", noted)
-    submitted(engine, max_tokens=4)
-    while engine.busy:
-        engine.step()
-    assert given == [(True, False)] + 3 * [(False, True)]
-
-
-def test_taps_that_cannot_be_joined_are_an_error(
-    target: Target, head: Eagle3, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = resting_engine(target, head, compile="auto")
-    run = engine.runner.run
-    monkeypatch.setattr(engine.runner, "run", lambda *args: run(*args)._replace(every=None))
-    submitted(engine, max_tokens=4)
-    engine.step()
-    with pytest.raises(AssertionError, match="need the states"):
-        engine.step()
 
 
 @pytest.mark.parametrize("streams", [1, 8])
