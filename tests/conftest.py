@@ -288,7 +288,6 @@ LONGEST = (
     "integration/test_bench_kernels.py",
     "integration/test_bench_online.py",
     "integration/test_fleet_storm.py",
-    "integration/test_load.py",
     "unit/serve/engine/test_engine.py",
     "unit/serve/control/test_control.py",
     "unit/distill/gate/test_gate.py",
