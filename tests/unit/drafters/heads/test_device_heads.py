@@ -140,7 +140,7 @@ def launches(head: FeatureHead) -> Launches:
 
 
 # Launches of a step: own forward, captured one.
-STEPS = {"eagle3": (77, 30), "eagle1": (54, 29), "mtp": (88, 34)}
+STEPS = {"eagle3": (77, 30), "mtp": (88, 34)}
 
 
 @pytest.mark.parametrize("kind", STEPS)

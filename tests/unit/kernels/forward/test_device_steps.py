@@ -136,8 +136,11 @@ def test_a_rotation_is_torchs(numbers, heads: int, tokens: int, dim: int, dtype)
     assert torch.equal(rotate(x.mT.contiguous().mT, cosine, sine), found)
 
 
-@dtypes
-@pytest.mark.parametrize("norm", [None, Norm(1e-6), Norm(1e-6, 1.0, True)], ids=str)
+@pytest.mark.parametrize(
+    "norm, dtype",
+    [(None, torch.bfloat16), (Norm(1e-6), torch.float32), (Norm(1e-6, 1.0, True), torch.float16)],
+    ids=str,
+)
 def test_one_launch_rotates_and_writes(numbers, device, norm: Norm | None, dtype) -> None:
     tokens, dim, value_dim = 5, 12, 7
     packed = numbers(1, tokens, 6 * dim + 2 * value_dim, dtype=dtype)
