@@ -395,6 +395,14 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     return folder
 
 
+@pytest.fixture(scope="module")
+def target(tiny_target: Callable[..., str]) -> Any:
+    """The tiny Llama, loaded once a module."""
+    from draftsmith.drafters.target.target import Target
+
+    return Target.load(tiny_target("llama"))
+
+
 @pytest.fixture(scope="session")
 def tool_template() -> str:
     """A chat template with tools, calls and reasoning."""

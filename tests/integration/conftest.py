@@ -3,6 +3,7 @@ takes."""
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import time
@@ -194,6 +195,12 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         monkeypatch.setattr(RequestStreams, "rounds", replaced)
 
     return script
+
+
+@pytest.fixture(scope="module")
+def load(tiny_target: Callable[..., str]) -> Callable[[str], Target]:
+    """`load(architecture)`: a tiny target, loaded once a module."""
+    return functools.cache(lambda arch: Target.load(tiny_target(arch)))
 
 
 class Loop:

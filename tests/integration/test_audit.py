@@ -39,11 +39,6 @@ WIDER = {"eagle1": ("--samples", "2000", "--temperature", "1.5")}
 
 
 @pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"))
-
-
-@pytest.fixture(scope="module")
 def repeating(tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Target:
     """A Markov chain with few likely tokens behind each: what followed a token before follows it
     again, often but not always."""

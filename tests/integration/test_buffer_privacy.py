@@ -33,11 +33,6 @@ from draftsmith.serve.sampling.params import SamplingParams
 BODY = {"model": "tiny", "max_tokens": 8, "ignore_eos": True, "temperature": 1.0}
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"))
-
-
 def test_a_client_has_all_choices_of_its_answer_forgotten(
     target: Target, live_server: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

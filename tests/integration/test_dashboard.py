@@ -30,11 +30,6 @@ BEARER = {"authorization": "Bearer secret"}
 
 
 @pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"))
-
-
-@pytest.fixture(scope="module")
 def server(target: Target, live_server: Callable, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """With a version and decisions."""
     root = tmp_path_factory.mktemp("versions")

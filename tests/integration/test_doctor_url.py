@@ -26,11 +26,6 @@ PROMPT = [7, 8, 9] * 5
 OPTIONS = {"temperature": 0, "max_tokens": 120, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"))
-
-
 @pytest.fixture
 def ask(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, dict[str, str]]]:
     """Findings by check; the exit status must agree with them."""

@@ -12,14 +12,10 @@ import pytest
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.serve.config import EngineConfig
+from tests.waiting import wait_until
 
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 PROMPT = "def draft(self, tokens):\n    return"
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"))
 
 
 @pytest.fixture(scope="module")
@@ -348,13 +344,6 @@ def test_a_tokenizer_without_chat_template_refuses_chat(
     body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
     response = server.http.post("/v1/chat/completions", json=body)
     assert response.status_code == 400 and "chat template" in response.json()["error"]["message"]
-
-
-def wait_until(true: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline_s, "it did not happen in time"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -22,11 +22,6 @@ CHAT = [{"role": "user", "content": "print the names"}]
 
 
 @pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"))
-
-
-@pytest.fixture(scope="module")
 def server(target: Target, live_server: Callable) -> Any:
     return live_server(target, Ngram(min_n=1, max_n=3), EngineConfig(k=3, max_batch=4))
 

@@ -18,11 +18,6 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_to
 
 
 @pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"))
-
-
-@pytest.fixture(scope="module")
 def server(target: Target, live_server: Callable) -> Any:
     return live_server(target, None, EngineConfig(compile="off"))
 

@@ -21,11 +21,6 @@ LONG = {"max_tokens": 200, "ignore_eos": True}
 JSON = {"content-type": "application/json"}
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"))
-
-
 def slow(server: Any, seconds: float) -> Any:
     """So slow a pass that an answer of 200 tokens is not done while a test looks."""
     step = server.engine.step

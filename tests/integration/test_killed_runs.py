@@ -67,11 +67,6 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"))
-
-
-@pytest.fixture(scope="module")
 def data(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 288, (5,), generator=generator).tolist() for _ in range(64)]

@@ -44,11 +44,6 @@ NUM_REQUESTS = 1600
 Learn = Callable[[Engine, Sequence[list[int]]], None]
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"))
-
-
 def prompts(count: int) -> list[list[int]]:
     return torch.randint(
         50, 288, (count, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1)

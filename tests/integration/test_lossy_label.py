@@ -18,11 +18,6 @@ from draftsmith.serve.config import EngineConfig
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"))
-
-
 def connect(server: Any) -> AuditClient:
     return AuditClient.connect(server.url, model=None, api_key=None, timeout_s=20, concurrency=1)
 

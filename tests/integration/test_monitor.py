@@ -51,11 +51,6 @@ PROMPT = [5, 60, 7, 200, 9, 33]
 
 
 @pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"))
-
-
-@pytest.fixture(scope="module")
 def drafter(target: Target) -> DraftLm:
     """The target with some noise: most of its drafts are kept, not all."""
     drafter = DraftLm.create(DraftLmOptions(init=target.name), target, seed=1)

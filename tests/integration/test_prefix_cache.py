@@ -67,11 +67,6 @@ class Witness:
         return proposal
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"))
-
-
 def params(index: int, k: int | None = None) -> SamplingParams:
     return SamplingParams(
         temperature=0.8, top_k=20, seed=7 + index, max_tokens=20, ignore_eos=True, k=k

@@ -51,11 +51,6 @@ BF16 = 2**-8  # relative error of a rounded number
 
 
 @pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"))
-
-
-@pytest.fixture(scope="module")
 def outline(tiny_target: Callable[..., str]) -> TargetOutline:
     return load_outline(tiny_target("llama"), trust_remote_code=False)
 

@@ -33,11 +33,6 @@ from draftsmith.train.data.roles import Role
 PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 8, 7, 9, 8], [100, 4, 100, 4, 100, 4, 77]]
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"))
-
-
 def eagle3(target: Target) -> Eagle3:
     return Eagle3.create(Eagle3Options(), target, seed=0).eval()
 

@@ -26,11 +26,6 @@ PROMPTS = [[17], [40, 200, 11], [5, 6, 7, 8, 9, 10, 11, 12], [250, 3]]
 SEEDS = [11, 12, 13, 14]
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target) -> Target:
-    return Target.load(tiny_target("llama"))
-
-
 def new_draft(family: str, target: Target) -> TrainedDrafter:
     # A pruned target agrees often enough for rounds to be kept whole, in part and not at all.
     options = DraftLmOptions(target_layers=(0, 1, 2)) if family == "draft-lm" else OPTIONS[family]()

@@ -126,18 +126,6 @@ def drafter_of(case: Case, target: Target) -> ServingDrafter:
 
 
 @pytest.fixture(scope="module")
-def load(tiny_target: Callable[..., str]) -> Callable[[str], Target]:
-    loaded: dict[str, Target] = {}
-
-    def get(arch: str) -> Target:
-        if arch not in loaded:
-            loaded[arch] = Target.load(tiny_target(arch))
-        return loaded[arch]
-
-    return get
-
-
-@pytest.fixture(scope="module")
 def greedy(load: Callable[[str], Target]) -> Callable[[str], list[Greedy]]:
     """Of `prompts(8)`, by no cache and no engine."""
     found: dict[str, list[Greedy]] = {}

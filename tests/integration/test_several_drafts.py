@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -35,17 +34,13 @@ from draftsmith.serve.requests.request import Request, RequestOptions, Update
 from draftsmith.serve.requests.route import CANARY, LIVE, class_draft
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.watch import VersionWatcher
+from tests.waiting import wait_until
 
 PROMPT = [5, 60, 7, 200, 9, 33]
 PROMPTS = [PROMPT, [9, 8, 7], [100, 4, 100, 4, 100, 4, 77], [61, 62, 63, 64]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 CONFIG = EngineConfig(k=3, compile="off", prefix_cache=False)
 CODE, PROSE = class_draft("code"), class_draft("prose")
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"))
 
 
 @pytest.fixture(autouse=True)
@@ -384,13 +379,6 @@ def test_the_watcher_follows_trials_and_pools(
         served({LIVE: "1", PROSE: "prose/1"})
     finally:
         loop.close()
-
-
-def wait_until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline_s, "it did not happen in time"
-        time.sleep(0.005)
 
 
 def test_a_further_draft_is_captured_beside_running_rounds(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -28,11 +27,6 @@ PARAMS = SamplingParams(
     temperature=3.0, max_tokens=4, allowed_token_ids=ALLOWED, logit_bias=((DRAFTED, 2.0),)
 )
 FALSE_ALARM = 1e-5
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"))
 
 
 def prompts() -> list[list[int]]:

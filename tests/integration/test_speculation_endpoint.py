@@ -20,11 +20,6 @@ KEY, OTHER = ({"authorization": f"Bearer {key}"} for key in ("first", "second"))
 
 
 @pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"))
-
-
-@pytest.fixture(scope="module")
 def server(target: Target, live_server: Callable) -> Any:
     drafter = Eagle3.create(Eagle3Options(), target, seed=1).eval()
     keys = ServerLimits(api_keys=("first", "second"))

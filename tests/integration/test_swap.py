@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,14 +25,10 @@ from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.requests.request import FinishReason
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.watch import VersionWatcher
+from tests.waiting import wait_until
 
 PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 8, 7], [100, 4, 100, 4, 100, 4, 77]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"))
 
 
 def new_eagle3(target: Target, seed: int, **options: int) -> Eagle3:
@@ -243,10 +237,3 @@ def test_a_failure_nobody_foresaw_does_not_end_the_watching(
         watcher.stop()
         loop.close()
     assert caplog.text.count("cannot be followed") == 1
-
-
-def wait_until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline_s, "it did not happen in time"
-        time.sleep(0.005)

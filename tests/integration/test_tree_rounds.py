@@ -35,18 +35,6 @@ def make(family: str, target: Target) -> ServingDrafter:
     return make_drafter(family, target, **options)
 
 
-@pytest.fixture(scope="module")
-def load(tiny_target: Callable[..., str]) -> Callable[[str], Target]:
-    loaded: dict[str, Target] = {}
-
-    def get(arch: str) -> Target:
-        if arch not in loaded:
-            loaded[arch] = Target.load(tiny_target(arch))
-        return loaded[arch]
-
-    return get
-
-
 def test_rows_of_all_kinds_share_a_round(load: Callable[[str], Target]) -> None:
     """k is the most nodes of a request's tree: none, one, a few, more than there are. Some answers
     are a token or two long."""

@@ -31,11 +31,6 @@ from draftsmith.train.trainer import is_of_data
 ALIKE = RoleWeights(accepted=1.0, first_rejected=1.0, bonus=1.0, later_rejected=1.0)
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target) -> Target:
-    return Target.load(tiny_target("llama"))
-
-
 def new_draft(family: str, target: Target, layers: tuple[int, ...] = (0, 1, 2)) -> torch.nn.Module:
     options = DraftLmOptions(target_layers=layers) if family == "draft-lm" else OPTIONS[family]()
     return (

@@ -36,6 +36,7 @@ from draftsmith.record import (
 )
 from draftsmith.shared_memory import child as child_module
 from draftsmith.shared_memory.ring import Ring
+from tests.waiting import wait_until
 
 VOCAB = 300
 TOKENS = [3, 4, 5]
@@ -289,31 +290,24 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 240
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
-
-
 @pytest.mark.long
 @pytest.mark.usefixtures("quick")
 def test_a_killed_process_is_started_again_reads_on_and_flushes_at_the_end(tmp_path: Path) -> None:
     sink = ProcessWriter(Job(str(tmp_path / "buffer")))
-    wait_for(lambda: sink.ring.statuses > 0)
+    wait_until(lambda: sink.ring.statuses > 0)
     first = sink.child.pid
     own = os.getpriority(os.PRIO_PROCESS, 0)
     assert first is not None
     assert os.getpriority(os.PRIO_PROCESS, first) == min(19, own + child_module.NICE)
     os.kill(first, signal.SIGTERM)  # as whatever stops a group of processes sends it
     put(sink, [round_of(2)])
-    wait_for(lambda: sink.counts.written == 2)
+    wait_until(lambda: sink.counts.written == 2)
     assert sink.child.pid == first
     os.kill(first, signal.SIGSTOP)
     put(sink, [round_of(2, number=1)])
     assert sink.ring.used > 0
     os.kill(first, signal.SIGKILL)
-    wait_for(lambda: sink.child.generation == 2)
+    wait_until(lambda: sink.child.generation == 2)
     put(sink, [round_of(2, number=2)])
     sink.close()
     assert not sink.child.alive and sink.counts == SinkCounts(written=6)
@@ -335,7 +329,7 @@ def test_what_a_writer_left_that_died_as_the_server_ended_is_still_written(
     stand_in = SimpleNamespace(Popen=popen, PIPE=real.PIPE, TimeoutExpired=real.TimeoutExpired)
     monkeypatch.setattr(child_module, "subprocess", stand_in)
     sink = ProcessWriter(Job(str(tmp_path / "buffer")))
-    wait_for(lambda: sink.child.process is not None and sink.child.process.poll() is not None)
+    wait_until(lambda: sink.child.process is not None and sink.child.process.poll() is not None)
     put(sink, [round_of(1)])
     sink.close()
     assert len(starts) == 2 and sink.counts == SinkCounts(written=1)

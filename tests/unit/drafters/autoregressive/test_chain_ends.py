@@ -3,8 +3,6 @@ token itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -25,11 +23,6 @@ from draftsmith.serve.sampling.params import SamplingParams
 K = 4
 ROWS = 48
 TEXT = [5, 9, 200, 31, 7]
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"))
 
 
 @pytest.fixture(scope="module", params=["eagle3", "draft-lm"])

@@ -26,11 +26,6 @@ KINDS = {
 ROWS, K = 3, 4
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target):
-    return Target.load(tiny_target("llama"))
-
-
 @pytest.fixture(params=KINDS)
 def drafter(request, target):
     family, options = KINDS[request.param]

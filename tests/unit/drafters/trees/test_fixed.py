@@ -25,11 +25,6 @@ SHAPE = parse_tree("choices:0,0.0,1,0.1,2,0.0.0,1.0,0.2")
 
 
 @pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"))
-
-
-@pytest.fixture(scope="module")
 def drafter(target: Target) -> Medusa:
     made = Medusa.create(MedusaOptions(num_heads=4, num_layers=1), target, seed=0)
     generator = torch.Generator().manual_seed(1)

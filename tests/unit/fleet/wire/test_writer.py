@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -33,6 +32,7 @@ from draftsmith.shared_memory import child as child_module
 from draftsmith.shared_memory.arrays import send
 from draftsmith.shared_memory.ring import Ring
 from tests import forked
+from tests.waiting import wait_until
 
 META = RequestMeta("cmpl-a-0-0123abcd", "code", 1.0, 1.0, 0, 1.0, 0.0, False, False, 100, [2])
 VOCAB = 300
@@ -307,17 +307,10 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Child]:
     made.close()
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
-
-
 def test_a_killed_writer_is_started_again_and_the_last_one_flushes(
     child: Child, tmp_path: Path
 ) -> None:
-    wait_for(lambda: child.alive)
+    wait_until(lambda: child.alive)
     first = child.pid
     assert first is not None
     engine = Engine(child.ring)
@@ -326,7 +319,7 @@ def test_a_killed_writer_is_started_again_and_the_last_one_flushes(
     # Nothing waits for a writer that does not read: what has no room is left out.
     assert not send(child.ring, Kind.END, 0, [np.zeros(1 << 16, np.uint8)])
     os.kill(first, signal.SIGKILL)
-    wait_for(lambda: child.generation == 2 and child.alive and child.pid != first)
+    wait_until(lambda: child.generation == 2 and child.alive and child.pid != first)
     engine.verify(1, [5], [5, 6])  # begun before: the new writer has no beginning of it
     engine.begin(2, [10, 11], META._replace(id="cmpl-b-0-0123abcd"))
     engine.verify(2, [5], [5, 6])
@@ -350,7 +343,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     done = forked.run([sys.executable, "-c", script], timeout=120)
     assert done.returncode == -signal.SIGKILL
-    wait_for(lambda: list((tmp_path / "buffer").glob("*.parquet")))
+    wait_until(lambda: list((tmp_path / "buffer").glob("*.parquet")))
     records = BufferReader(str(tmp_path / "buffer")).read().records
     text = stitch(records)
     assert text is not None and text.tokens == [10, 11, 5, 6] and records[-1].last
@@ -362,7 +355,7 @@ def test_a_writer_that_cannot_run_ends_recording_after_a_few_starts(
     monkeypatch.setattr(child_module, "LOOK_S", 0.02)
     monkeypatch.setattr(child_module.sys, "executable", "/bin/false")
     broken = Child({})
-    wait_for(lambda: broken.generation == child_module.RESTARTS + 1 and broken.process is None)
+    wait_until(lambda: broken.generation == child_module.RESTARTS + 1 and broken.process is None)
     assert not broken.alive and broken.status() == {}
     broken.close()
 
@@ -375,7 +368,7 @@ def test_a_writer_that_worked_is_started_again_however_often_it_is_killed(
     left = itertools.count()
     monkeypatch.setattr(Ring, "statuses", property(lambda ring: next(left)))
     killed = Child({})
-    wait_for(lambda: killed.generation > child_module.RESTARTS + 2)
+    wait_until(lambda: killed.generation > child_module.RESTARTS + 2)
     killed.close()
     assert killed.process is not None
 

@@ -28,6 +28,7 @@ from draftsmith.serve.requests.request import FinishReason, Request, Update
 from draftsmith.serve.requests.route import LIVE
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.text_stream import TextStream
+from tests.waiting import wait_until
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 PATIENCE_S = 20.0
@@ -352,10 +353,3 @@ def test_a_copy_that_fails_is_told_and_ends_no_request(
         loop.swap("folder", "9")
     assert reader.reason() is FinishReason.LENGTH
     assert loop.engine.stats.num_swaps == 0 and loop.engine.stats.num_swaps_refused == 1
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < deadline_s, "it did not happen in time"
-        time.sleep(0.005)

@@ -14,11 +14,6 @@ from draftsmith.errors import UserError
 from draftsmith.train.data.mixture import Mixture, provenances, read_mixture
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target) -> Target:
-    return Target.load(tiny_target("llama"))
-
-
 @pytest.fixture
 def read(target: Target, write_data: Callable[..., Path]) -> Callable[..., Mixture]:
     """Writes each list of rows into a folder and reads all of them, with weights."""

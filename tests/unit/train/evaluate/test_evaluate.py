@@ -12,7 +12,6 @@ from draftsmith import cli
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.prompts.suites import Question
@@ -20,11 +19,6 @@ from draftsmith.train.config import EvalConfig
 from draftsmith.train.evaluate.answers import suite_texts
 
 PROMPTS = [[5 + n, 40, 200, 11] for n in range(10)]
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target) -> Target:
-    return Target.load(tiny_target("llama"))
 
 
 @pytest.fixture

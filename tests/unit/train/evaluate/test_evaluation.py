@@ -20,11 +20,6 @@ from draftsmith.train.evaluate.teacher_forced import (
 PROMPT = [17, 40, 200, 11]
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target) -> Target:
-    return Target.load(tiny_target("llama"))
-
-
 def sequence(target: Target, answer: list[int], name: str = "a") -> TokenSequence:
     ids = torch.tensor(PROMPT + answer)
     return TokenSequence(name, ids, torch.arange(len(ids)) >= len(PROMPT))

@@ -53,11 +53,6 @@ def stored_source(
     return source_over(target, open_store(target, folder, provenance), taps)
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target) -> Target:
-    return Target.load(tiny_target("llama"))
-
-
 def store(target: Target, out: Path, **options: Any) -> Path:
     """A folder of 12 answers in shards of 5, with what is asked for stored of them."""
     values = {
