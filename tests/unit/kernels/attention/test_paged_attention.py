@@ -50,10 +50,10 @@ needs_compiler = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("impl", ["auto", "torch"])
-@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize("options", [
-    {}, {"sliding_window": 3}, {"softcap": 2.0}, {"sliding_window": 5, "softcap": 1.0},
-    {"sinks": True}, {"sliding_window": Chunk(5)}, {"sliding_window": Chunk(16), "sinks": True},
+@pytest.mark.parametrize("heads, kv_heads, options", [
+    (4, 4, {}), (4, 2, {"sliding_window": 3}), (6, 1, {"softcap": 2.0}),
+    (4, 2, {"sliding_window": 5, "softcap": 1.0}), (6, 1, {"sinks": True}),
+    (4, 2, {"sliding_window": Chunk(5)}), (6, 1, {"sliding_window": Chunk(16), "sinks": True}),
 ])  # fmt: skip
 @pytest.mark.parametrize("rows", [
     [(0, 7)],  # a prompt

@@ -104,8 +104,10 @@ SIZES = [(37, 37, False), (1100, 1100, False), (19, 70, True), (1, 5, True)]
 
 
 @every_kind
-@pytest.mark.parametrize("types", TYPES, ids=str)
-@pytest.mark.parametrize("num_draft, num_target, subset", SIZES)
+@pytest.mark.parametrize(
+    "num_draft, num_target, subset, types",
+    [(*size, types) for size, types in zip(SIZES, TYPES, strict=True)],
+)
 def test_rows_equal_the_reference_in_float64(
     kind: Kind,
     types: tuple[torch.dtype, torch.dtype],
