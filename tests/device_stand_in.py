@@ -97,8 +97,9 @@ class StandIn(TorchDispatchMode):
         where, drafting, frame = "", False, sys._getframe(1)
         while frame is not None:
             name = frame.f_code.co_filename
-            if "draftsmith/" in name and "/tests/" not in name:
-                line = f"{name.rpartition('draftsmith/')[2]}:{frame.f_lineno}"
+            _, ours, path = name.rpartition("draftsmith/")
+            if ours and not path.startswith("tests/"):
+                line = f"{path}:{frame.f_lineno}"
                 where = where or line
                 proposes = frame.f_code.co_name in ("propose", "propose_tree")
                 drafting = drafting or (line.startswith("drafters/") and proposes)
