@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from draftsmith.api_key import API_KEY_HELP
+from draftsmith.client import API_KEY_HELP
 from draftsmith.config import (
     AT_LEAST_1,
     BELOW_1,
@@ -25,7 +25,6 @@ from draftsmith.drafters.config import (
     OFFLOAD_HELP,
     OFFLOADS,
     TARGET_DTYPES,
-    TARGET_SERVER_HELP,
     TRUST_HELP,
 )
 from draftsmith.drafters.options import LoraOptions
@@ -412,7 +411,6 @@ class DistillConfig:
         limits=AT_LEAST_1,
     )
     target_offload: str | None = option(None, OFFLOAD_HELP, choices=OFFLOADS)
-    target_server: str | None = option(None, TARGET_SERVER_HELP)
     trust_remote_code: bool = option(False, TRUST_HELP)
 
 

@@ -9,14 +9,6 @@ from typing import ClassVar
 from draftsmith.config import option
 from draftsmith.errors import UserError
 
-TARGET_SERVER_HELP = (
-    "URL of a draftsmith server with --states-max-tokens that makes the target's passes; --target "
-    "then needs no weights here"
-)
-TARGET_SERVER_HELP = (
-    "URL of a draftsmith server with --states-max-tokens that makes the target's passes; --target "
-    "then needs no weights here"
-)
 OFFLOADS = ("cpu", "disk")
 OFFLOAD_HELP = (
     "run a target that does not fit layer after layer, each read for every pass from the host's "

@@ -17,7 +17,6 @@ from draftsmith.serve.http.errors import add_error_handlers
 from draftsmith.serve.http.limits import RequestLimits
 from draftsmith.serve.http.schema import describe
 from draftsmith.serve.http.server import Server
-from draftsmith.serve.http.target_states import add_target_endpoints
 from draftsmith.serve.responses.endpoint import add_responses_endpoint
 from draftsmith.version import __version__
 
@@ -35,8 +34,6 @@ def create_app(server: Server, dashboard: Source | None = None) -> FastAPI:
     add_token_endpoints(app, server)
     add_speculation_endpoints(app, server)
     add_learning_endpoints(app, server)
-    if server.states_max_tokens:
-        add_target_endpoints(app, server)
     add_completion_endpoints(app, server)
     add_responses_endpoint(app, server)
     if dashboard is not None:

@@ -14,7 +14,7 @@ import torch
 from fastapi import FastAPI
 from transformers.utils import logging as transformers_logging
 
-from draftsmith.api_key import accepted_keys
+from draftsmith.client import accepted_keys
 from draftsmith.drafters.target.device import (
     default_threads,
     device_of,
@@ -192,7 +192,6 @@ def make_server(http: HttpOptions, loop: EngineLoop) -> Server:
         ServerMetrics(loop.engine, name),
         limits,
         level,
-        http.states_max_tokens,
         tool_parser=http.tool_call_parser,
         reasoning_parser=http.reasoning_parser,
     )

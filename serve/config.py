@@ -6,7 +6,7 @@ import socket
 from dataclasses import dataclass
 from typing import ClassVar
 
-from draftsmith.api_key import VARIABLE
+from draftsmith.client import VARIABLE
 from draftsmith.config import (
     AT_LEAST_1,
     BELOW_1,
@@ -248,12 +248,6 @@ class HttpOptions:
         None,
         "seconds that a request may take; then it is ended and answered with 408",
         limits=SECONDS,
-    )
-    states_max_tokens: int = option(
-        0,
-        "let trainers and learners (--target-server) have the target's states of at most so many "
-        "tokens a request, padding included, and its weights; 0: no",
-        limits=NOT_NEGATIVE,
     )
     keep_alive_s: int = option(
         5,

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from draftsmith.drafters.remote.service import weights_of
 from draftsmith.drafters.target import ranks
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.causal_lm import States, whole
@@ -36,7 +35,6 @@ from draftsmith.serve.rank_calls import (
     Pass,
     Prepare,
     Stop,
-    Weights,
     WholePass,
     call_of,
     numbers_of,
@@ -209,8 +207,6 @@ def _follow(target: Target, channel: Channel, make_capturer: MakeCapturer) -> No
             case WholePass():
                 with torch.no_grad():
                     target.full(call.input_ids, call.taps, call.segments)
-            case Weights():
-                weights_of(target, None if call.layer < 0 else call.layer)
             case Stop():
                 return
 

@@ -59,17 +59,11 @@ class WholePass(NamedTuple):
     taps: tuple[int, ...]
 
 
-class Weights(NamedTuple):
-    """Weights put together from the ranks' shares."""
-
-    layer: int  # -1: those outside of all layers
-
-
 class Stop(NamedTuple):
     pass
 
 
-Call = NewPool | NewGraphs | Prepare | Pass | Move | WholePass | Weights | Stop
+Call = NewPool | NewGraphs | Prepare | Pass | Move | WholePass | Stop
 KINDS: tuple[type[Call], ...] = (
     NewPool,
     NewGraphs,
@@ -77,7 +71,6 @@ KINDS: tuple[type[Call], ...] = (
     Pass,
     Move,
     WholePass,
-    Weights,
     Stop,
 )
 
@@ -112,7 +105,7 @@ def call_of(numbers: torch.Tensor, device: torch.device) -> Call:
     num_parts = _NUM_PARTS[kind]
     sizes: list[int] = numbers[1 : 1 + num_parts].tolist()
     body = numbers[1 + num_parts :]
-    if kind in (NewPool, Prepare, Weights):
+    if kind in (NewPool, Prepare):
         return kind(*body.tolist())
     if kind is NewGraphs:
         max_batch, max_blocks, per_row, has_trees, *taps = body.tolist()
@@ -150,7 +143,6 @@ _NUM_PARTS: dict[type[Call], int] = {
     Pass: 9,
     Move: 2,
     WholePass: 3,
-    Weights: 1,
     Stop: 0,
 }
 
@@ -172,7 +164,7 @@ def _parts(call: Call) -> Iterable[torch.Tensor | tuple[int, ...]]:
             )
         case NewGraphs():
             return ((*call[:3], int(call.has_trees), *call.taps),)
-        case NewPool() | Prepare() | Weights():
+        case NewPool() | Prepare():
             return (tuple(call),)
         case WholePass():
             ids = call.input_ids

@@ -19,7 +19,6 @@ from draftsmith.drafters.config import (
     OFFLOADS,
     SAMPLINGS,
     TARGET_DTYPES,
-    TARGET_SERVER_HELP,
     TRUST_HELP,
 )
 from draftsmith.drafters.options import (
@@ -230,11 +229,15 @@ class TrainConfig:
         limits=POSITIVE,
     )
     target_offload: str | None = option(None, OFFLOAD_HELP, choices=OFFLOADS)
-    target_server: str | None = option(None, TARGET_SERVER_HELP)
+    target_server: str | None = option(
+        None,
+        "of a draft-lm: URL of an engine whose prompt_logprobs are read, as vLLM's, in place of a "
+        "target here; --target then needs no weights",
+    )
     target_logprobs: int = option(
         0,
-        "of a draft-lm, with target_server: likeliest tokens per position that the loss reads with "
-        "their tail mass, of that server or by vLLM's prompt_logprobs; 0: whole distributions",
+        "with target_server: likeliest tokens per position that the loss reads, with their tail "
+        "mass",
         limits=Limits(0, 1024, "[]"),
     )
     shared_target: bool = option(
@@ -332,5 +335,4 @@ class EvalConfig(SuiteOptions):
         limits=AT_LEAST_1,
     )
     target_offload: str | None = option(None, OFFLOAD_HELP, choices=OFFLOADS)
-    target_server: str | None = option(None, TARGET_SERVER_HELP)
     trust_remote_code: bool = option(False, TRUST_HELP)

@@ -10,7 +10,7 @@ from typing import Any
 
 from draftsmith.config import check_limits, to_dict
 from draftsmith.drafters.options import OPTIONS, DrafterOptions, MedusaOptions, MtpOptions
-from draftsmith.drafters.target.sharded import check_offload, check_one_place, check_shares
+from draftsmith.drafters.target.sharded import check_offload, check_shares
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.kernels.divergence.kind import kind_of
@@ -171,7 +171,6 @@ def check_target_offload(config: TrainConfig) -> None:
     check_offload(
         config.target_offload,
         shares=config.target_shares,
-        server=config.target_server,
         dtype=config.target_dtype,
     )
     if config.on_policy.share:
@@ -189,44 +188,39 @@ def check_target_offload(config: TrainConfig) -> None:
 
 
 def check_target_server(config: TrainConfig) -> None:
-    if config.target_logprobs:
-        check_target_logprobs(config)
-    if config.target_server is None:
+    """Raises a `UserError` for what likeliest tokens from an engine cannot do."""
+    top, server = config.target_logprobs, config.target_server
+    if not top and server is None:
         return
-    check_one_place(config.target_shares, config.target_server)
-    if config.draft_lm is not None and config.draft_lm.target_layers is not None:
-        raise UserError(
-            f"option 'draft_lm.target_layers' is {config.draft_lm.target_layers} and copies layers "
-            "of a target that is here, not on target_server; give draft_lm.init or "
-            "draft_lm.hidden_size, or leave target_server out"
-        )
-
-
-def check_target_logprobs(config: TrainConfig) -> None:
-    given = f"option 'target_logprobs' is {config.target_logprobs}"
-    if config.target_server is None or config.teacher != "live":
+    given = f"option 'target_logprobs' is {top}"
+    if server is None or config.teacher != "live":
         raise UserError(
             f"{given}, of a live target on target_server; give target_server too, or leave it out"
         )
+    if not top:
+        raise UserError(
+            f"option 'target_server' is {server!r}, whose likeliest tokens are read; give "
+            "target_logprobs=64 too"
+        )
     if config.family != "draft-lm":
         raise UserError(
-            f"{given} but a draft of family {config.family!r} reads states of the target, which "
-            "give whole distributions too; leave it out"
+            f"option 'target_server' is {server!r} but a draft of family {config.family!r} reads "
+            "states of the target, which no server gives; store them where the target is "
+            "(draftsmith generate --store-taps bf16) and give teacher=stored"
         )
     check_sparse(config, given, "leave it out")
-
-
-def check_no_decoding(config: TrainConfig) -> None:
-    """Refuses what needs a target that decodes, where a server gives likeliest tokens alone."""
-    for name, value in (
-        ("eval_prompts", config.eval_prompts),
-        ("on_policy.share", config.on_policy.share),
-    ):
-        if value:
+    others = {
+        "target_shares": config.target_shares > 1,
+        "target_offload": config.target_offload is not None,
+        "draft_lm.target_layers": bool(config.draft_lm and config.draft_lm.target_layers),
+        "eval_prompts": bool(config.eval_prompts),
+        "on_policy.share": bool(config.on_policy.share),
+    }
+    for name, needs_target in others.items():
+        if needs_target:
             raise UserError(
-                f"option {name!r} is {value} and target server {config.target_server} gives "
-                "prompt_logprobs alone, with which nothing is decoded; give 0, and evaluate with "
-                "draftsmith eval where the target is"
+                f"option {name!r} needs the target here and option 'target_server' is {server!r}; "
+                "leave one of them out (eval_prompts=0, say)"
             )
 
 

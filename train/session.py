@@ -13,12 +13,7 @@ from draftsmith.config import to_dict
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.remote.completions import PromptLogprobs
-from draftsmith.drafters.remote.connection import Connection, NoStates
-from draftsmith.drafters.remote.outline import load_outline
-from draftsmith.drafters.remote.place import load_here_or_served
-from draftsmith.drafters.remote.target import RemoteTarget
-from draftsmith.drafters.target.device import Placement, placement_of
+from draftsmith.drafters.target.device import Placement, load_target, placement_of
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.files import atomic_path
@@ -32,10 +27,10 @@ from draftsmith.train.data.batches import batches_per_epoch
 from draftsmith.train.data.mixture import Mixture, describe, read_mixture
 from draftsmith.train.evaluate.held_out import HeldOut
 from draftsmith.train.evaluate.measured import Figures
-from draftsmith.train.objective.ahead import AheadSource
 from draftsmith.train.objective.joined_stores import mixture_source
+from draftsmith.train.objective.outline import load_outline
+from draftsmith.train.objective.prompt_logprobs import PromptLogprobs, Server
 from draftsmith.train.objective.recompute import recompute_mlps
-from draftsmith.train.objective.remote_teacher import LikeliestSource
 from draftsmith.train.objective.stored_teacher import DistributionSource
 from draftsmith.train.objective.teacher import LiveSource, TargetSource
 from draftsmith.train.on_policy import KeepTexts, OnPolicy, load_texts
@@ -66,7 +61,7 @@ def train(config: TrainConfig) -> None:
 def prepare(config: TrainConfig) -> Material:
     placement = placement_of(config.dtype)
     # Before DeepSpeed's config exists: under ZeRO-3 loading would partition the target's weights.
-    target = load_target(config, placement)
+    target = open_target(config, placement)
     corpus = load_corpus(config, target)
     if placement.rank == 0:
         warn_of_cut_texts(config, corpus)
@@ -74,27 +69,24 @@ def prepare(config: TrainConfig) -> Material:
     return Material(placement, target, corpus)
 
 
-def load_target(config: TrainConfig, placement: Placement) -> Target:
-    """The outline where a server gives likeliest tokens alone."""
-    trust, length = config.trust_remote_code, config.max_length
-    try:
-        return load_here_or_served(
-            config.target,
-            config.target_server,
-            dtype=config.target_dtype,
-            kept=placement.target_dtype,
-            device=str(placement.device),
-            max_length=length,
-            shares=config.target_shares,
-            offload=config.target_offload,
-            trust_remote_code=trust,
+def open_target(config: TrainConfig, placement: Placement) -> Target:
+    """The outline where a server gives likeliest tokens."""
+    device, trust, length = str(placement.device), config.trust_remote_code, config.max_length
+    if config.target_server is not None:
+        return load_outline(
+            config.target, device=device, max_length=length, trust_remote_code=trust
         )
-    except NoStates:
-        if not config.target_logprobs:
-            raise
-    resolve.check_no_decoding(config)
-    place = str(placement.device)
-    return load_outline(config.target, device=place, max_length=length, trust_remote_code=trust)
+    kept = placement.target_dtype
+    return load_target(
+        config.target,
+        dtype=config.target_dtype if kept is None or config.target_dtype == "int8" else kept,
+        device=device,
+        max_length=length,
+        shares=config.target_shares,
+        offload=config.target_offload,
+        use="step",
+        trust_remote_code=trust,
+    )
 
 
 def load_corpus(config: TrainConfig, target: Target) -> Mixture:
@@ -152,25 +144,15 @@ def older_drafter(init: str, family: str, target: Target) -> TrainedDrafter:
 
 def new_source(config: TrainConfig, material: Material, taps: tuple[int, ...]) -> TargetSource:
     target, corpus = material.target, material.corpus
+    if config.target_server is not None:
+        server = Server(config.target_server)
+        return PromptLogprobs(server, target.vocab_size, config.target_logprobs)
     if config.teacher == "live":
-        if isinstance(target, RemoteTarget):
-            return remote_source(target, config.target_logprobs)
-        if config.target_server is not None:
-            logprobs = PromptLogprobs(Connection(config.target_server), target.vocab_size)
-            return remote_source(logprobs, config.target_logprobs)
         return LiveSource(target)
     source = mixture_source(target, corpus, taps)
     if isinstance(source, DistributionSource):
         resolve.check_stored_sparse(config)
     return source
-
-
-def remote_source(target: RemoteTarget | PromptLogprobs, top: int) -> AheadSource:
-    """`top` likeliest tokens of each distribution; 0: whole ones, of states."""
-    if top:
-        return AheadSource(LikeliestSource(target, top), partial(target.expect, top=top))
-    assert isinstance(target, RemoteTarget)
-    return AheadSource(LiveSource(target), target.expect)
 
 
 def new_trainer(

@@ -7,6 +7,7 @@ it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -26,9 +27,9 @@ from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.data.mixture import Mixed
 from draftsmith.train.evaluate.held_out import HeldOut
 from draftsmith.train.evaluate.measured import Figures
-from draftsmith.train.objective.ahead import AheadSource, Peekable
 from draftsmith.train.objective.depth_weights import step_weighting
 from draftsmith.train.objective.feature_noise import FeatureNoise
+from draftsmith.train.objective.prompt_logprobs import PromptLogprobs
 from draftsmith.train.objective.teacher import TargetSource
 from draftsmith.train.objective.unrolled_loss import Unrollable, UnrolledLoss, unrolled_loss
 from draftsmith.train.on_policy import OnPolicy
@@ -120,10 +121,9 @@ class DraftTrainer(Trainer):
         self._measured: tuple[int, Figures | None] | None = None
         self.spare = spare
         self.on_policy = on_policy
-        # On-policy rows of the next step are not written yet.
         source = trainee.source
-        self.ahead = source if isinstance(source, AheadSource) and on_policy is None else None
-        self._batches: Peekable[Inputs] | None = None
+        self.ahead = source if isinstance(source, PromptLogprobs) else None
+        self._batches: Peekable | None = None
         self.window = MetricWindow(trainee.unroll.steps, trainee.kind)
         # The Trainer needs some evaluation data set to schedule evaluations; `evaluate` has its
         # own.
@@ -162,7 +162,10 @@ class DraftTrainer(Trainer):
         """Passes of an optimizer step, and the divisor of its loss: its trained tokens, or its
         texts that have any."""
         if self.ahead is not None:
-            epoch_iterator = self._batches = peekable(epoch_iterator, self._batches)
+            # The same iterator for all steps of an epoch.
+            if self._batches is None or self._batches.source is not epoch_iterator:
+                self._batches = Peekable(epoch_iterator)
+            epoch_iterator = self._batches
         passes, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         texts = [inputs["text"] for inputs in passes]
         if self.ahead is not None and self._batches is not None:
@@ -290,9 +293,24 @@ class DraftTrainer(Trainer):
         return next((entry for entry in reversed(self.state.log_history) if "loss" in entry), {})
 
 
-def peekable(source: Iterator[Inputs], known: Peekable[Inputs] | None) -> Peekable[Inputs]:
-    """`known` where it is of this source."""
-    return known if known is not None and known.source is source else Peekable(source)
+class Peekable:
+    """An iterator whose next item may be looked at."""
+
+    def __init__(self, source: Iterator[Inputs]):
+        self.source = source
+        self._held: list[Inputs] = []
+
+    def __iter__(self) -> Iterator[Inputs]:
+        return self
+
+    def __next__(self) -> Inputs:
+        return self._held.pop() if self._held else next(self.source)
+
+    def peek(self) -> list[Inputs]:
+        """The next item, which stays; [] at the end."""
+        if not self._held:
+            self._held.extend(itertools.islice(self.source, 1))
+        return list(self._held)
 
 
 def as_inputs(rows: list[list[TokenSequence]]) -> Inputs:

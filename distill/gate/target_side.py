@@ -20,11 +20,11 @@ from draftsmith.distill.gate.logged import (
 )
 from draftsmith.distill.gate.positions import Position
 from draftsmith.drafters.interface import UnrollBatch
-from draftsmith.drafters.remote.outline import TargetOutline
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import probabilities
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.train.data.batches import mask_of, padded
+from draftsmith.train.objective.outline import TargetOutline
 from draftsmith.train.objective.teacher import StateReader
 
 

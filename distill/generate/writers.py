@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 import httpx
 
-from draftsmith.api_key import bearer
 from draftsmith.chats.answers import ChatAnswers
+from draftsmith.client import bearer
 from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate.prompts import Prompt
 from draftsmith.distill.generate.ways import way_of

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.learn.teachers import open_target
 from draftsmith.distill.learn.text_states import Read, TextState, read_one
-from draftsmith.drafters.remote.target import RemoteTarget
 from draftsmith.drafters.target.device import device_of
 from draftsmith.drafters.target.load import load_config
 from draftsmith.drafters.target.ranks import (
@@ -29,7 +28,7 @@ from draftsmith.drafters.target.ranks import (
     leave_signals_to_the_leader,
     started,
 )
-from draftsmith.drafters.target.sharded import check_offload, check_one_place, check_shares
+from draftsmith.drafters.target.sharded import check_offload, check_shares
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 
@@ -59,16 +58,10 @@ class OneProcess:
     def open(self, config: DistillConfig, folder: str) -> tuple[Target, Read | None]:
         """The target in `folder`, and what reads texts with it in place of passes one after
         another."""
-        target = open_target(config, folder)
-        return target, remote_read(target) if isinstance(target, RemoteTarget) else None
+        return open_target(config, folder), None
 
     def stop(self) -> None:
         """No other process waits."""
-
-
-def remote_read(target: RemoteTarget) -> Read:
-    """Reads texts by a server, many in one request."""
-    return lambda texts, taps: [TextState(*one) for one in target.read_apart(texts, taps)]
 
 
 class FirstProcess(OneProcess):
@@ -173,13 +166,7 @@ def joined(config: DistillConfig) -> FirstProcess | None:
 
 def check_processes(config: DistillConfig) -> None:
     """Raises `UserError` for options that several processes cannot use."""
-    check_one_place(config.target_shares, config.target_server)
-    check_offload(
-        config.target_offload,
-        shares=config.target_shares,
-        server=config.target_server,
-        dtype=config.dtype,
-    )
+    check_offload(config.target_offload, shares=config.target_shares, dtype=config.dtype)
     if config.target_offload is not None and config.learn.teacher == "recorded":
         raise UserError(
             f"option 'target_offload' is {config.target_offload!r}, but with "
@@ -196,22 +183,12 @@ def check_processes(config: DistillConfig) -> None:
             f"option 'target_shares' is {config.target_shares}, but with learn.teacher=recorded no "
             "target is loaded that could be shared; leave one of them out"
         )
-    if config.target_server is not None and config.learn.teacher == "recorded":
-        raise UserError(
-            f"target_server is {config.target_server!r}, but with learn.teacher=recorded no pass "
-            "is made; leave one of them out"
-        )
     if started() == 1:
         return
     if config.learn.teacher == "recorded":
         raise UserError(
             f"WORLD_SIZE is {started()}, but with learn.teacher=recorded no pass is made that "
             "processes could share; start the learner without a launcher"
-        )
-    if config.target_server is not None:
-        raise UserError(
-            f"WORLD_SIZE is {started()}, but the target's passes are made by target_server; start "
-            "the learner without a launcher of several"
         )
     if config.device.startswith("cuda:"):
         raise UserError(

@@ -22,8 +22,7 @@ from draftsmith.distill.buffer.known_taps import filled_taps, known_taps, num_re
 from draftsmith.distill.config import DistillConfig, LearnConfig
 from draftsmith.distill.learn.text_states import TextStates
 from draftsmith.drafters.interface import TextBatch
-from draftsmith.drafters.remote.outline import load_outline
-from draftsmith.drafters.remote.place import load_here_or_served
+from draftsmith.drafters.target.device import load_target
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.top_tokens import TopProbs
@@ -31,6 +30,7 @@ from draftsmith.record import Distributions, RoundRecord
 from draftsmith.train.config import BY_DRAFT
 from draftsmith.train.data.batches import packed, padded, rows_as_long_as_the_longest, rows_of
 from draftsmith.train.data.roles import Row, trained_text
+from draftsmith.train.objective.outline import load_outline
 from draftsmith.train.objective.stored_teacher import DistributionSource
 from draftsmith.train.objective.teacher import LiveSource, TargetSignals, TargetSource
 from draftsmith.train.objective.unrolled_loss import Unrollable
@@ -257,13 +257,13 @@ def open_target(config: DistillConfig, folder: str) -> Target:
         return load_outline(
             folder, dtype=config.dtype, device=device, max_length=length, trust_remote_code=trust
         )
-    return load_here_or_served(
+    return load_target(
         folder,
-        config.target_server,
         dtype=config.dtype,
         device=device,
         max_length=length,
         shares=config.target_shares,
         offload=config.target_offload,
+        use="step",
         trust_remote_code=trust,
     )

@@ -95,23 +95,11 @@ def check_shares(shares: int, command: str) -> None:
         )
 
 
-def check_one_place(shares: int, server: str | None) -> None:
-    """Raises `UserError` for a target that processes are to hold and a server to run."""
-    if shares > 1 and server is not None:
-        raise UserError(
-            f"option 'target_shares' is {shares} and 'target_server' {server!r}, where no process "
-            "holds the target; leave one of them out"
-        )
-
-
-def check_offload(
-    offload: str | None, *, shares: int = 1, server: str | None = None, dtype: str
-) -> None:
+def check_offload(offload: str | None, *, shares: int = 1, dtype: str) -> None:
     """Raises `UserError` for a target that is to run layer after layer where no process has its
     layers by itself."""
     others = {
         f"'target_shares' {shares}": shares > 1,
-        f"'target_server' {server!r}": server is not None,
         "its dtype int8, which is made of weights that are loaded": dtype == "int8",
     }
     for what, is_given in others.items():

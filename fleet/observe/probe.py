@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from draftsmith.api_key import bearer
+from draftsmith.client import bearer
 from draftsmith.fleet.observe.answers import events
 from draftsmith.fleet.observe.endpoints import ENDPOINTS, Endpoint
 from draftsmith.fleet.observe.enrich import BROUGHT, Editing, Enrichment, Form, Restoring

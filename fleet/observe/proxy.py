@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterable
 import httpx
 from starlette.types import Message, Receive, Scope, Send
 
-from draftsmith.drafters.remote.kept_connections import send_async
+from draftsmith.client import send_async
 from draftsmith.fleet.observe.exchange import Exchange, Observer
 
 CONNECT_S = 10.0

@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 
-from draftsmith.api_key import bearer
 from draftsmith.chats.answers import ChatAnswers
+from draftsmith.client import bearer
 from draftsmith.fleet.observe.answers import Answer, read_answer
 from draftsmith.fleet.observe.config import ObserveConfig
 from draftsmith.fleet.observe.counters import Counters

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import httpx
 
-from draftsmith.api_key import bearer
-from draftsmith.drafters.remote.kept_connections import send
+from draftsmith.client import bearer, send
 from draftsmith.errors import UserError
 
 ID_PREFIX = "token_id:"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from draftsmith.api_key import API_KEY_HELP
+from draftsmith.client import API_KEY_HELP
 from draftsmith.config import AT_LEAST_1, INSIDE, NOT_NEGATIVE, PART, SECONDS, SHARE, option
 from draftsmith.drafters.config import TRUST_HELP
 from draftsmith.prompts.suites import SuiteOptions

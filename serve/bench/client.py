@@ -14,8 +14,7 @@ from typing import Any
 
 import httpx
 
-from draftsmith.api_key import bearer
-from draftsmith.drafters.remote.kept_connections import send_async
+from draftsmith.client import bearer, send_async
 from draftsmith.errors import UserError
 from draftsmith.prompts.suites import Question
 from draftsmith.serve.bench.prompts import Prompt

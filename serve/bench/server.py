@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import httpx
 
-from draftsmith.api_key import with_key
+from draftsmith.client import with_key
 from draftsmith.errors import UserError
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from draftsmith.api_key import bearer
+from draftsmith.client import bearer
 from draftsmith.errors import UserError
 from draftsmith.serve.dashboard.config import TopConfig
 

@@ -10,7 +10,6 @@ Files in reading order:
 - `chat`: a chat request as prompt, grammar and form of its answer; its response bodies
 - `completions`: completions and chat
 - `endpoints`: health, models, tokenizer, drafting, learning
-- `target_states`: states of the target for trainers
 - `speculation_report`: drafts of one request
 - `errors`: errors
 - `limits`: keys and limits

@@ -33,7 +33,6 @@ class Server:
     metrics: ServerMetrics
     limits: ServerLimits = field(default_factory=ServerLimits)
     report: Level = "none"  # of every response's drafts; a request may ask for more
-    states_max_tokens: int = 0  # of a request for the target's states; 0: they are not given
     load: Load = field(default_factory=Load)
     intake: Intake = field(init=False)
     tool_parser: str = AUTO  # see `ChatTemplate`

@@ -45,8 +45,7 @@ DATA = (
 )
 STORE = "fleet publish --versions versions --to store --once"
 SERVER = (
-    "serve --target target --draft draft --k 2 --name tiny --states-max-tokens 4096 --api-key key "
-    "--threads 1 --port {port}"
+    "serve --target target --draft draft --k 2 --name tiny --api-key key --threads 1 --port {port}"
 )
 
 

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.options import DraftLmOptions
-from draftsmith.drafters.remote.completions import PromptLogprobs
-from draftsmith.drafters.remote.connection import Connection
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.train.command import run
 from draftsmith.train.config import OptimConfig, TrainConfig
+from draftsmith.train.objective.prompt_logprobs import PromptLogprobs, Server
 from scripts.paths import ROOT
 from tests.e2e.test_audit_vllm import vllm_server
 from tests.e2e.workshop import draftsmith, texts
@@ -116,8 +116,8 @@ def test_a_draft_lm_learns_from_vllm_what_it_learns_here(
     fewer = losses("fewer", **few | {"target_logprobs": TOP // 8})
     joined = PromptLogprobs._joined
 
-    def shifted(self: PromptLogprobs, rows: Any, *sizes: int) -> Any:
-        return joined(self, [*rows[1:], *rows[:1]], *sizes)
+    def shifted(self: PromptLogprobs, rows: Any, length: int) -> Any:
+        return joined(self, [*rows[1:], *rows[:1]], length)
 
     monkeypatch.setattr(PromptLogprobs, "_joined", shifted)
     late = losses("late", **few)
@@ -133,7 +133,10 @@ def test_likeliest_tokens_are_the_targets(place: Place) -> None:
     chosen = [torch.tensor([*prompt, *answer]) for prompt, answer in texts(place.folder)[:8]]
     ids = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
     mask = (torch.arange(ids.shape[1]) < torch.tensor([[len(one)] for one in chosen])).long()
-    found = PromptLogprobs(Connection(place.url), target.vocab_size).likeliest(ids, mask, None, TOP)
+    source = PromptLogprobs(Server(place.url), target.vocab_size, TOP)
+    rows, columns = mask.bool().nonzero(as_tuple=True)
+    text = TextBatch(input_ids=ids, attention_mask=mask, weights=mask.float())
+    found = source.read(text, ()).distributions(rows, columns + 1)
     _, hidden = target.states(ids, mask, ())
     logprobs = target.head(hidden).log_softmax(dim=-1)[mask.bool()]
     last = torch.cat([torch.arange(len(one)) == len(one) - 1 for one in chosen])
@@ -173,19 +176,26 @@ def test_what_vllm_refuses_is_told_with_its_mend(place: Place, settings: TrainCo
             {"target_logprobs": TOP + 1},
             f"{TOP + 1}, which .*; start vLLM with --max-logprobs {TOP + 1}",
         ),
-        ({"target_logprobs": 0}, "gives no states of its target"),
-        ({"family": "eagle3", "draft_lm": None, "target_logprobs": 0}, "gives no states"),
+        ({"target_logprobs": 0}, "give target_logprobs=64 too"),
+        ({"family": "eagle3", "draft_lm": None}, "states of the target, which no server gives"),
     ):
         with pytest.raises(UserError, match=says):
             run(replace(one, **changes))
-    logprobs = PromptLogprobs(Connection(place.url), 4096)
+    logprobs = PromptLogprobs(Server(place.url), 4096, TOP)
     for length in (MAX_MODEL_LEN, MAX_MODEL_LEN + 1):
         ids = torch.full((1, length), 7)
         with pytest.raises(UserError, match=r"give a max_length below its --max-model-len"):
-            logprobs.likeliest(ids, torch.ones_like(ids), None, TOP)
+            logprobs.read(
+                TextBatch(
+                    input_ids=ids,
+                    attention_mask=torch.ones_like(ids),
+                    weights=torch.ones(1, length),
+                ),
+                (),
+            )
 
 
 def test_another_key_is_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTSMITH_API_KEY", "other")
     with pytest.raises(UserError, match="asks for another API key; set DRAFTSMITH_API_KEY"):
-        PromptLogprobs(Connection(place.url), 4096)
+        PromptLogprobs(Server(place.url), 4096, TOP)

@@ -58,18 +58,14 @@ GATE = GateConfig(every=1, held_out=0.3)
 
 
 class LiveServer:
-    def __init__(
-        self, engine: Engine, limits: ServerLimits, report: Level, states_max_tokens: int = 0
-    ):
+    def __init__(self, engine: Engine, limits: ServerLimits, report: Level):
         self.engine, self.loop = engine, EngineLoop(engine).start()
         listener = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         metrics = ServerMetrics(engine, MODEL)
         # Not started: its tests look when they want to.
         self.dashboard = Source(History(engine), metrics.by_class, MODEL)
-        app = create_app(
-            Server(self.loop, MODEL, metrics, limits, report, states_max_tokens), self.dashboard
-        )
+        app = create_app(Server(self.loop, MODEL, metrics, limits, report), self.dashboard)
         self._server = HttpServer(app, self.loop, drain_s=0.0, timeout_s=limits.timeout_s)
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [listener]}, daemon=True
@@ -155,10 +151,9 @@ def live_server() -> Iterator[Callable[..., LiveServer]]:
         limits: ServerLimits = DEFAULT_LIMITS,
         report: Level = "none",
         adapters: Adapters | None = None,
-        states_max_tokens: int = 0,
     ) -> LiveServer:
         engine = build_engine(target, drafter, config, sink=sink, adapters=adapters)
-        servers.append(LiveServer(engine, limits, report, states_max_tokens))
+        servers.append(LiveServer(engine, limits, report))
         return servers[-1]
 
     yield start

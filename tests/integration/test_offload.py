@@ -195,7 +195,6 @@ def test_a_learner_learns_what_it_learns_by_a_target_in_memory(loop: Callable[..
     ("changes", "says"),
     [
         ({"target_shares": 2}, "'target_offload' is 'disk' and 'target_shares' 2; leave one"),
-        ({"target_server": "http://h:1"}, "'target_offload' is 'disk' and 'target_server'"),
         ({"target_dtype": "int8"}, "'target_offload' is 'disk' and its dtype int8"),
         ({"on_policy": OnPolicyConfig(share=0.5)}, "'on_policy.share' 0.5, for whose texts"),
         (

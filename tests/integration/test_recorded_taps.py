@@ -30,8 +30,6 @@ from draftsmith.distill.state import Counters, Kept, StateFolder, TrackState
 from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.remote import outline as target_outline
-from draftsmith.drafters.remote.outline import TargetOutline, load_outline
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.errors import UserError
@@ -41,6 +39,8 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import Engine
 from draftsmith.serve.sampling.params import SamplingParams
+from draftsmith.train.objective import outline as target_outline
+from draftsmith.train.objective.outline import TargetOutline, load_outline
 
 READING = ["eagle3", "mtp", "medusa", "dspark"]  # a family of each kind of unroll
 # Its distributions fit into the 64 tokens of a record.

@@ -16,12 +16,10 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 
 from draftsmith.drafters.checkpoint import save
 from draftsmith.drafters.options import Eagle3Options, MtpOptions
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.remote.target import load_remote
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.parallel import join
@@ -167,33 +165,6 @@ def test_two_processes_answer_as_one(
     said, _ = server.communicate(timeout=60)
     # torchrun itself ends with a traceback and 1 when it is signalled, whatever its processes do.
     assert torchrun or (server.returncode == 0 and "Traceback" not in said)
-
-
-@pytest.mark.long
-def test_two_processes_give_the_states_and_weights_of_one(
-    target_folder: str, serve: Callable
-) -> None:
-    url, _ = serve(2, ["--states-max-tokens", "4096"])
-    here = Target.load(target_folder, dtype="float32")
-    there = load_remote(target_folder, url, device=torch.device("cpu"), trust_remote_code=False)
-    ids = torch.randint(3, 288, (3, 12), generator=torch.Generator().manual_seed(0))
-    segments = torch.tensor([[0] * 5 + [1] * 7, [0] * 9 + [-1] * 3, [0] * 12])
-    for packed in (None, segments):
-        mask = torch.ones_like(ids) if packed is None else (packed >= 0).long()
-        wanted, found = (one.states(ids, mask, (1, 3), packed) for one in (here, there))
-        for ours, theirs in zip(wanted, found, strict=True):
-            ours, theirs = ours[mask.bool()], theirs[mask.bool()]
-            # Sums over shares of a layer, in another order.
-            assert (ours - theirs).abs().max() <= 3e-6 * ours.abs().max()
-    assert torch.equal(here.output_weight, there.output_weight)
-    assert torch.equal(here.embed(ids), there.embed(ids))
-    for number in range(here.num_layers):
-        ours, theirs = (dict(one.layers[number].named_parameters()) for one in (here, there))
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    with pytest.raises(UserError, match="likeliest tokens are not searched"):
-        there.likeliest(ids, torch.ones_like(ids), None, 4)
-    assert answers(url) == here.answer(PROMPTS, max_new_tokens=24, ignore_eos=True)
 
 
 FAILING = """

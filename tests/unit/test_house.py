@@ -36,7 +36,6 @@ ORDER = {
         "recurrent",
         "patches",
         "target",
-        "remote",
         "adapters",
         "unrolled",
         "autoregressive",

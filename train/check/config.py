@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from draftsmith.api_key import API_KEY_HELP
+from draftsmith.client import API_KEY_HELP
 from draftsmith.config import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, Limits, option
 from draftsmith.drafters.config import OFFLOAD_HELP, OFFLOADS, TRUST_HELP, Pair
 from draftsmith.train.config import FAMILIES

@@ -127,8 +127,6 @@ def ways_to_fit(
     offload = "cpu" if not is_cpu and sum(parts.layers) < host_bytes() else "disk"
     if parts.on_device(offload=offload) < room and offloads:
         ways.append(f"--target-offload {offload}")
-    if parts.beside < room:
-        ways.append("train with --target-server URL of a server that holds it")
     return f"give {', or '.join(ways)}" if ways else ""
 
 

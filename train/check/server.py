@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from draftsmith.api_key import bearer
+from draftsmith.client import bearer
 from draftsmith.errors import UserError
 from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.metrics_text import Scrape, parse

@@ -15,10 +15,9 @@ import torch.distributed as dist
 from draftsmith.config import check_limits
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.checkpoint import draft_sampling_of
-from draftsmith.drafters.remote.place import load_here_or_served
-from draftsmith.drafters.target.device import device_of
+from draftsmith.drafters.target.device import device_of, load_target
 from draftsmith.drafters.target.ranks import join, leave_group
-from draftsmith.drafters.target.sharded import check_offload, check_one_place
+from draftsmith.drafters.target.sharded import check_offload
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.drafters.weights import TellsReads
@@ -108,13 +107,13 @@ def evaluate(config: EvalConfig) -> None:
 
 
 def open_target(config: EvalConfig) -> Target:
-    return load_here_or_served(
+    return load_target(
         config.target,
-        config.target_server,
         dtype=config.dtype,
         max_length=config.max_length,
         shares=config.target_shares,
         offload=config.target_offload,
+        use="step",
         trust_remote_code=config.trust_remote_code,
     )
 
@@ -162,18 +161,7 @@ def check(config: EvalConfig) -> None:
 
 
 def check_processes(config: EvalConfig) -> None:
-    check_one_place(config.target_shares, config.target_server)
-    check_offload(
-        config.target_offload,
-        shares=config.target_shares,
-        server=config.target_server,
-        dtype=config.dtype,
-    )
-    if config.target_server is not None and config.tree:
-        raise UserError(
-            f"option 'tree' is {' '.join(config.tree)!r} and passes over trees are made by a "
-            "target that is here, not on target_server; leave one of them out"
-        )
+    check_offload(config.target_offload, shares=config.target_shares, dtype=config.dtype)
     if (running := os.environ.get("WORLD_SIZE") or "1") != str(config.target_shares):
         raise UserError(
             f"option 'target_shares' is {config.target_shares} but {running} processes run; start "

@@ -3,8 +3,8 @@
 Files in reading order:
 - `unrolled_loss`: divergence over every unrolled position
 - `teacher`: targets of the loss from the running target
-- `remote_teacher`: the likeliest tokens alone, from a server
-- `ahead`: the next batch's target states while a step runs
+- `prompt_logprobs`: the likeliest tokens alone, from an engine
+- `outline`: a target that is not run here
 - `stored_teacher`: the same from stored data
 - `joined_stores`: the same from several folders
 - `depth_weights`: weights of the depths
@@ -12,5 +12,5 @@ Files in reading order:
 - `feature_noise`: noise on taps
 - `recompute`: activations that are computed again
 
-Other chapters import `unrolled_loss`, `teacher`, `depth_weights` and `recompute`.
+Other chapters import `unrolled_loss`, `teacher`, `outline`, `depth_weights` and `recompute`.
 """

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from draftsmith.api_key import with_key
+from draftsmith.client import with_key
 from draftsmith.config import (
     build,
     merge,

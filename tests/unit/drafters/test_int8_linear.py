@@ -15,7 +15,6 @@ from draftsmith.drafters.compiled.captured import TOLERANCE, capture_lm
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.int8_linear import Int8Linear, make_int8
 from draftsmith.drafters.options import Eagle3Options
-from draftsmith.drafters.remote.outline import load_outline
 from draftsmith.drafters.target import target as target_module
 from draftsmith.drafters.target.device import load_target, placement_of
 from draftsmith.drafters.target.load import load_model
@@ -26,6 +25,7 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.products.int8_rows import available
 from draftsmith.train import session
 from draftsmith.train.config import TrainConfig
+from draftsmith.train.objective.outline import load_outline
 
 needs_compiler = pytest.mark.skipif(not available(), reason="there is no C++ compiler")
 ARCHITECTURES = ["llama", "qwen3", "gemma", "gpt_neox"]
@@ -139,7 +139,7 @@ def test_every_command_loads_it_by_name(
     config = TrainConfig(
         family="eagle3", target=folder, target_dtype="int8", out="unused", data=("unused",)
     )
-    trained_for = session.load_target(config, placement_of("float32"))
+    trained_for = session.open_target(config, placement_of("float32"))
     assert trained_for.revision == target.revision
     # A draft of the weights as they were loaded fits; one of another target's does not.
     for seed, fits in ((0, True), (3, False)):

@@ -7,9 +7,11 @@ import os
 import shutil
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -29,9 +31,12 @@ from draftsmith.train.command import run
 from draftsmith.train.config import OptimConfig, TrainConfig, UnrollConfig
 from draftsmith.train.evaluate import held_out
 from draftsmith.train.evaluate.measured import Figures, measure
+from draftsmith.train.objective.prompt_logprobs import Server
 from draftsmith.train.objective.teacher import LiveSource
+from tests.vllm_stand_in import StandIn
 
 RECIPES = Path(__file__).parents[3] / "recipes"
+SERVED = ("--target-server", "http://h", "--target-logprobs", "4")
 DECODED = {"eval_prompts": 8, "eval_tokens": 12}
 
 
@@ -447,6 +452,13 @@ def error_of(capsys, *arguments: str) -> str:
             ("eagle3", "--deepspeed", "no/such.json"),
             "DeepSpeed config 'no/such.json' does not exist",
         ),
+        (("draft-lm", "--target-logprobs", "4"), "give target_server too"),
+        (("draft-lm", "--target-server", "http://h"), "give target_logprobs=64 too"),
+        (("eagle3", *SERVED), "family 'eagle3' reads states of the target, which no server gives"),
+        (("draft-lm", *SERVED, "--divergence", "ce"), "'divergence' needs whole distributions"),
+        (("draft-lm", *SERVED), "'eval_prompts' needs the target here"),
+        (("draft-lm", *SERVED, "--target-offload", "disk"), "'target_offload' needs the target"),
+        (("draft-lm", *SERVED, "draft_lm.target_layers=[0]"), "'draft_lm.target_layers' needs"),
         (("eagle3", "--deepspeed", str(RECIPES / "zero2.json")), "use torchrun"),
         (
             ("eagle3", "--deepspeed", str(RECIPES / "zero2.json"), "optim.optimizer=muon"),
@@ -458,6 +470,22 @@ def test_bad_options_are_one_sentence(arguments, said, configure, capsys):
     config = configure()
     common = ("--target", config.target, "--data", config.data, "--out", config.out)
     assert said in error_of(capsys, *arguments, *common)
+
+
+def test_prompt_logprobs_of_a_server_teach_what_the_target_here_does(configure, monkeypatch):
+    """With all tokens of the vocabulary they are whole distributions, but for rounding."""
+    here = configure("draft-lm", steps=4, log_every=1, packing=True, eval_prompts=0)
+    run(here)
+    transport = httpx.MockTransport(StandIn(Target.load(here.target)))
+    monkeypatch.setattr(session, "Server", partial(Server, transport=transport))
+    losses = [[row["loss"] for row in metrics(here) if "loss" in row]]
+    for top in (288, 4):
+        served = {"target_server": "http://vllm", "target_logprobs": top}
+        there = replace(here, out=f"{here.out}-{top}", **served)
+        run(there)
+        losses.append([row["loss"] for row in metrics(there) if "loss" in row])
+    assert len(losses[0]) == 4 and losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[2][0] != pytest.approx(losses[0][0], rel=1e-4)
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -14,9 +14,9 @@ from draftsmith.distill.gate.gate import decide
 from draftsmith.distill.gate.regression import watch
 from draftsmith.distill.gate.scoring import Scorer, score
 from draftsmith.distill.gate.sequential import Evidence, Ledger
-from draftsmith.drafters.remote.outline import TargetOutline, load_outline
 from draftsmith.drafters.target.target import Target
 from draftsmith.record import RoundRecord
+from draftsmith.train.objective.outline import TargetOutline, load_outline
 
 SIZES = {"max_depth": 3, "max_length": 512}
 

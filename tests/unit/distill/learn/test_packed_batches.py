@@ -23,12 +23,12 @@ from draftsmith.distill.learn.teachers import (
 from draftsmith.distill.learn.text_states import TextStates
 from draftsmith.drafters.options import OPTIONS, DraftLmOptions
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.remote.outline import load_outline
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.sampling.top_tokens import top_probs
 from draftsmith.record import Distribution, RecordedTaps, RoundRecord
 from draftsmith.train.data.batches import rows_as_long_as_the_longest
 from draftsmith.train.data.roles import Row
+from draftsmith.train.objective.outline import load_outline
 
 LENGTHS = (17, 5, 2, 30, 9, 1, 12, 30, 8)
 FAMILIES_HERE = ("eagle3", "draft-lm", "dflash", "medusa")

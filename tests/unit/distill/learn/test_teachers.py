@@ -29,12 +29,12 @@ from draftsmith.distill.learn.teachers import (
 from draftsmith.distill.state import Counters, Kept, StateFolder, TrackState
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.remote.outline import TargetOutline, load_outline
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.top_tokens import top_probs
 from draftsmith.record import Distribution, RecordedTaps, RoundRecord
 from draftsmith.train.data.roles import Role, Row
+from draftsmith.train.objective.outline import TargetOutline, load_outline
 
 EVERYWHERE = ("accepted", "first-rejected", "bonus", "later-rejected")
 ONE_STEP = LearnUnroll(steps=1)

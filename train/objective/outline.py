@@ -1,12 +1,14 @@
-"""Outline of a target for learning from records alone: configuration, tokenizer, shapes and
-revision. Of its weights a draft may read the tables of its input and output tokens, which are read
-from the files when it asks for them."""
+"""Outline of a target that is not run here: configuration, tokenizer, shapes and revision. Of its
+weights a draft may read the tables of its input and output tokens, which are read from the files
+when it asks for them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cached_property
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from safetensors import safe_open
@@ -16,12 +18,18 @@ from draftsmith.drafters.checkpoint import locate
 from draftsmith.drafters.init_from_target import shares_embeddings
 from draftsmith.drafters.int8_linear import int8_revision
 from draftsmith.drafters.patches.table import implementation
-from draftsmith.drafters.remote.revision import parameters_in
 from draftsmith.drafters.target.attention import register
 from draftsmith.drafters.target.causal_lm import CausalLM, Probe
 from draftsmith.drafters.target.device import device_of
 from draftsmith.drafters.target.load import adapter_base, build_model, load_config, load_model
-from draftsmith.drafters.target.target import SAME_AS, Target, digest_of, revision_of
+from draftsmith.drafters.target.target import (
+    FIRST,
+    SAME_AS,
+    Parameter,
+    Target,
+    digest_of,
+    revision_of,
+)
 from draftsmith.drafters.weights import weight_files
 from draftsmith.errors import UserError
 
@@ -145,3 +153,29 @@ def read_table(
             "as it is; give learn.teacher=live"
         )
     return whole.detach().clone()
+
+
+def parameters_in(folder: Path, model: PreTrainedModel) -> list[Parameter] | None:
+    """The model's parameters, in its order, with the first values of each, from safetensors. None
+    where the files hold others: a model whose weights are converted while they are loaded."""
+    found: dict[str, Parameter] = {}
+    wanted = {name: parameter.shape for name, parameter in model.named_parameters()}
+    buffers = {name for name, _ in model.named_buffers()}
+    for path in weight_files(folder):
+        if path.suffix != ".safetensors" or not path.is_file():
+            return None
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                values = file.get_slice(name)
+                if tuple(values.get_shape()) == wanted.get(name):
+                    found[name] = Parameter(name, wanted[name], first_rows(values, wanted[name]))
+                elif name not in buffers:
+                    return None
+    return [found[name] for name in wanted] if found.keys() == wanted.keys() else None
+
+
+def first_rows(values: Any, shape: torch.Size) -> torch.Tensor:
+    """The first `FIRST` values of a tensor in a file, and at most the rest of a row with them."""
+    if not shape:
+        return values[...].flatten()
+    return values[: math.ceil(FIRST / max(1, math.prod(shape[1:])))].flatten()[:FIRST]

@@ -1,4 +1,5 @@
-"""Requests over connections that a server closes: sent again on another one, unless it was new."""
+"""The API key of requests to a server, and connections that a server closes: a request is sent again
+on another one, unless it was new."""
 
 from __future__ import annotations
 
@@ -8,9 +9,25 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from draftsmith.drafters.remote.kept_connections import send, send_async
+from draftsmith.client import VARIABLE, accepted_keys, bearer, send, send_async, with_key
 from draftsmith.serve.bench.client import Client
+from draftsmith.serve.bench.command import server_arguments
+from draftsmith.serve.bench.config import BenchConfig
 from tests.closing_server import EVENT, Closing
+
+
+def test_an_option_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert bearer(None) == bearer("") == {} and accepted_keys(None) == ()
+    monkeypatch.setenv(VARIABLE, "all")
+    assert bearer(None) == {"authorization": "Bearer all"}
+    assert bearer("one") == {"authorization": "Bearer one"}
+    assert accepted_keys(None) == ("all",) and accepted_keys(["one", "two"]) == ("one", "two")
+    assert with_key(None)[VARIABLE] == "all" and with_key("one")[VARIABLE] == "one"
+
+
+def test_the_key_of_a_started_server_is_no_word_of_its_command() -> None:
+    assert "one" not in server_arguments(BenchConfig(target="t", api_key="one"))
 
 
 def test_a_request_on_a_closed_connection_is_sent_again(closing: Callable[[int], Closing]) -> None:

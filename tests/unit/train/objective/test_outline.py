@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.remote import outline as target_outline
-from draftsmith.drafters.remote.outline import load_outline
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
+from draftsmith.train.objective import outline as target_outline
+from draftsmith.train.objective.outline import load_outline
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])

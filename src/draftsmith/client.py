@@ -1,0 +1,96 @@
+"""Requests to a server: its API key, of an option or else of the environment, which no list of
+processes shows, and kept connections, which a server may close just as the next request leaves.
+
+llama-server closes one now and then after a stream. Such a request is sent again, as long as the
+connection was an old one; a request on a new connection is sent once. Send only requests that may
+be carried out twice, as completions may. Torch-free.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import httpx
+
+VARIABLE = "DRAFTSMITH_API_KEY"
+API_KEY_HELP = f"bearer token of that server [default: {VARIABLE} of the environment]"
+MOST_TRIES = 4
+
+
+def known_key(api_key: str | None) -> str | None:
+    """The key that is given, else that of the environment; None without both."""
+    return api_key or os.environ.get(VARIABLE) or None
+
+
+def bearer(api_key: str | None) -> dict[str, str]:
+    """Header of a request with the key; {} without one."""
+    key = known_key(api_key)
+    return {} if key is None else {"authorization": f"Bearer {key}"}
+
+
+def accepted_keys(given: Sequence[str] | None) -> tuple[str, ...]:
+    """Keys that open a server; () for one that is open to all."""
+    key = known_key(None)
+    return tuple(given or ([] if key is None else [key]))
+
+
+def with_key(api_key: str | None) -> dict[str, str]:
+    """Environment of a child process that is to have the key."""
+    return dict(os.environ) if api_key is None else os.environ | {VARIABLE: api_key}
+
+
+class Attempt:
+    """One try of a request: whether its connection was opened for it (httpcore's trace)."""
+
+    def __init__(self) -> None:
+        self.is_new = False
+
+    def saw(self, event: str, info: Any) -> None:
+        self.is_new |= event.startswith("connection.connect")
+
+    async def saw_async(self, event: str, info: Any) -> None:
+        self.saw(event, info)
+
+
+def is_closed(error: Exception) -> bool:
+    """True for the error of a connection that the server has closed."""
+    import httpx  # late: it would delay --help
+
+    return isinstance(error, (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError))
+
+
+def send(
+    send_once: Callable[[httpx.Request], httpx.Response], request: httpx.Request
+) -> httpx.Response:
+    """Response to a request whose body is in memory.
+
+    Raises:
+        httpx.HTTPError: as `send_once` does, of the last try.
+    """
+    for _ in range(MOST_TRIES - 1):
+        attempt = Attempt()
+        request.extensions["trace"] = attempt.saw
+        try:
+            return send_once(request)
+        except Exception as error:
+            if attempt.is_new or not is_closed(error):
+                raise
+    return send_once(request)
+
+
+async def send_async(
+    send_once: Callable[[httpx.Request], Awaitable[httpx.Response]], request: httpx.Request
+) -> httpx.Response:
+    """As `send`, for an asynchronous client."""
+    for _ in range(MOST_TRIES - 1):
+        attempt = Attempt()
+        request.extensions["trace"] = attempt.saw_async
+        try:
+            return await send_once(request)
+        except Exception as error:
+            if attempt.is_new or not is_closed(error):
+                raise
+    return await send_once(request)

@@ -1,0 +1,236 @@
+"""Likeliest tokens out of `prompt_logprobs`, in the form in which vLLM gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from draftsmith.drafters.interface import TextBatch
+from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
+from draftsmith.kernels.sampling.top_tokens import TopProbs, top_probs
+from draftsmith.train.objective import prompt_logprobs
+from draftsmith.train.objective.prompt_logprobs import AWAY, PromptLogprobs, Refused, Server
+from tests.vllm_stand_in import StandIn
+
+VOCAB = 288
+IDS = torch.tensor([[5, 6, 7]])
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Callable[..., str]) -> Target:
+    return Target.load(tiny_target("llama"))
+
+
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Pauses in place of sleeping, on a clock of their own."""
+    made: list[float] = []
+    monkeypatch.setattr(prompt_logprobs.time, "sleep", made.append)
+    monkeypatch.setattr(prompt_logprobs.time, "monotonic", lambda: sum(made))
+    return made
+
+
+Answers = Callable[[httpx.Request], httpx.Response]
+
+
+def source(answers: Answers, top: int = 4, vocab_size: int = VOCAB) -> PromptLogprobs:
+    server = Server("http://vllm", transport=httpx.MockTransport(answers))
+    return PromptLogprobs(server, vocab_size, top)
+
+
+def batch(ids: torch.Tensor, segments: torch.Tensor | None = None) -> TextBatch:
+    mask = torch.ones_like(ids) if segments is None else (segments >= 0).long()
+    return TextBatch(
+        input_ids=ids, attention_mask=mask, segments=segments, weights=torch.ones(ids.shape)
+    )
+
+
+def read(logprobs: PromptLogprobs, text: TextBatch) -> TopProbs:
+    """The likeliest tokens after each token that is no padding."""
+    rows, columns = text.attention_mask.bool().nonzero(as_tuple=True)
+    found = logprobs.read(text, ()).distributions(rows, columns + 1)
+    assert isinstance(found, TopProbs)
+    return found
+
+
+def test_they_are_those_of_the_targets_logits(target: Target) -> None:
+    ids = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+    segments = torch.tensor([[0] * 4 + [1] * 5, [0] * 7 + [-1] * 2])
+    logprobs = source(StandIn(target), 5)
+    for text in (batch(ids), batch(ids, segments)):
+        found, mask = read(logprobs, text), text.attention_mask
+        _, hidden = target.states(ids, mask, (), text.segments)
+        wanted = top_probs(target.head(hidden)[mask.bool()], 5)
+        ends = [8, 17] if text.segments is None else [3, 8, 15]
+        inner = [at for at in range(len(found.ids)) if at not in ends]
+        assert torch.equal(found.ids[inner], wanted.ids[inner])
+        for ours, theirs in zip(found[1:], wanted[1:], strict=True):
+            torch.testing.assert_close(ours[inner], theirs[inner], rtol=1e-4, atol=1e-5)
+        assert (found.tail[ends] == 1).all()
+
+
+def test_the_batch_after_the_one_that_was_read_is_asked_for_and_taken_once(
+    target: Target,
+) -> None:
+    stand_in = StandIn(target)
+    logprobs = source(stand_in)
+    texts = [batch(IDS), batch(IDS + 3), batch(IDS + 6)]
+    wanted = [read(logprobs, text) for text in texts]
+    stand_in.asked.clear()
+    logprobs.announce(texts)
+    found = [read(logprobs, text) for text in texts]
+    assert stand_in.asked == [[5, 6, 7], [8, 9, 10], [11, 12, 13]]
+    logprobs.announce(texts[:2])
+    read(logprobs, texts[0])
+    other = read(logprobs, texts[2])  # not what was asked for
+    for ours, theirs in zip([*found, other], [*wanted, wanted[2]], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+class Failing(StandIn):
+    """Answers completions with `status` while there is one."""
+
+    status: int | None = None
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if self.status is None or request.url.path == "/v1/models":
+            return super().__call__(request)
+        return httpx.Response(self.status, json={"error": {"message": "EngineCore died"}})
+
+
+@pytest.mark.parametrize("status", AWAY)
+def test_a_server_that_comes_back_is_asked_again(
+    target: Target, pauses: list[float], monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    stand_in = Failing(target)
+    logprobs = source(stand_in)
+    wanted = read(logprobs, batch(IDS))
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        stand_in.status = None if len(pauses) == 3 else status
+
+    monkeypatch.setattr(prompt_logprobs.time, "sleep", pause)
+    stand_in.status = status
+    found = read(logprobs, batch(IDS))
+    assert pauses == [0.5, 1.0, 2.0]
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_a_server_lost_in_a_long_pass_is_waited_for_from_then_on(
+    pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[float] = []
+
+    def lost(request: httpx.Request) -> httpx.Response:
+        taken.append(0.0 if taken else 2 * prompt_logprobs.WAIT_S)
+        if len(taken) == 1:
+            raise httpx.ReadTimeout("late")
+        return httpx.Response(200, json={"data": [{"id": "served"}]})
+
+    monkeypatch.setattr(prompt_logprobs.time, "monotonic", lambda: sum(pauses) + sum(taken))
+    assert source(lost).model == "served" and pauses == [0.5]
+
+
+def test_a_batch_that_failed_ahead_is_asked_for_again(target: Target, pauses: list[float]) -> None:
+    stand_in = Failing(target)
+    logprobs = source(stand_in)
+    stand_in.status = 500
+    logprobs.announce([batch(IDS)])
+    says = (
+        r"does not answer \(EngineCore died\); start it, then the same command again, which goes on"
+    )
+    with pytest.raises(UserError, match=says) as gone:
+        read(logprobs, batch(IDS))
+    assert "--max-logprobs" not in str(gone.value)
+    assert 100 < sum(pauses) <= prompt_logprobs.WAIT_S
+    stand_in.status = None
+    first, second = batch(IDS), batch(IDS + 3)
+    logprobs.announce([first, second])
+    read(logprobs, first)
+    assert read(logprobs, second).ids.shape == (3, 4)
+
+
+def test_options_of_vllm_are_named_for_bad_requests_alone(
+    target: Target, pauses: list[float]
+) -> None:
+    stand_in = Failing(target)
+    logprobs = source(stand_in)
+    for status, is_named in ((400, True), (404, False), (422, False)):
+        stand_in.status = status
+        with pytest.raises(UserError, match="refuses: EngineCore died") as refused:
+            read(logprobs, batch(IDS))
+        assert ("--max-logprobs" in str(refused.value)) is is_named
+        assert isinstance(refused.value, Refused) is not is_named
+    assert not pauses
+
+
+def test_texts_of_a_batch_share_few_threads_and_keep_their_order(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logprobs = source(StandIn(target))
+    ids = torch.arange(3, 3 + 7 * 4).view(7, 4)
+    single = [read(logprobs, batch(row[None])) for row in ids]
+    started: list[object] = []
+    begin = prompt_logprobs.in_background
+
+    def counted(ask: Callable[[], Any]) -> Future[Any]:
+        started.append(ask)
+        return begin(ask)
+
+    monkeypatch.setattr(prompt_logprobs, "AT_ONCE", 3)
+    monkeypatch.setattr(prompt_logprobs, "in_background", counted)
+    found = read(logprobs, batch(ids))
+    assert len(started) == 3
+    for part, parts in zip(found, zip(*single, strict=True), strict=True):
+        assert torch.equal(part, torch.cat(parts))
+
+
+def test_other_answers_are_refused_in_a_sentence(target: Target) -> None:
+    with pytest.raises(UserError, match="fewer than 5 prompt_logprobs"):
+        read(source(StandIn(target, most=2), 5), batch(IDS))
+    with pytest.raises(UserError, match=r"refuses: Requested .* of 5.*; start vLLM with .* 5 or"):
+        read(source(StandIn(target, max_logprobs=4), 5), batch(IDS))
+    with pytest.raises(UserError, match=r"knows a token .* and the target has 10"):
+        read(source(StandIn(target), 5, vocab_size=10), batch(IDS))
+    listed = {"data": [{"id": "served"}], "choices": [{"text": "x"}]}
+    with pytest.raises(UserError, match="gives no prompt_logprobs; give the URL of vLLM"):
+        read(source(lambda request: httpx.Response(200, json=listed)), batch(IDS))
+
+
+@pytest.mark.parametrize(
+    "answer, says",
+    [
+        (httpx.Response(401, json={}), "asks for another API key; set DRAFTSMITH_API_KEY"),
+        (httpx.Response(404), "refuses: status 404"),
+        (httpx.Response(200, text="hello"), "gives an answer that is no JSON"),
+        (httpx.Response(200, json={}), "lists no model"),
+    ],
+)
+def test_what_waiting_does_not_mend_is_said_at_once(
+    answer: httpx.Response, says: str, pauses: list[float]
+) -> None:
+    with pytest.raises(UserError, match=says):
+        source(lambda request: answer)
+    assert not pauses
+
+
+@pytest.mark.parametrize(
+    "url, says",
+    [
+        ("ftp://host", r"target server ftp://host does not answer \(.*protocol"),
+        ("host", r"target server host does not answer \(.*protocol"),
+        ("http://host:port", r"option 'target_server' is 'http://host:port', no URL \(.*port"),
+        ("", r"target server  does not answer \(.*protocol"),
+    ],
+)
+def test_what_is_no_url_is_refused_at_once(url: str, says: str, pauses: list[float]) -> None:
+    with pytest.raises(UserError, match=says):
+        PromptLogprobs(Server(url), VOCAB, 4)
+    assert not pauses
