@@ -268,7 +268,7 @@ LONGEST = (
     "integration/test_distill.py",
     "integration/test_audit.py",
     "integration/test_target_change.py",
-    "unit/serve/audit/kernels/test_audit_kernels.py",
+    "unit/serve/audit/test_exhaustive_kernels.py",
     "unit/train/export/test_proof.py",
     "unit/serve/audit/test_audit_server.py",
     "integration/test_tensor_parallel.py",

@@ -4,6 +4,7 @@ Files in reading order:
 - `command`: the command
 - `config`: its options
 - `report`: checks, controls and the verdict
+- `kernels`: the audit of this machine's kernels
 - `server`: the audit of a running server
 - `client`: requests to it
 - `samples`: sampled continuations

@@ -12,7 +12,7 @@ from draftsmith.errors import UserError
 from draftsmith.files import check_file, write_json
 from draftsmith.prompts.suites import check_suite, is_given
 from draftsmith.serve.audit.config import AuditConfig
-from draftsmith.serve.audit.kernels.checks import audit_kernels
+from draftsmith.serve.audit.kernels import audit_kernels
 from draftsmith.serve.audit.report import Report
 from draftsmith.serve.audit.server import audit_server
 

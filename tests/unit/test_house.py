@@ -211,10 +211,7 @@ def test_code_folders_are_namespace_folders_behind_relative_links() -> None:
 
 
 def unit(parts: tuple[str, ...]) -> str:
-    """The chapter of a module of a code folder, or the module itself where it stands in no chapter.
-
-    A chapter within a chapter (audit/kernels) belongs to the outer one.
-    """
+    """The chapter of a module of a code folder, or the module itself where it stands in no chapter."""
     return parts[1] if len(parts) > 2 else parts[-1]
 
 

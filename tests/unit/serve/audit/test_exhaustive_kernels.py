@@ -1,16 +1,13 @@
-"""The kernel audit: it passes on our kernels and sees every planted mistake."""
+"""Enumeration and whole texts: our kernels hold and every planted mistake is seen."""
 
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from draftsmith.cli import main
 from draftsmith.kernels.sampling.random_streams import Purpose, sample_without_replacement
 from draftsmith.kernels.verify import block as verify_block
 from draftsmith.kernels.verify import chain as verify
@@ -19,11 +16,12 @@ from draftsmith.kernels.verify.draft_tree import DraftTree
 from draftsmith.kernels.verify.residual import residual_distribution
 from draftsmith.kernels.verify.verdict import Verdict
 from draftsmith.serve.audit.config import AuditConfig
-from draftsmith.serve.audit.kernels import checks as audit_kernels
-from draftsmith.serve.audit.kernels import exact as audit_exact
-from draftsmith.serve.audit.kernels.checks import Sample, joint_sample
-from draftsmith.serve.audit.kernels.controls import DISTRIBUTIONS as CASE_DISTRIBUTIONS
-from draftsmith.serve.audit.kernels.controls import (
+from draftsmith.serve.sampling.adjustments import Adjustments
+from tests.kernel_audit import checks as audit_kernels
+from tests.kernel_audit import exact as audit_exact
+from tests.kernel_audit.checks import Sample, joint_sample
+from tests.kernel_audit.controls import DISTRIBUTIONS as CASE_DISTRIBUTIONS
+from tests.kernel_audit.controls import (
     PENALISED,
     PENALTIES,
     PLAIN,
@@ -32,8 +30,8 @@ from draftsmith.serve.audit.kernels.controls import (
     cases,
     controls,
 )
-from draftsmith.serve.audit.kernels.enumerate import Chosen
-from draftsmith.serve.audit.kernels.exact import (
+from tests.kernel_audit.enumerate import Chosen
+from tests.kernel_audit.exact import (
     DISTRIBUTIONS,
     TREES,
     block_error,
@@ -41,18 +39,16 @@ from draftsmith.serve.audit.kernels.exact import (
     exact_checks,
     tree_error,
 )
-from draftsmith.serve.audit.kernels.plain_verify import Rules, verify_chain_by, verify_tree_by
-from draftsmith.serve.audit.kernels.process import TREE, generate
-from draftsmith.serve.audit.kernels.triton import _unlike, disagreements
-from draftsmith.serve.audit.kernels.world import (
+from tests.kernel_audit.plain_verify import Rules, verify_chain_by, verify_tree_by
+from tests.kernel_audit.process import TREE, generate
+from tests.kernel_audit.triton import _unlike, disagreements
+from tests.kernel_audit.world import (
     LENGTH,
     Distribution,
     World,
     first_context,
     split_error,
 )
-from draftsmith.serve.audit.report import Check, Report
-from draftsmith.serve.sampling.adjustments import Adjustments
 
 CPU = torch.device("cpu")
 QUICK = AuditConfig(kernels=True, rounds=50_000)
@@ -389,100 +385,3 @@ def test_triton_is_held_to_the_reference_and_a_mistake_is_seen(way: str) -> None
 def test_what_is_compared_is_as_unlike_as_can_be() -> None:
     outcomes = torch.tensor([[0], [0], [0], [1], [0], [2], [1]])
     assert sorted(_unlike(outcomes, 5).tolist()) == [0, 1, 3, 5, 6]
-
-
-@pytest.mark.parametrize(
-    "impl, interpreted, said",
-    [("torch", "1", "were not: audit with"), ("triton", "1", "ran interpreted")],
-)
-def test_the_report_says_what_of_triton_was_audited(
-    impl: str, interpreted: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
-    assert said in audit_kernels.triton_note(AuditConfig(kernels=True, impl=impl), CPU)
-
-
-# Verdicts and the command
-
-
-def passed(name: str, kind: str, good: bool) -> Check:
-    return Check(name=name, kind=kind, passed=good, said="")
-
-
-@pytest.mark.parametrize(
-    "checks, verdict",
-    [
-        ([passed("a", "check", True), passed("c", "control", True)], "lossless"),
-        ([passed("a", "check", False), passed("c", "control", True)], "lossy"),
-        ([passed("a", "check", True), passed("c", "control", False)], "powerless"),
-        ([passed("a", "check", False), passed("c", "control", False)], "lossy"),
-        ([], "powerless"),
-    ],
-)
-def test_verdicts(checks: list[Check], verdict: str) -> None:
-    assert Report("x", 1e-9, checks).verdict == verdict
-
-
-@pytest.mark.long
-def test_command_writes_the_report_and_exits_by_the_verdict(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = ("residual dropped", "tree, a repeated sibling has a chance of its own")
-    full = controls()
-    ways = [Case(way, PLAIN, procedure) for way, procedure in PROCEDURES.items()]
-    monkeypatch.setattr(audit_kernels, "controls", lambda: {name: full[name] for name in kept})
-    monkeypatch.setattr(audit_kernels, "cases", lambda: ways)
-    out = tmp_path / "report.json"
-    assert main(["audit", "--kernels", "--rounds", "20000", "--out", str(out)]) == 0
-    assert "LOSSLESS" in capsys.readouterr().out
-    (report,) = json.loads(out.read_text())
-    assert report["verdict"] == "lossless"
-    assert {
-        "chain, temperature 1",
-        "block, temperature 1",
-        "tree, temperature 1",
-        *(f"control: {name}" for name in kept),
-    } <= {check["name"] for check in report["checks"]}
-
-    # A kernel that drops the residual: the same command must fail.
-    monkeypatch.setattr(
-        audit_kernels,
-        "cases",
-        lambda: [*ways[1:], Case("chain", PLAIN, full["residual dropped"].procedure)],
-    )
-    monkeypatch.setattr(audit_kernels, "exact_checks", lambda seed: [])
-    assert main(["audit", "--kernels", "--rounds", "20000"]) == 1
-    assert "LOSSY: chain, temperature 1" in capsys.readouterr().out
-
-
-def test_triton_where_it_cannot_run_is_one_sentence(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert main(["audit", "--kernels", "--impl", "triton"]) == 2
-    assert "'triton' cannot run on cpu" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ([], "give --kernels, or --url"),
-        (["--kernels", "--false-alarm", "2"], "'false_alarm' is 2.0"),
-        (["--url", "http://127.0.0.1:9", "--length", "0"], "'length' is 0"),
-        (["--url", "http://127.0.0.1:9", "--samples", "0"], "'samples' is 0"),
-        (["--url", "http://127.0.0.1:9", "--k", "-1"], "'k' is -1"),
-        (["--url", "http://127.0.0.1:9", "--bias", "1"], "'bias' is 1.0"),
-        (["--url", "http://127.0.0.1:9", "--temperature", "-1"], "'temperature' is -1.0"),
-        (["--kernels", "--compare-url", "http://127.0.0.1:9"], "give --url, too"),
-        (["--url", "http://127.0.0.1:9"], "check the URL"),
-        (["--kernels", "--rounds", "0"], "'rounds' is 0"),
-        (["--kernels", "--device", "tpu"], "device 'tpu'"),
-        (["--kernels", "--impl", "cuda"], "must be one of auto, triton, torch"),
-    ],
-)
-def test_bad_input_is_one_sentence(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["audit", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1

@@ -17,16 +17,16 @@ from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.draft_tree import DraftTree
 from draftsmith.kernels.verify.tree import verify_tree
-from draftsmith.serve.audit.kernels.enumerate import all_drafts
-from draftsmith.serve.audit.kernels.exact import (
+from draftsmith.serve.audit.report import Check
+from tests.kernel_audit.enumerate import all_drafts
+from tests.kernel_audit.exact import (
     CHAIN,
     TREES,
     Shape,
     chain_arguments,
     tree_arguments,
 )
-from draftsmith.serve.audit.kernels.world import Distribution
-from draftsmith.serve.audit.report import Check
+from tests.kernel_audit.world import Distribution
 
 NUDGE = 1e-5
 LEAST_CLEAR = 0.9  # of the rows, for the comparison to say anything

@@ -1,4 +1,5 @@
-"""`draftsmith audit --kernels`.
+"""Verification kernels against all that may happen in a small world, and planted mistakes that must
+be seen. `draftsmith audit --kernels` is the short form of it.
 
 Files in reading order:
 - `checks`: all checks
@@ -9,6 +10,4 @@ Files in reading order:
 - `plain_verify`: verification with its rules taken apart
 - `triton`: Triton against the reference
 - `controls`: wrong kernels that must be found
-
-Other chapters import `checks`.
 """

@@ -20,17 +20,17 @@ from draftsmith.kernels.verify.draft_tree import DraftTree
 from draftsmith.kernels.verify.residual import accepts
 from draftsmith.kernels.verify.tree import verify_tree_torch
 from draftsmith.kernels.verify.verdict import TreeVerdict, Verdict
-from draftsmith.serve.audit.kernels.controls import by_chains_residual, by_target, keep_q
-from draftsmith.serve.audit.kernels.enumerate import (
+from draftsmith.serve.audit.report import Check
+from tests.kernel_audit.controls import by_chains_residual, by_target, keep_q
+from tests.kernel_audit.enumerate import (
     Chosen,
     Drafts,
     all_drafts,
     round_distribution,
     target_distribution,
 )
-from draftsmith.serve.audit.kernels.plain_verify import Rules, verify_tree_by
-from draftsmith.serve.audit.kernels.world import START, Distribution, World
-from draftsmith.serve.audit.report import Check
+from tests.kernel_audit.plain_verify import Rules, verify_tree_by
+from tests.kernel_audit.world import START, Distribution, World
 
 EXACT_ERROR = 1e-12
 

@@ -19,10 +19,10 @@ from draftsmith.kernels.verify.residual import (
     residual_logits,
 )
 from draftsmith.kernels.verify.verdict import TreeVerdict, Verdict
-from draftsmith.serve.audit.kernels.plain_verify import Left, Rules, verify_chain_by, verify_tree_by
-from draftsmith.serve.audit.kernels.process import Chains, Procedure, Trees
-from draftsmith.serve.audit.kernels.world import VERSIONS, Distribution
 from draftsmith.serve.sampling.params import SamplingParams
+from tests.kernel_audit.plain_verify import Left, Rules, verify_chain_by, verify_tree_by
+from tests.kernel_audit.process import Chains, Procedure, Trees
+from tests.kernel_audit.world import VERSIONS, Distribution
 
 PENALTIES = SamplingParams(
     frequency_penalty=0.9, presence_penalty=0.4, repetition_penalty=1.3, logit_bias=((1, 0.5),)

@@ -22,7 +22,7 @@ from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.draft_tree import DraftTree
 from draftsmith.kernels.verify.tree import verify_tree
 from draftsmith.kernels.verify.verdict import TreeVerdict, Verdict
-from draftsmith.serve.audit.kernels.world import DEPTH, START, VERSIONS, World
+from tests.kernel_audit.world import DEPTH, START, VERSIONS, World
 
 # Three children, of which the first has two and the second one, and one more below: a tree of depth
 # 3.

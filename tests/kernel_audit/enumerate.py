@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.kernels.verify.verdict import TreeVerdict, Verdict
-from draftsmith.serve.audit.kernels.world import START, World
+from tests.kernel_audit.world import START, World
 
 PARTS, SEARCHES = 16, 14  # a border is searched by so many parts of what is left, so often: 2^-56
 ROUNDING = 1e-15  # within which borders of different rows are one

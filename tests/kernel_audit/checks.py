@@ -12,14 +12,13 @@ import torch
 
 from draftsmith.kernels.dispatch import choose
 from draftsmith.kernels.statistics import SUMMED_EXPECTED, Fit, chi_square, g_test, summed
-from draftsmith.progress import Progress
 from draftsmith.serve.audit.config import AuditConfig
-from draftsmith.serve.audit.kernels.controls import PENALTIES, cases, controls
-from draftsmith.serve.audit.kernels.exact import DISTRIBUTIONS, exact_checks
-from draftsmith.serve.audit.kernels.process import Chains, Procedure, Trees, generate
-from draftsmith.serve.audit.kernels.triton import triton_checks
-from draftsmith.serve.audit.kernels.world import LENGTH, Distribution, World, split_error
 from draftsmith.serve.audit.report import Check, Report, fit_check
+from tests.kernel_audit.controls import PENALTIES, cases, controls
+from tests.kernel_audit.exact import DISTRIBUTIONS, exact_checks
+from tests.kernel_audit.process import Procedure, generate
+from tests.kernel_audit.triton import triton_checks
+from tests.kernel_audit.world import LENGTH, Distribution, World, split_error
 
 VOCAB_SIZE = 5
 BATCH = 50_000  # sequences generated at a time
@@ -27,13 +26,6 @@ BATCH = 50_000  # sequences generated at a time
 SUMMED_LENGTHS = (2, 3, LENGTH)
 # rounds of each distribution and shape that Triton and the reference both decide
 INTERPRETED_ROWS, COMPILED_ROWS = 20, 5000
-OUTSIDE = (
-    "outside this audit: the engine around the kernels (what drafters propose and with which "
-    "noise, which rows, parameters and "
-    "masks reach verification, paging, preemption, swaps, learning) and vocabularies of more than "
-    "a few tokens; "
-    "`draftsmith audit --url` holds a running server to its target"
-)
 WORLD = 1  # seed of the tables: controls must be caught whatever the seed of the draws
 
 
@@ -46,7 +38,6 @@ def audit_kernels(config: AuditConfig) -> Report:
     # Half for the cases one by one, half for what they come to together.
     alarm = config.false_alarm / 2 / len(distributions)
     sum_alarm = config.false_alarm / 2 / (len(ways) * len(SUMMED_LENGTHS))
-    progress = Progress("audit", total=len(distributions) + len(mistakes) + 1, unit="tests")
     checks = [*exact_checks(WORLD), *triton_rows(config, device), prefix_check()]
     samples: dict[str, list[Sample]] = {way: [] for way in ways}
     for done, case in enumerate(distributions, start=1):
@@ -55,7 +46,6 @@ def audit_kernels(config: AuditConfig) -> Report:
         checks.append(
             fit_check(f"{case.way}, {case.distribution.name}", "check", sample.fit(), alarm)
         )
-        progress.update(done, note=checks[-1].name)
     checks += summed_checks(samples, sum_alarm)
     for done, (name, control) in enumerate(mistakes.items(), start=len(distributions) + 1):
         sample = joint_sample(
@@ -67,14 +57,7 @@ def audit_kernels(config: AuditConfig) -> Report:
             offset=control.offset,
         )
         checks.append(fit_check(f"control: {name}", "control", sample.fit(), alarm))
-        progress.update(done, note=name)
-    progress.close()
-    return Report(
-        f"kernels ({config.impl}, {device})",
-        config.false_alarm,
-        checks,
-        notes(config, device, len(distributions), ways, (alarm, sum_alarm)),
-    )
+    return Report(f"kernels ({config.impl}, {device})", config.false_alarm, checks)
 
 
 def summed_checks(samples: Mapping[str, Sequence[Sample]], alarm: float) -> list[Check]:
@@ -85,29 +68,6 @@ def summed_checks(samples: Mapping[str, Sequence[Sample]], alarm: float) -> list
         name = f"{way}, {len(found)} cases together, first {length} tokens"
         checks.append(fit_check(name, "check", fit, alarm))
     return checks
-
-
-def notes(
-    config: AuditConfig,
-    device: torch.device,
-    num_cases: int,
-    ways: Sequence[str],
-    alarms: tuple[float, float],
-) -> list[str]:
-    """`alarms`: the part of the false alarm of a case, and of a check of all cases of a way."""
-    alarm, sum_alarm = alarms
-    return [
-        f"{config.rounds} rounds per distribution, {LENGTH} tokens of vocabulary {VOCAB_SIZE}, "
-        f"{Chains().most} drafted tokens at most in a "
-        f"chain or block, {Trees().most} nodes in a tree, 0 among them; two drafts that take "
-        "turns between rounds",
-        f"of the false alarm one half is spent on {num_cases} cases ({alarm:.2g} each), "
-        f"one half on {len(ways)} ways to verify, "
-        f"the cases of each together over their first {', '.join(map(str, SUMMED_LENGTHS))} "
-        f"tokens ({sum_alarm:.2g} each)",
-        triton_note(config, device),
-        OUTSIDE,
-    ]
 
 
 def triton_rows(config: AuditConfig, device: torch.device) -> list[Check]:
@@ -121,24 +81,6 @@ def triton_rows(config: AuditConfig, device: torch.device) -> list[Check]:
 def sampled_impl(config: AuditConfig, device: torch.device) -> str:
     """Whole texts by interpreted kernels would take days: the reference makes them there."""
     return "torch" if device.type == "cpu" else config.impl
-
-
-def triton_note(config: AuditConfig, device: torch.device) -> str:
-    impl = choose(config.impl, device, torch.float32)
-    if impl == "torch":
-        return (
-            "the torch kernels were audited, which a server on this device runs; the Triton "
-            "kernels, which one on CUDA runs, "
-            "were not: audit with --device cuda there, or with --impl triton and "
-            "TRITON_INTERPRET=1 in the environment here"
-        )
-    if device.type == "cpu":
-        return (
-            "the Triton kernels ran interpreted and decided single rounds beside the reference, "
-            "which made the texts; "
-            "compiled they are audited with --device cuda"
-        )
-    return "the Triton kernels decided single rounds beside the reference and made the texts"
 
 
 def prefix_check() -> Check:
