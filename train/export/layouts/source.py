@@ -16,11 +16,11 @@ from safetensors import SafetensorError, safe_open
 from draftsmith.drafters.checkpoint import locate, one_sentence
 from draftsmith.drafters.heads.mtp_alone import READS_FINAL
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.remote.outline import TargetOutline
 from draftsmith.drafters.target.load import adapter_base, build_model, load_config
 from draftsmith.drafters.windows import windows_in
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
+from draftsmith.train.objective.outline import TargetOutline
 
 
 @dataclass(frozen=True, kw_only=True)
