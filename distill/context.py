@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.learn.rehearsal import Rehearsal
 from draftsmith.distill.learn.text_states import TextStates
-from draftsmith.distill.state import Counters
+from draftsmith.distill.state import LearnerCounters
 from draftsmith.distill.throttle import Throttle
 from draftsmith.drafters.target.target import Target
 
@@ -18,7 +18,7 @@ class LearnerContext:
     config: DistillConfig
     target: Target
     throttle: Throttle
-    counters: Counters
+    counters: LearnerCounters
     report: Callable[[str], None]  # prints a line for people
     save: Callable[[], None]  # saves the state of all tracks
     cursor: Callable[[], Mapping[str, int]]  # records read so far, per writer of the buffer

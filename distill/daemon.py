@@ -21,11 +21,11 @@ from draftsmith.distill.context import LearnerContext
 from draftsmith.distill.draft_track import DraftTrack
 from draftsmith.distill.learn.processes import OneProcess
 from draftsmith.distill.learn.rehearsal import rehearsal_of
-from draftsmith.distill.learn.target_source import TargetSource
+from draftsmith.distill.learn.target_source import TargetFolder
 from draftsmith.distill.learn.text_states import states_of
 from draftsmith.distill.monitor.monitor import Monitor
 from draftsmith.distill.pool.pool import ClassPool
-from draftsmith.distill.state import LEARNER, Counters, StateFolder
+from draftsmith.distill.state import LEARNER, LearnerCounters, StateFolder
 from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import Throttle
 from draftsmith.drafters.published.pool import pool_root
@@ -52,13 +52,13 @@ class Daemon:
         classes = pool_root(self.root)
         for folder in (self.root, self.root / LEARNER, classes, *classes.glob("*/")):
             sweep(folder)
-        self.source = TargetSource(config.target)
+        self.source = TargetFolder(config.target)
         # other weights have come into the target's folder since
         self.is_outdated = False
         self.revisions: list[str] = []  # that the target had before
         processes = processes or OneProcess()
         self.target, read = processes.open(config, self.source.folder)
-        self.counters, self.open = Counters(), OpenRequests()
+        self.counters, self.open = LearnerCounters(), OpenRequests()
         self.monitor = Monitor(config.monitor.false_alarm)
         self.states = states_of(self.target, config.learn, read)
         context = LearnerContext(

@@ -28,7 +28,7 @@ from draftsmith.distill.learn import learner as learning
 from draftsmith.distill.learn.learner import Learner, UpdateReport, taps_share
 from draftsmith.distill.live_version import LiveVersion
 from draftsmith.distill.publisher import Publisher
-from draftsmith.distill.state import Kept, TrackState
+from draftsmith.distill.state import KeptTrack, TrackState
 from draftsmith.distill.version_lifecycle import VersionLifecycle
 from draftsmith.drafters.published import versions
 
@@ -66,7 +66,7 @@ class DraftTrack:
         self.predicted: float | None = None
 
     @property
-    def kept(self) -> Kept:
+    def kept(self) -> KeptTrack:
         displaced = self.live.watch.displaced
         state = TrackState(
             self.live.version,
@@ -79,7 +79,7 @@ class DraftTrack:
             displaced.version if displaced else None,
             self.lifecycle.spared,
         )
-        return Kept(self.learner, state)
+        return KeptTrack(self.learner, state)
 
     def begin(self, state: TrackState | None) -> None:
         """Goes on from a saved state, whose learner is filled already, or begins at the live

@@ -47,7 +47,7 @@ TEXTS = ("fresh", "window", "reservoir", "latest")
 
 
 @dataclass
-class Counters:
+class LearnerCounters:
     """Totals since the first start, over all tracks."""
 
     records: int = 0
@@ -69,7 +69,7 @@ class Counters:
     rolled_back: int = 0
     drift_alarms: int = 0
 
-    def take_over(self, other: Counters) -> None:
+    def take_over(self, other: LearnerCounters) -> None:
         for one in fields(self):
             setattr(self, one.name, getattr(other, one.name))
 
@@ -79,7 +79,7 @@ class Counters:
         self.refused += decision == "refuse"
 
 
-TOTALS = frozenset(one.name for one in fields(Counters))
+TOTALS = frozenset(one.name for one in fields(LearnerCounters))
 
 
 @dataclass
@@ -103,7 +103,7 @@ class TrackState:
         return TrackState(self.live_version, False, Ledger(), None, {}, fresh, window)
 
 
-class Kept(NamedTuple):
+class KeptTrack(NamedTuple):
     learner: Learner
     state: TrackState
 
@@ -111,7 +111,7 @@ class Kept(NamedTuple):
 @dataclass
 class Restored:
     cursor: Cursor
-    counters: Counters
+    counters: LearnerCounters
     open: list[RoundRecord]
     tracks: dict[str, TrackState]
     pool: dict[str, Any]
@@ -133,10 +133,10 @@ class StateFolder:
 
     def save(
         self,
-        tracks: Mapping[str, Kept],
+        tracks: Mapping[str, KeptTrack],
         *,
         cursor: Cursor,
-        counters: Counters,
+        counters: LearnerCounters,
         target_revision: str,
         revisions: Sequence[str] = (),
         pool: Mapping[str, Any],
@@ -198,7 +198,7 @@ class StateFolder:
         if is_rebased := left != target_revision:
             revisions = [*revisions, left][-MOST_REVISIONS:]
         known = {name: one for name, one in values["lineages"].items() if name in learners}
-        counters, records = Counters(**values["counters"]), _records(folder / "open.parquet")
+        counters, records = LearnerCounters(**values["counters"]), _records(folder / "open.parquet")
         saved = {
             name: _read_track(one, learners[name].parameters, folder / name)
             for name, one in known.items()
@@ -224,7 +224,7 @@ class StateFolder:
 
 
 def _save_track(
-    kept: Kept,
+    kept: KeptTrack,
     folder: Path,
     track: str,
     write: Callable[[Path, Sequence[RoundRecord]], None],

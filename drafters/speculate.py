@@ -43,7 +43,7 @@ from draftsmith.kernels.verify.verdict import Verdict
 BLOCK_SIZE = 16
 
 
-class Round(NamedTuple):
+class SpeculatedRound(NamedTuple):
     start: int  # position of the first drafted token; all tokens before it are its context
     drafted: list[int]
     accepted: int  # leading tokens of `drafted` that verification kept
@@ -53,7 +53,7 @@ class Round(NamedTuple):
 class SpeculatedText(NamedTuple):
     tokens: list[int]  # prompt and answer, with the end-of-text token that was reached
     num_prompt: int
-    rounds: list[Round]  # in order; their committed tokens are the whole answer
+    rounds: list[SpeculatedRound]  # in order; their committed tokens are the whole answer
 
     def counts(self) -> AcceptanceCounts:
         counts = AcceptanceCounts()
@@ -94,19 +94,19 @@ def speculate(
             "a prompt without tokens has nothing to go on from; give every prompt one token or more"
         )
     rows = rows_of(prompts, seeds)
-    batch = Batch(drafter, target, rows, k, temperature, max_new_tokens)
+    batch = SpeculationBatch(drafter, target, rows, k, temperature, max_new_tokens)
     return batch.decode()
 
 
 @dataclass
-class Row:
+class SpeculatedRow:
     index: int
     tokens: list[int]  # committed so far, prompt included
     num_prompt: int
     seed: int
     max_length: int = 0
     finished: bool = False
-    rounds: list[Round] = field(default_factory=list)
+    rounds: list[SpeculatedRound] = field(default_factory=list)
     draft_cached: int = 0  # leading positions whose state the drafter's cache holds
     taps: torch.Tensor | None = None  # [m, H] of the positions that the drafter has not read
     state: KeptState = field(default_factory=KeptState)  # of a target with recurrent layers
@@ -118,21 +118,21 @@ class Row:
         return len(self.tokens) - 1 - self.state.behind
 
 
-def rows_of(prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Row]:
+def rows_of(prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[SpeculatedRow]:
     return [
-        Row(index, list(prompt), len(prompt), seed)
+        SpeculatedRow(index, list(prompt), len(prompt), seed)
         for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
     ]
 
 
-class Batch:
+class SpeculationBatch:
     """Rows, their paged keys and values in both models, and the four steps of a round."""
 
     def __init__(
         self,
         drafter: ServingDrafter,
         target: Target,
-        rows: list[Row],
+        rows: list[SpeculatedRow],
         k: int,
         temperature: float,
         max_new_tokens: int,
@@ -167,16 +167,16 @@ class Batch:
             [SpeculatedText(row.tokens, row.num_prompt, row.rounds) for row in self.rows]
         )
 
-    def unfinished(self) -> list[Row]:
+    def unfinished(self) -> list[SpeculatedRow]:
         return [row for row in self.rows if not row.finished]
 
-    def parts(self, rows: list[Row]) -> list[list[Row]]:
+    def parts(self, rows: list[SpeculatedRow]) -> list[list[SpeculatedRow]]:
         """Rows that may draft, and rows whose text is too long for the drafter's positions."""
         within = [row for row in rows if self.may_draft(row)]
         beyond = [row for row in rows if not self.may_draft(row)]
         return [part for part in (within, beyond) if part]
 
-    def may_draft(self, row: Row) -> bool:
+    def may_draft(self, row: SpeculatedRow) -> bool:
         return self.draft_positions is None or len(row.tokens) < self.draft_positions
 
     def prefill(self) -> None:
@@ -192,7 +192,7 @@ class Batch:
                 if row.read is not None:
                     row.read.verified(0)
 
-    def run_round(self, rows: list[Row]) -> None:
+    def run_round(self, rows: list[SpeculatedRow]) -> None:
         proposal = self.propose(rows)
         lengths = proposal.lengths.tolist()
         drafted = [row[:length] for row, length in zip(proposal.tokens.tolist(), lengths)]
@@ -207,7 +207,7 @@ class Batch:
         for row, offered, count, emitted in zip(rows, drafted, accepted, verdict.tokens.tolist()):
             self.commit(row, offered, count, emitted[: count + 1])
 
-    def propose(self, rows: list[Row]) -> Proposal:
+    def propose(self, rows: list[SpeculatedRow]) -> Proposal:
         if not self.may_draft(rows[0]):
             none = torch.zeros(len(rows), 0, dtype=torch.int64, device=self.device)
             return Proposal(tokens=none, lengths=none.sum(dim=1), logits=None)
@@ -237,7 +237,7 @@ class Batch:
 
     def forward(
         self,
-        rows: list[Row],
+        rows: list[SpeculatedRow],
         known: list[list[int]],
         drafted: list[list[int]],
         starts: list[int],
@@ -271,7 +271,9 @@ class Batch:
         chosen = self.tensor(logit_rows)
         return self.target.forward(ids[None], positions[None], context, chosen, self.drafter.taps)
 
-    def verify(self, rows: list[Row], proposal: Proposal, output: TargetOutput) -> Verdict:
+    def verify(
+        self, rows: list[SpeculatedRow], proposal: Proposal, output: TargetOutput
+    ) -> Verdict:
         sampling = SamplingRows.of([self.temperature] * len(output.logits), device=self.device)
         return verify_chain(
             process(output.logits, sampling),
@@ -283,7 +285,7 @@ class Batch:
         )
 
     def append_taps(
-        self, rows: list[Row], lengths: list[int], kept: list[int], output: TargetOutput
+        self, rows: list[SpeculatedRow], lengths: list[int], kept: list[int], output: TargetOutput
     ) -> None:
         """Store the taps of the first `kept[b]` tokens of each piece, which are committed, but for
         those that were read before."""
@@ -293,7 +295,9 @@ class Batch:
             taps = all_taps[row.state.behind : count]
             row.taps = taps if row.taps is None else torch.cat([row.taps, taps])
 
-    def commit(self, row: Row, drafted: list[int], accepted: int, emitted: list[int]) -> None:
+    def commit(
+        self, row: SpeculatedRow, drafted: list[int], accepted: int, emitted: list[int]
+    ) -> None:
         """Append `emitted`, the accepted tokens and the target's own, and what the drafter's cache
         holds of them. A target distribution of NaN (token -1) raises a `ValueError`."""
         start = len(row.tokens)
@@ -312,15 +316,15 @@ class Batch:
         ends = [at for at, token in enumerate(committed) if token in self.target.eos_token_ids]
         committed = committed[: ends[0] + 1] if ends else committed
         row.tokens += committed
-        row.rounds.append(Round(start, drafted, accepted, len(committed)))
+        row.rounds.append(SpeculatedRound(start, drafted, accepted, len(committed)))
         row.finished = bool(ends) or len(row.tokens) >= row.max_length
 
     def tensor(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
-    def starts(self, rows: list[Row]) -> torch.Tensor:
+    def starts(self, rows: list[SpeculatedRow]) -> torch.Tensor:
         """Position [B] of the next token of each row."""
         return self.tensor([len(row.tokens) for row in rows])
 
-    def tables(self, rows: list[Row]) -> torch.Tensor:
+    def tables(self, rows: list[SpeculatedRow]) -> torch.Tensor:
         return self.block_tables[[row.index for row in rows]]

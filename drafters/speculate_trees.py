@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from draftsmith.drafters.interface import DraftInputs, GrowsTrees, Proposal, ServingDrafter
-from draftsmith.drafters.speculate import Batch, Row, SpeculatedBatch, rows_of
+from draftsmith.drafters.speculate import SpeculatedBatch, SpeculatedRow, SpeculationBatch, rows_of
 from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.drafters.trees.layout import TreeSpan, tree_pass, tried
@@ -40,12 +40,12 @@ def speculate_trees(
     return batch.decode()
 
 
-class _TreeBatch(Batch):
+class _TreeBatch(SpeculationBatch):
     def __init__(
         self,
         drafter: ServingDrafter,
         target: Target,
-        rows: list[Row],
+        rows: list[SpeculatedRow],
         shape: TreeShape,
         temperature: float,
         max_new_tokens: int,
@@ -66,7 +66,7 @@ class _TreeBatch(Batch):
         assert isinstance(self.drafter, GrowsTrees)
         return self.drafter.propose_tree(inputs, self.shape)
 
-    def run_round(self, rows: list[Row]) -> None:
+    def run_round(self, rows: list[SpeculatedRow]) -> None:
         proposal = self.propose(rows)
         lengths = proposal.lengths.tolist()
         nodes = [row[:length] for row, length in zip(proposal.tokens.tolist(), lengths)]
@@ -91,7 +91,7 @@ class _TreeBatch(Batch):
             self.commit(row, [tokens[node] for node in tried(span.parents, path)], len(path), new)
 
     def forward_trees(
-        self, rows: list[Row], spans: list[TreeSpan], nodes: list[list[int]]
+        self, rows: list[SpeculatedRow], spans: list[TreeSpan], nodes: list[list[int]]
     ) -> TargetOutput:
         """Target pass over each row's known tokens and nodes. Logits are those of the last known
         token and of the nodes."""
@@ -118,7 +118,7 @@ class _TreeBatch(Batch):
         )
 
     def verify_trees(
-        self, rows: list[Row], proposal: Proposal, output: TargetOutput
+        self, rows: list[SpeculatedRow], proposal: Proposal, output: TargetOutput
     ) -> tuple[list[list[int]], list[list[int]]]:
         """Kept nodes of each row, and the tokens that it gets."""
         sampling = SamplingRows.of([self.temperature] * len(output.logits), device=self.device)

@@ -15,13 +15,13 @@ FALSE = ("false", "off", "no", "0")
 
 
 @dataclass(frozen=True)
-class RequestOptions:
+class EngineRequestOptions:
     record: bool = True
     request_class: str = ""
     share: float | None = None  # None: the engine's own share
 
 
-def request_options(extra: Mapping[str, Any] | None) -> RequestOptions:
+def request_options(extra: Mapping[str, Any] | None) -> EngineRequestOptions:
     """Options among the free arguments of a request."""
     given = extra or {}
     record, share = given.get("draftsmith_record", True), given.get("draftsmith_share")
@@ -30,7 +30,7 @@ def request_options(extra: Mapping[str, Any] | None) -> RequestOptions:
     try:
         number = None if share is None else float(share)
     except (TypeError, ValueError):
-        return RequestOptions(record=False)
+        return EngineRequestOptions(record=False)
     if number is not None and not 0 <= number <= 1:
-        return RequestOptions(record=False)
-    return RequestOptions(bool(record), str(given.get("draftsmith_class", "")), number)
+        return EngineRequestOptions(record=False)
+    return EngineRequestOptions(bool(record), str(given.get("draftsmith_class", "")), number)

@@ -26,7 +26,7 @@ BEHIND_BLOCKS = "a token of the pass lies behind the blocks of its row"
 _number = ctypes.c_int64
 
 
-class Kind(enum.IntEnum):
+class CallKind(enum.IntEnum):
     """Kernel of a call; its places in brackets, then its numbers. Strides and widths count numbers,
     a token's own."""
 
@@ -44,7 +44,7 @@ class Kind(enum.IntEnum):
     CLEAR = 8
 
 
-class Place(NamedTuple):
+class ArgumentPlace(NamedTuple):
     """The address `bases[base] + per_token * T + fixed`, in bytes."""
 
     base: int
@@ -52,21 +52,21 @@ class Place(NamedTuple):
     fixed: int
 
 
-def at(address: int | None) -> Place:
+def at(address: int | None) -> ArgumentPlace:
     """`bases[0]` is 0."""
-    return Place(0, 0, address or 0)
+    return ArgumentPlace(0, 0, address or 0)
 
 
-class Call(NamedTuple):
-    kind: Kind
+class KernelCall(NamedTuple):
+    kind: CallKind
     function: Any  # of a compiled kernel; None for `COPY`, `ROWS` and `CLEAR`
-    places: Sequence[Place]
+    places: Sequence[ArgumentPlace]
     numbers: Sequence[int]
     reals: Sequence[float] = ()
 
 
 class _Place(ctypes.Structure):
-    _fields_ = [(name, _number) for name in Place._fields]
+    _fields_ = [(name, _number) for name in ArgumentPlace._fields]
 
 
 class _Call(ctypes.Structure):
@@ -112,7 +112,7 @@ class CallList:
     """Made by `call_list`. The list, alive, keeps `held`; what else its places name is the
     caller's to keep."""
 
-    def __init__(self, function: Any, calls: Sequence[Call], held: Sequence[Any]):
+    def __init__(self, function: Any, calls: Sequence[KernelCall], held: Sequence[Any]):
         self._function, self.held = function, held
         self.calls = (_Call * len(calls))(*map(packed, calls))
 
@@ -136,7 +136,7 @@ class CallList:
         return outcome != NO_ROW
 
 
-def packed(call: Call) -> _Call:
+def packed(call: KernelCall) -> _Call:
     """As the source has it."""
     made = _Call(call.kind)
     if call.function is not None:
@@ -148,7 +148,7 @@ def packed(call: Call) -> _Call:
     return made
 
 
-def call_list(calls: Sequence[Call], held: Sequence[Any] = ()) -> CallList | None:
+def call_list(calls: Sequence[KernelCall], held: Sequence[Any] = ()) -> CallList | None:
     """`held`: objects whose memory the fixed addresses lie in. None where there is no C++
     compiler."""
     function = _run()

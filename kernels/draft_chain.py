@@ -25,13 +25,13 @@ class NoRow(LookupError):
     """A table ends before a token's number."""
 
 
-class Part(ctypes.Structure):
+class ChainPart(ctypes.Structure):
     """A list of calls and the bases of its places."""
 
     _fields_ = [("calls", _pointer), ("num_calls", _number), ("bases", _pointer)]
 
     @classmethod
-    def of(cls, calls: CallList, bases: Sequence[int]) -> Part:
+    def of(cls, calls: CallList, bases: Sequence[int]) -> ChainPart:
         held = (_number * len(bases))(*bases)
         part = cls(ctypes.addressof(calls.calls), len(calls.calls), ctypes.addressof(held))
         part.held = calls, held  # alive as long as the part
@@ -42,7 +42,7 @@ class Chain(ctypes.Structure):
     """A draft and the memory of its parts; `Chain` of the source says which."""
 
     _fields_ = [
-        *((name, Part) for name in ("embed", "fuse", "step", "head")),
+        *((name, ChainPart) for name in ("embed", "fuse", "step", "head")),
         *((name, _pointer) for name in ("draw", "ids", "positions", "hidden", "stepped", "heads")),
         *((name, _pointer) for name in ("logits", "wide", "processed")),
         *((name, _number) for name in ("next", "head_input", "width", "taps_base", "draft_vocab")),
@@ -50,7 +50,7 @@ class Chain(ctypes.Structure):
     ]
 
 
-class Round(ctypes.Structure):
+class DraftRound(ctypes.Structure):
     """Rows to draft: addresses of what `DraftInputs` and `DraftSampler` hold, then counts."""
 
     _fields_ = [
@@ -79,7 +79,7 @@ def draw_address() -> int | None:
     return None if kernel is None else ctypes.cast(kernel, ctypes.c_void_p).value
 
 
-def draft(chain: Chain, round: Round) -> int | None:
+def draft(chain: Chain, round: DraftRound) -> int | None:
     """Depths that were drawn, `round.depth` where all were; of the next one torch has to draw, from
     the chain's memory. None where nothing was done: a row has too many tokens to read, or there
     are too many rows. Raises `IndexError` where a token lies behind the blocks of its row, and

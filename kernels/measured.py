@@ -47,7 +47,7 @@ def timed(name: str, way: Way) -> float:
     return perf_counter() - begun_s
 
 
-class Choice(NamedTuple):
+class MeasuredChoice(NamedTuple):
     kind: str
     shape: str
     threads: int
@@ -61,7 +61,7 @@ class Choices:
 
     def __init__(self, folder: Path | None = None, clock: Clock = timed, most_s: float = MOST_S):
         self._folder, self._clock, self._most_s = folder, clock, most_s
-        self._known: dict[str, Choice] | None = None
+        self._known: dict[str, MeasuredChoice] | None = None
         self._made: set[str] = set()  # keys of what this process has timed
         self._taken: set[str] = set()
         self._spent_s: dict[str, float] = defaultdict(float)
@@ -89,7 +89,7 @@ class Choices:
         prepare: Callable[[], Mapping[str, Way]],
         *,
         sources: Sequence[Path] = (),
-    ) -> Choice | None:
+    ) -> MeasuredChoice | None:
         """The fastest of some ways to do work of `shape`, with their times; None where nothing is
         timed.
 
@@ -115,12 +115,12 @@ class Choices:
             seconds = _least(prepare(), self._clock)
             self._spent_s[kind] += perf_counter() - begun_s
             way = min(seconds, key=seconds.__getitem__, default=names[0])
-            made = Choice(kind, _text(shape), threads, way, seconds)
+            made = MeasuredChoice(kind, _text(shape), threads, way, seconds)
             log.debug("%s %s: %s of %s", kind, made.shape, way, seconds)
             self._made.add(key)
             return self._keep(key, made, replace=mode == "again")
 
-    def known(self) -> list[Choice]:
+    def known(self) -> list[MeasuredChoice]:
         """Those that are kept for this processor."""
         with self._lock:
             return sorted(self._all().values(), key=lambda one: one[:4])
@@ -131,7 +131,7 @@ class Choices:
             taken = [self._all()[key] for key in self._taken if key in self._all()]
         return [_line(one) for one in sorted(taken, key=lambda one: one[:4])]
 
-    def _all(self) -> dict[str, Choice]:
+    def _all(self) -> dict[str, MeasuredChoice]:
         if self._known is None:
             self._known = {}
             with suppress(OSError):
@@ -143,7 +143,7 @@ class Choices:
         digest = hashlib.sha256(machine.encode()).hexdigest()[:16]
         return (self._folder or cache_folder()) / f"choices-{digest}.json"
 
-    def _keep(self, key: str, made: Choice, *, replace: bool) -> Choice:
+    def _keep(self, key: str, made: MeasuredChoice, *, replace: bool) -> MeasuredChoice:
         """Keeps a choice, unless another process has kept one meanwhile."""
         known = self._all()
         try:
@@ -169,7 +169,7 @@ def _key(kind: str, shape: Sequence[object], threads: int, sources: Sequence[Pat
     return f"{kind} {_text(shape)}, {threads} threads, {digest}"
 
 
-def _line(choice: Choice) -> str:
+def _line(choice: MeasuredChoice) -> str:
     others = {way: s for way, s in choice.seconds.items() if way != choice.way}
     second = min(others, key=others.__getitem__, default="")
     beside = f" ({second} {1e3 * others[second]:.2f} ms)" if second else ""
@@ -202,18 +202,18 @@ def _alone(path: Path) -> Iterator[None]:
         yield
 
 
-def _read(path: Path) -> dict[str, Choice]:
+def _read(path: Path) -> dict[str, MeasuredChoice]:
     """Nothing of a file that is missing, damaged or of another schema."""
     try:
         value: Any = json.loads(path.read_text(encoding="utf-8"))
         if value["schema_version"] == SCHEMA_VERSION:
-            return {key: Choice(**choice) for key, choice in value["choices"].items()}
+            return {key: MeasuredChoice(**choice) for key, choice in value["choices"].items()}
     except (FileNotFoundError, ValueError, TypeError, LookupError, AttributeError):
         pass
     return {}
 
 
-def _write(path: Path, known: Mapping[str, Choice]) -> None:
+def _write(path: Path, known: Mapping[str, MeasuredChoice]) -> None:
     choices = {key: choice._asdict() for key, choice in known.items()}
     text = json.dumps({"schema_version": SCHEMA_VERSION, "choices": choices}, indent=1)
     with atomic_path(path) as temporary:

@@ -30,7 +30,7 @@ from draftsmith.serve.config import HttpOptions, LearningOptions, ServeConfig
 from draftsmith.serve.config_checks import check
 from draftsmith.serve.dashboard.data import History, Source
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.http.limits import ServerLimits
 from draftsmith.serve.http.server import Server
@@ -152,7 +152,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 def serve(
     config: ServeConfig,
-    engine: Engine,
+    engine: EngineCore,
     listener: socket.socket,
     *,
     draft: LoadedDraft,

@@ -29,12 +29,12 @@ from draftsmith.kernels.cuda_graphs import Capturer, CudaCapturer, Shape
 from draftsmith.serve.engine.graphs import PassGraphs, PassInputs
 from draftsmith.serve.rank_calls import (
     Call,
-    Move,
+    MoveCall,
     NewGraphs,
     NewPool,
     Pass,
     Prepare,
-    Stop,
+    StopRanks,
     WholePass,
     call_of,
     numbers_of,
@@ -52,7 +52,7 @@ class LeadingPool(PagedPool):
 
     def move_slots(self, sources: torch.Tensor, slots: torch.Tensor) -> None:
         with in_step():
-            self._send(Move(sources, slots))
+            self._send(MoveCall(sources, slots))
             super().move_slots(sources, slots)
 
 
@@ -132,7 +132,7 @@ class LeadingTarget(Target):
 
     def stop(self) -> None:
         """The other ranks' `follow` returns."""
-        self._send(Stop())
+        self._send(StopRanks())
 
 
 def whole_embedding(target: Target) -> torch.nn.Module:
@@ -164,8 +164,8 @@ MakeCapturer = Callable[[torch.device], Capturer]
 
 
 def follow(target: Target, channel: Channel, make_capturer: MakeCapturer = CudaCapturer) -> None:
-    """Makes rank 0's calls on another rank until `Stop` arrives. A failure ends this process, and
-    torchrun all others."""
+    """Makes rank 0's calls on another rank until `StopRanks` arrives. A failure ends this process,
+    and torchrun all others."""
     leave_signals_to_the_leader()
     with in_step():
         whole_embedding(target)  # which takes all ranks; rank 0 keeps it
@@ -201,13 +201,13 @@ def _follow(target: Target, channel: Channel, make_capturer: MakeCapturer) -> No
                     pool, call.block_tables, call.positions[0], call.lengths, tree=call.tree
                 )
                 target.forward(call.input_ids, call.positions, context, call.logit_rows, call.taps)
-            case Move():
+            case MoveCall():
                 assert pool is not None
                 pool.move_slots(call.sources, call.slots)
             case WholePass():
                 with torch.no_grad():
                     target.full(call.input_ids, call.taps, call.segments)
-            case Stop():
+            case StopRanks():
                 return
 
 
@@ -218,13 +218,13 @@ def inputs_of(call: Pass) -> PassInputs:
     return PassInputs(ids, positions, call.lengths.tolist(), rows, call.block_tables, call.tree)
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     rank: int
     size: int
     device: str
 
 
-def join(size: int, device: str) -> Place:
+def join(size: int, device: str) -> RankPlace:
     """Joins the `size` processes started together, each with a device of its own; `UserError` when
     they are not so many."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
@@ -237,4 +237,4 @@ def join(size: int, device: str) -> Place:
     if device.startswith("cuda"):
         device = f"cuda:{os.environ['LOCAL_RANK']}"
     ranks.join(torch.device(device))
-    return Place(dist.get_rank(), size, device)
+    return RankPlace(dist.get_rank(), size, device)

@@ -46,7 +46,7 @@ class Pass(NamedTuple):
     by_graph: bool = False  # of the shape that it fits into, with logits of every token
 
 
-class Move(NamedTuple):
+class MoveCall(NamedTuple):
     sources: torch.Tensor  # [n]
     slots: torch.Tensor  # [n]
 
@@ -59,19 +59,19 @@ class WholePass(NamedTuple):
     taps: tuple[int, ...]
 
 
-class Stop(NamedTuple):
+class StopRanks(NamedTuple):
     pass
 
 
-Call = NewPool | NewGraphs | Prepare | Pass | Move | WholePass | Stop
+Call = NewPool | NewGraphs | Prepare | Pass | MoveCall | WholePass | StopRanks
 KINDS: tuple[type[Call], ...] = (
     NewPool,
     NewGraphs,
     Prepare,
     Pass,
-    Move,
+    MoveCall,
     WholePass,
-    Stop,
+    StopRanks,
 )
 
 
@@ -110,11 +110,11 @@ def call_of(numbers: torch.Tensor, device: torch.device) -> Call:
     if kind is NewGraphs:
         max_batch, max_blocks, per_row, has_trees, *taps = body.tolist()
         return NewGraphs(max_batch, max_blocks, per_row, bool(has_trees), tuple(taps))
-    if kind is Stop:
-        return Stop()
-    if kind is Move:
+    if kind is StopRanks:
+        return StopRanks()
+    if kind is MoveCall:
         sources, slots = body.to(device).split(sizes)
-        return Move(sources, slots)
+        return MoveCall(sources, slots)
     if kind is WholePass:
         width, *taps = body[: sizes[0]].tolist()
         ids, segments = body[sizes[0] :].to(device).split(sizes[1:])
@@ -141,9 +141,9 @@ _NUM_PARTS: dict[type[Call], int] = {
     NewGraphs: 1,
     Prepare: 1,
     Pass: 9,
-    Move: 2,
+    MoveCall: 2,
     WholePass: 3,
-    Stop: 0,
+    StopRanks: 0,
 }
 
 
@@ -170,9 +170,9 @@ def _parts(call: Call) -> Iterable[torch.Tensor | tuple[int, ...]]:
             ids = call.input_ids
             segments = ids.flatten()[:0] if call.segments is None else call.segments
             return ((ids.shape[1], *call.taps), ids, segments)
-        case Move():
+        case MoveCall():
             return call
-        case Stop():
+        case StopRanks():
             return ()
 
 

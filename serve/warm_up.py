@@ -15,7 +15,7 @@ from draftsmith.errors import first_line
 from draftsmith.kernels.cuda_graphs import sizes_up_to
 from draftsmith.progress import Progress
 from draftsmith.serve.control.control import FixedControl
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.request import FinishReason, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
 
@@ -44,14 +44,14 @@ BESIDE = SamplingParams(
 UNSEEN = RequestOptions(text=False, learn=False, cache_salt="warm-up")
 
 
-def warm_up(engine: Engine) -> None:
+def warm_up(engine: EngineCore) -> None:
     """Capture and compile, on the caller's thread, before the engine has one. Nothing on a CPU, nor
     where the option is off."""
     if engine.config.warm_up and engine.target.device.type == "cuda":
         rehearse(engine)
 
 
-def rehearse(engine: Engine) -> None:
+def rehearse(engine: EngineCore) -> None:
     """`warm_up` on any device. The engine's counters and controls do not see it."""
     steps = [*_captures(engine), *_batches(engine)]
     progress = Progress("warm up", total=len(steps), unit="shapes")
@@ -62,13 +62,13 @@ def rehearse(engine: Engine) -> None:
     progress.close()
 
 
-def _captures(engine: Engine) -> list[Callable[[], object]]:
+def _captures(engine: EngineCore) -> list[Callable[[], object]]:
     """The target's graphs; the largest come first."""
     graphs = engine.runner.graphs
     return [] if graphs is None else [partial(graphs.prepare, shape) for shape in graphs.shapes]
 
 
-def _batches(engine: Engine) -> list[Callable[[], object]]:
+def _batches(engine: EngineCore) -> list[Callable[[], object]]:
     """Rounds of as many rows, and of as many unread tokens in each, as draft steps have graphs for,
     and passes of a prompt alone, whose contexts attention cuts or does not. A draft reads a prompt
     with the token behind it."""
@@ -99,7 +99,7 @@ def _batches(engine: Engine) -> list[Callable[[], object]]:
     ]
 
 
-def _rounds(engine: Engine, kinds: Sequence[SamplingParams], length: int = 1) -> None:
+def _rounds(engine: EngineCore, kinds: Sequence[SamplingParams], length: int = 1) -> None:
     """A few rounds of a request of each of `kinds`, which are then ended. A seed makes them draft
     their k whatever is accepted, and takes none from the engine's own."""
     room = engine.max_length - length
@@ -124,7 +124,7 @@ def _rounds(engine: Engine, kinds: Sequence[SamplingParams], length: int = 1) ->
 
 
 @contextmanager
-def unseen(engine: Engine) -> Iterator[None]:
+def unseen(engine: EngineCore) -> Iterator[None]:
     """Leaves counters and controls as they are: these rounds compile, so their times say
     nothing."""
     scheduler, stats = engine.scheduler, vars(engine.stats)
@@ -138,7 +138,7 @@ def unseen(engine: Engine) -> Iterator[None]:
         stats.update(before)
 
 
-def _held(engine: Engine) -> str:
+def _held(engine: EngineCore) -> str:
     graphs, drafts = engine.runner.graphs, engine.draft_graphs
     target = 0 if graphs is None else graphs.num_graphs
     return f"CUDA graphs: {target} target, {0 if drafts is None else drafts.num_graphs} draft"

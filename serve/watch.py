@@ -25,7 +25,7 @@ from draftsmith.serve.requests.route import CANARY, LIVE, class_draft, shown
 log = logging.getLogger(__name__)
 
 
-class Follower:
+class VersionFollower:
     """One draft of the server and the folder its versions come from. `label` precedes a version's
     number in metrics and records."""
 
@@ -127,9 +127,9 @@ class VersionWatcher:
         refused: str = "",
     ):
         self.loop, self.root, self.poll_s = loop, Path(root), poll_s
-        self._live = Follower(loop, self.root, LIVE, serving=serving, refused=refused)
-        self._canary = Follower(loop, self.root, CANARY)
-        self._classes: dict[tuple[str, str], Follower] = {}  # by class and folder
+        self._live = VersionFollower(loop, self.root, LIVE, serving=serving, refused=refused)
+        self._canary = VersionFollower(loop, self.root, CANARY)
+        self._classes: dict[tuple[str, str], VersionFollower] = {}  # by class and folder
         self._wrong: set[str] = set()  # errors of the latest look,
         self._wrong_before: set[str] = set()  # and of the one before
         self._stopping = threading.Event()
@@ -197,7 +197,7 @@ class VersionWatcher:
         for name, folder in pool.classes.items():
             if (name, folder) not in self._classes:
                 root = pool_root(self.root) / folder
-                self._classes[name, folder] = Follower(
+                self._classes[name, folder] = VersionFollower(
                     self.loop, root, class_draft(name), label=f"{name}/"
                 )
             self._classes[name, folder].current()

@@ -199,13 +199,13 @@ def _step_of(line: str) -> float:
     return record["step"]
 
 
-class Saveable(Protocol):
+class SaveableTraining(Protocol):
     family: str
 
     def save(self, folder: Path) -> None: ...
 
 
-class Kept(NamedTuple):
+class KeptCheckpoint(NamedTuple):
     """A draft on disk; it is saved elsewhere by copying its files."""
 
     family: str
@@ -229,7 +229,7 @@ class BestDraft:
         self.record = training / "best.json"
 
     def offer(
-        self, drafter: Saveable, *, step: int, tau: float, evaluation: list[dict[str, Any]]
+        self, drafter: SaveableTraining, *, step: int, tau: float, evaluation: list[dict[str, Any]]
     ) -> None:
         """Keeps the draft if none before it was better; of equals the later one, which has seen
         more."""
@@ -251,13 +251,13 @@ class BestDraft:
             if other != path:
                 shutil.rmtree(other)
 
-    def read(self) -> Kept | None:
+    def read(self) -> KeptCheckpoint | None:
         if not self.record.is_file():
             return None
         found = read_json(self.record, "record of the best draft")
         path = self.training / found["folder"]
         return (
-            Kept(found["family"], path, found["step"], found["tau"], found["evaluation"])
+            KeptCheckpoint(found["family"], path, found["step"], found["tau"], found["evaluation"])
             if os.path.isdir(path)
             else None
         )

@@ -22,7 +22,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from draftsmith.drafters.interface import TextBatch
-from draftsmith.drafters.speculate import Round, SpeculatedText, speculate
+from draftsmith.drafters.speculate import SpeculatedRound, SpeculatedText, speculate
 from draftsmith.drafters.target.target import Target
 from draftsmith.files import read_json, write_json
 from draftsmith.train.config import OnPolicyConfig
@@ -31,7 +31,7 @@ from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.data.roles import (
     Role,
     RoleWeights,
-    Row,
+    TrainedRow,
     branch_of,
     branch_row,
     padded_rows,
@@ -146,7 +146,7 @@ def prefix(sequence: TokenSequence, num_new: int, chance: random.Random) -> list
 
 def rows_of(
     text: SpeculatedText, weights: RoleWeights, num_branches: int, chance: random.Random
-) -> list[Row]:
+) -> list[TrainedRow]:
     """The text itself, then some of its branches."""
     roles: list[Role] = [Role.CONTEXT] * text.num_prompt
     for done in text.rounds:
@@ -195,7 +195,9 @@ def load_texts(on_policy: OnPolicy, checkpoint: Path, *, world_size: int) -> Non
         return
     on_policy.waiting = [
         SpeculatedText(
-            text["tokens"], text["num_prompt"], [Round(*values) for values in text["rounds"]]
+            text["tokens"],
+            text["num_prompt"],
+            [SpeculatedRound(*values) for values in text["rounds"]],
         )
         for text in record["texts"]
     ]

@@ -14,7 +14,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from draftsmith.errors import UserError
-from draftsmith.kernels.divergence.kind import Kind
+from draftsmith.kernels.divergence.kind import DivergenceKind
 from draftsmith.progress import Progress
 from draftsmith.train.checkpoints import RunFolder
 from draftsmith.train.objective.rounds_of_text import deepen, predicted_tau
@@ -208,7 +208,7 @@ class MetricWindow:
     # ones must do.
     RECENT = 4
 
-    def __init__(self, depths: int, kind: Kind) -> None:
+    def __init__(self, depths: int, kind: DivergenceKind) -> None:
         self.depths = depths  # draft positions of a round that the predicted tau assumes
         self.name = kind.metric
         self.sums: torch.Tensor | None = None  # [4, S] weight, divergence, alpha, outside

@@ -20,7 +20,7 @@ from draftsmith.files import atomic_path
 from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.train import arguments, resolve
 from draftsmith.train.arguments import join_parts
-from draftsmith.train.checkpoints import BestDraft, Kept, RunFolder
+from draftsmith.train.checkpoints import BestDraft, KeptCheckpoint, RunFolder
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.curves import draw_curves
 from draftsmith.train.data.batches import batches_per_epoch
@@ -29,7 +29,7 @@ from draftsmith.train.evaluate.held_out import HeldOut
 from draftsmith.train.evaluate.measured import Figures
 from draftsmith.train.objective.joined_stores import mixture_source
 from draftsmith.train.objective.outline import load_outline
-from draftsmith.train.objective.prompt_logprobs import PromptLogprobs, Server
+from draftsmith.train.objective.prompt_logprobs import LogprobServer, PromptLogprobs
 from draftsmith.train.objective.recompute import recompute_mlps
 from draftsmith.train.objective.stored_teacher import DistributionSource
 from draftsmith.train.objective.teacher import LiveSource, TargetSource
@@ -145,7 +145,7 @@ def older_drafter(init: str, family: str, target: Target) -> TrainedDrafter:
 def new_source(config: TrainConfig, material: Material, taps: tuple[int, ...]) -> TargetSource:
     target, corpus = material.target, material.corpus
     if config.target_server is not None:
-        server = Server(config.target_server)
+        server = LogprobServer(config.target_server)
         return PromptLogprobs(server, target.vocab_size, config.target_logprobs)
     if config.teacher == "live":
         return LiveSource(target)
@@ -320,7 +320,9 @@ def by_folder(corpus: Mixture, figures: Figures | None) -> list[dict[str, Any]]:
     return found
 
 
-def summary(config: TrainConfig, steps: int, best: Kept | None, figures: Figures | None) -> str:
+def summary(
+    config: TrainConfig, steps: int, best: KeptCheckpoint | None, figures: Figures | None
+) -> str:
     kept = (
         f", of step {best.step}, the best measured,"
         if best is not None and best.step != steps

@@ -19,7 +19,7 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from draftsmith.drafters.interface import TextBatch
 from draftsmith.errors import UserError, first_line
-from draftsmith.kernels.divergence.kind import FORWARD_KL, Kind
+from draftsmith.kernels.divergence.kind import FORWARD_KL, DivergenceKind
 from draftsmith.train.checkpoints import whole
 from draftsmith.train.config import OptimConfig, UnrollConfig
 from draftsmith.train.data.batches import BatchPlan, pack
@@ -57,7 +57,7 @@ class Trainee(torch.nn.Module):
         source: TargetSource,
         unroll: UnrollConfig,
         *,
-        kind: Kind = FORWARD_KL,
+        kind: DivergenceKind = FORWARD_KL,
         mean: str = "token",
         seed: int = 0,
     ):

@@ -24,8 +24,8 @@ import pyarrow as pa
 from draftsmith.distill.buffer import marks, record_table
 from draftsmith.distill.buffer.folder import (
     Cursor,
-    Folder,
     Shard,
+    ShardFolder,
     in_turn,
     is_unread,
     parse,
@@ -50,7 +50,7 @@ FLUSH_TAP_BYTES = 32 << 20
 Screen = Callable[[RoundRecord], list[RoundRecord]]
 
 
-class Batch(NamedTuple):
+class FlushBatch(NamedTuple):
     """Front of a writer's queue, made ready once however often the disk refuses it."""
 
     taken: int
@@ -86,7 +86,7 @@ class BufferWriter(RecordSink):
         backlog_bytes: int = 64 << 20,
         share: float = 1.0,
     ):
-        self.folder = Folder(url)
+        self.folder = ShardFolder(url)
         self.flush_s, self.flush_records, self.queue_records, self.max_bytes = (
             flush_s,
             flush_records,
@@ -103,7 +103,7 @@ class BufferWriter(RecordSink):
         self._forgotten: frozenset[str] = frozenset()
         self._looked_s = -marks.LOOK_S
         self._queue: deque[RoundRecord] = deque()
-        self._batch: Batch | None = None
+        self._batch: FlushBatch | None = None
         self._wake = threading.Event()
         self._closing = False
         self._patience_s = 0.0  # after `close`
@@ -199,7 +199,7 @@ class BufferWriter(RecordSink):
             self.dropped += self._batch.refused
             self._batch = None
 
-    def _prepare(self, taken: int) -> Batch:
+    def _prepare(self, taken: int) -> FlushBatch:
         records = [self._queue[index] for index in range(taken)]
         records = [
             record for record in records if not marks.is_forgotten(record.request, self._forgotten)
@@ -207,7 +207,7 @@ class BufferWriter(RecordSink):
         for screen in self.screens:
             records = [ready for record in records for ready in screen(record)]
         table, kept = tabulate(records)
-        return Batch(taken, table, len(records) - kept)
+        return FlushBatch(taken, table, len(records) - kept)
 
     def _write(self, table: pa.Table) -> bool:
         """Returns False when the disk refused: the records stay queued."""
@@ -259,7 +259,7 @@ def tabulate(records: list[RoundRecord]) -> tuple[pa.Table, int]:
 
 
 @dataclass(frozen=True)
-class Reading:
+class BufferReading:
     records: list[RoundRecord]
     cursor: Cursor  # what to save together with what was made of the records
     more: bool  # whether shards are left
@@ -288,14 +288,14 @@ class BufferReader:
         leaves_marks: bool = True,
         with_taps: bool = False,
     ):
-        self.folder, self.with_taps = Folder(url), with_taps
+        self.folder, self.with_taps = ShardFolder(url), with_taps
         self.cursor: Cursor = dict(cursor or {})
         self.damaged = 0
         self.name = uuid.uuid4().hex[:12]
         self._marked_s = -marks.LOOK_S if leaves_marks else math.inf
         self._failures = 0  # in a row, at the first unread shard
 
-    def read(self, *, max_records: int = 4096) -> Reading:
+    def read(self, *, max_records: int = 4096) -> BufferReading:
         """New records in the order of their shards, whole shards until `max_records` is passed.
 
         Records of seeded sampled requests are left out here, whichever server wrote them, so that
@@ -321,7 +321,7 @@ class BufferReader:
         unseeded = [record for record in records if not record.seeded]
         kept = [record for record in unseeded if not marks.is_forgotten(record.request, answers)]
         seeded = len(records) - len(unseeded)
-        return Reading(
+        return BufferReading(
             kept, dict(self.cursor), done < len(unread), self.damaged - damaged, answers, seeded
         )
 

@@ -37,7 +37,7 @@ class Shard:
     bytes: int = field(compare=False)
 
 
-class Folder:
+class ShardFolder:
     """Root of a buffer on any file system that fsspec supports."""
 
     def __init__(self, url: str):
@@ -176,7 +176,7 @@ class Retained:
     unread: int  # how many of them no reader had learned from
 
 
-def retain(folder: Folder, cursor: Cursor, *, max_bytes: int, max_age_s: float) -> Retained:
+def retain(folder: ShardFolder, cursor: Cursor, *, max_bytes: int, max_age_s: float) -> Retained:
     """Deletes read shards that are too old, then the oldest until the size fits: read ones first,
     unread ones only if it must."""
     folder.sweep()

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from draftsmith.distill.buffer import marks, record_table
-from draftsmith.distill.buffer.folder import Folder, Shard
+from draftsmith.distill.buffer.folder import Shard, ShardFolder
 from draftsmith.distill.config import ForgetConfig
 from draftsmith.errors import UserError
 from draftsmith.record import hashed_answer
@@ -24,7 +24,7 @@ SETTLE_S = marks.LOOK_S + 3.0
 
 
 def run(config: ForgetConfig) -> int:
-    folder = Folder(config.buffer)
+    folder = ShardFolder(config.buffer)
     if not folder.names():
         raise UserError(
             f"buffer {config.buffer!r} is empty or not there; give the one that serve --learn "
@@ -38,7 +38,7 @@ def run(config: ForgetConfig) -> int:
     return 0
 
 
-def forget(folder: Folder, answer: str, *, settle_s: float) -> int:
+def forget(folder: ShardFolder, answer: str, *, settle_s: float) -> int:
     """Returns the number of deleted records. A second pass finds records that a server held in
     memory."""
     name = hashed_answer(answer)
@@ -48,11 +48,11 @@ def forget(folder: Folder, answer: str, *, settle_s: float) -> int:
     return removed + _sweep(folder, name)
 
 
-def _sweep(folder: Folder, name: str) -> int:
+def _sweep(folder: ShardFolder, name: str) -> int:
     return sum(_without(folder, shard, name) for shard in folder.shards())
 
 
-def _without(folder: Folder, shard: Shard, name: str) -> int:
+def _without(folder: ShardFolder, shard: Shard, name: str) -> int:
     """Rewrites a shard in place, whole or not at all."""
     try:
         data = folder.fetch(shard)

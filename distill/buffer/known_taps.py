@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from draftsmith.distill.buffer.folder import Folder, parse
+from draftsmith.distill.buffer.folder import ShardFolder, parse
 from draftsmith.errors import UserError
 from draftsmith.record import RecordedTaps, RoundRecord
 
@@ -65,7 +65,7 @@ def filled_taps(states: torch.Tensor | None, length: int, width: int) -> torch.T
     return taps
 
 
-def check_recorded(folder: Folder, layers: Sequence[int]) -> None:
+def check_recorded(folder: ShardFolder, layers: Sequence[int]) -> None:
     """Refuses a buffer whose newest records hold no states of `layers`. One without records of a
     request's beginning is not judged."""
     found: set[tuple[int, ...]] = set()

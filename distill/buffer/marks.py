@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping
 
-from draftsmith.distill.buffer.folder import Cursor, Folder, is_unread
+from draftsmith.distill.buffer.folder import Cursor, ShardFolder, is_unread
 
 PROGRESS = re.compile(r"reader-[0-9a-z]+\.json")
 FORGOTTEN = re.compile(r"forgotten-(?P<answer>[0-9a-f]{16})")
@@ -19,12 +19,12 @@ LOOK_S = 2.0
 GONE_S = 600.0
 
 
-def leave_progress(folder: Folder, reader: str, cursor: Cursor) -> None:
+def leave_progress(folder: ShardFolder, reader: str, cursor: Cursor) -> None:
     mark = {"time_s": time.time(), "cursor": cursor}
     folder.write(f"reader-{reader}.json", json.dumps(mark).encode())
 
 
-def unread_bytes(folder: Folder, names: Mapping[str, int]) -> int:
+def unread_bytes(folder: ShardFolder, names: Mapping[str, int]) -> int:
     """Bytes that the slowest reader has not read; 0 without readers. `names` is the listing of the
     folder."""
     cursors = []
@@ -40,7 +40,7 @@ def unread_bytes(folder: Folder, names: Mapping[str, int]) -> int:
     )
 
 
-def sweep(folder: Folder) -> None:
+def sweep(folder: ShardFolder) -> None:
     """Deletes marks of readers that are gone."""
     for name in folder.names():
         if PROGRESS.fullmatch(name):
@@ -49,7 +49,7 @@ def sweep(folder: Folder) -> None:
                 folder.remove(name)
 
 
-def _progress(folder: Folder, name: str) -> dict | None:
+def _progress(folder: ShardFolder, name: str) -> dict | None:
     try:
         mark = json.loads(folder.read(name))
         return (
@@ -60,7 +60,7 @@ def _progress(folder: Folder, name: str) -> dict | None:
         return None
 
 
-def forget(folder: Folder, answer: str) -> None:
+def forget(folder: ShardFolder, answer: str) -> None:
     """Marks an answer: servers write none of its records from then on, readers return none and
     learners drop what they hold."""
     folder.write(f"forgotten-{answer}", b"")

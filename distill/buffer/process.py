@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 
 from draftsmith.distill.buffer import buffer
-from draftsmith.distill.buffer.folder import Folder
+from draftsmith.distill.buffer.folder import ShardFolder
 from draftsmith.distill.buffer.forget import forget
 from draftsmith.distill.buffer.record_messages import send
 from draftsmith.kernels.sampling import logged_compiled
@@ -27,7 +27,7 @@ CLOSE_S = 60.0
 
 
 @dataclass(frozen=True)
-class Job:
+class WriterJob:
     """Work of a writer, as its process is given it.
 
     Args:
@@ -54,8 +54,8 @@ class ProcessWriter:
     requests), and counted. A killed server loses at most its last round.
     """
 
-    def __init__(self, job: Job, *, capacity: int = CAPACITY):
-        self.folder = Folder(job.buffer)
+    def __init__(self, job: WriterJob, *, capacity: int = CAPACITY):
+        self.folder = ShardFolder(job.buffer)
         self.folder.make()
         self.dropped = self.untapped = 0
         # For the process, and for rounds of a full ring.

@@ -25,9 +25,9 @@ from draftsmith.distill.buffer.process import (
     TAKEN,
     UNTAPPED,
     WRITTEN,
-    Job,
+    WriterJob,
 )
-from draftsmith.distill.buffer.record_messages import Message, parse, records_of
+from draftsmith.distill.buffer.record_messages import RecordMessage, parse, records_of
 from draftsmith.distill.buffer.record_table import tokens_only
 from draftsmith.errors import UserError
 from draftsmith.record import RoundRecord
@@ -48,10 +48,10 @@ MOST_BYTES = 16 << 20
 PATIENCE_S = 2.0
 
 
-class Writer:
+class RecordWriter:
     """Reading end of the ring, whose counts go on from those of the writer before."""
 
-    def __init__(self, ring: Ring, job: Job):
+    def __init__(self, ring: Ring, job: WriterJob):
         self.ring = ring
         self.redactor = redactor(job)
         screens: list[Screen] = [] if self.redactor is None else [self.redactor]
@@ -66,7 +66,7 @@ class Writer:
 
     def take(self) -> int:
         """Reads what is in the ring, `MOST` messages at most, and returns their number."""
-        messages: list[Message] = []
+        messages: list[RecordMessage] = []
         size = 0
         while len(messages) < MOST and size < MOST_BYTES and (room := self.ring.next()) is not None:
             size += room.nbytes
@@ -78,7 +78,7 @@ class Writer:
             self.buffer.put(record)
         return len(messages)
 
-    def _records(self, messages: list[Message]) -> list[RoundRecord]:
+    def _records(self, messages: list[RecordMessage]) -> list[RoundRecord]:
         """Records of messages; one that nothing can be made of costs only itself."""
         try:
             return records_of(messages)
@@ -106,7 +106,7 @@ class Writer:
         self.leave()
 
 
-def redactor(job: Job) -> Redactor | None:
+def redactor(job: WriterJob) -> Redactor | None:
     if job.redact is None:
         return None
     # They take longer to load than all the rest.
@@ -117,9 +117,9 @@ def redactor(job: Job) -> Redactor | None:
     return Redactor(load_hook(job.redact), tokenizer, mask_id=mask_of(tokenizer))
 
 
-def run(ring: Ring, job: Job, ended: Callable[[float], bool]) -> None:
+def run(ring: Ring, job: WriterJob, ended: Callable[[float], bool]) -> None:
     """Write until `ended(seconds)`, which waits at most so long, is True and the ring is empty."""
-    writer, over = Writer(ring, job), False
+    writer, over = RecordWriter(ring, job), False
     while True:
         taken = writer.take()
         writer.leave()
@@ -138,12 +138,12 @@ def main(descriptor: str, job: str) -> None:
     os.nice(NICE)
     torch.set_num_threads(1)
     try:
-        run(Ring(int(descriptor)), Job(**json.loads(job)), end_of_engine())
+        run(Ring(int(descriptor)), WriterJob(**json.loads(job)), end_of_engine())
     except UserError as error:
         logger.error("%s", error)
         sys.exit(REFUSED)
     except OSError as error:
-        logger.error("buffer %s cannot be opened (%s)", Job(**json.loads(job)).buffer, error)
+        logger.error("buffer %s cannot be opened (%s)", WriterJob(**json.loads(job)).buffer, error)
         sys.exit(1)
 
 

@@ -14,7 +14,7 @@ from draftsmith.distill.buffer import record_table
 from draftsmith.record import RoundRecord
 
 
-class Written(NamedTuple):
+class WrittenRecords(NamedTuple):
     records: Sequence[RoundRecord]
     num_bytes: int  # of the file
 
@@ -24,8 +24,8 @@ class RecordFiles:
     at the second save around a publication, is copied."""
 
     def __init__(self) -> None:
-        self._last: dict[Path, Written] = {}
-        self._new: dict[Path, Written] = {}  # by the file's place in its state
+        self._last: dict[Path, WrittenRecords] = {}
+        self._new: dict[Path, WrittenRecords] = {}  # by the file's place in its state
         self._folder = Path()
 
     def write(self, folder: Path, name: str | Path, records: Sequence[RoundRecord]) -> None:
@@ -36,7 +36,7 @@ class RecordFiles:
             shutil.copyfile(self._folder / path, folder / path)
         else:
             pq.write_table(record_table.to_table(records), folder / path, compression="zstd")
-        self._new[path] = Written(records, (folder / path).stat().st_size)
+        self._new[path] = WrittenRecords(records, (folder / path).stat().st_size)
 
     def _is_whole(self, path: Path) -> bool:
         place = self._folder / path

@@ -56,17 +56,17 @@ PREFIX = struct.Struct("<d3i")
 NUM_NUMBERS = 12
 
 
-class Part(NamedTuple):
+class ArrayPart(NamedTuple):
     """Array of a message, and what writes it to an address."""
 
     room: Room
     fill: Callable[[int], None]
 
 
-def part_of(values: np.ndarray) -> Part:
+def part_of(values: np.ndarray) -> ArrayPart:
     whole = np.ascontiguousarray(values)
     room = room_of(Spec(whole.dtype, whole.shape))
-    return Part(room, lambda address: _copy_array(address, whole))
+    return ArrayPart(room, lambda address: _copy_array(address, whole))
 
 
 def _copy_array(address: int, values: np.ndarray) -> None:
@@ -88,15 +88,15 @@ def send(ring: Ring, round: RecordedRound) -> bool:
     return _send(ring, round, p_kind, q_kind, [*p, *q])
 
 
-def _copied(copy: Copy | None) -> tuple[str, list[Part]]:
+def _copied(copy: Copy | None) -> tuple[str, list[ArrayPart]]:
     """Kind, and logits [n, V] to copy."""
     if copy is None:
         return ONE_HOT, []
     kind, code = LOGITS[copy.table.dtype]
-    return kind, [Part(Room(code, copy.num_rows, copy.size, copy.nbytes), copy.into)]
+    return kind, [ArrayPart(Room(code, copy.num_rows, copy.size, copy.nbytes), copy.into)]
 
 
-def _reduced(source: Callable[[], ProbArrays]) -> tuple[str, list[Part]]:
+def _reduced(source: Callable[[], ProbArrays]) -> tuple[str, list[ArrayPart]]:
     """Kind, and arrays [n, ...] of what is stored."""
     if isinstance(source, OneHot):
         return ONE_HOT, []
@@ -105,7 +105,9 @@ def _reduced(source: Callable[[], ProbArrays]) -> tuple[str, list[Part]]:
     return REDUCED, [part_of(made.ids), part_of(made.logprobs), part_of(rest)]
 
 
-def _send(ring: Ring, round: RecordedRound, p_kind: str, q_kind: str, parts: list[Part]) -> bool:
+def _send(
+    ring: Ring, round: RecordedRound, p_kind: str, q_kind: str, parts: list[ArrayPart]
+) -> bool:
     head = _head(round, CODE[p_kind], CODE[q_kind])
     taps = [part_of(row.taps.values) for row in round.rows if row.taps is not None]
     parts = [*parts, *taps]
@@ -160,7 +162,7 @@ class Received:
 
 
 @dataclass
-class Message:
+class RecordMessage:
     """Records whose p and q are still to be made."""
 
     records: list[RoundRecord]
@@ -168,7 +170,7 @@ class Message:
     q: Received
 
 
-def parse(room: np.ndarray) -> Message:
+def parse(room: np.ndarray) -> RecordMessage:
     """A message, free of the ring's memory."""
     message = ring_arrays.parse(room)
     head, *parts = (values.copy() for values in message.arrays)
@@ -183,7 +185,7 @@ def parse(room: np.ndarray) -> Message:
     for record, (layers, begin) in zip(records, places, strict=True):
         if layers:
             record.taps = RecordedTaps(layers, begin, next(arrays))
-    return Message(records, p, q)
+    return RecordMessage(records, p, q)
 
 
 def _rows(
@@ -213,7 +215,7 @@ def _rows(
     return (KINDS[kinds[0]], KINDS[kinds[1]]), RecordedRound(rows, time_s), places
 
 
-def records_of(messages: Sequence[Message]) -> list[RoundRecord]:
+def records_of(messages: Sequence[RecordMessage]) -> list[RoundRecord]:
     """Records of messages; the likeliest tokens of all that came as logits are found at once."""
     for name in ("p", "q"):
         received = [getattr(one, name) for one in messages]

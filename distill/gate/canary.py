@@ -42,7 +42,7 @@ PATIENCE = 10
 MOST_LEVELS = 64
 
 
-class Verdict(NamedTuple):
+class TrialVerdict(NamedTuple):
     decision: str  # "promoted", "rolled back", or "undecided" by what is live
     reason: str
 
@@ -132,21 +132,21 @@ class Trial:
             and self.awaited < 1
         )
 
-    def verdict(self, config: GateConfig) -> Verdict | None:
+    def verdict(self, config: GateConfig) -> TrialVerdict | None:
         """Verdict by live requests, None while the trial goes on."""
         accepted = (
             f"accepted {self.chosen.value:.3f} in its share, {self.others.value:.3f} elsewhere, "
             f"in {self.drafted} requests"
         )
         if self.worse.value * config.error >= 1:
-            return Verdict("rolled back", accepted)
+            return TrialVerdict("rolled back", accepted)
         if self.fine.value * config.error >= 1:
-            return Verdict("promoted", accepted)
+            return TrialVerdict("promoted", accepted)
         if (
             self.awaited >= PATIENCE * config.canary_requests
             and self.drafted < config.canary_requests
         ):
-            return Verdict(
+            return TrialVerdict(
                 "rolled back",
                 f"servers drafted with it in {self.drafted} of {self.drafted + self.missed} "
                 "requests",
@@ -154,8 +154,8 @@ class Trial:
         if self.drafted < config.canary_requests:
             return None
         if self.chosen.value < self.others.value - config.drop:
-            return Verdict("rolled back", accepted)
-        return Verdict("undecided", accepted)
+            return TrialVerdict("rolled back", accepted)
+        return TrialVerdict("undecided", accepted)
 
     def numbers(self) -> dict[str, Any]:
         return {
@@ -233,7 +233,7 @@ class CanaryTrial:
 
     def verdict(
         self, live: Scorer, window: Sequence[ServedText], *, max_depth: int
-    ) -> Verdict | None:
+    ) -> TrialVerdict | None:
         """Verdict, None while the trial goes on. Live requests decide; where they do not suffice,
         today's held-out traffic does."""
         verdict = self.trial.verdict(self.config) if self.trial else None
@@ -244,17 +244,17 @@ class CanaryTrial:
                 versions.open_version(self.publisher.root, self.trial.version)
             )
         except UserError as error:
-            return Verdict("rolled back", str(error))
+            return TrialVerdict("rolled back", str(error))
         if verdict.decision == "promoted":
             return verdict
         held_out = decide(
             live, drafter, window, self.config, max_depth=max_depth, evidence=Evidence()
         )
         if held_out.comparison is None:
-            return Verdict("rolled back", f"{verdict.reason}; {held_out.reason}")
+            return TrialVerdict("rolled back", f"{verdict.reason}; {held_out.reason}")
         gain, requests = held_out.comparison.gain, held_out.comparison.requests
         decision = "promoted" if gain > 0 else "rolled back"
-        return Verdict(
+        return TrialVerdict(
             decision,
             f"{verdict.reason}, which does not decide it; gain {gain:+.4f} on {requests} held-out "
             "requests",

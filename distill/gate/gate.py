@@ -34,7 +34,7 @@ class Comparison(NamedTuple):
     second: float
 
 
-class Predicted(NamedTuple):
+class PredictedGain(NamedTuple):
     """alpha from the logged distributions alone, without the target: the middles of its bounds."""
 
     alpha_logged_live: float
@@ -90,7 +90,7 @@ class Decision:
     comparison: Comparison | None = None
     evidence: float = math.nan  # for this line of candidates, over all looks; see `sequential.py`
     level: float = math.nan  # what its inverse is held against
-    predicted: Predicted | None = None
+    predicted: PredictedGain | None = None
     # rounds of the texts by how their engines draft, which alpha is for
     samplers: Mapping[str, int] = field(default_factory=dict)
     # scores of the candidate on the texts, for the version that it may become
@@ -118,7 +118,7 @@ class Decision:
         }
 
 
-class Pairs(NamedTuple):
+class ScoredPairs(NamedTuple):
     """Scores of both drafts on the texts that agree with the target."""
 
     texts: list[ServedText]
@@ -136,10 +136,10 @@ class Pairs(NamedTuple):
 
 def pairs_of(
     live: Scorer, candidate: Scorer, texts: Sequence[ServedText], *, max_depth: int
-) -> Pairs:
+) -> ScoredPairs:
     scored, judged = score_together([live, candidate], texts, max_depth=max_depth)
     agreeing = [index for index, one in enumerate(scored) if one.is_consistent]
-    return Pairs(
+    return ScoredPairs(
         [texts[index] for index in agreeing],
         [scored[index] for index in agreeing],
         [judged[index] for index in agreeing],
@@ -183,15 +183,15 @@ def decide(
     )
 
 
-def predicted(live: Sequence[Scored], candidate: Sequence[Scored]) -> Predicted:
+def predicted(live: Sequence[Scored], candidate: Sequence[Scored]) -> PredictedGain:
     """Prediction from the positions where p is logged and both drafts are finite, so that the
     numbers are about the same text."""
     first, second = (np.concatenate([one.logged for one in side]) for side in (live, candidate))
     is_logged = ~(np.isnan(first) | np.isnan(second)).any(-1)
     if not is_logged.any():
-        return Predicted(math.nan, math.nan, math.nan, 0.0)
+        return PredictedGain(math.nan, math.nan, math.nan, 0.0)
     is_open = float(np.diff(second[is_logged]).mean()) / 2
-    return Predicted(
+    return PredictedGain(
         float(first[is_logged].mean()),
         float(second[is_logged].mean()),
         is_open,

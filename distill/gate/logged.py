@@ -16,7 +16,7 @@ from draftsmith.kernels.sampling.top_tokens import TopProbs, top_overlap
 from draftsmith.record import Distributions, ProbArrays, RoundRecord, sampler_of
 
 
-class Logged(NamedTuple):
+class LoggedPosition(NamedTuple):
     """One drafted position of a record."""
 
     record: RoundRecord
@@ -28,7 +28,9 @@ class Logged(NamedTuple):
         return bool(self.record.p[self.depth].ids)
 
 
-def sampling_rows(logged: Sequence[Logged], device: torch.device | str = "cpu") -> SamplingRows:
+def sampling_rows(
+    logged: Sequence[LoggedPosition], device: torch.device | str = "cpu"
+) -> SamplingRows:
     records = [one.record for one in logged]
     return SamplingRows.of(
         [record.temperature for record in records],
@@ -39,7 +41,9 @@ def sampling_rows(logged: Sequence[Logged], device: torch.device | str = "cpu") 
     )
 
 
-def draft_rows(logged: Sequence[Logged], device: torch.device | str = "cpu") -> SamplingRows:
+def draft_rows(
+    logged: Sequence[LoggedPosition], device: torch.device | str = "cpu"
+) -> SamplingRows:
     """Sampling that the engine of each position draws its drafts with: alpha of a draft is that of
     its logits under it."""
     samplers = [sampler_of(one.record) for one in logged]
@@ -57,7 +61,7 @@ def draft_rows(logged: Sequence[Logged], device: torch.device | str = "cpu") -> 
     )
 
 
-def logged_arrays(logged: Sequence[Logged]) -> ProbArrays:
+def logged_arrays(logged: Sequence[LoggedPosition]) -> ProbArrays:
     """Logged p of the positions, as wide as the widest."""
     parts = [Distributions.of([]).arrays]
     # Neighbours of one record are taken at once.
@@ -96,7 +100,7 @@ class SampledTop(NamedTuple):
 
 
 def sampled_top(
-    logged: Sequence[Logged], known: ProbArrays, device: torch.device | str = "cpu"
+    logged: Sequence[LoggedPosition], known: ProbArrays, device: torch.device | str = "cpu"
 ) -> SampledTop:
     """`known`: the positions' `logged_arrays`."""
     # A buffer of tokens alone holds no distributions.

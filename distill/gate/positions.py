@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.distill.buffer.traffic import ServedText
-from draftsmith.distill.gate.logged import Logged
+from draftsmith.distill.gate.logged import LoggedPosition
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep, head_of
 from draftsmith.kernels.products.float32_products import multiply
 from draftsmith.train.objective.unrolled_loss import Unrollable
@@ -17,7 +17,7 @@ from draftsmith.train.objective.unrolled_loss import Unrollable
 
 class Position(NamedTuple):
     row: int  # of the batch
-    logged: Logged
+    logged: LoggedPosition
 
     @property
     def absolute(self) -> int:
@@ -29,12 +29,12 @@ def positions_of(text: ServedText, row: int, *, max_depth: int, max_length: int)
     found = []
     for record in text.records:
         known = min(len(record.p), record.accepted + 1, max_depth, max_length - record.position)
-        found += [Position(row, Logged(record, depth)) for depth in range(known)]
+        found += [Position(row, LoggedPosition(record, depth)) for depth in range(known)]
     return found
 
 
 @dataclass(frozen=True)
-class Drafted:
+class DraftedPositions:
     """A draft's states at n positions."""
 
     drafter: Unrollable
@@ -44,7 +44,9 @@ class Drafted:
     is_drafted: torch.Tensor  # [n] bool
 
     @classmethod
-    def of(cls, drafter: Unrollable, batch: UnrollBatch, positions: Sequence[Position]) -> Drafted:
+    def of(
+        cls, drafter: Unrollable, batch: UnrollBatch, positions: Sequence[Position]
+    ) -> DraftedPositions:
         steps = list(drafter.unroll(batch))
         device = batch.input_ids.device
         row, depth, absolute = torch.tensor(

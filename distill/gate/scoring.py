@@ -26,7 +26,7 @@ import torch
 from draftsmith.distill.buffer.marks import is_forgotten
 from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.distill.gate.logged import logged_alpha
-from draftsmith.distill.gate.positions import Drafted, Position, positions_of
+from draftsmith.distill.gate.positions import DraftedPositions, Position, positions_of
 from draftsmith.distill.gate.target_side import TargetRows, TargetSide
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import probabilities, shared_mass
@@ -215,7 +215,7 @@ def _score_batch(
     if not positions:
         return [[NOT_SCORED._replace(is_bounded=is_outline) for _ in texts] for _ in drafters]
     unrolled = read.unrolled(positions, max_depth)
-    drafted = [Drafted.of(one, unrolled, positions) for one in drafters]
+    drafted = [DraftedPositions.of(one, unrolled, positions) for one in drafters]
     parts: list[list[Rows]] = [[] for _ in drafters]
     for begin in range(0, len(positions), CHUNK):
         part = slice(begin, begin + CHUNK)
@@ -236,7 +236,7 @@ def _score_batch(
     ]
 
 
-def _alphas(drafted: Drafted, part: slice, rows: TargetRows, vocab_size: int) -> Rows:
+def _alphas(drafted: DraftedPositions, part: slice, rows: TargetRows, vocab_size: int) -> Rows:
     logits = scatter_to_target_vocab(drafted.logits(part), drafted.drafter.vocab_map, vocab_size)
     q = probabilities(process(logits, rows.draft_sampling))
     is_finite = has_mass(logits)

@@ -44,7 +44,7 @@ PROBED = 64  # prompts before it may end so
 SMALLEST_SHARD = 16
 
 
-class Kept:
+class KeptPrompts:
     """Texts in the order of their numbers, up to `most` of them, and why others were dropped."""
 
     def __init__(self, form: ChatAnswers, most: int):
@@ -121,7 +121,7 @@ def write_prompts(
     Raises:
         UserError: the template has no turn to write in, or next to nothing is kept.
     """
-    kept = Kept(_form_of(config, reference), config.self_prompts or 0)
+    kept = KeptPrompts(_form_of(config, reference), config.self_prompts or 0)
     asking = asking_of(config)
     found = {entry.name for entry in Path(config.out).glob("*")} - {f"{LOCK}.lock"}
     if found and SELF_PROMPTS not in found:
@@ -235,7 +235,7 @@ def _written_in(part: Path) -> Iterator[list[int]]:
         yield list(itertools.compress(ids, mask))
 
 
-def _check_kept(config: GenerateOptions, kept: Kept) -> None:
+def _check_kept(config: GenerateOptions, kept: KeptPrompts) -> None:
     if kept.seen >= PROBED and len(kept.texts) < MIN_KEPT * kept.seen:
         raise UserError(
             f"target {config.target!r} writes no useful prompts ({_told(kept)}); give --prompts, "
@@ -243,6 +243,6 @@ def _check_kept(config: GenerateOptions, kept: Kept) -> None:
         )
 
 
-def _told(kept: Kept) -> str:
+def _told(kept: KeptPrompts) -> str:
     why = ", ".join(f"{count} {reason}" for reason, count in kept.dropped.most_common())
     return f"{len(kept.texts)} of {kept.seen} prompts kept" + (f"; dropped: {why}" if why else "")

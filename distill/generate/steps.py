@@ -21,11 +21,11 @@ from draftsmith.distill.generate.prompts import Prompt
 from draftsmith.distill.generate.ways import recorded, temperatures
 from draftsmith.distill.generate.writers import (
     Answers,
+    AnswerWriter,
     GivenWriter,
     ServerWriter,
     TargetWriter,
-    Writer,
-    Written,
+    WrittenAnswer,
     seed_of,
 )
 from draftsmith.drafters.target.device import load_target
@@ -87,7 +87,7 @@ def open_reference(config: GenerateOptions) -> Reference:
 
 def new_writer(
     config: GenerateOptions, reference: Reference, new_answers: NewAnswers, longest: int
-) -> tuple[Writer, dict[str, Any]]:
+) -> tuple[AnswerWriter, dict[str, Any]]:
     """Writer of the answers, and its entries in the provenance beyond those of the target's own
     answers."""
     if config.keep_answers:
@@ -108,7 +108,7 @@ def new_writer(
 
 def answer_all(
     config: GenerateOptions,
-    writer: Writer,
+    writer: AnswerWriter,
     target: Target | None,
     prompts: list[Prompt],
     folder: AnswerFolder,
@@ -138,7 +138,11 @@ def answer_all(
 
 
 def row_of(
-    config: GenerateOptions, target: Target | None, index: int, prompt: Prompt, written: Written
+    config: GenerateOptions,
+    target: Target | None,
+    index: int,
+    prompt: Prompt,
+    written: WrittenAnswer,
 ) -> dict[str, Any]:
     row = {
         "index": index,

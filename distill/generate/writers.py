@@ -19,22 +19,22 @@ from draftsmith.distill.generate.ways import way_of
 from draftsmith.errors import UserError
 
 
-class Written(NamedTuple):
+class WrittenAnswer(NamedTuple):
     ids: list[int]  # prompt and answer
     mask: list[int]  # 1 = a token of the answer
 
 
 # Texts, each with the number of its prompt, in the order in which answers end.
-Texts = Generator[tuple[int, Written], None, None]
+Texts = Generator[tuple[int, WrittenAnswer], None, None]
 
 
-class Writer(Protocol):
+class AnswerWriter(Protocol):
     def write(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Texts:
         """Writes the answer to each prompt, with its seed."""
         ...
 
 
-class Asked(NamedTuple):
+class AskedServer(NamedTuple):
     """A prompt, and what its answer is drawn with."""
 
     ids: list[int]
@@ -49,7 +49,7 @@ class Answers(Protocol):
     # what they depend on beside the prompts, the options of `generate` and the target
     provenance: dict[str, Any]
 
-    def __call__(self, asked: Iterable[Asked]) -> Iterator[tuple[int, list[int]]]:
+    def __call__(self, asked: Iterable[AskedServer]) -> Iterator[tuple[int, list[int]]]:
         """Each answer with the number of its prompt, in the order in which they end."""
         ...
 
@@ -64,7 +64,7 @@ class TargetWriter:
 
     def write(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Texts:
         asked = [
-            Asked(prompt.ids, temperature_of(prompt, self.config), seed, prompt.ends)
+            AskedServer(prompt.ids, temperature_of(prompt, self.config), seed, prompt.ends)
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         for number, answer in self.answers(asked):
@@ -76,7 +76,7 @@ class GivenWriter:
 
     def write(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Texts:
         for number, prompt in enumerate(prompts):
-            yield number, Written(prompt.ids, prompt.mask or [])
+            yield number, WrittenAnswer(prompt.ids, prompt.mask or [])
 
 
 def temperature_of(prompt: Prompt, config: GenerateOptions) -> float:
@@ -84,8 +84,8 @@ def temperature_of(prompt: Prompt, config: GenerateOptions) -> float:
     return way_of(config, 0).temperature if prompt.way is None else prompt.way.temperature
 
 
-def continued(prompt: Prompt, answer: Sequence[int]) -> Written:
-    return Written([*prompt.ids, *answer], [0] * len(prompt.ids) + [1] * len(answer))
+def continued(prompt: Prompt, answer: Sequence[int]) -> WrittenAnswer:
+    return WrittenAnswer([*prompt.ids, *answer], [0] * len(prompt.ids) + [1] * len(answer))
 
 
 def seed_of(seed: int, index: int) -> int:

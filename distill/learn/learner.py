@@ -23,9 +23,9 @@ from draftsmith.distill.learn.adapters import adapt, rebase
 from draftsmith.distill.learn.optimizer import CandidateOptimizer, trained
 from draftsmith.distill.learn.rehearsal import Rehearsal, num_rehearsed
 from draftsmith.distill.learn.teachers import (
-    Batch,
+    DraftedSpan,
+    LearningBatch,
     LearningRow,
-    Span,
     check_positions,
     check_teacher,
     teacher_of,
@@ -235,7 +235,7 @@ class Learner:
             LearningRow(
                 text_row(text.tokens, text.roles, self.weights),
                 # What was trimmed off is no text.
-                [Span(one, 0, len(one.committed)) for one in text.records],
+                [DraftedSpan(one, 0, len(one.committed)) for one in text.records],
                 text.records,
             )
             for text in texts
@@ -245,14 +245,14 @@ class Learner:
             rows += [
                 LearningRow(
                     branch_row(branch, self.weights),
-                    [Span(record, record.accepted + 1, len(record.drafted))],
+                    [DraftedSpan(record, record.accepted + 1, len(record.drafted))],
                 )
                 for record, branch in rng.sample(found, min(self.config.branches, len(found)))
             ]
         length = min(self.config.max_length, self.target.max_positions)
         return [one._replace(row=one.row.cut(length)) for one in rows]
 
-    def _step(self, batch: Batch) -> StepSums | None:
+    def _step(self, batch: LearningBatch) -> StepSums | None:
         """Takes one step. None, and nothing changed, when the gradient is not finite."""
         lr = self.config.lr * min(1.0, (self.steps + 1) / max(1, self.config.warmup_steps))
         sums = self.optimizer.step(batch, lr=lr)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from draftsmith.distill.config import LearnConfig
-from draftsmith.distill.learn.teachers import Batch
+from draftsmith.distill.learn.teachers import LearningBatch
 from draftsmith.drafters.target.device import fast_at_bf16
 from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.train.objective.depth_weights import step_weighting
@@ -34,7 +34,7 @@ class CandidateOptimizer:
             recompute_mlps(drafter, "learn.gradient_checkpointing")
         self.forget()
 
-    def step(self, batch: Batch, *, lr: float) -> StepSums | None:
+    def step(self, batch: LearningBatch, *, lr: float) -> StepSums | None:
         """One step on the batch's token mean. None, and nothing changed, when the gradient is not
         finite."""
         self.adam.zero_grad(set_to_none=True)
@@ -49,12 +49,12 @@ class CandidateOptimizer:
         self.adam.step()
         return sums
 
-    def _backward(self, batch: Batch) -> StepSums:
+    def _backward(self, batch: LearningBatch) -> StepSums:
         unrolled = self.unrolled(batch)
         (unrolled.total / (unrolled.scale * batch.weight)).backward()
         return unrolled.sums
 
-    def unrolled(self, batch: Batch) -> UnrolledLoss:
+    def unrolled(self, batch: LearningBatch) -> UnrolledLoss:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.in_bf16):
             return unrolled_loss(
                 self.drafter,

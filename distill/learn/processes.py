@@ -37,7 +37,7 @@ class Open(NamedTuple):
     folder: str
 
 
-class Texts(NamedTuple):
+class TextsCall(NamedTuple):
     ids: torch.Tensor  # [B, L]
     lengths: torch.Tensor  # [B]
     taps: tuple[int, ...]
@@ -48,7 +48,7 @@ class Texts(NamedTuple):
         return [row[:length] for row, length in mine]
 
 
-class Stop(NamedTuple):
+class StopCall(NamedTuple):
     pass
 
 
@@ -96,7 +96,7 @@ class FirstProcess(OneProcess):
         # Texts of about one length are read at a time: no process waits long for the others.
         order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
         ids = torch.nn.utils.rnn.pad_sequence([texts[index] for index in order], batch_first=True)
-        call = Texts(ids, torch.tensor([len(texts[index]) for index in order]), taps)
+        call = TextsCall(ids, torch.tensor([len(texts[index]) for index in order]), taps)
         with in_step():
             self.channel.send(call)
             found = read_own(target, call, self.rank, self.size, config.target_shares)
@@ -116,10 +116,10 @@ class FirstProcess(OneProcess):
 
     def stop(self) -> None:
         """The other processes' `follow` returns."""
-        self.channel.send(Stop())
+        self.channel.send(StopCall())
 
 
-def read_own(target: Target, call: Texts, rank: int, size: int, shares: int) -> list[TextState]:
+def read_own(target: Target, call: TextsCall, rank: int, size: int, shares: int) -> list[TextState]:
     """States of a process's own texts. Where processes share a copy of the target, each makes as
     many passes as the first: it reads a token again where it has no text left."""
     texts = [ids.to(target.device) for ids in call.of(rank, size)]
@@ -140,7 +140,7 @@ def follow(config: DistillConfig, channel: Channel) -> None:
                 case Open(folder):
                     target = None  # goes before the next one comes
                     target = open_target(config, folder)
-                case Texts() as call:
+                case TextsCall() as call:
                     assert target is not None
                     for state in read_own(
                         target, call, dist.get_rank(), dist.get_world_size(), config.target_shares
@@ -148,7 +148,7 @@ def follow(config: DistillConfig, channel: Channel) -> None:
                         for part in state:
                             if part is not None:
                                 channel.give(part)
-                case Stop():
+                case StopCall():
                     return
 
 

@@ -16,7 +16,7 @@ from draftsmith.train.config import TrainConfig
 from draftsmith.train.data.batches import weights_of
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.data.mixture import Mixed, read_mixture
-from draftsmith.train.data.roles import Row
+from draftsmith.train.data.roles import TrainedRow
 
 
 class Rehearsal:
@@ -40,15 +40,15 @@ class Rehearsal:
                 f"{gate.held_out:g}); give more texts, or lower gate.held_out"
             )
 
-    def sample(self, count: int, rng: random.Random) -> list[Row]:
+    def sample(self, count: int, rng: random.Random) -> list[TrainedRow]:
         return rng.sample(self.rows, min(count, len(self.rows)))
 
 
-def _row_of(text: TokenSequence) -> Row:
-    return Row(text.input_ids.tolist(), weights_of(text).numpy())
+def _row_of(text: TokenSequence) -> TrainedRow:
+    return TrainedRow(text.input_ids.tolist(), weights_of(text).numpy())
 
 
-def _is_judged_on(row: Row, gate: GateConfig) -> bool:
+def _is_judged_on(row: TrainedRow, gate: GateConfig) -> bool:
     """True where served answers to the row's prompt are held out."""
     if gate.held_out_by != "prompt":
         return False

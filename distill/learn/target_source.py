@@ -15,7 +15,7 @@ FILES = "*.safetensors"
 SETTLED_S = 0.2
 
 
-class TargetSource:
+class TargetFolder:
     """`--target` of a learner.
 
     Writers replace a folder by one rename, or write a new folder and then its name into the file. A

@@ -29,7 +29,7 @@ from draftsmith.kernels.sampling.top_tokens import TopProbs
 from draftsmith.record import Distributions, RoundRecord
 from draftsmith.train.config import BY_DRAFT
 from draftsmith.train.data.batches import packed, padded, rows_as_long_as_the_longest, rows_of
-from draftsmith.train.data.roles import Row, trained_text
+from draftsmith.train.data.roles import TrainedRow, trained_text
 from draftsmith.train.objective.outline import load_outline
 from draftsmith.train.objective.stored_teacher import DistributionSource
 from draftsmith.train.objective.teacher import LiveSource, TargetSignals, TargetSource
@@ -38,7 +38,7 @@ from draftsmith.train.objective.unrolled_loss import Unrollable
 NO_TOKEN = -1
 
 
-class Span(NamedTuple):
+class DraftedSpan(NamedTuple):
     """Drafted positions of a round, whose text a row holds."""
 
     record: RoundRecord
@@ -47,12 +47,12 @@ class Span(NamedTuple):
 
 
 class LearningRow(NamedTuple):
-    row: Row
-    spans: Sequence[Span]
+    row: TrainedRow
+    spans: Sequence[DraftedSpan]
     records: Sequence[RoundRecord] = ()  # of the row's text, for the states that they hold
 
 
-class Batch(NamedTuple):
+class LearningBatch(NamedTuple):
     text: TextBatch
     source: TargetSource
     masked: int  # positions with a weight that are not trained: their distribution is not known
@@ -80,10 +80,10 @@ class LiveTeacher:
     def reads(self, records: Sequence[RoundRecord]) -> bool:
         return True
 
-    def batch(self, rows: Sequence[LearningRow]) -> Batch:
+    def batch(self, rows: Sequence[LearningRow]) -> LearningBatch:
         texts = [trained_text(one.row) for one in rows]
         text = packed([[texts[at] for at in row] for row in arranged(rows)])
-        return Batch(text.to(self.target.device), self.source, 0)
+        return LearningBatch(text.to(self.target.device), self.source, 0)
 
 
 class RecordedTeacher:
@@ -98,7 +98,7 @@ class RecordedTeacher:
     def reads(self, records: Sequence[RoundRecord]) -> bool:
         return not self.taps or known_taps(records, self.taps) is not None
 
-    def batch(self, rows: Sequence[LearningRow]) -> Batch:
+    def batch(self, rows: Sequence[LearningRow]) -> LearningBatch:
         if not self.taps:
             return self._batch(rows, None)
         known = [known_taps(one.records, self.taps) for one in rows]
@@ -115,7 +115,7 @@ class RecordedTeacher:
 
     def _batch(
         self, rows: Sequence[LearningRow], known: Sequence[torch.Tensor | None] | None
-    ) -> Batch:
+    ) -> LearningBatch:
         """`known` states [m, width] of each text's first positions."""
         spans = [span for one in rows for span in one.spans]
         recorded = recorded_of(spans, self.target.vocab_size)
@@ -138,7 +138,7 @@ class RecordedTeacher:
             ]
             taps = padded(rows_of([[states[at] for at in row] for row in places]))
             taps = taps.to(self.target.device)
-        return Batch(batch, RecordedSource(self.target, recorded.top, taps), masked)
+        return LearningBatch(batch, RecordedSource(self.target, recorded.top, taps), masked)
 
 
 def arranged(rows: Sequence[LearningRow]) -> list[list[int]]:
@@ -170,7 +170,7 @@ class TopTable(NamedTuple):
 class RecordedDistributions:
     """Distributions of the spans of a batch, one after another."""
 
-    def __init__(self, spans: Sequence[Span], sizes: Sequence[int], top: TopProbs):
+    def __init__(self, spans: Sequence[DraftedSpan], sizes: Sequence[int], top: TopProbs):
         self.spans, self.top = spans, top
         self.bounds = list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
         self.known = (top.ids[:, 0] != NO_TOKEN).numpy()
@@ -188,7 +188,7 @@ class RecordedDistributions:
         return index
 
 
-def recorded_of(spans: Sequence[Span], vocab_size: int) -> RecordedDistributions:
+def recorded_of(spans: Sequence[DraftedSpan], vocab_size: int) -> RecordedDistributions:
     """Distributions with a token that is none of the vocabulary count as not known."""
     parts = [Distributions.of(one.record.p)[one.begin : one.end].arrays for one in spans]
     width = max([1, *(part.ids.shape[1] for part in parts)])

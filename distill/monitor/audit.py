@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 
 from draftsmith.distill.buffer import marks
-from draftsmith.distill.buffer.folder import Folder, in_turn, parse
+from draftsmith.distill.buffer.folder import ShardFolder, in_turn, parse
 from draftsmith.distill.monitor.monitor import Monitor
 from draftsmith.errors import UserError, first_line
 
@@ -25,7 +25,7 @@ class Look:
 
 def look(url: str, *, false_alarm: float) -> Look:
     """Reads every shard that is there now. Raises `UserError` where the folder cannot be read."""
-    folder, found = Folder(url), Look(Monitor(false_alarm))
+    folder, found = ShardFolder(url), Look(Monitor(false_alarm))
     try:
         names = folder.names()
     except OSError as error:

@@ -37,7 +37,7 @@ HALF = 0.5
 CHUNK = 2048
 
 
-class Event(NamedTuple):
+class MonitorEvent(NamedTuple):
     """One kind of event at the positions `at`, which are all that are judged by it."""
 
     name: str
@@ -47,7 +47,7 @@ class Event(NamedTuple):
     error: np.ndarray  # [m] largest absolute error of `chance`
 
 
-def events_of(positions: Positions, rules: np.ndarray) -> list[Event]:
+def events_of(positions: Positions, rules: np.ndarray) -> list[MonitorEvent]:
     """Events of positions [n] whose rounds were verified by `rules` [n]."""
     sampled = ~positions.greedy & positions.p_known & (positions.token >= 0)
     chain = sampled & (rules == "chain") & (positions.drafted >= 0)
@@ -75,28 +75,28 @@ def _is_drawn(positions: Positions) -> np.ndarray:
     return _has_q(positions) & (positions.q[:, 0] < 1 - ROUNDING)
 
 
-def _accepted(positions: Positions, chosen: np.ndarray) -> Event:
+def _accepted(positions: Positions, chosen: np.ndarray) -> MonitorEvent:
     (at,) = chosen.nonzero()
     p, q = positions.p_drafted[at], positions.q_drafted[at]
     chance = np.minimum(1.0, p / q)
     relative = np.where(positions.exact[at], ARITHMETIC, positions.p_error[at] + ROUNDING)
     # A ratio beyond 1 by more than its error is 1 exactly.
     error = np.where(p > q * (1 + relative), 0.0, relative * chance)
-    return Event("accepted", at, positions.accepted[at], chance, error)
+    return MonitorEvent("accepted", at, positions.accepted[at], chance, error)
 
 
-def _drafted(positions: Positions, chosen: np.ndarray) -> Event:
+def _drafted(positions: Positions, chosen: np.ndarray) -> MonitorEvent:
     (at,) = chosen.nonzero()
     in_half, mass = _half(positions.q[at])
     happened = ((positions.q_ids[at] == positions.drafted[at][:, None]) & in_half).any(axis=1)
-    return Event("drafted", at, happened, mass, ROUNDING * mass)
+    return MonitorEvent("drafted", at, happened, mass, ROUNDING * mass)
 
 
-def _likeliest(positions: Positions, chosen: np.ndarray) -> Event:
+def _likeliest(positions: Positions, chosen: np.ndarray) -> MonitorEvent:
     (at,) = chosen.nonzero()
     in_half, mass = _half(positions.p[at])
     happened = ((positions.p_ids[at] == positions.token[at][:, None]) & in_half).any(axis=1)
-    return Event("emitted", at, happened, mass, positions.p_error[at] * mass)
+    return MonitorEvent("emitted", at, happened, mass, positions.p_error[at] * mass)
 
 
 def _half(probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -105,13 +105,13 @@ def _half(probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return inside, np.minimum(1.0, (probs * inside).sum(axis=1))
 
 
-def _replaced(positions: Positions, chosen: np.ndarray) -> Iterator[Event]:
+def _replaced(positions: Positions, chosen: np.ndarray) -> Iterator[MonitorEvent]:
     """`replaced` and `residual`."""
     (at,) = chosen.nonzero()
     chunks = range(0, max(1, len(at)), CHUNK)
     parts = [_gain(positions, at[begin : begin + CHUNK]) for begin in chunks]
     for name, values in zip(("replaced", "residual"), zip(*parts)):
-        yield Event(name, *map(np.concatenate, zip(*values)))
+        yield MonitorEvent(name, *map(np.concatenate, zip(*values)))
 
 
 def _gain(positions: Positions, at: np.ndarray) -> tuple[tuple[np.ndarray, ...], ...]:

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from draftsmith.distill.monitor.events import Event
+from draftsmith.distill.monitor.events import MonitorEvent
 
 # In log-odds. A bias of d in events of variance v is found fastest with a strength near d / v.
 STRENGTHS = np.array([sign * 0.02 * 2**step for sign in (1, -1) for step in range(7)])
 
 
 @dataclass
-class Counts:
+class EvidenceCounts:
     """Sums over events of one kind."""
 
     count: int = 0
@@ -31,7 +31,7 @@ class Counts:
     expected: float = 0.0
     variance: float = 0.0
 
-    def add(self, event: Event, chosen: np.ndarray) -> None:
+    def add(self, event: MonitorEvent, chosen: np.ndarray) -> None:
         chance = event.chance[chosen]
         self.count += len(chance)
         self.happened += int(event.happened[chosen].sum())
@@ -52,7 +52,7 @@ class Bets:
 
     log_money: list[float] = field(default_factory=lambda: [0.0] * len(STRENGTHS))
 
-    def add(self, event: Event, chosen: np.ndarray) -> None:
+    def add(self, event: MonitorEvent, chosen: np.ndarray) -> None:
         chance, error = event.chance[chosen, None], event.error[chosen, None]
         ups = STRENGTHS > 0
         most = np.where(ups, np.minimum(1.0, chance + error), np.maximum(0.0, chance - error))

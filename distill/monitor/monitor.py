@@ -19,14 +19,14 @@ import numpy as np
 from draftsmith.distill.gate.sequential import share_of
 from draftsmith.distill.monitor.events import (
     EVENTS,
-    Event,
+    MonitorEvent,
     events_of,
     greedy_of,
     greedy_violations,
     impossible,
     is_logged,
 )
-from draftsmith.distill.monitor.evidence import STRENGTHS, Bets, Counts
+from draftsmith.distill.monitor.evidence import STRENGTHS, Bets, EvidenceCounts
 from draftsmith.distill.monitor.positions import Positions, positions_of
 from draftsmith.record import Distributions, RoundRecord
 
@@ -48,28 +48,30 @@ class Key(NamedTuple):
 
 
 @dataclass
-class Stream:
+class EvidenceStream:
     """Counts and bets of the records of one engine and version."""
 
     number: int  # from 1, in order of first appearance
     positions: int = 0
     greedy: int = 0
     violations: int = 0  # tokens that cannot stand where they do
-    counts: dict[str, Counts] = field(default_factory=lambda: {one: Counts() for one in EVENTS})
+    counts: dict[str, EvidenceCounts] = field(
+        default_factory=lambda: {one: EvidenceCounts() for one in EVENTS}
+    )
     bets: dict[str, Bets] = field(default_factory=lambda: {one: Bets() for one in EVENTS})
     # by event, then by depth from 0
-    depths: dict[str, dict[int, Counts]] = field(
+    depths: dict[str, dict[int, EvidenceCounts]] = field(
         default_factory=lambda: {one: {} for one in EVENTS}
     )
 
-    def add(self, event: Event, positions: Positions, chosen: np.ndarray) -> None:
+    def add(self, event: MonitorEvent, positions: Positions, chosen: np.ndarray) -> None:
         kept = chosen[event.at]
         self.counts[event.name].add(event, kept)
         self.bets[event.name].add(event, kept)
         by_depth = self.depths[event.name]
         depths = positions.depth[event.at]
         for depth in np.unique(depths[kept]).tolist():
-            by_depth.setdefault(depth, Counts()).add(event, kept & (depths == depth))
+            by_depth.setdefault(depth, EvidenceCounts()).add(event, kept & (depths == depth))
 
     @property
     def log_evidence(self) -> float:
@@ -102,15 +104,15 @@ class Stream:
         }
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Stream:
+    def from_dict(cls, values: Mapping[str, Any]) -> EvidenceStream:
         """Reads states of earlier releases too, which had fewer kinds of events."""
         made = cls(
             **{name: values[name] for name in ("number", "positions", "greedy", "violations")}
         )
-        made.counts |= {name: Counts(**one) for name, one in values["counts"].items()}
+        made.counts |= {name: EvidenceCounts(**one) for name, one in values["counts"].items()}
         made.bets |= {name: Bets(**one) for name, one in values["bets"].items()}
         made.depths |= {
-            name: {int(depth): Counts(**one) for depth, one in by_depth.items()}
+            name: {int(depth): EvidenceCounts(**one) for depth, one in by_depth.items()}
             for name, by_depth in values["depths"].items()
         }
         return made
@@ -121,8 +123,8 @@ class Monitor:
     """Reads records in any order, each once, and keeps sums alone."""
 
     false_alarm: float
-    everything: Stream = field(default_factory=lambda: Stream(1))
-    streams: dict[Key, Stream] = field(default_factory=dict)
+    everything: EvidenceStream = field(default_factory=lambda: EvidenceStream(1))
+    streams: dict[Key, EvidenceStream] = field(default_factory=dict)
     begun: int = 1  # streams so far
     alarms: dict[str, str] = field(default_factory=dict)  # by stream: what was seen
     left_out: Counter[str] = field(default_factory=Counter)  # rounds or positions, by reason
@@ -143,7 +145,7 @@ class Monitor:
 
     def _streams_of(
         self, records: Sequence[RoundRecord], positions: Positions
-    ) -> Iterator[tuple[Stream, np.ndarray]]:
+    ) -> Iterator[tuple[EvidenceStream, np.ndarray]]:
         """Each stream with a choice [n] of positions."""
         yield self.everything, np.ones(len(positions), dtype=bool)
         keys = [Key(one.engine, one.draft_version) for one in records]
@@ -153,19 +155,19 @@ class Monitor:
                 continue
             yield self._stream(key), chosen
 
-    def _stream(self, key: Key) -> Stream:
+    def _stream(self, key: Key) -> EvidenceStream:
         """Stream of a key, begun if need be, behind all others."""
         if key not in self.streams:
             self.begun += 1
-            self.streams[key] = Stream(self.begun)
+            self.streams[key] = EvidenceStream(self.begun)
         self.streams[key] = self.streams.pop(key)
         return self.streams[key]
 
     def _add(
         self,
-        stream: Stream,
+        stream: EvidenceStream,
         positions: Positions,
-        events: Sequence[Event],
+        events: Sequence[MonitorEvent],
         chosen: np.ndarray,
     ) -> None:
         stream.positions += int(chosen.sum())
@@ -205,7 +207,7 @@ class Monitor:
         for key in quiet[: max(0, len(quiet) - MOST_STREAMS)]:
             del self.streams[key]
 
-    def named(self) -> dict[str, Stream]:
+    def named(self) -> dict[str, EvidenceStream]:
         """Streams by name, all records together first."""
         return {"all": self.everything} | {name_of(key): one for key, one in self.streams.items()}
 
@@ -247,9 +249,9 @@ class Monitor:
     def from_dict(cls, values: Mapping[str, Any], false_alarm: float) -> Monitor:
         return cls(
             false_alarm,
-            Stream.from_dict(values["everything"]),
+            EvidenceStream.from_dict(values["everything"]),
             {
-                Key(engine, version): Stream.from_dict(one)
+                Key(engine, version): EvidenceStream.from_dict(one)
                 for engine, version, one in values["streams"]
             },
             values["begun"],
@@ -262,7 +264,7 @@ def name_of(key: Key) -> str:
     return f"version {key.version or '-'}" + (f" on {key.engine}" if key.engine else "")
 
 
-def sentence(name: str, stream: Stream) -> str:
+def sentence(name: str, stream: EvidenceStream) -> str:
     seen = ", ".join(
         f"{event} {counts.happened} for {counts.expected:.1f} (z {counts.z:+.1f})"
         for event, counts in stream.counts.items()

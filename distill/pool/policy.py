@@ -21,13 +21,13 @@ PATIENCE = 8
 MoveKind = Literal["learn", "serve", "merge", "stop", "retire"]
 
 
-class Move(NamedTuple):
+class PoolMove(NamedTuple):
     kind: MoveKind
     name: str  # of the class
     reason: str
 
 
-class Member(NamedTuple):
+class PoolMember(NamedTuple):
     """Class with a draft, as the policy needs it."""
 
     name: str
@@ -78,7 +78,9 @@ def resolved(config: PoolConfig, num_members: int) -> PoolConfig:
     return replace(config, most=num_members) if config.most is None else config
 
 
-def moves(members: Sequence[Member], traffic: ClassTraffic, config: PoolConfig) -> list[Move]:
+def moves(
+    members: Sequence[PoolMember], traffic: ClassTraffic, config: PoolConfig
+) -> list[PoolMove]:
     """Moves, at most one per member. A free slot is filled at the next look, by the most frequent
     class that waits."""
     assert config.most is not None
@@ -90,7 +92,7 @@ def moves(members: Sequence[Member], traffic: ClassTraffic, config: PoolConfig) 
         if (move := move_of(member, counts[member.name], traffic, config)) is not None
     ]
     found += [
-        Move("retire", member.name, f"pool.most is {config.most}")
+        PoolMove("retire", member.name, f"pool.most is {config.most}")
         for member in members[config.most :]
     ]
     out = {"", *traffic.given_up, *(member.name for member in members)}
@@ -101,19 +103,21 @@ def moves(members: Sequence[Member], traffic: ClassTraffic, config: PoolConfig) 
     ]
     free = max(0, config.most - len(members))
     return found + [
-        Move("learn", name, f"{count} of the latest {len(traffic.latest)} requests")
+        PoolMove("learn", name, f"{count} of the latest {len(traffic.latest)} requests")
         for name, count in waiting[:free]
     ]
 
 
-def move_of(member: Member, count: int, traffic: ClassTraffic, config: PoolConfig) -> Move | None:
+def move_of(
+    member: PoolMember, count: int, traffic: ClassTraffic, config: PoolConfig
+) -> PoolMove | None:
     name = member.name
     if not count and len(traffic.latest) == traffic.window:
-        return Move("retire", name, f"none of the latest {traffic.window} requests")
+        return PoolMove("retire", name, f"none of the latest {traffic.window} requests")
     if member.is_serving:
-        return Move("merge", name, member.summary) if member.is_no_better else None
+        return PoolMove("merge", name, member.summary) if member.is_no_better else None
     if member.has_won:
-        return Move("serve", name, member.summary)
+        return PoolMove("serve", name, member.summary)
     if member.requests >= PATIENCE * config.requests:
-        return Move("stop", name, f"no better draft after {member.requests} requests")
+        return PoolMove("stop", name, f"no better draft after {member.requests} requests")
     return None

@@ -21,7 +21,7 @@ from draftsmith.distill.draft_track import DraftTrack
 from draftsmith.distill.gate.class_comparison import ClassComparison
 from draftsmith.distill.gate.scoring import Scored
 from draftsmith.distill.pool.clusters import find_clusters
-from draftsmith.distill.pool.policy import ClassTraffic, Member, Move, moves, resolved
+from draftsmith.distill.pool.policy import ClassTraffic, PoolMember, PoolMove, moves, resolved
 from draftsmith.drafters.published import versions
 from draftsmith.drafters.published.pool import (
     DraftPool,
@@ -46,7 +46,7 @@ DECISIONS = {
 
 
 @dataclass
-class Pooled:
+class PooledDraft:
     """Class with a track. While it learns, its live version is a copy of the live draft, which its
     candidate must beat."""
 
@@ -100,7 +100,7 @@ class ClassPool:
         self.clusters = pool.clusters
         self.traffic = ClassTraffic(self.config.idle_requests)
         self.untagged, self.clusters_due = 0, FIRST_CLUSTERS
-        self.members: dict[str, Pooled] = {}
+        self.members: dict[str, PooledDraft] = {}
         for classes, is_serving in ((pool.classes, True), (pool.learning, False)):
             for name, folder in classes.items():
                 self.members[name] = self._open(name, folder, is_serving=is_serving)
@@ -112,10 +112,10 @@ class ClassPool:
                 "fewer stay"
             )
 
-    def _open(self, name: str, folder: str, *, is_serving: bool) -> Pooled:
+    def _open(self, name: str, folder: str, *, is_serving: bool) -> PooledDraft:
         draft = str(versions.folder_of(self.root, self.shared.live.version))
         track = DraftTrack(pool_root(self.root) / folder, self.context, draft=draft, name=name)
-        return Pooled(name, folder, track, ClassComparison(self.gate), is_serving)
+        return PooledDraft(name, folder, track, ClassComparison(self.gate), is_serving)
 
     @property
     def tracks(self) -> dict[str, DraftTrack]:
@@ -169,18 +169,18 @@ class ClassPool:
         self._find_clusters()
         self._write()
 
-    def _follow_live(self, one: Pooled) -> None:
+    def _follow_live(self, one: PooledDraft) -> None:
         """Rebases a class that learns on today's live draft, which it must beat even if it did beat
         yesterday's."""
         version = self.shared.live.version
         if one.compared_with != version:
             one.track.lifecycle.rebase(self.shared.live.draft, version)
 
-    def _num_new(self, one: Pooled) -> int:
+    def _num_new(self, one: PooledDraft) -> int:
         seen = set(one.comparison.window)
         return sum(text.request not in seen for text in one.track.window)
 
-    def _look(self, one: Pooled) -> None:
+    def _look(self, one: PooledDraft) -> None:
         if one.track.live.made_for or self.shared.live.made_for:
             return
         texts, depth = one.track.window, one.track.depth
@@ -192,11 +192,11 @@ class ClassPool:
             [text.request for text in texts], alphas(live), alphas(own), versions=pair
         )
 
-    def _member(self, one: Pooled) -> Member:
+    def _member(self, one: PooledDraft) -> PoolMember:
         summary = (
             one.comparison.describe() if one.is_serving else f"version {one.track.live.version} won"
         )
-        return Member(
+        return PoolMember(
             one.name,
             one.is_serving,
             one.has_won,
@@ -205,7 +205,7 @@ class ClassPool:
             summary,
         )
 
-    def _apply(self, move: Move) -> None:
+    def _apply(self, move: PoolMove) -> None:
         name = move.name
         if move.kind == "learn":
             self.members[name] = self._open(name, next_folder(self.root), is_serving=False)

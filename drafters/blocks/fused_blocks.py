@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from draftsmith.drafters.unrolled.fused_parts import (
     Geometry,
-    Part,
-    Span,
+    KeyPart,
+    KeySpan,
     add_gradients,
     add_parts,
     parts_of,
@@ -39,7 +39,7 @@ class Blocks:
     window: int | None
 
     @cached_property
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[KeySpan]:
         """Waits for the device of `segments`."""
         return spans_of(self.segments, self.length)
 
@@ -50,7 +50,7 @@ class Blocks:
         hidden = back < 0 if self.causal else torch.zeros_like(back, dtype=torch.bool)
         return hidden if self.window is None else hidden | (back >= self.window)
 
-    def parts(self, like: torch.Tensor) -> Iterator[Part]:
+    def parts(self, like: torch.Tensor) -> Iterator[KeyPart]:
         """Parts of the context. A block stands one column behind the last that it sees, as a query
         of an unroll's first further step does, and the window of each slot ends with the slot."""
         if self.window is None:

@@ -26,7 +26,7 @@ from draftsmith.drafters.compiled.patterns import (
 )
 from draftsmith.kernels.attention import paged_compiled
 from draftsmith.kernels.attention.pool import LayerShape
-from draftsmith.kernels.call_list import Kind
+from draftsmith.kernels.call_list import CallKind
 from draftsmith.kernels.forward.row_steps import RowSteps, row_steps
 from draftsmith.kernels.products.few_rows import FewRows
 from draftsmith.kernels.products.int8_rows import Int8Rows
@@ -72,10 +72,10 @@ class Table(NamedTuple):
     number: int
 
 
-class Step(NamedTuple):
+class KernelStep(NamedTuple):
     """A call whose buffers have no place yet."""
 
-    kind: Kind
+    kind: CallKind
     function: Any
     places: Sequence[View | Table | PackedLinear | Int8Rows | torch.Tensor | None]
     numbers: Sequence[int]
@@ -140,7 +140,7 @@ class KernelSteps:
         if steps is None or attention is None:
             raise Unlike("there are no kernels")
         self.functions, self.attention = steps.functions, attention
-        self.steps: list[Step] = []
+        self.steps: list[KernelStep] = []
         self.buffers: list[Buffer] = []
         self.views: dict[Node, View] = {}  # values of kernels, and torch's that they read
         self.numbers: dict[Node, View] = {}
@@ -194,14 +194,16 @@ class KernelSteps:
     def read_rows(self, tables: Mapping[Node, tuple[Table | torch.Tensor, Node]]) -> None:
         """Read what kernels are given where it lies: rows of a table, by the numbers of an
         input."""
-        steps: list[Step] = []
+        steps: list[KernelStep] = []
         for node, (table, number) in tables.items():
             view = self._view(node)
             buffer = self.buffers[view.buffer]
             buffer.given, buffer.last_used = None, max(buffer.last_used, 0)
             num_bytes = view.width * self.dtype.itemsize
             steps.append(
-                Step(Kind.ROWS, None, (table, self.number(number), view), (num_bytes,), ())
+                KernelStep(
+                    CallKind.ROWS, None, (table, self.number(number), view), (num_bytes,), ()
+                )
             )
         for buffer in self.buffers:
             buffer.last_used += len(steps)
@@ -238,7 +240,7 @@ class KernelSteps:
 
     def _do(
         self,
-        kind: Kind,
+        kind: CallKind,
         function: Any,
         places: Sequence[View | PackedLinear | torch.Tensor | None],
         numbers: Sequence[int],
@@ -247,7 +249,7 @@ class KernelSteps:
         for view in places:
             if isinstance(view, View):
                 self.buffers[view.buffer].last_used = len(self.steps)
-        self.steps.append(Step(kind, function, places, numbers, reals))
+        self.steps.append(KernelStep(kind, function, places, numbers, reals))
 
     def _multiply(self, node: Node) -> None:
         sizes = self.constants[node.args[0]].sizes
@@ -261,7 +263,7 @@ class KernelSteps:
         if compiled_product(packed) is None or rows.stride != rows.width:
             raise Unlike("a product that is oneDNN's")
         out = self._new((*rows.shape[:-1], num_outputs))
-        self._do(Kind.MULTIPLY, None, (rows, packed, out), (rows.width, out.width))
+        self._do(CallKind.MULTIPLY, None, (rows, packed, out), (rows.width, out.width))
         return out
 
     def _item(self, node: Node) -> None:
@@ -278,7 +280,7 @@ class KernelSteps:
         out = self._new(read.shape)
         numbers = (read.width // width, width, read.stride, self.dtype.itemsize)
         self._do(
-            Kind.NORMALISE,
+            CallKind.NORMALISE,
             self.functions["normalise"],
             (read, self.weight(weight), out),
             numbers,
@@ -293,7 +295,7 @@ class KernelSteps:
             raise Unlike("the numbers of a head lie apart")
         out = self._new((1, None, heads, dim))
         self._do(
-            Kind.ROTATE,
+            CallKind.ROTATE,
             self.functions["rotate"],
             (x, cosine, sine, out),
             (heads, dim, x.strides[2], x.strides[1]),
@@ -305,18 +307,18 @@ class KernelSteps:
         out = self._new(read.shape)
         bytes_each = self.dtype.itemsize
         numbers = (bytes_each * read.width, bytes_each * read.stride)
-        self._do(Kind.CLEAR, None, (read, self.number(number), out), numbers)
+        self._do(CallKind.CLEAR, None, (read, self.number(number), out), numbers)
         self.views[node] = out
 
     def _gate(self, node: Node) -> None:
-        self._pairs(node, Kind.GATE, "gate")
+        self._pairs(node, CallKind.GATE, "gate")
 
     def _add(self, node: Node) -> None:
         if node.kwargs or len(node.args) != 2:
             raise Unlike("a sum with a factor")
-        self._pairs(node, Kind.ADD, "add")
+        self._pairs(node, CallKind.ADD, "add")
 
-    def _pairs(self, node: Node, kind: Kind, name: str) -> None:
+    def _pairs(self, node: Node, kind: CallKind, name: str) -> None:
         x, y = map(self._view, node.args)
         if x.shape != y.shape:
             raise Unlike(f"{name} of {x.shape} and {y.shape}")
@@ -337,7 +339,7 @@ class KernelSteps:
         for part in parts:
             to = out._replace(offset=begin)
             numbers = [bytes_each * count for count in (part.width, part.stride, out.stride)]
-            self._do(Kind.COPY, None, (part, to), numbers)
+            self._do(CallKind.COPY, None, (part, to), numbers)
             begin += part.width
         self.views[node] = out
 
@@ -355,7 +357,7 @@ class KernelSteps:
         strides = [view.strides[dim] for view in (q, k, v) for dim in (1, 2)]
         seen = 2 * (window or 0) + int(bool(window and chunked))
         numbers = (layer, heads, kv_heads, key_dim, value_dim, *strides, seen)
-        self._do(Kind.ATTEND, self.attention, (q, k, v, out), numbers, (scaling,))
+        self._do(CallKind.ATTEND, self.attention, (q, k, v, out), numbers, (scaling,))
         self.views[node] = out
         self.layers.append(
             Layer(layer, LayerShape(kv_heads, key_dim, value_dim), heads // kv_heads)

@@ -16,9 +16,9 @@ from torch.fx import Graph, Node
 
 from draftsmith.drafters.compiled.before import PositionTables, deciding, part_of
 from draftsmith.drafters.compiled.kernel_steps import (
+    KernelStep,
     KernelSteps,
     Shape,
-    Step,
     Table,
     Unlike,
     View,
@@ -31,7 +31,15 @@ from draftsmith.kernels.attention import paged_compiled
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.paged_compiled import CompiledContext
 from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.kernels.call_list import Call, CallList, Kind, Place, RowAddresses, at, call_list
+from draftsmith.kernels.call_list import (
+    ArgumentPlace,
+    CallKind,
+    CallList,
+    KernelCall,
+    RowAddresses,
+    at,
+    call_list,
+)
 from draftsmith.kernels.products.few_rows import MOST_ROWS
 from draftsmith.kernels.products.int8_rows import Int8Rows
 
@@ -272,15 +280,15 @@ def _place_others(lowered: KernelSteps) -> int:
 
 
 def _call(
-    lowered: KernelSteps, step: Step, tables: Sequence[torch.Tensor], held: list[Any]
-) -> Call:
+    lowered: KernelSteps, step: KernelStep, tables: Sequence[torch.Tensor], held: list[Any]
+) -> KernelCall:
     """Adds what the call's addresses lie in to `held`."""
-    places: list[Place] = []
+    places: list[ArgumentPlace] = []
     function, numbers = step.function, list(step.numbers)
     for value in step.places:
         if isinstance(value, View):
             base, per_token = lowered.buffers[value.buffer].place
-            places.append(Place(base, per_token, value.offset * lowered.dtype.itemsize))
+            places.append(ArgumentPlace(base, per_token, value.offset * lowered.dtype.itemsize))
         elif isinstance(value, (PackedLinear, Int8Rows)):
             product = compiled_product(value)
             assert product is not None
@@ -292,8 +300,8 @@ def _call(
             value = tables[value.number] if isinstance(value, Table) else value
             places.append(at(None if value is None else value.data_ptr()))
             held.append(value)
-            numbers += [] if value is None or step.kind is not Kind.ROWS else [len(value)]
-    return Call(step.kind, function, places, numbers, step.reals)
+            numbers += [] if value is None or step.kind is not CallKind.ROWS else [len(value)]
+    return KernelCall(step.kind, function, places, numbers, step.reals)
 
 
 def one_call(graph: Graph, constants: Mapping[Node, Any]) -> OneCall | None:

@@ -20,7 +20,7 @@ from draftsmith.drafters.compiled.replay import Replay
 from draftsmith.drafters.interface import DraftInputs
 from draftsmith.kernels.attention.paged_compiled import MOST_QUERIES
 from draftsmith.kernels.call_list import CallList
-from draftsmith.kernels.draft_chain import Chain, NoRow, Part, Round, draft, draw_address
+from draftsmith.kernels.draft_chain import Chain, ChainPart, DraftRound, NoRow, draft, draw_address
 from draftsmith.kernels.products.few_rows import MOST_ROWS
 
 
@@ -48,7 +48,7 @@ class OneChain:
         self._parts, self._step, head = parts, parts["step"].call, parts["head"].call
         self._dtype, self._vocab = head.dtype, head.width
         self._listed: list[CallList] = []
-        self._held: dict[str, Part] = {}
+        self._held: dict[str, ChainPart] = {}
         # One thread and one draft of those that share it at a time; a round leaves nothing in it.
         self._lock = threading.Lock()
         self._memory: dict[str, torch.Tensor] = {}
@@ -154,7 +154,7 @@ class OneChain:
         )  # fmt: skip
         pointers = [None if one is None else one.data_ptr() for one in tensors]
         width = 0 if taps is None else taps.shape[1] * taps.itemsize
-        round = Round(*pointers, width, *sampler.shape, tables.shape[1], block_size)
+        round = DraftRound(*pointers, width, *sampler.shape, tables.shape[1], block_size)
         if not self._listed:
             self._allocate()
         self._list_calls()
@@ -175,7 +175,7 @@ class OneChain:
             given = [part.inputs[number] for number in part.call.given if number is not None]
             places = [self._memory.get(one) for one in ("scratch", part.output, *given)]
             bases = [0, *(0 if one is None else one.data_ptr() for one in places)]
-            self._held[name] = Part.of(calls, bases)
+            self._held[name] = ChainPart.of(calls, bases)
             setattr(self._chain, name, self._held[name])
             if "taps" in given:
                 self._chain.taps_base = len(bases) - len(given) + given.index("taps")

@@ -11,7 +11,12 @@ from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.paged_compiled import CompiledContext
 from draftsmith.kernels.attention.window import Chunk
 from draftsmith.kernels.forward.norm_triton import Norm
-from draftsmith.kernels.forward.rotation_triton import HeadNorms, Written, rotate, rotate_and_write
+from draftsmith.kernels.forward.rotation_triton import (
+    HeadNorms,
+    WrittenKeys,
+    rotate,
+    rotate_and_write,
+)
 
 # Weights of query and key, then the numbers of `Norm`.
 Norms = tuple[torch.Tensor, torch.Tensor, float, float, bool]
@@ -37,7 +42,7 @@ def attend_rotated(
         query, key = _rotated(query, key, cosine, sine, norms)
         return attend(context, query, key, value, layer, scaling, window, chunked, softcap, sinks)
     keys, values = context.pool.keys[layer], context.pool.values[layer]
-    written = Written(key, value, keys, values, context.slots)
+    written = WrittenKeys(key, value, keys, values, context.slots)
     head_norms = None if norms is None else HeadNorms(*norms)
     query = rotate_and_write(query, written, cosine, sine, head_norms)
     out = context.context.attend(

@@ -159,7 +159,7 @@ def open_version(root: str | Path, version: int) -> Path:
 
 
 @dataclass(frozen=True)
-class Opened(Generic[Draft]):
+class OpenedVersion(Generic[Draft]):
     """A version and its draft. `damage` is the error of the live version, where that could not be
     loaded and this is an earlier one."""
 
@@ -168,7 +168,7 @@ class Opened(Generic[Draft]):
     damage: UserError | None = None
 
 
-def open_live(root: str | Path, load: Callable[[Path], Draft]) -> Opened[Draft] | None:
+def open_live(root: str | Path, load: Callable[[Path], Draft]) -> OpenedVersion[Draft] | None:
     """Loads the live version, or the newest one before it that can be loaded; None before the
     first. Raises the live one's error where none can."""
     try:
@@ -179,12 +179,12 @@ def open_live(root: str | Path, load: Callable[[Path], Draft]) -> Opened[Draft] 
         if live is None:
             return None
         try:
-            return Opened(live, load(open_version(root, live)))
+            return OpenedVersion(live, load(open_version(root, live)))
         except UserError as error:
             damage, earlier = error, [one for one in versions(root) if one < live]
     for version in reversed(earlier):
         with suppress(UserError):
-            return Opened(version, load(open_version(root, version)), damage)
+            return OpenedVersion(version, load(open_version(root, version)), damage)
     raise damage
 
 

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import torch
 
 from draftsmith.drafters.recurrent.kept import KeptState, num_kept
-from draftsmith.drafters.recurrent.pieces import Group, RowRead, Split
+from draftsmith.drafters.recurrent.pieces import PieceGroup, RowRead, Split
 from draftsmith.drafters.recurrent.slots import StateShapes, StateSlots
 
 
-class Kept(Protocol):
+class RunningState(Protocol):
     """The place where a module keeps its state."""
 
     def call(
@@ -41,7 +41,7 @@ class StateLayers:
     def __bool__(self) -> bool:
         return bool(self.mixers)
 
-    def add(self, module: torch.nn.Module, kept: Kept) -> None:
+    def add(self, module: torch.nn.Module, kept: RunningState) -> None:
         """Puts a `Mixer` in the place of the module's forward."""
         mixer = Mixer(self, len(self.mixers), own_forward(module), kept)
         self.mixers.append(mixer)
@@ -80,7 +80,9 @@ class StateLayers:
 class Mixer:
     """Stands in the place of a module's forward. Outside `StateLayers.reading` it is that."""
 
-    def __init__(self, layers: StateLayers, index: int, forward: Callable[..., Any], kept: Kept):
+    def __init__(
+        self, layers: StateLayers, index: int, forward: Callable[..., Any], kept: RunningState
+    ):
         self.layers, self.index, self.forward, self.kept = layers, index, forward, kept
         self.parameters = tuple(inspect.signature(forward).parameters)
 
@@ -104,7 +106,9 @@ class Mixer:
             joined[group.rows, group.columns] = states
         return (joined, *(None for _ in output[1:])) if is_tuple else joined
 
-    def _read(self, group: Group, inputs: dict[str, Any], shape: torch.Size, split: Split) -> Any:
+    def _read(
+        self, group: PieceGroup, inputs: dict[str, Any], shape: torch.Size, split: Split
+    ) -> Any:
         """The module's output for the pieces of a group, [n, c, ...]."""
         states: dict[Any, torch.Tensor] | None = None
         if group.sources is not None and split.states is not None:

@@ -11,7 +11,7 @@ import torch
 from draftsmith.drafters.recurrent.kept import KeptState
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Consecutive tokens of one text in a pass [B, T]."""
 
     row: int
@@ -22,7 +22,7 @@ class Piece(NamedTuple):
 
 
 # Pieces that do not depend on each other; a wave may read what the waves before it wrote.
-Wave = Sequence[Piece]
+Wave = Sequence[TextPiece]
 
 
 class RowRead(NamedTuple):
@@ -40,7 +40,7 @@ class RowRead(NamedTuple):
         self.kept.verified(self.num_known - self.num_kept, self.num_drafted, accepted)
 
 
-def round_waves(reads: Sequence[RowRead]) -> tuple[list[Piece], list[Piece]]:
+def round_waves(reads: Sequence[RowRead]) -> tuple[list[TextPiece], list[TextPiece]]:
     """Pieces of a round in a pass [1, T], text after text: tokens that the kept state reads, and
     the others from there."""
     known, others = [], []
@@ -50,18 +50,18 @@ def round_waves(reads: Sequence[RowRead]) -> tuple[list[Piece], list[Piece]]:
         slot = read.kept.slot(read.owner)
         source = None if read.is_start else slot
         if middle > begin:
-            known.append(Piece(0, begin, middle, source, slot))
+            known.append(TextPiece(0, begin, middle, source, slot))
             source = slot
         if end > middle:
             # The state after them is of use where it may become the kept one.
             whole = read.num_kept == read.num_known
             ahead = read.kept.slot_ahead(read.owner) if whole else None
-            others.append(Piece(0, middle, end, source, ahead))
+            others.append(TextPiece(0, middle, end, source, ahead))
         begin = end
     return known, others
 
 
-class States(Protocol):
+class PieceStates(Protocol):
     """States by layer and slot."""
 
     def read(self, layer: int, slots: torch.Tensor) -> dict[Any, torch.Tensor]: ...
@@ -69,7 +69,7 @@ class States(Protocol):
     def write(self, layer: int, slots: torch.Tensor, states: dict[Any, torch.Tensor]) -> None: ...
 
 
-class Group(NamedTuple):
+class PieceGroup(NamedTuple):
     """Pieces of one wave that are read together; n of them, c columns each."""
 
     rows: torch.Tensor  # [n, 1] int64
@@ -86,20 +86,20 @@ class Split:
         states: None where no piece has a source or a target.
     """
 
-    def __init__(self, waves: Iterable[Wave], states: States | None, device: torch.device):
+    def __init__(self, waves: Iterable[Wave], states: PieceStates | None, device: torch.device):
         self.states = states
         self.groups = [group for wave in waves for group in _groups(wave, device)]
 
 
-def _groups(wave: Wave, device: torch.device) -> list[Group]:
-    alike: dict[tuple[int, bool, bool], list[Piece]] = {}
+def _groups(wave: Wave, device: torch.device) -> list[PieceGroup]:
+    alike: dict[tuple[int, bool, bool], list[TextPiece]] = {}
     for piece in wave:
         kind = (piece.end - piece.begin, piece.source is None, piece.target is None)
         alike.setdefault(kind, []).append(piece)
     return [_group(pieces, device) for pieces in alike.values()]
 
 
-def _group(pieces: list[Piece], device: torch.device) -> Group:
+def _group(pieces: list[TextPiece], device: torch.device) -> PieceGroup:
     rows = torch.tensor([[piece.row] for piece in pieces], device=device)
     columns = torch.tensor([list(range(piece.begin, piece.end)) for piece in pieces], device=device)
     sources, targets = (
@@ -109,7 +109,7 @@ def _group(pieces: list[Piece], device: torch.device) -> Group:
             [piece.target for piece in pieces],
         )
     )
-    return Group(rows, columns, sources, targets)
+    return PieceGroup(rows, columns, sources, targets)
 
 
 class StatePass:

@@ -34,7 +34,7 @@ from draftsmith.kernels.products.float32_products import faster_linears
 NO_POSITIONS = 131_072
 
 
-class Probe(NamedTuple):
+class PassProbe(NamedTuple):
     """Shapes of a model, as a probe pass found them."""
 
     hidden_size: int
@@ -83,7 +83,7 @@ class CausalLM:
         self,
         model: PreTrainedModel,
         name: str,
-        check: Callable[[CausalLM], Probe],
+        check: Callable[[CausalLM], PassProbe],
         *,
         max_length: int | None = None,
     ):

@@ -16,7 +16,7 @@ from draftsmith.kernels.sampling.random_streams import Purpose
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class AnswerSampling:
     """One distribution for a whole call; the defaults are greedy and unfiltered."""
 
     temperature: float = 0.0
@@ -41,7 +41,7 @@ class SeededDraw(LogitsProcessor):
     speculate on from the same stream.
     """
 
-    def __init__(self, sampling: Sampling, seeds: torch.Tensor, padding: torch.Tensor):
+    def __init__(self, sampling: AnswerSampling, seeds: torch.Tensor, padding: torch.Tensor):
         self.seeds = seeds  # [B] int64
         # [B] int64, left padding of each row: positions are counted without it
         self.padding = padding
@@ -65,7 +65,7 @@ def answer_chunks(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    sampling: Sampling,
+    sampling: AnswerSampling,
     seeds: Sequence[int],
     eos_token_ids: Sequence[int],
     batch_size: int,
@@ -94,7 +94,7 @@ def _answer(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    sampling: Sampling,
+    sampling: AnswerSampling,
     seeds: Sequence[int],
     eos_token_ids: list[int],
     use_cache: bool,

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from draftsmith.drafters.recurrent.pieces import Piece, Split
+from draftsmith.drafters.recurrent.pieces import Split, TextPiece
 from draftsmith.drafters.target.segments import band_mask, bands, stretches_of
 from draftsmith.kernels.attention.paged_torch import reference_attention
 from draftsmith.kernels.attention.window import Chunk, Window
@@ -35,7 +35,7 @@ class PackedPass:
     def split(self) -> Split:
         """Texts from their beginning, for layers with a state."""
         texts = [
-            Piece(row, begin, end, None, None)
+            TextPiece(row, begin, end, None, None)
             for row, stretches in enumerate(self.rows)
             for begin, end, is_text in stretches
             if is_text

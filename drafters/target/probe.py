@@ -8,10 +8,10 @@ import itertools
 import torch
 
 from draftsmith.drafters.recurrent.find import state_layers
-from draftsmith.drafters.recurrent.pieces import Piece, Split, StatePass
+from draftsmith.drafters.recurrent.pieces import Split, StatePass, TextPiece
 from draftsmith.drafters.recurrent.slots import NotedStates
 from draftsmith.drafters.target.attention import AttentionContext
-from draftsmith.drafters.target.causal_lm import CausalLM, Probe
+from draftsmith.drafters.target.causal_lm import CausalLM, PassProbe
 from draftsmith.drafters.target.packed_pass import PackedPass
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
@@ -87,7 +87,7 @@ UNPROVEN = {"zamba": "its sampled text was not the target's in a test with draft
 
 
 @torch.no_grad()
-def check_model(lm: CausalLM) -> Probe:
+def check_model(lm: CausalLM) -> PassProbe:
     """Compares three ways to the same logits (the model's own forward, body then head, and the
     paged pool in chunks), and two texts together with each alone."""
     upper = lm.model.get_input_embeddings().weight.shape[0]
@@ -109,7 +109,7 @@ def check_model(lm: CausalLM) -> Probe:
         raise UserError(refusal(lm, f"its code fails in a probe pass {told}")) from error
 
 
-def _probe(lm: CausalLM, ids: torch.Tensor) -> Probe:
+def _probe(lm: CausalLM, ids: torch.Tensor) -> PassProbe:
     if lm.model.config.model_type in UNPROVEN:
         raise UserError(refusal(lm, UNPROVEN[lm.model.config.model_type]))
     lm.state_layers = state_layers(lm.model, lm.body)
@@ -129,7 +129,7 @@ def _probe(lm: CausalLM, ids: torch.Tensor) -> Probe:
         _check_chunks(lm, layers, ids, positions)
     _check_neighbours(lm, ids, positions)
     _check_padding(lm, ids)
-    return Probe(final.shape[-1], expected.shape[-1], layers)
+    return PassProbe(final.shape[-1], expected.shape[-1], layers)
 
 
 def _check_paged(
@@ -217,7 +217,7 @@ def _paged_chunks(
         lengths = torch.tensor([part.stop - part.start], device=lm.device)
         context: AttentionContext = PagedPass(pool, table, positions[part], lengths)
         if lm.state_layers:
-            piece = Piece(0, 0, len(positions[part]), 0 if part.start else None, 0)
+            piece = TextPiece(0, 0, len(positions[part]), 0 if part.start else None, 0)
             context = StatePass(context, Split([[piece]], states, lm.device))
         chunks.append(lm.paged(ids[:, part], positions[None, part], context).final)
     lm.state_layers.shapes = states.shapes()

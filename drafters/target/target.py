@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from draftsmith.drafters.int8_linear import check_int8, int8_revision, make_int8, states_dtype
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.causal_lm import CausalLM, whole
-from draftsmith.drafters.target.generate import Sampling, Ways, answer_chunks, ways_of
+from draftsmith.drafters.target.generate import AnswerSampling, Ways, answer_chunks, ways_of
 from draftsmith.drafters.target.load import load_model, load_tokenizer
 from draftsmith.drafters.target.offload.hooks import weights_here
 from draftsmith.drafters.target.probe import TOLERANCE, check_model
@@ -231,7 +231,7 @@ class Target(CausalLM):
             self.model,
             prompts,
             max_new_tokens=max_new_tokens,
-            sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
+            sampling=AnswerSampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
             seeds=range(len(prompts)) if seeds is None else seeds,
             eos_token_ids=() if ignore_eos else self.eos_token_ids,
             batch_size=batch_size,
@@ -240,7 +240,7 @@ class Target(CausalLM):
         return [tokens for chunk in chunks for tokens in chunk]
 
 
-class Parameter(NamedTuple):
+class TargetParameter(NamedTuple):
     name: str
     shape: torch.Size
     first: torch.Tensor  # [at most FIRST]
@@ -250,7 +250,7 @@ def revision_of(model: torch.nn.Module) -> str:
     """A digest of a few weights of every parameter: it changes whenever the weights do, for a
     folder as for a Hub id."""
     return digest_of(
-        Parameter(name, parameter.shape, _first_of(model, name, parameter))
+        TargetParameter(name, parameter.shape, _first_of(model, name, parameter))
         for name, parameter in model.named_parameters()
     )
 
@@ -264,7 +264,7 @@ def _first_of(model: torch.nn.Module, name: str, parameter: torch.nn.Parameter) 
         return first_values(getattr(module, own).detach(), FIRST).clone()
 
 
-def digest_of(parameters: Iterable[Parameter]) -> str:
+def digest_of(parameters: Iterable[TargetParameter]) -> str:
     """Revision of a model with these parameters, in its order. Rounded to bfloat16 first, so that
     loading in another dtype is the same revision."""
     digest = hashlib.sha256()

@@ -29,7 +29,7 @@ WINDOW = 131_072
 SAME_SCORE = 1e-12
 
 
-class Draft(NamedTuple):
+class SuffixDraft(NamedTuple):
     tokens: list[int]
     score: float  # tokens expected to be accepted
 
@@ -65,7 +65,7 @@ class Suffix:
         lengths = torch.tensor([len(draft) for draft in drafts], device=device)
         return Proposal(tokens=tokens.view(len(drafts), width), lengths=lengths, logits=None)
 
-    def drafts(self, inputs: DraftInputs) -> list[Draft]:
+    def drafts(self, inputs: DraftInputs) -> list[SuffixDraft]:
         names = inputs.request_ids or [""] * len(inputs.histories)
         shares = inputs.shares or [True] * len(inputs.histories)
         rows = zip(names, inputs.histories, inputs.num_draft.tolist(), shares, strict=True)
@@ -83,9 +83,9 @@ class Suffix:
             self.shared.begin_text()
             self.shared.extend(tokens)
 
-    def _draft(self, name: str, history: list[int], k: int, shared: bool) -> Draft:
+    def _draft(self, name: str, history: list[int], k: int, shared: bool) -> SuffixDraft:
         if k == 0:
-            return Draft([], 0.0)
+            return SuffixDraft([], 0.0)
         own = self._own.setdefault(name, OwnText()) if name else OwnText()
         own.read(history)
         context = history[-self.options.max_tree_depth :]
@@ -94,8 +94,8 @@ class Suffix:
             draft = better(draft, self._best(self.shared, context, k))
         return draft
 
-    def _best(self, index: SuffixIndex, context: Sequence[int], k: int) -> Draft:
-        best = Draft([], 0.0)
+    def _best(self, index: SuffixIndex, context: Sequence[int], k: int) -> SuffixDraft:
+        best = SuffixDraft([], 0.0)
         longest = len(context)
         for order in reversed(range(len(ORDERS))):
             # No draft from contexts up to `longest` can beat what was found.
@@ -135,12 +135,12 @@ class OwnText:
         self.num_read = len(history)
 
 
-def better(first: Draft, second: Draft) -> Draft:
+def better(first: SuffixDraft, second: SuffixDraft) -> SuffixDraft:
     """The draft of the higher score, of equal scores the first."""
     return second if second.score > first.score + SAME_SCORE else first
 
 
-def most_frequent(continuations: np.ndarray, budget: int, min_prob: float) -> Draft:
+def most_frequent(continuations: np.ndarray, budget: int, min_prob: float) -> SuffixDraft:
     """Follows the most frequent next token (of equals, the one seen last) of continuations [C, K],
     newest first."""
     rows: list[list[int]] = continuations[:, :budget].tolist()
@@ -159,4 +159,4 @@ def most_frequent(continuations: np.ndarray, budget: int, min_prob: float) -> Dr
         tokens.append(token)
         score += prob
         rows = [row for row in rows if row[depth] == token]
-    return Draft(tokens, score)
+    return SuffixDraft(tokens, score)

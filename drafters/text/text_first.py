@@ -22,7 +22,7 @@ from draftsmith.drafters.interface import (
     buffer_bytes,
     draft_positions,
 )
-from draftsmith.drafters.text.suffix import Draft, Suffix
+from draftsmith.drafters.text.suffix import Suffix, SuffixDraft
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.cuda_graphs import Capturer
 
@@ -102,7 +102,7 @@ class TextFirst(ForwardCapturable, Capturable):
         self.text.finished(request_id, tokens)
 
 
-def joined(modelled: Proposal, texts: dict[int, Draft], width: int) -> Proposal:
+def joined(modelled: Proposal, texts: dict[int, SuffixDraft], width: int) -> Proposal:
     """The model's proposal with the rows of `texts` put in; their distribution is one-hot."""
     missing = width - modelled.tokens.shape[1]
     tokens = torch.nn.functional.pad(modelled.tokens, (0, missing), value=-1)

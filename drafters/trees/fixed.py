@@ -18,7 +18,7 @@ from draftsmith.drafters.trees.candidates import Parents, TreeDistributions
 from draftsmith.drafters.trees.nodes import TreeNodes
 
 
-class Level(NamedTuple):
+class FixedLevel(NamedTuple):
     """Nodes of one depth, on the host or on a device; levels are numbered through."""
 
     owners: Any  # nodes whose children are chosen apart, -1: the root
@@ -29,7 +29,7 @@ class Level(NamedTuple):
 
 
 class FixedLevels(NamedTuple):
-    levels: list[Level]  # of lists
+    levels: list[FixedLevel]  # of lists
     widths: list[int]  # likeliest tokens needed of each depth
     num_nodes: int
 
@@ -40,7 +40,7 @@ class FixedLevels(NamedTuple):
         numbers: dict[tuple[int, ...], int] = {(): -1}
         levels = []
         for depth in range(1, min(shape.depth, max_depth) + 1):
-            level = Level([], [], [], [], [])
+            level = FixedLevel([], [], [], [], [])
             for place, path in enumerate(shape.choices):
                 if len(path) == depth:
                     numbers[path] = len(numbers) - 1
@@ -57,9 +57,9 @@ class FixedLevels(NamedTuple):
 
     def on_device(self, parts: Sequence[torch.Tensor]) -> FixedLevels:
         """The same with tensors for lists; `parts` are the `columns`, on the device."""
-        size = len(Level._fields)
+        size = len(FixedLevel._fields)
         starts = range(0, len(parts), size)
-        return self._replace(levels=[Level(*parts[at : at + size]) for at in starts])
+        return self._replace(levels=[FixedLevel(*parts[at : at + size]) for at in starts])
 
 
 def choose_fixed(

@@ -19,7 +19,7 @@ from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.tree_shape import DynamicTree, GrownShape, SampledShape, SampledTree
 from draftsmith.drafters.trees.candidates import Parents, TreeDistributions
 from draftsmith.drafters.trees.nodes import TreeNodes, merged, no_trees
-from draftsmith.drafters.trees.tree_reader import Level, TreeDrafter, TreeReader
+from draftsmith.drafters.trees.tree_reader import GrownLevel, TreeDrafter, TreeReader
 from draftsmith.kernels.dispatch import sent
 
 
@@ -184,7 +184,7 @@ class SampledGrowth:
         logits = torch.cat(self.q_logits) if self.q_logits else None
         return self.nodes.proposal(inputs, distributions.rows, logits, q_rows, self.has_mass)
 
-    def _branch(self, level: Level, at: torch.Tensor, depth: int, count: int) -> torch.Tensor:
+    def _branch(self, level: GrownLevel, at: torch.Tensor, depth: int, count: int) -> torch.Tensor:
         """Gives `count` children to each of the nodes `at` [R, W] that have any; their tokens [R, W
         * count]."""
         distributions, budgets = self.growth.distributions, self.growth.budgets

@@ -27,7 +27,7 @@ class TreeDrafter(ReadsCommitted, Protocol):
     level_graphs: LevelGraphs | None
 
 
-class Level(NamedTuple):
+class GrownLevel(NamedTuple):
     """Head outputs at the nodes of one level, W nodes for each of R rows. Arbitrary where a node is
     not alive."""
 
@@ -55,7 +55,7 @@ class TreeReader:
         self.tables = reserved(prefill.tables, self.first + budgets, self.pool)
         self.used = torch.zeros_like(self.first)
         step = prefill.step
-        self.root = Level(
+        self.root = GrownLevel(
             step.next_hidden[:, None],
             head.draft_logits(step.head_input)[:, None],
             torch.zeros_like(self.first)[:, None],
@@ -68,7 +68,7 @@ class TreeReader:
         bits: torch.Tensor,
         alive: torch.Tensor,
         depth: int,
-    ) -> Level:
+    ) -> GrownLevel:
         """tokens [R, W] at `depth` below the root (0: its children); states [R, W, H] and bits [R,
         W] of the nodes above.
 
@@ -88,7 +88,7 @@ class TreeReader:
         if output is None:
             output = read_level(self.head, self.pool, inputs)
         hidden, logits = (part.unflatten(0, tokens.shape) for part in output)
-        return Level(hidden, logits, bits)
+        return GrownLevel(hidden, logits, bits)
 
 
 def reserved(tables: torch.Tensor, last: torch.Tensor, pool: PagedPool) -> torch.Tensor:

@@ -24,7 +24,7 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-class Span(NamedTuple):
+class KeySpan(NamedTuple):
     """Consecutive columns of one text, of one row or of all."""
 
     rows: slice
@@ -35,13 +35,13 @@ class Span(NamedTuple):
 class Geometry(NamedTuple):
     """Bounds of what the queries of a step see."""
 
-    spans: Sequence[Span]
+    spans: Sequence[KeySpan]
     step: int
     first: int  # column of the first query and of the first key of the later steps
     window: int | None
 
 
-class Part(NamedTuple):
+class KeyPart(NamedTuple):
     """Queries and the true keys that they see, as places in their tensors."""
 
     queries: tuple[slice, slice, slice]
@@ -55,18 +55,18 @@ def can_fuse(query: torch.Tensor, value: torch.Tensor) -> bool:
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
 
-def spans_of(segments: torch.Tensor | None, length: int) -> list[Span]:
+def spans_of(segments: torch.Tensor | None, length: int) -> list[KeySpan]:
     """Texts, and padding, of all rows of so many columns."""
     if segments is None:
-        return [Span(slice(None), 0, length)]
+        return [KeySpan(slice(None), 0, length)]
     return [
-        Span(slice(row, row + 1), begin, end)
+        KeySpan(slice(row, row + 1), begin, end)
         for row, stretches in enumerate(stretches_of(segments))
         for begin, end, _ in stretches
     ]
 
 
-def parts_of(geometry: Geometry, like: torch.Tensor) -> Iterator[Part]:
+def parts_of(geometry: Geometry, like: torch.Tensor) -> Iterator[KeyPart]:
     """No two parts hold the same pair of query and key."""
     step, first, window = geometry.step, geometry.first, geometry.window
     for rows, begin, end in geometry.spans:
@@ -84,7 +84,7 @@ def parts_of(geometry: Geometry, like: torch.Tensor) -> Iterator[Part]:
 
 def _banded(
     rows: slice, geometry: Geometry, columns: tuple[int, int, int], width: int, like: torch.Tensor
-) -> Iterator[Part]:
+) -> Iterator[KeyPart]:
     begin, low, high = columns
     masks: dict[tuple[int, int], torch.Tensor] = {}
     for band in bands(begin, high, width, BAND):
@@ -106,10 +106,10 @@ def _part(
     *,
     causal: bool = False,
     mask: torch.Tensor | None = None,
-) -> Part:
+) -> KeyPart:
     ahead = geometry.step - geometry.first
     place = slice(anchors[0] + ahead, anchors[1] + ahead)
-    return Part((rows, slice(None), place), (rows, slice(None), slice(*keys)), causal, mask)
+    return KeyPart((rows, slice(None), place), (rows, slice(None), slice(*keys)), causal, mask)
 
 
 def add_parts(
@@ -118,7 +118,7 @@ def add_parts(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    parts: Sequence[Part],
+    parts: Sequence[KeyPart],
 ) -> None:
     """Take true keys into output [B, heads, N, D] and log of the sum of exponentials [B, heads, N],
     in place. The query is scaled."""
@@ -136,7 +136,7 @@ def add_gradients(
     gradient: torch.Tensor,
     output: torch.Tensor,
     total: torch.Tensor,
-    parts: Sequence[Part],
+    parts: Sequence[KeyPart],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of true keys and values; that of the query is added to `of_query`. `states` are
     query, keys and values, `output` and `total` those of all parts."""

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from draftsmith.drafters.target.segments import Sight, Sights, begins_of, chunks
 from draftsmith.drafters.unrolled.flex import LimitReached, Sees, block_mask, can_flex, flex
-from draftsmith.drafters.unrolled.fused_parts import Geometry, Span, can_fuse, spans_of
+from draftsmith.drafters.unrolled.fused_parts import Geometry, KeySpan, can_fuse, spans_of
 from draftsmith.drafters.unrolled.fused_unroll import fused_attention
 from draftsmith.kernels.attention.window import Chunk, Window
 
@@ -51,14 +51,14 @@ class UnrollPass:
         self.keys: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         self.values: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         self.step = 0
-        self._spans: list[Span] = []
+        self._spans: list[KeySpan] = []
         self._masks: dict[tuple[int, int | None], BlockMask] = {}
 
     @cached_property
     def sights(self) -> Sights:
         return Sights(self.segments, CHUNK)
 
-    def spans(self, length: int) -> list[Span]:
+    def spans(self, length: int) -> list[KeySpan]:
         """Texts, and padding, of all rows of so many columns."""
         if not self._spans:
             self._spans = spans_of(self.segments, length)

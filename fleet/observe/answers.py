@@ -17,7 +17,7 @@ DONE = b"[DONE]"
 
 
 @dataclass
-class Answer:
+class ObservedAnswer:
     """Contents of an answer with one choice; parts that the server does not give stay empty."""
 
     id: str = ""
@@ -78,9 +78,9 @@ class Answer:
                 self.entries += endpoint.entries(logprobs)
 
 
-def read_answer(endpoint: Endpoint, data: bytes, *, is_stream: bool) -> Answer:
+def read_answer(endpoint: Endpoint, data: bytes, *, is_stream: bool) -> ObservedAnswer:
     """Raises `ValueError` where it is no whole answer."""
-    answer = Answer()
+    answer = ObservedAnswer()
     try:
         for body in events(data) if is_stream else [json.loads(data)]:
             answer.add(endpoint, body)

@@ -16,12 +16,12 @@ from draftsmith.config import check_limits
 from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.errors import UserError
 from draftsmith.fleet.observe.config import ObserveConfig
-from draftsmith.fleet.observe.counters import Counters
+from draftsmith.fleet.observe.counters import ProxyCounters
 from draftsmith.fleet.observe.enrich import Enrichment
 from draftsmith.fleet.observe.exchange import Observer
-from draftsmith.fleet.observe.probe import Probe, client
+from draftsmith.fleet.observe.probe import EngineProbe, client
 from draftsmith.fleet.observe.proxy import Proxy
-from draftsmith.fleet.observe.recorder import Models, Recorder
+from draftsmith.fleet.observe.recorder import Models, ProxyRecorder
 from draftsmith.stopping import sigterm_ends
 
 logger = logging.getLogger("draftsmith.observe")
@@ -36,9 +36,9 @@ def run(config: ObserveConfig) -> int:
         logging.getLogger(chatty).setLevel(logging.WARNING)
     check_limits(config)
     url = server_url(config.url)
-    counters = Counters()
+    counters = ProxyCounters()
     with ExitStack() as closing, bind(config.listen) as listener:
-        recorder = Recorder(
+        recorder = ProxyRecorder(
             config,
             counters,
             BufferWriter(config.buffer, share=config.share),
@@ -119,13 +119,13 @@ def enriched(config: ObserveConfig, url: str, closing: ExitStack) -> Enrichment 
         return None
     enrichment = Enrichment()
     top = config.top_logprobs if config.enrich == "logprobs" else None
-    probe = Probe(client(url, config.api_key), enrichment, top=top)
+    probe = EngineProbe(client(url, config.api_key), enrichment, top=top)
     probe.start()
     closing.callback(probe.close)
     return enrichment
 
 
-def show(config: ObserveConfig, counters: Counters, closing: ExitStack) -> None:
+def show(config: ObserveConfig, counters: ProxyCounters, closing: ExitStack) -> None:
     if config.status_port is None:
         return
     registry = CollectorRegistry()

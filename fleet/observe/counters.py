@@ -12,7 +12,7 @@ PREFIX = "draftsmith_observed_"
 
 
 @dataclass(eq=False)  # a registry keeps its collectors by their hash
-class Counters:
+class ProxyCounters:
     requests: int = 0  # of the generating endpoints
     answers: int = 0  # recorded
     tokens: int = 0  # of recorded answers

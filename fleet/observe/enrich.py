@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from draftsmith.fleet.observe.endpoints import Body, Endpoint
-from draftsmith.fleet.observe.spans import Edit, Member, applied, edits_of, items, members
+from draftsmith.fleet.observe.spans import Edit, SpanMember, applied, edits_of, items, members
 
 # Members of an answer, and of its choices, that the fields bring.
 BROUGHT = ("token_ids", "prompt_token_ids", "logprobs")
@@ -115,7 +115,7 @@ class Editing:
 def restored(text: str, ways: Mapping[str, str]) -> str:
     """An answer or a piece of one without what the fields bring."""
 
-    def choose(one: Member) -> str | None:
+    def choose(one: SpanMember) -> str | None:
         if one.name not in BROUGHT:
             return None
         way = ways.get(one.name, "cut")

@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 
 from draftsmith.fleet.observe.config import ObserveConfig
-from draftsmith.fleet.observe.counters import Counters
+from draftsmith.fleet.observe.counters import ProxyCounters
 from draftsmith.fleet.observe.endpoints import ENDPOINTS, Endpoint
 from draftsmith.fleet.observe.enrich import Editing, Enrichment
-from draftsmith.fleet.request_options import FALSE, RequestOptions, request_options
+from draftsmith.fleet.request_options import FALSE, EngineRequestOptions, request_options
 
 LEARN_HEADER = b"x-draftsmith-learn"  # as `draftsmith serve` has it
 # Longer answers are passed on alone.
@@ -27,7 +27,7 @@ class Observer:
     def __init__(
         self,
         config: ObserveConfig,
-        counters: Counters,
+        counters: ProxyCounters,
         share: Callable[[], float],
         finished: Callable[[Exchange], None],
         enrichment: Enrichment | None = None,
@@ -50,7 +50,7 @@ class Observer:
             return None
         return Exchange(endpoint, self)
 
-    def chosen_share(self, options: RequestOptions) -> float | None:
+    def chosen_share(self, options: EngineRequestOptions) -> float | None:
         """Chance by which a request with these options is recorded; None where it is not."""
         if not options.record:
             self.counters.leave_out("by the client")

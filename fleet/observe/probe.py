@@ -33,7 +33,7 @@ PROMPTS: dict[str, dict[str, Any]] = {
 }
 
 
-class Probe:
+class EngineProbe:
     """Fills `enrichment` on a thread of its own, as soon as the server answers.
 
     Args:

@@ -40,7 +40,7 @@ class Disconnected(Exception):
     """The client's connection ended within its request."""
 
 
-class Upload:
+class RequestUpload:
     """Body of a client's request, by piece, and the end of the client's connection."""
 
     def __init__(self, receive: Receive):
@@ -99,7 +99,7 @@ class Proxy:
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        upload = Upload(receive)
+        upload = RequestUpload(receive)
         answering = asyncio.ensure_future(self._answer(scope, upload, send))
         leaving = asyncio.ensure_future(upload.until_disconnected())
         try:
@@ -112,7 +112,7 @@ class Proxy:
         if not answering.cancelled():
             answering.result()
 
-    async def _answer(self, scope: Scope, upload: Upload, send: Send) -> None:
+    async def _answer(self, scope: Scope, upload: RequestUpload, send: Send) -> None:
         exchange = self.observer.exchange(scope["method"], scope["path"], scope["headers"])
         if not has_body(scope):
             upload.is_read.set()

@@ -12,9 +12,9 @@ import httpx
 
 from draftsmith.chats.answers import ChatAnswers
 from draftsmith.client import bearer
-from draftsmith.fleet.observe.answers import Answer, read_answer
+from draftsmith.fleet.observe.answers import ObservedAnswer, read_answer
 from draftsmith.fleet.observe.config import ObserveConfig
-from draftsmith.fleet.observe.counters import Counters
+from draftsmith.fleet.observe.counters import ProxyCounters
 from draftsmith.fleet.observe.exchange import Exchange
 from draftsmith.fleet.observe.rounds import Origin, records_of, steps_of
 from draftsmith.fleet.observe.sampling import sampling_of
@@ -30,13 +30,13 @@ AGAIN_S = 60.0  # until a list of models is read again
 TIMEOUT_S = 10.0
 
 
-class Recorder:
+class ProxyRecorder:
     """Reads exchanges and puts their records into `sink`."""
 
     def __init__(
         self,
         config: ObserveConfig,
-        counters: Counters,
+        counters: ProxyCounters,
         sink: RecordSink,
         models: Models,
         form: ChatAnswers | None = None,
@@ -94,7 +94,7 @@ class Recorder:
             self.sink.put(record)
         self._count(answer, len(tokens.answer), has_steps=steps is not None)
 
-    def _origin(self, exchange: Exchange, answer: Answer) -> Origin:
+    def _origin(self, exchange: Exchange, answer: ObservedAnswer) -> Origin:
         config = self.config
         return Origin(
             answer=answer.id,
@@ -107,7 +107,7 @@ class Recorder:
             share=exchange.share,
         )
 
-    def _count(self, answer: Answer, num_tokens: int, *, has_steps: bool) -> None:
+    def _count(self, answer: ObservedAnswer, num_tokens: int, *, has_steps: bool) -> None:
         counters = self.counters
         counters.answers += 1
         counters.tokens += num_tokens

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from draftsmith.fleet.observe.endpoints import Entry
-from draftsmith.fleet.observe.sampling import Sampling
-from draftsmith.fleet.observe.tokens import Tokens
+from draftsmith.fleet.observe.sampling import ObservedSampling
+from draftsmith.fleet.observe.tokens import TokenCounter
 from draftsmith.record import UNLOGGED, Distribution, RoundRecord, hashed
 
 # As servers write a logprob of minus infinity.
@@ -36,7 +36,7 @@ class Origin:
     share: float = 1.0
 
 
-class Step(NamedTuple):
+class ObservedStep(NamedTuple):
     """A target pass over drafted tokens."""
 
     begin: int  # tokens of the answer before it
@@ -45,7 +45,7 @@ class Step(NamedTuple):
     committed: int
 
 
-def steps_of(report: Mapping[str, Any], length: int) -> list[Step] | None:
+def steps_of(report: Mapping[str, Any], length: int) -> list[ObservedStep] | None:
     """Drafting steps of an answer of `length` tokens; None where the report does not say where
     each one begins.
 
@@ -61,7 +61,7 @@ def steps_of(report: Mapping[str, Any], length: int) -> list[Step] | None:
     if begins is None or committed is None:
         found = _in_a_row(drafted, accepted, length)
     else:
-        found = [Step(*values) for values in zip(begins, drafted, accepted, committed)]
+        found = [ObservedStep(*values) for values in zip(begins, drafted, accepted, committed)]
     ends = [step.begin + step.committed for step in found]
     is_whole = bool(ends) and ends[-1] <= length
     fits = all(end <= step.begin for end, step in zip(ends, found[1:]))
@@ -72,29 +72,29 @@ def steps_of(report: Mapping[str, Any], length: int) -> list[Step] | None:
     return found if is_whole and fits and sound else None
 
 
-def _in_a_row(drafted: Sequence[int], accepted: Sequence[int], length: int) -> list[Step]:
+def _in_a_row(drafted: Sequence[int], accepted: Sequence[int], length: int) -> list[ObservedStep]:
     """Empty where the steps do not add up to `length`."""
     steps, begin = [], 1
     for offered, kept in zip(drafted, accepted):
-        steps.append(Step(begin, offered, kept, min(kept + 1, length - begin)))
+        steps.append(ObservedStep(begin, offered, kept, min(kept + 1, length - begin)))
         begin += kept + 1
     return steps if begin >= length and steps[-1].committed > 0 else []
 
 
 def records_of(
-    tokens: Tokens,
-    steps: Sequence[Step] | None,
+    tokens: TokenCounter,
+    steps: Sequence[ObservedStep] | None,
     entries: Sequence[Entry],
-    sampling: Sampling,
+    sampling: ObservedSampling,
     origin: Origin,
 ) -> list[RoundRecord]:
     """`entries` are of all tokens of the answer, or empty."""
     text, offset = [*tokens.prompt, *tokens.answer], len(tokens.prompt)
     if steps is None:
-        steps = [Step(at, 0, 0, 1) for at in range(len(tokens.answer))]
+        steps = [ObservedStep(at, 0, 0, 1) for at in range(len(tokens.answer))]
     else:
         steps = [step for step in steps if step.drafted]
-    distributions = Logged(tokens.answer, entries, sampling)
+    distributions = LoggedRounds(tokens.answer, entries, sampling)
     records: list[RoundRecord] = []
     recorded = 0
     for step in steps:
@@ -122,7 +122,7 @@ def records_of(
 
 
 def blank(
-    origin: Origin, sampling: Sampling, number: int, position: int, context: list[int]
+    origin: Origin, sampling: ObservedSampling, number: int, position: int, context: list[int]
 ) -> RoundRecord:
     """Record of a round without drafts."""
     return RoundRecord(
@@ -149,11 +149,11 @@ def blank(
     )
 
 
-class Logged:
+class LoggedRounds:
     """Distributions at the tokens of an answer. Without logprobs, and at temperatures whose
     normaliser they do not give, they hold no values: the learner computes its own."""
 
-    def __init__(self, answer: Sequence[int], entries: Sequence[Entry], sampling: Sampling):
+    def __init__(self, answer: Sequence[int], entries: Sequence[Entry], sampling: ObservedSampling):
         is_known = sampling.temperature in (0.0, 1.0)
         of_answer = [entry.token for entry in entries] == list(answer)
         self.entries = entries if is_known and of_answer else ()

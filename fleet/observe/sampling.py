@@ -34,7 +34,7 @@ OFF: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Sampling(NamedTuple):
+class ObservedSampling(NamedTuple):
     temperature: float
     top_k: int
     top_p: float
@@ -43,7 +43,7 @@ class Sampling(NamedTuple):
     adjusts: bool  # more than these fields shape the distribution
 
 
-def sampling_of(request: Body, defaults: DefaultSampling) -> Sampling:
+def sampling_of(request: Body, defaults: DefaultSampling) -> ObservedSampling:
     """Raises `TypeError` or `ValueError` on a value of another kind."""
 
     def value(name: str) -> float:
@@ -56,7 +56,7 @@ def sampling_of(request: Body, defaults: DefaultSampling) -> Sampling:
         for name, given in request.items()
         if given is not None and name not in NEUTRAL and given not in OFF.get(name, ())
     }
-    return Sampling(
+    return ObservedSampling(
         temperature=temperature,
         top_k=max(0, int(value("top_k"))),
         top_p=value("top_p"),

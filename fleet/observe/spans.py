@@ -12,7 +12,7 @@ SPACE = re.compile(r"[ \t\r\n]*")
 _decode = json.JSONDecoder().raw_decode
 
 
-class Member(NamedTuple):
+class SpanMember(NamedTuple):
     """One member of an object, as places in the text."""
 
     name: str
@@ -27,7 +27,7 @@ class Edit(NamedTuple):
     text: str
 
 
-def members(text: str, at: int) -> Iterator[Member]:
+def members(text: str, at: int) -> Iterator[SpanMember]:
     """Members of the object at `at`. Raises `ValueError` where there is none."""
     at = _past(text, at, "{")
     while text[at] != "}":
@@ -35,7 +35,7 @@ def members(text: str, at: int) -> Iterator[Member]:
         value = _past(text, _skip(text, end), ":")
         _, end = _decode(text, value)
         after = _skip(text, end)
-        yield Member(name, at, value, end)
+        yield SpanMember(name, at, value, end)
         if text[after] != ",":
             return
         at = _skip(text, after + 1)
@@ -53,7 +53,7 @@ def items(text: str, at: int) -> Iterator[int]:
         at = _skip(text, end + 1)
 
 
-def edits_of(text: str, at: int, choose: Callable[[Member], str | None]) -> Iterator[Edit]:
+def edits_of(text: str, at: int, choose: Callable[[SpanMember], str | None]) -> Iterator[Edit]:
     """Edits of an object's members: `choose` gives "null", "cut", or None for those that stay."""
     found = list(members(text, at))
     chosen = [choose(one) for one in found]

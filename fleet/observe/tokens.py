@@ -6,11 +6,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from draftsmith.chats.answers import ChatAnswers
-from draftsmith.fleet.observe.answers import Answer
+from draftsmith.fleet.observe.answers import ObservedAnswer
 from draftsmith.fleet.observe.endpoints import Body, Endpoint
 
 
-class Tokens(NamedTuple):
+class TokenCounter(NamedTuple):
     prompt: list[int]
     answer: list[int]
 
@@ -20,8 +20,8 @@ class Unknown(Exception):
 
 
 def tokens_of(
-    endpoint: Endpoint, request: Body, answer: Answer, form: ChatAnswers | None
-) -> Tokens:
+    endpoint: Endpoint, request: Body, answer: ObservedAnswer, form: ChatAnswers | None
+) -> TokenCounter:
     """Raises `Unknown` where neither the server nor the tokenizer gives the tokens."""
     prompt = answer.prompt_ids or endpoint.given_prompt(request)
     if prompt is None:
@@ -29,11 +29,11 @@ def tokens_of(
     given = answer.token_ids
     if given is not None and answer.completion_tokens not in (None, len(given)):
         raise Unknown("token ids that are not all")
-    return Tokens(prompt, _answer(prompt, request, answer, form) if given is None else given)
+    return TokenCounter(prompt, _answer(prompt, request, answer, form) if given is None else given)
 
 
 def _prompt(
-    endpoint: Endpoint, request: Body, answer: Answer, form: ChatAnswers | None
+    endpoint: Endpoint, request: Body, answer: ObservedAnswer, form: ChatAnswers | None
 ) -> list[int]:
     if form is None:
         raise Unknown("no token ids")
@@ -50,7 +50,7 @@ def _prompt(
 
 
 def _answer(
-    prompt: list[int], request: Body, answer: Answer, form: ChatAnswers | None
+    prompt: list[int], request: Body, answer: ObservedAnswer, form: ChatAnswers | None
 ) -> list[int]:
     """Tokens of the text. Any text has several tokenisations: the canonical one is taken where it
     gives back the text and has as many tokens as the server counted."""

@@ -40,7 +40,7 @@ class Promotion(Protocol):
     def __call__(self, version: int) -> bool: ...
 
 
-class Writer(Protocol):
+class MirrorWriter(Protocol):
     """Writer of engine layouts; `LayoutWriter`, or another in tests."""
 
     @property
@@ -64,7 +64,7 @@ class Mirror:
         self,
         root: str | Path,
         store: VersionStore,
-        writer: Writer,
+        writer: MirrorWriter,
         *,
         promote: Promotion | None = None,
         keep: int = 20,

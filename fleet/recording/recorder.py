@@ -19,8 +19,8 @@ from draftsmith.fleet.log import logger
 from draftsmith.fleet.recording.reduction import MOST_ROWS, Arrays, reduce, to_host
 from draftsmith.fleet.recording.requests import Chooser, Tracked, is_recordable, meta_of
 from draftsmith.fleet.recording.seam import Seam, Verified
-from draftsmith.fleet.wire.child import Child
-from draftsmith.fleet.wire.messages import Kind, StepMeta, meta_array
+from draftsmith.fleet.wire.child import WriterChild
+from draftsmith.fleet.wire.messages import MessageKind, StepMeta, meta_array
 from draftsmith.shared_memory.arrays import Spec, begin, send
 
 # Part of the ring that one step's raw logits may take.
@@ -32,7 +32,7 @@ class Serving(Protocol):
     version: str  # of the draft that proposes now
 
 
-class Drafted(NamedTuple):
+class DraftedStep(NamedTuple):
     """Drafted positions of a step that are recorded: requests r, positions n."""
 
     handles: list[int]  # [r]
@@ -42,7 +42,7 @@ class Drafted(NamedTuple):
     is_all: bool  # all of those
 
 
-class Recorder:
+class EngineRecorder:
     """Wraps `execute_model` and `sample_tokens` of one worker and its rejection sampler.
 
     Args:
@@ -50,7 +50,9 @@ class Recorder:
         max_length: of a text.
     """
 
-    def __init__(self, worker: Any, state: Serving, child: Child, *, most: float, max_length: int):
+    def __init__(
+        self, worker: Any, state: Serving, child: WriterChild, *, most: float, max_length: int
+    ):
         self.worker, self.state, self.child, self.max_length = worker, state, child, max_length
         self.chooser = Chooser(most)
         self.tracked: dict[str, Tracked] = {}
@@ -61,7 +63,7 @@ class Recorder:
         self.weight_version = ""
         self.tokens = self.recorded = self.dropped = self.text_only = self.errors = 0
         self.spent_s = self.steps_s = self.begun_s = 0.0
-        self._reduced: tuple[StepMeta, Drafted, Arrays, list[Arrays]] | None = None
+        self._reduced: tuple[StepMeta, DraftedStep, Arrays, list[Arrays]] | None = None
         # The engine's thread and the one that fetches outputs write.
         self._lock = threading.Lock()
         self._execute, self._sample = worker.execute_model, worker.sample_tokens
@@ -132,7 +134,7 @@ class Recorder:
         for req_id in scheduler_output.finished_req_ids:
             if (tracked := self.tracked.pop(req_id, None)) is not None:
                 self.ended.append(tracked.handle)
-        if self.ended and self._send(Kind.END, 0, [_ints(self.ended)]):
+        if self.ended and self._send(MessageKind.END, 0, [_ints(self.ended)]):
             self.ended = []
         for new in scheduler_output.scheduled_new_reqs:
             self._begin(new)
@@ -154,7 +156,7 @@ class Recorder:
         meta = meta_of(new, share, self.seam.kind, self.max_length)
         self.handles += 1
         arrays = [meta_array(meta), _ints(new.prompt_token_ids)]
-        if self._send(Kind.BEGIN, self.handles, arrays):
+        if self._send(MessageKind.BEGIN, self.handles, arrays):
             self.tracked[new.req_id] = Tracked(self.handles, meta.temperature)
             self.recorded += 1
 
@@ -164,7 +166,7 @@ class Recorder:
         tracked = self.tracked.get(req_id)
         if tracked is None or tokens is None:
             return
-        if not self._send(Kind.RESUME, tracked.handle, [_ints(tokens)]):
+        if not self._send(MessageKind.RESUME, tracked.handle, [_ints(tokens)]):
             self._drop([req_id])
 
     def _drop(self, req_ids: Sequence[str]) -> None:
@@ -192,7 +194,7 @@ class Recorder:
             parts.append(reduce(lambda at: log(q(drafted.at[at])), tokens, plain))
         self._reduced = meta, drafted, to_host([tokens.int()]), parts
 
-    def _choose(self, verified: Verified) -> Drafted | None:
+    def _choose(self, verified: Verified) -> DraftedStep | None:
         """Positions of the tracked requests, as many as a step may take."""
         logits = verified.logits
         most = MOST_ROWS
@@ -215,9 +217,9 @@ class Recorder:
         is_all = len(temperatures) == begin
         parts = [(0, begin)] if is_all else spans
         at = torch.from_numpy(np.concatenate([np.arange(*part) for part in parts]))
-        return Drafted(handles, counts, temperatures, at.to(logits.device), is_all)
+        return DraftedStep(handles, counts, temperatures, at.to(logits.device), is_all)
 
-    def _copy_raw(self, verified: Verified, drafted: Drafted, meta: StepMeta) -> None:
+    def _copy_raw(self, verified: Verified, drafted: DraftedStep, meta: StepMeta) -> None:
         """Straight into the ring, without a copy in between."""
         logits, n, width = verified.logits, len(drafted.at), verified.logits.shape[-1]
         words = np.dtype("f4" if logits.element_size() == 4 else "u2")
@@ -232,7 +234,7 @@ class Recorder:
         q_shape = (0, 0) if verified.q is None else (n, width)
         specs += [Spec(words, (n, width)), Spec(np.dtype("f4"), q_shape)]
         with self._lock:
-            places = begin(self.child.ring, Kind.POSITIONS, self.step, specs)
+            places = begin(self.child.ring, MessageKind.POSITIONS, self.step, specs)
             if places is None:
                 self.text_only += 1
                 return
@@ -276,19 +278,19 @@ class Recorder:
             return
         if reduced is not None:
             self._send_reduced(step, *reduced)
-        if not self._send(Kind.TOKENS, step, [_ints(handles), _ints(counts), _ints(tokens)]):
+        if not self._send(MessageKind.TOKENS, step, [_ints(handles), _ints(counts), _ints(tokens)]):
             self._drop(req_ids)
 
     def _send_reduced(
-        self, step: int, meta: StepMeta, drafted: Drafted, tokens: Arrays, parts: list[Arrays]
+        self, step: int, meta: StepMeta, drafted: DraftedStep, tokens: Arrays, parts: list[Arrays]
     ) -> None:
         arrays = [meta_array(meta), _ints(drafted.handles), _ints(drafted.counts), *tokens()]
         for part in parts:
             arrays += part()
-        if not self._send(Kind.POSITIONS, step, arrays):
+        if not self._send(MessageKind.POSITIONS, step, arrays):
             self.text_only += 1
 
-    def _send(self, kind: Kind, number: int, arrays: Sequence[np.ndarray]) -> bool:
+    def _send(self, kind: MessageKind, number: int, arrays: Sequence[np.ndarray]) -> bool:
         with self._lock:
             return send(self.child.ring, kind, number, arrays)
 

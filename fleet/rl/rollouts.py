@@ -15,18 +15,18 @@ from typing import Any
 from draftsmith.errors import UserError
 from draftsmith.fleet.log import once
 from draftsmith.fleet.observe.rounds import Origin, records_of
-from draftsmith.fleet.observe.sampling import Sampling
-from draftsmith.fleet.observe.tokens import Tokens
+from draftsmith.fleet.observe.sampling import ObservedSampling
+from draftsmith.fleet.observe.tokens import TokenCounter
 from draftsmith.record import RecordSink
 
 Reward = Callable[..., Any]
 
 
-def sampling_of(args: Any) -> Sampling:
+def sampling_of(args: Any) -> ObservedSampling:
     """Sampling of the rollouts by a trainer's arguments, as TRL names them."""
     penalty = getattr(args, "repetition_penalty", None)
     more = getattr(args, "generation_kwargs", None)
-    return Sampling(
+    return ObservedSampling(
         temperature=float(getattr(args, "temperature", 1.0)),
         top_k=max(0, int(getattr(args, "top_k", None) or 0)),
         top_p=float(getattr(args, "top_p", None) or 1.0),
@@ -51,7 +51,7 @@ class Rollouts:
         self.step = 0
         self.recorded = 0
         self.tokenizer: Any = None
-        self.sampling: Sampling | None = None
+        self.sampling: ObservedSampling | None = None
         self._run, self._count = uuid.uuid4().hex[:12], 0
 
     def begin(self, tokenizer: Any, args: Any) -> None:
@@ -120,10 +120,12 @@ class Rollouts:
             if len(tokens) and not has_tools(completions[index])
         ]
         for index in own[:: -(-len(own) // self.most) or 1]:
-            tokens = Tokens(self._ids(prompts[index]), [int(one) for one in completion_ids[index]])
+            tokens = TokenCounter(
+                self._ids(prompts[index]), [int(one) for one in completion_ids[index]]
+            )
             self._record(tokens, self.sampling)
 
-    def _record(self, tokens: Tokens, sampling: Sampling) -> None:
+    def _record(self, tokens: TokenCounter, sampling: ObservedSampling) -> None:
         origin = Origin(answer=f"rollout-{self._run}-{self._count}")
         self._count += 1
         for record in records_of(tokens, None, (), sampling, origin):

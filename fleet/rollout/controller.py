@@ -18,8 +18,8 @@ from typing import Protocol
 from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.fleet.config import RolloutConfig
 from draftsmith.fleet.rollout.operate import decided, end, running
-from draftsmith.fleet.rollout.pairs import Pairs
-from draftsmith.fleet.rollout.stage import StageTrial, Verdict
+from draftsmith.fleet.rollout.pairs import TrialPairs
+from draftsmith.fleet.rollout.stage import StageTrial, StageVerdict
 from draftsmith.fleet.rollout.view import SILENT_S
 from draftsmith.fleet.store.engine_status import EngineStatus
 from draftsmith.fleet.store.rollout import Rollout, cut_for
@@ -31,7 +31,7 @@ logger = logging.getLogger("draftsmith.fleet")
 ALARM = 6.0
 
 
-class Texts(Protocol):
+class StagedTexts(Protocol):
     """Source of served requests that ended since the last call, from those of `since_s` on."""
 
     def __call__(self, since_s: float) -> Iterable[ServedText]: ...
@@ -51,14 +51,14 @@ class Controller:
         stages: Sequence[float],
         config: RolloutConfig,
         *,
-        texts: Texts | None = None,
+        texts: StagedTexts | None = None,
         give_up: Callable[[int, int, str], None] = lambda version, live, reason: None,
         event: Callable[[str], None] = logger.info,
         clock: Callable[[], float] = time.time,
     ):
         self.store, self.stages, self.config = store, tuple(stages), config
         self.texts, self.give_up, self.event, self.clock = texts, give_up, event, clock
-        self.pairs = Pairs()
+        self.pairs = TrialPairs()
         self.followed: tuple[int, float] | None = None  # candidate and begin of `pairs`' stage
 
     def offer(self, version: int) -> bool:
@@ -110,7 +110,7 @@ class Controller:
         statuses = [status for status in self.store.engines() if rollout.has(status.engine)]
         objection = objections(rollout, statuses, self.config.fallen)
         if objection:
-            verdict: Verdict | None = Verdict(False, objection)
+            verdict: StageVerdict | None = StageVerdict(False, objection)
         elif self.texts is not None:
             verdict = self._by_records(rollout, self.texts)
         else:
@@ -130,18 +130,18 @@ class Controller:
             rollout.begun_s,
         )
 
-    def _by_time(self, rollout: Rollout, statuses: Sequence[EngineStatus]) -> Verdict | None:
+    def _by_time(self, rollout: Rollout, statuses: Sequence[EngineStatus]) -> StageVerdict | None:
         held_s = self.clock() - rollout.begun_s
         tried = [status.engine for status in statuses if has_served(status, rollout.candidate)]
         if held_s < max(self.config.hold_s, 2 * rollout.switch_s) or not tried:
             return None
-        return Verdict(True, f"{len(tried)} engines served it and none objects")
+        return StageVerdict(True, f"{len(tried)} engines served it and none objects")
 
-    def _by_records(self, rollout: Rollout, texts: Texts) -> Verdict | None:
+    def _by_records(self, rollout: Rollout, texts: StagedTexts) -> StageVerdict | None:
         trial = StageTrial.from_dict(rollout.trial)
         stage = (rollout.candidate, rollout.begun_s)
         if stage != self.followed:
-            self.pairs, self.followed = Pairs(upto=trial.upto), stage
+            self.pairs, self.followed = TrialPairs(upto=trial.upto), stage
         for text in texts(rollout.begun_s):
             self.pairs.observe(text, rollout)
         due = self.pairs.due(rollout, self.clock())

@@ -29,7 +29,7 @@ class Half(NamedTuple):
 
 
 @dataclass
-class Pairs:
+class TrialPairs:
     """Accepted parts of requests by engine, pair and version, until the pair is judged."""
 
     upto: int = -1  # the last pair that was judged

@@ -20,7 +20,7 @@ WINDOW = 64  # latest differences, from which the sizes of bets are taken
 UNSEEN = 4
 
 
-class Verdict(NamedTuple):
+class StageVerdict(NamedTuple):
     is_good: bool
     reason: str
 
@@ -54,16 +54,16 @@ class StageTrial:
         self.worse.look({name: -d for name, d in self.window.items()})
         self.fine.look({name: d + drop for name, d in self.window.items()})
 
-    def verdict(self, config: RolloutConfig) -> Verdict | None:
+    def verdict(self, config: RolloutConfig) -> StageVerdict | None:
         """None while the stage goes on."""
         found = f"gain {self.gain:+.4f} in {self.pairs} pairs of periods"
         if self.worse.value * config.error >= 1:
-            return Verdict(False, f"accepted less: {found}")
+            return StageVerdict(False, f"accepted less: {found}")
         if self.fine.value * config.error >= 1:
-            return Verdict(True, f"not accepted less by {config.drop}: {found}")
+            return StageVerdict(True, f"not accepted less by {config.drop}: {found}")
         if self.pairs < config.pairs:
             return None
-        return Verdict(self.gain > -config.drop, f"{found}, which does not decide it")
+        return StageVerdict(self.gain > -config.drop, f"{found}, which does not decide it")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"gain": self.gain, "is_blind": self.is_blind}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Served(NamedTuple):
+class ServedVersions(NamedTuple):
     """Acceptance of one version on one engine, since it was last swapped in."""
 
     requests: int
@@ -20,7 +20,7 @@ class Served(NamedTuple):
 
 
 def below_floor(
-    served: Served, before: Served | None, *, drop: float = 0.1, requests: int = 64
+    served: ServedVersions, before: ServedVersions | None, *, drop: float = 0.1, requests: int = 64
 ) -> str:
     """Reason to leave a version for the one `before` it; "" to stay.
 

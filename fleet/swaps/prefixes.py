@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class Prefixes:
+class CachedPrefixes:
     """Counts of one worker.
 
     Attributes:

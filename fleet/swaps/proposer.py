@@ -24,7 +24,7 @@ Named = Iterator[tuple[str, torch.Tensor]]
 INSIDE_TARGET = "mtp"
 
 
-class Proposer:
+class SwappedProposer:
     """Draft of a worker.
 
     Attributes:

@@ -25,7 +25,7 @@ from draftsmith.fleet.swaps.packed import (
     tensor_digest,
     tensors_in,
 )
-from draftsmith.fleet.swaps.proposer import Proposer, restore, snapshot
+from draftsmith.fleet.swaps.proposer import SwappedProposer, restore, snapshot
 
 # Time for the engine's thread after each tensor, and the longest that it waits for Python's lock.
 REST_S = 0.001
@@ -54,7 +54,7 @@ class Loaded:
 
 
 class Staging:
-    def __init__(self, proposer: Proposer):
+    def __init__(self, proposer: SwappedProposer):
         self.proposer = proposer
         self.model = proposer.second()
         check_pairs(self.served(), self.slots())
@@ -108,7 +108,7 @@ class Staging:
             raise DraftRefused(f"vLLM's loader refused it: {first_line(error)}") from error
 
 
-def check_shared(proposer: Proposer, tensors: Mapping[str, torch.Tensor]) -> None:
+def check_shared(proposer: SwappedProposer, tensors: Mapping[str, torch.Tensor]) -> None:
     """Tables that the served draft takes from the target cannot change with a version."""
     names = [name for name in tensors if proposer.is_shared(name)]
     if not names or proposer.is_inside_target:

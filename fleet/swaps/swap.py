@@ -31,8 +31,8 @@ from draftsmith.fleet.swaps.packed import (
     tensor_digest,
     tensors_in,
 )
-from draftsmith.fleet.swaps.prefixes import Prefixes
-from draftsmith.fleet.swaps.proposer import Proposer
+from draftsmith.fleet.swaps.prefixes import CachedPrefixes
+from draftsmith.fleet.swaps.proposer import SwappedProposer
 from draftsmith.fleet.swaps.staging import Loaded, Staging
 from draftsmith.fleet.swaps.trial import derived, trial
 
@@ -50,7 +50,7 @@ class Swaps:
     is_asleep: the engine's memory is away, nothing is read or written
     """
 
-    def __init__(self, proposer: Proposer, *, version: str = ""):
+    def __init__(self, proposer: SwappedProposer, *, version: str = ""):
         self.proposer = proposer
         self.version = version
         self.staging: Staging | None = None
@@ -63,7 +63,7 @@ class Swaps:
         self.is_asleep = False
         self.last_swap: dict[str, Any] = {}
         self.num_swaps = self.num_changes = 0
-        self.prefixes: Prefixes | None = None
+        self.prefixes: CachedPrefixes | None = None
         self.holds_ms: dict[str, float] = {"tried": 0.0, "compared": 0.0}
         self.holds_cpu_ms: dict[str, float] = {"tried": 0.0, "compared": 0.0}
         self._before: tuple[str, dict[str, str]] = ("", {})

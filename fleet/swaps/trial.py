@@ -17,14 +17,14 @@ import torch
 
 from draftsmith.fleet.swaps.checks import DraftRefused
 from draftsmith.fleet.swaps.packed import tensor_digest
-from draftsmith.fleet.swaps.proposer import Proposer
+from draftsmith.fleet.swaps.proposer import SwappedProposer
 from draftsmith.fleet.swaps.recent import NUM_KEPT
 
 # Those of recent steps are the first `NUM_KEPT` of them. The number is the same on all ranks.
 NUM_TOKENS = 2 * NUM_KEPT
 
 
-def trial(proposer: Proposer, model: torch.nn.Module) -> str:
+def trial(proposer: SwappedProposer, model: torch.nn.Module) -> str:
     """Digest of the logits. Raises `DraftRefused` where a hidden state or a logit is NaN or
     infinite; -inf stands for tokens outside the draft's vocabulary."""
     with (
@@ -90,7 +90,7 @@ def _is_proper(logits: torch.Tensor) -> bool:
     return bool(finite.any(-1).all() and (finite | (logits == -torch.inf)).all())
 
 
-def inputs_of(proposer: Proposer, model: torch.nn.Module) -> dict[str, Any]:
+def inputs_of(proposer: SwappedProposer, model: torch.nn.Module) -> dict[str, Any]:
     """Arguments of the module's own `forward`, by its names."""
     generator = torch.Generator().manual_seed(0)
     device, dtype = proposer.device, proposer.dtype
@@ -119,7 +119,9 @@ def _aux_width(model: torch.nn.Module) -> int:
     return int(getattr(inner, "fc_input_size", 0))
 
 
-def derived(proposer: Proposer, model: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def derived(
+    proposer: SwappedProposer, model: torch.nn.Module
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Tensors that the proposer computed from the draft's weights at the start, and their values
     for another draft: the state that stands for masked positions in parallel drafting."""
     held = getattr(

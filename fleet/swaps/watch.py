@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from draftsmith.fleet.log import logger
-from draftsmith.fleet.swaps.prefixes import Prefixes
+from draftsmith.fleet.swaps.prefixes import CachedPrefixes
 from draftsmith.fleet.swaps.proposer import Snapshot, restore, snapshot
 from draftsmith.fleet.swaps.swap import Swaps
 
@@ -30,7 +30,7 @@ class Watch:
         self._around("reload_weights", self._nothing, self._nothing, self._nothing)
         cache = getattr(worker.vllm_config, "cache_config", None)
         if block_size := getattr(cache, "block_size", 0):
-            swaps.prefixes = Prefixes(block_size)
+            swaps.prefixes = CachedPrefixes(block_size)
         if callable(getattr(worker, "execute_model", None)):
             self._before_steps()
         self._around("sleep", self._sleep, self._nothing, self._nothing)

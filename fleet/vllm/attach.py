@@ -12,10 +12,10 @@ from typing import Any
 
 from draftsmith.fleet.log import logger, once
 from draftsmith.fleet.names import engine_name, port_of, replica_in
-from draftsmith.fleet.recording.recorder import Recorder
+from draftsmith.fleet.recording.recorder import EngineRecorder
 from draftsmith.fleet.recording.seam import kind_of
 from draftsmith.fleet.vllm.state import WorkerState
-from draftsmith.fleet.wire.child import Child
+from draftsmith.fleet.wire.child import WriterChild
 
 # Rules of verification by vLLM's names of them; others keep vLLM's.
 RULES = {"standard": "chain"}
@@ -39,10 +39,10 @@ def begin(worker: Any, state: WorkerState) -> None:
     elif is_recording_rank():
         config, settings = worker.vllm_config, state.settings
         job = job_of(config, state)
-        state.recorder = Recorder(
+        state.recorder = EngineRecorder(
             worker,
             state,
-            Child(job, share=settings.share),
+            WriterChild(job, share=settings.share),
             most=settings.share,
             max_length=job["max_length"],
         )

@@ -15,7 +15,7 @@ from typing import Any
 from draftsmith.fleet.log import once
 from draftsmith.fleet.names import engine_name
 from draftsmith.fleet.store.store import VersionStore
-from draftsmith.fleet.vllm.follower import Follower, OneOf
+from draftsmith.fleet.vllm.follower import OneOf, StoreFollower
 from draftsmith.fleet.vllm.gauges import Gauges
 from draftsmith.fleet.vllm.replicas import Figures, figures_of, tokens_of
 from draftsmith.fleet.vllm.settings import Settings, settings_of
@@ -37,7 +37,7 @@ class Beside:
         self.client = SwapClient(engine_client, settings.cache)
         self.figures: Figures = {}
         self.tokens = (0, time.time())
-        self.follower: Follower | None = None
+        self.follower: StoreFollower | None = None
         self.gauges = Gauges(self.engine)
         self.tasks: list[asyncio.Task[None]] = []
 
@@ -61,7 +61,7 @@ class Beside:
         while not self.takes(lock):
             await asyncio.sleep(settings.poll_s)
         cache = Path(settings.cache) / self.engine if settings.cache else None
-        self.follower = Follower(
+        self.follower = StoreFollower(
             self.client,
             VersionStore(settings.versions, cache=cache),
             self.engine,

@@ -17,11 +17,11 @@ from typing import IO
 from draftsmith.fleet.log import logger, once
 from draftsmith.fleet.store.engine_status import EngineStatus
 from draftsmith.fleet.store.errors import StoreError, StoreUnreachable
-from draftsmith.fleet.store.floor import Served, below_floor
+from draftsmith.fleet.store.floor import ServedVersions, below_floor
 from draftsmith.fleet.store.pace import Pace
 from draftsmith.fleet.store.store import VersionStore
 from draftsmith.fleet.vllm.replicas import Figures
-from draftsmith.fleet.vllm.swap_client import Answers, Outcome, SwapClient
+from draftsmith.fleet.vllm.swap_client import Answers, SwapClient, SwapOutcome
 
 LAYOUT = "vllm"
 # Between two comparisons of all weights with those that should be loaded.
@@ -30,7 +30,7 @@ LOOK_S = 60.0
 TRIES = 3
 
 
-class Follower:
+class StoreFollower:
     """Args:
 
     figures: latest figures of the engine by version; empty where it records nothing
@@ -61,7 +61,7 @@ class Follower:
         self.seen_s: dict[int, float] = {}  # when a version was first seen in the store
         self.history: list[int] = []  # versions that were served here, the latest last
         self.since_s = self.looked_s = clock()
-        self.outcome: Outcome | None = None
+        self.outcome: SwapOutcome | None = None
         self.swapped: int | None = None  # what the last swap was to
         self.tokens_per_s: float | None = None
         self.problem = ""
@@ -196,12 +196,12 @@ def version_of(answers: Answers) -> int | None:
     return int(only) if only.isdecimal() else None
 
 
-def acceptance(figures: Figures, version: int | None) -> Served | None:
+def acceptance(figures: Figures, version: int | None) -> ServedVersions | None:
     """Acceptance of a version, its rounds in the place of requests."""
     found = figures.get(str(version))
     if not found:
         return None
-    return Served(
+    return ServedVersions(
         requests=int(found.get("rounds", 0)),
         accepted=int(found.get("accepted", 0)),
         reached=int(found.get("positions", 0)),

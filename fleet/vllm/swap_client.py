@@ -20,7 +20,7 @@ ANSWER_S = 30.0
 Answers = Sequence[dict[str, Any]]
 
 
-class Outcome(NamedTuple):
+class SwapOutcome(NamedTuple):
     """`pause_ms` is the longest of all workers, None where nothing was copied."""
 
     ok: bool
@@ -77,17 +77,17 @@ class SwapClient:
         reason = f"{missing} of {wanted} workers left no answer in {str(self.answers)!r}"
         return found + [{"state": "refused", "reason": reason}] * missing
 
-    async def swap(self, folder: Path, version: str) -> Outcome:
+    async def swap(self, folder: Path, version: str) -> SwapOutcome:
         """Serve a version from a local folder, or keep what is served on every worker."""
         async with self._lock:
             await self.call("stage", folder=str(folder), version=version)
             answers = await self._settled()
             for step in ("trial", "compare"):
                 if reason := refusal(answers):
-                    return Outcome(False, reason, answers=answers)
+                    return SwapOutcome(False, reason, answers=answers)
                 answers = await self.call(step, version=version)
             if reason := refusal(answers):
-                return Outcome(False, reason, answers=answers)
+                return SwapOutcome(False, reason, answers=answers)
             answers = await self.call("apply", version=version)
             if reason := refusal(answers):
                 return await self._undone(version, reason, answers)
@@ -96,13 +96,13 @@ class SwapClient:
             looked = await self._settled()
             if all(answer.get("matches") for answer in looked):
                 await self.call("keep")
-                return Outcome(True, "", max(pauses), looked)
+                return SwapOutcome(True, "", max(pauses), looked)
             return await self._undone(version, "what is loaded is not what was staged", looked)
 
-    async def _undone(self, version: str, reason: str, answers: Answers) -> Outcome:
+    async def _undone(self, version: str, reason: str, answers: Answers) -> SwapOutcome:
         """One worker could not apply it: those that did go back."""
         await self.call("take_back")
-        return Outcome(False, f"version {version}: {reason}", answers=answers)
+        return SwapOutcome(False, f"version {version}: {reason}", answers=answers)
 
     async def prepare(self) -> str:
         """Second copies on all workers; a sentence where one cannot have it."""

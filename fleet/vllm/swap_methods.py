@@ -57,11 +57,11 @@ def draftsmith_swap(worker: Any, step: str, call: str = "", **arguments: str) ->
 
 def swaps_of(worker: Any, state: WorkerState) -> Any:
     if state.swaps is None:
-        from draftsmith.fleet.swaps.proposer import Proposer
+        from draftsmith.fleet.swaps.proposer import SwappedProposer
         from draftsmith.fleet.swaps.swap import Swaps
         from draftsmith.fleet.swaps.watch import Watch
 
-        swaps = Swaps(Proposer(worker), version=state.version)
+        swaps = Swaps(SwappedProposer(worker), version=state.version)
 
         def lost() -> None:
             state.version = ""

@@ -11,7 +11,7 @@ from draftsmith.shared_memory.child import CAPACITY
 WRITER = "draftsmith.fleet.wire.writer"
 
 
-class Child(child.Child):
+class WriterChild(child.Child):
     """Process `draftsmith.fleet.wire.writer` and its ring. A new process has no request of the one
     before, whose `generation` is another.
 

@@ -15,7 +15,7 @@ import numpy as np
 from draftsmith.shared_memory import arrays as ring_arrays
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """Kind of a message; its number and its arrays."""
 
     # handle; meta (`RequestMeta` as JSON), prompt
@@ -65,8 +65,8 @@ class StepMeta(NamedTuple):
     q_is_probs: bool = False
 
 
-class Message(NamedTuple):
-    kind: Kind
+class WireMessage(NamedTuple):
+    kind: MessageKind
     number: int
     arrays: list[np.ndarray]  # in the ring's memory: copies are taken of what is kept
 
@@ -79,6 +79,6 @@ def meta_array(meta: tuple[Any, ...]) -> np.ndarray:
     return np.frombuffer(json.dumps(list(meta)).encode(), np.uint8)
 
 
-def parse(room: np.ndarray) -> Message:
+def parse(room: np.ndarray) -> WireMessage:
     kind, number, arrays = ring_arrays.parse(room)
-    return Message(Kind(kind), number, arrays)
+    return WireMessage(MessageKind(kind), number, arrays)

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from draftsmith.fleet.wire.messages import Message, StepMeta
+from draftsmith.fleet.wire.messages import StepMeta, WireMessage
 from draftsmith.kernels.sampling.logged import LoggedLogits, one_hot
 from draftsmith.record import Distributions, ProbArrays
 
 
 @dataclass(frozen=True)
-class Round:
+class LoggedPositions:
     """Drafted tokens of one request in a step, with p and q at each."""
 
     drafted: list[int]
@@ -28,7 +28,9 @@ class Round:
     weight_version: str
 
 
-def rounds_of(message: Message, temperatures: Mapping[int, float]) -> dict[int, Round]:
+def rounds_of(
+    message: WireMessage, temperatures: Mapping[int, float]
+) -> dict[int, LoggedPositions]:
     """Rounds by handle, free of the ring's memory."""
     meta: StepMeta = message.meta(StepMeta)
     handles, counts, drafted = (array.tolist() for array in message.arrays[1:4])
@@ -43,7 +45,7 @@ def rounds_of(message: Message, temperatures: Mapping[int, float]) -> dict[int, 
     sources = (lambda: p), (lambda: q)
     for handle, count in zip(handles, counts):
         end = begin + count
-        rounds[handle] = Round(
+        rounds[handle] = LoggedPositions(
             drafted[begin:end],
             Distributions(sources[0], begin, end),
             Distributions(sources[1], begin, end),

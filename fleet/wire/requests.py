@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from draftsmith.fleet.wire.messages import RequestMeta
-from draftsmith.fleet.wire.positions import Round
+from draftsmith.fleet.wire.positions import LoggedPositions
 from draftsmith.record import RoundRecord, hashed_answer
 
 # vLLM runs `ANSWER-RANDOM`, for a completion `ANSWER-PROMPT-RANDOM`, and in front of either the
@@ -23,7 +23,7 @@ RUNNING = re.compile(
 
 
 @dataclass(frozen=True)
-class Job:
+class EngineJob:
     """Properties that all records of an engine share."""
 
     buffer: str
@@ -37,7 +37,7 @@ class Job:
 
 
 @dataclass
-class Request:
+class RunningRequest:
     meta: RequestMeta
     tokens: list[int]
     prompt_length: int
@@ -74,18 +74,20 @@ def record_name(request_id: str) -> str:
 class Requests:
     """All running requests of an engine. Methods that end or continue one return its records."""
 
-    def __init__(self, job: Job):
+    def __init__(self, job: EngineJob):
         self.job = job
-        self.running: dict[int, Request] = {}
+        self.running: dict[int, RunningRequest] = {}
         self.mismatched = 0  # rounds whose drafted tokens did not fit the sampled ones
 
     def begin(self, handle: int, meta: RequestMeta, prompt: list[int]) -> None:
-        self.running[handle] = Request(meta, prompt, len(prompt))
+        self.running[handle] = RunningRequest(meta, prompt, len(prompt))
 
     def temperatures(self) -> Mapping[int, float]:
         return {handle: one.meta.temperature for handle, one in self.running.items()}
 
-    def sampled(self, handle: int, tokens: list[int], drafted: Round | None) -> list[RoundRecord]:
+    def sampled(
+        self, handle: int, tokens: list[int], drafted: LoggedPositions | None
+    ) -> list[RoundRecord]:
         """Tokens that a step sampled for a request, before any trimming."""
         request = self.running.get(handle)
         if request is None or not tokens:
@@ -117,7 +119,7 @@ class Requests:
         record.last = True
         return [record]
 
-    def _fits(self, tokens: list[int], drafted: Round) -> bool:
+    def _fits(self, tokens: list[int], drafted: LoggedPositions) -> bool:
         accepted = len(tokens) - 1
         kept = drafted.drafted[:accepted]
         fits = tokens[:accepted] == kept and min(drafted.drafted, default=-1) >= 0
@@ -125,7 +127,11 @@ class Requests:
         return fits
 
     def _round(
-        self, request: Request, tokens: list[int], committed: list[int], drafted: Round
+        self,
+        request: RunningRequest,
+        tokens: list[int],
+        committed: list[int],
+        drafted: LoggedPositions,
     ) -> RoundRecord:
         record = self._record(request)
         record.draft_version = drafted.draft_version
@@ -140,7 +146,7 @@ class Requests:
             record.p, record.q = drafted.p, drafted.q
         return record
 
-    def _record(self, request: Request) -> RoundRecord:
+    def _record(self, request: RunningRequest) -> RoundRecord:
         meta, number = request.meta, request.records
         request.records += 1
         return RoundRecord(

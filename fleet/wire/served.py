@@ -18,7 +18,7 @@ VERSIONS = 16
 
 
 @dataclass
-class Counts:
+class VersionCounts:
     """Counts of rounds with drafted tokens. `reached` positions are those that verification came
     to: the accepted ones and the first rejected one of each round."""
 
@@ -33,17 +33,17 @@ class Counts:
 
 
 @dataclass
-class Served:
+class ServedFigures:
     engine: str
     monitor: Monitor = field(default_factory=lambda: Monitor(FALSE_ALARM))
-    versions: dict[str, Counts] = field(default_factory=dict)
+    versions: dict[str, VersionCounts] = field(default_factory=dict)
     waiting: list[RoundRecord] = field(default_factory=list)
 
     def add(self, records: Sequence[RoundRecord]) -> list[str]:
         """Count records; returns the alarms that they raise, one sentence each."""
         for one in records:
             if one.drafted:
-                self.versions.setdefault(one.draft_version, Counts()).add(one)
+                self.versions.setdefault(one.draft_version, VersionCounts()).add(one)
             if one.drafted and not one.seeded:
                 self.waiting.append(one)
         while len(self.versions) > VERSIONS:

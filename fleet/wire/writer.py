@@ -20,10 +20,10 @@ import torch
 from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.errors import UserError
 from draftsmith.fleet.log import logger, once
-from draftsmith.fleet.wire.messages import Kind, Message, RequestMeta, parse
-from draftsmith.fleet.wire.positions import Round, rounds_of
-from draftsmith.fleet.wire.requests import Job, Requests
-from draftsmith.fleet.wire.served import Served
+from draftsmith.fleet.wire.messages import MessageKind, RequestMeta, WireMessage, parse
+from draftsmith.fleet.wire.positions import LoggedPositions, rounds_of
+from draftsmith.fleet.wire.requests import EngineJob, Requests
+from draftsmith.fleet.wire.served import ServedFigures
 from draftsmith.kernels.sampling import logged_compiled
 from draftsmith.record import RoundRecord
 from draftsmith.shared_memory.child import NICE, REFUSED, end_of_engine
@@ -40,23 +40,23 @@ PATIENCE_S = 300.0
 RETRY_S = 1.0
 
 
-class Writer:
-    def __init__(self, job: Job):
+class EngineWriter:
+    def __init__(self, job: EngineJob):
         logged_compiled.prepare()  # no step waits for it later
         self.requests = Requests(job)
-        self.served = Served(job.engine)
+        self.served = ServedFigures(job.engine)
         self.buffer = BufferWriter(job.buffer, share=job.share)
-        self.steps: dict[int, dict[int, Round]] = {}
+        self.steps: dict[int, dict[int, LoggedPositions]] = {}
         self.failed = 0
-        self._read: Mapping[Kind, Callable[[Message], None]] = {
-            Kind.BEGIN: self._begin,
-            Kind.POSITIONS: self._positions,
-            Kind.TOKENS: self._tokens,
-            Kind.END: self._end,
-            Kind.RESUME: self._resume,
+        self._read: Mapping[MessageKind, Callable[[WireMessage], None]] = {
+            MessageKind.BEGIN: self._begin,
+            MessageKind.POSITIONS: self._positions,
+            MessageKind.TOKENS: self._tokens,
+            MessageKind.END: self._end,
+            MessageKind.RESUME: self._resume,
         }
 
-    def read(self, message: Message) -> None:
+    def read(self, message: WireMessage) -> None:
         try:
             self._read[message.kind](message)
         except Exception:
@@ -64,16 +64,16 @@ class Writer:
             if self.failed <= 3:
                 logger.exception("a message of the engine was not understood")
 
-    def _begin(self, message: Message) -> None:
+    def _begin(self, message: WireMessage) -> None:
         meta = message.meta(RequestMeta)
         self.requests.begin(message.number, meta, message.arrays[1].tolist())
 
-    def _positions(self, message: Message) -> None:
+    def _positions(self, message: WireMessage) -> None:
         self.steps[message.number] = rounds_of(message, self.requests.temperatures())
         while len(self.steps) > STEPS:
             del self.steps[next(iter(self.steps))]
 
-    def _tokens(self, message: Message) -> None:
+    def _tokens(self, message: WireMessage) -> None:
         handles, counts, tokens = (array.tolist() for array in message.arrays)
         rounds = self.steps.pop(message.number, {})
         begin = 0
@@ -82,11 +82,11 @@ class Writer:
             self._put(self.requests.sampled(handle, tokens[begin:end], rounds.get(handle)))
             begin = end
 
-    def _end(self, message: Message) -> None:
+    def _end(self, message: WireMessage) -> None:
         for handle in message.arrays[0].tolist():
             self._put(self.requests.end(handle))
 
-    def _resume(self, message: Message) -> None:
+    def _resume(self, message: WireMessage) -> None:
         self._put(self.requests.resumed(message.number, message.arrays[0].tolist()))
 
     def _put(self, records: list[RoundRecord]) -> None:
@@ -116,13 +116,13 @@ class Writer:
         self.buffer.close(patience_s=PATIENCE_S)
 
 
-def opened(job: Job, ended: Callable[[float], bool]) -> Writer:
+def opened(job: EngineJob, ended: Callable[[float], bool]) -> EngineWriter:
     """Writer into a buffer that may be away now; what the engine sends waits in the ring. Raises
     `OSError` where it stays away for `PATIENCE_S` after the engine's end."""
     over_s = None
     while True:
         try:
-            return Writer(job)
+            return EngineWriter(job)
         except OSError as error:
             once(f"buffer {job.buffer!r} cannot be opened ({error}); records wait")
             if over_s is not None and time.monotonic() - over_s > PATIENCE_S:
@@ -133,7 +133,7 @@ def opened(job: Job, ended: Callable[[float], bool]) -> Writer:
             over_s = time.monotonic()
 
 
-def run(ring: Ring, job: Job, ended: Callable[[float], bool]) -> None:
+def run(ring: Ring, job: EngineJob, ended: Callable[[float], bool]) -> None:
     """Read until `ended(seconds)`, which waits at most so long, is True and the ring is empty."""
     writer, left_s, over = opened(job, ended), 0.0, False
     while True:
@@ -163,7 +163,7 @@ def main(descriptor: str, job: str) -> None:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     ended = end_of_engine()
     try:
-        run(Ring(int(descriptor)), Job(**json.loads(job)), ended)
+        run(Ring(int(descriptor)), EngineJob(**json.loads(job)), ended)
     except UserError as error:
         logger.error("draftsmith: %s", error)
         sys.exit(REFUSED)

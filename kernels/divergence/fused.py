@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.kernels.dispatch import choose
-from draftsmith.kernels.divergence.kind import Kind
+from draftsmith.kernels.divergence.kind import DivergenceKind
 from draftsmith.kernels.divergence.rows import (
     RowInputs,
     RowTerms,
@@ -81,7 +81,7 @@ class Divergence(NamedTuple):
 
 
 def divergence(
-    kind: Kind,
+    kind: DivergenceKind,
     draft_hidden: torch.Tensor,
     draft_head: torch.Tensor,
     target: TargetLogits | TopProbs,
@@ -145,7 +145,7 @@ def _product_dtype(hidden: torch.Tensor) -> torch.dtype:
     return hidden.dtype
 
 
-RowFunction = Callable[[Kind, RowInputs], RowTerms]
+RowFunction = Callable[[DivergenceKind, RowInputs], RowTerms]
 
 
 def _row_function(impl: str, device: torch.device, dtype: torch.dtype) -> RowFunction:
@@ -158,13 +158,13 @@ def _row_function(impl: str, device: torch.device, dtype: torch.dtype) -> RowFun
     return _compiled_or_blocked if impl == "auto" else divergence_rows_blocked
 
 
-def _compiled_or_blocked(kind: Kind, rows: RowInputs) -> RowTerms:
+def _compiled_or_blocked(kind: DivergenceKind, rows: RowInputs) -> RowTerms:
     found = divergence_rows_compiled(kind, rows)
     return divergence_rows_blocked(kind, rows) if found is None else found
 
 
 def _from_logits(
-    kind: Kind,
+    kind: DivergenceKind,
     target: TargetLogits,
     weights: torch.Tensor,
     vocab_map: torch.Tensor | None,
@@ -185,7 +185,10 @@ def _from_logits(
 
 
 def _from_distribution(
-    kind: Kind, distribution: TopProbs, weights: torch.Tensor, vocab_map: torch.Tensor | None
+    kind: DivergenceKind,
+    distribution: TopProbs,
+    weights: torch.Tensor,
+    vocab_map: torch.Tensor | None,
 ) -> ChunkRows:
     def rows(draft_logits: torch.Tensor, part: slice) -> RowTerms:
         return sparse_rows(

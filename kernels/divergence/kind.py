@@ -9,7 +9,7 @@ from typing import NamedTuple
 from draftsmith.errors import UserError
 
 
-class Parameter(NamedTuple):
+class DivergenceParameter(NamedTuple):
     name: str
     default: float
     low: float  # exclusive
@@ -18,21 +18,21 @@ class Parameter(NamedTuple):
 
 # Every divergence, with its parameter where it has one. p is the target's distribution, q the
 # draft's.
-PARAMETERS: dict[str, Parameter | None] = {
+PARAMETERS: dict[str, DivergenceParameter | None] = {
     "forward-kl": None,
     "reverse-kl": None,
     # weight of p in the mixture; towards 0 forward KL, towards 1 reverse KL
-    "jsd": Parameter("beta", 0.5, 0.0, 1.0),
+    "jsd": DivergenceParameter("beta", 0.5, 0.0, 1.0),
     "tv": None,
     "tvd++": None,
     "lk-alpha": None,
     # the share of KL is exp(-decay * alpha)
-    "lk-hybrid": Parameter("decay", 3.0, 0.0, float("inf")),
+    "lk-hybrid": DivergenceParameter("decay", 3.0, 0.0, float("inf")),
     "ce": None,
 }
 
 
-class Kind(NamedTuple):
+class DivergenceKind(NamedTuple):
     """Made by `kind_of`."""
 
     name: str  # a key of PARAMETERS
@@ -44,10 +44,10 @@ class Kind(NamedTuple):
         return self.name.replace("++", "-plus-plus").replace("-", "_")
 
 
-FORWARD_KL = Kind("forward-kl")
+FORWARD_KL = DivergenceKind("forward-kl")
 
 
-def kind_of(text: str) -> Kind:
+def kind_of(text: str) -> DivergenceKind:
     """`"jsd:0.3"` -> Kind("jsd", 0.3); a name alone takes the default of its parameter."""
     name, colon, given = text.partition(":")
     if name not in PARAMETERS:
@@ -58,11 +58,11 @@ def kind_of(text: str) -> Kind:
     if parameter is None:
         if colon:
             raise UserError(f"divergence is {text!r} but {name} has no parameter; write {name!r}")
-        return Kind(name)
-    return Kind(name, _number(text, given, parameter) if colon else parameter.default)
+        return DivergenceKind(name)
+    return DivergenceKind(name, _number(text, given, parameter) if colon else parameter.default)
 
 
-def _number(text: str, given: str, parameter: Parameter) -> float:
+def _number(text: str, given: str, parameter: DivergenceParameter) -> float:
     try:
         value = float(given)
     except ValueError:

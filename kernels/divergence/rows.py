@@ -46,7 +46,7 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.kernels.divergence.kind import Kind
+from draftsmith.kernels.divergence.kind import DivergenceKind
 
 LOG_ZERO = -1e30  # stands in for log 0 where it meets a zero weight; 0 * -inf would be NaN
 # reverse KL: a token that the target rules out costs a hundred nats, not infinitely many
@@ -91,7 +91,7 @@ class RowTerms(NamedTuple):
     grad: torch.Tensor  # [t, Vd] weight * dL/dz, in the dtype of the draft logits
 
 
-class Distributions(NamedTuple):
+class RowDistributions(NamedTuple):
     """Both distributions on the same tokens or buckets. A divergence may overwrite `log_p` and
     `log_q`, and nothing else."""
 
@@ -110,12 +110,12 @@ class Push(NamedTuple):
     total: torch.Tensor  # [t] its sum
 
 
-def _forward_kl(distributions: Distributions, parameter: float) -> Push:
+def _forward_kl(distributions: RowDistributions, parameter: float) -> Push:
     loss = distributions.log_p.sub_(distributions.log_q).mul_(distributions.p).sum(dim=-1)
     return Push(loss, distributions.p, distributions.p.sum(dim=-1))
 
 
-def _reverse_kl(distributions: Distributions, parameter: float) -> Push:
+def _reverse_kl(distributions: RowDistributions, parameter: float) -> Push:
     terms = distributions.log_q.sub_(distributions.log_p.clamp_(min=LEAST_LOG_P)).mul_(
         distributions.q
     )
@@ -123,7 +123,7 @@ def _reverse_kl(distributions: Distributions, parameter: float) -> Push:
     return Push(loss, terms.neg_(), -loss)
 
 
-def _jsd(distributions: Distributions, beta: float) -> Push:
+def _jsd(distributions: RowDistributions, beta: float) -> Push:
     log_mixture = (
         (beta * distributions.p).add_(distributions.q, alpha=1 - beta).log_().clamp_(min=LOG_ZERO)
     )
@@ -133,12 +133,12 @@ def _jsd(distributions: Distributions, beta: float) -> Push:
     return Push(beta * (of_p - math.log(beta) * distributions.outside) - total, terms, total)
 
 
-def _tv(distributions: Distributions, parameter: float) -> Push:
+def _tv(distributions: RowDistributions, parameter: float) -> Push:
     below = _below(distributions)
     return Push((1 - distributions.alpha).clamp(min=0), below, below.sum(dim=-1))
 
 
-def _tvd_plus_plus(distributions: Distributions, parameter: float) -> Push:
+def _tvd_plus_plus(distributions: RowDistributions, parameter: float) -> Push:
     below = _below(distributions)
     q_mass = below.sum(dim=-1).clamp(max=1)
     p_mass = (
@@ -149,13 +149,13 @@ def _tvd_plus_plus(distributions: Distributions, parameter: float) -> Push:
     return Push(loss, below.div_(deviation[:, None]), q_mass / deviation)
 
 
-def _lk_alpha(distributions: Distributions, parameter: float) -> Push:
+def _lk_alpha(distributions: RowDistributions, parameter: float) -> Push:
     alpha = distributions.alpha.clamp(min=LEAST_ALPHA)
     below = _below(distributions).div_(alpha[:, None])
     return Push(-alpha.log(), below, below.sum(dim=-1))
 
 
-def _lk_hybrid(distributions: Distributions, decay: float) -> Push:
+def _lk_hybrid(distributions: RowDistributions, decay: float) -> Push:
     share = torch.exp(-decay * distributions.alpha)
     kl, tv = _forward_kl(distributions, 0.0), _tv(distributions, 0.0)
     push = tv.push.mul_((1 - share)[:, None]).addcmul_(kl.push, share[:, None])
@@ -164,7 +164,7 @@ def _lk_hybrid(distributions: Distributions, decay: float) -> Push:
     )
 
 
-def _ce(distributions: Distributions, parameter: float) -> Push:
+def _ce(distributions: RowDistributions, parameter: float) -> Push:
     if distributions.columns is None:
         raise ValueError("divergence 'ce' needs the tokens of the text; give tokens")
     known, at = distributions.columns >= 0, distributions.columns.clamp(min=0)[:, None]
@@ -173,18 +173,18 @@ def _ce(distributions: Distributions, parameter: float) -> Push:
     return Push(torch.where(known, -distributions.log_q.gather(-1, at)[:, 0], 0.0), push, total)
 
 
-def _below(distributions: Distributions) -> torch.Tensor:
+def _below(distributions: RowDistributions) -> torch.Tensor:
     """q in A, 0 elsewhere: what every more of would be kept."""
     return _wanted(distributions).mul_(distributions.q)
 
 
-def _wanted(distributions: Distributions) -> torch.Tensor:
+def _wanted(distributions: RowDistributions) -> torch.Tensor:
     """1 in A, 0 elsewhere. On a CPU `torch.where` is ten times slower when neighbours differ, as
     they do here."""
     return torch.gt(distributions.p, distributions.q, out=torch.empty_like(distributions.q))
 
 
-DIVERGENCES: dict[str, Callable[[Distributions, float], Push]] = {
+DIVERGENCES: dict[str, Callable[[RowDistributions, float], Push]] = {
     "forward-kl": _forward_kl,
     "reverse-kl": _reverse_kl,
     "jsd": _jsd,
@@ -196,7 +196,7 @@ DIVERGENCES: dict[str, Callable[[Distributions, float], Push]] = {
 }
 
 
-def divergence_rows(kind: Kind, rows: RowInputs) -> RowTerms:
+def divergence_rows(kind: DivergenceKind, rows: RowInputs) -> RowTerms:
     """Raw logits -> terms of every row."""
     if rows.which is not None:
         rows = rows.part(slice(None))
@@ -210,7 +210,7 @@ def divergence_rows(kind: Kind, rows: RowInputs) -> RowTerms:
     outside = torch.zeros_like(alpha) if vocab_map is None else (1 - p.sum(dim=-1)).clamp(min=0)
     keep = None if rows.columns is None else _keep(log_p, log_q, rows.columns)
     push = DIVERGENCES[kind.name](
-        Distributions(log_p, log_q, p, q, alpha, outside, rows.columns), kind.parameter
+        RowDistributions(log_p, log_q, p, q, alpha, outside, rows.columns), kind.parameter
     )
     loss, grad = _finish(push, q, weights)
     return RowTerms(loss, alpha, keep, outside, grad.to(rows.draft_logits.dtype))
@@ -232,7 +232,7 @@ def _finish(
     return torch.where(counted, push.loss, 0.0), grad
 
 
-def divergence_rows_blocked(kind: Kind, rows: RowInputs) -> RowTerms:
+def divergence_rows_blocked(kind: DivergenceKind, rows: RowInputs) -> RowTerms:
     """`divergence_rows` for a CPU, a few rows at a time; the gradient lies over the
     draft logits."""
     step = max(1, CPU_BLOCK_ELEMENTS // rows.draft_logits.shape[-1])

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.kernels.divergence.kind import Kind
+from draftsmith.kernels.divergence.kind import DivergenceKind
 from draftsmith.kernels.divergence.rows import RowInputs, RowTerms
 from draftsmith.kernels.host_compiler import compiled
 
@@ -37,7 +37,7 @@ def _kernel(draft: torch.dtype, target: torch.dtype) -> Any:
     return function
 
 
-def divergence_rows_compiled(kind: Kind, rows: RowInputs) -> RowTerms | None:
+def divergence_rows_compiled(kind: DivergenceKind, rows: RowInputs) -> RowTerms | None:
     """`divergence_rows` in float32, the gradient over the draft logits; None where no kernel
     computes it: another type or layout of logits, jsd, no compiler; sizes or indices that do not
     fit, which torch refuses or reads in its own way."""

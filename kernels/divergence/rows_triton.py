@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from draftsmith.kernels.dispatch import on_its_device
-from draftsmith.kernels.divergence.kind import Kind
+from draftsmith.kernels.divergence.kind import DivergenceKind
 from draftsmith.kernels.divergence.rows import (
     LEAST_ALPHA,
     LEAST_DEVIATION,
@@ -238,7 +238,9 @@ def _divergence_rows(
 
 
 @on_its_device
-def divergence_rows_triton(kind: Kind, rows: RowInputs, *, block: int = BLOCK) -> RowTerms:
+def divergence_rows_triton(
+    kind: DivergenceKind, rows: RowInputs, *, block: int = BLOCK
+) -> RowTerms:
     """`divergence_rows` in float32; `block` tokens of the vocabulary per step. The gradient lies
     over the draft logits."""
     if kind.name == "ce" and rows.columns is None:

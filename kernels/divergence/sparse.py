@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.kernels.divergence.kind import Kind
+from draftsmith.kernels.divergence.kind import DivergenceKind
 from draftsmith.kernels.divergence.rows import (
     DIVERGENCES,
     LOG_ZERO,
-    Distributions,
+    RowDistributions,
     RowTerms,
     draft_columns,
 )
@@ -38,7 +38,7 @@ class Buckets(NamedTuple):
 
 
 def check_sparse(
-    kind: Kind,
+    kind: DivergenceKind,
     distribution: TopProbs,
     vocab_map: torch.Tensor | None,
     num_rows: int,
@@ -62,7 +62,7 @@ def check_sparse(
 
 
 def sparse_rows(
-    kind: Kind,
+    kind: DivergenceKind,
     draft_logits: torch.Tensor,
     distribution: TopProbs,
     weights: torch.Tensor,
@@ -79,7 +79,7 @@ def sparse_rows(
     log_p, log_q = buckets.log_p, buckets.log_q.detach()
     p, q = log_p.exp(), log_q.exp()
     shared = torch.minimum(p, q)
-    distributions = Distributions(
+    distributions = RowDistributions(
         log_p.clone(), log_q.clone(), p, q, shared.sum(dim=-1), buckets.outside, None
     )
     push = DIVERGENCES[kind.name](distributions, kind.parameter)

@@ -139,7 +139,7 @@ def rotate(
     return _launch(x, cosine, sine, norms, None)
 
 
-class Written(NamedTuple):
+class WrittenKeys(NamedTuple):
     """Keys and values that a pass writes into a layer of a paged pool, and their slots."""
 
     key: torch.Tensor  # [1, kv_heads, T, D], not yet rotated
@@ -151,7 +151,7 @@ class Written(NamedTuple):
 
 def rotate_and_write(
     query: torch.Tensor,
-    written: Written,
+    written: WrittenKeys,
     cosine: torch.Tensor,
     sine: torch.Tensor,
     norms: HeadNorms | None,
@@ -174,12 +174,12 @@ def _launch(
     cosine: torch.Tensor,
     sine: torch.Tensor,
     norms: HeadNorms | None,
-    written: Written | None,
+    written: WrittenKeys | None,
 ) -> torch.Tensor:
     _, heads, tokens, dim = query.shape
     turned = query.new_empty((1, tokens, heads, dim))
     # Unused pointers of a variant get any tensor.
-    unused = Written(query, query, turned, turned, turned)
+    unused = WrittenKeys(query, query, turned, turned, turned)
     key, value, keys, values, slots = written or unused
     kv_heads, value_dim = (0, 1) if written is None else values.shape[1:]
     norm = Norm(0.0) if norms is None else Norm(*norms[2:])

@@ -16,7 +16,7 @@ import torch
 from draftsmith.kernels.host_compiler import compiled
 from draftsmith.kernels.huge_pages import empty_in_huge_pages
 from draftsmith.kernels.measured import CHOICES, Choices
-from draftsmith.kernels.products.readings import Weights, fastest_readings
+from draftsmith.kernels.products.readings import ReadWeights, fastest_readings
 
 SOURCE = Path(__file__).with_name("few_rows_cpu.cpp")
 # Rows of one pass of kernels. With more, others may be faster.
@@ -145,7 +145,7 @@ def _made(
     if kernel is None or width % KINDS[weight.dtype][1]:
         return None
     halves = 2 if gated else 1
-    weights = Weights(
+    weights = ReadWeights(
         "few rows",
         (weight.dtype, *(["gated"] if gated else []), f"{width} wide"),
         rows // halves,

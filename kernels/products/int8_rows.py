@@ -21,7 +21,7 @@ from draftsmith.kernels.host_compiler import HEADER, compiled
 from draftsmith.kernels.huge_pages import empty_in_huge_pages
 from draftsmith.kernels.measured import CHOICES, Choices, Way
 from draftsmith.kernels.products.few_rows import MOST_ROWS
-from draftsmith.kernels.products.readings import Weights, fastest_readings
+from draftsmith.kernels.products.readings import ReadWeights, fastest_readings
 
 SOURCE = Path(__file__).with_name("int8_rows_cpu.cpp")
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -193,7 +193,7 @@ def _many(rows: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None) -> 
 def _readings(
     dtype: torch.dtype, width: int, outputs: int, pass_bytes: int, choices: Choices
 ) -> int:
-    weights = Weights(
+    weights = ReadWeights(
         "int8 rows", (dtype, f"{width} wide"), outputs, width, partial(_timed, dtype, width), SOURCE
     )
     return fastest_readings(weights, max(pass_bytes, outputs * width), choices)

@@ -31,7 +31,7 @@ _TIMED_BYTES = 2 << 20  # of weights in a call
 _GROUP = 48  # outputs that are laid out together
 
 
-class Reading(NamedTuple):
+class WeightReading(NamedTuple):
     ahead: int  # bytes, whole lines
     stay: int
     panels: int
@@ -46,7 +46,7 @@ class Reading(NamedTuple):
         return self.stay | (self.panels.bit_length() - 1) << 2 | self.ahead // LINE_BYTES << 4
 
 
-class Weights(NamedTuple):
+class ReadWeights(NamedTuple):
     """Weights of a product, and the kernel that reads them."""
 
     kind: str
@@ -59,15 +59,15 @@ class Weights(NamedTuple):
     rows_together: int = 1  # of one group; as many groups of one row
 
 
-def candidates(rows: int, rows_together: int) -> list[Reading]:
+def candidates(rows: int, rows_together: int) -> list[WeightReading]:
     """The first is good on most processors."""
     ahead = [(2, 0), (0, 0), (1, 0), (4, 0), (8, 0), (2, 2), (4, 2), (8, 2)]
     panels = [panels for panels in PANELS if panels <= max(1, rows_together // rows)]
-    found = [Reading(kib << 10, stay, count) for count in panels for kib, stay in ahead]
-    return [*found, Reading(2 << 10, 1, 1), Reading(8 << 10, 1, 1)]
+    found = [WeightReading(kib << 10, stay, count) for count in panels for kib, stay in ahead]
+    return [*found, WeightReading(2 << 10, 1, 1), WeightReading(8 << 10, 1, 1)]
 
 
-def packed(readings: Sequence[Reading]) -> int:
+def packed(readings: Sequence[WeightReading]) -> int:
     """Readings for each of `ROWS` as the source takes them."""
     return sum(reading.bits << 16 * index for index, reading in enumerate(readings))
 
@@ -83,7 +83,7 @@ def most_bytes() -> int:
     return min(max(2 * last_cache_bytes, 64 << 20), 256 << 20)
 
 
-def fastest_readings(weights: Weights, pass_bytes: int, choices: Choices) -> int:
+def fastest_readings(weights: ReadWeights, pass_bytes: int, choices: Choices) -> int:
     """Readings of `weights` in passes that read `pass_bytes` of weights in all."""
     offered = [candidates(rows, weights.rows_together) for rows in ROWS]
     if pass_bytes < LEAST_BYTES:
@@ -106,7 +106,7 @@ def fastest_readings(weights: Weights, pass_bytes: int, choices: Choices) -> int
 
 
 def _ways(
-    weights: Weights, names: Mapping[str, Reading], rows: int, outputs: int, ring: _Ring
+    weights: ReadWeights, names: Mapping[str, WeightReading], rows: int, outputs: int, ring: _Ring
 ) -> dict[str, Way]:
     def multiply(readings: int) -> None:
         weights.multiply(rows, ring.next(), outputs, readings)

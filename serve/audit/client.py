@@ -24,7 +24,7 @@ Given = TypeVar("Given")
 Answer = TypeVar("Answer")
 
 
-class Completion(NamedTuple):
+class AuditCompletion(NamedTuple):
     tokens: list[int]
     # of each token: logprobs of the likeliest tokens, by id; empty when none were asked for
     top: list[dict[int, float]]
@@ -32,17 +32,17 @@ class Completion(NamedTuple):
     report: dict[str, Any] | None = None
 
 
-class Counters(NamedTuple):
+class AuditCounters(NamedTuple):
     """Counts since the server started, under vLLM's names."""
 
     draft_tokens: int
     drafts: int  # rounds that drafted
     accepted: list[int]  # by draft position
 
-    def since(self, before: Counters) -> Counters:
+    def since(self, before: AuditCounters) -> AuditCounters:
         earlier = [*before.accepted, *[0] * (len(self.accepted) - len(before.accepted))]
         accepted = [now - then for now, then in zip(self.accepted, earlier, strict=True)]
-        return Counters(
+        return AuditCounters(
             self.draft_tokens - before.draft_tokens, self.drafts - before.drafts, accepted
         )
 
@@ -126,10 +126,10 @@ class AuditClient:
                 "does, as draftsmith and vLLM, or leave suite out"
             ) from error
 
-    def complete(self, prompt: str | list[int], **body: Any) -> Completion:
+    def complete(self, prompt: str | list[int], **body: Any) -> AuditCompletion:
         return self.choices(prompt, **body)[0]
 
-    def choices(self, prompt: str | list[int], **body: Any) -> list[Completion]:
+    def choices(self, prompt: str | list[int], **body: Any) -> list[AuditCompletion]:
         """The `n` choices of one request. Token ids are requested as vLLM names them, since text
         cannot distinguish tokens of equal text."""
         fields = {
@@ -169,7 +169,7 @@ class AuditClient:
         with ThreadPoolExecutor(self.concurrency) as pool:
             return list(pool.map(function, given))
 
-    def counters(self) -> Counters | None:
+    def counters(self) -> AuditCounters | None:
         """Counters of the server; None where it counts no draft tokens, as one without
         speculation."""
         try:
@@ -186,7 +186,9 @@ class AuditClient:
         if "num_draft_tokens" not in counts:
             return None
         accepted = [int(positions.get(index, 0)) for index in range(max(positions, default=-1) + 1)]
-        return Counters(int(counts["num_draft_tokens"]), int(counts.get("num_drafts", 0)), accepted)
+        return AuditCounters(
+            int(counts["num_draft_tokens"]), int(counts.get("num_drafts", 0)), accepted
+        )
 
 
 def _reports(answer: dict[str, Any], count: int) -> list[dict[str, Any] | None]:
@@ -196,9 +198,11 @@ def _reports(answer: dict[str, Any], count: int) -> list[dict[str, Any] | None]:
     return reports if len(reports) == count else [None] * count
 
 
-def _completion(logprobs: dict[str, Any], report: dict[str, Any] | None) -> Completion:
+def _completion(logprobs: dict[str, Any], report: dict[str, Any] | None) -> AuditCompletion:
     names, tops = logprobs.get("tokens") or [], logprobs.get("top_logprobs") or []
-    return Completion([_token_id(name) for name in names], [_by_id(top) for top in tops], report)
+    return AuditCompletion(
+        [_token_id(name) for name in names], [_by_id(top) for top in tops], report
+    )
 
 
 def _token_id(name: str) -> int:

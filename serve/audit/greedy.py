@@ -17,7 +17,7 @@ from draftsmith.serve.audit.reference import CoarseDistribution, DistributionBoo
 from draftsmith.serve.audit.report import Check
 
 
-class Divergence(NamedTuple):
+class GreedyDivergence(NamedTuple):
     place: int  # of the continuation
     token: int
     likeliest: int
@@ -67,7 +67,7 @@ def identity_check(
     config: AuditConfig, tokens: list[int], distributions: Sequence[CoarseDistribution], index: int
 ) -> Check:
     wrong = [
-        Divergence(place, token, distribution.ids[0], distribution.top_gap)
+        GreedyDivergence(place, token, distribution.ids[0], distribution.top_gap)
         for place, (token, distribution) in enumerate(zip(tokens, distributions, strict=True))
         if distribution.ids[0] != token
     ]
@@ -106,7 +106,7 @@ def same_text_check(
     place = forks[0]
     before = (*context, *tokens[:place])
     margin = distributions[before].top_gap
-    found = Divergence(place, tokens[place], plain[place], margin)
+    found = GreedyDivergence(place, tokens[place], plain[place], margin)
     said = f"forks at token {place + 1} of {len(tokens)}, margin {margin:.3g}"
     return Check(
         name=name,

@@ -50,7 +50,7 @@ class Path(NamedTuple):
     begin: int
 
 
-class DistributionSource(Protocol):
+class ReferenceSource(Protocol):
     def after(self, texts: Sequence[Text]) -> list[CoarseDistribution]:
         """The distribution of the token after each text."""
         ...
@@ -63,7 +63,7 @@ class DistributionSource(Protocol):
 class DistributionBook:
     """Distributions by text, each requested once."""
 
-    def __init__(self, source: DistributionSource):
+    def __init__(self, source: ReferenceSource):
         self.source = source
         self.known: dict[Text, CoarseDistribution] = {}
 
@@ -92,7 +92,7 @@ class DistributionBook:
         return self.known[text]
 
 
-def distribution_source(config: AuditConfig, client: AuditClient) -> DistributionSource:
+def distribution_source(config: AuditConfig, client: AuditClient) -> ReferenceSource:
     if config.target is None:
         return ServerDistributions(config, client)
     return TargetDistributions(config, client.max_length)

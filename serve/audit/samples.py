@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from draftsmith.errors import UserError
 from draftsmith.progress import Progress
 from draftsmith.prompts.suites import is_given, read_suite
-from draftsmith.serve.audit.client import AuditClient, Completion
+from draftsmith.serve.audit.client import AuditClient, AuditCompletion
 from draftsmith.serve.audit.config import AuditConfig
 from draftsmith.serve.audit.reference import Path, Text
 
@@ -76,11 +76,13 @@ def draw_samples(
     each = -(-config.samples // (len(contexts) * config.choices))
     progress = Progress("samples", total=each * len(contexts), unit="requests")
     for number, context in enumerate(contexts):
-        answers: list[Completion] = []
+        answers: list[AuditCompletion] = []
         for begin in range(0, each, config.concurrency):
             numbers = range(begin, min(begin + config.concurrency, each))
 
-            def ask(index: int, number: int = number, context: Text = context) -> list[Completion]:
+            def ask(
+                index: int, number: int = number, context: Text = context
+            ) -> list[AuditCompletion]:
                 # vLLM gives choice i the seed plus i: requests in a row would repeat one another's
                 # choices.
                 seed = _seed(config, 1_000_003 * (number + 1) + index * config.choices)

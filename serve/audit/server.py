@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import httpx
 
-from draftsmith.serve.audit.client import AuditClient, Counters
+from draftsmith.serve.audit.client import AuditClient, AuditCounters
 from draftsmith.serve.audit.config import AuditConfig
 from draftsmith.serve.audit.depths import (
     BONUS,
@@ -39,7 +39,7 @@ from draftsmith.serve.audit.reference import (
 from draftsmith.serve.audit.report import Check, Report
 from draftsmith.serve.audit.samples import draw_samples, make_contexts, paths
 from draftsmith.serve.audit.together import together_checks
-from draftsmith.serve.audit.tokens import Tokens, detectable, tokens_of
+from draftsmith.serve.audit.tokens import AuditTokens, detectable, tokens_of
 from draftsmith.serve.audit.two_samples import NOTHING_PLANTED, two_sample_checks
 
 TOGETHER = "all tokens together"
@@ -135,7 +135,7 @@ def plain_client(
 
 
 def drafted_at_once(
-    config: AuditConfig, client: AuditClient, counters: Counters | None
+    config: AuditConfig, client: AuditClient, counters: AuditCounters | None
 ) -> int | None:
     """Depth to audit: `config.k`, else the depth that the server reports, else by its counters;
     None where nothing gives it."""
@@ -146,7 +146,7 @@ def drafted_at_once(
     return len(counters.accepted) if counters is not None and counters.accepted else None
 
 
-def since(before: Counters | None, after: Counters | None) -> Counters | None:
+def since(before: AuditCounters | None, after: AuditCounters | None) -> AuditCounters | None:
     return None if before is None or after is None else after.since(before)
 
 
@@ -189,7 +189,7 @@ def speculated(offered: int | None) -> list[Check]:
 
 
 def sampled_checks(
-    config: AuditConfig, tokens: Tokens, depths: Depths, counted: Counters | None
+    config: AuditConfig, tokens: AuditTokens, depths: Depths, counted: AuditCounters | None
 ) -> list[Check]:
     """Checks of every group of tokens and of all of them; the false alarm is shared out evenly."""
     wanted = wanted_depths(config.k) if depths.reported else []
@@ -215,7 +215,7 @@ def sampled_checks(
     return found + shared_checks(config, tokens.at(UNKNOWN), counted, threshold)
 
 
-def group_check(config: AuditConfig, tokens: Tokens, name: str, threshold: float) -> Check:
+def group_check(config: AuditConfig, tokens: AuditTokens, name: str, threshold: float) -> Check:
     """Check of one group: broken where the evidence reaches `threshold`, blind where that of no
     planted bias does."""
     log_evidence = tokens.evidence()
@@ -271,7 +271,7 @@ def times_needed(config: AuditConfig, check: Check) -> float:
 
 
 def shared_checks(
-    config: AuditConfig, tokens: Tokens, counted: Counters | None, threshold: float
+    config: AuditConfig, tokens: AuditTokens, counted: AuditCounters | None, threshold: float
 ) -> list[Check]:
     """Controls of a server that reports no rounds: a bias at one depth is planted in as many of the
     tokens as its counters give that depth."""

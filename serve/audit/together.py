@@ -26,7 +26,7 @@ PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.5}
 NONE: dict[str, float] = {}
 
 
-class Asked(NamedTuple):
+class AskedTogether(NamedTuple):
     text: Text
     penalties: dict[str, float]
 
@@ -53,17 +53,19 @@ def together_checks(
     ]
 
 
-def requests(config: AuditConfig, client: AuditClient, contexts: Sequence[Text]) -> list[Asked]:
+def requests(
+    config: AuditConfig, client: AuditClient, contexts: Sequence[Text]
+) -> list[AskedTogether]:
     """Long ones first, so that the others run beside them."""
     context = contexts[0]
     longest = UNREPORTED if client.max_length is None else client.max_length - config.greedy_tokens
     length = max(min(longest, LONG_TOKENS), len(context))
     long = (context * (length // len(context) + 1))[:length]
     lengths = [long, context, context[:SHORT_TOKENS]]
-    return [Asked(text, given) for text in lengths for given in (NONE, PENALTIES)]
+    return [AskedTogether(text, given) for text in lengths for given in (NONE, PENALTIES)]
 
 
-def answer(client: AuditClient, config: AuditConfig, asked: Asked) -> list[int]:
+def answer(client: AuditClient, config: AuditConfig, asked: AskedTogether) -> list[int]:
     return client.complete(
         list(asked.text),
         max_tokens=config.greedy_tokens,
@@ -76,7 +78,7 @@ def answer(client: AuditClient, config: AuditConfig, asked: Asked) -> list[int]:
 def same_check(
     config: AuditConfig,
     distributions: DistributionBook,
-    asked: Asked,
+    asked: AskedTogether,
     alone: list[int],
     beside: list[int],
 ) -> Check:
@@ -102,7 +104,11 @@ def same_check(
 
 
 def distance(
-    distribution: CoarseDistribution, asked: Asked, alone: list[int], beside: list[int], place: int
+    distribution: CoarseDistribution,
+    asked: AskedTogether,
+    alone: list[int],
+    beside: list[int],
+    place: int,
 ) -> float:
     """Difference of the two tokens' penalised logprobs; infinite where one is not listed."""
     written = Counter(alone[:place])

@@ -17,7 +17,7 @@ STEPS = 13  # planted biases: the largest, and each 1 / sqrt(2) of the one befor
 REST, PADDING = -1, -2
 
 
-class Tokens(NamedTuple):
+class AuditTokens(NamedTuple):
     """n sampled tokens, m outcomes each: the likeliest tokens, in order, and the rest."""
 
     probs: torch.Tensor  # [n, m] float64, of each token given its own prefix
@@ -25,9 +25,9 @@ class Tokens(NamedTuple):
     groupings: tuple[torch.Tensor, ...]  # each [n, m] int64: outcomes that may share one bias
     depths: torch.Tensor  # [n] int64, see `depths.py`
 
-    def at(self, depth: int) -> Tokens:
+    def at(self, depth: int) -> AuditTokens:
         keep = self.depths == depth
-        return Tokens(
+        return AuditTokens(
             self.probs[keep],
             self.drawn[keep],
             tuple(cells[keep] for cells in self.groupings),
@@ -45,7 +45,7 @@ class Tokens(NamedTuple):
 
 def tokens_of(
     distributions: DistributionBook, samples: Sequence[Samples], depths: Sequence[int]
-) -> Tokens:
+) -> AuditTokens:
     """Tokens of all continuations, in order, with their `depths`."""
     found: list[CoarseDistribution] = []
     tokens: list[int] = []
@@ -72,7 +72,7 @@ def tokens_of(
         numbered(ids, torch.tensor(last)),
         numbered(ids, torch.tensor(prefixes)),
     )
-    return Tokens(probs, drawn, groupings, torch.tensor(depths))
+    return AuditTokens(probs, drawn, groupings, torch.tensor(depths))
 
 
 def outcomes(distributions: Sequence[CoarseDistribution]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,7 +99,7 @@ def numbered(ids: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Ten
     return pairs.unique(return_inverse=True)[1].view(ids.shape)
 
 
-def detectable(tokens: Tokens, threshold: float, seed: int, share: float = 1.0) -> float:
+def detectable(tokens: AuditTokens, threshold: float, seed: int, share: float = 1.0) -> float:
     """Smallest planted bias whose evidence reaches `threshold`, as the mean total variation of the
     tokens that have it, a `share` of all; 1 where the largest is not detected."""
     planting = Planting(tokens, seed, share)
@@ -120,7 +120,7 @@ class Planting:
     Of strength c: where the likelier half has probability h, c h (1 - h) moves over.
     """
 
-    def __init__(self, tokens: Tokens, seed: int, share: float):
+    def __init__(self, tokens: AuditTokens, seed: int, share: float):
         generator = torch.Generator().manual_seed(seed)
         self.tokens, half = tokens, likelier_half(tokens.probs)
         self.mass = (tokens.probs * half).sum(dim=1)

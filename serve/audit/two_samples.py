@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from draftsmith.kernels.statistics import Fit, chi_square_survival, homogeneity
-from draftsmith.serve.audit.client import AuditClient, Counters
+from draftsmith.serve.audit.client import AuditClient, AuditCounters
 from draftsmith.serve.audit.config import AuditConfig
 from draftsmith.serve.audit.depths import (
     BONUS,
@@ -50,7 +50,7 @@ def two_sample_checks(
     contexts: Sequence[Text],
     samples: Sequence[Samples],
     depths: Depths,
-    counted: Counters | None,
+    counted: AuditCounters | None,
 ) -> list[Check]:
     """Checks of each depth; `counted` gives its share where the server reports no rounds."""
     others = replace(config, seed=config.seed + OTHER_SEEDS)
@@ -80,7 +80,7 @@ def two_sample_checks(
     ]
 
 
-def least_share(config: AuditConfig, depths: Depths, counted: Counters | None) -> float:
+def least_share(config: AuditConfig, depths: Depths, counted: AuditCounters | None) -> float:
     """Share of the rarest depth among the tokens after the first; 0 where it is not known."""
     if config.k == 0:
         return 1.0

@@ -24,7 +24,7 @@ UNFIT = (400, 413, 422)  # one request's own fault, such as a prompt longer than
 
 
 @dataclass
-class Answer:
+class TimedAnswer:
     num_tokens: int = 0
     text: str = ""
     begun_s: float = 0.0
@@ -52,7 +52,7 @@ class Answer:
 
 @dataclass
 class PassResult:
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[TimedAnswer] = field(default_factory=list)
     wall_s: float = 0.0
 
     @property
@@ -122,7 +122,9 @@ class Client:
     def _send(self, request: httpx.Request) -> Awaitable[httpx.Response]:
         return self.http.send(request, stream=True)
 
-    async def _converse(self, question: Question, body: Body, answers: Sequence[Answer]) -> None:
+    async def _converse(
+        self, question: Question, body: Body, answers: Sequence[TimedAnswer]
+    ) -> None:
         """Ask every turn, each behind the answers before it."""
         fields = dict(question.fields)
         for number, answer in enumerate(answers):
@@ -136,7 +138,7 @@ class Client:
                     later.refused = answer.refused
                 return
 
-    async def _ask(self, prompt: Prompt, body: Body, answer: Answer) -> None:
+    async def _ask(self, prompt: Prompt, body: Body, answer: TimedAnswer) -> None:
         path = "/v1/chat/completions" if "messages" in prompt else "/v1/completions"
         whole = {**body, **prompt, "stream": True, "stream_options": {"include_usage": True}}
         answer.begun_s = perf_counter()
@@ -161,13 +163,13 @@ class Client:
 
 def _opened(
     prompts: Sequence[Prompt | Question],
-) -> tuple[PassResult, list[tuple[Question, list[Answer]]]]:
+) -> tuple[PassResult, list[tuple[Question, list[TimedAnswer]]]]:
     """A pass before it is asked: an answer for every turn of each prompt, in their order."""
     asked = []
     for number, prompt in enumerate(prompts):
         question = prompt if isinstance(prompt, Question) else Question(prompt)
         turns = range(1 + len(question.later))
-        asked.append((question, [Answer(prompt=number, task=question.task) for _ in turns]))
+        asked.append((question, [TimedAnswer(prompt=number, task=question.task) for _ in turns]))
     return PassResult([answer for _, answers in asked for answer in answers]), asked
 
 
@@ -192,7 +194,7 @@ def _event(text: str) -> Body:
     return event
 
 
-def _take(chunk: Body, answer: Answer) -> None:
+def _take(chunk: Body, answer: TimedAnswer) -> None:
     for choice in chunk["choices"]:
         delta = choice.get("delta", {})
         if "role" in delta and not delta.get("content"):

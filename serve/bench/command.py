@@ -29,12 +29,12 @@ from draftsmith.prompts.suites import (
     most_tokens,
     read_suite,
 )
-from draftsmith.serve.bench.client import Answer, Client, PassResult
+from draftsmith.serve.bench.client import Client, PassResult, TimedAnswer
 from draftsmith.serve.bench.config import BenchConfig, ServedPair
 from draftsmith.serve.bench.picture import draw
 from draftsmith.serve.bench.prompts import Prompt, read_prompts
 from draftsmith.serve.bench.report import (
-    Case,
+    BenchCase,
     cost_of,
     figures,
     goal_of,
@@ -89,7 +89,7 @@ def run(config: BenchConfig) -> int:
     return 0
 
 
-def check_refused(cases: Sequence[Case]) -> int:
+def check_refused(cases: Sequence[BenchCase]) -> int:
     """Number of answers that the server refused, which are in no figure.
 
     Raises:
@@ -107,7 +107,7 @@ def check_refused(cases: Sequence[Case]) -> int:
     return len(refused)
 
 
-def _refused(case: Case) -> list[Answer]:
+def _refused(case: BenchCase) -> list[TimedAnswer]:
     return [answer for one in case.passes for answer in one.answers if answer.refused]
 
 
@@ -176,7 +176,7 @@ def check(config: BenchConfig) -> None:
 
 async def measure(
     config: BenchConfig, urls: Mapping[str, str], prompts: Sequence[Prompt | Question]
-) -> tuple[list[Case], DraftCost | None]:
+) -> tuple[list[BenchCase], DraftCost | None]:
     """Passes of every case, and the cost of drafting in weights read if the server reports it.
     `urls` are those of `CHAIN` and of every tree, which is a mode of its own."""
     clients = {
@@ -185,7 +185,7 @@ async def measure(
     }
     model = config.model or await clients[CHAIN].model()
     cases = [
-        Case(temperature, mode, [], concurrency)
+        BenchCase(temperature, mode, [], concurrency)
         for concurrency in config.concurrency
         for temperature in config.temperature
         for mode in (*config.modes, *config.tree)
@@ -224,7 +224,7 @@ async def _pass(
     config: BenchConfig,
     client: Client,
     prompts: Sequence[Prompt | Question],
-    case: Case,
+    case: BenchCase,
     body: dict[str, Any],
 ) -> PassResult:
     if config.request_rate is None:
@@ -243,7 +243,7 @@ def gaps(config: BenchConfig, count: int, *, seed: int) -> list[float]:
     return [generator.gammavariate(config.burstiness, scale_s) for _ in range(count)]
 
 
-def _body(config: BenchConfig, model: str, case: Case) -> dict[str, Any]:
+def _body(config: BenchConfig, model: str, case: BenchCase) -> dict[str, Any]:
     """Request body of a case, without a seed at any temperature: `--k auto` leaves sampled requests
     with a seed out of its measurements."""
     body: dict[str, Any] = {

@@ -10,9 +10,9 @@ from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.kernels.acceptance import AcceptanceCounts, DraftCost, bootstrap_ratio
-from draftsmith.serve.bench.client import Answer, PassResult
+from draftsmith.serve.bench.client import PassResult, TimedAnswer
 
-LATENCIES: dict[str, Callable[[Answer], float]] = {
+LATENCIES: dict[str, Callable[[TimedAnswer], float]] = {
     "ttft": lambda answer: answer.ttft_s,
     "tpot": lambda answer: answer.tpot_s or 0.0,
     "e2el": lambda answer: answer.e2el_s,
@@ -37,7 +37,7 @@ def goal_of(words: Sequence[str]) -> Goal:
     return goal
 
 
-def keeps(answer: Answer, goal: Goal) -> bool:
+def keeps(answer: TimedAnswer, goal: Goal) -> bool:
     return all(1e3 * LATENCIES[name](answer) <= limit for name, limit in goal.items())
 
 
@@ -45,14 +45,14 @@ Figures = dict[str, Any]
 
 
 @dataclass
-class Case:
+class BenchCase:
     temperature: float
     mode: str
     passes: list[PassResult]
     concurrency: int = 1
 
     @property
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[TimedAnswer]:
         return [answer for one in self.passes for answer in one.answers if not answer.refused]
 
 
@@ -71,7 +71,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def figures(
-    case: Case, *, goal: Goal | None = None, draft_cost: DraftCost | None = None
+    case: BenchCase, *, goal: Goal | None = None, draft_cost: DraftCost | None = None
 ) -> Figures:
     answers = case.answers
     tpots = [answer.tpot_s for answer in answers if answer.tpot_s is not None]
@@ -94,12 +94,12 @@ def figures(
     }
 
 
-def speed(answers: Sequence[Answer]) -> float:
+def speed(answers: Sequence[TimedAnswer]) -> float:
     """Tokens a second of a request's time, which is what a user waits for."""
     return sum(one.num_tokens for one in answers) / sum(one.e2el_s for one in answers)
 
 
-def reports_of(answers: Sequence[Answer]) -> list[list[Figures]]:
+def reports_of(answers: Sequence[TimedAnswer]) -> list[list[Figures]]:
     """Reports of the answers to each prompt: its turns, and its repetitions in other passes."""
     found: dict[int, list[Figures]] = {}
     for answer in answers:
@@ -113,7 +113,7 @@ def percentiles(seconds: Sequence[float]) -> Figures:
     return {f"p{share}": 1e3 * percentile(seconds, share / 100) for share in (50, 95, 99)}
 
 
-def goodput(answers: Sequence[Answer], goal: Goal, wall_s: float) -> Figures:
+def goodput(answers: Sequence[TimedAnswer], goal: Goal, wall_s: float) -> Figures:
     good = [answer for answer in answers if keeps(answer, goal)]
     return {
         "goal_ms": goal,

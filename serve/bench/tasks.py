@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from draftsmith.files import markdown_table
 from draftsmith.kernels.acceptance import bootstrap_ratio, bootstrap_ratios
-from draftsmith.serve.bench.client import Answer
+from draftsmith.serve.bench.client import TimedAnswer
 from draftsmith.serve.bench.report import (
-    Case,
+    BenchCase,
     Figures,
     acceptance,
     accepted,
@@ -25,10 +25,10 @@ INTERVALS = (
 )
 
 
-def by_task(case: Case) -> dict[str, Figures]:
+def by_task(case: BenchCase) -> dict[str, Figures]:
     """Figures of each task of the suite, in its order, and of all together; tokens and seconds by
     prompt, all its turns and passes together."""
-    groups: dict[str, list[Answer]] = {}
+    groups: dict[str, list[TimedAnswer]] = {}
     for answer in case.answers:
         groups.setdefault(answer.task, []).append(answer)
     return {task: _figures(answers) for task, answers in groups.items()} | {
@@ -36,7 +36,7 @@ def by_task(case: Case) -> dict[str, Figures]:
     }
 
 
-def _figures(answers: Sequence[Answer]) -> Figures:
+def _figures(answers: Sequence[TimedAnswer]) -> Figures:
     tokens: dict[int, float] = {}
     seconds: dict[int, float] = {}
     for answer in answers:
@@ -54,7 +54,7 @@ def _figures(answers: Sequence[Answer]) -> Figures:
     }
 
 
-def _tokens_per_pass(answers: Sequence[Answer]) -> float | None:
+def _tokens_per_pass(answers: Sequence[TimedAnswer]) -> float | None:
     reports = [answer.report for answer in answers if answer.report]
     passes = sum(report["num_target_passes"] for report in reports)
     return sum(report["num_committed_tokens"] for report in reports) / passes if passes else None

@@ -35,7 +35,7 @@ class MadeCall(StrictModel):
     index: int | None = None  # of streamed calls that a client sends back
 
 
-class Message(StrictModel):
+class MessageBody(StrictModel):
     role: Text
     content: Text | list[TextPart] | None = None
     name: Text | None = None
@@ -47,7 +47,7 @@ class Message(StrictModel):
     annotations: list[JsonObject] | None = None
 
     @model_validator(mode="after")
-    def _fits_its_role(self) -> Message:
+    def _fits_its_role(self) -> MessageBody:
         if self.role != "assistant":
             for name in ("tool_calls", "reasoning_content", "reasoning", "annotations"):
                 if getattr(self, name) is not None:
@@ -73,17 +73,17 @@ class Message(StrictModel):
         return plain_message(self.model_dump())
 
 
-class Conversation(StrictModel):
+class ConversationBody(StrictModel):
     """Messages, and options of the chat template that makes a prompt of them."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[MessageBody], Field(min_length=1)]
     add_generation_prompt: bool | None = None  # default: true unless the final message is continued
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: JsonObject | None = None
 
     @model_validator(mode="after")
-    def _continues_or_prompts(self) -> Conversation:
+    def _continues_or_prompts(self) -> ConversationBody:
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError(
                 "add_generation_prompt and continue_final_message are both true; choose one of them"

@@ -41,7 +41,7 @@ class NamedChoice(StrictModel):
     function: NamedFunction
 
 
-class Choice(NamedTuple):
+class ToolChoice(NamedTuple):
     """Tools that an answer may call."""
 
     tools: tuple[Tool, ...] = ()  # none: whatever looks like a call is text
@@ -83,13 +83,13 @@ class ToolFields(StrictModel):
         """Tools that the model gets to see."""
         return [] if self.tool_choice == "none" else self.tools or []
 
-    def choice(self) -> Choice:
+    def choice(self) -> ToolChoice:
         tools = tuple(tool.tool() for tool in self.offered())
         if isinstance(self.tool_choice, NamedChoice):
             name = self.tool_choice.function.name
             named = tuple(tool for tool in tools if tool.name == name)
-            return Choice(named, forced=True, parallel=False)
-        return Choice(
+            return ToolChoice(named, forced=True, parallel=False)
+        return ToolChoice(
             tools,
             forced=self.tool_choice == "required",
             parallel=self.parallel_tool_calls is not False,

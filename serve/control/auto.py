@@ -18,7 +18,7 @@ from draftsmith.serve.control.control import (
     RoundResult,
     RowBudget,
 )
-from draftsmith.serve.control.forecast import Forecast, Forecaster, Load, share_of_price
+from draftsmith.serve.control.forecast import Forecast, Forecaster, RoundLoad, share_of_price
 from draftsmith.serve.control.latency import (
     PROBE_ROUNDS,
     TOGETHER,
@@ -115,7 +115,7 @@ class AutoControl:
         bucket.rounds += 1
         if bucket.rounds >= bucket.due or budgets[0].request_class != bucket.request_class:
             bucket.request_class = budgets[0].request_class
-            self._decide(bucket, Load(number, Counter(budgets), deepest))
+            self._decide(bucket, RoundLoad(number, Counter(budgets), deepest))
         k = bucket.k if bucket.probe is None else bucket.probe
         if k == 0:
             return _Plan([0] * len(budgets), number, least_survival=bucket.least_survival)
@@ -165,7 +165,7 @@ class AutoControl:
             seconds = plain_s + max(0.0, seconds - plain_s) / scale
         self.latency.add(number, result.k, seconds)
 
-    def _decide(self, bucket: _State, load: Load) -> None:
+    def _decide(self, bucket: _State, load: RoundLoad) -> None:
         since, bucket.decided = bucket.rounds - bucket.decided, bucket.rounds
         classes, before = {budget.request_class for budget in load.rows}, bucket.classes
         bucket.classes, bucket.rested = classes, bucket.rested and classes == before
@@ -204,7 +204,7 @@ class AutoControl:
             bucket.due = bucket.rounds + PROBE_ROUNDS + (not self.latency.measured(load.number, k))
             bucket.last = bucket.due + PROBE_ROUNDS  # as many again where text is read late
 
-    def _rest(self, bucket: _State, load: Load) -> None:
+    def _rest(self, bucket: _State, load: RoundLoad) -> None:
         """Draft nothing until the next decision, and measure the last rounds before it."""
         rounds = int(REST_S / self.latency.seconds(load.number, 0))
         if rounds > LATE:
@@ -215,7 +215,7 @@ class AutoControl:
             return
         bucket.rest = self._rounds + rounds - TOGETHER
 
-    def _worth(self, bucket: _State, load: Load, forecast: Forecast, k: int) -> float:
+    def _worth(self, bucket: _State, load: RoundLoad, forecast: Forecast, k: int) -> float:
         """Rounds that a probe of k may save, less those that it costs."""
         now = bucket.k
         if k == now:
@@ -236,7 +236,7 @@ class AutoControl:
         rounds = min(HORIZON[0] + bucket.rounds, HORIZON[1])
         return rounds * _gain(log(rates[k] / rates[now]) - GAIN_WANTED, resolved) - cost
 
-    def _caps(self, bucket: _State, load: Load) -> dict[str, int]:
+    def _caps(self, bucket: _State, load: RoundLoad) -> dict[str, int]:
         """Depths to which a class's drafts bring more than their time is worth; none for the
         class that goes deepest, whose depth is the measured k."""
         if len(bucket.classes) == 1:

@@ -107,7 +107,7 @@ class FixedControl:
         return
 
 
-class Step(NamedTuple):
+class ScheduleStep(NamedTuple):
     batch: int  # from this many deciding rows on
     k: int
 
@@ -115,7 +115,7 @@ class Step(NamedTuple):
 class ScheduledControl(FixedControl):
     """k by batch size, ascending steps; a request's own k stays a cap."""
 
-    def __init__(self, steps: Sequence[Step]):
+    def __init__(self, steps: Sequence[ScheduleStep]):
         self.steps = steps
 
     def choose(self, budgets: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
@@ -125,7 +125,7 @@ class ScheduledControl(FixedControl):
         return RoundPlan([min(k, budget.most) for budget in budgets])
 
 
-def parse_schedule(text: str) -> list[Step]:
+def parse_schedule(text: str) -> list[ScheduleStep]:
     """`"1:5,8:3,32:0"`: from 1 row on 5 tokens, from 8 on 3, from 32 on none."""
     steps = []
     for part in text.split(","):
@@ -134,7 +134,7 @@ def parse_schedule(text: str) -> list[Step]:
             raise UserError(
                 f"k_schedule has {part!r}; write BATCH:K pairs, for example 1:5,8:3,32:0"
             )
-        steps.append(Step(int(batch), int(k)))
+        steps.append(ScheduleStep(int(batch), int(k)))
     batches = [step.batch for step in steps]
     if batches[0] < 1 or any(low >= high for low, high in pairwise(batches)):
         raise UserError(

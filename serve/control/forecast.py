@@ -15,7 +15,7 @@ from draftsmith.serve.control.survival import Survival
 MEMORY = 1000.0  # tokens that the share of prompts goes over
 
 
-class Load(NamedTuple):
+class RoundLoad(NamedTuple):
     number: Bucket
     rows: Counter[RowBudget]  # equal ones counted together
     deepest: int
@@ -74,7 +74,7 @@ class Forecaster:
             return sum(self.survival.chances(row.request_class, row.offered))
         return row.accepted
 
-    def forecast(self, load: Load, k_of: Callable[[RowBudget, int], int]) -> Forecast:
+    def forecast(self, load: RoundLoad, k_of: Callable[[RowBudget, int], int]) -> Forecast:
         """`k_of` is the k that a row gets where k is chosen."""
         tokens = [float(load.rows.total())] * (load.deepest + 1)
         drafted = [0] * (load.deepest + 1)
@@ -109,7 +109,7 @@ class Forecaster:
         unread = sum(late.num_unread for late in known)
         return sum(extra_s) / max(unread, 1), max(extra_s, default=0.0)
 
-    def _seconds(self, load: Load, k: int) -> float:
+    def _seconds(self, load: RoundLoad, k: int) -> float:
         """Expected seconds of a round at depth k, less those of prompts, beside which a draft would
         look cheap."""
         alone = load.number.alone

@@ -28,7 +28,7 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.kernels.contexts import label_of
 from draftsmith.progress import duration
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.route import CANARY, class_draft, shown
 from draftsmith.serve.stats import EngineStats
 
@@ -74,7 +74,7 @@ class Sample(NamedTuple):
 class History:
     """Points of the last quarter of an hour, and the samples that the next one is made of."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: EngineCore):
         self.engine, self.points = engine, deque[Point](maxlen=POINTS)
         self._samples = deque([Sample.of(engine.stats)], maxlen=WINDOW + 1)
         self._stopped = threading.Event()
@@ -158,7 +158,7 @@ class Source:
 
 
 def facts(
-    engine: Engine,
+    engine: EngineCore,
     points: Sequence[Point],
     learner: Told | None,
     decisions: Sequence[Told],
@@ -218,7 +218,7 @@ def contexts_table(stats: EngineStats) -> Told:
     return table_of("Tokens before the round", ("context", *RATES), rows if len(rows) > 1 else [])
 
 
-def drafts_table(engine: Engine, learner: Told | None) -> Told:
+def drafts_table(engine: EngineCore, learner: Told | None) -> Told:
     """One row per draft, the live one first, then the classes that only learn."""
     stats, pool = engine.stats, (learner or {}).get("pool") or {}
     notes = {class_draft(name): note(status) for name, status in pool.items()}

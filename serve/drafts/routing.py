@@ -25,7 +25,7 @@ PROBES = 0.1
 
 
 @dataclass
-class Measured:
+class MeasuredDraft:
     """Share of the reached drafted tokens that was kept, per request."""
 
     shares: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -54,7 +54,7 @@ class Router:
     def __init__(self) -> None:
         self.canary_share = 0.0
         self.pool = DraftPool()
-        self._measured: dict[Route, Measured] = {}
+        self._measured: dict[Route, MeasuredDraft] = {}
 
     def choose(
         self, request: str, request_class: str, prompt: Sequence[int], ready: Collection[str]
@@ -78,7 +78,7 @@ class Router:
         """Count a finished request: `reached` drafted tokens whose prefix was kept, of which `kept`
         were kept."""
         if route.pool_class and reached > 0:
-            self._measured.setdefault(route, Measured()).shares.append(kept / reached)
+            self._measured.setdefault(route, MeasuredDraft()).shares.append(kept / reached)
 
     def prefers(self, name: str) -> bool:
         """True unless the class's own draft is measured to be worse there than the live one."""

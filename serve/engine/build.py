@@ -30,11 +30,11 @@ from draftsmith.serve.control.stopping import LONGEST, SHORTEST, Stopping
 from draftsmith.serve.control.trees import TreeControl
 from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.engine.commit import Committer
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.graphs import PassGraphs, can_capture, capture_drafts
 from draftsmith.serve.engine.output import OutputQueue
 from draftsmith.serve.engine.propose import Proposer
-from draftsmith.serve.engine.recorder import Recorder
+from draftsmith.serve.engine.recorder import RoundRecorder
 from draftsmith.serve.engine.runner import BlockTables, TargetRunner
 from draftsmith.serve.engine.scheduler import Scheduler
 from draftsmith.serve.engine.verify import chain_rule, rule_name
@@ -55,7 +55,7 @@ def build_engine(
     draft_version: str = "",
     fallback: ServingDrafter | None = None,
     adapters: Adapters | None = None,
-) -> Engine:
+) -> EngineCore:
     """An engine with its pools, ready for requests. Raises `UserError` for options that do not go
     together.
 
@@ -108,7 +108,7 @@ def build_engine(
     recorder = _recorder(sink, target, config, taps=proposer.taps, trees=tree is not None)
     outputs = OutputQueue(recorder)
     unread = 0 if drafter is None else most_unread(target, drafter, plan, config)
-    return Engine(
+    return EngineCore(
         target=target,
         drafter=drafter,
         config=config,
@@ -224,8 +224,8 @@ def _recorder(
     *,
     taps: tuple[int, ...],
     trees: bool,
-) -> Recorder:
-    return Recorder(
+) -> RoundRecorder:
+    return RoundRecorder(
         sink,
         target=target.name,
         target_revision=target.revision,

@@ -20,8 +20,8 @@ from draftsmith.serve.engine.output import (
     token_logprobs,
 )
 from draftsmith.serve.engine.propose import Proposer
-from draftsmith.serve.engine.recorder import Recorder
-from draftsmith.serve.engine.round import OnRound, Round, RowOutput, Source
+from draftsmith.serve.engine.recorder import RoundRecorder
+from draftsmith.serve.engine.round import DraftSource, OnRound, Round, RowOutput
 from draftsmith.serve.engine.runner import state_read
 from draftsmith.serve.engine.scheduler import Scheduler
 from draftsmith.serve.requests.kept_taps import SharedTaps, keep_taps, reads_taps
@@ -49,7 +49,7 @@ class Committer:
         drafts: DraftSet,
         proposer: Proposer,
         outputs: OutputQueue,
-        recorder: Recorder,
+        recorder: RoundRecorder,
         stats: EngineStats,
         *,
         eos_token_ids: Collection[int],
@@ -253,7 +253,7 @@ def round_result(round: Round, accepted: Sequence[int | None], seconds: float) -
     offers = [
         RowResult(row.request.acceptance_class, row.k, None if count is None else min(count, row.k))
         for index, (row, count) in enumerate(zip(drafting, accepted, strict=True))
-        if round.proposal is None or round.proposal.sources[index] is not Source.NONE
+        if round.proposal is None or round.proposal.sources[index] is not DraftSource.NONE
     ]
     return RoundResult(
         plan=round.schedule.plan,

@@ -25,7 +25,7 @@ from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.engine.commit import Committer, round_result
 from draftsmith.serve.engine.output import OutputQueue
 from draftsmith.serve.engine.propose import Proposer, unread_by_draft
-from draftsmith.serve.engine.recorder import Recorder
+from draftsmith.serve.engine.recorder import RoundRecorder
 from draftsmith.serve.engine.round import (
     OnRound,
     Round,
@@ -54,7 +54,7 @@ from draftsmith.serve.stats import EngineStats
 
 
 @dataclass(eq=False, kw_only=True)
-class Engine:
+class EngineCore:
     """A target, at most one drafter (further drafts of its kind may come beside it) and the
     requests between them."""
 
@@ -70,7 +70,7 @@ class Engine:
     proposer: Proposer
     runner: TargetRunner
     rule: ChainRule
-    recorder: Recorder
+    recorder: RoundRecorder
     adapters: list[str]  # names of the target's LoRA adapters
     outputs: OutputQueue
     committer: Committer

@@ -199,7 +199,7 @@ def _rows_like(values: torch.Tensor, count: int) -> torch.Tensor:
     return values.new_zeros(count, values.shape[1])
 
 
-class Outcome(enum.IntEnum):
+class GraphOutcome(enum.IntEnum):
     """Outcome of a capture; of several ranks the least counts."""
 
     IMPOSSIBLE = 0
@@ -290,15 +290,15 @@ class PassGraphs:
         with self._together(Prepare(*shape)):
             outcome = self._attempt(shape)
             if self._ranks is not None:
-                outcome = Outcome(self._ranks.least(outcome))
-        if outcome is not Outcome.CAPTURED:
+                outcome = GraphOutcome(self._ranks.least(outcome))
+        if outcome is not GraphOutcome.CAPTURED:
             self._graphs.pop(shape, None)
-        if outcome is Outcome.NO_MEMORY:
+        if outcome is GraphOutcome.NO_MEMORY:
             self._left_out.add(shape)
-        self.broken = outcome is Outcome.IMPOSSIBLE
+        self.broken = outcome is GraphOutcome.IMPOSSIBLE
         return shape in self._graphs
 
-    def _attempt(self, shape: Shape) -> Outcome:
+    def _attempt(self, shape: Shape) -> GraphOutcome:
         try:
             self._capture(shape)
         except torch.OutOfMemoryError:
@@ -308,7 +308,7 @@ class PassGraphs:
                     "a smaller memory_gib or max_batch",
                     shape.num_tokens,
                 )
-            return Outcome.NO_MEMORY
+            return GraphOutcome.NO_MEMORY
         except RuntimeError as error:
             # A model that looks at values on the host cannot be captured; it is served without
             # graphs.
@@ -316,8 +316,8 @@ class PassGraphs:
                 "the target's passes cannot be captured as CUDA graphs (%s)",
                 first_line(error),
             )
-            return Outcome.IMPOSSIBLE
-        return Outcome.CAPTURED
+            return GraphOutcome.IMPOSSIBLE
+        return GraphOutcome.CAPTURED
 
     def _together(self, call: Call | None) -> AbstractContextManager[None]:
         if self._ranks is None or call is None:

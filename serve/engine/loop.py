@@ -17,7 +17,7 @@ from draftsmith.drafters.published.pool import DraftPool
 from draftsmith.errors import UserError
 from draftsmith.kernels.dispatch import use_device
 from draftsmith.serve.drafts.swap import Swap, SwapLate
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.scheduler import QueueFull
 from draftsmith.serve.requests.request import (
     DEFAULT_OPTIONS,
@@ -65,7 +65,7 @@ class EngineLoop:
     else escapes: all requests end with an error, and no more are taken.
     """
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: EngineCore):
         self.engine = engine
         self.failures = 0  # rounds in a row that raised
         self._inbox: queue.SimpleQueue[Action] = queue.SimpleQueue()

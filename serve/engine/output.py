@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.kernels.dispatch import Reading, reads_freely, sent
-from draftsmith.serve.engine.recorder import Recorder
+from draftsmith.serve.engine.recorder import RoundRecorder
 from draftsmith.serve.engine.round import prompt_positions
-from draftsmith.serve.engine.scheduler import Row
+from draftsmith.serve.engine.scheduler import ScheduledRow
 from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
 from draftsmith.serve.sampling.request_errors import LoneFailures, is_own
 from draftsmith.serve.sampling.state import SamplingState
@@ -133,7 +133,7 @@ class OutputQueue:
     Nothing that is added here can change a schedule, so it may be flushed while the next pass runs.
     """
 
-    def __init__(self, recorder: Recorder):
+    def __init__(self, recorder: RoundRecorder):
         self.recorder = recorder
         self._pending: deque[_Item] = deque()
         self._failed: dict[str, Failure] = {}  # by request id
@@ -233,7 +233,7 @@ def token_logprobs(
     return read
 
 
-def add_prompt_logprobs(row: Row, logits: torch.Tensor) -> None:
+def add_prompt_logprobs(row: ScheduledRow, logits: torch.Tensor) -> None:
     """Add the prompt logprobs that a pass gave; `logits` [n, V] are those after the row's
     `prompt_positions`."""
     request, positions = row.request, prompt_positions(row)

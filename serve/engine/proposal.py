@@ -17,7 +17,7 @@ from draftsmith.drafters.interface import Proposal
 from draftsmith.kernels.constants import MAX_NODES
 from draftsmith.kernels.dispatch import sent
 from draftsmith.kernels.verify.draft_tree import DraftTree, chain_tree
-from draftsmith.serve.engine.round import Part, RoundProposal, RoundTree, Source, UnreadDrafts
+from draftsmith.serve.engine.round import DraftSource, Part, RoundProposal, RoundTree, UnreadDrafts
 from draftsmith.serve.engine.trees import check_tree, report_width, tree_report, unread_tree
 
 
@@ -56,7 +56,7 @@ def _grown(proposal: Proposal, chains: list[list[int]], draft: DraftTree) -> Rou
     count = len(chains)
     return RoundProposal(
         chains,
-        [Source.DRAFT] * count,
+        [DraftSource.DRAFT] * count,
         [proposal.q_rows is not None] * count,
         [True] * count,
         draft.tokens,
@@ -193,13 +193,13 @@ def _usable(
     return usable, [kept == length for kept, length in zip(usable, lengths)]
 
 
-def _origins(proposal: Proposal, num_rows: int) -> tuple[list[Source], list[bool]]:
+def _origins(proposal: Proposal, num_rows: int) -> tuple[list[DraftSource], list[bool]]:
     """(origin, drawn from a distribution) of each row's tokens."""
     is_drawn = proposal.logits is not None
     if not proposal.copied:
-        return [Source.DRAFT] * num_rows, [is_drawn] * num_rows
+        return [DraftSource.DRAFT] * num_rows, [is_drawn] * num_rows
     copied = [row in proposal.copied for row in range(num_rows)]
-    sources = [Source.TEXT if from_text else Source.DRAFT for from_text in copied]
+    sources = [DraftSource.TEXT if from_text else DraftSource.DRAFT for from_text in copied]
     return sources, [is_drawn and not from_text for from_text in copied]
 
 
@@ -267,10 +267,10 @@ def part_reports(proposal: RoundProposal, report: Sequence[list[int]]) -> list[l
 
 def _host_fields(
     parts: Sequence[Part], num_rows: int
-) -> tuple[list[list[int]], list[Source], list[bool], list[bool]]:
+) -> tuple[list[list[int]], list[DraftSource], list[bool], list[bool]]:
     """(chains, sources, drawn, has_mass) of every row."""
     chains: list[list[int]] = [[] for _ in range(num_rows)]
-    sources = [Source.NONE] * num_rows
+    sources = [DraftSource.NONE] * num_rows
     drawn = [False] * num_rows
     has_mass = [False] * num_rows
     for rows, own in parts:

@@ -41,8 +41,8 @@ from draftsmith.serve.engine.proposal import (
     settled,
     unread,
 )
-from draftsmith.serve.engine.round import Part, RoundProposal, Source
-from draftsmith.serve.engine.scheduler import Row
+from draftsmith.serve.engine.round import DraftSource, Part, RoundProposal
+from draftsmith.serve.engine.scheduler import ScheduledRow
 from draftsmith.serve.requests.kept_taps import drop_taps
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.requests.route import shown
@@ -85,7 +85,7 @@ class Proposer:
 
     def propose(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[ScheduledRow],
         tables: torch.Tensor,
         sampling: SamplingRows,
         seeds: torch.Tensor,
@@ -123,7 +123,7 @@ class Proposer:
             parts = self._read(parts, rows)
         return joined(parts, len(rows)) if parts else None
 
-    def _read(self, parts: Sequence[Part], rows: Sequence[Row]) -> list[Part]:
+    def _read(self, parts: Sequence[Part], rows: Sequence[ScheduledRow]) -> list[Part]:
         """`parts` with their tokens on the host; without those that were malformed."""
         read = []
         for indices, own in parts:
@@ -159,7 +159,7 @@ class Proposer:
         return proposal
 
     def settle(
-        self, proposal: RoundProposal, report: Sequence[list[int]], rows: Sequence[Row]
+        self, proposal: RoundProposal, report: Sequence[list[int]], rows: Sequence[ScheduledRow]
     ) -> RoundProposal | None:
         """The proposal of `rows` that stayed unread, by its report; None where it was malformed.
         The round was verified as it would have been with this one."""
@@ -175,7 +175,7 @@ class Proposer:
         return settled(proposal, read) if read else None
 
     def _settled(
-        self, proposal: RoundProposal, report: Sequence[list[int]], rows: Sequence[Row]
+        self, proposal: RoundProposal, report: Sequence[list[int]], rows: Sequence[ScheduledRow]
     ) -> RoundProposal | None:
         """The same of one draft."""
         draft = self.drafts.served[rows[0].request.route.draft]
@@ -199,7 +199,9 @@ class Proposer:
         guesses = asked.least_survival > 0 and not chains and self.tree is None
         return None if guesses or self.misreport is not None else asked.budgets
 
-    def _count(self, draft: ServedDraft, proposal: RoundProposal, rows: Sequence[Row]) -> None:
+    def _count(
+        self, draft: ServedDraft, proposal: RoundProposal, rows: Sequence[ScheduledRow]
+    ) -> None:
         """Decide if the draft has to rest after a proposal."""
         # Rows whose draws can be repeated do not decide whether it rests: later rounds with the
         # same draws would depend on them.
@@ -209,11 +211,13 @@ class Proposer:
         if counted and all(counted):
             draft.succeeded()
 
-    def _from_fallback(self, inputs: DraftInputs, rows: Sequence[Row]) -> RoundProposal:
+    def _from_fallback(self, inputs: DraftInputs, rows: Sequence[ScheduledRow]) -> RoundProposal:
         assert self.fallback is not None
         proposal = self._checked(self.fallback.propose(inputs), rows, None)
         # The drafter has read nothing, so its cache must not advance.
-        return replace(proposal, has_mass=[False] * len(rows), sources=[Source.NONE] * len(rows))
+        return replace(
+            proposal, has_mass=[False] * len(rows), sources=[DraftSource.NONE] * len(rows)
+        )
 
     def _proposal(self, drafter: ServingDrafter, inputs: DraftInputs) -> Proposal:
         if self.tree is not None and isinstance(drafter, GrowsTrees):
@@ -221,7 +225,7 @@ class Proposer:
         return drafter.propose(inputs)
 
     def _checked(
-        self, proposal: Proposal, rows: Sequence[Row], budgets: torch.Tensor | None
+        self, proposal: Proposal, rows: Sequence[ScheduledRow], budgets: torch.Tensor | None
     ) -> RoundProposal:
         if self.misreport is not None:
             proposal = self.misreport.apply(proposal, self.vocab_size)
@@ -240,7 +244,7 @@ class Proposer:
                 "draft %s failed on seeded requests (%s: %s)", shown(draft.name), cause, error
             )
 
-    def advance(self, row: Row, drafted: int, accepted: int, *, has_mass: bool) -> None:
+    def advance(self, row: ScheduledRow, drafted: int, accepted: int, *, has_mass: bool) -> None:
         """Move the end of the request's draft cache after a round. Taps of the round are in
         already."""
         request = row.request
@@ -301,7 +305,7 @@ class Proposer:
 class ProposalRequest(NamedTuple):
     """Rows to draft and how to draw them; B rows."""
 
-    rows: Sequence[Row]
+    rows: Sequence[ScheduledRow]
     tables: torch.Tensor  # [B, max_blocks]
     sampling: SamplingRows
     seeds: torch.Tensor  # [B]
@@ -326,7 +330,7 @@ class ProposalRequest(NamedTuple):
         )
 
 
-def rows_by_draft(rows: Sequence[Row]) -> dict[str, list[int]]:
+def rows_by_draft(rows: Sequence[ScheduledRow]) -> dict[str, list[int]]:
     """Indices of the rows of each draft, in the order in which they draft."""
     found: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
@@ -334,7 +338,7 @@ def rows_by_draft(rows: Sequence[Row]) -> dict[str, list[int]]:
     return found
 
 
-def unread_by_draft(rows: Sequence[Row]) -> list[list[int]]:
+def unread_by_draft(rows: Sequence[ScheduledRow]) -> list[list[int]]:
     """Tokens that each draft has to read in the round, as `Proposer` asks for them."""
     return [
         unread_tokens([rows[index] for index in indices])
@@ -342,7 +346,7 @@ def unread_by_draft(rows: Sequence[Row]) -> list[list[int]]:
     ]
 
 
-def unread_tokens(rows: Sequence[Row]) -> list[int]:
+def unread_tokens(rows: Sequence[ScheduledRow]) -> list[int]:
     """Tokens of all rows that their drafts have not read."""
     tokens: list[int] = []
     for row in rows:

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 MAX_RAW_BYTES = 128 << 20
 
 
-class Recorder:
+class RoundRecorder:
     """Sink of an engine's rounds; None records nothing and costs nothing.
 
     Args:

@@ -19,7 +19,7 @@ from draftsmith.kernels.dispatch import Reading, Upload, reads_freely, sent
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.random_streams import FEW, few_round_seeds, round_seeds
 from draftsmith.kernels.verify.draft_tree import DraftTree
-from draftsmith.serve.engine.scheduler import Row, Schedule
+from draftsmith.serve.engine.scheduler import Schedule, ScheduledRow
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.sampling.adjustments import Adjustments
 from draftsmith.serve.sampling.params import DrawOptions, SamplingParams
@@ -33,7 +33,7 @@ class RowSampling:
     """Sampling parameters and random streams of every deciding row, as the tensors that drafting
     and verification share."""
 
-    def __init__(self, rows: Sequence[Row], device: torch.device):
+    def __init__(self, rows: Sequence[ScheduledRow], device: torch.device):
         self.device, self.all_greedy = device, True
         self.params: list[SamplingParams] = []
         self.streams: list[tuple[int, int]] = []
@@ -126,7 +126,7 @@ def _distributions(options: tuple[DrawOptions, ...], device: torch.device) -> Sa
     return SamplingRows.of(temperature, top_k=top_k, top_p=top_p, min_p=min_p, device=device)
 
 
-class Source(enum.Enum):
+class DraftSource(enum.Enum):
     """Origin of a row's drafted tokens."""
 
     DRAFT = enum.auto()  # the draft of the row's request
@@ -160,7 +160,7 @@ class RoundProposal:
 
     # usable tokens; empty where the drafter gave none or its first distribution failed
     chains: list[list[int]]
-    sources: list[Source]
+    sources: list[DraftSource]
     drawn: list[bool]  # False: tokens are deterministic, not drawn from a distribution
     # False: what the drafter did for this row is not trusted, its cache does not advance
     has_mass: list[bool]
@@ -176,7 +176,7 @@ class RoundProposal:
     def as_planned(self) -> bool:
         """True when most rows have tokens of their own draft. One draft of several that fails must
         not keep the control of k from learning."""
-        return 2 * self.sources.count(Source.NONE) < len(self.chains)
+        return 2 * self.sources.count(DraftSource.NONE) < len(self.chains)
 
     def on_its_way(self) -> RoundProposal:
         """The same, with unread tokens sent to the host while the target's pass runs."""
@@ -194,7 +194,7 @@ class RoundProposal:
 
     def by_its_draft(self, index: int) -> bool:
         """True when the draft of the row's request drafted it, not text in its place."""
-        return index < len(self.chains) and self.sources[index] is Source.DRAFT
+        return index < len(self.chains) and self.sources[index] is DraftSource.DRAFT
 
 
 class RoundTree(NamedTuple):
@@ -232,7 +232,7 @@ class VerifyOutput(NamedTuple):
 class RowOutput(NamedTuple):
     """Share of one row in a finished round."""
 
-    row: Row
+    row: ScheduledRow
     index: int  # type: ignore[assignment]  # in place of the tuple's method
     drafted: list[int]
     emitted: list[int]  # accepted tokens and the token after them; empty for a piece of a prompt
@@ -257,7 +257,7 @@ class Round:
     """One round; each phase fills in its field and reads those above it."""
 
     schedule: Schedule
-    rows: list[Row]  # in the order of the pass
+    rows: list[ScheduledRow]  # in the order of the pass
     tables: torch.Tensor  # [rows, most blocks of any of them]
     sampling: RowSampling  # of the deciding rows
     num_unread: int  # tokens that the drafts had yet to read
@@ -329,7 +329,7 @@ class Round:
             begin, prompt_begin = end, prompt_end
 
 
-def reads_alone(rows: Sequence[Row]) -> bool:
+def reads_alone(rows: Sequence[ScheduledRow]) -> bool:
     """True when each row reads one token, whose states no record is to hold."""
     alone = [row for row in rows if row.count == 1 and row.request.recording.tap_log is None]
     return len(alone) == len(rows)
@@ -350,7 +350,7 @@ def settle(round: Round, proposal: RoundProposal | None) -> None:
         round.output = round.output._replace(logits=logits[sent(logits.device, wanted)[0]])
 
 
-def prompt_positions(row: Row) -> range:
+def prompt_positions(row: ScheduledRow) -> range:
     """Positions of the row whose logits give the logprob of a prompt token that the request asked
     for and does not have yet.
 

@@ -26,7 +26,7 @@ from draftsmith.kernels.constants import NULL_BLOCK
 from draftsmith.kernels.dispatch import Upload, reads_freely, sent
 from draftsmith.serve.engine.graphs import LateIds, PassGraphs, PassInputs
 from draftsmith.serve.engine.round import PassOutput, RoundTree, prompt_positions
-from draftsmith.serve.engine.scheduler import Row
+from draftsmith.serve.engine.scheduler import ScheduledRow
 from draftsmith.serve.engine.trees import lay_out
 from draftsmith.serve.requests.request import Request
 
@@ -79,7 +79,7 @@ class PackedRows(NamedTuple):
         return (self.logit_rows + self.prompt_rows) or [0]
 
 
-def pack(rows: Sequence[Row], drafts: Sequence[Sequence[int]]) -> PackedRows:
+def pack(rows: Sequence[ScheduledRow], drafts: Sequence[Sequence[int]]) -> PackedRows:
     packed = PackedRows([], [], [], [], [], [])
     for row, drafted in zip(rows, drafts, strict=True):
         begin, ids = len(packed.ids), packed.ids
@@ -112,14 +112,14 @@ class TargetRunner:
         self.target, self.pool, self.device, self.graphs = target, pool, target.device, graphs
         self.states, self.adapters = states, adapters
 
-    def joins_later(self, rows: Sequence[Row]) -> bool:
+    def joins_later(self, rows: Sequence[ScheduledRow]) -> bool:
         """True when a pass of these rows gives every state, of which taps can be joined later."""
         adapted = self.adapters is not None and any(row.request.options.adapter for row in rows)
         eager = self.graphs is None and reads_freely(self.device)
         return self.target.captured and eager and not adapted
 
     def foreseen(
-        self, rows: Sequence[Row], budgets: Sequence[int], tables: torch.Tensor
+        self, rows: Sequence[ScheduledRow], budgets: Sequence[int], tables: torch.Tensor
     ) -> tuple[list[int], ...]:
         """Columns of the host that a pass reads, if the first rows get as many drafted tokens as
         their `budgets` and these stay on the device; `tables` as for `run`, on the host."""
@@ -134,7 +134,7 @@ class TargetRunner:
 
     def run(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[ScheduledRow],
         drafts: Sequence[Sequence[int]],
         tables: torch.Tensor,
         taps: Sequence[int],
@@ -179,7 +179,7 @@ class TargetRunner:
         prompt_logits = output.logits[count:]
         return PassOutput(logits, output.taps, packed.begins, prompt_logits, output.every)
 
-    def _split(self, rows: Sequence[Row], drafts: Sequence[Sequence[int]]) -> Split:
+    def _split(self, rows: Sequence[ScheduledRow], drafts: Sequence[Sequence[int]]) -> Split:
         """Pieces of the pass for layers with a state."""
         reads = [
             state_read(self.target.state_layers, row, len(drafted))
@@ -220,7 +220,7 @@ def pass_tensors(
 
 
 def place_late(
-    rows: Sequence[Row],
+    rows: Sequence[ScheduledRow],
     drafts: Sequence[Sequence[int]],
     begins: Sequence[int],
     tokens: torch.Tensor,
@@ -235,14 +235,17 @@ def place_late(
     return LateIds(tokens, sources, places)
 
 
-def state_read(layers: StateLayers, row: Row, num_drafted: int) -> RowRead:
+def state_read(layers: StateLayers, row: ScheduledRow, num_drafted: int) -> RowRead:
     """The row's share of a pass over layers with a state; its slot is the number of its states."""
     request = row.request
     return layers.row_read(request.slot, request.cache.state, row.begin, row.count, num_drafted)
 
 
 def adapted_tokens(
-    rows: Sequence[Row], begins: Sequence[int], lengths: Sequence[int], device: torch.device
+    rows: Sequence[ScheduledRow],
+    begins: Sequence[int],
+    lengths: Sequence[int],
+    device: torch.device,
 ) -> dict[str, torch.Tensor]:
     """[n] int64 indices of the pass's tokens by adapter; of rows without one there are none."""
     found: dict[str, list[int]] = {}

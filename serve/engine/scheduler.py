@@ -116,7 +116,7 @@ class Scheduler:
         self._admit(schedule, budget)
         return schedule
 
-    def note_admissions(self, rows: list[Row], stats: EngineStats) -> None:
+    def note_admissions(self, rows: list[ScheduledRow], stats: EngineStats) -> None:
         """Count the prompts, and what the prefix cache had of them, of requests whose first round
         this is."""
         now_s = time.monotonic()
@@ -145,7 +145,7 @@ class Scheduler:
             if request not in self.running or not self._reserve(request, num_tokens + k, schedule):
                 continue
             begin = request.cache.begin
-            row = Row(request, begin, num_tokens - begin, k)
+            row = ScheduledRow(request, begin, num_tokens - begin, k)
             (schedule.drafting if k > 0 else schedule.sampling).append(row)
         if behind and not reading:
             self._read_again(schedule, behind[0])
@@ -237,7 +237,7 @@ class Scheduler:
     def _piece(self, schedule: Schedule, request: Request, budget: int) -> int:
         again = request.cache.computed - request.cache.begin
         count = min(budget + again, _end(request) - request.cache.begin)
-        row = Row(request, request.cache.begin, count)
+        row = ScheduledRow(request, request.cache.begin, count)
         (schedule.sampling if row.samples else schedule.filling).append(row)
         return count - again
 
@@ -291,7 +291,7 @@ def _end(request: Request) -> int:
 
 
 @dataclass(slots=True)
-class Row:
+class ScheduledRow:
     """One request's share of a target pass: `count` known tokens from position `begin`, then `k`
     drafted ones."""
 
@@ -311,14 +311,14 @@ class Schedule:
     """Rows in the order of the pass: those that draft, those that only sample, prompt pieces that
     do neither."""
 
-    drafting: list[Row] = field(default_factory=list)
-    sampling: list[Row] = field(default_factory=list)
-    filling: list[Row] = field(default_factory=list)
+    drafting: list[ScheduledRow] = field(default_factory=list)
+    sampling: list[ScheduledRow] = field(default_factory=list)
+    filling: list[ScheduledRow] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     plan: RoundPlan | None = None  # of the rows that were decoding
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ScheduledRow]:
         return self.drafting + self.sampling + self.filling
 
     @property

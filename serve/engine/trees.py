@@ -20,12 +20,12 @@ from draftsmith.kernels.constants import MAX_NODES
 from draftsmith.kernels.dispatch import sent
 from draftsmith.kernels.verify.draft_tree import DraftTree
 from draftsmith.serve.engine.round import PassOutput, RoundProposal, RoundTree
-from draftsmith.serve.engine.scheduler import Row
+from draftsmith.serve.engine.scheduler import ScheduledRow
 
 NAMELESS = "distributions without telling whose they are"
 
 
-def lay_out(rows: Sequence[Row], tree: RoundTree, device: torch.device) -> TreePass:
+def lay_out(rows: Sequence[ScheduledRow], tree: RoundTree, device: torch.device) -> TreePass:
     """Positions, cache indices and ancestors of all tokens of a round's pass."""
     parents = [*tree.parents, *[[]] * (len(rows) - len(tree.parents))]
     return tree_pass(
@@ -130,7 +130,10 @@ def greedy_path(tokens: Sequence[int], parents: Sequence[int], choices: Sequence
 
 
 def move_kept(
-    pool: PagedPool, tables: torch.Tensor, rows: Sequence[Row], paths: Sequence[Sequence[int]]
+    pool: PagedPool,
+    tables: torch.Tensor,
+    rows: Sequence[ScheduledRow],
+    paths: Sequence[Sequence[int]],
 ) -> None:
     """Move keys and values of the kept nodes to where those of a chain would be: side by side
     behind the known tokens."""
@@ -160,7 +163,7 @@ class CollapsedRound(NamedTuple):
 
 
 def collapse_to_chain(
-    rows: Sequence[Row],
+    rows: Sequence[ScheduledRow],
     proposal: RoundProposal,
     output: PassOutput,
     paths: Sequence[Sequence[int]],

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from draftsmith.errors import UserError
-from draftsmith.serve.bodies.messages import Conversation
+from draftsmith.serve.bodies.messages import ConversationBody
 from draftsmith.serve.http.protocol import ChatRequest
 from draftsmith.serve.http.responses import (
     Body,
@@ -19,11 +19,11 @@ from draftsmith.serve.http.responses import (
     finite,
 )
 from draftsmith.serve.http.server import Server
-from draftsmith.serve.http.tokens import Prompt, Templated, Vocabulary, templated
+from draftsmith.serve.http.tokens import Templated, TokenPrompt, Vocabulary, templated
 from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.tools.answer import AnswerForm, AnswerParser, joined
-from draftsmith.serve.tools.calls import CallPiece, Piece
+from draftsmith.serve.tools.calls import AnswerPiece, CallPiece
 from draftsmith.serve.tools.grammars import after_reasoning, call_grammar
 from draftsmith.serve.tools.reasoning import Thinking, thinking_after
 
@@ -83,7 +83,7 @@ def chat_plan(server: Server, body: ChatRequest) -> ChatPlan:
 
 def chat_prompt(
     server: Server,
-    body: Conversation,
+    body: ConversationBody,
     tools: Sequence[dict[str, Any]] = (),
     variables: dict[str, Any] | None = None,
     most_characters: int | None = None,
@@ -184,7 +184,7 @@ class ChatResponder(Responder):
             "finish_reason": self._finish_name(update.finish_reason, parser),
         }
 
-    def _delta(self, index: int, piece: Piece) -> Body:
+    def _delta(self, index: int, piece: AnswerPiece) -> Body:
         delta: Body = self._reasoning(piece)
         if piece.content:
             delta["content"] = piece.content
@@ -205,7 +205,7 @@ class ChatResponder(Responder):
     def _call_id(self, index: int, call: CallPiece) -> str:
         return self.call_ids.setdefault((index, call.index), new_call_id())
 
-    def _reasoning(self, piece: Piece) -> Body:
+    def _reasoning(self, piece: AnswerPiece) -> Body:
         shown = piece.reasoning and self.options.reasoning
         return {"reasoning_content": piece.reasoning} if shown else {}
 
@@ -253,7 +253,7 @@ def chat_responder(
     model: str,
     vocabulary: Vocabulary,
     options: ResponseOptions,
-    prompt: Prompt,
+    prompt: TokenPrompt,
     num_choices: int,
     form: AnswerForm,
 ) -> Responder:

@@ -36,7 +36,7 @@ from draftsmith.serve.http.schema import (
 )
 from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.streams import RequestStreams
-from draftsmith.serve.http.tokens import Prompt, bad_word_tokens, completion_prompts
+from draftsmith.serve.http.tokens import TokenPrompt, bad_word_tokens, completion_prompts
 from draftsmith.serve.requests.request import RequestOptions
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def add_completion_endpoints(app: FastAPI, server: Server) -> None:
     async def chat(body: ChatRequest, request: Request) -> Response:
         model = server.check_model(body.model)
         plan = await server.take_in(request, lambda: chat_plan(server, body))
-        prompt = Prompt(plan.tokens, None)
+        prompt = TokenPrompt(plan.tokens, None)
         responder = chat_responder(
             model,
             server.vocabulary,
@@ -105,7 +105,7 @@ async def answer(
     server: Server,
     request: Request,
     body: Generation,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[TokenPrompt],
     responder: Responder,
     plan: ChatPlan | None = None,
     *,
@@ -147,7 +147,7 @@ async def _submit(
     streams: RequestStreams,
     request: Request,
     body: Generation,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[TokenPrompt],
     *,
     answer: str,
     plan: ChatPlan | None = None,
@@ -178,14 +178,14 @@ async def _submit(
     )
 
 
-def _shortened(server: Server, body: Generation, prompt: Prompt) -> Prompt:
+def _shortened(server: Server, body: Generation, prompt: TokenPrompt) -> TokenPrompt:
     """The prompt, or its last tokens where the request asks for no more."""
     most = body.truncate_prompt_tokens
     if most == -1:
         most = server.loop.engine.max_length - max(body.most_tokens() or 1, 1)
     if most is None or most < 1 or len(prompt.tokens) <= most:
         return prompt
-    return Prompt(prompt.tokens[-most:], None)
+    return TokenPrompt(prompt.tokens[-most:], None)
 
 
 def _check_count(server: Server, num_prompts: int, num_choices: int) -> None:

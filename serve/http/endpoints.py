@@ -9,7 +9,7 @@ from fastapi import Body, FastAPI, Request, Response
 from pydantic import Discriminator, Field, Tag
 
 from draftsmith.serve.bodies.formats import StrictModel, Text
-from draftsmith.serve.bodies.messages import Conversation
+from draftsmith.serve.bodies.messages import ConversationBody
 from draftsmith.serve.bodies.tools import FunctionTool
 from draftsmith.serve.control.control import MAX_K
 from draftsmith.serve.http.chat import chat_prompt
@@ -102,7 +102,7 @@ class TokenizeText(StrictModel):
     return_token_strs: bool | None = None
 
 
-class TokenizeChat(Conversation):
+class TokenizeChat(ConversationBody):
     model: Text | None = None
     tools: list[FunctionTool] | None = None
     return_token_strs: bool | None = None

@@ -62,7 +62,7 @@ def arrival_of(request: Request) -> Arrival:
 
 
 @dataclass
-class Load:
+class ServerLoad:
     num_answering: int = 0
 
 
@@ -71,7 +71,7 @@ class RequestLimits:
     answer of the generating endpoints, refusals here included."""
 
     def __init__(
-        self, app: ASGIApp, limits: ServerLimits, load: Load, responded: Callable[[int], None]
+        self, app: ASGIApp, limits: ServerLimits, load: ServerLoad, responded: Callable[[int], None]
     ):
         self.app, self.limits, self.load, self.responded = app, limits, load, responded
         self._digests = digests(limits.api_keys)

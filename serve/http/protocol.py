@@ -17,7 +17,7 @@ from pydantic import (
 
 from draftsmith.serve.bodies.accepted import AcceptedChatFields, AcceptedFields, Off
 from draftsmith.serve.bodies.formats import FormatFields, StrictModel, Text
-from draftsmith.serve.bodies.messages import Conversation
+from draftsmith.serve.bodies.messages import ConversationBody
 from draftsmith.serve.bodies.tools import ToolFields
 from draftsmith.serve.sampling.params import SamplingParams
 
@@ -229,7 +229,7 @@ class CompletionRequest(Generation):
         return bool(self.echo)
 
 
-class ChatRequest(Generation, Conversation, ToolFields, AcceptedChatFields):
+class ChatRequest(Generation, ConversationBody, ToolFields, AcceptedChatFields):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

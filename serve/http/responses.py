@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from draftsmith.serve.http.speculation_report import Level, speculation_report
 from draftsmith.serve.http.streams import encoded, sent_event
-from draftsmith.serve.http.tokens import Prompt, TokenTexts, Vocabulary
+from draftsmith.serve.http.tokens import TokenPrompt, TokenTexts, Vocabulary
 from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
 from draftsmith.text_stream import ShowsTokens, TextStream
 
@@ -45,7 +45,7 @@ class Responder(ABC):
     model: str
     vocabulary: Vocabulary
     options: ResponseOptions
-    prompts: Sequence[Prompt]
+    prompts: Sequence[TokenPrompt]
     num_choices: int = 1  # of each prompt
     prefix: str = "cmpl"
     whole: str = "text_completion"
@@ -116,7 +116,7 @@ class Responder(ABC):
             return {}
         return {"token_ids": [] if self.options.prompt_only else tokens}
 
-    def prompt_of(self, index: int) -> Prompt:
+    def prompt_of(self, index: int) -> TokenPrompt:
         return self.prompts[index // self.num_choices]
 
     def chunk(self, choices: list[Body]) -> Body:
@@ -357,7 +357,7 @@ def completion_responder(
     model: str,
     vocabulary: Vocabulary,
     options: ResponseOptions,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[TokenPrompt],
     num_choices: int,
 ) -> Responder:
     return CompletionResponder(model, vocabulary, options, prompts, num_choices)

@@ -106,7 +106,7 @@ class RequestMetrics(BaseModel):
     choices: list[SpeculativeDecoding] | None = None
 
 
-class Answer(BaseModel):
+class AnswerSchema(BaseModel):
     id: str
     object: str
     created: int
@@ -115,7 +115,7 @@ class Answer(BaseModel):
     metrics: RequestMetrics | None = None
 
 
-class CompletionBody(Answer):
+class CompletionBody(AnswerSchema):
     choices: list[CompletionChoice]
 
 
@@ -138,7 +138,7 @@ class MadeFunction(BaseModel):
     arguments: str
 
 
-class MadeCall(BaseModel):
+class MadeCallSchema(BaseModel):
     id: str
     type: str
     function: MadeFunction
@@ -148,7 +148,7 @@ class ChatMessage(BaseModel):
     role: str
     content: str | None
     reasoning_content: str | None = None
-    tool_calls: list[MadeCall] | None = None
+    tool_calls: list[MadeCallSchema] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -159,7 +159,7 @@ class ChatChoice(BaseModel):
     token_ids: list[int] | None = None
 
 
-class ChatBody(Answer):
+class ChatBody(AnswerSchema):
     choices: list[ChatChoice]
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None

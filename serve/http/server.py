@@ -13,9 +13,9 @@ from fastapi import Request as HttpRequest
 
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.http.errors import Refusal
-from draftsmith.serve.http.limits import Load, ServerLimits, arrival_of, tenant_of
+from draftsmith.serve.http.limits import ServerLimits, ServerLoad, arrival_of, tenant_of
 from draftsmith.serve.http.speculation_report import Level
-from draftsmith.serve.http.streams import Event
+from draftsmith.serve.http.streams import StreamEvent
 from draftsmith.serve.http.threads import Intake, ThreadBridge
 from draftsmith.serve.http.tokens import most_characters
 from draftsmith.serve.metrics.server import ServerMetrics
@@ -33,7 +33,7 @@ class Server:
     metrics: ServerMetrics
     limits: ServerLimits = field(default_factory=ServerLimits)
     report: Level = "none"  # of every response's drafts; a request may ask for more
-    load: Load = field(default_factory=Load)
+    load: ServerLoad = field(default_factory=ServerLoad)
     intake: Intake = field(init=False)
     tool_parser: str = AUTO  # see `ChatTemplate`
     reasoning_parser: str = AUTO
@@ -43,7 +43,7 @@ class Server:
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
-    def bridge(self) -> ThreadBridge[Event]:
+    def bridge(self) -> ThreadBridge[StreamEvent]:
         # Made by the first request, on the event loop that serves.
         return ThreadBridge()
 

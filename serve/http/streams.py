@@ -14,7 +14,7 @@ from draftsmith.serve.requests.request import OnUpdate, Request, RequestOptions,
 from draftsmith.serve.sampling.params import SamplingParams
 
 
-class Event(NamedTuple):
+class StreamEvent(NamedTuple):
     index: int  # type: ignore[assignment]  # in place of the tuple's method
     request: Request
     update: Update
@@ -28,7 +28,7 @@ class RequestStreams:
         self,
         loop: EngineLoop,
         intake: Intake,
-        bridge: ThreadBridge[Event],
+        bridge: ThreadBridge[StreamEvent],
         arrival: Arrival,
         *,
         every_round: bool = True,
@@ -36,7 +36,7 @@ class RequestStreams:
         self.loop, self._intake, self._bridge, self._arrival = loop, intake, bridge, arrival
         self.requests: list[Request] = []
         self._every_round = every_round
-        self._events: Inbox[Event] = Inbox()
+        self._events: Inbox[StreamEvent] = Inbox()
 
     async def submit(
         self,
@@ -72,11 +72,11 @@ class RequestStreams:
         def forward(request: Request, update: Update) -> None:
             # The event loop is woken up for what it sends.
             if self._every_round or update.finish_reason is not None:
-                self._bridge.put(self._events, Event(index, request, update))
+                self._bridge.put(self._events, StreamEvent(index, request, update))
 
         return forward
 
-    async def rounds(self) -> AsyncIterator[list[Event]]:
+    async def rounds(self) -> AsyncIterator[list[StreamEvent]]:
         """Events that came together, in order, until every request has finished; leaving early
         cancels the rest."""
         unfinished = len(self.requests)

@@ -16,7 +16,7 @@ from draftsmith.errors import UserError
 from draftsmith.text_stream import BROKEN
 
 
-class Prompt(NamedTuple):
+class TokenPrompt(NamedTuple):
     tokens: list[int]
     text: str | None  # as the client sent it; None where it sent tokens
 
@@ -32,7 +32,7 @@ def completion_prompts(
     *,
     add_special_tokens: bool = True,
     most_characters: int | None = None,
-) -> list[Prompt]:
+) -> list[TokenPrompt]:
     """Prompts of one request, given as one or several, as text or as ids. One of more than
     `most_characters` is refused."""
     if not prompt and not isinstance(prompt, str):
@@ -41,9 +41,9 @@ def completion_prompts(
     for item in items:
         check_length(item, most_characters)
     return [
-        Prompt(encode(item, tokenizer, add_special_tokens=add_special_tokens), item)
+        TokenPrompt(encode(item, tokenizer, add_special_tokens=add_special_tokens), item)
         if isinstance(item, str)
-        else Prompt(list(item), None)
+        else TokenPrompt(list(item), None)
         for item in items
     ]
 

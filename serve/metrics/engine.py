@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from draftsmith.drafters.weights import TellsReads
 from draftsmith.kernels.contexts import label_of
 from draftsmith.record import SinkCounts
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.request import Drafting, FinishReason
 from draftsmith.serve.requests.route import shown
 from draftsmith.serve.stats import MAX_PAUSES
@@ -22,7 +22,7 @@ from draftsmith.serve.stats import MAX_PAUSES
 class EngineCollector(Collector):
     """Reads the engine's plain counters when scraped, so that counting costs the rounds nothing."""
 
-    def __init__(self, engine: Engine, model: str):
+    def __init__(self, engine: EngineCore, model: str):
         self.engine, self.model = engine, model
 
     def collect(self) -> Iterator[Metric]:

@@ -8,7 +8,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Snapshot:
     hit: int
 
     @classmethod
-    def of(cls, engine: Engine) -> Snapshot:
+    def of(cls, engine: EngineCore) -> Snapshot:
         stats = engine.stats
         return cls(
             time.monotonic(),
@@ -52,7 +52,7 @@ class Occupancy:
     kv_usage: float
 
     @classmethod
-    def of(cls, engine: Engine) -> Occupancy:
+    def of(cls, engine: EngineCore) -> Occupancy:
         scheduler = engine.scheduler
         return cls(len(scheduler.running), len(scheduler.waiting), scheduler.blocks.usage)
 
@@ -99,7 +99,7 @@ def _speculation(before: Snapshot, after: Snapshot, seconds: float) -> list[str]
 class StatsLog:
     """Logs every `every_s` seconds from a thread of its own; 0 never."""
 
-    def __init__(self, engine: Engine, every_s: float):
+    def __init__(self, engine: EngineCore, every_s: float):
         self.engine, self.every_s = engine, every_s
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="draftsmith-log", daemon=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from draftsmith.kernels.acceptance import AcceptanceCounts
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.metrics.engine import EngineCollector
 from draftsmith.serve.requests.request import Request
 
@@ -50,7 +50,7 @@ OTHER_CLASSES = "other"
 class ServerMetrics:
     """One registry per server, so that several servers of one process do not share counts."""
 
-    def __init__(self, engine: Engine, model: str):
+    def __init__(self, engine: EngineCore, model: str):
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine, model))
         self._model = model

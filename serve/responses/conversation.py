@@ -13,10 +13,10 @@ from draftsmith.serve.http.protocol import ChatRequest
 from draftsmith.serve.responses.protocol import (
     CallItem,
     CallOutputItem,
-    FunctionTool,
     InputItem,
     MessageItem,
-    NamedChoice,
+    ResponseFunctionTool,
+    ResponseNamedChoice,
     ResponsesRequest,
     SchemaFormat,
     TextContent,
@@ -109,13 +109,13 @@ def _text(content: str | list[TextContent]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _tool(tool: FunctionTool) -> dict[str, Any]:
+def _tool(tool: ResponseFunctionTool) -> dict[str, Any]:
     function = {name: value for name, value in tool if name != "type" and value is not None}
     return {"type": tool.type, "function": function}
 
 
 def _choice(body: ResponsesRequest) -> Any:
-    if isinstance(body.tool_choice, NamedChoice):
+    if isinstance(body.tool_choice, ResponseNamedChoice):
         return {"type": "function", "function": {"name": body.tool_choice.name}}
     return body.tool_choice
 

@@ -10,7 +10,7 @@ from draftsmith.serve.http.completions import answer, response_options
 from draftsmith.serve.http.errors import as_refusal
 from draftsmith.serve.http.schema import ANSWER_STATUSES, documented, events_of
 from draftsmith.serve.http.server import Server
-from draftsmith.serve.http.tokens import Prompt
+from draftsmith.serve.http.tokens import TokenPrompt
 from draftsmith.serve.responses.conversation import NAMES, chat_request
 from draftsmith.serve.responses.protocol import ResponsesRequest
 from draftsmith.serve.responses.responder import ResponsesResponder
@@ -33,7 +33,7 @@ def add_responses_endpoint(app: FastAPI, server: Server) -> None:
             plan = await server.take_in(request, lambda: chat_plan(server, chat))
         except UserError as error:
             raise as_refusal(error, api_name=api_name) from error
-        prompt = Prompt(plan.tokens, None)
+        prompt = TokenPrompt(plan.tokens, None)
         responder = ResponsesResponder(
             model,
             server.vocabulary,

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from draftsmith.serve.tools.calls import CallPiece, Piece
+from draftsmith.serve.tools.calls import AnswerPiece, CallPiece
 
 Body = dict[str, Any]
 
@@ -24,7 +24,7 @@ class OutputItems:
         self._open = ""  # type of the last item, while it may still grow
         self._text = ""  # of the open item
 
-    def push(self, piece: Piece) -> list[Body]:
+    def push(self, piece: AnswerPiece) -> list[Body]:
         """Events of a piece."""
         events = []
         if piece.reasoning:

@@ -66,7 +66,7 @@ class ReasoningItem(Item):
 InputItem = MessageItem | CallItem | CallOutputItem | ReasoningItem
 
 
-class FunctionTool(StrictModel):
+class ResponseFunctionTool(StrictModel):
     type: Literal["function"]
     name: Name
     description: Text | None = None
@@ -74,7 +74,7 @@ class FunctionTool(StrictModel):
     strict: bool | None = None
 
 
-class NamedChoice(StrictModel):
+class ResponseNamedChoice(StrictModel):
     type: Literal["function"]
     name: Text
 
@@ -102,7 +102,7 @@ class ReasoningOptions(StrictModel):
     generate_summary: Text | None = None
 
 
-class StreamOptions(StrictModel):
+class ResponseStreamOptions(StrictModel):
     include_obfuscation: Off | None = None
 
 
@@ -114,14 +114,14 @@ class ResponsesRequest(AcceptedFields):
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     text: TextOptions | None = None
-    tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    tools: list[ResponseFunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseNamedChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     # encrypted reasoning is asked for by clients that send it back; here it is sent as it is
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     truncation: Literal["disabled"] | None = None
     background: Off | None = None
     previous_response_id: None = None

@@ -182,22 +182,24 @@ def sampling_state(
     )
 
 
-class Prefixes(NamedTuple):
+class DraftPrefixes(NamedTuple):
     """Owner and drafted prefix of every row of target logits."""
 
     owners: list[int]  # which request's
     drafted: list[list[int]]  # the drafted tokens before it
 
 
-def chain_prefixes(chains: Sequence[Sequence[int]]) -> Prefixes:
+def chain_prefixes(chains: Sequence[Sequence[int]]) -> DraftPrefixes:
     """Row b owns `len(chains[b]) + 1` rows of logits."""
     return tree_prefixes(chains, [range(-1, len(chain) - 1) for chain in chains])
 
 
-def tree_prefixes(drafted: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> Prefixes:
+def tree_prefixes(
+    drafted: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
+) -> DraftPrefixes:
     """Prefixes of trees: `parents[b][i]` is the node before node i of row b, -1 where that is the
     last committed token."""
-    prefixes = Prefixes([], [])
+    prefixes = DraftPrefixes([], [])
     for owner, (tokens, above) in enumerate(zip(drafted, parents, strict=True)):
         paths: list[list[int]] = [[]]
         for token, parent in zip(tokens, above):

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from draftsmith.serve.tools.call_format import CallFormat
-from draftsmith.serve.tools.calls import CallPiece, Piece
+from draftsmith.serve.tools.calls import AnswerPiece, CallPiece
 from draftsmith.serve.tools.reasoning import ReasoningFormat, ReasoningSplit, Thinking
 from draftsmith.serve.tools.scanner import CallScanner
 
@@ -50,29 +50,29 @@ class AnswerParser:
         """Number of calls so far."""
         return 0 if self._calls is None else self._calls.num_calls
 
-    def push(self, text: str) -> Piece:
-        piece = Piece(content=text) if self._split is None else self._split.push(text)
+    def push(self, text: str) -> AnswerPiece:
+        piece = AnswerPiece(content=text) if self._split is None else self._split.push(text)
         return piece if self._calls is None else _after(piece, self._calls.push(piece.content))
 
-    def finish(self) -> Piece:
-        piece = Piece() if self._split is None else self._split.finish()
+    def finish(self) -> AnswerPiece:
+        piece = AnswerPiece() if self._split is None else self._split.finish()
         if self._calls is None:
             return piece
         return _after(piece, joined([self._calls.push(piece.content), self._calls.finish()]))
 
 
-def _after(before: Piece, piece: Piece) -> Piece:
+def _after(before: AnswerPiece, piece: AnswerPiece) -> AnswerPiece:
     return piece._replace(reasoning=before.reasoning)
 
 
-def joined(pieces: list[Piece]) -> Piece:
+def joined(pieces: list[AnswerPiece]) -> AnswerPiece:
     """Several pieces as one; parts of one call are put together."""
     calls: dict[int, list[str]] = {}
     names: dict[int, str | None] = {}
     for call in (call for piece in pieces for call in piece.calls):
         calls.setdefault(call.index, []).append(call.arguments)
         names[call.index] = names.get(call.index) or call.name
-    return Piece(
+    return AnswerPiece(
         content="".join(piece.content for piece in pieces),
         reasoning="".join(piece.reasoning for piece in pieces),
         calls=tuple(

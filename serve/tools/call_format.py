@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
-from draftsmith.serve.tools.calls import Call
+from draftsmith.serve.tools.calls import ToolCallText
 from draftsmith.serve.tools.json_text import JsonSpan
 
 CALL_FORMATS = ("hermes", "llama3_json", "mistral")  # vLLM's names
@@ -25,18 +25,18 @@ class Mark(Protocol):
 class Found(NamedTuple):
     """Calls that end before `end` of the text; none where what begins like a call is none."""
 
-    calls: Sequence[Call]
+    calls: Sequence[ToolCallText]
     end: int
 
 
-class Opened(NamedTuple):
+class OpenedCall(NamedTuple):
     """A call whose arguments are still being written: `begin` is where they begin."""
 
     name: str
     begin: int
 
 
-class Text:
+class CallText:
     """Text of an answer from a possible call on, as far as it has come."""
 
     def __init__(self, names: Collection[str]):
@@ -63,11 +63,11 @@ class CallFormat(ABC):
     leading: bool = False  # calls stand at the beginning of an answer alone
 
     @abstractmethod
-    def read(self, text: Text) -> Found | None:
+    def read(self, text: CallText) -> Found | None:
         """Calls at the beginning of the text, which is one of `starts`; None while more text may
         change what is found. With `text.final` it is decided."""
 
-    def opened(self, text: Text) -> Opened | None:
+    def opened(self, text: CallText) -> OpenedCall | None:
         """The call at the beginning of the text whose arguments have begun, for answers whose
         grammar leaves nothing else."""
         return None

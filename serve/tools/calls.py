@@ -17,7 +17,7 @@ class Tool(NamedTuple):
     strict: bool = False  # arguments hold to the schema even where a call is not enforced
 
 
-class Call(NamedTuple):
+class ToolCallText(NamedTuple):
     name: str
     arguments: str  # a JSON object, as the model wrote it
 
@@ -30,7 +30,7 @@ class CallPiece(NamedTuple):
     arguments: str
 
 
-class Piece(NamedTuple):
+class AnswerPiece(NamedTuple):
     """A part of an answer. The answer is the sum of its pieces, however they are cut."""
 
     content: str = ""

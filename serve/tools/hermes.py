@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from draftsmith.serve.tools.call_format import (
     CallFormat,
+    CallText,
     Found,
     Mark,
-    Opened,
-    Text,
+    OpenedCall,
     choice,
     quoted,
 )
@@ -27,7 +27,7 @@ class Hermes(CallFormat):
     markers = (BEGIN, END)
     starts = (BEGIN,)
 
-    def read(self, text: Text) -> Found | None:
+    def read(self, text: CallText) -> Found | None:
         none = Found((), len(BEGIN))
         begin = skip_space(text.text, len(BEGIN))
         if not text.text.startswith("{", begin):
@@ -45,9 +45,9 @@ class Hermes(CallFormat):
         # Some models leave out the last end marker, and a stop string may have cut it off.
         return Found([call], len(text.text)) if text.final else None
 
-    def opened(self, text: Text) -> Opened | None:
+    def opened(self, text: CallText) -> OpenedCall | None:
         match = NAMED.match(text.text, len(BEGIN))
-        return None if match is None else Opened(json.loads(match[1]), match.end())
+        return None if match is None else OpenedCall(json.loads(match[1]), match.end())
 
     def calls(self, names: Sequence[str], mark: Mark, *, parallel: bool) -> str:
         rules = [f"calls: one{' (' + quoted(chr(10)) + ' one)*' if parallel else ''}"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 
-from draftsmith.serve.tools.calls import Call
+from draftsmith.serve.tools.calls import ToolCallText
 
 _MARKS = re.compile(r'["\\{}\[\]]')
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -91,7 +91,7 @@ def items(text: str) -> list[str] | None:
     return None if parts is None else [item for _, item in parts]
 
 
-def read_call(text: str, *, bare: bool = False) -> Call | None:
+def read_call(text: str, *, bare: bool = False) -> ToolCallText | None:
     """Call of an object with a name and arguments; None where it is none. One without arguments has
     empty ones, unless it is `bare`: then nothing else distinguishes it from other JSON."""
     parts = members(text)
@@ -103,4 +103,4 @@ def read_call(text: str, *, bare: bool = False) -> Call | None:
     name = json.loads(parts["name"])
     if not name or any("\ud800" <= letter <= "\udfff" for letter in name):
         return None  # half a surrogate pair is no text
-    return Call(name, given[0] if given else "{}")
+    return ToolCallText(name, given[0] if given else "{}")

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 from draftsmith.serve.tools.call_format import (
     CallFormat,
+    CallText,
     Found,
     Mark,
-    Opened,
-    Text,
+    OpenedCall,
     choice,
     quoted,
 )
-from draftsmith.serve.tools.calls import Call
+from draftsmith.serve.tools.calls import ToolCallText
 from draftsmith.serve.tools.json_text import read_call, skip_space
 
 TAG = "<|python_tag|>"
@@ -30,9 +30,9 @@ class Llama(CallFormat):
     starts = (TAG, "{")
     leading = True
 
-    def read(self, text: Text) -> Found | None:
+    def read(self, text: CallText) -> Found | None:
         """All calls or none: text behind them makes the whole no call."""
-        none, calls = Found((), len(text.text)), list[Call]()
+        none, calls = Found((), len(text.text)), list[ToolCallText]()
         at = len(TAG) if text.text.startswith(TAG) else 0
         while True:
             at = skip_space(text.text, at)
@@ -55,11 +55,11 @@ class Llama(CallFormat):
             if text.final and skip_space(text.text, at) == len(text.text):
                 return Found(calls, len(text.text))
 
-    def opened(self, text: Text) -> Opened | None:
+    def opened(self, text: CallText) -> OpenedCall | None:
         match = NAMED.match(text.text)
         if match is None or (name := json.loads(match[1])) not in text.names:
             return None  # another name makes it JSON that is no call
-        return Opened(name, match.end())
+        return OpenedCall(name, match.end())
 
     def calls(self, names: Sequence[str], mark: Mark, *, parallel: bool) -> str:
         rules = [f"calls: one{' (' + quoted('; ') + ' one)*' if parallel else ''}"]

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 from draftsmith.serve.tools.call_format import (
     CallFormat,
+    CallText,
     Found,
     Mark,
-    Opened,
-    Text,
+    OpenedCall,
     choice,
     quoted,
 )
-from draftsmith.serve.tools.calls import LONGEST_NAME, NAME_LETTERS, Call
+from draftsmith.serve.tools.calls import LONGEST_NAME, NAME_LETTERS, ToolCallText
 from draftsmith.serve.tools.json_text import items, members, read_call, skip_space
 
 BEGIN, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -38,7 +38,7 @@ class Mistral(CallFormat):
     def __init__(self, *, arrays: bool = True):
         self.arrays = arrays
 
-    def read(self, text: Text) -> Found | None:
+    def read(self, text: CallText) -> Found | None:
         begin = skip_space(text.text, len(BEGIN))
         if begin == len(text.text):
             return Found((), len(BEGIN)) if text.final else None
@@ -46,14 +46,14 @@ class Mistral(CallFormat):
             return self._array(text, begin)
         return self._named(text)
 
-    def _array(self, text: Text, begin: int) -> Found | None:
+    def _array(self, text: CallText, begin: int) -> Found | None:
         none = Found((), len(BEGIN))
         if (end := text.object_end(begin)) < 0:
             return none if text.final else None
         calls = calls_of_array(text.text[begin:end])
         return Found(calls, end) if calls else none
 
-    def _named(self, text: Text) -> Found | None:
+    def _named(self, text: CallText) -> Found | None:
         none = Found((), len(BEGIN))
         match, most = NAME.match(text.text, len(BEGIN)), len(BEGIN) + LONGEST
         if match is None or match.end() >= most or not text.text.startswith("{", match.end()):
@@ -63,13 +63,15 @@ class Mistral(CallFormat):
         if (end := text.object_end(match.end())) < 0:
             return none if text.final else None
         arguments = text.text[match.end() : end]
-        return none if members(arguments) is None else Found([Call(match[1], arguments)], end)
+        return (
+            none if members(arguments) is None else Found([ToolCallText(match[1], arguments)], end)
+        )
 
-    def opened(self, text: Text) -> Opened | None:
+    def opened(self, text: CallText) -> OpenedCall | None:
         match = NAME.match(text.text, len(BEGIN))
         if match is None or not text.text.startswith("{", match.end()):
             return None
-        return Opened(match[1], match.end())
+        return OpenedCall(match[1], match.end())
 
     def calls(self, names: Sequence[str], mark: Mark, *, parallel: bool) -> str:
         return f"calls: {mark(BEGIN)} more\n" + self._rules(names, mark, parallel=parallel)
@@ -99,7 +101,7 @@ class Mistral(CallFormat):
         )
 
 
-def calls_of_array(text: str) -> list[Call]:
+def calls_of_array(text: str) -> list[ToolCallText]:
     """Calls of a JSON array; none where one of its items is no call."""
     calls = [read_call(item) for item in items(text) or ()]
     return [] if None in calls else [call for call in calls if call is not None]

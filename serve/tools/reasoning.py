@@ -6,7 +6,7 @@ import enum
 from typing import NamedTuple
 
 from draftsmith.serve.tools.call_format import partial
-from draftsmith.serve.tools.calls import Piece
+from draftsmith.serve.tools.calls import AnswerPiece
 
 
 class ReasoningFormat(NamedTuple):
@@ -57,7 +57,7 @@ class ReasoningSplit:
         self._text = ""
         self._begun = begun  # something but line ends was given since the last marker
 
-    def push(self, text: str) -> Piece:
+    def push(self, text: str) -> AnswerPiece:
         """Content in it is what follows the reasoning."""
         self._text += text
         if self.state is Thinking.MAYBE:
@@ -66,13 +66,13 @@ class ReasoningSplit:
                 self.state, self._text = Thinking.OPEN, stripped[len(self.format.begin) :]
                 self._begun = False
             elif self.format.begin.startswith(stripped):
-                return Piece()
+                return AnswerPiece()
             else:
                 self.state, self._begun = Thinking.DONE, True
         reasoning = self._reasoning() if self.state is Thinking.OPEN else ""
         if self.state is Thinking.OPEN:
-            return Piece(reasoning=reasoning)
-        return Piece(reasoning=reasoning, content=self._unspaced(len(self._text)))
+            return AnswerPiece(reasoning=reasoning)
+        return AnswerPiece(reasoning=reasoning, content=self._unspaced(len(self._text)))
 
     def _reasoning(self) -> str:
         at = self._text.find(self.format.end)
@@ -92,8 +92,8 @@ class ReasoningSplit:
             self._begun = bool(text)
         return text
 
-    def finish(self) -> Piece:
+    def finish(self) -> AnswerPiece:
         text, self._text = self._text, ""
         if self.state is Thinking.OPEN:
-            return Piece(reasoning=text if self._begun else text.lstrip("\n"))
-        return Piece(content=text)
+            return AnswerPiece(reasoning=text if self._begun else text.lstrip("\n"))
+        return AnswerPiece(content=text)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from draftsmith.serve.tools.call_format import CallFormat, Found, Text, partial
-from draftsmith.serve.tools.calls import CallPiece, Piece
+from draftsmith.serve.tools.call_format import CallFormat, CallText, Found, partial
+from draftsmith.serve.tools.calls import AnswerPiece, CallPiece
 
 
 class CallScanner:
@@ -23,7 +23,7 @@ class CallScanner:
     def __init__(self, format: CallFormat, names: Collection[str], *, certain: bool = False):
         self.format, self.certain = format, certain
         self.num_calls = 0
-        self._text = Text(names)
+        self._text = CallText(names)
         self._held = ""  # space that may stand before a call
         self._behind_call = False
         self._leading = format.leading
@@ -31,12 +31,12 @@ class CallScanner:
         self._content: list[str] = []
         self._calls: list[CallPiece] = []
 
-    def push(self, text: str) -> Piece:
+    def push(self, text: str) -> AnswerPiece:
         self._text.text += text
         self._scan()
         return self._piece()
 
-    def finish(self) -> Piece:
+    def finish(self) -> AnswerPiece:
         self._text.final = True
         self._scan()
         if self._given is None:
@@ -46,8 +46,8 @@ class CallScanner:
         self._held = ""
         return self._piece()
 
-    def _piece(self) -> Piece:
-        piece = Piece(content="".join(self._content), calls=tuple(self._calls))
+    def _piece(self) -> AnswerPiece:
+        piece = AnswerPiece(content="".join(self._content), calls=tuple(self._calls))
         self._content, self._calls = [], []
         return piece
 

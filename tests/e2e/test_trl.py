@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from draftsmith.distill.buffer.buffer import BufferReader
 from draftsmith.distill.buffer.traffic import OpenRequests
-from draftsmith.distill.learn.target_source import TargetSource
+from draftsmith.distill.learn.target_source import TargetFolder
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 PROBE = Path(__file__).with_name("trl_probe.py")
@@ -40,7 +40,7 @@ def test_grpo_writes_revisions_and_its_rollouts_are_records(
         [sys.executable, str(PROBE), tiny_target("llama"), str(tmp_path)],
         env=environment, check=True, timeout=1100,
     )  # fmt: skip
-    source = TargetSource(str(tmp_path / "policy" / "current"))
+    source = TargetFolder(str(tmp_path / "policy" / "current"))
     assert (Path(source.folder).name, source.weight_version) == ("step-000003", "3")
     first, *_, last = sorted((tmp_path / "policy").glob("step-*"))
     assert first.name == "step-000000"

@@ -21,7 +21,7 @@ from draftsmith.kernels.acceptance import AcceptanceCounts, overlap
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.train.export.command import open_source, run
 from draftsmith.train.export.config import ExportConfig
-from draftsmith.train.export.layouts.source import Source
+from draftsmith.train.export.layouts.source import ExportSource
 from tests.engine_readers.table import READERS
 from tests.engine_readers.understood import Understood
 
@@ -53,7 +53,7 @@ class Proof(NamedTuple):
     moved: float
 
 
-def open_target(folder: str | Path, source: Source) -> Target:
+def open_target(folder: str | Path, source: ExportSource) -> Target:
     """Loads on a CPU in float32, whose `FLOAT32_LIMIT` keeps drafts apart best."""
     dtype = "float32" if device_of().type == "cpu" else "auto"
     return load_target(str(folder), dtype=dtype, trust_remote_code=source.trust_remote_code)
@@ -64,7 +64,7 @@ def export_and_prove(config: ExportConfig) -> Proof:
     return prove(open_source(config), Path(config.out), config.to)
 
 
-def prove(source: Source, folder: Path, engine: str) -> Proof:
+def prove(source: ExportSource, folder: Path, engine: str) -> Proof:
     """Raises a `UserError` for an export that its engine would not load, or load as another draft
     than the checkpoint's."""
     target = open_target(source.target, source)
@@ -86,7 +86,7 @@ def prove(source: Source, folder: Path, engine: str) -> Proof:
     )
 
 
-def play_checkpoint(source: Source, target: Target) -> list[Play]:
+def play_checkpoint(source: ExportSource, target: Target) -> list[Play]:
     """Rounds of the draft that was trained. It is let go, lest two pairs be held."""
     trained = ready(source, source.draft, target)
     return play_all(trained, target, prompts_for(target), k=source.num_speculative_tokens)
@@ -101,7 +101,7 @@ def play_all(
 
 
 def as_read(
-    source: Source, read: Understood | Path | ServingDrafter, target: Target
+    source: ExportSource, read: Understood | Path | ServingDrafter, target: Target
 ) -> ServingDrafter:
     if isinstance(read, Path):
         return ready(source, read, target)
@@ -112,7 +112,7 @@ def as_read(
         return ready(source, Path(scratch), target)
 
 
-def ready(source: Source, folder: Path, target: Target) -> TrainedDrafter:
+def ready(source: ExportSource, folder: Path, target: Target) -> TrainedDrafter:
     return (
         FAMILIES[source.family]
         .load(folder, target)

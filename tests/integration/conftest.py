@@ -37,7 +37,7 @@ from draftsmith.serve.command import bind
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.dashboard.data import History, Source
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.http.limits import ServerLimits
 from draftsmith.serve.http.server import Server
@@ -58,7 +58,7 @@ GATE = GateConfig(every=1, held_out=0.3)
 
 
 class LiveServer:
-    def __init__(self, engine: Engine, limits: ServerLimits, report: Level):
+    def __init__(self, engine: EngineCore, limits: ServerLimits, report: Level):
         self.engine, self.loop = engine, EngineLoop(engine).start()
         listener = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"

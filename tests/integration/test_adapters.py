@@ -22,7 +22,7 @@ from draftsmith.record import RecordSink, RoundRecord, SinkCounts
 from draftsmith.serve.config import EngineConfig, HttpOptions, ServeConfig
 from draftsmith.serve.config_checks import check_serve
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.request import Request, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
 from tests.conftest import save_adapter
@@ -85,7 +85,7 @@ def adapted(tiny_target, folders) -> tuple[Target, Adapters]:
     return target, Adapters.load(target, folders)
 
 
-def answers(engine: Engine, names: list[str]) -> list[Request]:
+def answers(engine: EngineCore, names: list[str]) -> list[Request]:
     requests = [
         engine.submit(PROMPT, GREEDY, options=RequestOptions(adapter=name)) for name in names
     ]

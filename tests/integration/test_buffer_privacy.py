@@ -15,7 +15,7 @@ import pytest
 from draftsmith.distill import command as daemon
 from draftsmith.distill.buffer import buffer, marks
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
-from draftsmith.distill.buffer.folder import Folder
+from draftsmith.distill.buffer.folder import ShardFolder
 from draftsmith.distill.buffer.redaction import Redactor
 from draftsmith.distill.buffer.traffic import stitch
 from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig, LearnUnroll
@@ -70,7 +70,7 @@ def test_a_client_has_all_choices_of_its_answer_forgotten(
     ) == 2
     again = server.http.delete(path, headers=key)
     assert again.status_code == 404 and again.json()["error"]["code"] == "not_recorded"
-    monkeypatch.setattr(Folder, "write", refuse)
+    monkeypatch.setattr(ShardFolder, "write", refuse)
     assert server.http.delete(path, headers=key).status_code == 503
     monkeypatch.undo()
     writer.close()
@@ -78,7 +78,7 @@ def test_a_client_has_all_choices_of_its_answer_forgotten(
     assert set(told["responses"]) == {"204", "401", "404", "503"} and told["security"]
 
 
-def refuse(self: Folder, name: str, data: bytes) -> None:
+def refuse(self: ShardFolder, name: str, data: bytes) -> None:
     raise OSError(28, "No space left on device")
 
 
@@ -156,7 +156,7 @@ def test_a_learner_drops_what_is_forgotten_from_its_state_on_disk(
     assert run() == 0
     held = saved(tmp_path)
     victim, _, _ = sorted(held)[0].partition("-")
-    marks.forget(Folder(str(tmp_path / "buffer")), victim)
+    marks.forget(ShardFolder(str(tmp_path / "buffer")), victim)
     assert run() == 0
     assert saved(tmp_path) == {name for name in held if not name.startswith(victim)} != held
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from draftsmith.distill.buffer import marks
-from draftsmith.distill.buffer.folder import Folder
+from draftsmith.distill.buffer.folder import ShardFolder
 from draftsmith.distill.buffer.traffic import ServedText, stitch
 from draftsmith.distill.config import DistillConfig, DriftConfig, LearnConfig
 from draftsmith.distill.daemon import Daemon
@@ -91,7 +91,7 @@ def test_learning_rests_without_gains_and_is_woken_by_drift(
     with monkeypatch.context() as owing:
         listed: list[str] = []
         owing.setattr(daemon.throttle, "pay", lambda: False)
-        owing.setattr(Folder, "names", lambda self: listed.append(self.url) or {})
+        owing.setattr(ShardFolder, "names", lambda self: listed.append(self.url) or {})
         assert daemon.cycle() and daemon.counters.updates == 0, (
             "what was done before is rested for first"
         )

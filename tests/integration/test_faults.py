@@ -29,8 +29,8 @@ import torch
 from draftsmith import files
 from draftsmith.distill import command as daemon
 from draftsmith.distill import draft_track
-from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter, Reading
-from draftsmith.distill.buffer.folder import LEFTOVER_AGE_S, Folder, retain
+from draftsmith.distill.buffer.buffer import BufferReader, BufferReading, BufferWriter
+from draftsmith.distill.buffer.folder import LEFTOVER_AGE_S, ShardFolder, retain
 from draftsmith.distill.buffer.traffic import SILENCE_S
 from draftsmith.distill.gate.gate import Decision
 from draftsmith.distill.learn.learner import Learner, UpdateReport
@@ -160,7 +160,7 @@ def test_a_truncated_shard_costs_its_own_records_alone(
         time.sleep(0.002)
     daemon.run(replace(made.config, versions=str(made.root / "whole")))
     whole = made.state(made.root / "whole")["counters"]
-    victim = Path(Folder(made.config.buffer).shards()[1].path)
+    victim = Path(ShardFolder(made.config.buffer).shards()[1].path)
     victim.write_bytes(victim.read_bytes()[: victim.stat().st_size // 2])
     caplog.clear()
     with caplog.at_level(logging.WARNING):
@@ -315,7 +315,7 @@ def test_a_servers_clock_that_jumps_back_and_forth_loses_no_record(
         monkeypatch.setattr(time, "time", lambda jump_s=jump_s: now_s() + jump_s)
         engine.generate(made.prompts(2, number), made.sampling, text=False)
         writer._flush()
-        shard = max(Folder(made.config.buffer).shards(), key=lambda one: one.number)
+        shard = max(ShardFolder(made.config.buffer).shards(), key=lambda one: one.number)
         hidden += shard.time_ms < newest_ms
         newest_ms = max(newest_ms, shard.time_ms)
         requests += [one.request for one in reader.read().records if one.last]
@@ -342,7 +342,7 @@ def test_a_request_whose_records_are_on_their_way_is_waited_for(
     def is_waited_for(found: list[RoundRecord], *, more: bool, silent_s: float) -> bool:
         learner.open.add(found)
         learner.open.seen_s[name] -= silent_s
-        monkeypatch.setattr(learner.reader, "read", lambda **_: Reading([], {}, more, 0))
+        monkeypatch.setattr(learner.reader, "read", lambda **_: BufferReading([], {}, more, 0))
         learner.take_in()
         return name in learner.open.records
 
@@ -412,8 +412,8 @@ def test_a_server_killed_amid_a_flush_loses_that_flush_alone(loop: Callable[...,
     )
     old_s = time.time() - 2 * LEFTOVER_AGE_S
     os.utime(leftover, (old_s, old_s))
-    retain(Folder(str(copy)), {}, max_bytes=1 << 30, max_age_s=3600.0)
-    assert not list(copy.glob(".*")) and len(Folder(str(copy)).shards()) == 1
+    retain(ShardFolder(str(copy)), {}, max_bytes=1 << 30, max_age_s=3600.0)
+    assert not list(copy.glob(".*")) and len(ShardFolder(str(copy)).shards()) == 1
 
 
 def same(record: Any) -> dict[str, Any]:

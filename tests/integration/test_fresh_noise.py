@@ -26,14 +26,14 @@ from draftsmith.drafters.options import DsparkOptions, Eagle3Options
 from draftsmith.drafters.states.mlp import Mlp
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
-from draftsmith.drafters.text.suffix import Draft
+from draftsmith.drafters.text.suffix import SuffixDraft
 from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.kernels.statistics import Fit, chi_square_survival
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.control import FixedControl, RoundPlan, RoundResult, RowBudget
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.round import RowSampling
 from draftsmith.serve.requests.request import RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
@@ -203,11 +203,11 @@ class Peeking:
     def __init__(self, model: Planted):
         self.model = model
 
-    def drafts(self, inputs: DraftInputs) -> list[Draft]:
+    def drafts(self, inputs: DraftInputs) -> list[SuffixDraft]:
         drafts = []
         for name, history in zip(inputs.request_ids, inputs.histories):
             taken = len(history) % 3 == 1 and self.model.discarded.get(name) == A
-            drafts.append(Draft([B], 9.0) if taken else Draft([], 0.0))
+            drafts.append(SuffixDraft([B], 9.0) if taken else SuffixDraft([], 0.0))
         return drafts
 
     def finished(self, request_id: str, tokens: list[int]) -> None:
@@ -244,7 +244,7 @@ class ByTree(FixedControl):
     """Grows no tree for a request whose last one had `A` where the next would begin; `engine` knows
     whose class is whose."""
 
-    def __init__(self, engine: Engine, drafter: Watched):
+    def __init__(self, engine: EngineCore, drafter: Watched):
         self.engine, self.drafter = engine, drafter
 
     def choose(self, wishes: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
@@ -309,7 +309,7 @@ def uniform_eagle3(target: Target) -> Eagle3:
     return drafter.eval()
 
 
-def answers(engine: Engine, count: int, length: int) -> torch.Tensor:
+def answers(engine: EngineCore, count: int, length: int) -> torch.Tensor:
     """[count, length] of the tokens from the first drafted position, 4, on, each answer with a seed
     of its own."""
     params = SamplingParams(max_tokens=1 + length + SPARE, ignore_eos=True)
@@ -347,14 +347,14 @@ class Mechanism(NamedTuple):
     """`make(target)` is an engine with the worst decision-maker; its bias shows in `period` places
     behind `before` tokens."""
 
-    make: Callable[[Target], Engine]
+    make: Callable[[Target], EngineCore]
     period: int
     before: int
     num_answers: int
     length: int
 
 
-def served(target: Target, drafter: object, *, max_batch: int = 1, **options: object) -> Engine:
+def served(target: Target, drafter: object, *, max_batch: int = 1, **options: object) -> EngineCore:
     config = EngineConfig(
         k=K, max_batch=max_batch, max_length=2048, seed=1, prefix_cache=False, **options
     )
@@ -366,32 +366,32 @@ def served(target: Target, drafter: object, *, max_batch: int = 1, **options: ob
     )
 
 
-def rest(target: Target) -> Engine:
+def rest(target: Target) -> EngineCore:
     return served(target, Damaged())
 
 
-def fallback(target: Target) -> Engine:
+def fallback(target: Target) -> EngineCore:
     return served(target, Replaced())
 
 
-def k_auto(target: Target) -> Engine:
+def k_auto(target: Target) -> EngineCore:
     engine = served(target, Ending(), adaptive=True)
     engine.scheduler.control = ByDrafted()
     return engine
 
 
-def dspark_ends(target: Target) -> Engine:
+def dspark_ends(target: Target) -> EngineCore:
     engine = served(target, ending_dspark(target), adaptive=True)
     engine.scheduler.control = BySurvival()
     return engine
 
 
-def text_first(target: Target) -> Engine:
+def text_first(target: Target) -> EngineCore:
     model = Planted()
     return served(target, TextFirst(model, Peeking(model)), max_batch=32)
 
 
-def trees(target: Target) -> Engine:
+def trees(target: Target) -> EngineCore:
     drafter = Watched(uniform_eagle3(target))
     engine = served(target, drafter, max_batch=64, tree="sampled:1x2", adaptive=True)
     engine.scheduler.control = ByTree(engine, drafter)

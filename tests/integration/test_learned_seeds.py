@@ -24,7 +24,7 @@ from draftsmith.kernels.sampling.random_streams import Purpose, sample
 from draftsmith.kernels.statistics import chi_square_survival
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.request import Request, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
 
@@ -41,7 +41,7 @@ PARAMS = SamplingParams(
 PROMPT_TOKENS = 6
 FALSE_ALARM = 1e-6
 NUM_REQUESTS = 1600
-Learn = Callable[[Engine, Sequence[list[int]]], None]
+Learn = Callable[[EngineCore, Sequence[list[int]]], None]
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -50,7 +50,9 @@ def prompts(count: int) -> list[list[int]]:
     ).tolist()
 
 
-def engine_of(target: Target, drafter: ServingDrafter, folder: Path) -> tuple[Engine, BufferWriter]:
+def engine_of(
+    target: Target, drafter: ServingDrafter, folder: Path
+) -> tuple[EngineCore, BufferWriter]:
     writer = BufferWriter(str(folder), flush_s=60.0, queue_records=10**6)
     config = EngineConfig(
         k=3, max_batch=64, max_length=32, max_round_tokens=2048, max_queue=10**4, seed=1
@@ -58,7 +60,7 @@ def engine_of(target: Target, drafter: ServingDrafter, folder: Path) -> tuple[En
     return build_engine(target, drafter, config, sink=writer), writer
 
 
-def answers(engine: Engine, count: int, *, seeded: bool) -> list[list[int]]:
+def answers(engine: EngineCore, count: int, *, seeded: bool) -> list[list[int]]:
     requests = [
         engine.submit(
             prompt,

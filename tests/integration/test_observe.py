@@ -23,12 +23,12 @@ from draftsmith.drafters import checkpoint
 from draftsmith.drafters.published import versions
 from draftsmith.fleet.observe import command
 from draftsmith.fleet.observe.config import ObserveConfig
-from draftsmith.fleet.observe.counters import Counters
+from draftsmith.fleet.observe.counters import ProxyCounters
 from draftsmith.fleet.observe.enrich import Enrichment
 from draftsmith.fleet.observe.exchange import Observer
-from draftsmith.fleet.observe.probe import Probe, client
+from draftsmith.fleet.observe.probe import EngineProbe, client
 from draftsmith.fleet.observe.proxy import Proxy
-from draftsmith.fleet.observe.recorder import Models, Recorder
+from draftsmith.fleet.observe.recorder import Models, ProxyRecorder
 from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
 
@@ -37,13 +37,13 @@ TEXT = {"max_tokens": 16, "temperature": 0.5}
 
 class Proxied:
     def __init__(self, url: str, buffer: Path, config: ObserveConfig, *, top: int | None = None):
-        self.counters, self.enrichment = Counters(), Enrichment()
+        self.counters, self.enrichment = ProxyCounters(), Enrichment()
         writer = BufferWriter(str(buffer), flush_s=60.0, flush_records=10**6)
         form = command.answers_of(config)
-        self.recorder = Recorder(config, self.counters, writer, Models(url, None), form)
+        self.recorder = ProxyRecorder(config, self.counters, writer, Models(url, None), form)
         if config.enrich != "none":
             with client(url, None) as http:
-                Probe(http, self.enrichment, top=top).look()
+                EngineProbe(http, self.enrichment, top=top).look()
         observer = Observer(
             config, self.counters, lambda: writer.share, self.recorder.put, self.enrichment
         )

@@ -26,7 +26,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.serve.cache.prefix import PrefixCache
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.requests.route import LIVE
 from draftsmith.serve.sampling.params import SamplingParams
@@ -73,7 +73,7 @@ def params(index: int, k: int | None = None) -> SamplingParams:
     )
 
 
-def serve(engine: Engine, *, quiet: bool) -> list[Request]:
+def serve(engine: EngineCore, *, quiet: bool) -> list[Request]:
     """All prompts one after another. `quiet`: the first is served without drafts, as under a load
     that does not pay for them."""
     requests = []

@@ -25,8 +25,8 @@ from draftsmith.distill.gate.scoring import score
 from draftsmith.distill.gate.sequential import Ledger
 from draftsmith.distill.learn import teachers
 from draftsmith.distill.learn.learner import Learner, summary
-from draftsmith.distill.learn.teachers import Batch
-from draftsmith.distill.state import Counters, Kept, StateFolder, TrackState
+from draftsmith.distill.learn.teachers import LearningBatch
+from draftsmith.distill.state import KeptTrack, LearnerCounters, StateFolder, TrackState
 from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
@@ -37,7 +37,7 @@ from draftsmith.kernels.sampling import logged
 from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.train.objective import outline as target_outline
 from draftsmith.train.objective.outline import TargetOutline, load_outline
@@ -66,7 +66,9 @@ def prompts(count: int, *, length: int = 9, seed: int = 0) -> list[list[int]]:
     return torch.randint(3, 288, (count, length), generator=generator).tolist()
 
 
-def engine_of(target: Target, drafter: TrainedDrafter, sink: object, **options: object) -> Engine:
+def engine_of(
+    target: Target, drafter: TrainedDrafter, sink: object, **options: object
+) -> EngineCore:
     config = EngineConfig(**{"k": 3, "seed": 1, "compile": "off", "record_taps": MOST} | options)
     return build_engine(target, drafter, config, sink=sink, draft_version="1")
 
@@ -240,7 +242,7 @@ def test_a_family_learns_from_records_what_it_learns_from_the_target(
     )
 
 
-def step_of(learner: Learner, batch: Batch) -> tuple[float, list[float], torch.Tensor]:
+def step_of(learner: Learner, batch: LearningBatch) -> tuple[float, list[float], torch.Tensor]:
     """Loss, alpha of each depth, gradient."""
     learner.drafter.zero_grad()
     found = summary(learner.optimizer._backward(batch))
@@ -296,7 +298,7 @@ def test_a_learner_goes_on_after_a_restart_with_the_states_it_holds(
     first.update(texts[:4])
     state = TrackState(1, False, Ledger(), None, {}, [], texts[4:])
     StateFolder(tmp_path).save(
-        {"": Kept(first, state)}, cursor={}, counters=Counters(), target_revision="now", pool={},
+        {"": KeptTrack(first, state)}, cursor={}, counters=LearnerCounters(), target_revision="now", pool={},
         open_records=[],
     )  # fmt: skip
     again, moved = new_learner(), new_learner()

@@ -24,7 +24,7 @@ from draftsmith.kernels.sampling.logged import LoggedLogits
 from draftsmith.record import Distribution, RecordedRound, RoundRecord
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.request import Request, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.shared_memory.ring import Ring
@@ -37,7 +37,7 @@ def eagle3(target: Target) -> Eagle3:
     return Eagle3.create(Eagle3Options(), target, seed=0).eval()
 
 
-def serve(engine: Engine, params: list[SamplingParams], **options: object) -> list[Request]:
+def serve(engine: EngineCore, params: list[SamplingParams], **options: object) -> list[Request]:
     requests = [
         engine.submit(prompt, p, options=RequestOptions(**options))
         for prompt, p in zip(PROMPTS, params)

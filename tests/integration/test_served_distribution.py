@@ -20,7 +20,7 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control import stopping
 from draftsmith.serve.control.control import FixedControl, RoundPlan, RowBudget
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.round import Round
 from draftsmith.serve.sampling.params import SamplingParams
 from tests.integration.served import (
@@ -126,17 +126,17 @@ def repetitive_prompt(target: Target) -> list[int]:
     raise AssertionError("no prompt with likely repetitions was found")
 
 
-def engine_of(world: World, drafter: ServingDrafter, **options: Any) -> Engine:
+def engine_of(world: World, drafter: ServingDrafter, **options: Any) -> EngineCore:
     return build_engine(world.target, drafter, EngineConfig(**(CONFIG | options)))
 
 
-def answers(world: World, engine: Engine, num_samples: int, **params: Any) -> Fit:
+def answers(world: World, engine: EngineCore, num_samples: int, **params: Any) -> Fit:
     asked = SamplingParams(**SAMPLING, max_tokens=ASKED, ignore_eos=True, **params)
     found = engine.generate([world.prompt] * num_samples, asked, text=False)
     return fit(world.distribution, [one.tokens for one in found])
 
 
-def check(world: World, engine: Engine, num_samples: int = NUM_SAMPLES, **params: Any) -> None:
+def check(world: World, engine: EngineCore, num_samples: int = NUM_SAMPLES, **params: Any) -> None:
     found = answers(world, engine, num_samples, **params)
     assert found.p_value > FALSE_ALARM, found
     seen = 0.05 if num_samples >= MANY_SAMPLES else 0.25 if num_samples < NUM_SAMPLES else 0.15
@@ -144,7 +144,7 @@ def check(world: World, engine: Engine, num_samples: int = NUM_SAMPLES, **params
     assert not engine.stats.fallbacks
 
 
-def check_rejected(world: World, engine: Engine, num_samples: int = NUM_SAMPLES) -> None:
+def check_rejected(world: World, engine: EngineCore, num_samples: int = NUM_SAMPLES) -> None:
     found = answers(world, engine, num_samples)
     assert found.p_value < FALSE_ALARM, found
 
@@ -277,7 +277,7 @@ class Undecided:
     """Decides a round by its own outcome: one that keeps no drafted token is made again without
     drafts."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: EngineCore):
         self.engine, self.verify = engine, engine._verify
 
     def __call__(self, round: Round) -> None:

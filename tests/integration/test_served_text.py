@@ -19,8 +19,8 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.attention.window import Chunk
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.engine.engine import Engine
-from draftsmith.serve.engine.scheduler import Row, Schedule, Scheduler
+from draftsmith.serve.engine.engine import EngineCore
+from draftsmith.serve.engine.scheduler import Schedule, ScheduledRow, Scheduler
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.sampling.params import SamplingParams
 from tests.integration.served import (
@@ -325,7 +325,7 @@ def seeded_drafter(case: Case, target: Target) -> ServingDrafter | None:
     return make_drafter("draft-lm" if options else case.family, target, **options)
 
 
-def submitted(engine: Engine, indices: list[int]) -> list[Request]:
+def submitted(engine: EngineCore, indices: list[int]) -> list[Request]:
     return [
         engine.submit(
             PROMPTS[index],
@@ -338,7 +338,7 @@ def submitted(engine: Engine, indices: list[int]) -> list[Request]:
 
 
 def finish(
-    engine: Engine, requests: list[Request], *, preempt: random.Random | None = None
+    engine: EngineCore, requests: list[Request], *, preempt: random.Random | None = None
 ) -> list[list[int]]:
     while engine.busy:
         engine.step()
@@ -385,7 +385,7 @@ def test_a_token_decided_while_refilling_would_be_noticed(
 
     def deciding(self: Scheduler, schedule: Schedule, request: Request, budget: int) -> int:
         computed = request.cache.computed
-        row = Row(request, computed, min(budget, request.num_tokens - computed))
+        row = ScheduledRow(request, computed, min(budget, request.num_tokens - computed))
         (schedule.sampling if row.samples else schedule.filling).append(row)
         return row.count
 

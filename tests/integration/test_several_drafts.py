@@ -28,7 +28,7 @@ from draftsmith.record import RoundRecord, hashed
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.drafts import routing
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.requests.request import Request, RequestOptions, Update
 from draftsmith.serve.requests.route import CANARY, LIVE, class_draft
@@ -76,18 +76,18 @@ def folders(target: Target, tmp_path_factory: pytest.TempPathFactory) -> list[st
     return [str(root / str(seed)) for seed in (1, 2, 3)]
 
 
-def take_in(engine: Engine, folder: str, version: str, draft: str) -> None:
+def take_in(engine: EngineCore, folder: str, version: str, draft: str) -> None:
     engine.drafts.prepare(folder, version, draft=draft)
     engine.step()
 
 
-def pooled(engine: Engine, *classes: str) -> None:
+def pooled(engine: EngineCore, *classes: str) -> None:
     engine.drafts.router.pool = DraftPool(
         {name: f"c{number:02d}" for number, name in enumerate(classes, 1)}
     )
 
 
-def drain(engine: Engine) -> None:
+def drain(engine: EngineCore) -> None:
     while engine.busy:
         engine.step()
 
@@ -112,7 +112,7 @@ def test_a_row_is_drafted_as_if_its_draft_were_alone(
     for seed, folder in enumerate(folders):
         checkpoint.save(new_draft(target, seed, family, **options), folder, target)
 
-    def engine_of(folder: Path) -> Engine:
+    def engine_of(folder: Path) -> EngineCore:
         drafter = checkpoint.load(folder, target)
         if kind == "text first":
             # What others said would be there to copy together and not alone.
@@ -120,7 +120,7 @@ def test_a_row_is_drafted_as_if_its_draft_were_alone(
             drafter = TextFirst(drafter, text, share=0.3)
         return build_engine(target, drafter, config)
 
-    def ask(engine: Engine, number: int, seed: int) -> Request:
+    def ask(engine: EngineCore, number: int, seed: int) -> Request:
         temperature = 0.0 if seed % 3 == 0 else 1.5
         params = SamplingParams(
             temperature=temperature,
@@ -225,7 +225,7 @@ def failing(drafter: Eagle3, how: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("how", ["raised", "nan"])
 def test_a_bad_version_on_trial_pauses_alone(how: str, target: Target, folders: list[str]) -> None:
-    def begin() -> tuple[Engine, list[Request]]:
+    def begin() -> tuple[EngineCore, list[Request]]:
         engine = build_engine(target, new_draft(target, 0), CONFIG)
         take_in(engine, folders[0], "7", CANARY)
         requests = [engine.submit(prompt, GREEDY) for prompt in PROMPTS[:2]]

@@ -27,7 +27,7 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.drafts import routing
 from draftsmith.serve.engine import propose as drafting
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.proposal import Part, joined
 from draftsmith.serve.engine.round import RoundProposal
 from draftsmith.serve.requests.request import RequestOptions
@@ -88,7 +88,7 @@ def saved(family: str, target: Target, root: Path) -> list[str]:
     return [str(folder) for folder in folders]
 
 
-def add_drafts(engine: Engine, folders: list[str]) -> None:
+def add_drafts(engine: EngineCore, folders: list[str]) -> None:
     """A version on trial and the drafts of two classes beside the live one."""
     for number, name in enumerate(FURTHER):
         engine.drafts.prepare(folders[number % 2], "0", draft=name)
@@ -97,7 +97,7 @@ def add_drafts(engine: Engine, folders: list[str]) -> None:
     engine.drafts.router.pool = DraftPool({"code": "c01", "prose": "c02"})
 
 
-def run(engine: Engine, folders: list[str]) -> int:
+def run(engine: EngineCore, folders: list[str]) -> int:
     """Until nobody is left, each round with other weights of every draft than the one before;
     returns the rounds."""
     rounds = 0
@@ -144,7 +144,7 @@ def distribution(target: Target) -> Distribution:
 
 
 def fit_swapped(
-    engine: Engine,
+    engine: EngineCore,
     folders: list[str],
     distribution: Distribution,
     num_samples: int = NUM_SAMPLES,
@@ -179,7 +179,7 @@ MANY = [
 ]
 
 
-def check_drafted(engine: Engine, num_samples: int) -> None:
+def check_drafted(engine: EngineCore, num_samples: int) -> None:
     """Every depth was drafted in rounds whose tokens are looked at."""
     stats = engine.stats
     assert min(stats.offered[depth] for depth in range(K)) > num_samples / 4, stats.offered

@@ -24,7 +24,7 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import engine as engine_module
 from draftsmith.serve.engine import runner as runner_module
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.trees import TreePass, lay_out
 from draftsmith.serve.requests.request import Request, RequestOptions, Update
 from draftsmith.serve.sampling.params import SamplingParams
@@ -136,7 +136,7 @@ def served(
     tree: str,
     prompt: list[int],
     num_samples: int = NUM_SAMPLES,
-) -> tuple[list[tuple[int, ...]], Engine]:
+) -> tuple[list[tuple[int, ...]], EngineCore]:
     """The first LENGTH tokens of answers, which are then cancelled: long answers have large trees
     to their end."""
     engine = build_engine(

@@ -4,6 +4,7 @@ torch-free start."""
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import re
 import subprocess
@@ -469,6 +470,15 @@ def test_types_of_the_package_and_of_the_scripts_are_checked() -> None:
 def test_scripts_explain_themselves_without_an_environment(script: str) -> None:
     finished = subprocess.run([ROOT / script, "--help"], capture_output=True, text=True, timeout=30)
     assert finished.returncode == 0 and script in finished.stdout
+
+
+def test_no_two_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = {}
+    for path in itertools.chain.from_iterable(map(sources, (*CODE_FOLDERS, "src/draftsmith"))):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
 def test_laboratory_documents_and_changelog_keep_their_budgets() -> None:

@@ -22,7 +22,7 @@ class Row(NamedTuple):
     loss_mask: list[bool]  # True where the target wrote the token
 
 
-class Sample(NamedTuple):
+class DataSample(NamedTuple):
     rows: list[Row]
     total: int  # rows in the folder
     provenance: dict[str, Any]
@@ -32,7 +32,7 @@ class Decoder(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
 
 
-def read_sample(folder: str, count: int, *, spread: bool = True) -> Sample:
+def read_sample(folder: str, count: int, *, spread: bool = True) -> DataSample:
     """`count` rows spread evenly over the folder, or the first ones."""
     path = Path(folder)
     table = open_rows(path)
@@ -46,12 +46,12 @@ def read_sample(folder: str, count: int, *, spread: bool = True) -> Sample:
         for row in table.select(chosen)
     ]
     provenance = path / "provenance.json"
-    return Sample(
+    return DataSample(
         rows, total, read_json(provenance, "data provenance") if provenance.is_file() else {}
     )
 
 
-def check_data(sample: Sample, target: Target, max_length: int) -> list[Finding]:
+def check_data(sample: DataSample, target: Target, max_length: int) -> list[Finding]:
     rows = sample.rows
     tokens = sum(len(row.input_ids) for row in rows)
     findings = [

@@ -11,7 +11,7 @@ from draftsmith.drafters.interface import TrainedDrafter, UnrollBatch, head_of
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import overlap
 from draftsmith.kernels.sampling.vocabulary import scatter_to_target_vocab
-from draftsmith.train.check.data import Row, Sample
+from draftsmith.train.check.data import DataSample, Row
 from draftsmith.train.check.finding import Finding, ok, warn
 
 MAX_ROWS, MAX_LENGTH = 32, 1024
@@ -31,7 +31,7 @@ class RowStats(NamedTuple):
 
 @torch.no_grad()
 def check_distribution(
-    sample: Sample, target: Target, draft: TrainedDrafter | None
+    sample: DataSample, target: Target, draft: TrainedDrafter | None
 ) -> list[Finding]:
     stats = [
         one for row in sample.rows[:MAX_ROWS] if (one := row_stats(row, target, draft)) is not None

@@ -26,7 +26,7 @@ OFFLOADED = {"cpu": "in the host's memory", "disk": "in its files"}
 SHARES = (2, 4, 8, 16, 32, 64)  # numbers of processes that are offered
 
 
-class Pooled(Protocol):
+class PooledMemory(Protocol):
     def new_pool(
         self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
     ) -> PagedPool | None: ...
@@ -130,7 +130,7 @@ def ways_to_fit(
     return f"give {', or '.join(ways)}" if ways else ""
 
 
-class Served(NamedTuple):
+class ServedMemory(NamedTuple):
     """Bytes that a server of a target and a draft takes."""
 
     weights: int
@@ -139,7 +139,7 @@ class Served(NamedTuple):
     buffers: int  # of a draft that is captured, as it is for serving
 
     @classmethod
-    def of(cls, target: Target, draft: torch.nn.Module | None) -> Served:
+    def of(cls, target: Target, draft: torch.nn.Module | None) -> ServedMemory:
         """Count modules in the types that they are served in."""
         weights, per_token = num_bytes(target.model), bytes_per_token(target, target)
         if draft is not None:
@@ -156,7 +156,7 @@ class Served(NamedTuple):
 
 def check_serving(target: Target, draft: torch.nn.Module | None, sequences: int) -> Finding:
     """Weights, keys and values of `sequences` texts of full length, and a draft's buffers."""
-    served, tokens = Served.of(target, draft), target.max_positions
+    served, tokens = ServedMemory.of(target, draft), target.max_positions
     needed = served.whole(sequences, tokens)
     cache = needed - served.weights - served.buffers
     what = (
@@ -217,7 +217,7 @@ def bytes_of(tensors: Iterable[torch.Tensor], dtype: torch.dtype | None = None) 
     )
 
 
-def bytes_per_token(pooled: Pooled, target: Target) -> float:
+def bytes_per_token(pooled: PooledMemory, target: Target) -> float:
     block_size = 16
     pool = pooled.new_pool(1, block_size, target.device, target.dtype)
     return 0.0 if pool is None else pool.num_bytes / block_size

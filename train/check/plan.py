@@ -59,7 +59,7 @@ class Planned(NamedTuple):
     too_large: str  # what makes it fit beside the target; empty where it fits
 
 
-class Text(NamedTuple):
+class PlannedText(NamedTuple):
     """Text of the run. `counts` [V] are those of the target's tokens, where there is data."""
 
     tokens: int
@@ -119,12 +119,12 @@ def open_target(config: PlanConfig) -> Target:
     return load_target(config.target, dtype=dtype, offload=offload, trust_remote_code=trust)
 
 
-def text_of(config: PlanConfig, target: Target) -> Text:
+def text_of(config: PlanConfig, target: Target) -> PlannedText:
     if not config.data:
-        return Text(config.answers * config.tokens, None)
+        return PlannedText(config.answers * config.tokens, None)
     length = target.max_positions
     corpus = read_mixture(config.data, target, max_length=length, held_out_share=0.0)
-    return Text(corpus.tokens_per_epoch(), corpus.token_counts(target.vocab_size))
+    return PlannedText(corpus.tokens_per_epoch(), corpus.token_counts(target.vocab_size))
 
 
 def families_of(config: PlanConfig) -> tuple[str, ...]:
@@ -151,7 +151,7 @@ def training(config: PlanConfig, family: str) -> TrainConfig:
     return train
 
 
-def options_for(config: TrainConfig, text: Text) -> DrafterOptions:
+def options_for(config: TrainConfig, text: PlannedText) -> DrafterOptions:
     options = drafter_options(config)
     if text.counts is None or options != Eagle3Options():
         return options
@@ -167,7 +167,7 @@ def reduced_vocabulary(token_counts: torch.Tensor) -> int | None:
     return rounded if rounded <= len(token_counts) // 2 else None
 
 
-def planned(config: PlanConfig, target: Target, text: Text, family: str) -> Planned:
+def planned(config: PlanConfig, target: Target, text: PlannedText, family: str) -> Planned:
     train = training(config, family)
     options = options_for(train, text)
     drafter: Any = FAMILIES[family].create(options, target, seed=0, token_counts=text.counts)

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.drafters.interface import TextBatch
 from draftsmith.train.data.dataset import TokenSequence
-from draftsmith.train.data.folders import Part, epoch_order
+from draftsmith.train.data.folders import FolderPart, epoch_order
 
 Batch = list[list[int]]  # the sequences of each row
 
@@ -140,7 +140,7 @@ class BatchPlan(torch.utils.data.Sampler[Batch]):
         rank: int,
         world_size: int,
         row_length: int | None = None,
-        parts: Sequence[Part] = (),
+        parts: Sequence[FolderPart] = (),
     ):
         self.lengths = np.asarray(lengths)
         self.batch_size = batch_size
@@ -149,7 +149,7 @@ class BatchPlan(torch.utils.data.Sampler[Batch]):
         self.rank = rank
         self.world_size = world_size
         self.row_length = row_length
-        self.parts = parts or [Part(len(lengths))]
+        self.parts = parts or [FolderPart(len(lengths))]
 
     def __len__(self) -> int:
         return self.num_batches
@@ -227,7 +227,7 @@ def batches_per_epoch(
     batch_size: int,
     seed: int,
     row_length: int | None = None,
-    parts: Sequence[Part] = (),
+    parts: Sequence[FolderPart] = (),
 ) -> int:
     """Number of batches in the first epoch; packed ones differ a little."""
     plan = BatchPlan(

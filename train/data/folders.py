@@ -17,12 +17,12 @@ from draftsmith.errors import UserError
 FOLDER_PASS = 1
 
 
-class Folder(NamedTuple):
+class DataFolder(NamedTuple):
     path: str
     weight: float = 1.0  # passes over its texts in an epoch
 
 
-class Part(NamedTuple):
+class FolderPart(NamedTuple):
     """Texts of a folder among those of all: as many, behind those of the folders before it."""
 
     size: int
@@ -34,7 +34,7 @@ class Part(NamedTuple):
         return round(epoch * per_epoch), round((epoch + 1) * per_epoch)
 
 
-def folders_of(data: str | Sequence[str] | None) -> list[Folder]:
+def folders_of(data: str | Sequence[str] | None) -> list[DataFolder]:
     """Folders of an option `data`, each with its weight: the number behind the last colon.
     `NAME:2/` is a folder whose name ends in a number.
 
@@ -54,19 +54,19 @@ def folders_of(data: str | Sequence[str] | None) -> list[Folder]:
     return found
 
 
-def _folder_of(word: str) -> Folder:
+def _folder_of(word: str) -> DataFolder:
     path, _, number = word.rpartition(":")
     try:
         weight = float(number)
     except ValueError:
-        return Folder(word)
+        return DataFolder(word)
     if not path:
-        return Folder(word)
+        return DataFolder(word)
     if not 0 < weight < math.inf:
         raise UserError(
             f"option 'data' gives {path!r} the weight {number}; it must be more than 0 and finite"
         )
-    return Folder(path, weight)
+    return DataFolder(path, weight)
 
 
 def named(data: str | Sequence[str] | None) -> str:
@@ -75,7 +75,7 @@ def named(data: str | Sequence[str] | None) -> str:
 
 
 def epoch_order(
-    parts: Sequence[Part], random: np.random.Generator, *, seed: int, epoch: int
+    parts: Sequence[FolderPart], random: np.random.Generator, *, seed: int, epoch: int
 ) -> np.ndarray:
     """Indices of the texts of an epoch, in an order of `random`; which they are is a pure function
     of the other arguments.
@@ -95,7 +95,7 @@ def epoch_order(
     return drawn[random.permutation(len(drawn))]
 
 
-def _passes(part: Part, seed: Sequence[int], epoch: int) -> np.ndarray:
+def _passes(part: FolderPart, seed: Sequence[int], epoch: int) -> np.ndarray:
     """Indices within a folder that an epoch draws, from one or several passes over it."""
     if not part.size:
         return np.zeros(0, dtype=np.int64)

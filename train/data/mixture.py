@@ -23,7 +23,7 @@ from draftsmith.train.data.dataset import (
     read_corpus,
     share_of,
 )
-from draftsmith.train.data.folders import Folder, Part, folders_of
+from draftsmith.train.data.folders import DataFolder, FolderPart, folders_of
 
 
 class Mixed(torch.utils.data.Dataset):
@@ -33,7 +33,7 @@ class Mixed(torch.utils.data.Dataset):
         self, sequences: Sequence[Sequences], weights: Sequence[float], first_tokens: Sequence[int]
     ):
         self.sequences, self.first_tokens = list(sequences), list(first_tokens)
-        self.parts = [Part(len(one), weight) for one, weight in zip(sequences, weights)]
+        self.parts = [FolderPart(len(one), weight) for one, weight in zip(sequences, weights)]
         self.lengths: np.ndarray = np.concatenate([one.lengths for one in sequences])
         self._starts = np.cumsum([0, *(len(one) for one in sequences)])
 
@@ -76,7 +76,7 @@ class Mixed(torch.utils.data.Dataset):
 class Mixture:
     """Data folders read whole. A prompt that any folder holds out is trained on in none."""
 
-    folders: list[Folder]
+    folders: list[DataFolder]
     corpora: list[Corpus]  # of each folder
 
     @cached_property
@@ -179,7 +179,7 @@ def read_mixture(
     return Mixture(folders, corpora)
 
 
-def _check_weights(folders: Sequence[Folder], corpora: Sequence[Corpus]) -> None:
+def _check_weights(folders: Sequence[DataFolder], corpora: Sequence[Corpus]) -> None:
     for folder, corpus in zip(folders, corpora):
         if 0 < len(corpus.train) * folder.weight < 1:
             raise UserError(
@@ -188,7 +188,7 @@ def _check_weights(folders: Sequence[Folder], corpora: Sequence[Corpus]) -> None
             )
 
 
-def _without_held_out(folders: Sequence[Folder], corpora: Sequence[Corpus]) -> list[Corpus]:
+def _without_held_out(folders: Sequence[DataFolder], corpora: Sequence[Corpus]) -> list[Corpus]:
     """Corpora without the training texts of prompts that another folder holds out."""
     held_out = {
         corpus.train.pieces.names[at] for corpus in corpora for at in corpus.held_out.indices

@@ -59,14 +59,14 @@ class Branch:
     begin: int  # first position behind the rejected token
 
 
-class Row(NamedTuple):
+class TrainedRow(NamedTuple):
     """A text to train on."""
 
     tokens: list[int]
     weights: np.ndarray  # [len(tokens)] float32, of the predicted tokens
 
-    def cut(self, length: int) -> Row:
-        return Row(self.tokens[:length], self.weights[:length])
+    def cut(self, length: int) -> TrainedRow:
+        return TrainedRow(self.tokens[:length], self.weights[:length])
 
 
 def roles_of(num_drafted: int, accepted: int, committed: int) -> list[Role]:
@@ -83,19 +83,21 @@ def branch_of(before: Sequence[int], drafted: Sequence[int], accepted: int) -> B
     return Branch([*before, *drafted], len(before) + accepted + 1)
 
 
-def text_row(tokens: list[int], roles: np.ndarray, weights: RoleWeights) -> Row:
-    return Row(tokens, weights.of(roles))
+def text_row(tokens: list[int], roles: np.ndarray, weights: RoleWeights) -> TrainedRow:
+    return TrainedRow(tokens, weights.of(roles))
 
 
-def branch_row(branch: Branch, weights: RoleWeights) -> Row:
+def branch_row(branch: Branch, weights: RoleWeights) -> TrainedRow:
     behind = np.arange(len(branch.tokens)) >= branch.begin
-    return Row(branch.tokens, np.where(behind, weights.later_rejected, 0.0).astype(np.float32))
+    return TrainedRow(
+        branch.tokens, np.where(behind, weights.later_rejected, 0.0).astype(np.float32)
+    )
 
 
-def trained_text(row: Row) -> TrainedText:
+def trained_text(row: TrainedRow) -> TrainedText:
     return TrainedText(torch.tensor(row.tokens, dtype=torch.int64), torch.from_numpy(row.weights))
 
 
-def padded_rows(rows: Sequence[Row], device: torch.device) -> TextBatch:
+def padded_rows(rows: Sequence[TrainedRow], device: torch.device) -> TextBatch:
     """Rows of any lengths as one batch, a text each."""
     return packed([[trained_text(row)] for row in rows]).to(device)

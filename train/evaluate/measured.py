@@ -37,12 +37,12 @@ TEMPERATURES = (0.0, 1.0)
 METHOD = "real lossless decoding of held-out prompts, bootstrap over prompts"
 
 
-class Draft(ServingDrafter, Unrollable, Protocol):
+class MeasuredDrafter(ServingDrafter, Unrollable, Protocol):
     """Both proposes and unrolls."""
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRates:
     """Counts and rates of the rounds at one temperature. Entry i of the lists is about draft
     position i + 1."""
 
@@ -56,7 +56,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Measurement:
-    measured: Measured
+    measured: MeasuredRates
     predicted: Evaluation
 
     def to_dict(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class Figures(NamedTuple):
 
 
 def measure(
-    drafter: Draft,
+    drafter: MeasuredDrafter,
     target: Target,
     sequences: Sequence[TokenSequence],
     *,
@@ -233,11 +233,11 @@ def sequence_of(name: str, text: SpeculatedText) -> TokenSequence:
     return TokenSequence(name, ids, torch.arange(len(ids)) >= text.num_prompt)
 
 
-def _measured(counts: list[AcceptanceCounts]) -> Measured:
+def _measured(counts: list[AcceptanceCounts]) -> MeasuredRates:
     total = AcceptanceCounts()
     for one in counts:
         total.merge(one)
-    return Measured(
+    return MeasuredRates(
         rounds=total.rounds,
         tokens=total.num_committed,
         tau=_tau(counts),

@@ -38,7 +38,7 @@ from draftsmith.train.evaluate.by_context import (
 from draftsmith.train.evaluate.calibration import Reliability
 from draftsmith.train.evaluate.estimate import Estimate, ratio, reached_ratio
 from draftsmith.train.objective.rounds_of_text import answers, deepen, stretches
-from draftsmith.train.objective.unrolled_loss import Predicted, Unrollable, scatter, select
+from draftsmith.train.objective.unrolled_loss import PredictedStep, Unrollable, scatter, select
 
 CHUNK_ELEMENTS = 1 << 24  # processed logits held at once, per distribution
 
@@ -253,7 +253,7 @@ def _compare(
     drafter: Unrollable,
     target: Target,
     before: torch.Tensor,
-    predicted: Predicted,
+    predicted: PredictedStep,
     temperatures: tuple[float, float],
     *,
     with_alpha: bool,

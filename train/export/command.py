@@ -21,7 +21,7 @@ from draftsmith.errors import UserError, first_line
 from draftsmith.files import atomic_folder, read_json, write_json
 from draftsmith.train.export.config import ExportConfig
 from draftsmith.train.export.hub import check_repository, push
-from draftsmith.train.export.layouts.source import Source
+from draftsmith.train.export.layouts.source import ExportSource
 from draftsmith.train.export.layouts.table import (
     HOLD_TARGET,
     needs_target_weights,
@@ -86,7 +86,7 @@ def check_options(config: ExportConfig) -> None:
         )
 
 
-def open_source(config: ExportConfig) -> Source:
+def open_source(config: ExportConfig) -> ExportSource:
     draft = locate(config.draft)
     metadata = record_of(draft)
     target_name = config.target or recorded_target(metadata, draft)
@@ -100,7 +100,7 @@ def open_source(config: ExportConfig) -> Source:
         )
     model = target if base is None else locate(base, "target", weights=False)
     check_tokenizer(metadata, target, target_name, trust_remote_code=config.trust_remote_code)
-    return Source(
+    return ExportSource(
         draft=draft,
         family=metadata["family"],
         config=read_config(draft),
@@ -151,7 +151,7 @@ def check_tokenizer(
         )
 
 
-def check_out(out: Path, source: Source) -> None:
+def check_out(out: Path, source: ExportSource) -> None:
     """Replaces an earlier export; refuses any other folder that holds files."""
     if out.resolve() in (source.draft.resolve(), source.target.resolve()):
         raise UserError(f"--out {str(out)!r} is where the export is read from; give another folder")

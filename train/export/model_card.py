@@ -20,7 +20,7 @@ from draftsmith.train.export.layouts.serving import (
     sglang_command,
     vllm_command,
 )
-from draftsmith.train.export.layouts.source import Source
+from draftsmith.train.export.layouts.source import ExportSource
 from draftsmith.train.export.layouts.vllm_faults import SHARED_NOISE
 from draftsmith.train.export.llamacpp.file import DRAFT, TARGET
 from draftsmith.train.export.openvino.lm import TARGET as BESIDE
@@ -54,7 +54,7 @@ PROBABILISTIC = (
 )
 
 
-def model_card(source: Source, *, engine: str, name: str) -> str:
+def model_card(source: ExportSource, *, engine: str, name: str) -> str:
     sections = [
         front_matter(source),
         f"# {name}\n\nA draft for [speculative decoding](https://arxiv.org/abs/2211.17192) with "
@@ -69,7 +69,7 @@ def model_card(source: Source, *, engine: str, name: str) -> str:
     return "\n\n".join(sections) + "\n"
 
 
-def front_matter(source: Source) -> str:
+def front_matter(source: ExportSource) -> str:
     values: dict[str, Any] = {
         "library_name": "transformers" if source.family == "draft-lm" else "draftsmith",
         "pipeline_tag": "text-generation",
@@ -168,7 +168,7 @@ def several_folders(record: dict[str, Any]) -> str:
     return f"{divergence} from the target's distributions, {record['steps']} steps, on {named}. "
 
 
-def serving(source: Source, *, engine: str, name: str) -> str:
+def serving(source: ExportSource, *, engine: str, name: str) -> str:
     k, target = source.num_speculative_tokens, source.target_name
     shown = [
         f"{title}:\n\n```\n{command}\n```"

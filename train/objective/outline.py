@@ -19,14 +19,14 @@ from draftsmith.drafters.init_from_target import shares_embeddings
 from draftsmith.drafters.int8_linear import int8_revision
 from draftsmith.drafters.patches.table import implementation
 from draftsmith.drafters.target.attention import register
-from draftsmith.drafters.target.causal_lm import CausalLM, Probe
+from draftsmith.drafters.target.causal_lm import CausalLM, PassProbe
 from draftsmith.drafters.target.device import device_of
 from draftsmith.drafters.target.load import adapter_base, build_model, load_config, load_model
 from draftsmith.drafters.target.target import (
     FIRST,
     SAME_AS,
-    Parameter,
     Target,
+    TargetParameter,
     digest_of,
     revision_of,
 )
@@ -89,9 +89,9 @@ class TargetOutline(Target):
         return self._output_table
 
 
-def shapes_of(lm: CausalLM) -> Probe:
+def shapes_of(lm: CausalLM) -> PassProbe:
     table = lm.model.get_output_embeddings().weight
-    return Probe(table.shape[1], table.shape[0], [])
+    return PassProbe(table.shape[1], table.shape[0], [])
 
 
 def load_outline(
@@ -155,10 +155,10 @@ def read_table(
     return whole.detach().clone()
 
 
-def parameters_in(folder: Path, model: PreTrainedModel) -> list[Parameter] | None:
+def parameters_in(folder: Path, model: PreTrainedModel) -> list[TargetParameter] | None:
     """The model's parameters, in its order, with the first values of each, from safetensors. None
     where the files hold others: a model whose weights are converted while they are loaded."""
-    found: dict[str, Parameter] = {}
+    found: dict[str, TargetParameter] = {}
     wanted = {name: parameter.shape for name, parameter in model.named_parameters()}
     buffers = {name for name, _ in model.named_buffers()}
     for path in weight_files(folder):
@@ -168,7 +168,9 @@ def parameters_in(folder: Path, model: PreTrainedModel) -> list[Parameter] | Non
             for name in file.keys():  # noqa: SIM118 - not a dict
                 values = file.get_slice(name)
                 if tuple(values.get_shape()) == wanted.get(name):
-                    found[name] = Parameter(name, wanted[name], first_rows(values, wanted[name]))
+                    found[name] = TargetParameter(
+                        name, wanted[name], first_rows(values, wanted[name])
+                    )
                 elif name not in buffers:
                     return None
     return [found[name] for name in wanted] if found.keys() == wanted.keys() else None

@@ -41,7 +41,7 @@ LONGEST_PAUSE_S = 10.0
 GO_ON = "start it, then the same command again, which goes on from what it saved"
 
 
-class Server:
+class LogprobServer:
     """Kept connections to one server. May be used by several threads."""
 
     def __init__(
@@ -132,7 +132,7 @@ class PromptLogprobs:
     """Source of the `top` likeliest tokens and their tail mass, one request a text. `vocab_size` is
     the target's. Nothing is known after the last token of a text: all mass is in the tail there."""
 
-    def __init__(self, server: Server, vocab_size: int, top: int):
+    def __init__(self, server: LogprobServer, vocab_size: int, top: int):
         self.server, self.vocab_size, self.top = server, vocab_size, top
         self._room = threading.BoundedSemaphore(AT_ONCE)
         self._coming: deque[TextBatch] = deque()

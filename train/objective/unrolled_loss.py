@@ -14,14 +14,14 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from draftsmith.drafters.interface import TextBatch, UnrollBatch, UnrolledStep
 from draftsmith.kernels.divergence.fused import Divergence, divergence
-from draftsmith.kernels.divergence.kind import FORWARD_KL, Kind
+from draftsmith.kernels.divergence.kind import FORWARD_KL, DivergenceKind
 from draftsmith.kernels.products.float32_products import faster_linears
 from draftsmith.train.objective.depth_weights import DepthStats, StepWeighting, folded
 from draftsmith.train.objective.feature_noise import FeatureNoise
 from draftsmith.train.objective.rounds_of_text import deepen
 from draftsmith.train.objective.teacher import TargetSignals, TargetSource
 
-TOKENS_ONLY = Kind("ce")
+TOKENS_ONLY = DivergenceKind("ce")
 
 
 class Unrollable(Protocol):
@@ -37,7 +37,7 @@ class Unrollable(Protocol):
     def unroll(self, batch: UnrollBatch): ...
 
 
-class Predicted(NamedTuple):
+class PredictedStep(NamedTuple):
     """One unrolled step on the positions that count. R rows."""
 
     hidden: torch.Tensor  # [R, H] draft states, what the draft head multiplies
@@ -75,7 +75,7 @@ def unrolled_loss(
     *,
     num_steps: int,
     weighting: StepWeighting,
-    kind: Kind = FORWARD_KL,
+    kind: DivergenceKind = FORWARD_KL,
     noise: FeatureNoise | None = None,
 ) -> UnrolledLoss:
     """Loss over the unroll. The target's signals are read once, the draft runs once per step.
@@ -111,7 +111,7 @@ def unrolled_loss(
     return UnrolledLoss(total, weighting.scale(num_steps), _sums(result, predicted, sizes), keep)
 
 
-def select(step: UnrolledStep, text: TextBatch) -> Predicted:
+def select(step: UnrolledStep, text: TextBatch) -> PredictedStep:
     """The positions of this step that are valid and have weight."""
     weights = text.weights[:, step.offset :]
     wanted = step.valid[:, : weights.shape[1]] & (weights > 0)
@@ -120,7 +120,7 @@ def select(step: UnrolledStep, text: TextBatch) -> Predicted:
         wanted = wanted & (text.segments[:, step.offset :] == text.segments[:, : weights.shape[1]])
     row, column = wanted.nonzero(as_tuple=True)
     position = column + step.offset
-    return Predicted(
+    return PredictedStep(
         hidden=step.hidden[row, column],
         tokens=text.input_ids[row, position],
         weights=text.weights[row, position],
@@ -130,7 +130,7 @@ def select(step: UnrolledStep, text: TextBatch) -> Predicted:
     )
 
 
-def scatter(values: torch.Tensor, predicted: Predicted, like: torch.Tensor) -> torch.Tensor:
+def scatter(values: torch.Tensor, predicted: PredictedStep, like: torch.Tensor) -> torch.Tensor:
     """[R] values of a step -> [B, L], 0 where nothing was predicted."""
     spread = torch.zeros_like(like, dtype=values.dtype)
     spread[predicted.row, predicted.position] = values.detach()
@@ -138,7 +138,7 @@ def scatter(values: torch.Tensor, predicted: Predicted, like: torch.Tensor) -> t
 
 
 def step_weights(
-    predicted: Sequence[Predicted], factors: torch.Tensor, text: TextBatch
+    predicted: Sequence[PredictedStep], factors: torch.Tensor, text: TextBatch
 ) -> torch.Tensor:
     """[sum of R] the weight of every row of every step; `factors` as in `StepWeighting`, an entry a
     step."""
@@ -152,7 +152,7 @@ def step_weights(
 def depth_stats(
     drafter: Unrollable,
     signals: TargetSignals,
-    predicted: Sequence[Predicted],
+    predicted: Sequence[PredictedStep],
     text: TextBatch,
     num_steps: int,
 ) -> DepthStats:
@@ -181,9 +181,9 @@ def depth_stats(
 def _divergence(
     drafter: Unrollable,
     signals: TargetSignals,
-    predicted: Sequence[Predicted],
+    predicted: Sequence[PredictedStep],
     weights: torch.Tensor,
-    kind: Kind,
+    kind: DivergenceKind,
 ) -> Divergence:
     """Divergence of all steps, at once where one head is theirs."""
     if all(one.head is None for one in predicted):
@@ -205,9 +205,9 @@ def _divergence(
 def _of_one_head(
     drafter: Unrollable,
     signals: TargetSignals,
-    predicted: Sequence[Predicted],
+    predicted: Sequence[PredictedStep],
     weights: torch.Tensor,
-    kind: Kind,
+    kind: DivergenceKind,
 ) -> Divergence:
     """Divergence of steps with one head at once: a call holds a gradient as large as the head until
     backward, where there is one. Rows go in by the position they predict, so that what all depths
@@ -236,7 +236,7 @@ def _of_one_head(
     )
 
 
-def _sums(result: Divergence, predicted: Sequence[Predicted], sizes: Sequence[int]) -> StepSums:
+def _sums(result: Divergence, predicted: Sequence[PredictedStep], sizes: Sequence[int]) -> StepSums:
     def of(values: torch.Tensor) -> torch.Tensor:
         return torch.stack(
             [
@@ -251,7 +251,7 @@ def _sums(result: Divergence, predicted: Sequence[Predicted], sizes: Sequence[in
 
 def confidence_loss(
     steps: Sequence[UnrolledStep],
-    predicted: Sequence[Predicted],
+    predicted: Sequence[PredictedStep],
     alpha: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:

@@ -27,16 +27,16 @@ from draftsmith.drafters.target.offload.hooks import weights_of_hooks
 from draftsmith.errors import UserError
 
 
-class Source(NamedTuple):
+class LayerSource(NamedTuple):
     key: str  # of a tensor in the files
     pattern: str  # of the converter that takes it
 
 
-class Group(NamedTuple):
+class LayerGroup(NamedTuple):
     """Tensors that one conversion makes parameters of."""
 
     converter: WeightConverter
-    sources: list[Source]
+    sources: list[LayerSource]
 
 
 class LayerFiles:
@@ -44,7 +44,7 @@ class LayerFiles:
 
     def __init__(self) -> None:
         self.handles: dict[str, Any] = {}  # open file by key of each of its tensors
-        self.groups: dict[str, Group] = {}  # by the converter's first parameter
+        self.groups: dict[str, LayerGroup] = {}  # by the converter's first parameter
         self.first: dict[str, str] = {}  # that parameter, by name of every converted one
         self.plain: set[str] = set()  # parameters that are read as they are
         self.dtypes: dict[str, torch.dtype] = {}  # by parameter
@@ -88,8 +88,8 @@ class LayerFiles:
             elif pattern is None:
                 self.plain.add(name)
             else:
-                group = self.groups.setdefault(name, Group(by_pattern[pattern], []))
-                group.sources.append(Source(key, pattern))
+                group = self.groups.setdefault(name, LayerGroup(by_pattern[pattern], []))
+                group.sources.append(LayerSource(key, pattern))
         for name in self.groups:
             self.first |= dict.fromkeys(self._made_by(model, name, on_disk), name)
         return beside

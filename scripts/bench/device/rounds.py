@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.request import Request, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.stats import PHASES
@@ -114,7 +114,7 @@ def measure(
         torch.cuda.reset_peak_memory_stats()
 
 
-def rounds(engine: Engine, work: Work, streams: int, temperature: float) -> dict[str, Any]:
+def rounds(engine: EngineCore, work: Work, streams: int, temperature: float) -> dict[str, Any]:
     requests = decoding(engine, work, streams, temperature)
     tokens, before = sum(one.num_tokens for one in requests), dict(engine.stats.time_s)
     times_ms = [timed_ms(engine.step) for _ in range(work.timed)]
@@ -139,7 +139,7 @@ def rounds(engine: Engine, work: Work, streams: int, temperature: float) -> dict
     return found
 
 
-def decoding(engine: Engine, work: Work, streams: int, temperature: float) -> list[Request]:
+def decoding(engine: EngineCore, work: Work, streams: int, temperature: float) -> list[Request]:
     """Requests that have been read and some rounds more."""
     params = SamplingParams(
         temperature=temperature, max_tokens=engine.max_length - work.prompt, ignore_eos=True

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from draftsmith.kernels.divergence.fused import HeadLogits, default_chunk_size, divergence
-from draftsmith.kernels.divergence.kind import Kind, kind_of
+from draftsmith.kernels.divergence.kind import DivergenceKind, kind_of
 from scripts.bench.kernels.peers import has_liger, liger_forward_kl, liger_jsd
 
 if TYPE_CHECKING:
@@ -49,7 +49,10 @@ def make_pair(sizes: Sizes, vocab_size: int, device: torch.device) -> Pair:
 
 
 def eager_rows(
-    kind: Kind, draft_logits: torch.Tensor, target_logits: torch.Tensor, tokens: torch.Tensor
+    kind: DivergenceKind,
+    draft_logits: torch.Tensor,
+    target_logits: torch.Tensor,
+    tokens: torch.Tensor,
 ) -> torch.Tensor:
     """[T] as one writes it without thinking of memory."""
     log_q, name = draft_logits.float().log_softmax(-1), kind.name

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.distill.buffer.buffer import BufferReader, Reading
+from draftsmith.distill.buffer.buffer import BufferReader, BufferReading
 from draftsmith.distill.buffer.traffic import OpenRequests, ServedText
 from draftsmith.distill.config import (
     DistillConfig,
@@ -90,9 +90,9 @@ class Pipe(Texts, BufferReader):
         self.waiting.append(record)
         super().put(record)
 
-    def read(self, *, max_records: int = 4096) -> Reading:
+    def read(self, *, max_records: int = 4096) -> BufferReading:
         records, self.waiting = self.waiting, []
-        return Reading(records, {}, False, 0)
+        return BufferReading(records, {}, False, 0)
 
 
 class Server:

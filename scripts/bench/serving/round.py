@@ -21,7 +21,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.serve.bench.prompts import read_prompts
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.stats import PHASES
 from scripts.bench.kernels.run import machine
@@ -32,7 +32,7 @@ PROMPT_TOKENS = 48
 Row = dict[str, Any]
 
 
-def inside(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> Row:
+def inside(engine: EngineCore, prompts: Sequence[list[int]], params: SamplingParams) -> Row:
     """All prompts at once in this process: ms per round by phase, medians of the rounds in which all
     of them decode."""
     requests = [engine.submit(prompt, params) for prompt in prompts]
@@ -54,7 +54,7 @@ def inside(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams)
     }
 
 
-def calls(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> int:
+def calls(engine: EngineCore, prompts: Sequence[list[int]], params: SamplingParams) -> int:
     """Python functions that a round calls in which all prompts decode: as many on a loaded machine
     as on a quiet one."""
     requests = [engine.submit(prompt, params) for prompt in prompts]

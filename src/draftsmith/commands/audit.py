@@ -10,7 +10,7 @@ from draftsmith.serve.audit.config import AuditConfig
 
 if TYPE_CHECKING:
     from draftsmith.distill.monitor.audit import Look
-    from draftsmith.distill.monitor.monitor import Stream
+    from draftsmith.distill.monitor.monitor import EvidenceStream
     from draftsmith.serve.audit.report import Check, Report
 
 
@@ -31,7 +31,7 @@ def audit_buffer(config: AuditConfig) -> Report:
     return Report(f"the records in {config.buffer}", config.false_alarm, checks, notes_of(found))
 
 
-def check_of(name: str, stream: Stream, config: AuditConfig) -> Check:
+def check_of(name: str, stream: EvidenceStream, config: AuditConfig) -> Check:
     """Check of one engine's version, or of all records, which alone may be blind: a new version has
     few records."""
     from draftsmith.distill.monitor.monitor import sentence

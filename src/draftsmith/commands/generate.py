@@ -18,10 +18,10 @@ from draftsmith.serve.config import (
 )
 
 if TYPE_CHECKING:
-    from draftsmith.distill.generate.writers import Asked
+    from draftsmith.distill.generate.writers import AskedServer
     from draftsmith.drafters.interface import ServingDrafter
     from draftsmith.drafters.target.target import Target
-    from draftsmith.serve.engine.engine import Engine
+    from draftsmith.serve.engine.engine import EngineCore
     from draftsmith.serve.requests.request import Request
 
 
@@ -172,13 +172,13 @@ def drafts_of(config: GenerateConfig, revision: str | None) -> dict[str, Any] | 
 class EngineAnswers:
     """Answers that an engine writes (`distill/generate/writers.py: Answers`)."""
 
-    engine: Engine
+    engine: EngineCore
     config: GenerateConfig
     provenance: dict[str, Any]
     revision: str | None = None  # of the trained draft
     wall_s: float = 0.0  # in which all answers so far were written
 
-    def __call__(self, asked: Iterable[Asked]) -> Iterator[tuple[int, list[int]]]:
+    def __call__(self, asked: Iterable[AskedServer]) -> Iterator[tuple[int, list[int]]]:
         """(number, answer) in the order in which answers end. An answer follows from its prompt,
         temperature, seed and, where it is sampled, the draft and its k alone, up to rounding: every
         draw is a function of the seed and the position, and every round of where the last one
@@ -207,7 +207,7 @@ class EngineAnswers:
         finally:
             self.wall_s += time.monotonic() - begun_s
 
-    def _request(self, one: Asked) -> Request:
+    def _request(self, one: AskedServer) -> Request:
         from draftsmith.distill.generate.writers import seed_of
         from draftsmith.serve.requests.request import RequestOptions
         from draftsmith.serve.sampling.params import SamplingParams

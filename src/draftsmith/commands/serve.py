@@ -15,7 +15,7 @@ def run(config: ServeConfig) -> int:
         check(config)
         return launch(config)
 
-    from draftsmith.distill.buffer.process import Job, ProcessWriter
+    from draftsmith.distill.buffer.process import ProcessWriter, WriterJob
     from draftsmith.distill.buffer.redaction import load_hook
     from draftsmith.drafters.target.target import Target
     from draftsmith.record import Sink
@@ -28,7 +28,7 @@ def run(config: ServeConfig) -> int:
         learning = config.learning
         assert learning.learn is not None
         return ProcessWriter(
-            Job(
+            WriterJob(
                 buffer=learning.learn,
                 share=learning.learn_share,
                 distributions=learning.learn_distributions,

@@ -9,7 +9,7 @@ import pytest
 
 from draftsmith.chats.messages import conversation_of, plain_message, plain_tool
 from draftsmith.errors import UserError
-from draftsmith.serve.bodies.messages import Message
+from draftsmith.serve.bodies.messages import MessageBody
 from draftsmith.serve.bodies.tools import FunctionTool
 
 CALL = {
@@ -28,7 +28,7 @@ MESSAGES = [
 @pytest.mark.parametrize("message", MESSAGES)
 def test_a_row_and_a_request_become_the_same_message(message: dict[str, Any]) -> None:
     plain = plain_message(message)
-    request = Message.model_validate(message).plain()
+    request = MessageBody.model_validate(message).plain()
     assert json.dumps(plain) == json.dumps(request)  # templates see the order of keys
 
 

@@ -3,24 +3,24 @@ from __future__ import annotations
 import pytest
 
 from draftsmith.fleet.names import engine_name
-from draftsmith.fleet.request_options import RequestOptions, request_options
+from draftsmith.fleet.request_options import EngineRequestOptions, request_options
 
 
 @pytest.mark.parametrize(
     ("extra", "options"),
     [
-        (None, RequestOptions()),
-        ({"top_n": 3}, RequestOptions()),
-        ({"draftsmith_record": False}, RequestOptions(record=False)),
-        ({"draftsmith_record": "off"}, RequestOptions(record=False)),
-        ({"draftsmith_record": 0}, RequestOptions(record=False)),
-        ({"draftsmith_class": "code"}, RequestOptions(request_class="code")),
-        ({"draftsmith_share": "0.25"}, RequestOptions(share=0.25)),
-        ({"draftsmith_share": "much"}, RequestOptions(record=False)),
-        ({"draftsmith_share": 2}, RequestOptions(record=False)),
+        (None, EngineRequestOptions()),
+        ({"top_n": 3}, EngineRequestOptions()),
+        ({"draftsmith_record": False}, EngineRequestOptions(record=False)),
+        ({"draftsmith_record": "off"}, EngineRequestOptions(record=False)),
+        ({"draftsmith_record": 0}, EngineRequestOptions(record=False)),
+        ({"draftsmith_class": "code"}, EngineRequestOptions(request_class="code")),
+        ({"draftsmith_share": "0.25"}, EngineRequestOptions(share=0.25)),
+        ({"draftsmith_share": "much"}, EngineRequestOptions(record=False)),
+        ({"draftsmith_share": 2}, EngineRequestOptions(record=False)),
     ],
 )
-def test_options_of_a_request(extra: dict | None, options: RequestOptions) -> None:
+def test_options_of_a_request(extra: dict | None, options: EngineRequestOptions) -> None:
     assert request_options(extra) == options
 
 

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from draftsmith.kernels import call_list as module
-from draftsmith.kernels.call_list import Call, Kind, Place, RowAddresses, at, call_list
+from draftsmith.kernels.call_list import (
+    ArgumentPlace,
+    CallKind,
+    KernelCall,
+    RowAddresses,
+    at,
+    call_list,
+)
 from draftsmith.kernels.forward.row_steps import row_steps
 from draftsmith.kernels.products.few_rows import few_rows
 
@@ -25,17 +32,22 @@ def test_calls_read_what_calls_before_them_wrote(tokens: int) -> None:
     linear, steps = few_rows(weight, bias), row_steps(torch.float32)
     assert linear is not None and steps is not None
     scratch, out = torch.full((tokens * 40,), 9.0), torch.zeros(tokens, 9)
-    product, total = Place(1, 0, 0), Place(1, 8 * 4, 0)
+    product, total = ArgumentPlace(1, 0, 0), ArgumentPlace(1, 8 * 4, 0)
     calls = [
-        Call(
-            Kind.MULTIPLY,
+        KernelCall(
+            CallKind.MULTIPLY,
             linear.function,
-            (Place(2, 0, 0), *map(at, linear.pointers), product),
+            (ArgumentPlace(2, 0, 0), *map(at, linear.pointers), product),
             (6, 8, linear.readings),
         ),
         # Numbers 1 to 8 of the ten that each token was given.
-        Call(Kind.ADD, steps.functions["add"], (product, Place(3, 0, 4), total), (8, 8, 10)),
-        Call(Kind.COPY, None, (total, Place(4, 0, 4)), (8 * 4, 8 * 4, 9 * 4)),
+        KernelCall(
+            CallKind.ADD,
+            steps.functions["add"],
+            (product, ArgumentPlace(3, 0, 4), total),
+            (8, 8, 10),
+        ),
+        KernelCall(CallKind.COPY, None, (total, ArgumentPlace(4, 0, 4)), (8 * 4, 8 * 4, 9 * 4)),
     ]
     run = call_list(calls)
     assert run is not None
@@ -50,10 +62,10 @@ def test_heads_that_lie_apart_are_normalised_token_by_token() -> None:
     steps = row_steps(torch.float32)
     assert steps is not None
     joined, weight, out = torch.randn(3, 20), torch.rand(4), torch.empty(3, 2, 4)
-    call = Call(
-        Kind.NORMALISE,
+    call = KernelCall(
+        CallKind.NORMALISE,
         steps.functions["normalise"],
-        (Place(1, 0, 4 * 4), at(weight.data_ptr()), Place(2, 0, 0)),
+        (ArgumentPlace(1, 0, 4 * 4), at(weight.data_ptr()), ArgumentPlace(2, 0, 0)),
         (2, 4, 20, 4),
         (1e-5, 0.25),
     )

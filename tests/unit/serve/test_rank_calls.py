@@ -18,12 +18,12 @@ from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.parallel import LeadingTarget
 from draftsmith.serve.rank_calls import (
     Call,
-    Move,
+    MoveCall,
     NewGraphs,
     NewPool,
     Pass,
     Prepare,
-    Stop,
+    StopRanks,
     Weights,
     WholePass,
     call_of,
@@ -50,12 +50,12 @@ CALLS = [
     passed(tree=False, taps=()),
     passed(tree=True, taps=(0, 3, -1)),
     passed(tree=True, taps=())._replace(by_graph=True),
-    Move(some(6), some(6)),
-    Move(some(0), some(0)),
+    MoveCall(some(6), some(6)),
+    MoveCall(some(0), some(0)),
     WholePass(some(3, 5), some(3, 5), (0, 3)),
     WholePass(some(3, 5), None, ()),
     Weights(-1),
-    Stop(),
+    StopRanks(),
 ]
 
 

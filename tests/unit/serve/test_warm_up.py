@@ -23,7 +23,7 @@ from draftsmith.kernels.sampling.filters import Passes, SamplingRows
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import verify
 from draftsmith.serve.engine.build import build_engine, most_drafted
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.graphs import PassGraphs
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.warm_up import rehearse, warm_up
@@ -50,7 +50,7 @@ class FakeCapturer:
         return ReplayingGraph(run, output), output
 
 
-def make_engine(target: Target, *, captured: bool = True, **options: Any) -> Engine:
+def make_engine(target: Target, *, captured: bool = True, **options: Any) -> EngineCore:
     """As on a device with graphs, but for the capturer."""
     drafter = FAMILIES["eagle3"].create(Eagle3Options(), target, seed=0).to(torch.float32)
     config = EngineConfig(
@@ -78,7 +78,7 @@ def make_engine(target: Target, *, captured: bool = True, **options: Any) -> Eng
     return engine
 
 
-def answers(engine: Engine, seed: int = 0, count: int = 12) -> list[list[int]]:
+def answers(engine: EngineCore, seed: int = 0, count: int = 12) -> list[list[int]]:
     """Of requests that come and go in a random order."""
     rng, requests = random.Random(seed), []
     kinds = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}]
@@ -143,7 +143,7 @@ class Variants:
     """What a GPU would compile or capture for: draws and filters, by what chooses their kernels,
     and graphs."""
 
-    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    def __init__(self, engine: EngineCore, monkeypatch: pytest.MonkeyPatch):
         self.engine, self.seen = engine, set[tuple[Any, ...]]()
         for module, name in (
             (draft_sampler, "draw"),

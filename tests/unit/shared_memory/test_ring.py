@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.fleet.wire.messages import Kind, RequestMeta, meta_array, parse
+from draftsmith.fleet.wire.messages import MessageKind, RequestMeta, meta_array, parse
 from draftsmith.shared_memory.arrays import begin, send
 from draftsmith.shared_memory.ring import ALIGN, STATUS, STATUS_TURN, Ring
 
@@ -76,7 +76,7 @@ def test_a_status_flows_back_whole_or_not_at_all() -> None:
 def test_another_process_reads_what_outlives_the_writers_end() -> None:
     ring = Ring.create(1 << 16)
     meta = RequestMeta("cmpl-1-0-00000000", "code", 0.5, 1.0, 0, 1.0, 0.0, False, False, 9, [0, 2])
-    send(ring, Kind.BEGIN, 7, [meta_array(meta), np.arange(5, dtype=np.int32)])
+    send(ring, MessageKind.BEGIN, 7, [meta_array(meta), np.arange(5, dtype=np.int32)])
     script = (
         "import sys\nfrom draftsmith.fleet.wire.messages import RequestMeta, parse\n"
         "from draftsmith.shared_memory.ring import Ring\n"
@@ -110,11 +110,11 @@ def test_arrays_of_a_message_come_back(kinds: list[tuple[str, tuple[int, ...]]])
         np.random.default_rng(n).integers(0, 200, shape).astype(kind)
         for n, (kind, shape) in enumerate(kinds)
     ]
-    assert send(ring, Kind.TOKENS, 2**40, arrays)
+    assert send(ring, MessageKind.TOKENS, 2**40, arrays)
     room = ring.next()
     assert room is not None
     message = parse(room)
-    assert (message.kind, message.number) == (Kind.TOKENS, 2**40)
+    assert (message.kind, message.number) == (MessageKind.TOKENS, 2**40)
     for one, other in zip(arrays, message.arrays, strict=True):
         np.testing.assert_array_equal(one, other)
         assert one.dtype == other.dtype
@@ -122,8 +122,8 @@ def test_arrays_of_a_message_come_back(kinds: list[tuple[str, tuple[int, ...]]])
 
 def test_a_message_larger_than_the_ring_is_refused() -> None:
     ring = Ring.create(256)
-    assert not send(ring, Kind.END, 0, [np.zeros(1000, np.int32)])
-    assert begin(ring, Kind.END, 0, []) is not None
+    assert not send(ring, MessageKind.END, 0, [np.zeros(1000, np.int32)])
+    assert begin(ring, MessageKind.END, 0, []) is not None
 
 
 def test_a_status_is_read_after_a_reader_that_was_killed_while_it_left_one() -> None:

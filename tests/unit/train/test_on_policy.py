@@ -20,7 +20,7 @@ from draftsmith.errors import UserError
 from draftsmith.train import resolve
 from draftsmith.train.config import OnPolicyConfig, TrainConfig
 from draftsmith.train.data.dataset import TokenSequence
-from draftsmith.train.data.roles import Role, RoleWeights, Row, padded_rows, roles_of
+from draftsmith.train.data.roles import Role, RoleWeights, TrainedRow, padded_rows, roles_of
 from draftsmith.train.evaluate.teacher_forced import evaluate_draft
 from draftsmith.train.objective.depth_weights import Exponential
 from draftsmith.train.objective.teacher import LiveSource
@@ -271,7 +271,9 @@ def test_gradients_reach_the_draft_alone(family: str, target: Target):
     assert all(parameter.grad is None for parameter in target.model.parameters())
 
 
-def trained(target: Target, make_rows: Callable[[torch.nn.Module, int], list[Row]] | None) -> float:
+def trained(
+    target: Target, make_rows: Callable[[torch.nn.Module, int], list[TrainedRow]] | None
+) -> float:
     """tau on fresh answers of the target after some steps on what `make_rows` gives for each, or of
     the draft as it begins."""
     drafter = new_draft("draft-lm", target, (0,))
@@ -303,16 +305,16 @@ def test_tau_rises_more_on_ones_own_text_than_on_another_kind(target):
     """As many steps on as many tokens; the other kind keeps to four words, as another domain would.
     The figures were 1.74 before, 1.94 and 1.76 after, exact but for the choice of 64 answers."""
 
-    def own(drafter: torch.nn.Module, step: int) -> list[Row]:
+    def own(drafter: torch.nn.Module, step: int) -> list[TrainedRow]:
         prompts = [sequence.input_ids[:5].tolist() for sequence in random_text(8, seed=step)]
         texts = speculate(
             drafter, target, prompts, k=3, temperature=1.0, seeds=range(8), max_new_tokens=19
         ).texts
         return [rows_of(text, ALIKE, 0, random.Random(0))[0] for text in texts]
 
-    def other(drafter: torch.nn.Module, step: int) -> list[Row]:
+    def other(drafter: torch.nn.Module, step: int) -> list[TrainedRow]:
         ids = torch.randint(3, 7, (8, 24), generator=torch.Generator().manual_seed(step))
-        return [Row(row, (np.arange(24) >= 5).astype(np.float32)) for row in ids.tolist()]
+        return [TrainedRow(row, (np.arange(24) >= 5).astype(np.float32)) for row in ids.tolist()]
 
     before, after, elsewhere = trained(target, None), trained(target, own), trained(target, other)
     assert after > before + 0.1 and after > elsewhere + 0.1

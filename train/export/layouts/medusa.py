@@ -12,12 +12,17 @@ from safetensors.torch import save_file
 
 from draftsmith.drafters.states.medusa import engine_name
 from draftsmith.drafters.weights import MEDUSA, write_weights
-from draftsmith.train.export.layouts.source import Source, target_tensor, text_config, write_config
+from draftsmith.train.export.layouts.source import (
+    ExportSource,
+    target_tensor,
+    text_config,
+    write_config,
+)
 
 TABLES = ("lm_head.weight", "model.embed_tokens.weight")
 
 
-def write_vllm(source: Source, out: Path) -> None:
+def write_vllm(source: ExportSource, out: Path) -> None:
     """A block without its table would be served with random numbers in its place."""
     state = source.drafter.state_dict()
     tensors = {engine_name(name): tensor for name, tensor in state.items()}
@@ -27,7 +32,7 @@ def write_vllm(source: Source, out: Path) -> None:
     write_weights(out, source.drafter.portable_config(), tensors)
 
 
-def write_original(source: Source, out: Path) -> None:
+def write_original(source: ExportSource, out: Path) -> None:
     drafter, written = source.drafter, dict[str, torch.Tensor]()
     table = None if drafter.has_own_heads else target_table(source)
     for head, blocks in enumerate(drafter.heads):
@@ -51,7 +56,7 @@ def write_original(source: Source, out: Path) -> None:
     write_config(out, config)
 
 
-def target_table(source: Source) -> torch.Tensor:
+def target_table(source: ExportSource) -> torch.Tensor:
     """[V, H], the target's output table: its own, or the embeddings it is tied to."""
     tied = bool(text_config(source.target_config).get("tie_word_embeddings"))
     return target_tensor(source, TABLES[tied])

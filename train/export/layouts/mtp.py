@@ -21,7 +21,7 @@ from draftsmith.errors import UserError
 from draftsmith.files import write_json
 from draftsmith.train.export.layouts.medusa import target_table
 from draftsmith.train.export.layouts.source import (
-    Source,
+    ExportSource,
     check_sees_all,
     copy_tokenizer,
     file_shapes,
@@ -40,7 +40,7 @@ ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 MODULE_FILE = "model-mtp.safetensors"
 
 
-def write_mtp(source: Source, out: Path) -> None:
+def write_mtp(source: ExportSource, out: Path) -> None:
     if is_appended(source.config):
         check_routing(source.target_config)
         write_back(source, out, for_vllm(source, read_weights(source.draft)))
@@ -50,7 +50,7 @@ def write_mtp(source: Source, out: Path) -> None:
     write(source, out)
 
 
-def write_sglang(source: Source, out: Path) -> None:
+def write_sglang(source: ExportSource, out: Path) -> None:
     """Qwen's modules alone: for the others SGLang reads the token at position 0, which vLLM and
     training here leave out, or hands on another state."""
     if (layout := layout_of(source.config)) is None or layout.needed != QWEN.needed:
@@ -62,7 +62,7 @@ def write_sglang(source: Source, out: Path) -> None:
     write_back(source, out, read_weights(source.draft))
 
 
-def write_alone(source: Source, out: Path) -> None:
+def write_alone(source: ExportSource, out: Path) -> None:
     """MiMo's layout without the target's layers: the module and copies of the target's tables,
     which the engine loads and then takes the target's own for."""
     if not shares_embeddings(source.outline):
@@ -128,7 +128,7 @@ def check_routing(config: dict[str, Any]) -> None:
         )
 
 
-def write_back(source: Source, out: Path, module: dict[str, torch.Tensor]) -> None:
+def write_back(source: ExportSource, out: Path, module: dict[str, torch.Tensor]) -> None:
     """A module of a layer of the target's own class in the place of the one that the target brought
     along, or beside the target's layers where it lacks one. What is shared with the target stays.
     """
@@ -150,7 +150,7 @@ def write_back(source: Source, out: Path, module: dict[str, torch.Tensor]) -> No
     copy_tokenizer(source.target, out)
 
 
-def for_vllm(source: Source, module: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def for_vllm(source: ExportSource, module: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """It rotates halves of the heads of Ernie's module, whose target rotates pairs: with the first
     and the second of all pairs in the two halves, that is the same."""
     if not any(name.startswith(PAIRS) for name in module):
@@ -165,7 +165,7 @@ def for_vllm(source: Source, module: dict[str, torch.Tensor]) -> dict[str, torch
     return changed
 
 
-def check_kind(source: Source) -> None:
+def check_kind(source: ExportSource) -> None:
     """Refuses a target of another kind than the module's."""
     own, target = text_values(source.config), text_config(source.target_config)
     for key in ("model_type", "num_hidden_layers", "hidden_size", "vocab_size"):
@@ -177,7 +177,7 @@ def check_kind(source: Source) -> None:
             )
 
 
-def counted_config(source: Source) -> dict[str, Any]:
+def counted_config(source: ExportSource) -> dict[str, Any]:
     """The target's config, which counts a module now, where engines look for it."""
     check_kind(source)
     layout, config = layout_of(source.config), source.target_config
@@ -189,7 +189,7 @@ def counted_config(source: Source) -> dict[str, Any]:
     return config | {"text_config": config["text_config"] | counted}
 
 
-def write_stitched(source: Source, out: Path) -> None:
+def write_stitched(source: ExportSource, out: Path) -> None:
     check_target(source)
     module = mimo_tensors(source.drafter.state_dict())
     target_shapes = {
@@ -204,7 +204,7 @@ def write_stitched(source: Source, out: Path) -> None:
     copy_tokenizer(source.target, out)
 
 
-def check_target(source: Source) -> None:
+def check_target(source: ExportSource) -> None:
     config = source.target_config
     kind = config["model_type"]
     if kind not in STITCHED:

@@ -15,7 +15,7 @@ from draftsmith.drafters.vocabulary import check_same_ids
 from draftsmith.drafters.weights import read_weights, write_weights
 from draftsmith.errors import UserError
 from draftsmith.train.export.layouts.source import (
-    Source,
+    ExportSource,
     check_sees_all,
     copy_tokenizer,
     text_config,
@@ -24,7 +24,7 @@ from draftsmith.train.export.layouts.source import (
 )
 
 
-def write_plain(source: Source, out: Path) -> None:
+def write_plain(source: ExportSource, out: Path) -> None:
     check(source)
     for file in weight_files(source.draft):
         shutil.copyfile(file, out / file.name)
@@ -35,13 +35,13 @@ def write_plain(source: Source, out: Path) -> None:
     copy_tokenizer(source.target, out)
 
 
-def write_sglang(source: Source, out: Path) -> None:
+def write_sglang(source: ExportSource, out: Path) -> None:
     """Its Mistral is its Llama, without a window."""
     check_sees_all(source, "SGLang")
     write_plain(source, out)
 
 
-def check(source: Source) -> None:
+def check(source: ExportSource) -> None:
     own, target = (
         text_config(source.config)["vocab_size"],
         text_config(source.target_config)["vocab_size"],
@@ -62,7 +62,7 @@ def check(source: Source) -> None:
     read_weights(source.draft)  # refuses damaged and non-finite ones
 
 
-def write_ibm(source: Source, out: Path) -> None:
+def write_ibm(source: ExportSource, out: Path) -> None:
     if isinstance(source.drafter, MlpLstm):
         raise UserError(
             "the draft is an LSTM speculator, which is served from the folder it came in; use that"

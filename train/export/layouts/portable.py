@@ -18,18 +18,18 @@ from draftsmith.drafters.heads.layer_kinds import LLAMA
 from draftsmith.drafters.init_from_target import shares_embeddings
 from draftsmith.drafters.weights import write_weights
 from draftsmith.errors import UserError
-from draftsmith.train.export.layouts.source import Source, check_sees_all
+from draftsmith.train.export.layouts.source import ExportSource, check_sees_all
 
 OWN_TABLES = ("lm_head.weight", "embed_tokens.weight", "d2t", "mask_embedding")
 
 
-def write_eagle3(source: Source, out: Path) -> None:
+def write_eagle3(source: ExportSource, out: Path) -> None:
     """P-EAGLE's too, which vLLM serves with `"method": "eagle3", "parallel_drafting": true`."""
     check_eagle3(source)
     write_portable(source, out)
 
 
-def write_sglang_eagle3(source: Source, out: Path) -> None:
+def write_sglang_eagle3(source: ExportSource, out: Path) -> None:
     if source.drafter.norms.norm_before_residual:
         raise UserError(
             "the draft has norm_before_residual=true, which SGLang cannot express; export it --to "
@@ -44,12 +44,12 @@ def write_sglang_eagle3(source: Source, out: Path) -> None:
     write_eagle3(source, out)
 
 
-def write_block(source: Source, out: Path) -> None:
+def write_block(source: ExportSource, out: Path) -> None:
     check_block(source)
     write_portable(source, out)
 
 
-def write_vllm_eagle1(source: Source, out: Path) -> None:
+def write_vllm_eagle1(source: ExportSource, out: Path) -> None:
     """Its projection has no bias."""
     # Its layer counts behind the target's, past the end of the draft's own kinds.
     config, tensors = eagle1(source, "vLLM's EAGLE-1")
@@ -61,14 +61,14 @@ def write_vllm_eagle1(source: Source, out: Path) -> None:
     write_weights(out, config | {"architectures": [EAGLE1[0]], "bias": False}, tensors)
 
 
-def write_sglang_eagle1(source: Source, out: Path) -> None:
+def write_sglang_eagle1(source: ExportSource, out: Path) -> None:
     """Its projection has a bias."""
     config, tensors = eagle1(source, "SGLang")
     tensors.setdefault("fc.bias", torch.zeros_like(tensors["fc.weight"][:, 0]))
     write_weights(out, config | {"architectures": [EAGLE1[1]], "bias": True}, tensors)
 
 
-def eagle1(source: Source, engine: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def eagle1(source: ExportSource, engine: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     check_sees_all(source, engine)
     if source.drafter.has_layernorms:
         raise UserError(
@@ -79,11 +79,11 @@ def eagle1(source: Source, engine: str) -> tuple[dict[str, Any], dict[str, torch
     return source.drafter.portable_config(), source.drafter.state_dict()
 
 
-def write_portable(source: Source, out: Path) -> None:
+def write_portable(source: ExportSource, out: Path) -> None:
     write_weights(out, source.drafter.portable_config(), source.drafter.state_dict())
 
 
-def check_eagle3(source: Source) -> None:
+def check_eagle3(source: ExportSource) -> None:
     architecture = source.drafter.portable_config()["architectures"][0]
     if architecture != LLAMA.architecture:
         raise UserError(
@@ -93,7 +93,7 @@ def check_eagle3(source: Source) -> None:
     check_taps(source)
 
 
-def check_block(source: Source) -> None:
+def check_block(source: ExportSource) -> None:
     if found := [name for name in OWN_TABLES if name in source.drafter.state_dict()]:
         raise UserError(
             f"weight {found[0]!r} has no place in the {source.family} layout; remove it"
@@ -102,7 +102,7 @@ def check_block(source: Source) -> None:
     check_taps(source)
 
 
-def check_layer(source: Source) -> None:
+def check_layer(source: ExportSource) -> None:
     """A layer without biases, over embeddings that engines share with the target as they are."""
     if source.drafter.config.attention_bias:
         raise UserError(
@@ -115,7 +115,7 @@ def check_layer(source: Source) -> None:
         )
 
 
-def check_taps(source: Source) -> None:
+def check_taps(source: ExportSource) -> None:
     taps, most = list(source.drafter.taps), source.outline.num_layers - 1
     if taps != sorted(set(taps)) or taps[0] < 1 or taps[-1] > most:
         raise UserError(

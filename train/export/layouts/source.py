@@ -24,7 +24,7 @@ from draftsmith.train.objective.outline import TargetOutline
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class ExportSource:
     draft: Path  # the draft's folder
     family: str
     config: dict[str, Any]  # the draft's config.json
@@ -88,7 +88,7 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     }
 
 
-def target_tensor(source: Source, ending: str) -> torch.Tensor:
+def target_tensor(source: ExportSource, ending: str) -> torch.Tensor:
     """The target's tensor of this name, whatever the name of the language model in it."""
     for file in weight_files(source.target):
         with safe_open(file, framework="pt") as weights:
@@ -118,7 +118,7 @@ def file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
         ) from error
 
 
-def check_sees_all(source: Source, engine: str) -> None:
+def check_sees_all(source: ExportSource, engine: str) -> None:
     """Refuse a draft with sliding windows, which `engine` would run without them."""
     if windows_in({"num_hidden_layers": 1, **source.config}):
         raise UserError(

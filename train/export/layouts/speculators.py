@@ -19,7 +19,7 @@ from draftsmith.errors import UserError
 from draftsmith.train.export.layouts import portable
 from draftsmith.train.export.layouts.mtp import check_kind
 from draftsmith.train.export.layouts.source import (
-    Source,
+    ExportSource,
     check_sees_all,
     target_tensor,
     text_config,
@@ -36,14 +36,14 @@ class Kind(NamedTuple):
 
     type: str
     architectures: tuple[str, ...]
-    check: Callable[[Source], None]
+    check: Callable[[ExportSource], None]
     keys: Callable[[dict[str, Any]], dict[str, Any]]  # portable config -> keys beside the layer's
     names: Mapping[str, str] = {}  # how names begin -> the same there
     left_out: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()  # tensors that the library takes from the target
 
 
-def write_speculators(source: Source, out: Path) -> None:
+def write_speculators(source: ExportSource, out: Path) -> None:
     kind = KINDS[source.family]
     kind.check(source)
     config = source.drafter.portable_config()
@@ -58,7 +58,7 @@ def write_speculators(source: Source, out: Path) -> None:
     write_weights(out, written | kind.keys(config) | {NESTED: layer}, tensors)
 
 
-def write_mtp(source: Source, out: Path) -> None:
+def write_mtp(source: ExportSource, out: Path) -> None:
     """A module by itself, with embeddings and head that the library takes from the target."""
     values, layout = text_values(source.config), layout_of(source.config)
     kind, target = values.get("model_type"), text_config(source.target_config)
@@ -79,7 +79,7 @@ def write_mtp(source: Source, out: Path) -> None:
 
 
 def header(
-    source: Source,
+    source: ExportSource,
     kind: str,
     architectures: tuple[str, ...],
     dtype: str,
@@ -147,7 +147,7 @@ def block_keys(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_block(source: Source) -> None:
+def check_block(source: ExportSource) -> None:
     portable.check_block(source)
     shape = source.drafter.shape
     if shape.causal or any(shape.windows):
@@ -157,7 +157,7 @@ def check_block(source: Source) -> None:
         )
 
 
-def check_eagle1(source: Source) -> None:
+def check_eagle1(source: ExportSource) -> None:
     """The library's model takes the target's embeddings, and turns the heads as the target does."""
     check_sees_all(source, "the speculators library")
     portable.check_layer(source)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from draftsmith.errors import UserError
 from draftsmith.train.export.layouts import medusa, mtp, plain, portable
-from draftsmith.train.export.layouts.source import Source
+from draftsmith.train.export.layouts.source import ExportSource
 from draftsmith.train.export.layouts.speculators import write_mtp, write_speculators
 from draftsmith.train.export.layouts.triton import in_repository
 from draftsmith.train.export.llamacpp import blocks, heads, lm
 from draftsmith.train.export.openvino import heads as graph_heads
 from draftsmith.train.export.openvino import lm as graph_lm
 
-Writer = Callable[[Source, Path], None]
+Writer = Callable[[ExportSource, Path], None]
 
 # The families that become part of their target's checkpoint; for others its configuration and
 # tokenizer are enough.

@@ -17,7 +17,7 @@ from typing import Any
 
 from draftsmith.files import write_json, write_text
 from draftsmith.train.export.layouts.serving import vllm_options
-from draftsmith.train.export.layouts.source import Source
+from draftsmith.train.export.layouts.source import ExportSource
 
 ENGINE_ARGUMENTS, DRAFT, VERSION = "model.json", "draft", "1"
 # Inputs and outputs are left to the backend, which completes them for its version.
@@ -38,10 +38,12 @@ instance_group [
 """
 
 
-def in_repository(write_vllm: Callable[[Source, Path], None]) -> Callable[[Source, Path], None]:
+def in_repository(
+    write_vllm: Callable[[ExportSource, Path], None],
+) -> Callable[[ExportSource, Path], None]:
     """A writer of the repository from the writer of vLLM's layout."""
 
-    def write(source: Source, out: Path) -> None:
+    def write(source: ExportSource, out: Path) -> None:
         name = model_name(source.target_name)
         draft = Path(name, VERSION, DRAFT)
         (out / draft).mkdir(parents=True)
@@ -55,7 +57,7 @@ def in_repository(write_vllm: Callable[[Source, Path], None]) -> Callable[[Sourc
     return write
 
 
-def engine_arguments(source: Source, draft: Path) -> dict[str, Any]:
+def engine_arguments(source: ExportSource, draft: Path) -> dict[str, Any]:
     target = (
         str(Path(source.target_name).resolve())
         if Path(source.target_name).is_dir()

@@ -8,7 +8,7 @@ from pathlib import Path
 from draftsmith.drafters.blocks.shape import BlockShape
 from draftsmith.errors import UserError
 from draftsmith.train.export.layouts.portable import check_block
-from draftsmith.train.export.layouts.source import Source
+from draftsmith.train.export.layouts.source import ExportSource
 from draftsmith.train.export.llamacpp.file import DRAFT, Gguf, write_gguf
 from draftsmith.train.export.llamacpp.lm import write_target
 from draftsmith.train.export.llamacpp.shape import named, rope_factors, shape_values
@@ -23,7 +23,7 @@ OUTSIDE = {
 }
 
 
-def write_block(source: Source, out: Path) -> None:
+def write_block(source: ExportSource, out: Path) -> None:
     check_block(source)
     shape, config = source.drafter.shape, source.drafter.config
     check_represented(shape)

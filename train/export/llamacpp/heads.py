@@ -6,7 +6,7 @@ from pathlib import Path
 
 from draftsmith.train.export.layouts.eagle3_graphs import Reader, check_represented
 from draftsmith.train.export.layouts.portable import check_eagle3
-from draftsmith.train.export.layouts.source import Source, check_sees_all
+from draftsmith.train.export.layouts.source import ExportSource, check_sees_all
 from draftsmith.train.export.llamacpp.file import DRAFT, Gguf, write_gguf
 from draftsmith.train.export.llamacpp.lm import write_target
 from draftsmith.train.export.llamacpp.shape import (
@@ -29,7 +29,7 @@ READER = Reader(
 )
 
 
-def write_eagle3(source: Source, out: Path) -> None:
+def write_eagle3(source: ExportSource, out: Path) -> None:
     check_eagle3(source)
     written, config = source.drafter.portable_config(), source.drafter.config
     check_represented(written, READER)

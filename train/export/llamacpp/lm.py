@@ -9,7 +9,7 @@ from draftsmith.drafters.target.load import load_config
 from draftsmith.drafters.weights import read_weights
 from draftsmith.errors import UserError
 from draftsmith.train.export.layouts import plain
-from draftsmith.train.export.layouts.source import Source
+from draftsmith.train.export.layouts.source import ExportSource
 from draftsmith.train.export.llamacpp.file import DRAFT, TARGET, Gguf, write_gguf
 from draftsmith.train.export.llamacpp.shape import (
     check_layers,
@@ -21,31 +21,31 @@ from draftsmith.train.export.llamacpp.shape import (
 from draftsmith.train.export.llamacpp.vocabulary import vocabulary
 
 
-class Kind(NamedTuple):
+class TensorKind(NamedTuple):
     arch: str
     interleaves: bool  # whether llama.cpp turns neighbouring values of a head
 
 
 KINDS = {
-    "llama": Kind("llama", True),
-    "mistral": Kind("llama", True),
-    "qwen2": Kind("qwen2", False),
-    "qwen3": Kind("qwen3", False),
+    "llama": TensorKind("llama", True),
+    "mistral": TensorKind("llama", True),
+    "qwen2": TensorKind("qwen2", False),
+    "qwen3": TensorKind("qwen3", False),
 }
 
 
-def write_lm(source: Source, out: Path) -> None:
+def write_lm(source: ExportSource, out: Path) -> None:
     plain.check(source)
     write_model(source.draft, source, out / DRAFT)
     write_target(source, out)
 
 
-def write_target(source: Source, out: Path) -> None:
+def write_target(source: ExportSource, out: Path) -> None:
     if source.with_target:
         write_model(source.target, source, out / TARGET)
 
 
-def write_model(folder: Path, source: Source, path: Path) -> None:
+def write_model(folder: Path, source: ExportSource, path: Path) -> None:
     """The causal LM in `folder`, with the target's vocabulary."""
     trust = source.trust_remote_code
     config = load_config(folder, trust_remote_code=trust)

@@ -102,19 +102,19 @@ def allowed_places(attention_mask: torch.Tensor, num_tokens: int | torch.Tensor)
     return causal[None, None] & (attention_mask[:, None, None] > 0)
 
 
-class Shapes(NamedTuple):
+class ModelShapes(NamedTuple):
     """Keys and values of the layers: (kv_heads, dim) each, in turn."""
 
     states: list[tuple[int, int]]
 
     @classmethod
-    def of(cls, pool: PagedPool) -> Shapes:
+    def of(cls, pool: PagedPool) -> ModelShapes:
         """`pool` has tensors [slots, kv_heads, dim]."""
         pairs = zip(pool.keys, pool.values, strict=True)
         return cls([(one.shape[1], one.shape[2]) for pair in pairs for one in pair])
 
 
-def traced(module: nn.Module, shapes: Shapes, more: dict[str, int]) -> Any:
+def traced(module: nn.Module, shapes: ModelShapes, more: dict[str, int]) -> Any:
     """The graph of `module`, called with `INPUTS`, `more` states [B, T, width] by name, and the
     keys and values of every layer; it returns its logits [B, T, V] and them."""
     ov = library()
@@ -136,7 +136,7 @@ def traced(module: nn.Module, shapes: Shapes, more: dict[str, int]) -> Any:
     return graph
 
 
-def name_and_shape(graph: Any, names: Sequence[str], shapes: Shapes) -> None:
+def name_and_shape(graph: Any, names: Sequence[str], shapes: ModelShapes) -> None:
     ov = library()
     states = [f"past_key_values.{at // 2}.{'value' if at % 2 else 'key'}" for at in indices(shapes)]
     sizes = [*([-1] * (2 if name in INPUTS else 3) for name in names)]
@@ -151,7 +151,7 @@ def name_and_shape(graph: Any, names: Sequence[str], shapes: Shapes) -> None:
     graph.validate_nodes_and_infer_types()
 
 
-def indices(shapes: Shapes) -> range:
+def indices(shapes: ModelShapes) -> range:
     return range(len(shapes.states))
 
 

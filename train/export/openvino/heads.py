@@ -14,10 +14,10 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.train.export.layouts.eagle3_graphs import Reader, check_represented
 from draftsmith.train.export.layouts.portable import check_eagle3
-from draftsmith.train.export.layouts.source import Source, check_sees_all, write_config
+from draftsmith.train.export.layouts.source import ExportSource, check_sees_all, write_config
 from draftsmith.train.export.openvino.graph import (
     JoinedPass,
-    Shapes,
+    ModelShapes,
     allowed_places,
     library,
     traced,
@@ -38,7 +38,7 @@ READER = Reader(
 STATES = "hidden_states"
 
 
-def write_eagle3(source: Source, out: Path) -> None:
+def write_eagle3(source: ExportSource, out: Path) -> None:
     check_eagle3(source)
     check_represented(source.drafter.portable_config(), READER)
     check_sees_all(source, READER.engine)
@@ -50,7 +50,7 @@ def write_eagle3(source: Source, out: Path) -> None:
     check_embeddings(head, target)
     half = head.fc.weight.dtype != torch.float32
     head = head.float()
-    shapes = Shapes.of(head.new_pool(1, 1, torch.device("cpu"), torch.float32))
+    shapes = ModelShapes.of(head.new_pool(1, 1, torch.device("cpu"), torch.float32))
     graph = traced(TracedHead(head, target), shapes, {STATES: head.fc.in_features})
     describe(graph, head)
     write_graph(graph, out, half=half)

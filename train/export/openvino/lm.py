@@ -13,10 +13,10 @@ from draftsmith.drafters.target.probe import check_model
 from draftsmith.drafters.weights import read_config
 from draftsmith.errors import UserError
 from draftsmith.train.export.layouts import plain
-from draftsmith.train.export.layouts.source import Source, write_config
+from draftsmith.train.export.layouts.source import ExportSource, write_config
 from draftsmith.train.export.openvino.graph import (
     JoinedPass,
-    Shapes,
+    ModelShapes,
     allowed_places,
     traced,
     write_graph,
@@ -28,19 +28,19 @@ TARGET = "target"  # folder of the target beside a draft
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
 
 
-def write_lm(source: Source, out: Path) -> None:
+def write_lm(source: ExportSource, out: Path) -> None:
     plain.check(source)
     write_model(source.draft, source, out)
     write_target(source, out)
 
 
-def write_target(source: Source, out: Path) -> None:
+def write_target(source: ExportSource, out: Path) -> None:
     if source.with_target:
         (out / TARGET).mkdir()
         write_model(source.target, source, out / TARGET)
 
 
-def write_model(folder: Path, source: Source, out: Path) -> None:
+def write_model(folder: Path, source: ExportSource, out: Path) -> None:
     """The causal LM in `folder`, with the target's tokenizer."""
     check_kind(folder, trust_remote_code=source.trust_remote_code)
     own = load_model(folder, trust_remote_code=source.trust_remote_code)
@@ -51,7 +51,7 @@ def write_model(folder: Path, source: Source, out: Path) -> None:
             f"{str(folder)!r} has rotary embeddings that depend on the length of a text, which "
             "draftsmith does not write to OpenVINO; convert the model with optimum-intel"
         )
-    graph = traced(TracedLm(lm), Shapes.of(lm.new_pool(1, 1)), {})
+    graph = traced(TracedLm(lm), ModelShapes.of(lm.new_pool(1, 1)), {})
     write_graph(graph, out, half=half)
     write_config(out, read_config(folder))
     write_tokenizer(source, out)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from draftsmith.drafters.target.load import load_tokenizer
 from draftsmith.errors import UserError, first_line
-from draftsmith.train.export.layouts.source import Source, copy_tokenizer
+from draftsmith.train.export.layouts.source import ExportSource, copy_tokenizer
 from draftsmith.train.export.openvino.graph import library
 
 FILES = ("openvino_tokenizer.xml", "openvino_detokenizer.xml")
 
 
-def write_tokenizer(source: Source, out: Path) -> None:
+def write_tokenizer(source: ExportSource, out: Path) -> None:
     tokenizers, ov = library("openvino_tokenizers"), library()
     tokenizer = load_tokenizer(source.target, trust_remote_code=source.trust_remote_code)
     try:

@@ -24,7 +24,7 @@ import pytest
 from draftsmith.distill.buffer import buffer as buffer_module
 from draftsmith.distill.buffer import record_table
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
-from draftsmith.distill.buffer.folder import Folder, Shard, parse, retain
+from draftsmith.distill.buffer.folder import Shard, ShardFolder, parse, retain
 from draftsmith.errors import UserError
 from draftsmith.record import Distribution, RecordedTaps, RoundRecord
 
@@ -110,7 +110,7 @@ def test_records_are_on_disk_within_the_flush_interval(tmp_path: Path) -> None:
     writer = BufferWriter(str(tmp_path), flush_s=0.2)
     writer.put(record())
     deadline_s = time.monotonic() + 5
-    while not Folder(str(tmp_path)).shards() and time.monotonic() < deadline_s:
+    while not ShardFolder(str(tmp_path)).shards() and time.monotonic() < deadline_s:
         time.sleep(0.02)
     assert len(BufferReader(str(tmp_path)).read().records) == 1
     writer.close()
@@ -159,10 +159,10 @@ def test_an_object_store_that_is_not_reached_is_waited_out(
 def test_put_never_blocks_and_counts_what_it_drops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(self: Folder, name: str, data: bytes) -> None:
+    def refuse(self: ShardFolder, name: str, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Folder, "write", refuse)
+    monkeypatch.setattr(ShardFolder, "write", refuse)
     writer = BufferWriter(str(tmp_path), flush_s=0.01, queue_records=100)
     begun_s = time.monotonic()
     for number in range(250):
@@ -179,10 +179,10 @@ def test_states_beyond_their_bound_are_left_out_and_counted(
 ) -> None:
     """A disk that refuses costs memory up to the bound, then states, then requests."""
 
-    def refuse(self: Folder, name: str, data: bytes) -> None:
+    def refuse(self: ShardFolder, name: str, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Folder, "write", refuse)
+    monkeypatch.setattr(ShardFolder, "write", refuse)
     values = np.zeros((4, 8), dtype=np.uint16)
     monkeypatch.setattr(buffer_module, "MAX_TAP_BYTES", 3 * values.nbytes)
     writer = BufferWriter(str(tmp_path), flush_s=0.01)
@@ -229,7 +229,7 @@ def test_damaged_shard_is_skipped_with_one_line(
         writer.put(record(number=number))
         writer.close()
         time.sleep(0.002)
-    victim = Path(Folder(str(tmp_path)).shards()[1].path)
+    victim = Path(ShardFolder(str(tmp_path)).shards()[1].path)
     match damage:
         case "truncate":
             victim.write_bytes(victim.read_bytes()[:-200])
@@ -272,20 +272,20 @@ def test_failing_file_system_is_waited_out_and_a_hopeless_shard_skipped(
     for number in range(3):
         writer.put(record(number=number))
     writer.close()
-    reader, fetch = BufferReader(str(tmp_path)), Folder.fetch
-    second = Folder(str(tmp_path)).shards()[1]
+    reader, fetch = BufferReader(str(tmp_path)), ShardFolder.fetch
+    second = ShardFolder(str(tmp_path)).shards()[1]
 
-    def fetch_but_second(self: Folder, shard: Shard) -> bytes:
+    def fetch_but_second(self: ShardFolder, shard: Shard) -> bytes:
         if shard.number == second.number:
             raise OSError(5, "Input/output error")
         return fetch(self, shard)
 
-    monkeypatch.setattr(Folder, "fetch", fetch_but_second)
+    monkeypatch.setattr(ShardFolder, "fetch", fetch_but_second)
     reading = reader.read()
     assert [one.round for one in reading.records] == [0] and reading.more and reading.damaged == 0
-    monkeypatch.setattr(Folder, "fetch", fetch)
+    monkeypatch.setattr(ShardFolder, "fetch", fetch)
     assert [one.round for one in reader.read().records] == [1, 2]
-    monkeypatch.setattr(Folder, "fetch", fetch_but_second)
+    monkeypatch.setattr(ShardFolder, "fetch", fetch_but_second)
     stubborn = BufferReader(str(tmp_path))
     found = [
         one.round for _ in range(buffer_module.MAX_FAILURES) for one in stubborn.read().records
@@ -301,8 +301,8 @@ def test_leftovers_of_killed_writers_are_swept_when_old(tmp_path: Path) -> None:
     for leftover in (old, young):
         leftover.write_bytes(b"half")
     os.utime(old, (0, 0))
-    assert retain(Folder(str(tmp_path)), {}, max_bytes=1 << 30, max_age_s=3600).deleted == []
-    assert not old.exists() and young.exists() and len(Folder(str(tmp_path)).shards()) == 1
+    assert retain(ShardFolder(str(tmp_path)), {}, max_bytes=1 << 30, max_age_s=3600).deleted == []
+    assert not old.exists() and young.exists() and len(ShardFolder(str(tmp_path)).shards()) == 1
 
 
 def test_limit_reads_whole_shards_and_says_that_more_is_left(tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def test_limit_reads_whole_shards_and_says_that_more_is_left(tmp_path: Path) -> 
 
 
 def test_a_clock_set_back_costs_a_reader_that_is_behind_nothing(tmp_path: Path) -> None:
-    folder = Folder(str(tmp_path))
+    folder = ShardFolder(str(tmp_path))
     for number, time_ms in enumerate((2 * 10**12, 10**12, 10**12 + 500)):
         name = f"{time_ms:013d}-a-{number:08d}.parquet"
         folder.write(name, record_table.to_bytes([record(f"r{number}")]))
@@ -335,7 +335,7 @@ def test_retention_takes_read_shards_first_and_unread_only_for_size(tmp_path: Pa
     for number in range(6):
         writer.put(record(number=number))
     writer.close()
-    folder = Folder(str(tmp_path))
+    folder = ShardFolder(str(tmp_path))
     present = folder.shards()
     cursor = {writer.writer: 2}
     assert retain(folder, cursor, max_bytes=1 << 30, max_age_s=3600).deleted == []
@@ -349,7 +349,7 @@ def test_retention_takes_read_shards_first_and_unread_only_for_size(tmp_path: Pa
 
 def test_records_of_seeded_requests_reach_no_reader(tmp_path: Path) -> None:
     """Whichever server wrote them: this one's recorder makes none."""
-    folder = Folder(str(tmp_path))
+    folder = ShardFolder(str(tmp_path))
     mixed = [record("seeded", 0, seeded=True), record("plain", 0), record("seeded", 1, seeded=True)]
     folder.write(f"{0:013d}-other-{0:08d}.parquet", record_table.to_bytes(mixed))
     reading = BufferReader(str(tmp_path)).read()

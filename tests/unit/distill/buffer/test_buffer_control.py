@@ -16,13 +16,13 @@ import torch
 from draftsmith.distill.buffer import buffer as buffer_module
 from draftsmith.distill.buffer import marks
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
-from draftsmith.distill.buffer.folder import Folder
+from draftsmith.distill.buffer.folder import ShardFolder
 from draftsmith.distill.buffer.forget import forget, run
 from draftsmith.distill.buffer.record_table import from_table, to_table, tokens_only
 from draftsmith.distill.buffer.traffic import OpenRequests
 from draftsmith.distill.config import ForgetConfig
 from draftsmith.distill.gate.logged import (
-    Logged,
+    LoggedPosition,
     disagreement,
     logged_alpha,
     logged_arrays,
@@ -79,13 +79,13 @@ def test_fewer_requests_are_asked_for_while_the_reader_is_behind(
 
 
 def test_a_disk_that_hangs_is_nobodys_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hung, write = threading.Event(), Folder.write
+    hung, write = threading.Event(), ShardFolder.write
 
-    def hang(self: Folder, name: str, data: bytes) -> None:
+    def hang(self: ShardFolder, name: str, data: bytes) -> None:
         hung.wait(30)
         write(self, name, data)
 
-    monkeypatch.setattr(Folder, "write", hang)
+    monkeypatch.setattr(ShardFolder, "write", hang)
     monkeypatch.setattr(buffer_module, "CLOSE_S", 0.2)
     writer = BufferWriter(str(tmp_path), flush_s=0.01, flush_records=10, queue_records=100)
     slowest_s = 0.0
@@ -116,7 +116,7 @@ def test_an_answer_is_forgotten_by_the_buffer_its_writers_and_its_readers(
     assert eventually(lambda: writer.written == 5)
     reader, late = BufferReader(str(tmp_path)), BufferReader(str(tmp_path))
     open_requests = OpenRequests(reader.read().records)
-    folder = Folder(str(tmp_path))
+    folder = ShardFolder(str(tmp_path))
     assert forget(folder, "cmpl-a", settle_s=0.0) == 3
     fill(writer, 3), fill(writer, 1, "cmpl-b")
     assert eventually(lambda: len(writer._queue) == 0)
@@ -154,7 +154,7 @@ def test_tokens_only_stores_no_distribution_but_that_there_was_one(tmp_path: Pat
 def test_distributions_of_which_nothing_is_told_are_no_evidence(temperature: float) -> None:
     told = replace(BASE, temperature=temperature, p=[Distribution([7], [0.0], 0.0)])
     logits = torch.full((2, 12), -50.0).index_fill(1, torch.tensor([7]), 0.0)
-    silent, spoken = Logged(tokens_only(told), 0), Logged(told, 0)
+    silent, spoken = LoggedPosition(tokens_only(told), 0), LoggedPosition(told, 0)
     both, one = ([silent, spoken], [silent])
     q = logits.softmax(-1)
     alpha = logged_alpha(sampled_top(both, logged_arrays(both)), q)
@@ -166,8 +166,8 @@ def test_distributions_of_which_nothing_is_told_are_no_evidence(temperature: flo
 
 
 def test_which_buffers_never_reach_a_disk(tmp_path: Path) -> None:
-    assert Folder("memory://x").is_memory
-    assert Folder("/dev/shm/x").is_memory and not Folder("/proc/x").is_memory
+    assert ShardFolder("memory://x").is_memory
+    assert ShardFolder("/dev/shm/x").is_memory and not ShardFolder("/proc/x").is_memory
 
 
 def test_a_last_record_ends_its_request_at_once() -> None:

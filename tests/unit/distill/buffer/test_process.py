@@ -21,8 +21,8 @@ from draftsmith import record as record_module
 from draftsmith.distill.buffer import process as process_module
 from draftsmith.distill.buffer import process_writer
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
-from draftsmith.distill.buffer.folder import Folder
-from draftsmith.distill.buffer.process import Job, ProcessWriter
+from draftsmith.distill.buffer.folder import ShardFolder
+from draftsmith.distill.buffer.process import ProcessWriter, WriterJob
 from draftsmith.kernels.sampling import logged_compiled, logged_round
 from draftsmith.kernels.sampling.logged import LoggedLogits
 from draftsmith.kernels.sampling.logged_round import LoggedRound
@@ -89,14 +89,14 @@ def sink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Proce
     monkeypatch.setattr(process_module, "Child", NoChild)
 
     def make(capacity: int = 1 << 20, **job: Any) -> ProcessWriter:
-        return ProcessWriter(Job(str(tmp_path / "buffer"), **job), capacity=capacity)
+        return ProcessWriter(WriterJob(str(tmp_path / "buffer"), **job), capacity=capacity)
 
     return make
 
 
 def write(sink: ProcessWriter, **job: Any) -> None:
     """What the process does with all that is in the ring."""
-    process_writer.run(sink.ring, Job(sink.folder.root, **job), lambda seconds: True)
+    process_writer.run(sink.ring, WriterJob(sink.folder.root, **job), lambda seconds: True)
 
 
 def read(folder: Path) -> list[RoundRecord]:
@@ -256,10 +256,10 @@ def test_a_disk_that_refuses_is_one_sentence_and_counted(
     sink: Callable[..., ProcessWriter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    def refuse(self: Folder, name: str, data: bytes) -> None:
+    def refuse(self: ShardFolder, name: str, data: bytes) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(Folder, "write", refuse)
+    monkeypatch.setattr(ShardFolder, "write", refuse)
     monkeypatch.setattr(process_writer, "PATIENCE_S", 0.0)
     full = sink()
     put(full, rounds())
@@ -273,7 +273,7 @@ def test_what_a_killed_writer_had_taken_is_counted_as_lost(
 ) -> None:
     made = sink()
     put(made, [round_of(2)])
-    killed = process_writer.Writer(made.ring, Job(str(tmp_path / "elsewhere")))
+    killed = process_writer.RecordWriter(made.ring, WriterJob(str(tmp_path / "elsewhere")))
     killed.buffer.put = lambda record: None  # type: ignore[method-assign]
     assert killed.take() == 1  # and ends here, before it has left a word about it
     put(made, [round_of(3, number=1)])
@@ -293,7 +293,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.long
 @pytest.mark.usefixtures("quick")
 def test_a_killed_process_is_started_again_reads_on_and_flushes_at_the_end(tmp_path: Path) -> None:
-    sink = ProcessWriter(Job(str(tmp_path / "buffer")))
+    sink = ProcessWriter(WriterJob(str(tmp_path / "buffer")))
     wait_until(lambda: sink.ring.statuses > 0)
     first = sink.child.pid
     own = os.getpriority(os.PRIO_PROCESS, 0)
@@ -328,7 +328,7 @@ def test_what_a_writer_left_that_died_as_the_server_ended_is_still_written(
 
     stand_in = SimpleNamespace(Popen=popen, PIPE=real.PIPE, TimeoutExpired=real.TimeoutExpired)
     monkeypatch.setattr(child_module, "subprocess", stand_in)
-    sink = ProcessWriter(Job(str(tmp_path / "buffer")))
+    sink = ProcessWriter(WriterJob(str(tmp_path / "buffer")))
     wait_until(lambda: sink.child.process is not None and sink.child.process.poll() is not None)
     put(sink, [round_of(1)])
     sink.close()

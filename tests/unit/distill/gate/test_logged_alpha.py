@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.distill.gate.logged import Logged, logged_alpha, logged_arrays, sampled_top
+from draftsmith.distill.gate.logged import LoggedPosition, logged_alpha, logged_arrays, sampled_top
 from draftsmith.kernels.acceptance import overlap, probabilities
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.top_tokens import top_probs
@@ -46,7 +46,7 @@ def both(sharpness: float, *sampling: float) -> tuple[torch.Tensor, torch.Tensor
         [temperature] * 40, top_k=[int(top_k)] * 40, top_p=[top_p] * 40, min_p=[min_p] * 40
     )
     q_logits = process(q, rows)
-    records = [Logged(record(one, temperature, int(top_k), top_p, min_p), 0) for one in p]
+    records = [LoggedPosition(record(one, temperature, int(top_k), top_p, min_p), 0) for one in p]
     sampled = sampled_top(records, logged_arrays(records))
     return overlap(process(p, rows), q_logits), logged_alpha(sampled, probabilities(q_logits))
 
@@ -103,9 +103,11 @@ def test_the_middle_over_all_positions_is_nearer_than_that_of_sharp_distribution
 def test_what_is_logged_belongs_to_its_depth() -> None:
     first, second = (record(torch.arange(VOCAB) * step, 1.0, 0, 1.0, 0.0) for step in (1.0, -1.0))
     both = dataclasses.replace(first, p=[*first.p, *second.p], drafted=[1, 1])
-    known = logged_arrays([Logged(both, 1), Logged(first, 0)])
+    known = logged_arrays([LoggedPosition(both, 1), LoggedPosition(first, 0)])
     assert known.ids[:, 0].tolist() == [0, VOCAB - 1]
     tailed = dataclasses.replace(first, p=[Distribution([], [], 1.0)])
-    apart = logged_arrays([Logged(tailed, 0), Logged(both, 0), Logged(both, 1)])
+    apart = logged_arrays(
+        [LoggedPosition(tailed, 0), LoggedPosition(both, 0), LoggedPosition(both, 1)]
+    )
     assert apart.ids[1:, 0].tolist() == [VOCAB - 1, 0]
     assert not np.isfinite(apart.logprobs[0]).any() and apart.tail[0] == 1

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from draftsmith.distill.gate.logged import Logged
-from draftsmith.distill.gate.positions import Drafted, Position
+from draftsmith.distill.gate.logged import LoggedPosition
+from draftsmith.distill.gate.positions import DraftedPositions, Position
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
 from draftsmith.record import Distribution, RoundRecord
 
@@ -43,7 +43,7 @@ def position(row: int, begin: int, depth: int) -> Position:
         time_s=0.0, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, position=begin, context=[1],
         drafted=[1, 1], accepted=2, committed=[1, 1], emitted=1, p=[Distribution([], [], 1.0)] * 2,
     )  # fmt: skip
-    return Position(row, Logged(record, depth))
+    return Position(row, LoggedPosition(record, depth))
 
 
 def test_each_position_is_read_at_its_depth() -> None:
@@ -52,7 +52,7 @@ def test_each_position_is_read_at_its_depth() -> None:
     positions = [position(row, begin, depth) for row, begin, depth in [(0, 2, 0), (0, 2, 1), (1, 5, 0), (1, 5, 1), (1, 9, 0), (1, 9, 1)]]  # fmt: skip
     for own_heads in (False, True):
         draft = Heads(own_heads)
-        drafted = Drafted.of(draft, batch, positions)
+        drafted = DraftedPositions.of(draft, batch, positions)
         # A stop string cut the text: what was drafted behind it is not there.
         assert drafted.is_drafted.tolist() == [True, True, True, True, False, False]
         wanted = torch.stack(

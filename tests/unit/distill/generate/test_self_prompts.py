@@ -9,7 +9,7 @@ import pytest
 from draftsmith.chats.answers import ChatAnswers
 from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate.command import check
-from draftsmith.distill.generate.self_prompts import Kept
+from draftsmith.distill.generate.self_prompts import KeptPrompts
 from draftsmith.errors import UserError
 from tests.chat_templates import eos_ids, tokenizer_of
 
@@ -20,9 +20,9 @@ CLOSED = (
 MARKED = "USER: {{ messages[0].content }} ASSISTANT:"
 
 
-def kept(texts: list[str], source: str = CLOSED, most: int = 99) -> Kept:
+def kept(texts: list[str], source: str = CLOSED, most: int = 99) -> KeptPrompts:
     tokenizer = tokenizer_of(source)
-    found = Kept(ChatAnswers(tokenizer, eos_ids(source, tokenizer)), most)
+    found = KeptPrompts(ChatAnswers(tokenizer, eos_ids(source, tokenizer)), most)
     for text in texts:
         found.add(tokenizer.encode(text, add_special_tokens=False))
     return found

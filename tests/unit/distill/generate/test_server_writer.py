@@ -14,7 +14,7 @@ import pytest
 from draftsmith.chats.answers import ChatAnswers
 from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate.prompts import Prompt
-from draftsmith.distill.generate.writers import MAX_TRIES, ServerWriter, Written
+from draftsmith.distill.generate.writers import MAX_TRIES, ServerWriter, WrittenAnswer
 from draftsmith.errors import UserError
 
 PROMPTS = [Prompt("a", False, [5, 6]), Prompt("b", False, [7])]
@@ -65,7 +65,7 @@ def writer(server: Server, **options: Any) -> ServerWriter:
     )
 
 
-def written(writing: ServerWriter, prompts: list[Prompt], seeds: list[int]) -> list[Written]:
+def written(writing: ServerWriter, prompts: list[Prompt], seeds: list[int]) -> list[WrittenAnswer]:
     return [text for _, text in sorted(writing.write(prompts, seeds))]
 
 

@@ -10,15 +10,15 @@ import torch
 
 from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.learn.optimizer import CandidateOptimizer, computes_in_bf16, trained
-from draftsmith.distill.learn.teachers import Batch, LearningRow, LiveTeacher
+from draftsmith.distill.learn.teachers import LearningBatch, LearningRow, LiveTeacher
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from draftsmith.train.data.roles import Row
+from draftsmith.train.data.roles import TrainedRow
 from draftsmith.train.optim import MUON_MOMENT
 
 
-def gradient(optimizer: CandidateOptimizer, batch: Batch) -> list[torch.Tensor]:
+def gradient(optimizer: CandidateOptimizer, batch: LearningBatch) -> list[torch.Tensor]:
     optimizer.drafter.zero_grad()
     optimizer._backward(batch)
     return [parameter.grad.clone() for parameter in optimizer.drafter.parameters()]
@@ -29,13 +29,13 @@ def test_the_gradient_is_the_mean_over_the_weight_of_the_rows(
 ) -> None:
     chance = np.random.default_rng(0)
     rows = [
-        Row(chance.integers(3, 288, size).tolist(), chance.random(size, dtype=np.float32))
+        TrainedRow(chance.integers(3, 288, size).tolist(), chance.random(size, dtype=np.float32))
         for size in (5, 17, 9, 12, 30)
     ]
     config = LearnConfig(unroll=LearnUnroll(steps=1), dtype="float32")
     optimizer = CandidateOptimizer(bigram(288).double(), config)
 
-    def batch(some: list[Row]) -> Batch:
+    def batch(some: list[TrainedRow]) -> LearningBatch:
         return LiveTeacher(target).batch([LearningRow(row, []) for row in some])
 
     whole = gradient(optimizer, batch(rows))
@@ -55,7 +55,7 @@ def test_a_step_in_bfloat16_keeps_float32_weights_and_nearly_their_gradient(
     target: Target, bigram: Callable
 ) -> None:
     chance = np.random.default_rng(0)
-    rows = [Row(chance.integers(3, 288, 20).tolist(), np.ones(20, dtype=np.float32))]
+    rows = [TrainedRow(chance.integers(3, 288, 20).tolist(), np.ones(20, dtype=np.float32))]
     drafter = bigram(288)
     exact, rounded = (
         CandidateOptimizer(drafter, LearnConfig(unroll=LearnUnroll(steps=1), dtype=dtype))
@@ -85,7 +85,7 @@ def test_recomputed_activations_give_the_same_step_and_less_is_kept(
 ) -> None:
     target = Target.load(tiny_target("llama"))
     chance = np.random.default_rng(0)
-    rows = [Row(chance.integers(3, 288, 24).tolist(), np.ones(24, dtype=np.float32))]
+    rows = [TrainedRow(chance.integers(3, 288, 24).tolist(), np.ones(24, dtype=np.float32))]
     batch = LiveTeacher(target).batch([LearningRow(row, []) for row in rows])
     found = []
     for again in (False, True):
@@ -117,7 +117,7 @@ class Steps:
     def __init__(self, folder: str):
         self.target = Target.load(folder)
         chance = np.random.default_rng(0)
-        row = Row(chance.integers(3, 288, 24).tolist(), np.ones(24, dtype=np.float32))
+        row = TrainedRow(chance.integers(3, 288, 24).tolist(), np.ones(24, dtype=np.float32))
         self.batch = LiveTeacher(self.target).batch([LearningRow(row, [])])
 
     def new(self, name: str, weights: dict[str, torch.Tensor] | None = None) -> CandidateOptimizer:

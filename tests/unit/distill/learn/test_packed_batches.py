@@ -14,11 +14,11 @@ from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.learn import teachers
 from draftsmith.distill.learn.optimizer import CandidateOptimizer, trained
 from draftsmith.distill.learn.teachers import (
-    Batch,
+    DraftedSpan,
+    LearningBatch,
     LearningRow,
     LiveTeacher,
     RecordedTeacher,
-    Span,
 )
 from draftsmith.distill.learn.text_states import TextStates
 from draftsmith.drafters.options import OPTIONS, DraftLmOptions
@@ -27,7 +27,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.sampling.top_tokens import top_probs
 from draftsmith.record import Distribution, RecordedTaps, RoundRecord
 from draftsmith.train.data.batches import rows_as_long_as_the_longest
-from draftsmith.train.data.roles import Row
+from draftsmith.train.data.roles import TrainedRow
 from draftsmith.train.objective.outline import load_outline
 
 LENGTHS = (17, 5, 2, 30, 9, 1, 12, 30, 8)
@@ -51,18 +51,18 @@ def drafter_of(family: str, target: Target) -> torch.nn.Module:
     return drafter
 
 
-def texts() -> list[Row]:
+def texts() -> list[TrainedRow]:
     """The first third of each is a prompt."""
     chance = np.random.default_rng(0)
     rows = []
     for size in LENGTHS:
         weights = chance.random(size, dtype=np.float32) + 0.1
         weights[: 1 + size // 3] = 0
-        rows.append(Row(chance.integers(3, 288, size).tolist(), weights))
+        rows.append(TrainedRow(chance.integers(3, 288, size).tolist(), weights))
     return rows
 
 
-def recorded(row: Row, target: Target, layers: tuple[int, ...]) -> LearningRow:
+def recorded(row: TrainedRow, target: Target, layers: tuple[int, ...]) -> LearningRow:
     """The text as one round, whose record lacks the states of the last five positions."""
     ids = torch.tensor([row.tokens])
     taps, hidden = target.states(ids, torch.ones_like(ids), layers)
@@ -76,10 +76,10 @@ def recorded(row: Row, target: Target, layers: tuple[int, ...]) -> LearningRow:
         committed=row.tokens[1:], emitted=0, taps=RecordedTaps(layers, 0, bits),
         p=[Distribution(*(part[at].tolist() for part in top)) for at in range(len(row.tokens) - 1)],
     )  # fmt: skip
-    return LearningRow(row, [Span(record, 0, len(record.committed))], [record])
+    return LearningRow(row, [DraftedSpan(record, 0, len(record.committed))], [record])
 
 
-def found(drafter: torch.nn.Module, batch: Batch) -> list[torch.Tensor]:
+def found(drafter: torch.nn.Module, batch: LearningBatch) -> list[torch.Tensor]:
     """Loss, trained weight of each step, and every gradient."""
     config = LearnConfig(unroll=LearnUnroll(steps=3), dtype="float32")
     text = replace(batch.text, weights=batch.text.weights.double())

@@ -13,7 +13,7 @@ import torch
 
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.learn import processes
-from draftsmith.distill.learn.processes import FirstProcess, Texts
+from draftsmith.distill.learn.processes import FirstProcess, TextsCall
 from draftsmith.distill.learn.text_states import TextState, TextStates
 from draftsmith.drafters.target.target import Target
 
@@ -121,6 +121,6 @@ def test_processes_that_share_a_copy_make_equally_many_passes(
 
 
 def test_texts_keep_their_ends() -> None:
-    call = Texts(torch.tensor([[4, 5, 6], [7, 0, 0], [8, 9, 0]]), torch.tensor([3, 1, 2]), ())
+    call = TextsCall(torch.tensor([[4, 5, 6], [7, 0, 0], [8, 9, 0]]), torch.tensor([3, 1, 2]), ())
     assert [ids.tolist() for ids in call.of(0, 2)] == [[4, 5, 6], [8, 9]]
     assert [ids.tolist() for ids in call.of(1, 2)] == [[7]]

@@ -18,7 +18,7 @@ from draftsmith.distill.config import GateConfig, LearnConfig, LearnUnroll
 from draftsmith.distill.learn import learner as learning
 from draftsmith.distill.learn.learner import Learner
 from draftsmith.distill.learn.rehearsal import Rehearsal, rehearsal_of
-from draftsmith.distill.learn.teachers import Batch, LearningRow
+from draftsmith.distill.learn.teachers import LearningBatch, LearningRow
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 
@@ -60,7 +60,7 @@ def learner_of(
     learner = Learner(drafter, target, config, seed=0, rehearsal=rehearsal)
     batch, seen = learner.teacher.batch, []
 
-    def seeing(rows: Sequence[LearningRow]) -> Batch:
+    def seeing(rows: Sequence[LearningRow]) -> LearningBatch:
         seen.append(rows)
         return batch(rows)
 

@@ -11,7 +11,7 @@ import pytest
 
 from draftsmith.distill.buffer.record_table import is_of_weights, of_earlier_weights
 from draftsmith.distill.learn import target_source
-from draftsmith.distill.learn.target_source import TargetSource
+from draftsmith.distill.learn.target_source import TargetFolder
 from draftsmith.errors import UserError
 from draftsmith.record import Distribution, RoundRecord
 
@@ -38,7 +38,7 @@ def test_a_copy_that_grows_is_left_alone_until_it_is_whole(
     tmp_path: Path, later: Callable[[], None]
 ) -> None:
     folder = weights(tmp_path / "target", "a")
-    source = TargetSource(str(folder))
+    source = TargetFolder(str(folder))
     later()
     assert not source.is_new and not source.has_settled()
     for size in (1, 2, 3):
@@ -57,24 +57,24 @@ def test_a_file_names_the_folder_and_the_folder_its_weights(
     (weights(tmp_path / "step-2", "b") / target_source.WEIGHT_VERSION).write_text("2\n")
     named = tmp_path / "current"
     named.write_text("step-1\n")
-    source = TargetSource(str(named))
+    source = TargetFolder(str(named))
     assert (source.folder, source.weight_version) == (str(tmp_path / "step-1"), "")
     (tmp_path / "new").write_text("step-2\n")
     os.replace(tmp_path / "new", named)
     assert not source.has_settled()
     later()
     assert source.has_settled()
-    again = TargetSource(str(named))
+    again = TargetFolder(str(named))
     assert (again.folder, again.weight_version) == (str(tmp_path / "step-2"), "2")
     assert not again.is_new
     named.write_text("")
     assert not again.is_new
     with pytest.raises(UserError, match="empty file"):
-        TargetSource(str(named))
+        TargetFolder(str(named))
 
 
 def test_a_hub_id_never_changes() -> None:
-    source = TargetSource("somebody/model")
+    source = TargetFolder("somebody/model")
     assert (source.folder, source.weight_version) == ("somebody/model", "")
     assert not source.is_new and not source.has_settled()
 

@@ -19,21 +19,21 @@ from draftsmith.distill.config import DistillConfig, LearnConfig, LearnUnroll
 from draftsmith.distill.gate.sequential import Ledger
 from draftsmith.distill.learn.learner import Learner
 from draftsmith.distill.learn.teachers import (
-    Batch,
+    DraftedSpan,
+    LearningBatch,
     LearningRow,
     RecordedTeacher,
-    Span,
     arranged,
     open_target,
 )
-from draftsmith.distill.state import Counters, Kept, StateFolder, TrackState
+from draftsmith.distill.state import KeptTrack, LearnerCounters, StateFolder, TrackState
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.top_tokens import top_probs
 from draftsmith.record import Distribution, RecordedTaps, RoundRecord
-from draftsmith.train.data.roles import Role, Row
+from draftsmith.train.data.roles import Role, TrainedRow
 from draftsmith.train.objective.outline import TargetOutline, load_outline
 
 EVERYWHERE = ("accepted", "first-rejected", "bonus", "later-rejected")
@@ -75,7 +75,7 @@ def with_whole(
     return replace(record, p=[Distribution(*one) for one in rows])
 
 
-def gradient(learner: Learner, batch: Batch) -> tuple[float, torch.Tensor]:
+def gradient(learner: Learner, batch: LearningBatch) -> tuple[float, torch.Tensor]:
     learner.drafter.zero_grad()
     sums = learner.optimizer._backward(batch)
     return float(sums.divergence.sum()), learner.drafter.head.grad.clone()
@@ -111,7 +111,7 @@ def test_whole_recorded_distributions_give_the_gradient_of_the_target(
     assert wrong[0] != pytest.approx(expected_loss, rel=1e-3)
 
 
-def weights_by_text(rows: list[LearningRow], batch: Batch) -> list[np.ndarray]:
+def weights_by_text(rows: list[LearningRow], batch: LearningBatch) -> list[np.ndarray]:
     """Weights of each text in the batch's rows."""
     found = {}
     for texts, weights in zip(arranged(rows), batch.text.weights.numpy(), strict=True):
@@ -141,8 +141,12 @@ def test_positions_without_a_recorded_distribution_are_masked(outline: Target) -
     teacher, whole = RecordedTeacher(outline), distribution(64)
 
     def weights(record: RoundRecord, end: int) -> list[float]:
-        row = Row([5, 6, 7, 7, 7, 7, 7], np.array([0, 0, 1, 1, 1, 1, 1], dtype=np.float32))
-        return teacher.batch([LearningRow(row, [Span(record, 0, end)])]).text.weights[0].tolist()
+        row = TrainedRow([5, 6, 7, 7, 7, 7, 7], np.array([0, 0, 1, 1, 1, 1, 1], dtype=np.float32))
+        return (
+            teacher.batch([LearningRow(row, [DraftedSpan(record, 0, end)])])
+            .text.weights[0]
+            .tolist()
+        )
 
     rejected = round_of([whole] * 4, accepted=2, committed=3, drafted=4)
     # Behind the first rejected token the text is another; the sampling of the request is no matter.
@@ -154,7 +158,7 @@ def test_positions_without_a_recorded_distribution_are_masked(outline: Target) -
     empty, foreign = Distribution([], [], 1.0), Distribution([9, 288], [-0.7, -0.7], 0.0)
     assert weights(replace(rejected, p=[whole, empty, whole]), 3) == [0, 0, 1, 0, 1, 0, 0]
     assert weights(replace(rejected, p=[foreign, whole]), 3) == [0, 0, 0, 1, 0, 0, 0]
-    nothing = teacher.batch([LearningRow(Row([5, 6], np.zeros(2, np.float32)), [])])
+    nothing = teacher.batch([LearningRow(TrainedRow([5, 6], np.zeros(2, np.float32)), [])])
     assert nothing.tokens == 0 and nothing.masked == 0
 
 
@@ -163,11 +167,11 @@ def test_a_narrow_distribution_among_wide_ones_keeps_its_tail(
 ) -> None:
     """What fills it up must not be taken for token 0."""
     teacher, config = RecordedTeacher(outline), LearnConfig(teacher="recorded", unroll=ONE_STEP)
-    row = Row([5, 6, 7, 7], np.array([0, 0, 1, 0], dtype=np.float32))
+    row = TrainedRow([5, 6, 7, 7], np.array([0, 0, 1, 0], dtype=np.float32))
     narrow, losses = distribution(4, likeliest=9), []
     for p in ([narrow], [narrow, distribution(64)]):
         record = round_of(p, accepted=len(p), committed=len(p), drafted=len(p))
-        batch = teacher.batch([LearningRow(row, [Span(record, 0, len(p))])])
+        batch = teacher.batch([LearningRow(row, [DraftedSpan(record, 0, len(p))])])
         changed = replace(config, divergence="reverse-kl")
         losses.append(gradient(Learner(bigram(288), outline, changed, seed=0), batch))
     assert losses[0][0] == losses[1][0] and torch.equal(losses[0][1], losses[1][1])
@@ -195,7 +199,7 @@ def test_a_learner_trains_on_the_outline_of_a_target_and_goes_on_after_a_restart
 
     state = TrackState(1, False, Ledger(), None, {}, [], [])
     StateFolder(tmp_path).save(
-        {"": Kept(first, state)}, cursor={}, counters=Counters(), target_revision="now", pool={},
+        {"": KeptTrack(first, state)}, cursor={}, counters=LearnerCounters(), target_revision="now", pool={},
         open_records=[],
     )  # fmt: skip
     again = restored("now")
@@ -254,12 +258,12 @@ def test_a_text_is_trained_as_far_as_its_states_go(exact: Target, outline: Targe
     taps, width = (1, 2), 2 * exact.hidden_size
     teacher = RecordedTeacher(outline, taps)
     record = round_of([distribution(64)] * 4, accepted=4, committed=5, drafted=4)
-    row = Row([5, 6, 7, 7, 7, 7, 7], np.array([0, 0, 1, 1, 1, 1, 0], dtype=np.float32))
+    row = TrainedRow([5, 6, 7, 7, 7, 7, 7], np.array([0, 0, 1, 1, 1, 1, 0], dtype=np.float32))
     values = np.arange(7 * width, dtype=np.uint16).reshape(7, width)
 
-    def batch(*known: RecordedTaps | None) -> Batch:
+    def batch(*known: RecordedTaps | None) -> LearningBatch:
         records = [replace(record, round=at, taps=one) for at, one in enumerate(known)]
-        return teacher.batch([LearningRow(row, [Span(record, 0, 4)], records)])
+        return teacher.batch([LearningRow(row, [DraftedSpan(record, 0, 4)], records)])
 
     whole = batch(RecordedTaps(taps, 0, values[:2]), RecordedTaps(taps, 2, values[2:6]))
     assert (whole.tokens, whole.masked) == (4, 0)

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from draftsmith.distill.buffer.record_table import from_table, to_table
-from draftsmith.distill.monitor.events import EVENTS, Event, events_of
-from draftsmith.distill.monitor.evidence import STRENGTHS, Bets, Counts
-from draftsmith.distill.monitor.monitor import MOST_STREAMS, Monitor, Stream
+from draftsmith.distill.monitor.events import EVENTS, MonitorEvent, events_of
+from draftsmith.distill.monitor.evidence import STRENGTHS, Bets, EvidenceCounts
+from draftsmith.distill.monitor.monitor import MOST_STREAMS, EvidenceStream, Monitor
 from draftsmith.distill.monitor.positions import Positions, positions_of
 from draftsmith.files import plain
 from draftsmith.record import Distribution, RoundRecord
@@ -78,7 +78,7 @@ def stored(records: list[RoundRecord]) -> list[RoundRecord]:
     return from_table(to_table(records))
 
 
-def events(records: list[RoundRecord]) -> tuple[Positions, dict[str, Event]]:
+def events(records: list[RoundRecord]) -> tuple[Positions, dict[str, MonitorEvent]]:
     positions = positions_of(records)
     assert positions is not None
     rules = np.array([one.rule for one in records])[positions.record]
@@ -148,13 +148,13 @@ def test_positions_left_out_by_what_came_before_do_not_bias() -> None:
     outcome is none: the accepted rounds alone are far off."""
     generator = np.random.default_rng(2)
     records = stored([round_of(*one, generator, unrounded=False) for one in pairs() * 170])
-    counts = Counts()
+    counts = EvidenceCounts()
     _, found = events(records)
     accepted = found["accepted"]
     assert 0.3 * len(records) < len(accepted.at) < 0.9 * len(records)
     counts.add(accepted, np.ones(len(accepted.at), dtype=bool))
     assert abs(counts.z) < 4
-    biased = Counts()
+    biased = EvidenceCounts()
     biased.add(accepted, accepted.happened | (generator.random(len(accepted.at)) < 0.5))
     assert biased.z > 6
 
@@ -198,7 +198,7 @@ def test_false_alarms_of_2000_honest_streams_looked_at_after_every_event() -> No
     # `Bets` are the same sums.
     bets = Bets()
     for at in (slice(0, 150), slice(150, 400)):
-        part = Event("accepted", np.arange(at.stop - at.start), happened[0, at], chance[0, at],
+        part = MonitorEvent("accepted", np.arange(at.stop - at.start), happened[0, at], chance[0, at],
                      np.zeros(at.stop - at.start))  # fmt: skip
         bets.add(part, np.ones(at.stop - at.start, dtype=bool))
     assert bets.log_evidence == pytest.approx(money(happened[:1], chance[:1])[0, -1], abs=1e-9)
@@ -215,7 +215,8 @@ def test_rounding_never_becomes_evidence(rate: float) -> None:
         bets = Bets()
         errors = np.full(count, error)
         bets.add(
-            Event("accepted", np.arange(count), happened, np.full(count, 0.5), errors), everything
+            MonitorEvent("accepted", np.arange(count), happened, np.full(count, 0.5), errors),
+            everything,
         )
         return bets.log_evidence
 
@@ -224,7 +225,7 @@ def test_rounding_never_becomes_evidence(rate: float) -> None:
 
 def test_an_acceptance_of_two_percent_too_much_is_found() -> None:
     happened, chance = simulated(40, 30_000, 4, bias=0.02)
-    level = Stream(2).log_level(1e-6) + math.log(len(EVENTS))
+    level = EvidenceStream(2).log_level(1e-6) + math.log(len(EVENTS))
     passed = money(happened, chance) >= level
     first = np.where(passed.any(axis=1), passed.argmax(axis=1), 30_000)
     assert np.median(first) < 12_000 and (first < 30_000).mean() > 0.95

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from draftsmith.distill.config import GateConfig, PoolConfig
 from draftsmith.distill.gate.class_comparison import ClassComparison
-from draftsmith.distill.pool.policy import PATIENCE, ClassTraffic, Member, Move, moves, resolved
+from draftsmith.distill.pool.policy import (
+    PATIENCE,
+    ClassTraffic,
+    PoolMember,
+    PoolMove,
+    moves,
+    resolved,
+)
 
 CONFIG = PoolConfig(most=2, requests=4, idle_requests=20)
 
@@ -30,11 +37,11 @@ def member(
     won: bool = False,
     no_better: bool = False,
     requests: int = 1,
-) -> Member:
-    return Member(name, serving, won, no_better, requests, "numbers")
+) -> PoolMember:
+    return PoolMember(name, serving, won, no_better, requests, "numbers")
 
 
-def kinds(found: list[Move]) -> list[tuple[str, str]]:
+def kinds(found: list[PoolMove]) -> list[tuple[str, str]]:
     return [(move.kind, move.name) for move in found]
 
 

@@ -17,11 +17,11 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import shared_tokens
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.filters import SamplingRows
-from draftsmith.serve.api import Engine as PythonEngine
+from draftsmith.serve.api import EngineCore as PythonEngine
 from draftsmith.serve.command import check
 from draftsmith.serve.config import EngineConfig, ServeConfig
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.load import load_drafter
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.train.check.config import DoctorConfig
@@ -103,7 +103,7 @@ def test_a_captured_draft_still_maps_ids(foreign, target):
     test_the_distribution_is_the_models_own_over_the_shared_tokens(drafter, target)
 
 
-def engine(target: Target, drafter: ForeignLm | None, **changes) -> Engine:
+def engine(target: Target, drafter: ForeignLm | None, **changes) -> EngineCore:
     return build_engine(target, drafter, EngineConfig(k=3, **changes))
 
 

@@ -14,7 +14,7 @@ from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
 from draftsmith.drafters.recurrent.kept import KeptState, num_kept
-from draftsmith.drafters.recurrent.pieces import Piece, RowRead, round_waves
+from draftsmith.drafters.recurrent.pieces import RowRead, TextPiece, round_waves
 from draftsmith.drafters.speculate import speculate
 from draftsmith.drafters.target.generate import Ways
 from draftsmith.drafters.target.target import Target
@@ -62,8 +62,8 @@ def test_no_token_is_read_alone_after_a_state_where_it_may_not_be() -> None:
 def test_drafted_tokens_are_read_from_a_copy_of_the_kept_state() -> None:
     reads = [RowRead(4, KeptState(side=1), False, 2, 2, 3), RowRead(0, KeptState(), True, 5, 5, 0)]
     known, drafted = round_waves(reads)
-    assert known == [Piece(0, 0, 2, 9, 9), Piece(0, 5, 10, None, 0)]
-    assert drafted == [Piece(0, 2, 5, 9, 8)]
+    assert known == [TextPiece(0, 0, 2, 9, 9), TextPiece(0, 5, 10, None, 0)]
+    assert drafted == [TextPiece(0, 2, 5, 9, 8)]
 
 
 def test_texts_of_a_packed_row_do_not_share_a_state(target: Target) -> None:

@@ -15,7 +15,7 @@ import uvicorn
 
 from draftsmith.fleet.observe import command
 from draftsmith.fleet.observe.config import ObserveConfig
-from draftsmith.fleet.observe.counters import Counters
+from draftsmith.fleet.observe.counters import ProxyCounters
 from draftsmith.fleet.observe.enrich import Enrichment
 from draftsmith.fleet.observe.exchange import Exchange, Observer
 from draftsmith.fleet.observe.proxy import Proxy
@@ -49,7 +49,7 @@ class Observed:
 
     def __init__(self, url: str, served: Callable[[Any], str], config: ObserveConfig = CONFIG):
         self.exchanges: list[Exchange] = []
-        self.counters, self.enrichment = Counters(), Enrichment()
+        self.counters, self.enrichment = ProxyCounters(), Enrichment()
         observer = Observer(
             config, self.counters, lambda: 1.0, self.exchanges.append, self.enrichment
         )

@@ -12,7 +12,7 @@ import pytest
 from draftsmith.fleet.observe.answers import read_answer
 from draftsmith.fleet.observe.endpoints import ENDPOINTS
 from draftsmith.fleet.observe.enrich import Editing, Enrichment, Form, Restoring
-from draftsmith.fleet.observe.probe import Probe
+from draftsmith.fleet.observe.probe import EngineProbe
 
 CHATS = {"messages": [{"role": "user", "content": "x"}]}
 REQUESTS = {"/v1/completions": {"prompt": "x"}, "/v1/chat/completions": CHATS}
@@ -29,7 +29,7 @@ def probed(
         url = served(vllm_like)
         proxy = observed(url)
         with httpx.Client(base_url=url) as http:
-            Probe(http, proxy.enrichment, top=top).look()
+            EngineProbe(http, proxy.enrichment, top=top).look()
         vllm_like.bodies.clear()
         return vllm_like, url, proxy
 
@@ -140,7 +140,7 @@ def test_nothing_is_enriched_where_the_bytes_would_differ(
 ) -> None:
     enrichment = Enrichment()
     with httpx.Client(base_url="http://x", transport=httpx.MockTransport(Changing(change))) as http:
-        Probe(http, enrichment, top=None).look()
+        EngineProbe(http, enrichment, top=None).look()
     assert len(enrichment.forms) == forms
 
 

@@ -13,14 +13,14 @@ from draftsmith.distill.buffer.traffic import branches, stitch
 from draftsmith.distill.monitor.positions import positions_of
 from draftsmith.fleet.observe.config import DefaultSampling
 from draftsmith.fleet.observe.endpoints import Entry
-from draftsmith.fleet.observe.rounds import Origin, Step, records_of, steps_of
-from draftsmith.fleet.observe.sampling import Sampling, sampling_of
-from draftsmith.fleet.observe.tokens import Tokens
+from draftsmith.fleet.observe.rounds import ObservedStep, Origin, records_of, steps_of
+from draftsmith.fleet.observe.sampling import ObservedSampling, sampling_of
+from draftsmith.fleet.observe.tokens import TokenCounter
 from draftsmith.record import UNLOGGED, RoundRecord, hashed
 from draftsmith.train.data.roles import Role
 
-PLAIN = Sampling(1.0, 0, 1.0, 0.0, seeded=False, adjusts=False)
-TOKENS = Tokens([1, 2, 3], [10, 11, 12, 13, 14, 15])
+PLAIN = ObservedSampling(1.0, 0, 1.0, 0.0, seeded=False, adjusts=False)
+TOKENS = TokenCounter([1, 2, 3], [10, 11, 12, 13, 14, 15])
 ORIGIN = Origin(answer="cmpl-a", draft_version="4", sampler="greedy")
 
 
@@ -29,9 +29,9 @@ def report(drafted: list[int], accepted: list[int]) -> dict[str, list[int]]:
 
 
 def test_steps_follow_the_first_token_where_they_add_up() -> None:
-    steps = [Step(1, 3, 2, 3), Step(4, 3, 0, 1), Step(5, 3, 3, 1)]
+    steps = [ObservedStep(1, 3, 2, 3), ObservedStep(4, 3, 0, 1), ObservedStep(5, 3, 3, 1)]
     assert steps_of(report([3, 3, 3], [2, 0, 3]), 6) == steps  # the last one is cut
-    assert steps_of(report([3, 3], [2, 1]), 6) == [*steps[:1], Step(4, 3, 1, 2)]
+    assert steps_of(report([3, 3], [2, 1]), 6) == [*steps[:1], ObservedStep(4, 3, 1, 2)]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_steps_that_do_not_add_up_are_not_known(reported: dict[str, list[int]]) 
 def test_given_places_are_taken() -> None:
     places = {"per_step_begin": [2, 5], "per_step_committed": [2, 1]}
     found = steps_of(report([2, 4], [1, 0]) | places, 6)
-    assert found == [Step(2, 2, 1, 2), Step(5, 4, 0, 1)]
+    assert found == [ObservedStep(2, 2, 1, 2), ObservedStep(5, 4, 0, 1)]
     assert steps_of(report([2, 4], [1, 0]) | places, 5) is None
 
 
@@ -67,7 +67,7 @@ def entries(tokens: list[int]) -> list[Entry]:
     ]
 
 
-def made(steps: list[Step] | None, **changes: object) -> list[RoundRecord]:
+def made(steps: list[ObservedStep] | None, **changes: object) -> list[RoundRecord]:
     records = records_of(
         TOKENS,
         steps,
@@ -79,7 +79,7 @@ def made(steps: list[Step] | None, **changes: object) -> list[RoundRecord]:
 
 
 def test_records_hold_the_accepted_ids_and_no_others() -> None:
-    records = made([Step(1, 3, 2, 3), Step(4, 2, 0, 1), Step(5, 3, 3, 1)])
+    records = made([ObservedStep(1, 3, 2, 3), ObservedStep(4, 2, 0, 1), ObservedStep(5, 3, 3, 1)])
     text = stitch(records)
     assert text is not None and text.tokens == [*TOKENS.prompt, *TOKENS.answer]
     assert text.roles.tolist() == [
@@ -99,7 +99,7 @@ def test_records_hold_the_accepted_ids_and_no_others() -> None:
 
 
 def test_logprobs_become_distributions_without_gaps() -> None:
-    (first, *_) = made([Step(1, 3, 2, 3)])
+    (first, *_) = made([ObservedStep(1, 3, 2, 3)])
     # At place 1 the emitted token is the least of the three: others may lie between.
     assert first.p[0].ids == [90, 91] and first.p[1].ids == [12, 90, 91]
     assert first.p[0].tail == pytest.approx(1 - math.exp(-1.5) - math.exp(-3.0), abs=1e-3)
@@ -116,9 +116,9 @@ def test_unknown_rounds_are_single_tokens_to_learn_from_and_to_score() -> None:
 
 
 def test_logprobs_are_dropped_where_they_do_not_give_the_sampled_distribution() -> None:
-    (first, *_) = made([Step(1, 3, 2, 3)], temperature=0.7)
+    (first, *_) = made([ObservedStep(1, 3, 2, 3)], temperature=0.7)
     assert len(first.p) == 3 and first.p[0].ids == [] and first.p[0].tail == 1.0
-    (first, *_) = made([Step(1, 3, 2, 3)], adjusts=True)
+    (first, *_) = made([ObservedStep(1, 3, 2, 3)], adjusts=True)
     assert len(first.p) == 0
     shifted = records_of(TOKENS, None, entries(TOKENS.answer[1:]), PLAIN, ORIGIN)
     assert shifted[0].p[0].ids == []
@@ -126,9 +126,11 @@ def test_logprobs_are_dropped_where_they_do_not_give_the_sampled_distribution() 
 
 def test_sampling_of_a_request() -> None:
     defaults = DefaultSampling(temperature=0.6, top_k=20)
-    assert sampling_of({"prompt": "x"}, defaults) == Sampling(0.6, 20, 1.0, 0.0, False, False)
+    assert sampling_of({"prompt": "x"}, defaults) == ObservedSampling(
+        0.6, 20, 1.0, 0.0, False, False
+    )
     named = {"temperature": 0.5, "top_k": -1, "top_p": 0.9, "seed": 3, "n": 1}
-    assert sampling_of(named, defaults) == Sampling(0.5, 0, 0.9, 0.0, True, False)
+    assert sampling_of(named, defaults) == ObservedSampling(0.5, 0, 0.9, 0.0, True, False)
     assert not sampling_of({"temperature": 0, "seed": 3}, defaults).seeded
     assert sampling_of({"mirostat": 2}, defaults).adjusts
     assert sampling_of({"presence_penalty": 0.1}, defaults).adjusts

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from draftsmith.chats.answers import ChatAnswers
-from draftsmith.fleet.observe.answers import Answer, read_answer
+from draftsmith.fleet.observe.answers import ObservedAnswer, read_answer
 from draftsmith.fleet.observe.endpoints import ENDPOINTS
-from draftsmith.fleet.observe.tokens import Tokens, Unknown, tokens_of
+from draftsmith.fleet.observe.tokens import TokenCounter, Unknown, tokens_of
 from tests.chat_templates import tokenizer_of
 
 COMPLETIONS, CHAT = ENDPOINTS["/v1/completions"], ENDPOINTS["/v1/chat/completions"]
@@ -35,28 +35,30 @@ class Letters:
 FORM = ChatAnswers(Letters())
 
 
-def found(request: dict[str, Any], endpoint: Any = COMPLETIONS, **answer: Any) -> Tokens:
-    return tokens_of(endpoint, request, Answer(finish="length", **answer), FORM)
+def found(request: dict[str, Any], endpoint: Any = COMPLETIONS, **answer: Any) -> TokenCounter:
+    return tokens_of(endpoint, request, ObservedAnswer(finish="length", **answer), FORM)
 
 
 def test_ids_of_the_server_come_first() -> None:
-    given = Answer(prompt_ids=[4], token_ids=[5, 6], finish="stop", text="zz", completion_tokens=2)
-    assert tokens_of(COMPLETIONS, {"prompt": "x"}, given, None) == Tokens([4], [5, 6])
+    given = ObservedAnswer(
+        prompt_ids=[4], token_ids=[5, 6], finish="stop", text="zz", completion_tokens=2
+    )
+    assert tokens_of(COMPLETIONS, {"prompt": "x"}, given, None) == TokenCounter([4], [5, 6])
     assert found({"prompt": [7, 8]}, token_ids=[5]).prompt == [7, 8]
     with pytest.raises(Unknown, match="not all"):
         found({"prompt": [7]}, token_ids=[5], completion_tokens=2)
 
 
 def test_texts_that_round_trip_are_tokenised() -> None:
-    assert found({"prompt": "a"}, text="bc") == Tokens([1, 97], [98, 99])
+    assert found({"prompt": "a"}, text="bc") == TokenCounter([1, 97], [98, 99])
     assert found({"prompt": "a", "add_special_tokens": False}, text="b").prompt == [97]
     chat = {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}
-    assert found(chat, CHAT, text="b") == Tokens(Letters().encode("<hi>")[1:], [98])
+    assert found(chat, CHAT, text="b") == TokenCounter(Letters().encode("<hi>")[1:], [98])
 
 
 def test_the_end_of_a_text_is_counted() -> None:
     def answer(**given: Any) -> list[int]:
-        done = Answer(finish="stop", text="b", **given)
+        done = ObservedAnswer(finish="stop", text="b", **given)
         return tokens_of(COMPLETIONS, {"prompt": "a"}, done, FORM).answer
 
     assert answer() == [98, 0]
@@ -79,14 +81,14 @@ def test_others_are_left_out_by_reason(
     request_: dict[str, Any], given: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(Unknown, match=reason):
-        tokens_of(COMPLETIONS, request_, Answer(**{"finish": "length", **given}), FORM)
+        tokens_of(COMPLETIONS, request_, ObservedAnswer(**{"finish": "length", **given}), FORM)
 
 
 def test_without_a_tokenizer_there_are_none() -> None:
     with pytest.raises(Unknown, match="no token ids"):
-        tokens_of(COMPLETIONS, {"prompt": "a"}, Answer(text="b"), None)
+        tokens_of(COMPLETIONS, {"prompt": "a"}, ObservedAnswer(text="b"), None)
     with pytest.raises(Unknown, match="without a template"):
-        tokens_of(CHAT, {"messages": 3}, Answer(text="b"), FORM)
+        tokens_of(CHAT, {"messages": 3}, ObservedAnswer(text="b"), FORM)
 
 
 def test_parsed_parts_of_a_chat_are_not_its_text() -> None:
@@ -116,7 +118,7 @@ def test_a_chats_answer_ends_as_its_template_ends_it() -> None:
     )
     form = ChatAnswers(tokenizer, [tokenizer.eos_token_id])
     asked = {"messages": [{"role": "user", "content": "Name an animal."}]}
-    done = Answer(finish="stop", text="Quokka.")
+    done = ObservedAnswer(finish="stop", text="Quokka.")
     tokens = tokens_of(CHAT, asked, done, form)
     assert tokenizer.decode(tokens.answer) == "Quokka.<end_of_turn>"
     # A prompt that a client has templated itself.

@@ -17,7 +17,7 @@ from draftsmith.fleet.publish.layouts import LayoutWriter
 from draftsmith.fleet.publish.mirror import Mirror
 from draftsmith.fleet.store.store import VersionStore
 from draftsmith.train.export import command
-from draftsmith.train.export.layouts.source import Source
+from draftsmith.train.export.layouts.source import ExportSource
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_a_draft_without_the_layout_or_inside_its_target_is_refused(
     folder = versions.folder_of(root, 1)
     with pytest.raises(UserError, match="the speculators library has no model for a draft LM"):
         LayoutWriter(root, ["speculators"]).write(folder)
-    monkeypatch.setattr(Source, "is_stitched", True)
+    monkeypatch.setattr(ExportSource, "is_stitched", True)
     with pytest.raises(UserError, match="cannot be swapped while serving; publish"):
         LayoutWriter(root, ["vllm"]).write(folder)
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from draftsmith.distill.buffer.folder import Folder, in_turn, parse
-from draftsmith.fleet.recording.recorder import Recorder
+from draftsmith.distill.buffer.folder import ShardFolder, in_turn, parse
+from draftsmith.fleet.recording.recorder import EngineRecorder
 from draftsmith.fleet.vllm.settings import Settings
 from draftsmith.fleet.vllm.state import WorkerState
-from draftsmith.fleet.wire.requests import Job
+from draftsmith.fleet.wire.requests import EngineJob
 from draftsmith.fleet.wire.writer import run
 from draftsmith.record import RoundRecord
 from draftsmith.shared_memory.ring import Ring
@@ -188,16 +188,16 @@ class Lab:
         self.worker = Worker(sampler or FirstSampler())
         self.writer = Writer(Ring.create(capacity))
         self.state = WorkerState(Settings(), "1")
-        self.recorder = Recorder(
+        self.recorder = EngineRecorder(
             self.worker, self.state, self.writer, most=1.0, max_length=max_length  # type: ignore[arg-type]
         )  # fmt: skip
 
     def records(self, *, seeded: bool = False) -> dict[str, list[RoundRecord]]:
         """By request; those of seeded ones too where asked for."""
-        job = Job(str(self.folder), "e", "t", "r", "greedy", "chain", 1.0, self.max_length)
+        job = EngineJob(str(self.folder), "e", "t", "r", "greedy", "chain", 1.0, self.max_length)
         run(self.writer.ring, job, lambda seconds: True)
         found: dict[str, list[RoundRecord]] = {}
-        folder = Folder(str(self.folder))
+        folder = ShardFolder(str(self.folder))
         shards = in_turn(folder.shards_among(folder.names()))
         for one in [one for shard in shards for one in parse(folder.fetch(shard))]:
             if one.seeded and not seeded:

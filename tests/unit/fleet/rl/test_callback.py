@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
-from draftsmith.distill.learn.target_source import TargetSource
+from draftsmith.distill.learn.target_source import TargetFolder
 from draftsmith.drafters.published import versions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
@@ -70,7 +70,7 @@ def test_revisions_are_written_where_a_learner_follows_them(
     trainer = Trainer(tiny_target("llama"), FollowPolicy(root, every=2, keep=2))
 
     def look(step: int) -> None:
-        source = TargetSource(str(root / "current"))
+        source = TargetFolder(str(root / "current"))
         seen.append((step, Path(source.folder).name, source.weight_version))
 
     trainer.train(5, look)
@@ -79,7 +79,7 @@ def test_revisions_are_written_where_a_learner_follows_them(
         (3, "step-000002", "2"), (4, "step-000004", "4"),
     ]  # fmt: skip
     assert steps(root) == ["current", "step-000004", "step-000005"]
-    target = Target.load(TargetSource(str(root / "current")).folder)
+    target = Target.load(TargetFolder(str(root / "current")).folder)
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(value, target.model.state_dict()[name])
     # A training that is resumed from a checkpoint counts from there.

@@ -17,7 +17,7 @@ from draftsmith.fleet.config import FleetConfig, RolloutConfig
 from draftsmith.fleet.publish_command import controller_of
 from draftsmith.fleet.rollout.controller import ALARM, Controller
 from draftsmith.fleet.rollout.operate import decided, end
-from draftsmith.fleet.rollout.pairs import LATE_S, Half, Pairs
+from draftsmith.fleet.rollout.pairs import LATE_S, Half, TrialPairs
 from draftsmith.fleet.rollout.stage import StageTrial
 from draftsmith.fleet.rollout.table import summary
 from draftsmith.fleet.rollout.view import view_of
@@ -57,7 +57,7 @@ def rollout(**changes: Any) -> Rollout:
 
 
 def test_requests_count_in_the_period_of_the_version_that_drafted_for_them() -> None:
-    one, pairs = rollout(), Pairs()
+    one, pairs = rollout(), TrialPairs()
     engine = next(name for name in ENGINES if one.version_for(name, 1000.0) == 8)
     for at_s, version in ((1010.0, 8), (1050.0, 8), (1110.0, 7), (1150.0, 7)):
         pairs.observe(text_of(engine, version, at_s, accepted=3 if version == 8 else 1), one)
@@ -78,7 +78,7 @@ def test_requests_count_in_the_period_of_the_version_that_drafted_for_them() -> 
 
 
 def test_a_half_with_few_requests_is_no_pair() -> None:
-    pairs = Pairs()
+    pairs = TrialPairs()
     for _ in range(3):
         pairs.add(Half("a", 0, True), 0.5)
     pairs.add(Half("a", 0, False), 0.5)

@@ -16,7 +16,7 @@ import pytest
 from draftsmith.fleet.store import cache as copies
 from draftsmith.fleet.store.engine_status import EngineStatus
 from draftsmith.fleet.store.errors import StoreError, StoreUnreachable
-from draftsmith.fleet.store.floor import Served, below_floor
+from draftsmith.fleet.store.floor import ServedVersions, below_floor
 from draftsmith.fleet.store.layout import parse_current, parse_manifest
 from draftsmith.fleet.store.pace import Pace
 from draftsmith.fleet.store.rollout import Rollout, cut_for, parse_rollout, place_of
@@ -301,12 +301,12 @@ def test_polls_vary_and_failures_wait_longer_up_to_a_bound() -> None:
 
 
 def test_the_floor_waits_for_requests_and_an_alarm_does_not() -> None:
-    good = Served(requests=64, accepted=400, reached=1000)
+    good = ServedVersions(requests=64, accepted=400, reached=1000)
     assert below_floor(good, good) == "" and below_floor(good, None) == ""
     assert below_floor(good._replace(accepted=310), good) == ""
     assert below_floor(good._replace(accepted=290, requests=63), good) == ""
     assert below_floor(good._replace(accepted=290), good).startswith("alpha 0.290 on 64 requests")
-    assert "monitor alarms" in below_floor(Served(1, 0, 0, is_alarmed=True), None)
+    assert "monitor alarms" in below_floor(ServedVersions(1, 0, 0, is_alarmed=True), None)
 
 
 def test_a_manifest_of_the_learners_own_folder_is_refused() -> None:

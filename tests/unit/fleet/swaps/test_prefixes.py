@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from draftsmith.fleet.swaps.prefixes import Prefixes
+from draftsmith.fleet.swaps.prefixes import CachedPrefixes
 
 
 def step(new: list[tuple[list[int], int]], more: Any = ()) -> Any:
@@ -19,7 +19,7 @@ def step(new: list[tuple[list[int], int]], more: Any = ()) -> Any:
 
 
 def test_prefixes_of_an_older_draft_are_counted_apart() -> None:
-    prefixes = Prefixes(16)
+    prefixes = CachedPrefixes(16)
     prefixes.see(step([([1, 2, 3], 0)], [None, ([4],)]), 0)
     prefixes.see(step([([1, 2, 5], 32)]), 0)
     assert (prefixes.cached_requests, prefixes.old_requests) == (1, 0)

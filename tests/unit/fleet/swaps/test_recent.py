@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from draftsmith.fleet.swaps.checks import DraftRefused
-from draftsmith.fleet.swaps.proposer import V2, Proposer
+from draftsmith.fleet.swaps.proposer import V2, SwappedProposer
 from draftsmith.fleet.swaps.recent import NUM_KEPT, Given, Recent
 from draftsmith.fleet.swaps.staging import Staging
 from draftsmith.fleet.swaps.trial import NUM_TOKENS, trial
@@ -26,7 +26,7 @@ def step(worker: Any, states: torch.Tensor) -> torch.Tensor:
     )
 
 
-def loaded(proposer: Proposer, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
+def loaded(proposer: SwappedProposer, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
     staging = Staging(proposer)
     proposer.load(staging.model, iter(tensors.items()))
     return staging.model
@@ -36,7 +36,7 @@ def loaded(proposer: Proposer, tensors: dict[str, torch.Tensor]) -> torch.nn.Mod
 def test_a_draft_that_explodes_on_a_recorded_row_alone_is_refused(
     worker: Any, num_tokens: int
 ) -> None:
-    proposer = Proposer(worker)
+    proposer = SwappedProposer(worker)
     exploding = tensors_of_seed(2)
     exploding["values.weight"] *= LARGE
     models = [loaded(proposer, tensors_of_seed(2)), loaded(proposer, exploding)]
@@ -50,7 +50,7 @@ def test_a_draft_that_explodes_on_a_recorded_row_alone_is_refused(
 
 
 def test_states_in_which_the_target_is_not_finite_refuse_no_draft(worker: Any) -> None:
-    proposer = Proposer(worker)
+    proposer = SwappedProposer(worker)
     model = loaded(proposer, tensors_of_seed(2))
     fixed = trial(proposer, model)
     step(worker, torch.full((3, WIDTH), torch.nan))

@@ -15,7 +15,7 @@ import torch
 
 from draftsmith.fleet.swaps import swap as swap_module
 from draftsmith.fleet.swaps.packed import handles_in
-from draftsmith.fleet.swaps.proposer import Proposer
+from draftsmith.fleet.swaps.proposer import SwappedProposer
 from draftsmith.fleet.swaps.swap import Swaps
 from draftsmith.fleet.swaps.watch import Watch
 from tests.unit.fleet.swaps.stand_in import (
@@ -30,7 +30,7 @@ from tests.unit.fleet.swaps.stand_in import (
 
 @pytest.fixture
 def swaps(worker: Any) -> Swaps:
-    made = Swaps(Proposer(worker), version="1")
+    made = Swaps(SwappedProposer(worker), version="1")
     assert made.prepare()["state"] == "idle"
     return made
 

@@ -14,7 +14,7 @@ import pytest
 
 from draftsmith.fleet.store.store import VersionStore
 from draftsmith.fleet.vllm.endpoint import Beside, Endpoints
-from draftsmith.fleet.vllm.follower import Follower, OneOf
+from draftsmith.fleet.vllm.follower import OneOf, StoreFollower
 from draftsmith.fleet.vllm.settings import Settings
 from draftsmith.fleet.vllm.state import WorkerState
 from draftsmith.fleet.vllm.swap_client import SwapClient
@@ -142,10 +142,10 @@ def put_manifest(folder: Path, version: int, files: dict[str, Any]) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-def follower_of(client: Client, tmp_path: Path, **more: Any) -> Follower:
+def follower_of(client: Client, tmp_path: Path, **more: Any) -> StoreFollower:
     store = VersionStore(str(tmp_path / "versions"), cache=tmp_path / "cache")
     swaps = SwapClient(client, str(tmp_path / "shared"))
-    return Follower(swaps, store, "engine-1", poll_s=1.0, **more)
+    return StoreFollower(swaps, store, "engine-1", poll_s=1.0, **more)
 
 
 @pytest.fixture

@@ -22,9 +22,9 @@ import torch
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.traffic import stitch
 from draftsmith.fleet.wire import writer as writer_module
-from draftsmith.fleet.wire.child import Child
-from draftsmith.fleet.wire.messages import Kind, RequestMeta, StepMeta, meta_array
-from draftsmith.fleet.wire.requests import Job, record_name
+from draftsmith.fleet.wire.child import WriterChild
+from draftsmith.fleet.wire.messages import MessageKind, RequestMeta, StepMeta, meta_array
+from draftsmith.fleet.wire.requests import EngineJob, record_name
 from draftsmith.fleet.wire.writer import run
 from draftsmith.kernels.sampling import logged_compiled
 from draftsmith.record import RoundRecord, hashed_answer
@@ -38,8 +38,8 @@ META = RequestMeta("cmpl-a-0-0123abcd", "code", 1.0, 1.0, 0, 1.0, 0.0, False, Fa
 VOCAB = 300
 
 
-def job(buffer: Path, **changes: Any) -> Job:
-    plain = Job(str(buffer), "e", "t", "r", "greedy", "chain", 1.0, 1000)
+def job(buffer: Path, **changes: Any) -> EngineJob:
+    plain = EngineJob(str(buffer), "e", "t", "r", "greedy", "chain", 1.0, 1000)
     return dataclasses.replace(plain, **changes)
 
 
@@ -55,7 +55,7 @@ class Engine:
         self.generator = torch.Generator().manual_seed(0)
 
     def begin(self, handle: int, prompt: list[int], meta: RequestMeta = META) -> None:
-        assert send(self.ring, Kind.BEGIN, handle, [meta_array(meta), ints(*prompt)])
+        assert send(self.ring, MessageKind.BEGIN, handle, [meta_array(meta), ints(*prompt)])
 
     def verify(
         self, handle: int, drafted: list[int], sampled: list[int], *, version: str = "3"
@@ -66,17 +66,17 @@ class Engine:
             meta_array(StepMeta(version, "w1", "float32")), ints(handle), ints(len(drafted)),
             ints(*drafted), p.numpy(), np.zeros((0, 0), np.float32),
         ]  # fmt: skip
-        assert send(self.ring, Kind.POSITIONS, self.step, arrays)
+        assert send(self.ring, MessageKind.POSITIONS, self.step, arrays)
         self.sample(handle, sampled)
         return p
 
     def sample(self, handle: int, sampled: list[int]) -> None:
         arrays = [ints(handle), ints(len(sampled)), ints(*sampled)]
-        assert send(self.ring, Kind.TOKENS, self.step, arrays)
+        assert send(self.ring, MessageKind.TOKENS, self.step, arrays)
         self.step += 1
 
     def end(self, *handles: int) -> None:
-        assert send(self.ring, Kind.END, 0, [ints(*handles)])
+        assert send(self.ring, MessageKind.END, 0, [ints(*handles)])
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ def test_a_temperature_has_its_norm_and_drawn_drafts_their_q(written: Callable[.
             meta_array(StepMeta("1", "", "bfloat16", True)), ints(1), ints(2), ints(4, 5),
             p.bfloat16().view(torch.int16).numpy().view(np.uint16), q.numpy(),
         ]  # fmt: skip
-        assert send(engine.ring, Kind.POSITIONS, 0, arrays)
+        assert send(engine.ring, MessageKind.POSITIONS, 0, arrays)
         engine.sample(1, [4, 9])
 
     (records,) = written(act, sampler="probabilistic").values()
@@ -207,7 +207,7 @@ def test_what_an_accelerator_has_reduced_is_stored_as_it_is(written: Callable[..
     def act(engine: Engine) -> None:
         engine.begin(1, [10])
         arrays = [meta_array(StepMeta("1", "")), ints(1), ints(2), ints(4, 5), ids, logprobs, rest]
-        assert send(engine.ring, Kind.POSITIONS, 0, arrays)
+        assert send(engine.ring, MessageKind.POSITIONS, 0, arrays)
         engine.sample(1, [9])
 
     (records,) = written(act).values()
@@ -299,16 +299,16 @@ def test_an_answer_is_forgotten_by_the_id_that_its_client_has() -> None:
 
 
 @pytest.fixture
-def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Child]:
+def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WriterChild]:
     monkeypatch.setattr(child_module, "LOOK_S", 0.05)
     monkeypatch.setattr(child_module, "CLOSE_S", 120.0)
-    made = Child(dataclasses.asdict(job(tmp_path / "buffer")), capacity=1 << 16)
+    made = WriterChild(dataclasses.asdict(job(tmp_path / "buffer")), capacity=1 << 16)
     yield made
     made.close()
 
 
 def test_a_killed_writer_is_started_again_and_the_last_one_flushes(
-    child: Child, tmp_path: Path
+    child: WriterChild, tmp_path: Path
 ) -> None:
     wait_until(lambda: child.alive)
     first = child.pid
@@ -317,7 +317,7 @@ def test_a_killed_writer_is_started_again_and_the_last_one_flushes(
     os.kill(first, signal.SIGSTOP)
     engine.begin(1, [10])
     # Nothing waits for a writer that does not read: what has no room is left out.
-    assert not send(child.ring, Kind.END, 0, [np.zeros(1 << 16, np.uint8)])
+    assert not send(child.ring, MessageKind.END, 0, [np.zeros(1 << 16, np.uint8)])
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: child.generation == 2 and child.alive and child.pid != first)
     engine.verify(1, [5], [5, 6])  # begun before: the new writer has no beginning of it
@@ -354,7 +354,7 @@ def test_a_writer_that_cannot_run_ends_recording_after_a_few_starts(
 ) -> None:
     monkeypatch.setattr(child_module, "LOOK_S", 0.02)
     monkeypatch.setattr(child_module.sys, "executable", "/bin/false")
-    broken = Child({})
+    broken = WriterChild({})
     wait_until(lambda: broken.generation == child_module.RESTARTS + 1 and broken.process is None)
     assert not broken.alive and broken.status() == {}
     broken.close()
@@ -367,7 +367,7 @@ def test_a_writer_that_worked_is_started_again_however_often_it_is_killed(
     monkeypatch.setattr(child_module.sys, "executable", "/bin/false")
     left = itertools.count()
     monkeypatch.setattr(Ring, "statuses", property(lambda ring: next(left)))
-    killed = Child({})
+    killed = WriterChild({})
     wait_until(lambda: killed.generation > child_module.RESTARTS + 2)
     killed.close()
     assert killed.process is not None

@@ -15,7 +15,7 @@ import torch
 
 from draftsmith.kernels.acceptance import keep_probability, overlap
 from draftsmith.kernels.divergence.fused import Divergence, HeadLogits, divergence
-from draftsmith.kernels.divergence.kind import PARAMETERS, Kind, kind_of
+from draftsmith.kernels.divergence.kind import PARAMETERS, DivergenceKind, kind_of
 from draftsmith.kernels.divergence.rows import (
     DIVERGENCES,
     RowInputs,
@@ -120,7 +120,7 @@ def arc(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def plain_losses(
-    kind: Kind, case: Case, hidden: torch.Tensor, head: torch.Tensor
+    kind: DivergenceKind, case: Case, hidden: torch.Tensor, head: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(value [T], what to differentiate [T]); the same tensor but for tvd++."""
     p = case.target.softmax(-1)
@@ -132,7 +132,11 @@ def plain_losses(
 
 
 def ours(
-    kind: Kind, case: Case, hidden: torch.Tensor, head: torch.Tensor, chunk_size: int | None = None
+    kind: DivergenceKind,
+    case: Case,
+    hidden: torch.Tensor,
+    head: torch.Tensor,
+    chunk_size: int | None = None,
 ) -> Divergence:
     return divergence(
         kind,
@@ -157,7 +161,9 @@ def test_every_name_has_a_row_function() -> None:
 @every_kind
 @pytest.mark.parametrize("subset", [False, True])
 @pytest.mark.parametrize("chunk_size", [3, 100])
-def test_values_and_gradients_are_the_formulas(kind: Kind, subset: bool, chunk_size: int) -> None:
+def test_values_and_gradients_are_the_formulas(
+    kind: DivergenceKind, subset: bool, chunk_size: int
+) -> None:
     case = make_case(subset=subset)
     hidden, head = case.hidden.clone().requires_grad_(), case.head.clone().requires_grad_()
     result = ours(kind, case, hidden, head, chunk_size)
@@ -174,7 +180,7 @@ def test_values_and_gradients_are_the_formulas(kind: Kind, subset: bool, chunk_s
 
 
 @every_kind
-def test_alpha_keep_and_outside_are_the_shared_definitions(kind: Kind) -> None:
+def test_alpha_keep_and_outside_are_the_shared_definitions(kind: DivergenceKind) -> None:
     case = make_case(subset=True)
     result = ours(kind, case, case.hidden, case.head)
     q_logits = torch.full_like(case.target, -math.inf)
@@ -188,7 +194,7 @@ def test_alpha_keep_and_outside_are_the_shared_definitions(kind: Kind) -> None:
 
 
 @every_kind
-def test_a_row_of_weight_zero_may_hold_nan(kind: Kind) -> None:
+def test_a_row_of_weight_zero_may_hold_nan(kind: DivergenceKind) -> None:
     case = make_case(subset=True)
     hidden, target = case.hidden.clone(), case.target.clone()
     hidden[2], target[2] = math.nan, math.nan
@@ -202,7 +208,7 @@ def test_a_row_of_weight_zero_may_hold_nan(kind: Kind) -> None:
 
 
 @every_kind
-def test_tokens_that_the_target_rules_out(kind: Kind) -> None:
+def test_tokens_that_the_target_rules_out(kind: DivergenceKind) -> None:
     """Target logits of -inf: no mass. For reverse-kl such a token costs 100 nats; the others have a
     finite limit."""
     case = make_case(subset=False)
@@ -229,7 +235,7 @@ def test_tokens_that_the_target_rules_out(kind: Kind) -> None:
 
 @every_kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_extreme_logits_stay_finite(kind: Kind, dtype: torch.dtype) -> None:
+def test_extreme_logits_stay_finite(kind: DivergenceKind, dtype: torch.dtype) -> None:
     """Distributions that are one-hot and disagree, agree, or leave the draft's token without any
     mass."""
     logits = torch.zeros(4, 6, dtype=dtype)
@@ -266,7 +272,7 @@ def test_extreme_logits_stay_finite(kind: Kind, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "kind", [kind_of("lk-alpha"), kind_of("tv"), kind_of("tvd++")], ids=lambda kind: kind.metric
 )
-def test_a_step_against_the_gradient_raises_alpha(kind: Kind) -> None:
+def test_a_step_against_the_gradient_raises_alpha(kind: DivergenceKind) -> None:
     case = make_case(subset=True)
     hidden = case.hidden.clone().requires_grad_()
     result = ours(kind, case, hidden, case.head)
@@ -278,7 +284,9 @@ def test_a_step_against_the_gradient_raises_alpha(kind: Kind) -> None:
 
 
 @every_kind
-def test_blocks_of_rows_are_the_same_rows(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_rows_are_the_same_rows(
+    kind: DivergenceKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("draftsmith.kernels.divergence.rows.CPU_BLOCK_ELEMENTS", 20)
     case = make_case(subset=True)
     logits = case.hidden @ case.head.T
@@ -415,5 +423,7 @@ def test_a_wrong_name_is_one_sentence_with_the_mend(text: str, words: str) -> No
 
 
 def test_parameters_are_read_and_defaulted() -> None:
-    assert kind_of("jsd") == Kind("jsd", 0.5) and kind_of("jsd:0.25") == Kind("jsd", 0.25)
+    assert kind_of("jsd") == DivergenceKind("jsd", 0.5) and kind_of("jsd:0.25") == DivergenceKind(
+        "jsd", 0.25
+    )
     assert kind_of("lk-hybrid:10").parameter == 10 and kind_of("tvd++").metric == "tvd_plus_plus"

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.kernels.divergence.kind import PARAMETERS, Kind, kind_of
+from draftsmith.kernels.divergence.kind import PARAMETERS, DivergenceKind, kind_of
 from draftsmith.kernels.divergence.rows import LEAST_DEVIATION, RowInputs, divergence_rows
 
 KINDS = [kind_of(name) for name in PARAMETERS]
@@ -39,7 +39,7 @@ def distributions(draw: st.DrawFn) -> tuple[list[float], list[float], list[int] 
 @settings(max_examples=40, deadline=None)
 @given(drawn=distributions())
 def test_rows_are_finite_bounded_and_move_no_mass_out_of_nothing(
-    kind: Kind, dtype: torch.dtype, drawn: tuple
+    kind: DivergenceKind, dtype: torch.dtype, drawn: tuple
 ) -> None:
     draft, target, vocab_map, column = drawn
     rows = RowInputs(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from draftsmith.kernels.divergence.fused import Divergence, divergence
-from draftsmith.kernels.divergence.kind import PARAMETERS, Kind, kind_of
+from draftsmith.kernels.divergence.kind import PARAMETERS, DivergenceKind, kind_of
 from draftsmith.kernels.divergence.rows import RowInputs, divergence_rows
 from draftsmith.kernels.divergence.sparse import sparse_rows
 from draftsmith.kernels.sampling.top_tokens import TopProbs, top_probs
@@ -32,7 +32,10 @@ def vocabulary(subset: bool) -> torch.Tensor | None:
 
 
 def sparse(
-    kind: Kind, logits: torch.Tensor, distribution: TopProbs, vocab_map: torch.Tensor | None = None
+    kind: DivergenceKind,
+    logits: torch.Tensor,
+    distribution: TopProbs,
+    vocab_map: torch.Tensor | None = None,
 ) -> Divergence:
     """Of draft logits themselves: states times an identity."""
     head = torch.eye(logits.shape[-1], dtype=logits.dtype)
@@ -64,7 +67,7 @@ def bucketed(p: torch.Tensor, q: torch.Tensor, ids: torch.Tensor, vocab_map: tor
 
 @every_kind
 @pytest.mark.parametrize("subset", [False, True])
-def test_it_is_the_divergence_of_the_buckets(kind: Kind, subset: bool) -> None:
+def test_it_is_the_divergence_of_the_buckets(kind: DivergenceKind, subset: bool) -> None:
     vocab_map = vocabulary(subset)
     target, logits = 2 * draw(5, NUM_TARGET), draw(5, 9 if subset else NUM_TARGET, seed=3)
     distribution = top_probs(target, k=4)
@@ -88,10 +91,10 @@ def test_it_is_the_divergence_of_the_buckets(kind: Kind, subset: bool) -> None:
 
 @every_kind
 @pytest.mark.parametrize("subset", [False, True])
-def test_gradients_are_the_derivatives(kind: Kind, subset: bool) -> None:
+def test_gradients_are_the_derivatives(kind: DivergenceKind, subset: bool) -> None:
     if kind.name == "lk-hybrid":
         # its share is then constant, so that the gradient is a derivative
-        kind = Kind("lk-hybrid", 0.0)
+        kind = DivergenceKind("lk-hybrid", 0.0)
     vocab_map = vocabulary(subset)
     distribution = top_probs(2 * draw(4, NUM_TARGET), k=4)
     logits = draw(4, 9 if subset else NUM_TARGET, seed=3)
@@ -115,7 +118,7 @@ def test_gradients_are_the_derivatives(kind: Kind, subset: bool) -> None:
 
 
 @every_kind
-def test_a_distribution_kept_whole_gives_the_full_divergence(kind: Kind) -> None:
+def test_a_distribution_kept_whole_gives_the_full_divergence(kind: DivergenceKind) -> None:
     target, logits = 2 * draw(5, NUM_TARGET), draw(5, NUM_TARGET, seed=3).requires_grad_()
     ones, head = torch.ones(5, dtype=torch.float64), torch.eye(NUM_TARGET, dtype=torch.float64)
     whole = sparse(kind, logits, top_probs(target, k=NUM_TARGET))
@@ -132,7 +135,7 @@ def test_a_distribution_kept_whole_gives_the_full_divergence(kind: Kind) -> None
     [kind for kind in KINDS if kind.name not in ("tvd++", "lk-hybrid")],
     ids=lambda kind: kind.metric,
 )
-def test_buckets_hide_divergence_and_never_add_any(kind: Kind) -> None:
+def test_buckets_hide_divergence_and_never_add_any(kind: DivergenceKind) -> None:
     target, logits = 2 * draw(40, NUM_TARGET), draw(40, NUM_TARGET, seed=3)
     few, more = (sparse(kind, logits, top_probs(target, k=k)) for k in (3, 6))
     full = divergence(
@@ -148,7 +151,7 @@ def test_buckets_hide_divergence_and_never_add_any(kind: Kind) -> None:
 
 
 @every_kind
-def test_a_tail_that_is_rounding_costs_little(kind: Kind) -> None:
+def test_a_tail_that_is_rounding_costs_little(kind: DivergenceKind) -> None:
     """A float32 distribution whose tail came out as 0: the draft's own tail of 3e-9 must not cost a
     hundred nats."""
     target = torch.full((1, NUM_TARGET), -20.0)
@@ -160,7 +163,7 @@ def test_a_tail_that_is_rounding_costs_little(kind: Kind) -> None:
 
 
 @every_kind
-def test_a_row_of_weight_zero_may_hold_nan(kind: Kind) -> None:
+def test_a_row_of_weight_zero_may_hold_nan(kind: DivergenceKind) -> None:
     distribution = top_probs(2 * draw(3, NUM_TARGET), k=4)
     logits = draw(3, NUM_TARGET, seed=3)
     logits[1] = math.nan

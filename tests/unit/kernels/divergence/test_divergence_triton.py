@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from draftsmith.kernels.divergence.fused import divergence
-from draftsmith.kernels.divergence.kind import PARAMETERS, Kind, kind_of
+from draftsmith.kernels.divergence.kind import PARAMETERS, DivergenceKind, kind_of
 from draftsmith.kernels.divergence.rows import RowInputs, divergence_rows, draft_columns
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -51,7 +51,7 @@ def make_rows(
     ],
 )
 def test_rows_equal_the_reference(
-    kind: Kind,
+    kind: DivergenceKind,
     num_draft: int,
     num_target: int,
     subset: bool,
@@ -84,7 +84,7 @@ def test_rows_equal_the_reference(
 
 
 @every_kind
-def test_gradients_through_the_whole_function(kind: Kind, device: torch.device) -> None:
+def test_gradients_through_the_whole_function(kind: DivergenceKind, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(6, 4, generator=generator).to(device).requires_grad_()
     head = torch.randn(33, 4, generator=generator).to(device).requires_grad_()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from draftsmith.kernels.divergence import fused, rows_compiled
 from draftsmith.kernels.divergence.fused import SharedLogits, divergence
-from draftsmith.kernels.divergence.kind import PARAMETERS, Kind, kind_of
+from draftsmith.kernels.divergence.kind import PARAMETERS, DivergenceKind, kind_of
 from draftsmith.kernels.divergence.rows import (
     RowInputs,
     RowTerms,
@@ -79,13 +79,15 @@ def make_case(
     )
 
 
-def computed(kind: Kind, rows: RowInputs) -> RowTerms:
+def computed(kind: DivergenceKind, rows: RowInputs) -> RowTerms:
     terms = divergence_rows_compiled(kind, rows)
     assert terms is not None
     return terms
 
 
-def assert_close(kind: Kind, ours: RowTerms, exact: RowTerms, counted: torch.Tensor) -> None:
+def assert_close(
+    kind: DivergenceKind, ours: RowTerms, exact: RowTerms, counted: torch.Tensor
+) -> None:
     # Of float32 sums. tvd++ takes roots: that of a small mass has half its digits, and the arc of
     # one within 6e-8 of 1 is known to 5e-4.
     loose = 500 if kind.name == "tvd++" else 1
@@ -109,7 +111,7 @@ SIZES = [(37, 37, False), (1100, 1100, False), (19, 70, True), (1, 5, True)]
     [(*size, types) for size, types in zip(SIZES, TYPES, strict=True)],
 )
 def test_rows_equal_the_reference_in_float64(
-    kind: Kind,
+    kind: DivergenceKind,
     types: tuple[torch.dtype, torch.dtype],
     num_draft: int,
     num_target: int,
@@ -126,7 +128,7 @@ def test_rows_equal_the_reference_in_float64(
 
 
 @every_kind
-def test_another_target_row_is_noticed(kind: Kind) -> None:
+def test_another_target_row_is_noticed(kind: DivergenceKind) -> None:
     """Control of the test above: one row that is held against its neighbour's distribution."""
     case = make_case(37, 37)
     exact = divergence_rows(kind, case.in_float64())
@@ -136,7 +138,7 @@ def test_another_target_row_is_noticed(kind: Kind) -> None:
 
 
 @every_kind
-def test_shared_rows_are_rows_of_their_own_to_the_bit(kind: Kind) -> None:
+def test_shared_rows_are_rows_of_their_own_to_the_bit(kind: DivergenceKind) -> None:
     case = make_case(37, 70, subset=True)
     shared = computed(kind, case.copied())
     rows = case.copied()
@@ -148,7 +150,7 @@ def test_shared_rows_are_rows_of_their_own_to_the_bit(kind: Kind) -> None:
 
 @every_kind
 @pytest.mark.parametrize("side", ["draft_logits", "target_logits"])
-def test_a_nan_of_a_row_that_counts_is_told(kind: Kind, side: str) -> None:
+def test_a_nan_of_a_row_that_counts_is_told(kind: DivergenceKind, side: str) -> None:
     case = make_case(37, 37)
     broken = case.copied()
     getattr(broken, side)[0, 5] = math.nan
@@ -163,7 +165,7 @@ def test_a_nan_of_a_row_that_counts_is_told(kind: Kind, side: str) -> None:
 
 @every_kind
 def test_rows_do_not_depend_on_the_number_of_threads(
-    kind: Kind, monkeypatch: pytest.MonkeyPatch
+    kind: DivergenceKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = make_case(1100, 1100)
     one = computed(kind, case.copied())
@@ -188,7 +190,7 @@ finite = st.floats(-300, 300, width=32)
     )
 )
 def test_any_logits_give_the_reference(
-    kind: Kind, logits: tuple[list[float], list[float], int]
+    kind: DivergenceKind, logits: tuple[list[float], list[float], int]
 ) -> None:
     draft, target, column = logits
     rows = RowInputs(

@@ -9,7 +9,12 @@ from torch.nn.functional import gelu, silu
 
 from draftsmith.kernels.forward.gate_triton import ACTIVATIONS, gate
 from draftsmith.kernels.forward.norm_triton import Norm, add_normalise, normalise
-from draftsmith.kernels.forward.rotation_triton import HeadNorms, Written, rotate, rotate_and_write
+from draftsmith.kernels.forward.rotation_triton import (
+    HeadNorms,
+    WrittenKeys,
+    rotate,
+    rotate_and_write,
+)
 
 # sigmoid of large negative numbers
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
@@ -154,7 +159,9 @@ def test_one_launch_rotates_and_writes(numbers, device, norm: Norm | None, dtype
     slots = torch.tensor([7, 0, 3, 9, 4], device=device)
     keys, values = (torch.full((11, 2, size), 2.0, device=device, dtype=dtype) for size in (dim, value_dim))  # fmt: skip
     norms = None if norm is None else HeadNorms(*weights, *norm)
-    found = rotate_and_write(query, Written(key, value, keys, values, slots), cosine, sine, norms)
+    found = rotate_and_write(
+        query, WrittenKeys(key, value, keys, values, slots), cosine, sine, norms
+    )
     if norm is not None:
         query, key = (normalise(x, w, *norm) for x, w in zip((query, key), weights, strict=True))
     close = {"rtol": 4 * HALF_ULP[dtype], "atol": 4 * HALF_ULP[dtype]}
@@ -172,7 +179,7 @@ def test_a_pool_of_another_type_is_written(numbers, device) -> None:
     angles = numbers(1, 1, 3, 8, dtype=torch.float32, seed=1)
     keys, values = (torch.zeros(4, 2, 8, device=device, dtype=torch.bfloat16) for _ in range(2))
     slots = torch.tensor([1, 2, 3], device=device)
-    rotate_and_write(states, Written(states, states, keys, values, slots), angles, angles, None)
+    rotate_and_write(states, WrittenKeys(states, states, keys, values, slots), angles, angles, None)
     expected = rotate(states, angles, angles)[0].transpose(0, 1)
     assert torch.equal(keys[slots], expected.to(torch.bfloat16))
     assert torch.equal(values[slots], states[0].transpose(0, 1).to(torch.bfloat16))

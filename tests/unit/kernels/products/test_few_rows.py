@@ -15,7 +15,13 @@ from draftsmith.kernels.forward.row_steps import row_steps
 from draftsmith.kernels.measured import Choices
 from draftsmith.kernels.products import few_rows as module
 from draftsmith.kernels.products.few_rows import KINDS, MOST_ROWS, FewRows, few_rows, gated_rows
-from draftsmith.kernels.products.readings import LEAST_BYTES, ROWS, Reading, candidates, packed
+from draftsmith.kernels.products.readings import (
+    LEAST_BYTES,
+    ROWS,
+    WeightReading,
+    candidates,
+    packed,
+)
 
 pytestmark = pytest.mark.skipif(
     module._kernel(torch.float32) is None, reason="there is no C++ compiler"
@@ -143,9 +149,11 @@ def test_readings_follow_the_clock(tmp_path: Path) -> None:
         return found.readings
 
     first = made("8 KiB ahead, past caches")
-    assert first == packed([Reading(8 << 10, 2, 1)] * len(ROWS))
+    assert first == packed([WeightReading(8 << 10, 2, 1)] * len(ROWS))
     assert made("4 KiB ahead") == first, "what is kept is not timed again"
-    assert made("4 KiB ahead", 8 * LEAST_BYTES) == packed([Reading(4 << 10, 0, 1)] * len(ROWS))
+    assert made("4 KiB ahead", 8 * LEAST_BYTES) == packed(
+        [WeightReading(4 << 10, 0, 1)] * len(ROWS)
+    )
     # Too little to leave the nearest caches.
     assert made("4 KiB ahead", 1) == packed([candidates(rows, 1)[0] for rows in ROWS])
 

@@ -25,8 +25,8 @@ from draftsmith.serve.audit.report import Check, Report
 from draftsmith.serve.audit.samples import CONTEXT_TOKENS
 from draftsmith.serve.audit.server import audit_server, what_to_ask
 from draftsmith.serve.audit.tokens import (
+    AuditTokens,
     Planting,
-    Tokens,
     detectable,
     likelier_half,
     numbered,
@@ -580,12 +580,12 @@ def test_outcomes_are_ranked_with_the_rest_last() -> None:
     )
 
 
-def tokens(count: int) -> Tokens:
+def tokens(count: int) -> AuditTokens:
     generator = torch.Generator().manual_seed(0)
     probs = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).expand(count, -1)
     drawn = torch.multinomial(probs, 1, generator=generator)[:, 0]
     ranks = torch.arange(4).expand(count, -1)
-    return Tokens(probs, drawn, (ranks,), torch.ones(count, dtype=torch.int64))
+    return AuditTokens(probs, drawn, (ranks,), torch.ones(count, dtype=torch.int64))
 
 
 def test_a_planted_bias_has_the_stated_size_and_is_seen_the_sooner_the_more_samples_there_are() -> (

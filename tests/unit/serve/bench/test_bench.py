@@ -13,12 +13,12 @@ from draftsmith.commands.arguments import collect, parse, parser_for
 from draftsmith.config import build
 from draftsmith.errors import UserError
 from draftsmith.serve.bench import command
-from draftsmith.serve.bench.client import Answer, Client, PassResult
+from draftsmith.serve.bench.client import Client, PassResult, TimedAnswer
 from draftsmith.serve.bench.command import check, gaps, server_arguments
 from draftsmith.serve.bench.config import BenchConfig, ServedPair
 from draftsmith.serve.bench.prompts import read_prompts
 from draftsmith.serve.bench.report import (
-    Case,
+    BenchCase,
     acceptance,
     cost_of,
     figures,
@@ -38,9 +38,11 @@ def test_percentiles_are_nearest_ranks() -> None:
     assert math.isnan(percentile([], 0.5))
 
 
-def answer(num_tokens: int, ttft_s: float, tpot_s: float, report: dict | None = None) -> Answer:
+def answer(
+    num_tokens: int, ttft_s: float, tpot_s: float, report: dict | None = None
+) -> TimedAnswer:
     last_s = ttft_s + tpot_s * (num_tokens - 1)
-    return Answer(num_tokens=num_tokens, first_s=ttft_s, last_s=last_s, report=report)
+    return TimedAnswer(num_tokens=num_tokens, first_s=ttft_s, last_s=last_s, report=report)
 
 
 def report(offered: list[int], accepted: list[int], committed: list[int]) -> dict:
@@ -51,8 +53,8 @@ def report(offered: list[int], accepted: list[int], committed: list[int]) -> dic
     }
 
 
-def case(mode: str, walls_s: list[float], report_: dict | None = None) -> Case:
-    return Case(
+def case(mode: str, walls_s: list[float], report_: dict | None = None) -> BenchCase:
+    return BenchCase(
         0.0,
         mode,
         [

@@ -12,10 +12,10 @@ import pytest
 from draftsmith.errors import UserError
 from draftsmith.prompts.suites import Question
 from draftsmith.serve.bench import command
-from draftsmith.serve.bench.client import Answer, Client, PassResult
+from draftsmith.serve.bench.client import Client, PassResult, TimedAnswer
 from draftsmith.serve.bench.command import check
 from draftsmith.serve.bench.config import BenchConfig
-from draftsmith.serve.bench.report import Case, figures, ratios, table
+from draftsmith.serve.bench.report import BenchCase, figures, ratios, table
 from draftsmith.serve.bench.tasks import by_task, markdown, speedups
 
 
@@ -219,7 +219,7 @@ def test_a_place_that_no_file_can_take_is_refused_first(
     assert not server.bodies
 
 
-def answers(task: str, prompt: int, seconds: float, kept: list[int] | None) -> Answer:
+def answers(task: str, prompt: int, seconds: float, kept: list[int] | None) -> TimedAnswer:
     report = {
         "per_step_drafted": [2] * len(kept or []),
         "per_step_accepted": kept or [],
@@ -227,7 +227,7 @@ def answers(task: str, prompt: int, seconds: float, kept: list[int] | None) -> A
         "num_target_passes": 5,
         "num_committed_tokens": 10,
     }
-    return Answer(
+    return TimedAnswer(
         num_tokens=10, first_s=0.1, last_s=seconds, report=report, prompt=prompt, task=task
     )
 
@@ -242,7 +242,7 @@ def cases() -> list[dict]:
              for number, task in enumerate(("a", "a", "b", "b"))],
             10.0 * times,
         )  # fmt: skip
-        case = Case(0.0, mode, [one, one], 4)
+        case = BenchCase(0.0, mode, [one, one], 4)
         found.append(figures(case) | {"tasks": by_task(case)})
     return found
 
@@ -302,7 +302,7 @@ def test_intervals_draw_prompts_and_not_passes() -> None:
     """The same greedy answers in more passes are no more evidence."""
     prompts = [answers("a", number, 1.0, [number % 3]) for number in range(6)]
     once, often = (
-        figures(Case(0.0, "on", [PassResult(prompts, 1.0)] * passes))["acceptance"]
+        figures(BenchCase(0.0, "on", [PassResult(prompts, 1.0)] * passes))["acceptance"]
         for passes in (1, 9)
     )
     assert often["tau_95"] == once["tau_95"] and often["rounds"] == 9 * once["rounds"]
@@ -312,8 +312,8 @@ def test_a_sweep_compares_at_the_same_number_of_users() -> None:
     found = []
     for users in (1, 8):
         for mode, wall_s in (("off", 4.0), ("on", 2.0 * users)):
-            one = Answer(num_tokens=10, first_s=0.1, last_s=1.0)
-            found.append(figures(Case(0.0, mode, [PassResult([one], wall_s)], users)))
+            one = TimedAnswer(num_tokens=10, first_s=0.1, last_s=1.0)
+            found.append(figures(BenchCase(0.0, mode, [PassResult([one], wall_s)], users)))
     assert [(one["concurrency"], one["speedup"]) for one in ratios(found)] == [(1, 2.0), (8, 0.25)]
     lines = table(found).split("\n")
     assert "users" in lines[0] and lines[-1].startswith(

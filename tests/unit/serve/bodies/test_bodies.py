@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from draftsmith.serve.bodies.formats import FormatFields, StructuredOutputs
-from draftsmith.serve.bodies.messages import Conversation, Message
+from draftsmith.serve.bodies.messages import ConversationBody, MessageBody
 from draftsmith.serve.bodies.tools import ToolFields
 from draftsmith.serve.sampling.grammar import Grammar
 
@@ -25,9 +25,12 @@ def called(arguments: str) -> dict[str, Any]:
 
 def test_a_template_gets_text_of_parts_and_arguments_as_an_object() -> None:
     parts = [{"type": "text", "text": "How "}, {"type": "text", "text": "warm?"}]
-    assert Message(role="user", content=parts).plain() == {"role": "user", "content": "How warm?"}
+    assert MessageBody(role="user", content=parts).plain() == {
+        "role": "user",
+        "content": "How warm?",
+    }
     calls = [called('{"unit": "C"}'), called('{"unit": ')]
-    message = Message(role="assistant", tool_calls=calls, reasoning="Look.").plain()
+    message = MessageBody(role="assistant", tool_calls=calls, reasoning="Look.").plain()
     whole, cut = (call["function"]["arguments"] for call in message["tool_calls"])
     assert whole == {"unit": "C"} and cut == '{"unit": '
     assert message["content"] == "" and message["reasoning_content"] == message["reasoning"]
@@ -47,14 +50,14 @@ def test_a_message_that_does_not_fit_its_role_is_refused(
     message: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ValidationError, match=reason):
-        Message.model_validate(message)
+        MessageBody.model_validate(message)
 
 
 def test_a_conversation_is_continued_or_prompted() -> None:
     messages = [{"role": "assistant", "content": "I"}]
-    assert Conversation(messages=messages, continue_final_message=True)
+    assert ConversationBody(messages=messages, continue_final_message=True)
     with pytest.raises(ValidationError, match="choose one of them"):
-        Conversation(messages=messages, continue_final_message=True, add_generation_prompt=True)
+        ConversationBody(messages=messages, continue_final_message=True, add_generation_prompt=True)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from draftsmith.serve.cache import memory
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.requests.route import CANARY
-from draftsmith.train.check.memory import Served, check_serving
+from draftsmith.train.check.memory import ServedMemory, check_serving
 
 
 def test_both_pools_fit_what_is_allowed(target: Target) -> None:
@@ -55,11 +55,11 @@ def test_plan_and_doctor_count_what_a_draft_keeps(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = Eagle3.create(Eagle3Options(), target, seed=1).eval()
-    plain = Served.of(target, head)
+    plain = ServedMemory.of(target, head)
     monkeypatch.setattr(Eagle3, "buffer_bytes", 3 * memory.GIB)
     for draft in (head, TextFirst(head, Suffix())):
         assert buffer_bytes(draft) == 3 * memory.GIB
-    served = Served.of(target, head)
+    served = ServedMemory.of(target, head)
     assert served == plain._replace(buffers=3 * memory.GIB) and plain.buffers == 0
     assert served.whole(2, 10) - plain.whole(2, 10) == 3 * memory.GIB
     assert plain.whole(2, 10) - plain.weights == int(20 * plain.per_token)

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from draftsmith.serve.cache.blocks import BlockManager
 from draftsmith.serve.cache.prefix import PrefixCache
-from draftsmith.serve.engine.scheduler import Row, Scheduler
+from draftsmith.serve.engine.scheduler import ScheduledRow, Scheduler
 from draftsmith.serve.requests.request import FinishReason, Request, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
 
@@ -96,7 +96,7 @@ class Engine:
         request.draft.taps.clear()
         self.scheduler.remove(request)
 
-    def run(self, row: Row, kept: int, chance: random.Random) -> None:
+    def run(self, row: ScheduledRow, kept: int, chance: random.Random) -> None:
         """The target reads everything before its tokens and writes them and the drafts, of which
         the first `kept` are right."""
         request = row.request
@@ -115,7 +115,7 @@ class Engine:
                 Taps(tuple(text[: p + 1]) for p in range(row.begin, row.begin + row.count + kept))
             )
 
-    def draft(self, row: Row) -> None:
+    def draft(self, row: ScheduledRow) -> None:
         request = row.request
         for position in range(request.draft.cached):
             assert self.draft_pool[self.slot(request, position)] == tuple(
@@ -137,7 +137,7 @@ class Engine:
                 tuple(request.tokens[: position + 1 + self.ahead]),
             )
 
-    def advance(self, row: Row) -> None:
+    def advance(self, row: ScheduledRow) -> None:
         request, cached = row.request, row.begin + row.count - self.ahead
         surplus = cached - request.draft.cached
         request.draft.cached = cached

@@ -23,10 +23,10 @@ from draftsmith.serve.control.control import (
     RowBudget,
     RowResult,
     ScheduledControl,
-    Step,
+    ScheduleStep,
     parse_schedule,
 )
-from draftsmith.serve.control.forecast import Load
+from draftsmith.serve.control.forecast import RoundLoad
 from draftsmith.serve.control.latency import LatencyTable, bucket_of
 from draftsmith.serve.control.survival import Survival
 from draftsmith.serve.control.trees import TreeControl, _Heights
@@ -275,7 +275,7 @@ def test_a_requests_own_k_is_a_cap_and_zero_means_zero() -> None:
 
 def test_a_schedule_goes_by_batch_size() -> None:
     control = ScheduledControl(parse_schedule("1:5,8:3,32:0"))
-    assert control.steps == [Step(1, 5), Step(8, 3), Step(32, 0)]
+    assert control.steps == [ScheduleStep(1, 5), ScheduleStep(8, 3), ScheduleStep(32, 0)]
     for batch, k in ((1, 5), (7, 5), (8, 3), (31, 3), (32, 0), (300, 0)):
         assert control.choose([RowBudget("", 9)] * batch, batch).ks == [k] * batch
     assert control.choose([RowBudget("", 2)], 1).ks == [2]
@@ -337,7 +337,7 @@ def test_a_stall_measured_as_a_prompt_leaves_every_rate_positive() -> None:
         for _ in range(9):
             control.latency.add(bucket_of(8, num_tokens), k, seconds)
     control.latency.settle()
-    load = Load(bucket_of(8, 24), Counter([RowBudget("", 3)] * 8), 3)
+    load = RoundLoad(bucket_of(8, 24), Counter([RowBudget("", 3)] * 8), 3)
     assert min(control.forecaster.forecast(load, _State(3).k_of).rates) > 0
 
 

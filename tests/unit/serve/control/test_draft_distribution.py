@@ -18,7 +18,7 @@ from draftsmith.record import RoundRecord, Sink
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.draft_temperature import draft_temperatures
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.sampling.params import SamplingParams
 
 PROMPT = [5, 60, 7, 200, 9, 33]
@@ -41,7 +41,7 @@ def drafter(target: Target) -> DraftLm:
 
 def make_engine(
     target: Target, drafter: DraftLm, sink: Sink | None = None, **config: object
-) -> Engine:
+) -> EngineCore:
     return build_engine(
         target,
         drafter,

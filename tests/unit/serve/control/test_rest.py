@@ -7,7 +7,7 @@ import pytest
 
 from draftsmith.serve.control.auto import LATE, REST_S, AutoControl, _State
 from draftsmith.serve.control.control import RoundResult, RowBudget, RowResult, rest_plan
-from draftsmith.serve.control.forecast import Load
+from draftsmith.serve.control.forecast import RoundLoad
 from draftsmith.serve.control.latency import TOGETHER
 from tests.simulated_server import noticed_ms, scenarios
 
@@ -84,7 +84,7 @@ def test_a_rest_of_long_rounds_moves_no_decision(
     def decided() -> tuple[list[int], int]:
         control, rounds, at_rest = AutoControl(), [], 0
 
-        def noted(self: AutoControl, bucket: _State, load: Load) -> None:
+        def noted(self: AutoControl, bucket: _State, load: RoundLoad) -> None:
             rounds.append(number)
             decide(self, bucket, load)
 

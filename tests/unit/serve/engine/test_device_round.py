@@ -35,7 +35,7 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.propose import Proposer
 from draftsmith.serve.engine.round import Part
-from draftsmith.serve.engine.scheduler import Row
+from draftsmith.serve.engine.scheduler import ScheduledRow
 from draftsmith.serve.requests.route import CANARY, LIVE, Route
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.sampling.params import SamplingParams
@@ -401,7 +401,7 @@ def test_text_in_place_of_a_resting_draft_shares_rounds_with_the_other(
     """Its tokens are on the host; those of the other draft are read before the pass."""
     read, mixed = Proposer._read, []
 
-    def noted(self: Proposer, parts: Sequence[Part], rows: Sequence[Row]) -> list[Part]:
+    def noted(self: Proposer, parts: Sequence[Part], rows: Sequence[ScheduledRow]) -> list[Part]:
         mixed.append(parts)
         return read(self, parts, rows)
 

@@ -7,7 +7,7 @@ import torch
 
 from draftsmith.drafters.interface import Proposal
 from draftsmith.serve.engine.proposal import Part, checked, joined
-from draftsmith.serve.engine.round import RoundProposal, Source
+from draftsmith.serve.engine.round import DraftSource, RoundProposal
 from tests.draft_trees import slot_prefixes
 
 VOCAB = 8
@@ -43,7 +43,7 @@ def test_every_row_gets_its_own_drafts_and_distributions() -> None:
     ]
     assert found.tokens.tolist() == [[4, -1, -1], [-1] * 3, [5, 6, -1], [1, 2, 3], [-1] * 3]
     assert found.has_mass == [True, False, True, True, False] and [
-        source is Source.NONE for source in found.sources
+        source is DraftSource.NONE for source in found.sources
     ] == [False, True, False, False, True]
     assert found.logits is not None and found.logits.shape == (5, 3, VOCAB)
     assert [found.logits[row, 0, 0].item() for row in (0, 2, 3)] == [1.0, 0.0, 0.0]
@@ -83,7 +83,7 @@ def test_a_broken_distribution_and_a_stand_in_stay_with_their_rows() -> None:
     assert (
         found.chains == [[], [3], [1]]
         and found.has_mass == [False, True, True]
-        and Source.NONE not in found.sources
+        and DraftSource.NONE not in found.sources
     )
 
 

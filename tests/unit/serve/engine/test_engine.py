@@ -12,8 +12,8 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.forward.row_steps import row_steps
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.engine.round import RoundProposal, RowSampling, Source
-from draftsmith.serve.engine.scheduler import Row
+from draftsmith.serve.engine.round import DraftSource, RoundProposal, RowSampling
+from draftsmith.serve.engine.scheduler import ScheduledRow
 from draftsmith.serve.engine.verify import verify_round
 from draftsmith.serve.requests.request import FinishReason, Request, Update
 from draftsmith.serve.sampling.params import SamplingParams
@@ -365,10 +365,12 @@ def test_the_short_cut_for_greedy_batches_decides_as_verification_does(
         tokens = torch.randint(0, 4, (5, 3), generator=generator)
         chains = [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist())]
         drafts = RoundProposal(
-            chains, [Source.DRAFT] * 5, [True] * 5, [True] * 5, tokens, lengths, None
+            chains, [DraftSource.DRAFT] * 5, [True] * 5, [True] * 5, tokens, lengths, None
         )
         requests = [Request(f"{i}", [1, 2], 1, GREEDY, seed=i, k=3, max_tokens=9) for i in range(5)]
-        streams = RowSampling([Row(request, 1, 1, 3) for request in requests], torch.device("cpu"))
+        streams = RowSampling(
+            [ScheduledRow(request, 1, 1, 3) for request in requests], torch.device("cpu")
+        )
         short = verify_round(logits, chains, drafts, streams)
         monkeypatch.setattr(streams, "all_greedy", False)
         assert short == verify_round(logits, chains, drafts, streams)

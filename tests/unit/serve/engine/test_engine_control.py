@@ -16,14 +16,14 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig, ServeConfig, ServedSpeculation
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.sampling.params import SamplingParams
 
 PROMPTS = [[5 + i, 60, 7, 200, 9, 33] for i in range(4)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 
 
-def run(engine: Engine, params: SamplingParams = GREEDY) -> tuple[list[list[int]], list[int]]:
+def run(engine: EngineCore, params: SamplingParams = GREEDY) -> tuple[list[list[int]], list[int]]:
     """Outputs, and the drafts planned in each round."""
     planned = []
     requests = [engine.submit(prompt, params) for prompt in PROMPTS]

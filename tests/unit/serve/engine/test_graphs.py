@@ -22,8 +22,8 @@ from draftsmith.serve.engine import graphs as graphs_module
 from draftsmith.serve.engine.graphs import (
     MOST_LOGITS,
     MOST_TOKENS,
+    GraphOutcome,
     LateIds,
-    Outcome,
     PassGraphs,
     PassInputs,
     longest_round,
@@ -369,7 +369,7 @@ class Ranks:
 
 def test_every_rank_is_told_of_graphs_captures_and_replays(target):
     """Each captures and replays for itself, and none is told of the passes within."""
-    ranks = Ranks([Outcome.CAPTURED])
+    ranks = Ranks([GraphOutcome.CAPTURED])
     graphs = make_graphs(target, FakeCapturer(), ranks=ranks)
     inputs = round_of([2, 1], [3, 4], 0)
     assert graphs.run(inputs, TAPS) is not None
@@ -381,7 +381,7 @@ def test_every_rank_is_told_of_graphs_captures_and_replays(target):
 
 
 def test_drafted_tokens_that_are_on_the_device_alone_reach_every_rank(target):
-    ranks = Ranks([Outcome.CAPTURED])
+    ranks = Ranks([GraphOutcome.CAPTURED])
     graphs = make_graphs(target, FakeCapturer(), ranks=ranks)
     inputs = round_of([3, 2], [3, 4], 0)
     late = LateIds(torch.tensor([[71, 72], [73, 0]]), [0, 1, 2], [1, 2, 4])
@@ -392,7 +392,7 @@ def test_drafted_tokens_that_are_on_the_device_alone_reach_every_rank(target):
 
 def test_trees_that_are_on_the_device_alone_are_laid_out_there(target):
     """By a graph, without one, and as they reach every rank."""
-    ranks = Ranks([Outcome.CAPTURED])
+    ranks = Ranks([GraphOutcome.CAPTURED])
     graphs = make_graphs(target, FakeCapturer(), ranks=ranks)
     plain = round_of([3, 2], [3, 4], 0)
     given = with_tree(plain)
@@ -427,7 +427,7 @@ def test_a_pass_reads_what_is_on_the_device_already(target, monkeypatch):
 
 
 def test_what_one_rank_cannot_capture_none_replays(target):
-    ranks = Ranks([Outcome.NO_MEMORY, Outcome.CAPTURED, Outcome.IMPOSSIBLE])
+    ranks = Ranks([GraphOutcome.NO_MEMORY, GraphOutcome.CAPTURED, GraphOutcome.IMPOSSIBLE])
     graphs = make_graphs(target, FakeCapturer(), ranks=ranks)
     one, two, three = (round_of([1] * rows, [0] * rows, 0) for rows in (1, 2, 3))
     assert graphs.run(one, ()) is None and not graphs.broken

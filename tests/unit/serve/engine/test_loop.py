@@ -14,7 +14,7 @@ from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.drafts.swap import Swap, SwapLate
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.loop import (
     MOST_FAILURES,
     MOST_LONE_FAILURES,
@@ -71,7 +71,7 @@ def ask(loop: EngineLoop, params: SamplingParams = PARAMS) -> Reader:
     return reader
 
 
-def failing(engine: Engine, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+def failing(engine: EngineCore, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """The target's next `times` passes raise."""
     passes, left = engine.runner.run, [times]
 
@@ -296,7 +296,7 @@ def test_what_was_let_in_is_in_the_inbox_before_the_loop_can_be_told_to_stop(
 class Swaps:
     """Stands in for the engine's own loading: any folder is a set of no weights."""
 
-    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    def __init__(self, engine: EngineCore, monkeypatch: pytest.MonkeyPatch):
         self.made: list[Swap] = []
         monkeypatch.setattr(engine.drafts, "prepare", self.prepare)
         self.engine = engine

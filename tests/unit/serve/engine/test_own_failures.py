@@ -16,7 +16,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.record import RecordSink, SinkCounts
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.loop import MOST_FAILURES, EngineLoop
 from draftsmith.serve.http.errors import failure
 from draftsmith.serve.requests.request import FinishReason, Request, Update
@@ -62,18 +62,18 @@ class Failing:
         return self.usual(*given, **named)
 
 
-def text_stream(engine: Engine, request: Request, after: int) -> None:
+def text_stream(engine: EngineCore, request: Request, after: int) -> None:
     assert request.text_stream is not None
     request.text_stream.push = Failing(request.text_stream.push, after)
 
 
-def finishing_text(engine: Engine, request: Request, after: int) -> None:
+def finishing_text(engine: EngineCore, request: Request, after: int) -> None:
     assert request.text_stream is not None
     request.text_stream.finish = Failing(request.text_stream.finish, 0)
 
 
-def matcher(method: str) -> Callable[[Engine, Request, int], None]:
-    def plant(engine: Engine, request: Request, after: int) -> None:
+def matcher(method: str) -> Callable[[EngineCore, Request, int], None]:
+    def plant(engine: EngineCore, request: Request, after: int) -> None:
         assert request.sampling_state is not None and request.sampling_state.matcher is not None
         own = request.sampling_state.matcher
         setattr(own, method, Failing(getattr(own, method), after))
@@ -82,15 +82,15 @@ def matcher(method: str) -> Callable[[Engine, Request, int], None]:
 
 
 def engines_own(
-    owner: Callable[[Engine], Any],
+    owner: Callable[[EngineCore], Any],
     method: str,
     of: Callable[..., Request],
     *,
     at_once: bool = False,
-) -> Callable[[Engine, Request, int], None]:
+) -> Callable[[EngineCore, Request, int], None]:
     """A part of the engine that raises for this request alone."""
 
-    def plant(engine: Engine, request: Request, after: int) -> None:
+    def plant(engine: EngineCore, request: Request, after: int) -> None:
         usual = getattr(owner(engine), method)
         failing = Failing(usual, 0 if at_once else after)
 
@@ -106,7 +106,7 @@ def first(request: Request, *_: Any) -> Request:
     return request
 
 
-PLANTED: dict[str, Callable[[Engine, Request, int], None]] = {
+PLANTED: dict[str, Callable[[EngineCore, Request, int], None]] = {
     "text": text_stream,
     "the rest of the text": finishing_text,
     "grammar's mask": matcher("masks"),

@@ -23,7 +23,7 @@ from draftsmith.serve.control.auto import AutoControl
 from draftsmith.serve.control.control import RoundResult, RowResult
 from draftsmith.serve.engine import engine as engine_module
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests import input_processor
 from draftsmith.serve.requests.request import RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
@@ -48,7 +48,7 @@ def plain(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def by_acceptance(engine: Engine) -> dict[str, Any]:
+def by_acceptance(engine: EngineCore) -> dict[str, Any]:
     """All state of the engine that is decided by how drafts were accepted, and nothing that is
     decided by time alone."""
     return plain({
@@ -59,14 +59,14 @@ def by_acceptance(engine: Engine) -> dict[str, Any]:
     })  # fmt: skip
 
 
-def serve(engine: Engine, params: SamplingParams) -> None:
+def serve(engine: EngineCore, params: SamplingParams) -> None:
     engine.submit(PROMPT, params, options=RequestOptions(request_class="code"))
     while engine.busy:
         engine.step()
 
 
 @pytest.fixture
-def engine(target: Target, fixed_drafter: Callable, records: list[RoundRecord]) -> Engine:
+def engine(target: Target, fixed_drafter: Callable, records: list[RoundRecord]) -> EngineCore:
     made = build_engine(
         target, fixed_drafter(sharpness=0.5), ADAPTIVE, sink=records, draft_version="1"
     )
@@ -74,7 +74,7 @@ def engine(target: Target, fixed_drafter: Callable, records: list[RoundRecord]) 
     return made
 
 
-def test_a_seeded_sampled_request_moves_nothing(engine: Engine) -> None:
+def test_a_seeded_sampled_request_moves_nothing(engine: EngineCore) -> None:
     before = by_acceptance(engine)
     serve(engine, SEEDED)
     assert by_acceptance(engine) == before
@@ -87,7 +87,7 @@ def test_a_seeded_sampled_request_moves_nothing(engine: Engine) -> None:
     (GREEDY, {"survival", "classes", "records"}),
 ])  # fmt: skip
 def test_others_move_what_it_does_not(
-    params: SamplingParams, parts: set[str], engine: Engine
+    params: SamplingParams, parts: set[str], engine: EngineCore
 ) -> None:
     """The negative control, and what a greedy request with a seed counts as: it draws nothing."""
     before = by_acceptance(engine)
@@ -97,7 +97,7 @@ def test_others_move_what_it_does_not(
     assert engine.stats.num_seeded_requests == engine.stats.num_seeded_tokens == 0
 
 
-def test_one_among_others_is_left_out_alone(engine: Engine, records: list[RoundRecord]) -> None:
+def test_one_among_others_is_left_out_alone(engine: EngineCore, records: list[RoundRecord]) -> None:
     seen: list[RoundResult] = []
     observe = engine.scheduler.control.observe
     engine.scheduler.control.observe = lambda result: (seen.append(result), observe(result))
@@ -130,7 +130,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module.time, "perf_counter", lambda: next(source))
 
 
-def after_rounds(engine: Engine, params: SamplingParams, rounds: int) -> tuple[Any, int]:
+def after_rounds(engine: EngineCore, params: SamplingParams, rounds: int) -> tuple[Any, int]:
     for _ in range(2):
         engine.submit(PROMPT, replace(params, max_tokens=200))
     for _ in range(rounds):

@@ -14,7 +14,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.control import FixedControl, RoundPlan, RoundResult, RowBudget
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.requests.tap_log import TapLog
 from draftsmith.serve.sampling.params import SamplingParams
@@ -91,14 +91,14 @@ def test_a_draft_after_rest_reads_the_targets_states(
             torch.testing.assert_close(taps, own[0, start:], rtol=1e-3, atol=1e-4)
 
 
-def resting_engine(target: Target, head: Eagle3, *, compile: str) -> Engine:
+def resting_engine(target: Target, head: Eagle3, *, compile: str) -> EngineCore:
     config = EngineConfig(k=2, compile=compile, prefix_cache=False)  # type: ignore[arg-type]
     engine = build_engine(target, head, config)
     engine.scheduler.control = Resting(range(0))
     return engine
 
 
-def submitted(engine: Engine, *, max_tokens: int) -> Request:
+def submitted(engine: EngineCore, *, max_tokens: int) -> Request:
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     return engine.submit(PROMPTS[0], params)
 

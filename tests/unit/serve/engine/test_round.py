@@ -11,7 +11,7 @@ from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.random_streams import round_seeds
 from draftsmith.serve.engine import round as rounds
 from draftsmith.serve.engine.round import RowSampling
-from draftsmith.serve.engine.scheduler import Row
+from draftsmith.serve.engine.scheduler import ScheduledRow
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.sampling.params import SamplingParams
 
@@ -23,7 +23,7 @@ def sampling(*params: SamplingParams) -> RowSampling:
     requests = [
         Request(f"{i}", [1], 1, one, seed=i, k=0, max_tokens=9) for i, one in enumerate(params)
     ]
-    return RowSampling([Row(request, 0, 1) for request in requests], torch.device("cpu"))
+    return RowSampling([ScheduledRow(request, 0, 1) for request in requests], torch.device("cpu"))
 
 
 def values(rows: SamplingRows) -> Sequence[Sequence[float]]:

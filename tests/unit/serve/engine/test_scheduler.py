@@ -17,7 +17,7 @@ from draftsmith.serve.control.control import (
     RowBudget,
     RowResult,
 )
-from draftsmith.serve.engine.scheduler import QueueFull, Row, Schedule, Scheduler
+from draftsmith.serve.engine.scheduler import QueueFull, Schedule, ScheduledRow, Scheduler
 from draftsmith.serve.requests.request import FinishReason, Request
 from draftsmith.serve.sampling.params import SamplingParams
 
@@ -153,12 +153,12 @@ def test_prompts_are_fed_in_pieces_beside_decoding_rows() -> None:
     assert [(row.request.id, row.count) for row in first.rows] == [("short", 3), ("long", 7)]
     play(scheduler, first, always)
     second = scheduler.schedule()
-    assert second.drafting == [Row(short, 3, 1, 2)]
-    assert second.filling == [Row(long, 7, 7)]  # 10 less the 3 tokens of the verify row
+    assert second.drafting == [ScheduledRow(short, 3, 1, 2)]
+    assert second.filling == [ScheduledRow(long, 7, 7)]  # 10 less the 3 tokens of the verify row
     play(scheduler, second, always)
     play(scheduler, scheduler.schedule(), always)
     fourth = scheduler.schedule()
-    assert fourth.sampling == [Row(long, 21, 4)] and fourth.sampling[0].samples
+    assert fourth.sampling == [ScheduledRow(long, 21, 4)] and fourth.sampling[0].samples
 
 
 def test_the_latest_arrival_is_preempted_and_comes_back_first() -> None:

@@ -13,7 +13,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine, stopping_of
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.http.speculation_report import speculation_report
 from draftsmith.serve.requests.request import Drafting, Request, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
@@ -23,7 +23,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
 CONFIG = EngineConfig(k=3, stop_below=0.5, compile="off")
 
 
-def serve(engine: Engine, *params: SamplingParams) -> list[Request]:
+def serve(engine: EngineCore, *params: SamplingParams) -> list[Request]:
     requests = [
         engine.submit(prompt, each, options=RequestOptions(answer=f"a{index}"))
         for index, (prompt, each) in enumerate(zip(PROMPTS, params))

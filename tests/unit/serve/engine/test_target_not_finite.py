@@ -17,7 +17,7 @@ import torch
 
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.text.suffix import Draft
+from draftsmith.drafters.text.suffix import SuffixDraft
 from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.kernels.sampling.filters import process
@@ -106,9 +106,9 @@ class Copying:
 
     family, taps = "copying", ()
 
-    def drafts(self, inputs: DraftInputs) -> list[Draft]:
+    def drafts(self, inputs: DraftInputs) -> list[SuffixDraft]:
         return [
-            Draft([BAD, 5, 6][:k], 3.0 * (len(h) % 2))
+            SuffixDraft([BAD, 5, 6][:k], 3.0 * (len(h) % 2))
             for h, k in zip(inputs.histories, inputs.num_draft.tolist())
         ]
 

@@ -12,9 +12,15 @@ from draftsmith.drafters.interface import Proposal
 from draftsmith.drafters.trees.layout import NodeLayout
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.verify.draft_tree import DraftTree, depths
-from draftsmith.serve.engine.round import PassOutput, RoundProposal, RoundTree, RowSampling, Source
+from draftsmith.serve.engine.round import (
+    DraftSource,
+    PassOutput,
+    RoundProposal,
+    RoundTree,
+    RowSampling,
+)
 from draftsmith.serve.engine.runner import pack, place_late
-from draftsmith.serve.engine.scheduler import Row
+from draftsmith.serve.engine.scheduler import ScheduledRow
 from draftsmith.serve.engine.trees import (
     check_tree,
     collapse_to_chain,
@@ -64,20 +70,23 @@ def round_tree(
     return RoundTree(tree, q_rows, forest)
 
 
-def flags_of(forest: list[list[int]]) -> tuple[list[Source], list[bool], list[bool]]:
+def flags_of(forest: list[list[int]]) -> tuple[list[DraftSource], list[bool], list[bool]]:
     """Rows whose own draft drew every node from a distribution with mass."""
-    return [Source.DRAFT] * len(forest), [True] * len(forest), [True] * len(forest)
+    return [DraftSource.DRAFT] * len(forest), [True] * len(forest), [True] * len(forest)
 
 
 def rows_of(
     forest: list[list[int]], *, begin: int = 5, count: int = 1, temperature: float = 0.0
-) -> list[Row]:
+) -> list[ScheduledRow]:
     params = SamplingParams(temperature=temperature)
     requests = [
         Request(f"{i}", list(range(begin + count)), 1, params, seed=i, k=9, max_tokens=99)
         for i in range(len(forest))
     ]
-    return [Row(request, begin, count, len(parents)) for request, parents in zip(requests, forest)]
+    return [
+        ScheduledRow(request, begin, count, len(parents))
+        for request, parents in zip(requests, forest)
+    ]
 
 
 @given(forests(), st.integers(1, 3))
@@ -203,7 +212,7 @@ def test_a_kept_path_becomes_a_chain(forest: list[list[int]], seed: int) -> None
         tokens, *flags_of(forest), tree.draft.tokens, tree.draft.lengths, q_logits, tree
     )
     rows = rows_of([*forest, []], count=2)
-    filling = Row(rows[-1].request, 0, 3)  # a piece of a prompt, which decides nothing
+    filling = ScheduledRow(rows[-1].request, 0, 3)  # a piece of a prompt, which decides nothing
     rows = [*rows, filling]
     chains = [*tokens, [], []]
     begins, total = [], 0

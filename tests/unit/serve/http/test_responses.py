@@ -17,7 +17,7 @@ from draftsmith.serve.http.responses import (
     ResponseOptions,
     completion_responder,
 )
-from draftsmith.serve.http.tokens import Prompt, TokenTexts
+from draftsmith.serve.http.tokens import TokenPrompt, TokenTexts
 from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.tools.answer import AnswerForm
@@ -26,7 +26,7 @@ from draftsmith.text_stream import TextStream
 from tests.tokenizer_kinds import ALL, FALLBACKS, TOKENIZER
 
 TEXTS = [" def", "", '"\\\n\t\0', "\u2028\x85\u00e9\U0001f600", "text", ""]
-PROMPT = Prompt([1, 2], "p")
+PROMPT = TokenPrompt([1, 2], "p")
 
 
 class Letters:
@@ -103,7 +103,7 @@ def answered(text: str, prompt: str, kind: str, sizes: list[int], stop: str = ""
     params = SamplingParams(logprobs=0)
     of = Request("r", [*context, *tokens], len(context), params, seed=0, k=0, max_tokens=99)
     whole, pieces = (
-        completion_responder("m", tokenizer, options, [Prompt(context, prompt)], 1)
+        completion_responder("m", tokenizer, options, [TokenPrompt(context, prompt)], 1)
         for _ in range(2)
     )
     stream = TextStream(tokenizer, context=context, stop=[stop] if stop else ())

@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.metrics.engine import EngineCollector
 
 
-def gauges(engine: Engine) -> dict[str, float]:
+def gauges(engine: EngineCore) -> dict[str, float]:
     """Of CUDA graphs."""
     return {
         sample.labels.get("what", "broken"): sample.value

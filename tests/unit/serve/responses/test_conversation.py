@@ -10,7 +10,7 @@ from draftsmith.serve.http.errors import Refusal
 from draftsmith.serve.responses.conversation import chat_request, messages_of
 from draftsmith.serve.responses.items import OutputItems
 from draftsmith.serve.responses.protocol import ResponsesRequest
-from draftsmith.serve.tools.calls import CallPiece, Piece
+from draftsmith.serve.tools.calls import AnswerPiece, CallPiece
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"}
 
@@ -75,10 +75,10 @@ def test_a_refusal_names_the_parameter() -> None:
 
 def test_an_answer_is_items_that_end_before_the_next_begin() -> None:
     output = OutputItems(lambda: "c1")
-    events = output.push(Piece(reasoning="Look.")) + output.push(Piece(content="I "))
-    events += output.push(Piece(content="look."))
-    events += output.push(Piece(calls=(CallPiece(0, "weather", '{"unit"'),)))
-    events += output.push(Piece(calls=(CallPiece(0, None, ': "C"}'),)))
+    events = output.push(AnswerPiece(reasoning="Look.")) + output.push(AnswerPiece(content="I "))
+    events += output.push(AnswerPiece(content="look."))
+    events += output.push(AnswerPiece(calls=(CallPiece(0, "weather", '{"unit"'),)))
+    events += output.push(AnswerPiece(calls=(CallPiece(0, None, ': "C"}'),)))
     events += output.finish(whole=False)
     reasoning, message, call = output.items
     assert reasoning["content"][0]["text"] == "Look." and reasoning["status"] == "completed"

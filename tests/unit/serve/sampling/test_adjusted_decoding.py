@@ -20,7 +20,7 @@ from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.engine.engine import Engine
+from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.request import FinishReason
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.sampling.params import SamplingParams
@@ -51,7 +51,7 @@ def drafters(target: Target, fixed_drafter: Callable) -> dict[str, ServingDrafte
 
 
 @pytest.fixture(scope="module")
-def engines(target: Target, drafters: dict[str, ServingDrafter | None]) -> dict[str, Engine]:
+def engines(target: Target, drafters: dict[str, ServingDrafter | None]) -> dict[str, EngineCore]:
     config = EngineConfig(k=4, max_batch=4, max_length=64)
     return {
         name: build_engine(target, drafter, config if drafter is not None else replace(config, k=0))
@@ -117,7 +117,7 @@ def plain_loop(
 @given(st.data())
 def test_greedy_text_is_that_of_the_plain_loop_whatever_is_asked_and_drafted(
     target: Target,
-    engines: dict[str, Engine],
+    engines: dict[str, EngineCore],
     likely: list[int],
     adjusted: Callable,
     data: st.DataObject,

@@ -21,7 +21,7 @@ from draftsmith.kernels.statistics import Fit, detectable_bias, g_test
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.round import RowSampling
-from draftsmith.serve.engine.scheduler import Row
+from draftsmith.serve.engine.scheduler import ScheduledRow
 from draftsmith.serve.requests.request import Request, RequestOptions, Update
 from draftsmith.serve.sampling.adjustments import Adjustments
 from draftsmith.serve.sampling.grammar import Grammar
@@ -211,7 +211,7 @@ def test_every_round_is_drafted_with_noise_of_its_own() -> None:
     requests = [
         Request("", [1] * length, 1, PENALTIES, seed=7, k=3, max_tokens=4) for length in (5, 6)
     ]
-    rows = [Row(request, 1, 1, 3) for request in requests]
+    rows = [ScheduledRow(request, 1, 1, 3) for request in requests]
     seeds = RowSampling(rows, torch.device("cpu")).draft_seeds(2)
     assert len({7, *seeds.tolist()}) == 3
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from draftsmith.serve.bodies.tools import FunctionTool
 from draftsmith.serve.tools.answer import AnswerForm, joined
 from draftsmith.serve.tools.call_format import CallFormat
-from draftsmith.serve.tools.calls import Piece
+from draftsmith.serve.tools.calls import AnswerPiece
 from draftsmith.serve.tools.hermes import Hermes
 from draftsmith.serve.tools.llama import Llama
 from draftsmith.serve.tools.mistral import Mistral
@@ -24,7 +24,7 @@ NAMES = ["f", "get_weather"]
 ARGUMENTS = '{"city": "Köln \\" {\\u00e9 </tool_call> [TOOL_CALLS]", "n": [1, {"a": null}]}'
 
 
-def read(form: AnswerForm, *parts: str) -> Piece:
+def read(form: AnswerForm, *parts: str) -> AnswerPiece:
     parser = form.parser()
     return joined([*(parser.push(part) for part in parts), parser.finish()])
 
@@ -33,7 +33,7 @@ def form_of(name: str, **options: object) -> AnswerForm:
     return AnswerForm(FORMATS[name], NAMES, **options)
 
 
-def calls_of(piece: Piece) -> list[tuple[str | None, str]]:
+def calls_of(piece: AnswerPiece) -> list[tuple[str | None, str]]:
     return [(call.name, call.arguments) for call in piece.calls]
 
 
@@ -68,7 +68,7 @@ def test_calls_of_every_format_are_read(name: str, text: str) -> None:
 
 def test_text_around_calls_is_content_without_the_space_beside_them() -> None:
     call = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
-    assert read(form_of("hermes"), f"Let me see.\n\n{call}\n{call}\n and more \n") == Piece(
+    assert read(form_of("hermes"), f"Let me see.\n\n{call}\n{call}\n and more \n") == AnswerPiece(
         "Let me see.and more \n",
         calls=read(form_of("hermes"), call + call).calls,
     )
@@ -100,7 +100,7 @@ MALFORMED = {
     "name, text", [(name, text) for name in MALFORMED for text in MALFORMED[name]]
 )
 def test_what_is_no_call_is_content_to_the_letter(name: str, text: str) -> None:
-    assert read(form_of(name), text) == Piece(content=text)
+    assert read(form_of(name), text) == AnswerPiece(content=text)
 
 
 def test_the_last_end_marker_may_be_missing() -> None:
@@ -161,7 +161,7 @@ def test_certain_calls_are_given_while_they_are_written(name: str, text: str) ->
 
 def test_json_that_is_no_call_is_never_given_as_one() -> None:
     text = '{"name": "Bob", "parameters": {"age": 3}}'
-    assert read(form_of("llama", certain=True), *text) == Piece(content=text)
+    assert read(form_of("llama", certain=True), *text) == AnswerPiece(content=text)
 
 
 def test_a_certain_call_that_is_cut_off_keeps_what_was_written() -> None:
@@ -186,7 +186,7 @@ def test_reasoning_is_what_stands_between_its_markers(
     thinking: Thinking, text: str, reasoning: str, content: str
 ) -> None:
     form = AnswerForm(reasoning=THINK, thinking=thinking)
-    assert read(form, text) == Piece(content, reasoning)
+    assert read(form, text) == AnswerPiece(content, reasoning)
 
 
 def test_a_prompt_opens_or_ends_the_reasoning() -> None:
@@ -246,7 +246,7 @@ def test_what_json_has_not_makes_no_call(form: str) -> None:
     for name, arguments in [*wrong, ("\\ud83d", "{}")]:
         text = written(form, name, arguments)
         answer = AnswerForm(FORMATS[form.split()[0]], ["f", "\ud83d"])
-        assert read(answer, text) == Piece(content=text)
+        assert read(answer, text) == AnswerPiece(content=text)
 
 
 @pytest.mark.parametrize("continued, after, reasoning, content", [
@@ -261,4 +261,4 @@ def test_reasoning_of_a_continued_message_is_open_or_closed_as_its_last_marker_s
     for template in ("<user>what is <think>?<assistant>{}", "<assistant><think>\n\n</think>\n\n{}"):
         thinking = thinking_after(template.format(continued), THINK, continued)
         form = AnswerForm(reasoning=THINK, thinking=thinking, continues=True)
-        assert read(form, *after) == Piece(content, reasoning)
+        assert read(form, *after) == AnswerPiece(content, reasoning)

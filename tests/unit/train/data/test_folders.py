@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.errors import UserError
-from draftsmith.train.data.folders import Folder, Part, epoch_order, folders_of, named
+from draftsmith.train.data.folders import DataFolder, FolderPart, epoch_order, folders_of, named
 
 
 @pytest.mark.parametrize(
     ("data", "wanted"),
     [
-        ("code", [Folder("code")]),
-        (("code:2", "a/prose:0.5"), [Folder("code", 2.0), Folder("a/prose", 0.5)]),
-        (("runs:2/data",), [Folder("runs:2/data")]),
-        (("runs:2/",), [Folder("runs:2/")]),
-        ((":2",), [Folder(":2")]),
+        ("code", [DataFolder("code")]),
+        (("code:2", "a/prose:0.5"), [DataFolder("code", 2.0), DataFolder("a/prose", 0.5)]),
+        (("runs:2/data",), [DataFolder("runs:2/data")]),
+        (("runs:2/",), [DataFolder("runs:2/")]),
+        ((":2",), [DataFolder(":2")]),
         ((), []),
         (None, []),
     ],
@@ -49,12 +49,12 @@ def test_folders_are_named_without_their_weights():
     assert named(("code:2", "prose")) == "'code', 'prose'"
 
 
-def order(parts: list[Part], epoch: int, seed: int = 0) -> np.ndarray:
+def order(parts: list[FolderPart], epoch: int, seed: int = 0) -> np.ndarray:
     return epoch_order(parts, np.random.default_rng([seed, epoch]), seed=seed, epoch=epoch)
 
 
 PARTS = st.lists(
-    st.builds(Part, st.integers(1, 40), st.sampled_from([0.3, 0.5, 1.0, 1.7, 2.0])),
+    st.builds(FolderPart, st.integers(1, 40), st.sampled_from([0.3, 0.5, 1.0, 1.7, 2.0])),
     min_size=1,
     max_size=4,
 )
@@ -81,11 +81,11 @@ def test_texts_are_drawn_in_proportion_and_none_before_all_others(parts, epochs,
 def test_without_weights_the_order_is_that_of_one_folder():
     """A run from before there were weights goes on as it was."""
     expected = np.random.default_rng([3, 2]).permutation(11)
-    assert np.array_equal(order([Part(4), Part(7)], 2, seed=3), expected)
+    assert np.array_equal(order([FolderPart(4), FolderPart(7)], 2, seed=3), expected)
 
 
 def test_the_order_of_a_folder_is_not_that_of_an_epoch():
-    parts = [Part(0), Part(30, 2.0)]
+    parts = [FolderPart(0), FolderPart(30, 2.0)]
     in_folder = epoch_order(parts, Unshuffled(), seed=3, epoch=0)[:30]
     assert sorted(in_folder) == list(range(30))
     assert not np.array_equal(in_folder, np.random.default_rng([3, 1]).permutation(30))
@@ -96,7 +96,7 @@ class Unshuffled:
 
 
 def test_epochs_and_seeds_differ():
-    parts = [Part(30, 2.0), Part(30, 0.5)]
+    parts = [FolderPart(30, 2.0), FolderPart(30, 0.5)]
     first, second, other = order(parts, 0), order(parts, 1), order(parts, 0, seed=1)
     assert not np.array_equal(first, second) and not np.array_equal(first, other)
     # The half that the first epoch left out.

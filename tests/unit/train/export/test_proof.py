@@ -27,7 +27,7 @@ from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
 from draftsmith.train.export.command import open_source, run
 from draftsmith.train.export.config import ExportConfig
-from draftsmith.train.export.layouts.source import Source
+from draftsmith.train.export.layouts.source import ExportSource
 from draftsmith.train.export.layouts.table import WRITERS
 from tests.engine_readers import proof
 from tests.engine_readers.table import READERS
@@ -91,7 +91,7 @@ def read_and_played_once() -> Iterator[None]:
     """No target and no draft changes once it is written: only exports differ from test to test."""
     play, made = proof.play_checkpoint, dict[Path, list[proof.Play]]()
 
-    def play_once(source: Source, target: Target) -> list[proof.Play]:
+    def play_once(source: ExportSource, target: Target) -> list[proof.Play]:
         if source.draft not in made:
             made[source.draft] = play(source, target)
         return made[source.draft]

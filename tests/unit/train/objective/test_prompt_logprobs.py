@@ -15,7 +15,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.top_tokens import TopProbs, top_probs
 from draftsmith.train.objective import prompt_logprobs
-from draftsmith.train.objective.prompt_logprobs import AWAY, PromptLogprobs, Refused, Server
+from draftsmith.train.objective.prompt_logprobs import AWAY, LogprobServer, PromptLogprobs, Refused
 from tests.vllm_stand_in import StandIn
 
 VOCAB = 288
@@ -40,7 +40,7 @@ Answers = Callable[[httpx.Request], httpx.Response]
 
 
 def source(answers: Answers, top: int = 4, vocab_size: int = VOCAB) -> PromptLogprobs:
-    server = Server("http://vllm", transport=httpx.MockTransport(answers))
+    server = LogprobServer("http://vllm", transport=httpx.MockTransport(answers))
     return PromptLogprobs(server, vocab_size, top)
 
 
@@ -232,5 +232,5 @@ def test_what_waiting_does_not_mend_is_said_at_once(
 )
 def test_what_is_no_url_is_refused_at_once(url: str, says: str, pauses: list[float]) -> None:
     with pytest.raises(UserError, match=says):
-        PromptLogprobs(Server(url), VOCAB, 4)
+        PromptLogprobs(LogprobServer(url), VOCAB, 4)
     assert not pauses

@@ -21,7 +21,7 @@ from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
 from draftsmith.train.export.command import open_source, run
 from draftsmith.train.export.config import ExportConfig
-from draftsmith.train.export.layouts.source import Source
+from draftsmith.train.export.layouts.source import ExportSource
 from tests.engine_readers.proof import prove
 
 pytest.importorskip("openvino_genai", reason="the extra [openvino] is not installed")
@@ -62,7 +62,7 @@ def export(draft: Path, **options: Any) -> Path:
     return out
 
 
-def source_of(draft: Path) -> Source:
+def source_of(draft: Path) -> ExportSource:
     return open_source(ExportConfig(draft=str(draft), to="openvino", out="unused"))
 
 
