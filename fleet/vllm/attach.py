@@ -80,7 +80,7 @@ def is_recording_rank() -> bool:
 
 
 def job_of(config: Any, state: WorkerState) -> dict[str, Any]:
-    """Properties that all records of this engine share: `draftsmith.fleet.wire.requests.Job`."""
+    """Properties that all records of this engine share, of `fleet.wire.requests.EngineJob`."""
     settings, speculative = state.settings, config.speculative_config
     rule = getattr(speculative, "rejection_sample_method", "standard")
     drawn = getattr(speculative, "draft_sample_method", "greedy")

@@ -16,7 +16,7 @@ class WriterChild(child.Child):
     before, whose `generation` is another.
 
     Args:
-        job: JSON values of `draftsmith.fleet.wire.requests.Job`.
+        job: JSON values of `draftsmith.fleet.wire.requests.EngineJob`.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ import dataclasses, os, subprocess, sys, time
 import fsspec
 from draftsmith.distill.buffer import marks
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
-from draftsmith.distill.buffer.folder import Folder, retain
+from draftsmith.distill.buffer.folder import ShardFolder, retain
 from draftsmith.distill.buffer.forget import forget
 from draftsmith.record import Distribution, RoundRecord, hashed
 
@@ -60,7 +60,7 @@ for wave in range(4):
 assert len(late.read(max_records=10**6).records) == 240
 
 # Forgotten: shards are put again in place; marks are seen by writers and readers.
-folder = Folder(URL)
+folder = ShardFolder(URL)
 assert forget(folder, "cmpl-1-2", settle_s=0.0) == 20 and forget(folder, "cmpl-1-2", settle_s=0.0) == 0
 assert len(BufferReader(URL).read(max_records=10**6).records) == 220
 assert marks.unread_bytes(folder, folder.names()) >= 0 and any(name.startswith("reader-") for name in folder.names())

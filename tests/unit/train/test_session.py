@@ -477,7 +477,7 @@ def test_prompt_logprobs_of_a_server_teach_what_the_target_here_does(configure, 
     here = configure("draft-lm", steps=4, log_every=1, packing=True, eval_prompts=0)
     run(here)
     transport = httpx.MockTransport(StandIn(Target.load(here.target)))
-    monkeypatch.setattr(session, "Server", partial(LogprobServer, transport=transport))
+    monkeypatch.setattr(session, "LogprobServer", partial(LogprobServer, transport=transport))
     losses = [[row["loss"] for row in metrics(here) if "loss" in row]]
     for top in (288, 4):
         served = {"target_server": "http://vllm", "target_logprobs": top}

@@ -336,7 +336,7 @@ def test_a_recorder_begins_after_the_warm_up(
         made.append(job)
         return Writer(Ring.create(1 << 12))
 
-    monkeypatch.setattr(attach, "Child", child)
+    monkeypatch.setattr(attach, "WriterChild", child)
     worker = Worker(FirstSampler())
     worker.vllm_config.parallel_config.data_parallel_index = 2  # its rank is 0 for a dense target
     worker.vllm_config.speculative_config.draft_sample_method = "probabilistic"
