@@ -81,7 +81,7 @@ def test_a_home_that_cannot_be_written_costs_nothing_but_time(
 
 @needs_compiler
 def test_a_damaged_library_is_made_again(source: Path) -> None:
-    digest = host_compiler._digest(source, host_compiler._compiler())
+    digest = host_compiler._digest(source, host_compiler.compiler_path())
     library = cache_folder() / f"answer-{digest}.so"
     library.write_bytes(b"cut off")
     assert answer(source) == 42

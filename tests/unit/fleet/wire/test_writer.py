@@ -332,8 +332,8 @@ def test_a_killed_writer_is_started_again_and_the_last_one_flushes(
 def test_an_engine_that_is_killed_leaves_its_records(tmp_path: Path) -> None:
     script = f"""
 import dataclasses, os, signal, time
-from tests.unit.fleet.wire.test_writer import Child, Engine, Path, job
-child = Child(dataclasses.asdict(job(Path({str(tmp_path / "buffer")!r}))), capacity=1 << 16)
+from tests.unit.fleet.wire.test_writer import Engine, Path, WriterChild, job
+child = WriterChild(dataclasses.asdict(job(Path({str(tmp_path / "buffer")!r}))), capacity=1 << 16)
 while not child.alive:
     time.sleep(0.01)
 engine = Engine(child.ring)
