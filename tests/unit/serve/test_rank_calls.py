@@ -24,7 +24,6 @@ from draftsmith.serve.rank_calls import (
     Pass,
     Prepare,
     StopRanks,
-    Weights,
     WholePass,
     call_of,
     numbers_of,
@@ -54,7 +53,6 @@ CALLS = [
     MoveCall(some(0), some(0)),
     WholePass(some(3, 5), some(3, 5), (0, 3)),
     WholePass(some(3, 5), None, ()),
-    Weights(-1),
     StopRanks(),
 ]
 

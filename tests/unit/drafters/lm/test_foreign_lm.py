@@ -17,7 +17,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import shared_tokens
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.filters import SamplingRows
-from draftsmith.serve.api import EngineCore as PythonEngine
+from draftsmith.serve.api import Engine as PythonEngine
 from draftsmith.serve.command import check
 from draftsmith.serve.config import EngineConfig, ServeConfig
 from draftsmith.serve.engine.build import build_engine
