@@ -3,6 +3,7 @@ command itself would lose, and memory is given back between stages."""
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 import signal
@@ -17,14 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import UserError
-from draftsmith.files import read_json, write_json
+from draftsmith.files import Signature, plain, read_json, signature, write_json
 from draftsmith.lock import folder_lock, note_holder
 from draftsmith.progress import duration
+from draftsmith.train.data.folders import folders_of
 from draftsmith.train.pipeline.recipe import Stage
 from draftsmith.train.pipeline.report import write_report
 
 SCHEMA_VERSION = 1
 STOP_S = 600.0  # for a stage that saves its work when it is stopped
+# Options, or last parts of nested ones, that name what a stage reads, a folder with all in it.
+INPUTS = ("target", "prompts", "data", "draft", "init", "deepspeed")
 NEW, RESUMED, ANEW, KEPT = "new", "resumed", "anew, its options or what it reads changed", "kept"
 
 
@@ -32,7 +36,8 @@ NEW, RESUMED, ANEW, KEPT = "new", "resumed", "anew, its options or what it reads
 class Done:
     """Record of a stage in `run.json`."""
 
-    made_of: dict[str, Any]  # its command, and when each stage that it reads finished
+    # its command, when each stage that it reads finished, and the state of files from elsewhere
+    made_of: dict[str, Any]
     begun: int = 0  # starts of the stage, those after a kill included
     seconds: float = 0.0  # of starts that came to an end
     finished: float | None = None  # time.time()
@@ -64,7 +69,25 @@ def made_of(stage: Stage, record: Record) -> dict[str, Any]:
     return {
         "words": [*stage.launch, *replace(stage, options=stage.recorded).words()],
         "needs": {name: record[name].finished if name in record else None for name in stage.needs},
+        "files": plain(dict(files_of(stage.recorded))),
     }
+
+
+def files_of(value: Any, name: str = "") -> Iterator[tuple[str, Signature]]:
+    """(path, state) of the files and folders outside the pipeline that options name; models of the
+    Hub are known by their names alone."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from files_of(item, key)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from files_of(item, name)
+    elif isinstance(value, str) and name in INPUTS and "${" not in value:
+        path = Path(folders_of(value)[0].path if name == "data" else value)
+        if os.path.isdir(path):
+            yield str(path), signature(path, "**/*")
+        elif os.path.exists(path):
+            yield str(path), signature(path.parent, glob.escape(path.name))
 
 
 def decide(stage: Stage, record: Record, now: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ from draftsmith.drafters.checkpoint import locate
 from draftsmith.drafters.published.versions import CURRENT
 from draftsmith.errors import UserError
 from draftsmith.train.pipeline.recipe import read_recipe, resolve
+from draftsmith.train.pipeline.runner import files_of
 
 SHIPPED = sorted((Path(__file__).parents[4] / "recipes" / "pipelines").glob("*.yaml"))
 # Appends its stage to `calls`, makes the result, and fails where a file `broken` lies.
@@ -213,12 +214,28 @@ def test_finished_stages_are_kept_until_what_they_are_made_of_changes(
     assert start("figures.k=4", more=("--dry-run",)) == 0 and calls() == []
     shown = capsys.readouterr().out
     assert "# data: kept" in shown and "# draft: anew" in shown and "# figures: anew" in shown
+    # A file outside.
+    Path("prompts.jsonl").write_text('{"prompt": "b"}\n{"prompt": "c"}\n')
+    assert start("steps=3", "figures.k=4", more=("--dry-run",)) == 0 and calls() == []
+    assert "# data: anew" in capsys.readouterr().out
+    assert start("steps=3", "figures.k=4") == 0 and calls() == ["data", "draft", "figures"]
     # A result that is gone, and a folder that was moved with all of them.
     Path("o/figures.json").unlink()
     assert start("steps=3", "figures.k=4") == 0 and calls() == ["figures"]
     os.rename("o", "p")
     again = ["run", "recipe.yaml", "--out", "p", "--set", "target=T", "steps=3", "figures.k=4"]
     assert main(again) == 0 and calls() == []
+
+
+@pytest.mark.parametrize("weight", ["", ":2", ":5e-1"])
+def test_files_in_folders_of_data_are_looked_at(weight: str, tmp_path: Path) -> None:
+    (tmp_path / "D").mkdir()
+    (tmp_path / "D" / "gone").symlink_to("nowhere")
+    options = {"data": [f"{tmp_path}/D{weight}"], "target": "t", "optim": {"lr": 1.0}}
+    before = dict(files_of(options))
+    assert list(before) == [f"{tmp_path}/D"] and dict(files_of(options)) == before
+    (tmp_path / "D" / "part-00000.parquet").touch()
+    assert dict(files_of(options)) != before
 
 
 def test_a_learner_goes_on_with_what_came(start: Start) -> None:
