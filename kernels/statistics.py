@@ -4,15 +4,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 # cells below it are pooled: the chi-square distribution of the statistic needs a few counts a cell
 MIN_EXPECTED = 5.0
-
-SUMMED_EXPECTED = 25.0  # the same where statistics are summed
 
 
 class Fit(NamedTuple):
@@ -44,24 +41,6 @@ def chi_square(
     if pooled_counts is None:
         return Fit(math.inf, 1, 0.0, int(counts.sum()))
     return _fit(((pooled_counts - expected) ** 2 / expected).sum().item(), expected, counts)
-
-
-def summed(fits: Sequence[Fit]) -> Fit:
-    """One test of several independent samples, each held against a distribution of its own:
-    statistics and degrees add up.
-
-    What is too small to see in any of them shows in the sum. The chi-square distribution of a sum
-    of many degrees asks for larger cells than that of one statistic: a cell of n expected counts
-    adds 1 / n to Pearson's variance of 2 a cell, and 1 / 6n to the mean of a likelihood ratio. Give
-    Pearson's, with cells of `SUMMED_EXPECTED`.
-    """
-    statistic, degrees = sum(fit.statistic for fit in fits), sum(fit.degrees for fit in fits)
-    return Fit(
-        statistic,
-        degrees,
-        chi_square_survival(statistic, degrees),
-        sum(fit.num_samples for fit in fits),
-    )
 
 
 def homogeneity(

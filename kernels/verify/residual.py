@@ -27,13 +27,6 @@ def residual_distribution(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Ten
     return share.log_().add_(log_p).masked_fill_(~(gap < 0), -math.inf)
 
 
-def residual_logits(p_logits: torch.Tensor, q_logits: torch.Tensor) -> torch.Tensor:
-    """The distribution a rejected token is replaced from, of processed logits [N, V]: the residual,
-    or p where it has no mass."""
-    residual = residual_distribution(log_distribution(p_logits), log_distribution(q_logits))
-    return torch.where((residual > -math.inf).any(dim=-1, keepdim=True), residual, p_logits)
-
-
 def drawn_distribution(log_q: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """log_q [N, V] where it can have drawn `tokens` [N]; elsewhere no distribution, whose residual
     is p."""

@@ -63,7 +63,7 @@ def run(config: BenchConfig) -> int:
                 timeout_s=config.timeout_s,
                 api_key=config.api_key,
             )
-            urls[tree] = servers.enter_context(server).url
+            urls[tree] = servers.enter_context(server)
         cases, cost = asyncio.run(measure(config, urls, prompts))
     refused = check_refused(cases)
     if config.synthetic_acceptance is not None:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import httpx
 
@@ -18,22 +17,9 @@ from draftsmith.client import with_key
 from draftsmith.errors import UserError
 
 
-class ServerProcess(NamedTuple):
-    url: str
-    pid: int
-
-    def http_cpu_s(self) -> float | None:
-        """CPU time of the event loop's thread, the process's first; None where the system does not
-        say (it is Linux that does)."""
-        times = Path(f"/proc/{self.pid}/task/{self.pid}/schedstat")
-        return int(times.read_text().split()[0]) / 1e9 if times.exists() else None
-
-
 @contextmanager
-def started(
-    arguments: list[str], *, timeout_s: float, api_key: str | None = None
-) -> Iterator[ServerProcess]:
-    """`draftsmith serve ARGUMENTS` on a free port, stopped afterwards."""
+def started(arguments: list[str], *, timeout_s: float, api_key: str | None = None) -> Iterator[str]:
+    """URL of `draftsmith serve ARGUMENTS` on a free port, stopped afterwards."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -43,7 +29,7 @@ def started(
         try:
             url = f"http://127.0.0.1:{port}"
             _wait(process, url, Path(folder) / "log", timeout_s)
-            yield ServerProcess(url, process.pid)
+            yield url
         finally:
             process.terminate()
             try:

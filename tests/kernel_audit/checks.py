@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.kernels.dispatch import choose
-from draftsmith.kernels.statistics import SUMMED_EXPECTED, Fit, chi_square, g_test, summed
+from draftsmith.kernels.statistics import Fit, chi_square, chi_square_survival, g_test
 from draftsmith.serve.audit.config import AuditConfig
 from draftsmith.serve.audit.report import Check, Report, fit_check
 from tests.kernel_audit.controls import PENALTIES, cases, controls
@@ -24,6 +24,7 @@ VOCAB_SIZE = 5
 BATCH = 50_000  # sequences generated at a time
 # a small bias shows best where few cells share the samples, a high order one in all of them
 SUMMED_LENGTHS = (2, 3, LENGTH)
+SUMMED_EXPECTED = 25.0  # least expectation of a cell where statistics are summed
 # rounds of each distribution and shape that Triton and the reference both decide
 INTERPRETED_ROWS, COMPILED_ROWS = 20, 5000
 WORLD = 1  # seed of the tables: controls must be caught whatever the seed of the draws
@@ -58,6 +59,24 @@ def audit_kernels(config: AuditConfig) -> Report:
         )
         checks.append(fit_check(f"control: {name}", "control", sample.fit(), alarm))
     return Report(f"kernels ({config.impl}, {device})", config.false_alarm, checks)
+
+
+def summed(fits: Sequence[Fit]) -> Fit:
+    """One test of several independent samples, each held against a distribution of its own:
+    statistics and degrees add up.
+
+    What is too small to see in any of them shows in the sum. The chi-square distribution of a sum
+    of many degrees asks for larger cells than that of one statistic: a cell of n expected counts
+    adds 1 / n to Pearson's variance of 2 a cell, and 1 / 6n to the mean of a likelihood ratio. Give
+    Pearson's, with cells of `SUMMED_EXPECTED`.
+    """
+    statistic, degrees = sum(fit.statistic for fit in fits), sum(fit.degrees for fit in fits)
+    return Fit(
+        statistic,
+        degrees,
+        chi_square_survival(statistic, degrees),
+        sum(fit.num_samples for fit in fits),
+    )
 
 
 def summed_checks(samples: Mapping[str, Sequence[Sample]], alarm: float) -> list[Check]:

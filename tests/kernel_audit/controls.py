@@ -13,11 +13,7 @@ from draftsmith.kernels.sampling.random_streams import Purpose, sample, uniform
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.draft_tree import DraftTree
-from draftsmith.kernels.verify.residual import (
-    log_distribution,
-    residual_distribution,
-    residual_logits,
-)
+from draftsmith.kernels.verify.residual import log_distribution, residual_distribution
 from draftsmith.kernels.verify.verdict import TreeVerdict, Verdict
 from draftsmith.serve.sampling.params import SamplingParams
 from tests.kernel_audit.plain_verify import Left, Rules, verify_chain_by, verify_tree_by
@@ -222,6 +218,13 @@ def by_target(
 ) -> torch.Tensor:
     """[B, V], the target's logits behind the kept drafts."""
     return p_logits[_last_rows(lengths) - lengths + accepted]
+
+
+def residual_logits(p_logits: torch.Tensor, q_logits: torch.Tensor) -> torch.Tensor:
+    """The distribution a rejected token is replaced from, of processed logits [N, V]: the residual,
+    or p where it has no mass."""
+    residual = residual_distribution(log_distribution(p_logits), log_distribution(q_logits))
+    return torch.where((residual > -math.inf).any(dim=-1, keepdim=True), residual, p_logits)
 
 
 def by_chains_residual(

@@ -43,7 +43,7 @@ def our_systems(stack: ExitStack, bench: Bench) -> Iterator[System]:
         if bench.wants(f"draftsmith, {name}"):
             k = [] if "--k" in words else ["--k", str(bench.k)]
             arguments = ["--target", str(bench.target), "--dtype", bench.dtype, *k, *words]
-            url = stack.enter_context(started(arguments, timeout_s=TIMEOUT_S)).url
+            url = stack.enter_context(started(arguments, timeout_s=TIMEOUT_S))
             yield Served(f"draftsmith, {name}", url)
 
 
