@@ -7,11 +7,13 @@ import copy
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.optim import AdamW, Muon
 from torch.optim.lr_scheduler import LambdaLR
 
 from draftsmith.errors import UserError
-from draftsmith.train.optim import MuonWithAdamW, muon_with_adamw
+from draftsmith.train.optim import DraftMuon, MuonWithAdamW, muon_with_adamw, orthogonal
 
 TOKENS = 12
 
@@ -86,3 +88,35 @@ def test_a_resumed_optimizer_goes_on_to_the_bit():
 def test_a_draft_without_a_matrix_is_refused():
     with pytest.raises(UserError, match=r"'muon', but the draft holds no matrix"):
         optimizer(draft()["norm"])
+
+
+@pytest.mark.parametrize("shape", [(24, 9), (9, 24), (16, 16)])
+def test_updates_are_those_of_torch_without_its_rounding(shape: tuple[int, int]) -> None:
+    ours, theirs = (torch.nn.Parameter(torch.zeros(shape)) for _ in range(2))
+    options = {"lr": 1.0, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    steps = DraftMuon([ours], **options), Muon([theirs], **options)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        ours.grad = torch.randn(shape, generator=generator)
+        theirs.grad = ours.grad.clone()
+        for one in steps:
+            one.step()
+    # bfloat16 has 8 bits.
+    assert (ours - theirs).norm() < 0.02 * theirs.norm()
+
+
+@given(shape=st.tuples(st.integers(2, 20), st.integers(2, 20)), seed=st.integers(0, 99))
+def test_an_update_keeps_its_directions_at_about_one_length(
+    shape: tuple[int, int], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    left, right = (
+        torch.linalg.qr(torch.randn(size, min(shape), generator=generator)).Q for size in shape
+    )
+    sizes = 0.1 + torch.rand(min(shape), generator=generator)
+    coefficients = Muon([torch.nn.Parameter(left)]).defaults["ns_coefficients"]
+    found = orthogonal(left * sizes @ right.T, coefficients)
+    kept = left.T @ found @ right
+    lengths = kept.diagonal()
+    assert ((lengths > 0.6) & (lengths < 1.3)).all()
+    assert (kept - lengths.diag()).abs().max() < 1e-3
