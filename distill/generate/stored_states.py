@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +22,8 @@ from draftsmith.progress import Progress
 from draftsmith.train.data.stored_taps import StatesOf, TapLayout, tap_file, writing
 
 PROBE_TOKENS = 256  # a pass whose time stands for all
+# Of a pass: enough for a device, and on a CPU its tensors stay in blocks that are used again.
+PASS_TOKENS = 4096
 
 
 class Cost(NamedTuple):
@@ -105,10 +107,8 @@ def _store_shard(part: Path, layout: TapLayout, target: Target, batch: int) -> N
         for ids in pq.read_table(part, columns=["input_ids"])["input_ids"].to_pylist()
     ]
     lengths = [len(text) for text in texts]
-    order = sorted(range(len(texts)), key=lengths.__getitem__)
     with writing(part, layout, lengths, revision=target.revision) as writer:
-        for begin in range(0, len(order), batch):
-            rows = order[begin : begin + batch]
+        for rows in passes(lengths, batch):
             ids = torch.nn.utils.rnn.pad_sequence(
                 [texts[row] for row in rows], batch_first=True
             ).to(target.device)
@@ -118,6 +118,18 @@ def _store_shard(part: Path, layout: TapLayout, target: Target, batch: int) -> N
             taps, final = target.states(ids, mask.long().to(target.device), layout.taps)
             for at, row in enumerate(rows):
                 writer.put(row, taps[at, : lengths[row]], final[at, : lengths[row]])
+
+
+def passes(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Numbers of the texts, shortest first, at most `most` and about `PASS_TOKENS` at once."""
+    rows: list[int] = []
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if rows and (len(rows) == most or (len(rows) + 1) * lengths[row] > PASS_TOKENS):
+            yield rows
+            rows = []
+        rows.append(row)
+    if rows:
+        yield rows
 
 
 def _is_stored(part: Path, layout: TapLayout, target: Target) -> bool:
