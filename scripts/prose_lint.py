@@ -44,9 +44,13 @@ class Offence(NamedTuple):
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
     """(line, text) of each docstring."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for node in ast.walk(ast.parse(source)):
+    nodes: list[ast.AST] = [ast.parse(source)]
+    for node in nodes:
         if isinstance(node, kinds) and (text := ast.get_docstring(node)) is not None:
             yield node.body[0].lineno, text
+        # No expression holds a docstring.
+        statements = (ast.stmt, ast.excepthandler)
+        nodes += [one for one in ast.iter_child_nodes(node) if isinstance(one, statements)]
 
 
 def comments(source: str) -> Iterator[tuple[int, str]]:
@@ -57,13 +61,13 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
 
 def offences(source: str) -> list[Offence]:
     """All offences of a Python source, in the order of its lines."""
-    found = []
-    for line, text in docstrings(source):
+    found, documented = [], list(docstrings(source))
+    for line, text in documented:
         if opening := OPENING.match(text):
             found.append(
                 Offence(line, f"a docstring opens with {opening[0]!r}; begin with a noun or a verb")
             )
-    for line, text in (*docstrings(source), *comments(source)):
+    for line, text in (*documented, *comments(source)):
         prose = QUOTED.sub("", text)
         for pattern, mend in WORDS.items():
             found += [Offence(line, f"{word!r}; write: {mend}") for word in pattern.findall(prose)]

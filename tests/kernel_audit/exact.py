@@ -2,8 +2,8 @@
 to a distribution.
 
 A round of depth K emits up to K + 1 tokens; what it leaves open of them is filled up by the target.
-The distribution of those K + 1 tokens must then be the target's. `audit_enumerate.py` calls the
-verification; this module says which, and on what.
+The distribution of those K + 1 tokens must then be the target's. `enumerate.py` calls the
+verification; this module holds which, and on what.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ import torch
 from draftsmith.kernels.verify.block import verify_block_torch
 from draftsmith.kernels.verify.chain import verify_chain_torch
 from draftsmith.kernels.verify.draft_tree import DraftTree
-from draftsmith.kernels.verify.residual import accepts
 from draftsmith.kernels.verify.tree import verify_tree_torch
 from draftsmith.kernels.verify.verdict import TreeVerdict, Verdict
-from draftsmith.serve.audit.report import Check
 from tests.kernel_audit.controls import by_chains_residual, by_target, keep_q
 from tests.kernel_audit.enumerate import (
     Chosen,
@@ -60,95 +58,12 @@ TREES = {
     "tree, three siblings": Shape((-1, -1, -1, 1), depth=2, siblings=3, vocab_size=4),
     "tree, three levels": Shape((-1, -1, 0, 1, 1, 3), depth=3, siblings=2, vocab_size=3),
 }
-SIBLINGS = Shape((-1, -1), depth=1, siblings=2, vocab_size=4)  # for a control
 DISTRIBUTIONS = (
     Distribution(name="true q"),
     Distribution(name="filtered", temperature=0.8, top_k=2),
     Distribution(name="draft without filters", top_p=0.7, draft_filtered=False),
     Distribution(name="deterministic", deterministic=True),
 )
-
-
-def exact_checks(seed: int) -> list[Check]:
-    checks = []
-    for distribution in DISTRIBUTIONS:
-        checks.append(
-            _check(f"enumeration, chain, {distribution.name}", chain_error(distribution, seed))
-        )
-        if not distribution.deterministic:
-            checks.append(
-                _check(f"enumeration, block, {distribution.name}", block_error(distribution, seed))
-            )
-        for name, shape in TREES.items():
-            checks.append(
-                _check(
-                    f"enumeration, {name}, {distribution.name}",
-                    tree_error(distribution, seed, shape),
-                )
-            )
-    broken = {
-        "chain without residual": chain_error(DISTRIBUTIONS[0], seed, verify=_without_residual),
-        "block with a chain's residual": block_error(
-            DISTRIBUTIONS[0], seed, verify=_with_chains_residual
-        ),
-        "tree, siblings verified as independent": tree_error(
-            DISTRIBUTIONS[0], seed, SIBLINGS, verify=_independent_siblings
-        ),
-    }
-    checks += [
-        _check(f"control: enumeration, {name}", error, control=True)
-        for name, error in broken.items()
-    ]
-    return [*checks, *edge_checks()]
-
-
-def _check(name: str, error: float, *, control: bool = False) -> Check:
-    said = f"largest error of a probability {error:.1e}"
-    passed = (error < EXACT_ERROR) != control
-    return Check(
-        name=name,
-        kind="control" if control else "check",
-        passed=passed,
-        said=said,
-        evidence={"error": error},
-    )
-
-
-def edge_checks() -> list[Check]:
-    """u = 0, p(x) = 0 and q(x) = 0, which no sample of a sound stream would bring about."""
-    held = not _keeps_nothing_possible(accepts)
-    seen = _keeps_nothing_possible(
-        lambda log_u, log_p, log_q: (log_u + log_q <= log_p) & (log_q > -math.inf)
-    )
-    return [
-        Check(
-            name="u = 0, p(x) = 0, q(x) = 0 keep nothing",
-            kind="check",
-            passed=held,
-            said="by the accept test",
-        ),
-        Check(
-            name="control: accept test with <=",
-            kind="control",
-            passed=seen,
-            said="keeps a token without mass at u = 0",
-        ),
-    ]
-
-
-def _keeps_nothing_possible(
-    accept: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
-) -> bool:
-    """True when a token without mass in p or in q can be kept."""
-    nothing = torch.tensor([-math.inf], dtype=torch.float64)
-    zero = torch.zeros(1, dtype=torch.float64)
-    cases = (
-        (nothing, nothing, zero),
-        (nothing, nothing, zero - 1),
-        (zero - 1, nothing, zero),
-        (zero - 1, zero, nothing),
-    )
-    return any(bool(accept(*case)) for case in cases)
 
 
 def chain_error(
@@ -260,7 +175,7 @@ def numbered(rows: torch.Tensor) -> torch.Tensor:
     return torch.arange(len(rows))
 
 
-def _without_residual(
+def without_residual(
     p_logits: torch.Tensor,
     drafts: torch.Tensor,
     lengths: torch.Tensor,
@@ -275,7 +190,7 @@ def _without_residual(
     return verdict
 
 
-def _with_chains_residual(
+def with_chains_residual(
     p_logits: torch.Tensor,
     drafts: torch.Tensor,
     lengths: torch.Tensor,
@@ -292,7 +207,7 @@ def _with_chains_residual(
     return verdict
 
 
-def _independent_siblings(*arguments: torch.Tensor, draws: Chosen) -> TreeVerdict:
+def independent_siblings(*arguments: torch.Tensor, draws: Chosen) -> TreeVerdict:
     """Siblings drawn without replacement, verified as if each had been drawn from the
     whole of q."""
 

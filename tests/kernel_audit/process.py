@@ -1,11 +1,12 @@
 """Whole generations by speculation in a small world, round after round through the real random
 streams.
 
-Legend: B sequences, K depth, N nodes of a tree, V vocabulary, C contexts (see `audit_world.py`).
+Legend: B sequences, K depth, N nodes of a tree, V vocabulary, C contexts (see `world.py`).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -18,15 +19,19 @@ from draftsmith.kernels.sampling.random_streams import (
     sample,
     sample_without_replacement,
 )
+from draftsmith.kernels.statistics import Fit, g_test
 from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.draft_tree import DraftTree
 from draftsmith.kernels.verify.tree import verify_tree
 from draftsmith.kernels.verify.verdict import TreeVerdict, Verdict
-from tests.kernel_audit.world import DEPTH, START, VERSIONS, World
+from tests.kernel_audit.world import DEPTH, LENGTH, START, VERSIONS, Distribution, World
 
 # Three children, of which the first has two and the second one, and one more below: a tree of depth
 # 3.
 TREE = (-1, -1, -1, 0, 0, 1, 3)
+
+VOCAB_SIZE = 5
+BATCH = 25_000  # sequences generated at a time
 
 
 class Round(NamedTuple):
@@ -180,3 +185,28 @@ def generate(
         num_rounds += len(rows)
         rows = rows[counts[rows] < length]
     return Generations(world.cells(contexts, counts, length), num_rounds)
+
+
+@functools.lru_cache(maxsize=32)
+def world_of(distribution: Distribution, offset: float) -> World:
+    """Tables of a case, which all ways to draft and verify share."""
+    device = torch.device("cpu")
+    return distribution.world(vocab_size=VOCAB_SIZE, seed=1, device=device, offset=offset)
+
+
+def joint_fit(
+    distribution: Distribution, procedure: Procedure, num_rounds: int, *, offset: float = 0.0
+) -> Fit:
+    """G-test of the joint distribution of the first `LENGTH` tokens of texts, over at least so many
+    rounds."""
+    world, counts = world_of(distribution, offset), torch.zeros(VOCAB_SIZE**LENGTH)
+    rounds = sequences = 0
+    while rounds < num_rounds:
+        seeds = torch.arange(sequences, sequences + BATCH)
+        deterministic = distribution.deterministic
+        made = generate(
+            world, procedure, seeds=seeds, length=LENGTH, deterministic=deterministic, impl="torch"
+        )
+        counts += torch.bincount(made.cells, minlength=len(counts))
+        rounds, sequences = rounds + made.num_rounds, sequences + len(seeds)
+    return g_test(counts, world.joint_distribution(LENGTH))

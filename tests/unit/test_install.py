@@ -179,6 +179,7 @@ def test_every_python_resolves(resolutions: Resolutions, python: str) -> None:
     assert {"torch==2.13.0", "triton==3.7.1"} <= set(done.stdout.splitlines())
 
 
+@pytest.mark.long
 def test_uv_refuses_a_triton_that_torch_does_not_take(resolutions: Resolutions) -> None:
     done = resolutions["uv, wrong"].result()
     assert done.returncode != 0 and "triton" in done.stderr

@@ -184,7 +184,7 @@ def test_streams_are_the_cpus() -> None:
 @pytest.mark.timeout(900)
 def test_the_compiled_kernels_pass_the_audit() -> None:
     from draftsmith.serve.audit.config import AuditConfig
-    from tests.kernel_audit.checks import audit_kernels
+    from draftsmith.serve.audit.kernels import audit_kernels
 
     report = audit_kernels(AuditConfig(kernels=True, device="cuda", impl="triton"))
     assert report.verdict == "lossless", report.lines()

