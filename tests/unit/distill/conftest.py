@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
 import torch
 
+from draftsmith.distill.buffer.traffic import ServedText, stitch
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.sampling.filters import SamplingRows, process
@@ -147,3 +149,28 @@ def traffic() -> type[Traffic]:
 def serving() -> Callable[..., list[RoundRecord]]:
     """`serving(target, drafter, prompts, Traffic(...))`: the records of a lossless server."""
     return serve
+
+
+@pytest.fixture(scope="session")
+def served_texts(target: Target) -> Callable[[int], list[ServedText]]:
+    """`served_texts(count)`: the first of 24 texts of a new `Bigram`, served once a session."""
+
+    @functools.cache
+    def records() -> list[RoundRecord]:
+        return serve(target, Bigram(target.vocab_size), make_prompts(24), Traffic())
+
+    return lambda count: stitched(records())[:count]
+
+
+@pytest.fixture
+def texts_of() -> Callable[[list[RoundRecord]], list[ServedText]]:
+    return stitched
+
+
+def stitched(records: list[RoundRecord]) -> list[ServedText]:
+    """The texts of records, in the order of their first ones."""
+    grouped: dict[str, list[RoundRecord]] = {}
+    for record in records:
+        grouped.setdefault(record.request, []).append(record)
+    found = [stitch(mine) for mine in grouped.values()]
+    return [one for one in found if one is not None]

@@ -3,6 +3,7 @@ depth only), and a training run of seconds."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -62,30 +63,32 @@ def table_drafter() -> Callable[..., TableDrafter]:
     return TableDrafter
 
 
+def write_rows(folder: Path, rows: list[dict], provenance: dict) -> Path:
+    folder.mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist(rows), folder / "part-00000.parquet")
+    write_json(folder / "provenance.json", provenance)
+    return folder
+
+
 @pytest.fixture
 def write_data(tmp_path: Path) -> Callable[..., Path]:
     """`write_data(rows)` writes a data folder; each row a dict of columns."""
 
     def write(rows: list[dict], *, name: str = "data", provenance: dict | None = None) -> Path:
-        folder = tmp_path / name
-        folder.mkdir(parents=True)
-        pq.write_table(pa.Table.from_pylist(rows), folder / "part-00000.parquet")
-        write_json(
-            folder / "provenance.json",
-            provenance or {"target": "t", "temperature": 1.0, "top_k": 0, "top_p": 1.0},
-        )
-        return folder
+        unknown = {"target": "t", "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        return write_rows(tmp_path / name, rows, provenance or unknown)
 
     return write
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def answered(
-    tiny_target: Callable[..., str], write_data: Callable[..., Path]
+    tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[int], tuple[str, str]]:
     """`answered(count)`: folders of the tiny Llama, and of its sampled answers to so many random
-    prompts of 5 tokens."""
+    prompts of 5 tokens, which tests do not change."""
 
+    @functools.cache
     def make(count: int) -> tuple[str, str]:
         folder = tiny_target("llama")
         target = Target.load(folder)
@@ -99,7 +102,8 @@ def answered(
         provenance = {
             "target_revision": target.revision, "temperature": 1.0, "top_k": 0, "top_p": 1.0,
         }  # fmt: skip
-        return folder, str(write_data(rows, provenance=provenance))
+        data = tmp_path_factory.mktemp("answered") / "data"
+        return folder, str(write_rows(data, rows, provenance))
 
     return make
 

@@ -62,7 +62,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        ("eagle3", {"on_policy": OWN}),
+        pytest.param("eagle3", {"on_policy": OWN}, marks=pytest.mark.long),
         ("draft-lm", {"on_policy": replace(OWN, share=1.0), "accumulate": 2, "mean": "sample"}),
         ("mtp", {"unroll": UnrollConfig(noise=0.1, weights="d-pace")}),
     ],

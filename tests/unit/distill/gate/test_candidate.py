@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftsmith.distill.buffer.traffic import ServedText, stitch
+from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.learn.learner import Learner
 from draftsmith.drafters import checkpoint
@@ -26,14 +26,8 @@ IDS = torch.randint(3, 288, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture
-def served(
-    target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
-) -> list[ServedText]:
-    records = serving(target, bigram(288), prompts(6), traffic(max_tokens=12))
-    return [
-        stitch([one for one in records if one.request == name])
-        for name in dict.fromkeys(one.request for one in records)
-    ]
+def served(served_texts: Callable[[int], list[ServedText]]) -> list[ServedText]:
+    return served_texts(6)
 
 
 def language_model(target: Target) -> DraftLm:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.distill.buffer.traffic import ServedText, stitch
 from draftsmith.distill.config import GateConfig, LearnConfig, LearnUnroll
 from draftsmith.distill.gate import scoring
 from draftsmith.distill.gate.gate import compare, decide, weigh
@@ -21,18 +20,15 @@ from draftsmith.distill.learn.learner import Learner
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import overlap
 from draftsmith.kernels.sampling.filters import SamplingRows, process
-from draftsmith.record import RoundRecord
-
-
-def texts_of(records: list[RoundRecord]) -> list[ServedText]:
-    grouped: dict[str, list[RoundRecord]] = {}
-    for record in records:
-        grouped.setdefault(record.request, []).append(record)
-    return [stitch(mine) for mine in grouped.values()]
 
 
 def test_score_is_the_overlap_of_the_distributions_at_verified_positions(
-    target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
+    serving: Callable,
+    prompts: Callable,
+    traffic: Callable,
+    bigram: Callable,
+    texts_of: Callable,
+    target: Target,
 ) -> None:
     served, other = bigram(288), bigram(288, seed=3)
     texts = texts_of(serving(target, served, prompts(3), traffic(temperature=0.8, top_k=30)))
@@ -56,14 +52,19 @@ def test_score_is_the_overlap_of_the_distributions_at_verified_positions(
 
 
 def test_score_of_the_served_draft_predicts_its_acceptance(
-    target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
+    serving: Callable,
+    prompts: Callable,
+    traffic: Callable,
+    bigram: Callable,
+    texts_of: Callable,
+    target: Target,
 ) -> None:
     """Off-policy alpha against the share really accepted, within four standard errors; a flat
     draft's alpha is far off."""
     served = bigram(288)
     with torch.no_grad():
         served.states.weight.mul_(4)
-    texts = texts_of(serving(target, served, prompts(60), traffic(depth=2)))
+    texts = texts_of(serving(target, served, prompts(30), traffic(depth=2)))
     mine = score(served, target, texts, max_depth=2, max_length=512)
     kept, alpha = (
         np.concatenate([one.kept for one in mine]),
@@ -81,16 +82,11 @@ def test_score_of_the_served_draft_predicts_its_acceptance(
 
 
 def test_texts_are_scored_once_however_many_windows_ask(
-    monkeypatch: pytest.MonkeyPatch,
-    target: Target,
-    bigram: Callable,
-    serving: Callable,
-    prompts: Callable,
-    traffic: Callable,
+    bigram: Callable, served_texts: Callable, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gate's window and the watch's take turns, as a learner's cycles do: of 26 texts that are
     asked for 10 are scored; who remembers the latest window alone scores 16."""
-    texts = texts_of(serving(target, bigram(288), prompts(10), traffic()))
+    texts = served_texts(10)
     counts: list[int] = []
 
     def counted(drafters, target, texts, **options):
@@ -118,15 +114,10 @@ def test_texts_are_scored_once_however_many_windows_ask(
 
 
 def test_drafts_that_are_compared_share_the_targets_pass(
-    monkeypatch: pytest.MonkeyPatch,
-    target: Target,
-    bigram: Callable,
-    serving: Callable,
-    prompts: Callable,
-    traffic: Callable,
+    bigram: Callable, served_texts: Callable, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of ten texts the first draft knows two: those are read for the other two alone."""
-    texts = texts_of(serving(target, bigram(288), prompts(10), traffic()))
+    texts = served_texts(10)
     scorers = [Scorer(bigram(288, seed=seed), target, max_length=512) for seed in (3, 4, 5)]
     known = scorers[0].score(texts[:2], max_depth=3)
     read: list[int] = []
@@ -150,12 +141,13 @@ def test_drafts_that_are_compared_share_the_targets_pass(
 
 @pytest.mark.long
 def test_texts_of_another_target_contradict_their_logged_distributions(
-    target: Target,
-    tiny_target: Callable,
-    bigram: Callable,
     serving: Callable,
     prompts: Callable,
     traffic: Callable,
+    bigram: Callable,
+    texts_of: Callable,
+    target: Target,
+    tiny_target: Callable,
 ) -> None:
     other = Target.load(tiny_target("llama", seed=1))
     foreign = texts_of(serving(other, bigram(288), prompts(16), traffic(temperature=0.5)))
@@ -195,10 +187,10 @@ def test_weigh(gain: float, requests: int, evidence: float, decision: str) -> No
 
 @pytest.mark.long
 def test_candidates_better_equal_shuffled_and_broken(
-    target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
+    bigram: Callable, served_texts: Callable, target: Target
 ) -> None:
     live = bigram(288)
-    texts = texts_of(serving(target, live, prompts(24), traffic()))
+    texts = served_texts(24)
     better = bigram(288)
     # On the very texts it is then judged by: the gate is under test here, not the learner.
     Learner(
@@ -248,11 +240,11 @@ def test_candidates_better_equal_shuffled_and_broken(
 
 
 def test_overflowing_candidate_is_refused(
-    target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
+    bigram: Callable, served_texts: Callable, target: Target
 ) -> None:
     """Finite weights whose distribution is not: the check of the weights alone would
     let it pass."""
-    texts = texts_of(serving(target, bigram(288), prompts(16), traffic()))
+    texts = served_texts(16)
     candidate = bigram(288)
     with torch.no_grad():
         candidate.states.weight.fill_(1e30)
@@ -266,11 +258,11 @@ def test_overflowing_candidate_is_refused(
 
 
 def test_distributions_of_the_live_draft_that_are_not_finite_are_never_accepted(
-    target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
+    bigram: Callable, served_texts: Callable, target: Target
 ) -> None:
     """They are a loss, which can be compared, and neither a gain of whatever candidate nor the end
     of all comparisons."""
-    texts = texts_of(serving(target, bigram(288), prompts(24), traffic()))
+    texts = served_texts(24)
     live, worse = bigram(288), bigram(288, seed=5)
     with torch.no_grad():
         live.states.weight[texts[0].tokens[8]] = torch.nan

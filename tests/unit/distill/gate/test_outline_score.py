@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 
 from draftsmith.distill.buffer.record_table import tokens_only
-from draftsmith.distill.buffer.traffic import ServedText, stitch
 from draftsmith.distill.config import GateConfig
 from draftsmith.distill.gate.gate import decide
 from draftsmith.distill.gate.regression import watch
 from draftsmith.distill.gate.scoring import Scorer, score
 from draftsmith.distill.gate.sequential import Evidence, Ledger
 from draftsmith.drafters.target.target import Target
-from draftsmith.record import RoundRecord
 from draftsmith.train.objective.outline import TargetOutline, load_outline
 
 SIZES = {"max_depth": 3, "max_length": 512}
@@ -26,15 +24,16 @@ def outline(tiny_target: Callable[..., str]) -> TargetOutline:
     return load_outline(tiny_target("llama"), trust_remote_code=False)
 
 
-def texts_of(records: list[RoundRecord]) -> list[ServedText]:
-    requests = dict.fromkeys(one.request for one in records)
-    return [stitch([one for one in records if one.request == name]) for name in requests]
-
-
 def test_alpha_is_the_targets_where_the_logged_tokens_suffice_and_the_middle_of_bounds_elsewhere(
-    target: Target, outline: Target, bigram: Callable, serving: Callable, prompts: Callable,
+    serving: Callable,
+    prompts: Callable,
     traffic: Callable,
-) -> None:  # fmt: skip
+    bigram: Callable,
+    texts_of: Callable,
+    served_texts: Callable,
+    target: Target,
+    outline: Target,
+) -> None:
     drafter = bigram(288)
     exact = texts_of(serving(target, drafter, prompts(3), traffic(top_k=20)))
     for own, logged in zip(
@@ -43,7 +42,7 @@ def test_alpha_is_the_targets_where_the_logged_tokens_suffice_and_the_middle_of_
         np.testing.assert_allclose(logged.alpha, own.alpha, atol=1e-3)
         np.testing.assert_allclose(logged.least, own.alpha, atol=1e-3)
         assert logged.kept.tolist() == own.kept.tolist() and logged.is_consistent
-    flat = texts_of(serving(target, drafter, prompts(3), traffic()))
+    flat = served_texts(3)
     (own, *_), (logged, *_) = (score(drafter, one, flat, **SIZES) for one in (target, outline))
     low, high = logged.logged.T
     assert (low <= own.alpha + 1e-4).all() and (own.alpha <= high + 1e-4).all()
@@ -54,9 +53,14 @@ def test_alpha_is_the_targets_where_the_logged_tokens_suffice_and_the_middle_of_
 
 
 def test_positions_without_a_logged_p_are_left_out(
-    target: Target, outline: Target, bigram: Callable, serving: Callable, prompts: Callable,
+    serving: Callable,
+    prompts: Callable,
     traffic: Callable,
-) -> None:  # fmt: skip
+    bigram: Callable,
+    texts_of: Callable,
+    target: Target,
+    outline: Target,
+) -> None:
     records = serving(target, bigram(288), prompts(1), traffic(top_k=20))
     partly = [tokens_only(one) if one.round % 2 else one for one in records]
     (some,) = score(bigram(288), outline, texts_of(partly), **SIZES)
@@ -66,11 +70,10 @@ def test_positions_without_a_logged_p_are_left_out(
 
 
 def test_a_better_candidate_is_accepted_and_a_sound_version_stays(
-    target: Target, outline: Target, bigram: Callable, serving: Callable, prompts: Callable,
-    traffic: Callable,
-) -> None:  # fmt: skip
+    bigram: Callable, served_texts: Callable, outline: Target
+) -> None:
     live = bigram(288)
-    texts = texts_of(serving(target, live, prompts(16), traffic()))
+    texts = served_texts(16)
     scorer = Scorer(live, outline, max_length=512)
     config = GateConfig(requests=8)
     same = decide(scorer, bigram(288), texts, config, max_depth=3, evidence=Evidence())

@@ -262,7 +262,7 @@ def told(name: str, share: float, ended: list[Ended]) -> list[Ended]:
     return ended
 
 
-COUNTS = [12, pytest.param(300, marks=pytest.mark.long)]
+COUNTS = [4, pytest.param(300, marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -311,7 +311,7 @@ def returned(target: Target, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
     return many
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [4, pytest.param(200, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("gains", "most"), [((0.1, -0.15), 24), ((0.1, -0.05), 48), ((-0.05,), 24)]
 )
@@ -327,7 +327,7 @@ def test_a_draft_that_traffic_turned_against_goes_back_to_the_static_one(
     assert sum(one is not None for one in control) <= 0.05 * len(control), control
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [4, pytest.param(200, marks=pytest.mark.long)])
 @pytest.mark.parametrize("gains", [(0.0,), (0.1, 0.0)])
 def test_a_draft_as_good_as_the_static_one_stays(
     returned: Callable[..., list[int | None]], gains: Sequence[float], count: int

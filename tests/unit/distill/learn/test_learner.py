@@ -11,27 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.distill.buffer.traffic import ServedText, newest_within, stitch
+from draftsmith.distill.buffer.traffic import ServedText, newest_within
 from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.gate.scoring import score
 from draftsmith.distill.learn.learner import Learner, Reservoir
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.record import RecordedTaps, RoundRecord
-
-
-def texts_of(records: list[RoundRecord]) -> list[ServedText]:
-    grouped: dict[str, list[RoundRecord]] = {}
-    for record in records:
-        grouped.setdefault(record.request, []).append(record)
-    return [stitch(mine) for mine in grouped.values()]
+from draftsmith.record import RecordedTaps
 
 
 @pytest.fixture
-def served(
-    target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
-) -> list[ServedText]:
-    return texts_of(serving(target, bigram(288), prompts(12), traffic()))
+def served(served_texts: Callable[[int], list[ServedText]]) -> list[ServedText]:
+    return served_texts(12)
 
 
 def mean_alpha(drafter: torch.nn.Module, target: Target, texts: list[ServedText]) -> float:
@@ -62,7 +53,7 @@ def test_updates_raise_alpha(
     learner = Learner(
         drafter,
         target,
-        LearnConfig(lr=2e-2, steps=40, positions=positions, unroll=LearnUnroll(steps=1)),
+        LearnConfig(lr=2e-2, steps=25, positions=positions, unroll=LearnUnroll(steps=1)),
         seed=0,
     )
     report = learner.update(served)
@@ -78,7 +69,7 @@ def test_updates_follow_the_chosen_divergence(
         drafter = bigram(288)
         config = LearnConfig(
             lr=2e-2,
-            steps=40,
+            steps=25,
             positions=("accepted", "first-rejected"),
             unroll=LearnUnroll(steps=1),
             divergence=divergence,
@@ -142,16 +133,16 @@ def test_nan_gradients_are_skipped_and_end_the_update(
 def test_reservoir_is_a_fair_sample_without_distributions(served: list[ServedText]) -> None:
     rng = random.Random(0)
     counts = np.zeros(len(served))
-    for _ in range(400):
+    for _ in range(200):
         reservoir = Reservoir(4)
         for text in served:
             reservoir.add(text, rng)
         assert len(reservoir.texts) == 4 and reservoir.seen == len(served)
         for text in reservoir.texts:
             counts[[one.request for one in served].index(text.request)] += 1
-    expected = 400 * 4 / len(served)
+    expected = 200 * 4 / len(served)
     # 12 cells of a binomial with variance np(1-p); 5 standard deviations.
-    assert np.abs(counts - expected).max() < 5 * np.sqrt(400 * (1 / 3) * (2 / 3))
+    assert np.abs(counts - expected).max() < 5 * np.sqrt(200 * (1 / 3) * (2 / 3))
     assert all(not record.p and not record.q for text in reservoir.texts for record in text.records)
 
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from draftsmith.distill.buffer.traffic import ServedText, is_held_out_prompt, stitch
+from draftsmith.distill.buffer.traffic import ServedText, is_held_out_prompt
 from draftsmith.distill.config import GateConfig, LearnConfig, LearnUnroll
 from draftsmith.distill.learn import learner as learning
 from draftsmith.distill.learn.learner import Learner
@@ -44,12 +44,8 @@ def folder_of(root: Path, name: str, count: int, first: int) -> str:
 
 
 @pytest.fixture
-def served(
-    target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
-) -> list[ServedText]:
-    records = serving(target, bigram(288), prompts(12), traffic())
-    names = dict.fromkeys(one.request for one in records)
-    return [stitch([one for one in records if one.request == name]) for name in names]
+def served(served_texts: Callable[[int], list[ServedText]]) -> list[ServedText]:
+    return served_texts(12)
 
 
 def learner_of(

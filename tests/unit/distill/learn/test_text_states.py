@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from draftsmith.distill.buffer.traffic import ServedText, stitch
+from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.gate.scoring import Scorer
 from draftsmith.distill.learn import text_states
@@ -21,7 +21,6 @@ from draftsmith.distill.learn.text_states import (
 )
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.products.float32_products import has_kernel
-from draftsmith.record import RoundRecord
 from draftsmith.train.data.batches import mask_of, padded
 from draftsmith.train.objective.teacher import LiveSource
 from scripts.paths import ROOT
@@ -41,13 +40,8 @@ def texts() -> list[torch.Tensor]:
 
 
 @pytest.fixture
-def served(
-    target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
-) -> list[ServedText]:
-    grouped: dict[str, list[RoundRecord]] = {}
-    for record in serving(target, bigram(288), prompts(12), traffic()):
-        grouped.setdefault(record.request, []).append(record)
-    return [text for records in grouped.values() if (text := stitch(records)) is not None]
+def served(served_texts: Callable[[int], list[ServedText]]) -> list[ServedText]:
+    return served_texts(12)
 
 
 def read(

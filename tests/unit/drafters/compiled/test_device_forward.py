@@ -186,7 +186,8 @@ def test_the_device_decides_what_a_forward_is_made_of() -> None:
     assert steps_for(cpu, torch.bfloat16) == "cpu"
 
 
-def test_no_weight_is_held_twice(tiny_target) -> None:
+@torch.no_grad()
+def test_no_weight_is_held_twice_and_those_written_in_place_count_at_once(tiny_target) -> None:
     target = made(tiny_target("llama"), torch.float32)
     parameters = dict(target.model.named_parameters())
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in parameters.values()}  # fmt: skip
@@ -194,11 +195,6 @@ def test_no_weight_is_held_twice(tiny_target) -> None:
     joined = target._captured.body._packed
     assert len(joined) == 2 * target.num_layers
     assert {one._weight.untyped_storage().data_ptr() for one in joined} <= set(storages)
-
-
-@torch.no_grad()
-def test_weights_written_in_place_count_at_once(tiny_target) -> None:
-    target = made(tiny_target("llama"), torch.float32)
     for parameter in target.model.model.layers.parameters():
         parameter.mul_(1.25)
     found = everything(target)

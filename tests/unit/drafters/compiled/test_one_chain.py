@@ -4,9 +4,11 @@ and every other round left to them."""
 from __future__ import annotations
 
 import ctypes
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -49,19 +51,20 @@ MANY = [(row, 8, 3) for row in range(MOST_ROWS // 6)]  # more tokens than a pass
 LONG = [(250, 4, 6), (700, 2, 3)]  # behind the first table of angles
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
-def target(request: pytest.FixtureRequest, tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"), dtype=request.param)
+@pytest.fixture(scope="module")
+def target_of(tiny_target: Callable[..., str]) -> Callable[[torch.dtype], Target]:
+    return functools.cache(lambda dtype: Target.load(tiny_target("llama"), dtype=dtype))
 
 
 @pytest.fixture(scope="module")
-def float32(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"), dtype=torch.float32)
+def float32(target_of: Callable[[torch.dtype], Target]) -> Target:
+    return target_of(torch.float32)
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def drafter(request: pytest.FixtureRequest, target: Target):
-    return made(request.param, target)
+@pytest.fixture(scope="module")
+def drafter_of(target_of: Callable[[torch.dtype], Target]) -> Callable[..., Any]:
+    """For tests that leave it as it is."""
+    return functools.cache(lambda kind, dtype=torch.float32: made(kind, target_of(dtype)))
 
 
 def made(kind: str, target: Target):
@@ -133,31 +136,40 @@ def assert_same(
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch, drafter) -> list[bool]:
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each round was one call."""
     found: list[bool] = []
-    original = type(drafter.one_chain).draft
+    original = one_chain.OneChain.draft
 
     def draft(*arguments) -> bool:
         found.append(original(*arguments))
         return found[-1]
 
-    monkeypatch.setattr(type(drafter.one_chain), "draft", draft)
+    monkeypatch.setattr(one_chain.OneChain, "draft", draft)
     return found
 
 
-@pytest.mark.parametrize(
-    ("options", "rows"),
-    [
-        pytest.param({"temperature": 1.0}, PLAIN, id="{'temperature': 1.0}-plain"),
-        pytest.param({"temperature": 0.0}, RAGGED, id="{'temperature': 0.0}-ragged"),
-        pytest.param(SAMPLED, RAGGED, id="filtered-ragged"),
-        pytest.param({"temperature": 0.0}, MANY, id="greedy-many"),
-        pytest.param(SAMPLED, LONG, id="filtered-long"),
-    ],
-)
-def test_one_call_gives_the_bits_of_many(drafter, target: Target, rows, options, taken) -> None:
-    inputs = round_of(drafter, target, rows, **options)
+FLAT, GREEDY = {"temperature": 1.0}, {"temperature": 0.0}
+FULL, HALF = torch.float32, torch.bfloat16
+CASES = {
+    "eagle3": ("eagle3", FULL, FLAT, PLAIN),
+    "eagle3 bfloat16": ("eagle3", HALF, SAMPLED, RAGGED),
+    "eagle3 subset": ("eagle3 subset", FULL, GREEDY, RAGGED),
+    "eagle3 norms": ("eagle3 norms", FULL, SAMPLED, LONG),
+    "eagle1": ("eagle1", FULL, GREEDY, MANY),
+    "mtp": ("mtp", FULL, SAMPLED, RAGGED),
+    "draft-lm": ("draft-lm", FULL, FLAT, PLAIN),
+    "draft-lm long": ("draft-lm", FULL, SAMPLED, LONG),
+    "draft-lm bfloat16": ("draft-lm", HALF, GREEDY, RAGGED),
+}
+
+
+@pytest.mark.parametrize(("kind", "dtype", "options", "rows"), CASES.values(), ids=CASES)
+def test_one_call_gives_the_bits_of_many(
+    kind, dtype, options, rows, target_of, drafter_of, taken
+) -> None:
+    drafter = drafter_of(kind, dtype)
+    inputs = round_of(drafter, target_of(dtype), rows, **options)
     found = drafts(drafter, inputs, at_once=True)
     assert taken == [True]
     assert_same(found, drafts(drafter, inputs, at_once=False))
@@ -169,9 +181,10 @@ def test_one_call_gives_the_bits_of_many(drafter, target: Target, rows, options,
 
 
 @pytest.mark.parametrize("undecided", [0, 2])
-def test_draws_that_are_torch_s_go_on_from_there(drafter, target: Target, undecided, taken) -> None:
+def test_draws_that_are_torch_s_go_on_from_there(float32, drafter_of, undecided, taken) -> None:
     """The chain's own draw refuses at one depth."""
-    inputs = round_of(drafter, target, RAGGED, temperature=1.0)
+    drafter = drafter_of("eagle3")
+    inputs = round_of(drafter, float32, RAGGED, temperature=1.0)
     chain, calls = drafter.one_chain, []
     real = ctypes.cast(chain._chain.draw, Draw)
 
@@ -224,12 +237,10 @@ def test_memory_is_taken_by_the_first_round(float32: Target) -> None:
 
 
 def test_drafts_that_take_turns_share_memory(float32: Target) -> None:
-    drafters = [made("eagle3", float32) for _ in range(3)]
+    first, sharing, alone = (made("eagle3", float32) for _ in range(3))
     with torch.no_grad():
-        for drafter in drafters[1:]:
-            for parameter in drafter.parameters():
-                parameter.mul_(1.5)
-    first, sharing, alone = drafters
+        for parameter in (*sharing.parameters(), *alone.parameters()):
+            parameter.mul_(1.5)
     given = round_of(first, float32, RAGGED, **SAMPLED)
     expected = [drafts(one, given, at_once=True) for one in (first, alone, first, alone)]
     assert not torch.equal(expected[0][0].logits, expected[1][0].logits)
@@ -248,14 +259,13 @@ def test_drafts_that_could_not_use_it_have_no_chain(
     )
     other.eval().capture_forward()
     assert other._captured is not None and other.one_chain is None
-    made("eagle3", float32)
     monkeypatch.setattr(one_chain, "MOST_QUERIES", 0)
     with pytest.raises(AssertionError):
         made("eagle3", float32)
 
 
-def test_several_threads_draft_the_same(float32: Target) -> None:
-    drafter, threads = made("eagle3", float32), torch.get_num_threads()
+def test_several_threads_draft_the_same(float32: Target, drafter_of) -> None:
+    drafter, threads = drafter_of("eagle3"), torch.get_num_threads()
     inputs = round_of(drafter, float32, RAGGED, temperature=1.0)
     found = []
     try:
@@ -268,16 +278,11 @@ def test_several_threads_draft_the_same(float32: Target) -> None:
 
 
 def test_rounds_that_the_kernels_do_not_take_are_drafted_token_by_token(
-    float32: Target, monkeypatch: pytest.MonkeyPatch
+    float32: Target, drafter_of, taken
 ) -> None:
-    drafter = made("eagle3", float32)
+    drafter = drafter_of("eagle3")
     chain = drafter.one_chain
     inputs = round_of(drafter, float32, PLAIN, temperature=0.0)
-    taken: list[bool] = []
-    original = type(chain).draft
-    monkeypatch.setattr(
-        type(chain), "draft", lambda *given: taken.append(original(*given)) or taken[-1]
-    )
     many = [(0, 2, 1)] * (MOST_ROWS + 1)
     for other in (
         replace(inputs, adjust=lambda logits, rows, prefixes: logits),
@@ -308,8 +313,10 @@ def test_a_draft_without_numbers_has_no_mass(float32: Target) -> None:
             assert not found.has_mass.any()
 
 
-def test_a_token_outside_the_vocabulary_or_its_blocks_is_an_error(float32: Target) -> None:
-    drafter = made("draft-lm", float32)
+def test_a_token_outside_the_vocabulary_or_its_blocks_is_an_error(
+    float32: Target, drafter_of
+) -> None:
+    drafter = drafter_of("draft-lm")
     inputs = round_of(drafter, float32, PLAIN, temperature=0.0)
     strange = inputs.tokens.clone()
     strange[2] = float32.vocab_size

@@ -143,7 +143,7 @@ def launches(head: FeatureHead) -> Launches:
 STEPS = {"eagle3": (77, 30), "mtp": (88, 34)}
 
 
-@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("mtp", marks=pytest.mark.long)])
 def test_a_step_takes_fewer_launches(
     kind: str,
     head: Callable[..., Any],

@@ -210,8 +210,9 @@ def test_sparse_distributions_lose_what_the_draft_and_the_target_differ_by_withi
     )
 
 
-def test_a_flipped_byte_is_found_in_the_text_that_has_it(target, stored):
-    corpus = corpus_of(folder := stored(store_taps="fp8", taps=TAPS))
+def test_a_flipped_byte_is_found_in_the_text_that_has_it(target, shared, tmp_path):
+    whole = shared(store_taps="fp8", taps=TAPS)
+    corpus = corpus_of(folder := shutil.copytree(whole, tmp_path / "data"))
     path = tap_file(folder / "part-00001.parquet")
     damaged = bytearray(path.read_bytes())
     begin = 8 + int.from_bytes(damaged[:8], "little")
@@ -276,8 +277,11 @@ def test_the_cost_is_told_first_and_a_small_disk_refused(
     )
 
 
-def test_what_was_stored_of_something_else_is_refused(target, stored, tiny_target):
-    corpus = corpus_of(folder := stored(store_taps="bf16", taps=TAPS))
+def test_what_was_stored_of_something_else_is_refused(
+    target, stored, shared, tiny_target, tmp_path
+):
+    whole = shared(store_taps="bf16", taps=TAPS)
+    corpus = corpus_of(folder := shutil.copytree(whole, tmp_path / "data"))
     other = Target.load(tiny_target("llama", seed=1))
     with pytest.raises(UserError, match="of other weights"):
         stored_source(other, folder, corpus.provenance, TAPS)
@@ -347,12 +351,10 @@ def test_stores_of_several_folders_are_read_as_one(target, stored, store, tmp_pa
     assert together.total.item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_folders_that_store_different_things_are_refused(target, stored, tmp_path):
-    few = {"count": 2, "max_tokens": 2}
-    one = stored(**few, store_taps="bf16", taps=TAPS).rename(tmp_path / "one")
-    other = stored(**few, top_logprobs=8).rename(tmp_path / "other")
-    third = stored(**few, top_logprobs=4).rename(tmp_path / "third")
-    for folders, said in (((one, other), "some of the folders"), ((other, third), "store 8, 4")):
+def test_folders_that_store_different_things_are_refused(target, stored, shared):
+    one, other = shared(store_taps="bf16", taps=TAPS), shared(top_logprobs=64)
+    third = stored(count=2, max_tokens=2, top_logprobs=4)
+    for folders, said in (((one, other), "some of the folders"), ((other, third), "store 64, 4")):
         mixture = read_mixture(
             [str(path) for path in folders], target, max_length=64, held_out_share=0.0
         )
