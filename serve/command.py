@@ -219,7 +219,12 @@ def http_server(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        print(f"draftsmith: serving {name!r} on http://{host}:{port}", file=sys.stderr, flush=True)
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        print(
+            f"draftsmith: serving {name!r} on {url} (dashboard: {url}/dashboard)",
+            file=sys.stderr,
+            flush=True,
+        )
         yield
 
     app.router.lifespan_context = lifespan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fastapi import FastAPI
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 
 from draftsmith.serve.dashboard.data import Source
 
@@ -21,6 +21,10 @@ POLICY = (
 
 def add_dashboard(app: FastAPI, source: Source) -> None:
     page = PAGE.read_text(encoding="utf-8")
+
+    @app.get("/", include_in_schema=False)
+    async def lead() -> Response:
+        return RedirectResponse("dashboard")
 
     @app.get("/dashboard", include_in_schema=False)
     async def show() -> Response:

@@ -20,7 +20,16 @@ from draftsmith.serve.http.errors import Refusal, overloaded, timed_out
 
 T = TypeVar("T")
 
-OPEN_PATHS = ("/health", "/ping", "/metrics", "/version", "/load", "/openapi.json", "/dashboard")
+OPEN_PATHS = (
+    "/health",
+    "/ping",
+    "/metrics",
+    "/version",
+    "/load",
+    "/openapi.json",
+    "/dashboard",
+    "/",
+)
 ANSWERING_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 
 

@@ -279,7 +279,7 @@ def unknown_key(key: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -
     name = key.rpartition(".")[2]
     near = [one for one in elsewhere if one.rpartition(".")[2] == name]
     if len(near) != 1:
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     mend = f"did you mean {near[0]!r}?" if near else f"known options are {', '.join(sorted(known))}"
     return f"unknown option {key!r}; {mend}"
 

@@ -90,6 +90,7 @@ def test_the_page_stands_alone_and_may_load_nothing(server: Any) -> None:
 
 def test_without_a_key_nobody_sees_more_than_the_empty_page(guarded: Any) -> None:
     assert guarded.http.get("/dashboard").status_code == 200
+    assert guarded.http.get("/").headers["location"] == "dashboard"
     assert guarded.http.get("/dashboard/data").status_code == 401
     assert guarded.http.get("/dashboard/data", headers=BEARER).status_code == 200
 

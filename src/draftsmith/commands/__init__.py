@@ -2,6 +2,7 @@
 
 Files in reading order:
 - `table`: every command with its options, its function and its extra
+- `peers`: names of options in vLLM, transformers and speculators
 - `arguments`: flags from a configuration dataclass; values from recipes, overrides and flags
 - `generate`: the dataset of answers, joined to the engine that writes and drafts them
 - `serve`: the server, joined to the buffer that stores its rounds

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 from draftsmith import config as configuration
+from draftsmith.commands.peers import in_our_names
 from draftsmith.commands.table import COMMANDS
 from draftsmith.errors import UserError
 
@@ -19,6 +20,8 @@ TARGET = "target"  # option that a word without a name stands for
 
 
 class Parser(argparse.ArgumentParser):
+    keys: Sequence[str] = ()  # of all options, those without a flag too
+
     def error(self, message: str) -> NoReturn:
         # argparse lists the optional extra among what is missing.
         raise UserError(f"{message.replace(f', {EXTRA}', '')}; see {self.prog} --help")
@@ -43,6 +46,7 @@ def parser_for(name: str, cls: type) -> Parser:
         description=COMMANDS[name].summary,
         allow_abbrev=False,
     )
+    parser.keys = configuration.dotted_names(cls)
     groups = flag_groups(parser, cls)
     for option in configuration.flag_options(cls):
         field = option.field
@@ -93,14 +97,15 @@ def is_listed(field: dataclasses.Field, wanted: Any) -> bool:
 
 
 def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
-    arguments, unknown = parser.parse_known_intermixed_args(argv)
+    flags = [
+        flag
+        for action in parser._actions
+        for flag in action.option_strings
+        if flag.startswith("--")
+    ]
+    words = in_our_names(argv, flags, parser.keys)
+    arguments, unknown = parser.parse_known_intermixed_args(words)
     if unknown:
-        flags = [
-            flag
-            for action in parser._actions
-            for flag in action.option_strings
-            if flag.startswith("--")
-        ]
         raise UserError(configuration.unknown_key(unknown[0].split("=")[0], flags))
     return arguments
 

@@ -295,3 +295,31 @@ def test_limits_that_machines_have_are_named() -> None:
     assert refusal("a", "--target", "t", "steps=1e30").endswith(
         "it must be at least 1 and below 2**63"
     )
+
+
+@pytest.mark.parametrize(
+    "command, words, ours",
+    [
+        ("serve", "--model T --max-model-len 64 --served-model-name n",
+         "--target T --max-length 64 --name n"),
+        ("serve", "--max_num_seqs=4 --tensor-parallel-size 2", "--max-batch=4 --tensor-parallel 2"),
+        ("train", "mtp --lr 1e-4 --num-train-epochs=2 --output-dir O",
+         "mtp optim.lr=1e-4 --epochs=2 --out O"),
+        ("train", "mtp --learning-rate=1e-4 --ttt-steps 3", "mtp optim.lr=1e-4 unroll.steps=3"),
+        ("generate", "--num-prompts 8 --max-new-tokens 9", "--count 8 --max-tokens 9"),
+    ],
+)  # fmt: skip
+def test_names_of_peers_are_taken_and_told(
+    command: str, words: str, ours: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = parser_for(command, load(COMMANDS[command].config))
+    assert parse(parser, words.split()) == parse(parser, ours.split())
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == sum(word.startswith("--") for word in words.split())
+    assert all(line.startswith("draftsmith: --") and line.endswith(" here") for line in told)
+
+
+def test_a_name_of_our_own_is_no_peers(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = parser_for("bench", load(COMMANDS["bench"].config))
+    found = parse(parser, ["--model", "m", "--num-prompts", "3"])
+    assert (found.model, found.num_prompts) == ("m", "3") and not capsys.readouterr().err

@@ -1,0 +1,67 @@
+"""Names that options have in vLLM, transformers and speculators, taken for ours. Torch-free."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+
+# Peers' name -> ours. An option of ours that has the name itself comes first.
+NAMES = {
+    "model": "target",
+    "model-name-or-path": "target",
+    "verifier-name-or-path": "target",
+    "target-model-path": "target",
+    "speculative-model": "draft",
+    "served-model-name": "name",
+    "max-model-len": "max_length",
+    "max-seq-len": "max_length",
+    "max-seq-length": "max_length",
+    "max-num-seqs": "max_batch",
+    "max-num-batched-tokens": "max_round_tokens",
+    "max-new-tokens": "max_tokens",
+    "max-concurrency": "concurrency",
+    "enable-prefix-caching": "prefix_cache",
+    "tensor-parallel-size": "tensor_parallel",
+    "num-prompts": "count",
+    "num-samples": "count",
+    "output-dir": "out",
+    "data-path": "data",
+    "lr": "optim.lr",
+    "learning-rate": "optim.lr",
+    "lr-scheduler-type": "optim.schedule",
+    "warmup-ratio": "optim.warmup",
+    "weight-decay": "optim.weight_decay",
+    "max-grad-norm": "optim.max_grad_norm",
+    "num-train-epochs": "epochs",
+    "num-epochs": "epochs",
+    "max-steps": "steps",
+    "per-device-train-batch-size": "batch_size",
+    "gradient-accumulation-steps": "accumulate",
+    "ttt-steps": "unroll.steps",
+    "ttt-length": "unroll.steps",
+    "logging-steps": "log_every",
+    "save-steps": "save_every",
+    "eval-steps": "eval_every",
+}
+
+
+def in_our_names(argv: Sequence[str], flags: Collection[str], keys: Collection[str]) -> list[str]:
+    """`argv` with peers' names replaced, each told on standard error. `flags` are the command's, as
+    `--max-length`; `keys` all its options, those without a flag too, as `optim.lr`."""
+    words, found = list(argv), []
+    while words:
+        word = words.pop(0)
+        name, is_joined, value = word.partition("=")
+        ours = NAMES.get(name[2:].replace("_", "-")) if name.startswith("--") else None
+        flag = "--" + (ours or "").replace("_", "-")
+        if name in flags or ours is None or not (flag in flags or ours in keys):
+            found.append(word)
+            continue
+        if flag in flags:
+            found.append(f"{flag}={value}" if is_joined else flag)
+        elif is_joined or words:
+            found.append(f"{ours}={value if is_joined else words.pop(0)}")
+        else:
+            found.append(word)
+        print(f"draftsmith: {name} is {flag if flag in flags else ours} here", file=sys.stderr)
+    return found
