@@ -6,14 +6,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import sys
 import typing
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from draftsmith import config as configuration
 from draftsmith.commands.peers import in_our_names
 from draftsmith.commands.table import COMMANDS
 from draftsmith.errors import UserError
+from draftsmith.files import read_json
 
 EXTRA = "recipe.yaml | key=value"
 TARGET = "target"  # option that a word without a name stands for
@@ -155,7 +158,24 @@ def collect(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
     for path, _, _ in configuration.flag_options(cls):
         if (value := getattr(arguments, ".".join(path), None)) is not None:
             values = configuration.merge(values, configuration.at_path(path, value))
-    return values | {name: found for name, found in listed.items() if found}
+    values |= {name: found for name, found in listed.items() if found}
+    return values | recorded_target(cls, values)
+
+
+def recorded_target(cls: type, values: dict[str, Any]) -> dict[str, str]:
+    """The target that a local draft's record names, where the draft is given without one."""
+    draft = values.get("draft")
+    if not isinstance(draft, str) or TARGET in values or "url" in values:
+        return {}
+    path = Path(draft) / "draftsmith.json"
+    if all(one.name != TARGET for one in dataclasses.fields(cls)) or not path.is_file():
+        return {}
+    record = read_json(path).get(TARGET)
+    name = record.get("name") if isinstance(record, dict) else None
+    if not isinstance(name, str):
+        return {}
+    print(f"draftsmith: the target is {name!r}, as {str(path)!r} records", file=sys.stderr)
+    return {TARGET: name}
 
 
 def unnamed(cls: type, arguments: argparse.Namespace, extra: Sequence[str]) -> list[str]:

@@ -323,3 +323,23 @@ def test_a_name_of_our_own_is_no_peers(capsys: pytest.CaptureFixture[str]) -> No
     parser = parser_for("bench", load(COMMANDS["bench"].config))
     found = parse(parser, ["--model", "m", "--num-prompts", "3"])
     assert (found.model, found.num_prompts) == ("m", "3") and not capsys.readouterr().err
+
+
+def test_a_draft_alone_brings_its_target(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def given(command: str, *words: str) -> dict[str, Any]:
+        cls = load(COMMANDS[command].config)
+        return collect(cls, parse(parser_for(command, cls), words))
+
+    draft = str(tmp_path)
+    assert "target" not in given("serve", "--draft", draft)
+    (tmp_path / "draftsmith.json").write_text('{"target": {"name": "org/model"}}')
+    for command in ("serve", "bench", "eval"):
+        assert given(command, "--draft", draft)["target"] == "org/model"
+        assert "'org/model'" in capsys.readouterr().err
+    assert given("serve", "mine", "--draft", draft)["target"] == "mine"
+    assert "target" not in given("bench", "--url", "http://a", "--draft", draft)
+    assert not capsys.readouterr().err
+    (tmp_path / "draftsmith.json").write_text('{"target": [1]}')
+    assert "target" not in given("serve", "--draft", draft)
