@@ -3,13 +3,13 @@ checkpoint itself says."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from draftsmith.drafters.checkpoint import draft_sampling_of
+from draftsmith.drafters.checkpoint import RECORD, draft_sampling_of
 from draftsmith.train.export.layouts.serving import (
     SGLANG_ALGORITHMS,
     VLLM_GREEDY,
@@ -55,21 +55,24 @@ PROBABILISTIC = (
 
 
 def model_card(source: ExportSource, *, engine: str, name: str) -> str:
+    found = evaluations(source.metadata)
     sections = [
-        front_matter(source),
+        front_matter(source, name, found),
         f"# {name}\n\nA draft for [speculative decoding](https://arxiv.org/abs/2211.17192) with "
         f"`{source.target_name}`: "
         f"{METHODS[source.family]}. Speculation with it never changes the target's "
         "output distribution, only its speed.\n\n"
         f"Exported with draftsmith {__version__}, layout {engine}.",
-        "## Measured acceptance\n\n" + measured(evaluations(source.metadata)),
-        "## Training\n\n" + training(source.metadata.get("training") or {}),
         "## Serving\n\n" + serving(source, engine=engine, name=name),
+        "## Measured acceptance\n\n" + measured(found),
+        *by_task(found),
+        "## Training\n\n" + training(source.metadata.get("training") or {}),
     ]
     return "\n\n".join(sections) + "\n"
 
 
-def front_matter(source: ExportSource) -> str:
+def front_matter(source: ExportSource, name: str, found: Sequence[dict[str, Any]]) -> str:
+    """What the Hub reads: tags, target, data sets and results."""
     values: dict[str, Any] = {
         "library_name": "transformers" if source.family == "draft-lm" else "draftsmith",
         "pipeline_tag": "text-generation",
@@ -77,6 +80,27 @@ def front_matter(source: ExportSource) -> str:
     }
     if is_hub_id(source.target_name):
         values |= {"base_model": source.target_name}
+    data = (source.metadata.get("training") or {}).get("data") or {}
+    prompts = data.get("prompts")
+    if isinstance(prompts, str) and is_hub_id(prompts):
+        values |= {"datasets": [prompts]}
+    results = [
+        {
+            "task": {"type": "text-generation"},
+            "dataset": {"name": Path(one["data"]).name, "type": "prompts"},
+            "metrics": [
+                {
+                    "type": "accepted-length",
+                    "name": f"tau, temperature {one['temperature']:g}, k = {one['k']}",
+                    "value": round(one["tau"]["value"], 3),
+                }
+            ],
+        }
+        for one in found
+        if isinstance(one.get("data"), str)
+    ]
+    if results:
+        values |= {"model-index": [{"name": name, "results": results}]}
     return "---\n" + yaml.safe_dump(values, sort_keys=False) + "---"
 
 
@@ -128,6 +152,20 @@ def measured(found: list[dict[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n\n" + explanation
 
 
+def by_task(found: Sequence[dict[str, Any]]) -> list[str]:
+    """The table of tau by task or data folder, where there are several."""
+    parts = {f"{one['temperature']:g}": one["folders"] for one in found if "folders" in one}
+    tasks = list(dict.fromkeys(task for part in parts.values() for task in part))
+    if not tasks:
+        return []
+    head = ["prompts", *(f"tau, temperature {temperature}" for temperature in parts)]
+    rows = [head, ["---"] * len(head)]
+    for task in tasks:
+        taus = [interval(part[task]["tau"]) if task in part else "-" for part in parts.values()]
+        rows.append([Path(task).name, *taus])
+    return ["\n".join(f"| {' | '.join(row)} |" for row in rows)]
+
+
 def interval(tau: dict[str, float]) -> str:
     return f"{tau['value']:.2f} ({tau['low']:.2f} to {tau['high']:.2f})"
 
@@ -135,8 +173,7 @@ def interval(tau: dict[str, float]) -> str:
 def training(record: dict[str, Any]) -> str:
     if not record:
         return "The checkpoint carries no training record."
-    shown = json.dumps(record, indent=2, ensure_ascii=False)
-    return f"{summary(record)}The whole record that the trainer left:\n\n```json\n{shown}\n```"
+    return f"{summary(record)}`{RECORD}` holds the whole record that the trainer left."
 
 
 def summary(record: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from transformers import AutoModelForCausalLM
 
 from draftsmith.drafters import checkpoint
@@ -184,7 +185,25 @@ def test_the_card_shows_what_was_measured(draft: Path) -> None:
     assert "| temperature | tau (95 %) | alpha_1 | alpha_2 | alpha_3 | tokens |" in card
     assert "| 0 | 2.50 (2.49 to 2.51) | 0.710 | 0.620 | - | 1234 |" in card
     assert card.index("| 0 | 2.50") < card.index("| 1 | 2.25")
-    assert '"steps": 7' in card and "Method: by a test." in card
+    assert "Method: by a test." in card and "`draftsmith.json` holds the whole record" in card
+    assert card.index("## Serving") < card.index("## Measured") < card.index("## Training")
+
+
+def test_the_card_is_read_at_a_glance_and_by_the_hub(draft: Path) -> None:
+    tasks = {"qa": {"tau": estimate(2.5)}, "runs/data/math": {"tau": estimate(2.1)}}
+    found = [evaluation(t, 2.4) | {"data": "spec-bench", "folders": tasks} for t in (0.0, 1.0)]
+    data = {"prompts": "org/chats", "answers": 24, "tokens": 1130, "temperature": 1.0}
+    training = {"steps": 300, "data": data, "config": {f"option_{n}": n for n in range(500)}}
+    set_record(draft, evaluation=found, training=training)
+    card = (export(draft) / "README.md").read_text()
+    front = yaml.safe_load(card.split("---")[1])
+    [entry] = front["model-index"]
+    assert [one["metrics"][0]["value"] for one in entry["results"]] == [2.4, 2.4]
+    assert entry["results"][0]["dataset"]["name"] == "spec-bench"
+    assert front["datasets"] == ["org/chats"]
+    assert "| prompts | tau, temperature 0 | tau, temperature 1 |" in card
+    assert "| math | 2.10 (2.09 to 2.11) | 2.10 (2.09 to 2.11) |" in card
+    assert len(card.split("---", 2)[2].splitlines()) <= 60
 
 
 def test_the_card_shows_decoded_beside_predicted(draft: Path) -> None:
