@@ -72,7 +72,7 @@ def model_card(source: ExportSource, *, engine: str, name: str) -> str:
 
 
 def front_matter(source: ExportSource, name: str, found: Sequence[dict[str, Any]]) -> str:
-    """What the Hub reads: tags, target, data sets and results."""
+    """Fields that the Hub reads: tags, target, data sets and results."""
     values: dict[str, Any] = {
         "library_name": "transformers" if source.family == "draft-lm" else "draftsmith",
         "pipeline_tag": "text-generation",

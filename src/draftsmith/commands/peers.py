@@ -46,8 +46,8 @@ NAMES = {
 
 
 def in_our_names(argv: Sequence[str], flags: Collection[str], keys: Collection[str]) -> list[str]:
-    """`argv` with peers' names replaced, each told on standard error. `flags` are the command's, as
-    `--max-length`; `keys` all its options, those without a flag too, as `optim.lr`."""
+    """`argv` with peers' names replaced, each reported on standard error. `flags` are the
+    command's, as `--max-length`; `keys` all its options, those without a flag, as `optim.lr`."""
     words, found = list(argv), []
     while words:
         word = words.pop(0)
