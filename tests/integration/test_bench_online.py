@@ -28,6 +28,7 @@ def work(tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
+@pytest.mark.long
 def test_a_stream_is_served_learned_from_and_kept(work: Path, tmp_path: Path) -> None:
     words = ["--work", work, "--out", tmp_path / "online", "--seeds", 1, "--requests", 24]
     arguments = [str(word) for word in [*words, "--only", "sudden"]]

@@ -573,6 +573,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.long
 def test_prompts_that_the_target_writes_are_the_same_after_a_kill_and_by_several_processes(
     talkative: str, tmp_path: Path
 ) -> None:

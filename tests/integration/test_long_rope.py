@@ -274,6 +274,7 @@ def test_control_served_unchecked_texts_depend_on_all_of_it(unchecked, load):
     assert num_changed >= 6
 
 
+@pytest.mark.long
 def test_the_audit_finds_a_server_of_it(load, live_server, tmp_path, request):
     """And clears one whose factors are fixed."""
     found = []

@@ -100,7 +100,14 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "chains",
+        "sampled trees",
+        *(pytest.param(one, marks=pytest.mark.long) for one in ("blocks", "text first")),
+    ],
+)
 def test_a_row_is_drafted_as_if_its_draft_were_alone(
     kind: str, target: Target, tmp_path: Path
 ) -> None:

@@ -110,7 +110,14 @@ def run(engine: EngineCore, folders: list[str]) -> int:
 
 
 # A chain of states, blocks, heads apart, a model.
-@pytest.mark.parametrize("family", ["eagle3", "dspark", "medusa", "draft-lm"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "eagle3",
+        "medusa",
+        *(pytest.param(one, marks=pytest.mark.long) for one in ("dspark", "draft-lm")),
+    ],
+)
 def test_greedy_text_is_the_same_with_a_swap_before_every_round(
     family: str, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

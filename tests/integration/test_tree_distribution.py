@@ -214,7 +214,7 @@ def blind(*arguments: Any) -> TreePass:
     )
 
 
-@pytest.mark.parametrize("broken", ["q", "masks"])
+@pytest.mark.parametrize("broken", ["q", pytest.param("masks", marks=pytest.mark.long)])
 def test_broken_rounds_are_seen(
     broken: str,
     target: Target,

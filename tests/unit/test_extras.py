@@ -180,6 +180,7 @@ def test_the_table_is_what_pyproject_declares() -> None:
         assert known - {"starlette", "pydantic"} == declared - {"httptools", "uvloop"}
 
 
+@pytest.mark.long
 def test_serving_imports_neither_trainers_nor_plots() -> None:
     script = (
         "import sys\nfor name in ('accelerate', 'datasets', 'peft', 'deepspeed', 'matplotlib'): "

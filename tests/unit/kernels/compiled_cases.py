@@ -74,8 +74,6 @@ def of_divergence(
 
 # The first of them for an sm_80, which has the least shared memory, the others for an sm_90.
 FEW = [
-    of_attention("576/512", BF16, "prompt"),
-    of_attention("128", BF16, "decode"),
     of_attention("128", BF16, "prompt", FULL, has_tree=True),
     of_verification("chain", BF16, 5, has_q=True),
     of_divergence("jsd", BF16),

@@ -136,7 +136,10 @@ def test_values_and_gradients_are_those_of_a_dense_mask(
     check(made, SEGMENTS if packed else None, first, window, causal=True)
 
 
-@pytest.mark.parametrize("own_context, window", [(False, None), (True, 20), (False, 2)])
+@pytest.mark.parametrize(
+    "own_context, window",
+    [(True, 20), *(pytest.param(False, one, marks=pytest.mark.long) for one in (None, 2))],
+)
 def test_flex_attention_gives_those_of_a_dense_mask(
     own_context: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

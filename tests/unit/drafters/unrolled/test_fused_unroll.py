@@ -133,7 +133,13 @@ def test_values_and_gradients_are_those_of_a_dense_mask(
 
 
 @pytest.mark.parametrize(
-    "packed, window, first", [(False, None, 0), (True, None, 45), (False, 2, 45), (True, 20, 0)]
+    "packed, window, first",
+    [
+        (False, None, 0),
+        pytest.param(True, None, 45, marks=pytest.mark.long),
+        pytest.param(False, 2, 45, marks=pytest.mark.long),
+        pytest.param(True, 20, 0, marks=pytest.mark.long),
+    ],
 )
 def test_flex_attention_gives_those_of_a_dense_mask(
     packed: bool, window: int | None, first: int, monkeypatch: pytest.MonkeyPatch

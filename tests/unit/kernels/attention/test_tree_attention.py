@@ -216,14 +216,11 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (6, 2)])
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("rows", ROWS)
-def test_a_node_attends_along_its_own_path(
-    rows: list[Row], options: dict, heads: int, kv_heads: int
-) -> None:
-    found, expected = run_rows(rows, options, Case(heads, kv_heads), CPU)
-    torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-4)
+def test_a_node_attends_along_its_own_path(options: dict) -> None:
+    for rows, heads in zip(ROWS, itertools.cycle([(4, 4), (6, 2)])):
+        found, expected = run_rows(rows, options, Case(*heads), CPU)
+        torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-4)
 
 
 @st.composite
@@ -259,7 +256,7 @@ def test_the_kernel_equals_the_reference(
 @pytest.mark.parametrize(
     "rows, impl, spoiled",
     [
-        *itertools.product([*ROWS, *PLAIN], ["torch"], [(1,), (2, 3), (5,)]),
+        *zip([*ROWS, *PLAIN], itertools.repeat("torch"), itertools.cycle([(2, 3), (5,), (1,)])),
         *zip([*ROWS, *PLAIN], itertools.repeat("triton"), itertools.cycle([(1,), (2, 3), (5,)])),
     ],
 )
@@ -274,7 +271,7 @@ def test_what_is_not_finite_reaches_only_those_who_see_it(
     torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-4, equal_nan=True)
 
 
-@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (4, 4), (20, 1)])
+@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (20, 1)])
 def test_the_kernel_takes_any_heads_and_half_floats(
     heads: int, kv_heads: int, device: torch.device
 ) -> None:

@@ -254,7 +254,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.engine.scheduler.blocks.num_free == self.engine.scheduler.blocks.num_usable
 
 
-AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+AnyOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 test_any_order_of_events_keeps_every_block_right = AnyOrder.TestCase
 
 

@@ -68,7 +68,7 @@ def batch(*requests: tuple[SamplingParams, list[int], list[int]]) -> Adjustments
     return Adjustments.of([one.sampling_state for one in made], [one.tokens for one in made])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(
         st.tuples(params(), st.lists(tokens, min_size=1, max_size=6), texts, texts),

@@ -85,6 +85,7 @@ def make_data(tmp_path: Path, target: Target) -> Callable[..., str]:
     return make
 
 
+@pytest.mark.long
 def test_the_ways_that_this_processor_is_fastest_in_are_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -29,7 +29,15 @@ IDS = torch.randint(2, 288, (2, 24), generator=torch.Generator().manual_seed(1))
 Find = Callable[..., str]
 
 
-@pytest.mark.parametrize("kind", [*APPENDED, *BESIDE])
+# One that is appended and one beside the target; each of the others loads a target and two engines.
+QUICK = ("deepseek_v3", "qwen3_next")
+KINDS = [
+    kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.long)
+    for kind in (*APPENDED, *BESIDE)
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_new_module_has_the_targets_block_and_is_exported_into_its_folder(
     kind: str, without_module: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -59,7 +67,7 @@ def test_a_new_module_has_the_targets_block_and_is_exported_into_its_folder(
         )
 
 
-@pytest.mark.parametrize("kind", [*APPENDED, *BESIDE])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_new_module_begins_at_numbers_that_learn(
     kind: str, without_module: Callable[[str], Path]
 ) -> None:
