@@ -28,9 +28,11 @@ from draftsmith.drafters.options import OPTIONS as DEFAULTS
 from draftsmith.drafters.options import DraftLmOptions
 from draftsmith.drafters.published import versions
 from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.target import target as target_module
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import tokenizer_hash
 from draftsmith.files import write_json
+from draftsmith.kernels.products.int8_rows import available
 from draftsmith.record import Sink
 from draftsmith.serve.app import create_app
 from draftsmith.serve.command import bind
@@ -194,8 +196,21 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 @pytest.fixture(scope="module")
 def load(tiny_target: Callable[..., str]) -> Callable[[str], Target]:
-    """`load(architecture)`: a tiny target, loaded once a module."""
-    return functools.cache(lambda arch: Target.load(tiny_target(arch)))
+    """`load(architecture)`: a tiny target, loaded once a module. "llama int8" has weights of 8 bits
+    and states of float32, so that rounding turns no choice."""
+
+    @functools.cache
+    def get(arch: str) -> Target:
+        name, _, dtype = arch.partition(" ")
+        if not dtype:
+            return Target.load(tiny_target(name))
+        if not available():
+            pytest.skip("there is no C++ compiler")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(target_module, "states_dtype", lambda: torch.float32)
+            return Target.load(tiny_target(name), dtype=torch.int8)
+
+    return get
 
 
 class Loop:

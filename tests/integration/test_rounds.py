@@ -3,14 +3,10 @@ forcing says."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from draftsmith.drafters.interface import TrainedDrafter
-from draftsmith.drafters.options import OPTIONS, DraftLmOptions
-from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.speculate import speculate
 from draftsmith.drafters.speculate_trees import speculate_trees
 from draftsmith.drafters.target.target import Target
@@ -20,22 +16,17 @@ from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.evaluate.teacher_forced import count_documents
+from tests.integration.served import TreeOracle, make_drafter
 
 K, TOKENS = 3, 24
 PROMPTS = [[17], [40, 200, 11], [5, 6, 7, 8, 9, 10, 11, 12], [250, 3]]
 SEEDS = [11, 12, 13, 14]
 
 
-def new_draft(family: str, target: Target) -> TrainedDrafter:
+def new_draft(family: str, target: Target) -> ServingDrafter:
     # A pruned target agrees often enough for rounds to be kept whole, in part and not at all.
-    options = DraftLmOptions(target_layers=(0, 1, 2)) if family == "draft-lm" else OPTIONS[family]()
-    return (
-        FAMILIES[family]
-        .create(
-            options, target, seed=0, token_counts=torch.ones(target.vocab_size, dtype=torch.int64)
-        )
-        .eval()
-    )
+    options = {"target_layers": (0, 1, 2)} if family == "draft-lm" else {}
+    return make_drafter(family, target, **options)
 
 
 @pytest.mark.parametrize(
@@ -144,35 +135,10 @@ def test_the_engine_writes_the_same_text_in_the_same_rounds_of_trees(
         assert [found.committed for found in drafting] == one.speculation.committed
 
 
-class Knowing:
-    """A head's trees; their first path is the target's own text for 0 to 3 tokens, by the length of
-    the text before."""
-
-    def __init__(self, drafter, texts):
-        self.drafter, self.texts = drafter, texts
-        self.family, self.taps, self.new_pool = drafter.family, drafter.taps, drafter.new_pool
-        self.propose, self.cached_after = drafter.propose, drafter.cached_after
-
-    def propose_tree(self, inputs, shape):
-        proposal = self.drafter.propose_tree(inputs, shape)
-        tokens, parents = proposal.tokens.clone(), proposal.parents.tolist()
-        for row, history in enumerate(inputs.histories):
-            text = next(text for text in self.texts if text[: len(history)] == history)
-            node = -1
-            for token in text[len(history) :][: len(history) % 4]:
-                children = [at for at, one in enumerate(parents[row]) if one == node]
-                # The last one: the kept path must not lie where a chain would.
-                node = next((at for at in reversed(children) if at < proposal.lengths[row]), None)
-                if node is None:
-                    break
-                tokens[row, node] = token
-        return replace(proposal, tokens=tokens, logits=None, q_rows=None)
-
-
 def test_trees_that_are_kept_for_some_tokens_leave_greedy_text_alone(target):
     answers = target.answer(PROMPTS, max_new_tokens=TOKENS, ignore_eos=True)
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers)]
-    drafter = Knowing(new_draft("eagle3", target), texts)
+    drafter = TreeOracle(new_draft("eagle3", target), texts)
     played = speculate_trees(
         drafter, target, PROMPTS, shape=parse_tree("dynamic:nodes=9,depth=3,width=3"),
         temperature=0.0, seeds=SEEDS, max_new_tokens=TOKENS,

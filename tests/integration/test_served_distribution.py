@@ -3,6 +3,7 @@ rejects a drafter that lies about q and a choice that looks at what was drawn.""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -96,15 +97,12 @@ class World(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def world_of(tiny_target: Callable[..., str]) -> Callable[..., World]:
-    known: dict[str, World] = {}
-
+def world_of(load: Callable[[str], Target]) -> Callable[..., World]:
+    @functools.cache
     def get(arch: str = "qwen3") -> World:
-        if arch not in known:
-            target = Target.load(tiny_target(arch))
-            prompt = repetitive_prompt(target)
-            known[arch] = World(target, prompt, enumerated(target, prompt, LENGTH, **SAMPLING))
-        return known[arch]
+        target = load(arch)
+        prompt = repetitive_prompt(target)
+        return World(target, prompt, enumerated(target, prompt, LENGTH, **SAMPLING))
 
     return get
 
@@ -196,8 +194,9 @@ def check_way(world: World, way: Way, num_samples: int) -> None:
     [
         *(pytest.param(way, marks=LONG[0]) if way in SELDOM else way for way in ORDINARY.values()),
         *(pytest.param(Way("ngram", arch), marks=LONG[0]) for arch in RECURRENT),
+        pytest.param(Way("near", "qwen3 int8"), marks=LONG[0]),
     ],
-    ids=[*ORDINARY, *RECURRENT],
+    ids=[*ORDINARY, *RECURRENT, "8 bits"],
 )
 def test_the_joint_distribution_of_served_tokens_is_the_targets(
     way: Way, world_of: Callable[..., World]

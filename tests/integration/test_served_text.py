@@ -3,6 +3,7 @@ its tokens whatever happens around it, for every way to draft and verify."""
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,11 +18,13 @@ from draftsmith.drafters.recurrent.kept import KeptState
 from draftsmith.drafters.target import attention
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.attention.window import Chunk
+from draftsmith.serve.cache.prefix import PrefixCache
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.scheduler import Schedule, ScheduledRow, Scheduler
 from draftsmith.serve.requests.request import Request
+from draftsmith.serve.requests.route import LIVE
 from draftsmith.serve.sampling.params import SamplingParams
 from tests.integration.served import (
     GREEDY,
@@ -61,6 +64,8 @@ CASES = {
     "dynamic trees, windows": Case("eagle3", "mistral", {"tree": DYNAMIC}),
     "sampled trees, chunks": Case("eagle3", "llama4", {"tree": SAMPLED}),
     "trees of given choices": Case("medusa", options={"tree": "medusa"}),
+    "8 bits, eagle3": Case("eagle3", "llama int8"),
+    "8 bits, draft-lm": Case("draft-lm", "llama int8"),
 }
 ARCHITECTURES = ["qwen3", "mistral", "gemma", "gpt_neox", "qwen3_moe"]
 LATER = {
@@ -128,14 +133,7 @@ def drafter_of(case: Case, target: Target) -> ServingDrafter:
 @pytest.fixture(scope="module")
 def greedy(load: Callable[[str], Target]) -> Callable[[str], list[Greedy]]:
     """Of `prompts(8)`, by no cache and no engine."""
-    found: dict[str, list[Greedy]] = {}
-
-    def get(arch: str) -> list[Greedy]:
-        if arch not in found:
-            found[arch] = plain_greedy(load(arch), prompts(8), 24)
-        return found[arch]
-
-    return get
+    return functools.cache(lambda arch: plain_greedy(load(arch), prompts(8), 24))
 
 
 @pytest.mark.parametrize(
@@ -146,8 +144,8 @@ def greedy(load: Callable[[str], Target]) -> Callable[[str], list[Greedy]]:
 def test_greedy_text_is_the_targets_alone(
     case: Case, load: Callable[[str], Target], greedy: Callable[[str], list[Greedy]]
 ) -> None:
-    """Pieces of prompts, preemption, other rows coming and going, rounds without drafts: text and
-    the draft's own cache stay right."""
+    """Pieces of prompts, preemption, other rows coming and going, rounds without drafts, blocks that
+    are cached: text and the draft's own cache stay right."""
     target, batch, expected = load(case.arch), prompts(8), greedy(case.arch)
     known = [prompt + tokens for prompt, (tokens, _) in zip(batch, expected)]
     drafter, is_tree = drafter_of(case, target), "tree" in case.options
@@ -165,18 +163,62 @@ def test_greedy_text_is_the_targets_alone(
     seen = {accepted for completion in completions for accepted in completion.speculation.accepted}
     assert seen >= ({0, 1, 2} if is_tree else {0, 1, 2, 3})
     assert not engine.stats.fallbacks and engine.scheduler.num_preemptions > 0
+    # Those that were read last are found again, by the draft as well.
+    for completion, right in zip(engine.generate(batch[5:], GREEDY), expected[5:]):
+        assert_same(completion.tokens, right)
+    assert engine.stats.prefix_cache_hits > 0
     assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_usable
     if not is_tree and case.family in TRAINED:
         assert compared.compared > 20
 
 
+SHARED = [20 + index * 7 % 90 for index in range(45)]
+
+
+def test_a_draft_begins_on_blocks_that_were_read_while_it_rested(
+    load: Callable[[str], Target],
+) -> None:
+    """It drafts from taps that they carry."""
+    target = load("llama")
+    compared = Compared(make_drafter("eagle3", target), target)
+    engine = build_engine(target, compared, EngineConfig(k=3, block_size=8))
+    engine.drafts.live._pause = 10_000
+    engine.generate([SHARED], GREEDY)
+    assert not compared.compared
+    engine.drafts.put(LIVE, compared)
+    engine.generate([[*SHARED, 5, 6, 7]], GREEDY)
+    assert engine.stats.prefix_cache_hits == 40 and compared.compared > 5
+
+
+def test_the_token_after_a_block_is_part_of_its_key(load: Callable[[str], Target]) -> None:
+    """The control: a head's last position in a block depends on the token after it. Without that
+    token in the key a text that leaves another at a block's end gets other proposals."""
+    target = load("llama")
+    compared = Compared(make_drafter("eagle3", target), target)
+    engine = build_engine(target, compared, EngineConfig(k=3, block_size=8))
+    engine.scheduler.prefix = PrefixCache(
+        engine.scheduler.blocks, root="", ahead=0, needs_taps=True
+    )
+    engine.generate([SHARED], GREEDY)
+    with pytest.raises(AssertionError):
+        engine.generate([[*SHARED[:32], 99, 98]], GREEDY)
+
+
+def test_the_cache_can_be_switched_off(load: Callable[[str], Target]) -> None:
+    engine = build_engine(load("llama"), None, EngineConfig(prefix_cache=False))
+    engine.generate([SHARED, SHARED], GREEDY)
+    assert engine.stats.prefix_cache_queries == engine.stats.prefix_cache_hits == 0
+
+
 def test_greedy_text_without_drafts_is_the_targets_alone(
     load: Callable[[str], Target], greedy: Callable[[str], list[Greedy]]
 ) -> None:
-    for arch in ("llama", "lfm2"):
+    for arch in ("llama", "lfm2", "llama int8"):
         engine = build_engine(load(arch), None, EngineConfig(**CROWDED))
         for completion, right in zip(engine.generate(prompts(8), GREEDY), greedy(arch)):
             assert_same(completion.tokens, right)
+    # The control: rounded, a target writes another text.
+    assert greedy("llama") != greedy("llama int8")
 
 
 RECURRENT = ["lfm2", "qwen3_next", "jamba"]

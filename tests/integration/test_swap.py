@@ -47,26 +47,6 @@ def folders(target: Target, tmp_path_factory: pytest.TempPathFactory) -> list[st
     return [saved(target, new_eagle3(target, seed), root / str(seed)) for seed in (1, 2)]
 
 
-def test_greedy_requests_in_flight_do_not_notice_swaps(target: Target, folders: list[str]) -> None:
-    expected = [
-        completion.tokens
-        for completion in build_engine(target, None, EngineConfig()).generate(PROMPTS, GREEDY)
-    ]
-    drafter = new_eagle3(target, 0)
-    engine = build_engine(target, drafter, EngineConfig(k=3))
-    addresses = {name: tensor.data_ptr() for name, tensor in drafter.state_dict().items()}
-    requests = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
-    rounds = 0
-    while engine.scheduler.busy:
-        if rounds % 3 == 1:
-            engine.drafts.prepare(folders[rounds % 2], str(rounds))
-        engine.step()
-        rounds += 1
-    assert [request.output for request in requests] == expected
-    assert engine.stats.num_swaps > 5 and not engine.stats.fallbacks
-    assert {name: tensor.data_ptr() for name, tensor in drafter.state_dict().items()} == addresses
-
-
 def test_after_a_swap_the_engine_drafts_with_the_new_weights(
     target: Target, folders: list[str]
 ) -> None:

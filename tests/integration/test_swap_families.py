@@ -127,11 +127,14 @@ def test_greedy_text_is_the_same_with_a_swap_before_every_round(
         one.tokens
         for one in build_engine(target, None, EngineConfig(compile="off")).generate(PROMPTS, params)
     ]
-    engine = build_engine(target, new_draft(family, target, 0), EngineConfig(k=3, compile="off"))
+    drafter = new_draft(family, target, 0)
+    addresses = {name: tensor.data_ptr() for name, tensor in drafter.state_dict().items()}
+    engine = build_engine(target, drafter, EngineConfig(k=3, compile="off"))
     folders = saved(family, target, tmp_path)
     alone = [engine.submit(prompt, params) for prompt in PROMPTS]
     rounds = run(engine, folders)
     assert engine.stats.num_swaps == rounds > 5
+    assert {name: tensor.data_ptr() for name, tensor in drafter.state_dict().items()} == addresses
     add_drafts(engine, folders)
     short = replace(params, max_tokens=10)
     together = [
