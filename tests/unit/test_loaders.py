@@ -88,14 +88,3 @@ def test_what_scripts_load_never_runs_code_of_a_folder() -> None:
         assert all(isinstance(trust, ast.Constant) and trust.value is False for trust in given), (
             path.name
         )
-
-
-def test_the_search_finds_calls() -> None:
-    assert asks("AutoTokenizer.from_pretrained(path)") == ["AutoTokenizer.from_pretrained"]
-    assert asks("def f():\n    return x.AutoModel.from_config(config, dtype=None)")
-    assert asks("AutoConfig.from_pretrained(path, trust_remote_code=None)")
-    assert not asks("AutoConfig.from_pretrained(path, trust_remote_code=trust)")
-    assert autos("def f():\n    from transformers import LlamaConfig, AutoConfig") == ["AutoConfig"]
-    assert autos("import transformers\ntransformers.AutoModel.from_config(c)")
-    assert autos("from transformers.models.auto import AutoModel") == ["AutoModel"]
-    assert not autos("from transformers import LlamaConfig\nx.autos()")

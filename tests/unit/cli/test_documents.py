@@ -178,28 +178,6 @@ def test_every_guide_has_commands() -> None:
     assert all(commands(read(page)) for page in ["README.md", "docs/quickstart.md", *guides])
 
 
-def test_what_is_no_command_is_noticed(keys: set[str]) -> None:
-    text = (
-        "\n```sh\ndraftsmith serve --target $T --k-auto  # no such flag\n```\n    torchrun x -m "
-        "draftsmith.cli serve\n"
-    )
-    assert commands(text) == [
-        "draftsmith serve --target $T --k-auto  # no such flag",
-        "draftsmith serve",
-    ]
-    with pytest.raises(UserError, match="--k-auto"):
-        check(commands(text)[0])
-    with pytest.raises(UserError, match="required"):
-        check(commands(text)[1])
-    assert commands("    draftsmith top \\\n        --url U\n") == ["draftsmith top --url U"]
-    assert mentioned_flags("`draftsmith speak` and `serve --k-auto`") == [
-        ("speak", "--help"),
-        ("serve", "--k-auto"),
-    ]
-    assert unknown_keys("`optim.rl=3` `optim.lr` `pool.json`", keys) == ["optim.rl"]
-    assert PATH.findall("`scripts/nothing --x`") == ["scripts/nothing"]
-
-
 def test_documents_stay_short() -> None:
     assert len(read("README.md").splitlines()) <= 120
     assert len(read("docs/architecture.md").split()) <= 600

@@ -10,13 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from draftsmith import config as configuration
 from draftsmith.commands.arguments import collect, parse, parser_for
 from draftsmith.commands.table import COMMANDS, load
-from draftsmith.errors import UserError
 from draftsmith.fleet.vllm.settings import SECTION, wrong
 from draftsmith.train.export.layouts.serving import VLLM_METHODS
 
@@ -152,15 +150,6 @@ def test_kubernetes_commands_run() -> None:
     assert settings["buffer"] == values["BUFFER"] and settings["versions"] == values["VERSIONS"]
     used = set(re.findall(r"\$\((\w+)\)", json.dumps(list(found.values()))))
     assert used == set(values)
-
-
-def test_what_does_not_run_is_noticed() -> None:
-    with pytest.raises(UserError, match="--bufer"):
-        check_command(["distill", "--target", "T", "--bufer", "B"])
-    with pytest.raises(AssertionError):
-        check_engine(["--speculative-config", '{"method": "eagle3"}'])
-    assert wrong({"bufer": "x"})
-    assert filled("${A:-b} ${C:?d} $(E)", {"C": "c", "E": "e"}) == "b c e"
 
 
 def test_settings_in_the_guide_are_settings() -> None:

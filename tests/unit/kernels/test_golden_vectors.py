@@ -19,7 +19,6 @@ import torch
 from draftsmith.drafters.text.ngram import find
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, round_seeds, sample
-from draftsmith.kernels.statistics import g_test
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.draft_tree import DraftTree, chain_tree
@@ -165,30 +164,6 @@ def test_vllm_recovered_tokens_stay_inside_the_mask(
             assert kept[row * 3 + place, token] > -math.inf
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_vllm_more_samples_come_closer(way: str) -> None:
-    """Vocabulary 10: the distance to the target's distribution shrinks with the number of rounds,
-    the one to a foreign distribution does not."""
-    p, _, _, q = random_round(2, 1, 10)
-    target, foreign = p[0].softmax(-1), torch.full((10,), 0.1)
-    distances = []
-    for rows in (100, 40_000):
-        seeds, positions = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
-        distributions = q[:, :1].expand(rows, 1, 10)
-        drafts = sample(
-            distributions[:, 0], round_seeds(seeds, positions), positions, Purpose.DRAFT
-        )[:, None]
-        verdict = WAYS[way](
-            p[:2].repeat(rows, 1), drafts, torch.ones_like(seeds), distributions, seeds, positions
-        )
-        seen = torch.bincount(verdict.tokens[:, 0], minlength=10) / rows
-        distances.append(
-            [float((seen - distribution).abs().sum() / 2) for distribution in (target, foreign)]
-        )
-    (near_few, far_few), (near, far) = distances
-    assert near < near_few / 5 and near < 0.01 and far > far_few / 2
-
-
 def narrow_rounds(way: str, rows: int) -> tuple[torch.Tensor, Verdict]:
     """vLLM's setting: 16 tokens, q = softmax(-target logits), sampled by our own noise, three
     drafts a round."""
@@ -209,29 +184,6 @@ def narrow_rounds(way: str, rows: int) -> tuple[torch.Tensor, Verdict]:
         positions,
     )
     return target, verdict
-
-
-def filled(tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The target continues every round to its last position; in a block, how far a round came tells
-    of its tokens."""
-    rows = len(tokens)
-    seeds = torch.arange(rows) + 10**6
-    places = [torch.full((rows,), place) for place in range(len(target))]
-    added = [
-        sample(distribution.expand(rows, -1), seeds, place, Purpose.BONUS)
-        for distribution, place in zip(target, places)
-    ]
-    return torch.where(tokens < 0, torch.stack(added, dim=1), tokens)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_vllm_narrow_vocabulary_marginals(way: str) -> None:
-    """The distribution of the token at each position, with vLLM's threshold df + 10 sqrt(2 df)."""
-    target, verdict = narrow_rounds(way, 60_000)
-    tokens = filled(verdict.tokens, target)
-    for place in range(4):
-        fit = g_test(torch.bincount(tokens[:, place], minlength=16), target[place].softmax(-1))
-        assert fit.statistic < fit.degrees + 10 * math.sqrt(2 * fit.degrees)
 
 
 def test_vllm_blocks_keep_at_least_as_much() -> None:
@@ -286,28 +238,6 @@ def test_sglang_tree(
         for nodes, path in zip(SGLANG_NODES.values(), verdict.nodes.tolist())
     ]
     assert along == [[3, 4, 5], [4, 5]]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_sglang_chain(way: str) -> None:
-    """Vocabulary 8: total variation below 0.02 over 20,000 rounds, at every position."""
-    rows, size = 20_000, 8
-    generator = torch.Generator().manual_seed(5)
-    p, q = torch.randn(4, size, generator=generator), torch.randn(3, size, generator=generator)
-    q += p[:3]
-    seeds, positions = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
-    noise = round_seeds(seeds, positions)
-    drafts = torch.stack(
-        [sample(q[i].expand(rows, size), noise, positions + i, Purpose.DRAFT) for i in range(3)],
-        dim=1,
-    )
-    verdict = WAYS[way](
-        p.repeat(rows, 1), drafts, torch.full((rows,), 3), q.expand(rows, 3, size), seeds, positions
-    )
-    tokens = filled(verdict.tokens, p)
-    for place in range(4):
-        seen = torch.bincount(tokens[:, place], minlength=size) / rows
-        assert (seen - p[place].softmax(-1)).abs().sum() / 2 < 0.02
 
 
 def test_flashinfer_docstring(verify: Verify) -> None:

@@ -62,11 +62,6 @@ def test_no_launch_stands_outside_a_guarded_function(sites: list[Site]) -> None:
     assert [site.place for site in sites if "on_its_device" not in site.decorators] == []
 
 
-def test_a_launch_without_a_guard_is_found() -> None:
-    source = "def launch(x):\n    _kernel[(1,)](x)\n"
-    assert sites_of(source, "x.py") == [Site("_kernel", "x.py:2", ())]
-
-
 @pytest.mark.parametrize("name", launches.EVERY_LAUNCHER)
 def test_a_launcher_enters_the_device_of_its_tensors(name: str) -> None:
     with launches.recorded() as found:

@@ -39,18 +39,6 @@ def test_offences_are_found(lint: ModuleType, source: str, expected: list[str]) 
     assert [message.split(";")[0] for message in messages] == expected
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        '"""Distributions of p and q; `told` is the old name."""',
-        'told = "Whether"  # a draft that overflows',
-        '"""Wholly new.\n\nWhether it fits is decided by the caller."""',
-    ],
-)
-def test_field_words_pass(lint: ModuleType, source: str) -> None:
-    assert lint.offences(source) == []
-
-
 def test_an_offence_is_printed_with_its_place(
     lint: ModuleType,
     tmp_path: Path,

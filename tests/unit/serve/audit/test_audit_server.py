@@ -19,8 +19,7 @@ import torch
 
 from draftsmith.errors import UserError
 from draftsmith.serve.audit.config import AuditConfig
-from draftsmith.serve.audit.depths import BONUS, depth_shares, reported_depths
-from draftsmith.serve.audit.reference import CoarseDistribution
+from draftsmith.serve.audit.depths import BONUS, reported_depths
 from draftsmith.serve.audit.report import Check, Report
 from draftsmith.serve.audit.samples import CONTEXT_TOKENS
 from draftsmith.serve.audit.server import audit_server, what_to_ask
@@ -28,9 +27,6 @@ from draftsmith.serve.audit.tokens import (
     AuditTokens,
     Planting,
     detectable,
-    likelier_half,
-    numbered,
-    outcomes,
 )
 
 VOCAB = 40
@@ -555,25 +551,6 @@ def test_depths_are_those_at_which_tokens_were_decided() -> None:
     )
     with pytest.raises(UserError, match="lacks its rounds"):
         reported_depths({"per_step_begin": [1]}, 3)
-
-
-def test_counters_give_each_depth_its_share() -> None:
-    assert depth_shares(100, [50, 20], 200) == {1: 0.5, 2: 0.25, BONUS: 0.1}
-    assert depth_shares(0, [], 0) == {1: 0.0}
-
-
-def test_outcomes_are_ranked_with_the_rest_last() -> None:
-    probs, ids = outcomes(
-        [CoarseDistribution([7, 3], [0.5, 0.3], 0.5), CoarseDistribution([2], [1.0], 0.0)]
-    )
-    assert torch.allclose(
-        probs, torch.tensor([[0.5, 0.3, 0.2], [1.0, 0.0, 0.0]], dtype=torch.float64)
-    )
-    assert ids.tolist() == [[7, 3, -1], [2, -1, -2]]
-    assert likelier_half(probs).tolist() == [[True, False, False], [True, False, False]]
-    assert numbered(ids, torch.tensor([5, 6]))[0, 2] != numbered(ids, torch.tensor([5, 6]))[1, 1], (
-        "beside other tokens"
-    )
 
 
 def tokens(count: int) -> AuditTokens:
