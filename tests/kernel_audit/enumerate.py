@@ -83,7 +83,7 @@ Decide = Callable[[torch.Tensor, Chosen], Verdict | TreeVerdict]  # of drafts [C
 def all_drafts(world: World, parents: Sequence[int], *, deterministic: bool) -> Drafts:
     """Siblings are ordered draws without replacement, or the likeliest tokens where drafting is
     `deterministic`."""
-    q = world.q_logits[0].double().softmax(dim=-1)
+    q = world.q_logits.double().softmax(dim=-1)
     drafts: list[tuple[list[int], list[int], float]] = [([-1] * len(parents), [START], 1.0)]
     for slot in range(len(parents) + 1):
         children = [node for node, parent in enumerate(parents) if parent + 1 == slot]
@@ -140,7 +140,7 @@ def round_distribution(
 
 def target_distribution(world: World, context: int, length: int) -> torch.Tensor:
     """[V] * length: the target's distribution of the next tokens."""
-    p = world.p_logits[0, context].double().softmax(dim=-1)
+    p = world.p_logits[context].double().softmax(dim=-1)
     if length <= 1:
         return p if length else torch.ones((), dtype=torch.float64)
     after = [_after(world, context, token) for token in range(world.vocab_size)]

@@ -17,9 +17,9 @@ import torch
 from draftsmith.kernels.verify.block import verify_block_torch
 from draftsmith.kernels.verify.chain import verify_chain_torch
 from draftsmith.kernels.verify.draft_tree import DraftTree
+from draftsmith.kernels.verify.residual import log_distribution, residual_distribution
 from draftsmith.kernels.verify.tree import verify_tree_torch
 from draftsmith.kernels.verify.verdict import TreeVerdict, Verdict
-from tests.kernel_audit.controls import by_chains_residual, by_target, keep_q
 from tests.kernel_audit.enumerate import (
     Chosen,
     Drafts,
@@ -27,7 +27,6 @@ from tests.kernel_audit.enumerate import (
     round_distribution,
     target_distribution,
 )
-from tests.kernel_audit.plain_verify import Rules, verify_tree_by
 from tests.kernel_audit.world import START, Distribution, World
 
 EXACT_ERROR = 1e-12
@@ -47,7 +46,7 @@ class Shape:
     vocab_size: int
 
     def world(self, distribution: Distribution, seed: int) -> World:
-        return distribution.world(vocab_size=self.vocab_size, seed=seed, device=torch.device("cpu"))
+        return distribution.world(self.vocab_size, seed)
 
 
 CHAIN = Shape((-1, 0, 1), depth=3, siblings=1, vocab_size=4)
@@ -138,8 +137,8 @@ def chain_arguments(
     """Arguments of `verify_chain` in float64 for drafts [C] by their numbers, with seeds [C], at
     position 0."""
     tokens, contexts = drafts.tokens[rows], drafts.contexts[rows]
-    p_logits = world.p_logits[0].double()[contexts].flatten(0, 1)
-    q_logits = None if deterministic else world.q_logits[0].double()[contexts[:, :-1]]
+    p_logits = world.p_logits.double()[contexts].flatten(0, 1)
+    q_logits = None if deterministic else world.q_logits.double()[contexts[:, :-1]]
     return (
         p_logits,
         tokens,
@@ -160,9 +159,9 @@ def tree_arguments(
         torch.tensor(drafts.parents).expand_as(tokens),
         torch.full_like(seeds, tokens.shape[1]),
     )
-    distributions = (None, None) if deterministic else (world.q_logits[0].double(), contexts)
+    distributions = (None, None) if deterministic else (world.q_logits.double(), contexts)
     return (
-        world.p_logits[0].double()[contexts].flatten(0, 1),
+        world.p_logits.double()[contexts].flatten(0, 1),
         tree,
         *distributions,
         seeds,
@@ -207,15 +206,34 @@ def with_chains_residual(
     return verdict
 
 
-def independent_siblings(*arguments: torch.Tensor, draws: Chosen) -> TreeVerdict:
-    """Siblings drawn without replacement, verified as if each had been drawn from the
-    whole of q."""
+def with_warmer_q(
+    p_logits: torch.Tensor,
+    tree: DraftTree,
+    q_logits: torch.Tensor,
+    *rest: torch.Tensor,
+    draws: Chosen,
+) -> TreeVerdict:
+    """Siblings verified as drawn from a flatter distribution than they were."""
+    return verify_tree_torch(p_logits, tree, q_logits * 0.5, *rest, draws=draws)
 
-    def uniform(
-        seeds: torch.Tensor, positions: torch.Tensor, numbers: torch.Tensor
-    ) -> torch.Tensor:
-        # The plain reading asks for rows at leaves, too, where it then tests nothing.
-        depth, siblings = draws.uniforms.shape[1:]
-        return draws.uniform(seeds, positions.clamp(max=depth - 1), numbers.clamp(max=siblings - 1))
 
-    return verify_tree_by(Rules(uniform=uniform, token=draws.token, reject=keep_q), *arguments)
+def by_target(
+    p_logits: torch.Tensor, lengths: torch.Tensor, accepted: torch.Tensor
+) -> torch.Tensor:
+    """[B, V], the target's logits behind the kept drafts."""
+    return p_logits[torch.cumsum(lengths + 1, 0) - 1 - lengths + accepted]
+
+
+def by_chains_residual(
+    p_logits: torch.Tensor, lengths: torch.Tensor, q_logits: torch.Tensor, accepted: torch.Tensor
+) -> torch.Tensor:
+    """[B, V]: max(p - q, 0) behind the kept drafts, where a block has max(r p - q, 0); p behind the
+    last draft."""
+    logits = by_target(p_logits, lengths, accepted)
+    cut = accepted < lengths
+    rows = torch.arange(len(lengths), device=lengths.device)[cut]
+    log_p, log_q = (log_distribution(one) for one in (logits[cut], q_logits[rows, accepted[cut]]))
+    residual = residual_distribution(log_p, log_q)
+    has_mass = (residual > -math.inf).any(dim=-1, keepdim=True)
+    logits[cut] = torch.where(has_mass, residual, logits[cut]).to(logits.dtype)
+    return logits
