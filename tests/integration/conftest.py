@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -211,6 +212,12 @@ def load(tiny_target: Callable[..., str]) -> Callable[[str], Target]:
             return Target.load(tiny_target(name), dtype=torch.int8)
 
     return get
+
+
+@pytest.fixture(scope="module")
+def client(server: LiveServer) -> openai.OpenAI:
+    """A client of the module's own `server`."""
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 class Loop:

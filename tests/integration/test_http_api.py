@@ -26,11 +26,6 @@ def server(target: Target, live_server: Callable) -> Any:
     return live_server(target, Ngram(min_n=1, max_n=3), EngineConfig(k=3, max_batch=4))
 
 
-@pytest.fixture(scope="module")
-def client(server: Any) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
 def events(server: Any, path: str, **body: object) -> list[dict[str, Any]]:
     with server.http.stream(
         "POST", path, json={"model": "tiny", "stream": True, **body}

@@ -40,11 +40,6 @@ def server(chat_target: Target, live_server: Callable) -> Any:
     return live_server(chat_target, Ngram(min_n=1, max_n=3), EngineConfig(k=3, max_batch=4))
 
 
-@pytest.fixture(scope="module")
-def client(server: Any) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
 def test_a_text_is_the_chat_endpoints(server: Any, client: openai.OpenAI) -> None:
     response = client.responses.create(**OPTIONS, instructions="Say.", store=False)
     messages = [{"role": "system", "content": "Say."}, {"role": "user", "content": "How warm?"}]

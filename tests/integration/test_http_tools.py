@@ -43,11 +43,6 @@ def server(chat_target: Target, live_server: Callable) -> Any:
     return live_server(chat_target, Ngram(min_n=1, max_n=3), EngineConfig(k=3, max_batch=4))
 
 
-@pytest.fixture(scope="module")
-def client(server: Any) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
 def prompt_of(server: Any, messages: list, **options: object) -> str:
     body = {"messages": messages, **options}
     tokens = server.http.post("/tokenize", json=body).json()["tokens"]

@@ -38,11 +38,6 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target):
-    return Target.load(tiny_target("llama"), dtype=torch.float32)
-
-
 def make(family: str, target: Target):
     return FAMILIES[family].create(
         KINDS[family], target, seed=0, token_counts=torch.arange(target.vocab_size)

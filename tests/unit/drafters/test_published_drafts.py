@@ -29,11 +29,6 @@ LAYER = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"), dtype=torch.float32)
-
-
 @pytest.fixture
 def portable(target: Target, tmp_path: Path) -> Path:
     """Ours, with the taps that engines and trainers take where a config names none."""

@@ -31,11 +31,6 @@ SIZES = {
 }
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target) -> Target:
-    return Target.load(tiny_target("llama"), dtype=torch.float32)
-
-
 def reads(family: str, target: Target) -> tuple[ReadBytes, int]:
     """What the draft tells, and all that there is to read: its own weights but embeddings, and the
     head."""

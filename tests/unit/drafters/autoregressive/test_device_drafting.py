@@ -121,11 +121,6 @@ class BlindContext:
         )[:, :, 0]
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"), dtype=torch.float32)
-
-
 def make_drafter(kind: str, target: Target) -> Any:
     family, options = KINDS[kind]
     counts = torch.randint(

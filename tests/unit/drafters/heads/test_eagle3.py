@@ -25,11 +25,6 @@ ENGINES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target):
-    return Target.load(tiny_target("llama"), dtype=torch.float32)
-
-
 @pytest.fixture
 def folder(target, tmp_path):
     create(target, draft_vocab_size=100).save(tmp_path)

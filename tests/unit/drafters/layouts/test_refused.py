@@ -28,11 +28,6 @@ from draftsmith.train.check.doctor import run as doctor
 Find = Callable[..., str]
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target: Find) -> Target:
-    return Target.load(tiny_target("llama"), dtype=torch.float32)
-
-
 def write(folder: Path, config: Any, tensors: dict[str, torch.Tensor] | None = None) -> Path:
     (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
     if tensors is not None:

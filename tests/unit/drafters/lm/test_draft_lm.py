@@ -9,13 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.options import DraftLmOptions, LoraOptions
-from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target):
-    return Target.load(tiny_target("llama"), dtype=torch.float32)
 
 
 def logits(drafter: DraftLm, ids: torch.Tensor) -> torch.Tensor:

@@ -30,11 +30,6 @@ from tests.foreign_lm import SPACE, write_foreign
 
 
 @pytest.fixture(scope="module")
-def target(tiny_target) -> Target:
-    return Target.load(tiny_target("llama"), dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
 def foreign(target, tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("foreign")
     write_foreign(folder, target.tokenizer())

@@ -26,11 +26,6 @@ from draftsmith.kernels.sampling.filters import SamplingRows
 HEADS, LAYERS = 3, 2
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target) -> Target:
-    return Target.load(tiny_target("llama"), dtype=torch.float32)
-
-
 def noise(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * shape[-1] ** -0.5
 

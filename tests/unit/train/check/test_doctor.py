@@ -32,11 +32,6 @@ from draftsmith.train.check.memory import compare
 from scripts.paths import ROOT
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"))
-
-
 @pytest.fixture
 def diagnose(
     target: Target, capsys: pytest.CaptureFixture[str]

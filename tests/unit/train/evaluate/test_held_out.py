@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,6 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.evaluate.held_out import HeldOut
-
-
-@pytest.fixture
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"), dtype=torch.float32)
 
 
 @pytest.mark.parametrize(

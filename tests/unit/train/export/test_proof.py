@@ -44,11 +44,6 @@ Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
 
 
 @pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"), dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
 def exported(
     target: Target, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, str], tuple[Path, Path]]:

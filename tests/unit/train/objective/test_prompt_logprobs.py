@@ -22,11 +22,6 @@ VOCAB = 288
 IDS = torch.tensor([[5, 6, 7]])
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"))
-
-
 @pytest.fixture(autouse=True)
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Pauses in place of sleeping, on a clock of their own."""

@@ -35,11 +35,6 @@ ENGINES = [
 IN_SPECULATORS = {"dflash": {"causal": False}, "dspark": {"causal": False}}
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target) -> Target:
-    return Target.load(tiny_target("llama"), dtype=torch.float32)
-
-
 @pytest.fixture
 def make(target: Target, tmp_path: Path):
     """A saved draft with noise in all its weights."""

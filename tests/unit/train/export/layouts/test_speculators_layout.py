@@ -32,11 +32,6 @@ IDS = torch.randint(3, 288, (2, 12), generator=torch.Generator().manual_seed(0))
 LAYER = "transformer."
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target: Find) -> Target:
-    return Target.load(tiny_target("llama"), dtype=torch.float32)
-
-
 def noised(drafter: TrainedDrafter, of: Target, folder: Path) -> Path:
     """A saved draft whose weights no default gives."""
     generator = torch.Generator().manual_seed(1)

@@ -32,11 +32,6 @@ from tests.engine_readers.llamacpp import read_gguf
 EAGLE3 = Eagle3Options(draft_vocab_size=100, taps=(1, 2, 3))
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"), dtype=torch.float32)
-
-
 @pytest.fixture
 def made(target: Target, tmp_path: Path) -> Callable[..., Path]:
     """`made(family, options)` is the folder of a fresh draft."""
