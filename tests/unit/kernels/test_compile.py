@@ -50,7 +50,7 @@ def misfits(variants: list[dict]) -> list[dict]:
 
 def test_what_is_served_most_compiles_and_fits(tmp_path: Path) -> None:
     variants = compiled("few", tmp_path)
-    assert len(variants) == 3
+    assert len(variants) >= 3
     assert misfits(variants) == []
     assert max(told["stack"] for told in variants) == 0
 
