@@ -165,22 +165,6 @@ def test_status_is_0_only_when_all_are_killed(project: Path) -> None:
     assert (status, results(output)) == (0, {"killed": "killed"})
 
 
-def test_a_name_that_is_no_mutants_is_refused(project: Path) -> None:
-    status, output = check(project, [KILLED], "K1")
-    assert status == 2 and "there is no mutant K1; there are killed" in output
-
-
-def test_entries_with_other_keys_or_one_id_twice_are_refused(project: Path) -> None:
-    folder = project / "tests" / "mutants"
-    folder.mkdir()
-    (folder / "all.yaml").write_text(yaml.safe_dump([KILLED, KILLED]))
-    with pytest.raises(ValueError, match="occur twice"):
-        load(project)
-    (folder / "all.yaml").write_text(yaml.safe_dump([{**KILLED, "reason": "none"}]))
-    with pytest.raises(ValueError, match="'reason'"):
-        load(project)
-
-
 def test_the_list_fits_the_code() -> None:
     """Sixty edits and more, each applying at one place, each with tests that exist."""
     mutants = load(ROOT)
