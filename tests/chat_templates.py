@@ -100,7 +100,6 @@ PARTS = [
     turn("user", [{"type": "text", "text": "Tell me "}, {"type": "text", "text": "ALPHA."}]),
     turn("assistant", [{"type": "text", "text": "It is BETA."}]),
 ]
-NULLS = {"function": {"parameters": {"query": None}}}
 CONVERSATIONS: dict[str, Case] = {
     "single": case(ONE),
     "system": case([SYSTEM, *ONE]),

@@ -16,7 +16,6 @@ from tests.storm.kills import (
     Failure,
     Log,
     Struck,
-    last_return_s,
 )
 
 Records = Mapping[str, Sequence[RoundRecord]]
@@ -115,13 +114,6 @@ def failures(log: Log) -> dict[str, Any]:
 
     elsewhere = [list(one) for one in log.failed if not is_explained(one)]
     return {"failed": len(log.failed), "failed_elsewhere": elsewhere}
-
-
-def served_after(log: Log, engines: Sequence[str]) -> dict[str, int]:
-    """Answers by engine that were begun after everything was back."""
-    last_s = last_return_s(log.struck)
-    late = [one.engine for one in log.answers if one.begun_s > last_s]
-    return {engine: late.count(engine) for engine in engines}
 
 
 def greedy(log: Log, expected: Mapping[int, Sequence[int]]) -> dict[str, int]:
