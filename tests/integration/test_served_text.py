@@ -175,6 +175,15 @@ SHARING = [SHARED, [*SHARED, 5, 6, 7], [*SHARED[:32], 99, 98], [*SHARED[:37], 4]
 SHARES = EngineConfig(k=3, block_size=8, max_round_tokens=20)
 
 
+def attentive(family: str, target: Target) -> ServingDrafter:
+    """A draft whose attention outweighs all else, so that one wrong key shows."""
+    drafter: Any = make_drafter(family, target)
+    with torch.no_grad():
+        for name, weight in drafter.named_parameters():
+            weight.mul_(30 if "o_proj" in name else 1)
+    return drafter
+
+
 def answer_in_turn(engine: EngineCore) -> None:
     for seed, prompt in enumerate(SHARING):
         params = SamplingParams(temperature=0.8, top_k=20, seed=7 + seed, max_tokens=20)
@@ -186,7 +195,7 @@ def test_drafts_behind_cached_blocks_are_those_from_nothing(
     family: str, load: Callable[[str], Target]
 ) -> None:
     target = load("llama")
-    compared = Compared(make_drafter(family, target), target)
+    compared = Compared(attentive(family, target), target)
     engine = build_engine(target, compared, SHARES)
     answer_in_turn(engine)
     # A head shares no block whose next token differs.
@@ -200,7 +209,7 @@ def test_a_draft_begins_on_blocks_that_were_read_while_it_rested(
 ) -> None:
     """It drafts from taps that they carry."""
     target = load("llama")
-    compared = Compared(make_drafter("eagle3", target), target)
+    compared = Compared(attentive("eagle3", target), target)
     engine = build_engine(target, compared, SHARES)
     engine.drafts.live._pause = 10_000
     engine.generate([SHARED], GREEDY)
@@ -214,7 +223,7 @@ def test_the_token_after_a_block_is_part_of_its_key(load: Callable[[str], Target
     """The control: a head's last position in a block depends on the token after it. Without that
     token in the key a text that leaves another at a block's end gets other proposals."""
     target = load("llama")
-    compared = Compared(make_drafter("eagle3", target), target)
+    compared = Compared(attentive("eagle3", target), target)
     engine = build_engine(target, compared, SHARES)
     blocks = engine.scheduler.blocks
     engine.scheduler.prefix = PrefixCache(blocks, root="", ahead=0, needs_taps=True)
