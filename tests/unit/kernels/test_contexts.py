@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from draftsmith.kernels.contexts import bounds_of, bucket_of, label_of
+from draftsmith.kernels.contexts import bounds_of, bucket_of
 
 
 def test_every_context_lies_in_its_bucket_and_buckets_touch() -> None:
@@ -9,14 +9,4 @@ def test_every_context_lies_in_its_bucket_and_buckets_touch() -> None:
         assert begin <= context < end
     assert [bounds_of(bucket)[1] for bucket in range(6)] == [
         bounds_of(bucket + 1)[0] for bucket in range(6)
-    ]
-
-
-def test_labels_are_short() -> None:
-    assert [label_of(bucket) for bucket in range(5)] == [
-        "0-256",
-        "256-512",
-        "512-1k",
-        "1k-2k",
-        "2k-4k",
     ]
