@@ -80,11 +80,20 @@ def cut_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"draft": "eagle3", "speculation": {"tree": "dynamic:nodes=6,depth=3,width=2"}},
-        {"draft": "draft-lm", "lookup": {"suffix": True}, "speculation": {"k": "auto"}},
-        {"lookup": {"ngram": True, "prompt_lookup_min": 1}, "speculation": {"k": "auto"}},
+        pytest.param(
+            {"draft": "eagle3", "speculation": {"tree": "dynamic:nodes=6,depth=3,width=2"}},
+            id="tree",
+        ),
+        pytest.param(
+            {"draft": "draft-lm", "lookup": {"suffix": True}, "speculation": {"k": "auto"}},
+            id="draft-lm and suffix, auto",
+        ),
+        pytest.param(
+            {"lookup": {"ngram": True, "prompt_lookup_min": 1}, "speculation": {"k": "auto"}},
+            id="ngram, auto",
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["tree", "draft-lm and suffix, auto", "ngram, auto"],
 )
 def test_greedy_answers_are_the_same_with_a_draft_and_go_on_with_any(
     path: str,

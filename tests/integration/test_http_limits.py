@@ -278,7 +278,7 @@ SLOW_WORK = {
 }
 
 
-@pytest.mark.parametrize("kind", SLOW_WORK)
+@pytest.mark.parametrize("kind", ["prompts", pytest.param("grammars", marks=pytest.mark.long)])
 def test_no_client_keeps_the_others_waiting(
     kind: str, target: Target, live_server: Callable
 ) -> None:
