@@ -18,13 +18,11 @@ from draftsmith.drafters.recurrent.kept import KeptState
 from draftsmith.drafters.target import attention
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.attention.window import Chunk
-from draftsmith.serve.cache.prefix import PrefixCache
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.scheduler import Schedule, ScheduledRow, Scheduler
 from draftsmith.serve.requests.request import Request
-from draftsmith.serve.requests.route import LIVE
 from draftsmith.serve.sampling.params import SamplingParams
 from tests.integration.served import (
     GREEDY,
@@ -92,10 +90,10 @@ class Compared(Around):
             assert fresh.tokens[0, :length].tolist() == proposal.tokens[row, :length].tolist()
             if proposal.logits is not None:
                 torch.testing.assert_close(
-                    proposal.logits[row, :length].log_softmax(-1),
-                    fresh.logits[0, :length].log_softmax(-1),
-                    atol=1e-3,
-                    rtol=0,
+                    proposal.logits[row, :length].softmax(-1),
+                    fresh.logits[0, :length].softmax(-1),
+                    atol=2e-4,
+                    rtol=1e-3,
                 )
             self.compared += 1
         return proposal
@@ -166,75 +164,6 @@ def test_greedy_text_is_the_targets_alone(
     assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_usable
     if not is_tree and case.family in TRAINED:
         assert compared.compared > 20
-
-
-SHARED = [20 + index * 7 % 90 for index in range(45)]
-# The second goes on where the first's answer may not; the third leaves the shared text at a block's
-# end, the fourth inside one.
-SHARING = [SHARED, [*SHARED, 5, 6, 7], [*SHARED[:32], 99, 98], [*SHARED[:37], 4], SHARED]
-SHARES = EngineConfig(k=3, block_size=8, max_round_tokens=20)
-
-
-def attentive(family: str, target: Target) -> ServingDrafter:
-    """A draft whose attention outweighs all else, so that one wrong key shows."""
-    drafter: Any = make_drafter(family, target)
-    with torch.no_grad():
-        for name, weight in drafter.named_parameters():
-            weight.mul_(30 if "o_proj" in name else 1)
-    return drafter
-
-
-def answer_in_turn(engine: EngineCore) -> None:
-    for seed, prompt in enumerate(SHARING):
-        params = SamplingParams(temperature=0.8, top_k=20, seed=7 + seed, max_tokens=20)
-        engine.generate([prompt], replace(params, ignore_eos=True))
-
-
-@pytest.mark.parametrize("family", ["eagle3", "mtp", "medusa", "dflash", "draft-lm"])
-def test_drafts_behind_cached_blocks_are_those_from_nothing(
-    family: str, load: Callable[[str], Target]
-) -> None:
-    target = load("llama")
-    compared = Compared(attentive(family, target), target)
-    engine = build_engine(target, compared, SHARES)
-    answer_in_turn(engine)
-    # A head shares no block whose next token differs.
-    assert engine.stats.prefix_cache_hits == 40 + (24 if compared.taps else 32) + 32 + 40
-    assert compared.compared > 10
-    assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_usable
-
-
-def test_a_draft_begins_on_blocks_that_were_read_while_it_rested(
-    load: Callable[[str], Target],
-) -> None:
-    """It drafts from taps that they carry."""
-    target = load("llama")
-    compared = Compared(attentive("eagle3", target), target)
-    engine = build_engine(target, compared, SHARES)
-    engine.drafts.live._pause = 10_000
-    engine.generate([SHARED], GREEDY)
-    assert not compared.compared
-    engine.drafts.put(LIVE, compared)
-    engine.generate([[*SHARED, 5, 6, 7]], replace(GREEDY, temperature=0.8, seed=1))
-    assert engine.stats.prefix_cache_hits == 40 and compared.compared > 5
-
-
-def test_the_token_after_a_block_is_part_of_its_key(load: Callable[[str], Target]) -> None:
-    """The control: a head's last position in a block depends on the token after it. Without that
-    token in the key a text that leaves another at a block's end gets other proposals."""
-    target = load("llama")
-    compared = Compared(attentive("eagle3", target), target)
-    engine = build_engine(target, compared, SHARES)
-    blocks = engine.scheduler.blocks
-    engine.scheduler.prefix = PrefixCache(blocks, root="", ahead=0, needs_taps=True)
-    with pytest.raises(AssertionError):
-        answer_in_turn(engine)
-
-
-def test_the_cache_can_be_switched_off(load: Callable[[str], Target]) -> None:
-    engine = build_engine(load("llama"), None, EngineConfig(prefix_cache=False))
-    engine.generate([SHARED, SHARED], GREEDY)
-    assert engine.stats.prefix_cache_queries == engine.stats.prefix_cache_hits == 0
 
 
 def test_greedy_text_without_drafts_is_the_targets_alone(
