@@ -56,11 +56,13 @@ def muon_with_adamw(
 
 class DraftMuon(Muon):
     """torch's Muon, but the updates of weights on a CPU are made orthogonal in float32: torch does
-    it in bfloat16, which a processor without such instructions multiplies ten times more slowly.
+    it in bfloat16, which a processor without such instructions multiplies many times more slowly.
     """
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         for group in self.param_groups:
             momentum, lr = group["momentum"], group["lr"]
             for weight in group["params"]:
@@ -74,11 +76,13 @@ class DraftMuon(Muon):
                 weight.mul_(1 - lr * group["weight_decay"])
                 # The root mean square of AdamW's updates.
                 weight.add_(update, alpha=-0.2 * lr * math.sqrt(max(weight.shape)))
+        return loss
 
 
 def orthogonal(matrix: torch.Tensor, coefficients: tuple[float, float, float]) -> torch.Tensor:
-    """A matrix of the same singular vectors, whose singular values are about 1, by five steps of
-    Newton and Schulz (Jordan, Muon)."""
+    """[m, n] -> [m, n] of the same type and singular vectors, with singular values between about
+    0.6 and 1.3: five steps of Newton and Schulz's iteration (Jordan, Muon). In bfloat16 on CUDA,
+    elsewhere in float32 or the type of a wider matrix."""
     a, b, c = coefficients
     wide = torch.promote_types(matrix.dtype, torch.float32)
     found = matrix.to(torch.bfloat16 if matrix.is_cuda else wide)
