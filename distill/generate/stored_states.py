@@ -22,7 +22,7 @@ from draftsmith.progress import Progress
 from draftsmith.train.data.stored_taps import StatesOf, TapLayout, tap_file, writing
 
 PROBE_TOKENS = 256  # a pass whose time stands for all
-# Of a pass: enough for a device, and on a CPU its tensors stay in blocks that are used again.
+# Of a pass, at most. glibc maps tensors above 32 MiB anew each time, which costs page faults.
 PASS_TOKENS = 4096
 
 
@@ -121,7 +121,8 @@ def _store_shard(part: Path, layout: TapLayout, target: Target, batch: int) -> N
 
 
 def passes(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Numbers of the texts, shortest first, at most `most` and about `PASS_TOKENS` at once."""
+    """Numbers of the texts, shortest first: at most `most` texts and, padded to the longest,
+    `PASS_TOKENS` tokens at once; a longer text alone."""
     rows: list[int] = []
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):
         if rows and (len(rows) == most or (len(rows) + 1) * lengths[row] > PASS_TOKENS):
