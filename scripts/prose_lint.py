@@ -49,7 +49,7 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
         if isinstance(node, kinds) and (text := ast.get_docstring(node)) is not None:
             yield node.body[0].lineno, text
         # No expression holds a docstring.
-        statements = (ast.stmt, ast.excepthandler)
+        statements = (ast.stmt, ast.excepthandler, ast.match_case)
         nodes += [one for one in ast.iter_child_nodes(node) if isinstance(one, statements)]
 
 
