@@ -163,12 +163,19 @@ def collect(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def recorded_target(cls: type, values: dict[str, Any]) -> dict[str, str]:
-    """The target that a local draft's record names, where the draft is given without one."""
+    """The target that a local draft's record names, where a command needs one and nothing else that
+    is given says which."""
     draft = values.get("draft")
     if not isinstance(draft, str) or TARGET in values or "url" in values:
         return {}
-    path = Path(draft) / "draftsmith.json"
-    if all(one.name != TARGET for one in dataclasses.fields(cls)) or not path.is_file():
+    path, fields = (
+        Path(draft) / "draftsmith.json",
+        {one.name: one for one in dataclasses.fields(cls)},
+    )
+    is_required = TARGET in fields and fields[TARGET].default is dataclasses.MISSING
+    # These need a target where no URL is given; the doctor's data say theirs.
+    may_need = {TARGET, "url"} <= fields.keys() and "data" not in values
+    if not (is_required or may_need) or not path.is_file():
         return {}
     record = read_json(path).get(TARGET)
     name = record.get("name") if isinstance(record, dict) else None

@@ -21,6 +21,7 @@ NAMES = {
     "max-new-tokens": "max_tokens",
     "max-concurrency": "concurrency",
     "enable-prefix-caching": "prefix_cache",
+    "no-enable-prefix-caching": "no_prefix_cache",
     "tensor-parallel-size": "tensor_parallel",
     "num-prompts": "count",
     "num-samples": "count",
@@ -45,16 +46,26 @@ NAMES = {
 }
 
 
+def ours_of(name: str) -> str:
+    """Our name for a peers' flag, or for a peers' name in a section of ours
+    (`optim.learning_rate`); "" for any other."""
+    if name.startswith("--"):
+        return NAMES.get(name[2:].replace("_", "-"), "")
+    section, _, key = name.rpartition(".")
+    ours = NAMES.get(key.replace("_", "-"), "")
+    return ours if section and ours.startswith(f"{section}.") else ""
+
+
 def in_our_names(argv: Sequence[str], flags: Collection[str], keys: Collection[str]) -> list[str]:
     """`argv` with peers' names replaced, each reported on standard error. `flags` are the
-    command's, as `--max-length`; `keys` all its options, those without a flag, as `optim.lr`."""
+    command's, as `--max-length`; `keys` are all its options, as `max_length` and `optim.lr`."""
     words, found = list(argv), []
     while words:
         word = words.pop(0)
         name, is_joined, value = word.partition("=")
-        ours = NAMES.get(name[2:].replace("_", "-")) if name.startswith("--") else None
-        flag = "--" + (ours or "").replace("_", "-")
-        if name in flags or ours is None or not (flag in flags or ours in keys):
+        ours = "" if name in flags or name in keys else ours_of(name)
+        flag = "--" + ours.replace("_", "-")
+        if not ours or not (flag in flags or ours in keys):
             found.append(word)
             continue
         if flag in flags:

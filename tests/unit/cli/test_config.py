@@ -306,6 +306,7 @@ def test_limits_that_machines_have_are_named() -> None:
         ("train", "mtp --lr 1e-4 --num-train-epochs=2 --output-dir O",
          "mtp optim.lr=1e-4 --epochs=2 --out O"),
         ("train", "mtp --learning-rate=1e-4 --ttt-steps 3", "mtp optim.lr=1e-4 unroll.steps=3"),
+        ("serve", "--no-enable-prefix-caching", "--no-prefix-cache"),
         ("generate", "--num-prompts 8 --max-new-tokens 9", "--count 8 --max-tokens 9"),
     ],
 )  # fmt: skip
@@ -317,6 +318,13 @@ def test_names_of_peers_are_taken_and_told(
     told = capsys.readouterr().err.splitlines()
     assert len(told) == sum(word.startswith("--") for word in words.split())
     assert all(line.startswith("draftsmith: --") and line.endswith(" here") for line in told)
+
+
+def test_a_peers_name_in_a_section_of_ours_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = parser_for("train", load(COMMANDS["train"].config))
+    found = parse(parser, ["mtp", "optim.learning_rate=3", "http.learning_rate=3"])
+    assert found.extra == ["optim.lr=3", "http.learning_rate=3"]
+    assert "optim.learning_rate is optim.lr here" in capsys.readouterr().err
 
 
 def test_a_name_of_our_own_is_no_peers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -340,6 +348,8 @@ def test_a_draft_alone_brings_its_target(
         assert "'org/model'" in capsys.readouterr().err
     assert given("serve", "mine", "--draft", draft)["target"] == "mine"
     assert "target" not in given("bench", "--url", "http://a", "--draft", draft)
+    assert "target" not in given("doctor", "--data", "d", "--draft", draft)
+    assert "target" not in given("export", draft, "--to", "vllm")
     assert not capsys.readouterr().err
     (tmp_path / "draftsmith.json").write_text('{"target": [1]}')
     assert "target" not in given("serve", "--draft", draft)
