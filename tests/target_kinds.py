@@ -43,6 +43,7 @@ from draftsmith.serve.sampling.params import SamplingParams
 KINDS = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 TABLE = Path(__file__).with_suffix(".json")
 PAGE = Path(__file__).parents[1] / "docs" / "targets.md"
+UNSERVED = ("refused", "not built")
 VOCAB_SIZE = 96
 MOST_PARAMETERS = 4_000_000
 PROMPTS = ((5, 17, 40, 8, 3), (60, 2, 33, 71, 14, 9, 25, 44, 6, 51, 80, 19, 7))
@@ -272,8 +273,10 @@ def _line(error: Exception) -> str:
 
 
 def write(outcomes: dict[str, Outcome]) -> None:
-    found = {kind: outcome._asdict() for kind, outcome in outcomes.items()}
-    table = {"transformers": transformers.__version__, "kinds": found}
+    table: dict[str, Any] = {"transformers": transformers.__version__}
+    table["served"] = [kind for kind, outcome in outcomes.items() if outcome.is_served]
+    for status in UNSERVED:
+        table[status] = {k: one.reason for k, one in outcomes.items() if one.status == status}
     TABLE.write_text(json.dumps(table, indent=1) + "\n")
     PAGE.write_text(page(*read()))
 
@@ -281,7 +284,10 @@ def write(outcomes: dict[str, Outcome]) -> None:
 def read() -> tuple[str, dict[str, Outcome]]:
     """Version of transformers and the committed outcomes."""
     table = json.loads(TABLE.read_text())
-    return table["transformers"], {k: Outcome(**found) for k, found in table["kinds"].items()}
+    outcomes = {kind: Outcome("served", "") for kind in table["served"]}
+    for status in UNSERVED:
+        outcomes |= {kind: Outcome(status, reason) for kind, reason in table[status].items()}
+    return table["transformers"], outcomes
 
 
 def page(version: str, outcomes: dict[str, Outcome]) -> str:
