@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -345,45 +342,3 @@ def test_killed_at_any_change_readers_get_a_verified_version_and_versions_conver
         assert store.current() == live
         expected = (versions.open_version(root, live) / "model.safetensors").read_text()
         assert served(store) == f"vllm {expected}"
-
-
-PUBLISHER = """
-import sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[3])
-from test_mirror import Copies
-from draftsmith.fleet import publish_command
-from draftsmith.fleet.config import FleetConfig
-from draftsmith.fleet.publish.mirror import Damaged, Mirror
-from draftsmith.fleet.store.store import VersionStore
-root = Path(sys.argv[1])
-mirror = Mirror(root, VersionStore(sys.argv[2]), Copies(root))
-print("begins", flush=True)
-while True:
-    mirror.step()
-"""
-
-
-@pytest.mark.long
-def test_a_publisher_that_is_killed_leaves_whole_versions(root: Path, tmp_path: Path) -> None:
-    store = VersionStore(str(tmp_path / "store"), cache=tmp_path / "cache")
-    live = 0
-    for delay_s in (0.0, 0.01, 0.03):
-        command = [
-            sys.executable,
-            "-c",
-            PUBLISHER,
-            str(root),
-            store.url,
-            str(Path(__file__).parent),
-        ]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as publisher:
-            assert publisher.stdout is not None and publisher.stdout.readline() == "begins\n"
-            for _ in range(3):
-                live = learn(root, "x" * 100_000)
-            time.sleep(delay_s)
-            publisher.send_signal(signal.SIGKILL)
-        if (current := store.current()) is not None:
-            assert (store.fetch(current, "vllm") / "model.safetensors").stat().st_size == 100_005
-    assert Mirror(root, store, Copies(root)).step() or store.current() == live
-    assert store.current() == live and store.wanted("a") == live
