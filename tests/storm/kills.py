@@ -8,27 +8,21 @@ import random
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from draftsmith.fleet.store.errors import StoreError
 from draftsmith.fleet.store.layout import MANIFEST, folder_of
 from draftsmith.fleet.store.store import VersionStore
-from tests.storm.places import Place
+from tests.storm.places import FolderPlace
 from tests.storm.statuses import Statuses
 from tests.storm.supervisor import Part, is_running
 
-# Parts of an engine, the other processes, and the place: shares of the kills.
-SERVER, CORE, WRITER, LEARNER, PUBLISHER, STORE = (
-    "server", "core", "writer", "learner", "publisher", "store",
-)  # fmt: skip
-OF_AN_ENGINE = (SERVER, CORE, WRITER)
-TURNS = (WRITER, STORE, SERVER, PUBLISHER, WRITER, LEARNER, CORE, WRITER, STORE, LEARNER)
+SERVER, WRITER, STORE = "server", "writer", "store"
 # A version of which one byte was changed on its way: far from the learner's numbers.
 PLANTED = 900
 LOOK_S = 0.05
@@ -56,14 +50,6 @@ class Struck:
     back_s: float | None = None
     pid: int = 0
     has_hit: bool = False
-
-    def figures(self, begun_s: float) -> dict[str, Any]:
-        """Values for JSON, times after `begun_s`."""
-        back_after_s = None if self.back_s is None else self.back_s - self.at_s
-        return {
-            "what": self.kill.what, "engine": self.kill.engine, "pid": self.pid,
-            "at_s": self.at_s - begun_s, "has_hit": self.has_hit, "back_after_s": back_after_s,
-        }  # fmt: skip
 
 
 class Answer(NamedTuple):
@@ -95,7 +81,7 @@ class Fleet:
         ask: whole answer of an engine to a question by its number, None where there was none.
     """
 
-    place: Place
+    place: FolderPlace
     store: VersionStore
     learned: Path
     parts: Mapping[str, Part]
@@ -113,19 +99,6 @@ class Log:
     # versions that engines reported, and those they refused, by engine
     reported: dict[str, set[int]] = field(default_factory=dict)
     refused: dict[str, set[int]] = field(default_factory=dict)
-
-
-def planned(engines: Sequence[str], count: int, seed: int) -> list[Kill]:
-    """Kills of every kind in turn, engines in turn, then shuffled."""
-    seen: Counter[str] = Counter()
-    kills = []
-    for number in range(count):
-        what = TURNS[number % len(TURNS)]
-        is_engine = what in OF_AN_ENGINE
-        kills.append(Kill(what, engines[seen[what] % len(engines)] if is_engine else ""))
-        seen[what] += 1
-    random.Random(seed).shuffle(kills)
-    return kills
 
 
 class Storm:

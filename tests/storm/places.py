@@ -3,20 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
-
-
-class Place(Protocol):
-    def url(self, name: str) -> str: ...
-
-    def is_away(self) -> bool:
-        """True while nothing can be read there."""
-        ...
-
-    def leave(self) -> None:
-        """Be away: every call fails from now on."""
-
-    def come_back(self) -> None: ...
 
 
 class FolderPlace:
@@ -36,6 +22,7 @@ class FolderPlace:
         return not self.link.is_dir()
 
     def leave(self) -> None:
+        """Be away: every call fails from now on."""
         self._lead_to(self.away)
 
     def come_back(self) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
 import threading
-from collections.abc import Mapping
-from typing import Any
 
 from draftsmith.fleet.store.engine_status import EngineStatus
 from draftsmith.fleet.store.errors import StoreError
@@ -15,13 +12,12 @@ LOOK_S = 0.5
 
 
 class Statuses:
-    """Versions reported and refused, and pauses of swaps in ms, by engine."""
+    """Versions reported and refused, by engine."""
 
     def __init__(self, store: VersionStore):
         self.store = store
         self.reported: dict[str, set[int]] = {}
         self.refused: dict[str, set[int]] = {}
-        self.pauses_ms: dict[str, dict[int, float]] = {}
         self._over = threading.Event()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._read, daemon=True)
@@ -49,19 +45,3 @@ class Statuses:
         self.refused.setdefault(status.engine, set()).update(status.refused)
         if status.version is not None:
             self.reported.setdefault(status.engine, set()).add(status.version)
-        last = status.last_swap
-        if last.get("ok") and last.get("version") is not None:
-            own = self.pauses_ms.setdefault(status.engine, {})
-            own[int(last["version"])] = float(last["pause_ms"])
-
-    def swaps(self) -> dict[str, dict[str, Any]]:
-        """Number of swaps that were seen by engine, the median pause and the longest."""
-        return {engine: swaps_of(own) for engine, own in sorted(self.pauses_ms.items())}
-
-
-def swaps_of(pauses_ms: Mapping[int, float]) -> dict[str, Any]:
-    return {
-        "swaps": len(pauses_ms),
-        "median_ms": statistics.median(pauses_ms.values()),
-        "longest_ms": max(pauses_ms.values()),
-    }

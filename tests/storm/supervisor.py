@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 # Between two looks at a part.
 LOOK_S = 0.1
@@ -92,24 +91,6 @@ class Part:
     def _sweep(self) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
-
-
-def program(
-    words: Sequence[object], log: Path, variables: Mapping[str, str] | None = None
-) -> Callable[[], subprocess.Popen[Any]]:
-    """Start of a program whose output is appended to `log`."""
-
-    def start() -> subprocess.Popen[Any]:
-        with log.open("ab") as output:
-            return subprocess.Popen(
-                [str(word) for word in words],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **(variables or {})},
-                start_new_session=True,
-            )
-
-    return start
 
 
 def running() -> dict[int, tuple[int, str]]:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from draftsmith.distill.buffer.traffic import is_whole, stitch
 from draftsmith.record import RoundRecord, hashed_answer
 from tests.storm.kills import (
-    CORE,
     SERVER,
     STORE,
     WRITER,
@@ -103,7 +102,7 @@ def failures(log: Log) -> dict[str, Any]:
     down = [
         (one.kill.engine, one.at_s, one.back_s or float("inf"))
         for one in log.struck
-        if one.kill.what in (SERVER, CORE)
+        if one.kill.what == SERVER
     ]
 
     def is_explained(failure: Failure) -> bool:
@@ -114,13 +113,6 @@ def failures(log: Log) -> dict[str, Any]:
 
     elsewhere = [list(one) for one in log.failed if not is_explained(one)]
     return {"failed": len(log.failed), "failed_elsewhere": elsewhere}
-
-
-def greedy(log: Log, expected: Mapping[int, Sequence[int]]) -> dict[str, int]:
-    """Answers to greedy questions, and those that are the plain engine's."""
-    asked = [one for one in log.answers if one.question in expected]
-    equal = sum(one.tokens == list(expected[one.question]) for one in asked)
-    return {"greedy": len(asked), "greedy_equal": equal}
 
 
 def versions_of(log: Log, records: Records, verified: Sequence[int]) -> dict[str, Any]:
