@@ -101,43 +101,6 @@ def test_answers_distributions_and_provenance(
     assert provenance["target_revision"] == target.revision
 
 
-def test_sampled_answers_follow_the_distribution_and_differ_by_prompt(
-    tiny_target: Callable[..., str], tmp_path: Path
-) -> None:
-    """The first answer token of many equal prompts: chi-square against the target's distribution,
-    and a wrong distribution that it rejects."""
-    path = tiny_target("llama")
-    (tmp_path / "p.txt").write_text("The target\n" * 400)
-    generate.run(
-        config(
-            path,
-            tmp_path / "d",
-            prompts=str(tmp_path / "p.txt"),
-            count=400,
-            max_tokens=1,
-            batch=100,
-            chat="never",
-        )
-    )
-    target = Target.load(path)
-    ids = target.tokenizer().encode("The target")
-    probs = target.model(torch.tensor([ids])).logits[0, -1].double().softmax(-1)
-    drawn = torch.bincount(
-        torch.tensor([row["input_ids"][-1] for row in rows(tmp_path / "d")]), minlength=len(probs)
-    )
-    statistic = chi_square(drawn, probs)
-    sharper = chi_square(drawn, (probs.log() * 2).softmax(-1))
-    # 8 cells, 7 degrees of freedom: above 40 with probability 1e-6.
-    assert statistic < 40 < sharper
-
-
-def chi_square(counts: torch.Tensor, probs: torch.Tensor, cells: int = 8) -> float:
-    top = probs.topk(cells - 1).indices
-    observed = torch.cat([counts[top], (counts.sum() - counts[top].sum())[None]]).double()
-    expected = torch.cat([probs[top], (1 - probs[top].sum())[None]]) * counts.sum()
-    return float(((observed - expected) ** 2 / expected).sum())
-
-
 KILLED = """
 import os, sys
 from pathlib import Path

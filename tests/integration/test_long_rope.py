@@ -4,8 +4,6 @@ and the same in all of these where they are served."""
 
 from __future__ import annotations
 
-import copy
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draftsmith.cli import main
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.target import causal_lm, probe
 from draftsmith.drafters.target.load import load_tokenizer
@@ -272,39 +269,6 @@ def test_control_served_unchecked_texts_depend_on_all_of_it(unchecked, load):
         differ(target, *texts) for texts in zip(crossing, drafted, plain, strict=True)
     )
     assert num_changed >= 6
-
-
-@pytest.mark.long
-def test_the_audit_finds_a_server_of_it(load, live_server, tmp_path, request):
-    """And clears one whose factors are fixed."""
-    found = []
-    for max_length in (LONGEST, None):
-        if max_length is None:
-            request.getfixturevalue("unchecked")
-        target = load("longrope", max_length)
-        server = live_server(
-            target, Junk(), EngineConfig(k=4, max_length=LONGEST, max_batch=8, compile="off")
-        )
-        out = tmp_path / "report.json"
-        main([
-            "audit", "--url", server.url, "--temperature", "0", "--contexts", "1",
-            "--greedy-tokens", "12", "--out", str(out),
-        ])  # fmt: skip
-        report = json.loads(out.read_text())[0]
-        found.append([
-            check["name"] for check in report["checks"]
-            if not check["passed"] and "beside others" in check["name"]
-        ])  # fmt: skip
-    assert found[0] == [] and len(found[1]) >= 2
-
-
-def test_control_dynamic_rope_beyond_its_length_depends_on_the_batch(unchecked, load):
-    target = load("dynamic")
-    target.config = copy.copy(target.config)  # for the engine; the rotary module keeps its own
-    target.config.max_position_embeddings = LONGEST
-    short, long = prompts(8, 60)
-    alone, beside = answers(target, [short], 20)[0], answers(target, [short, long], 20)[0]
-    assert differ(target, short, beside, alone)
 
 
 def test_the_probe_alone_refuses_it_under_any_name(load, monkeypatch):

@@ -8,16 +8,11 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-from draftsmith.cli import main
-from draftsmith.train.pipeline import runner
 
 RECIPE = """
 settings: {target: null, prompts: null, steps: 40}
@@ -51,55 +46,6 @@ def prompts_in(folder: Path) -> Path:
 def report_of(out: Path) -> str:
     """The report without the padding of its tables."""
     return re.sub(" +", " ", (out / "report.md").read_text())
-
-
-def in_this_process(command: list[str], *_: Any) -> tuple[int, str]:
-    """A stage without the seconds that a process takes to start."""
-    return main(command[command.index("draftsmith.cli") + 1 :]), ""
-
-
-def kill_after_a_checkpoint(out: Path) -> None:
-    while not list(out.glob("draft/training/checkpoint-*/complete.json")):
-        time.sleep(0.02)
-    os.kill(json.loads((out / "run.lock").read_text())["pid"], signal.SIGKILL)
-
-
-@pytest.mark.long
-def test_a_killed_stage_resumes_and_the_rest_is_kept(
-    tmp_path: Path,
-    tiny_target: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
-    out, in_a_process = tmp_path / "out", runner.run_process
-    command = ["run", str(tmp_path / "recipe.yaml"), "--out", str(out), "--set"]
-    command += [f"target={tiny_target('llama')}", f"prompts={prompts_in(tmp_path)}"]
-    killer = threading.Thread(target=kill_after_a_checkpoint, args=(out,), daemon=True)
-
-    def train_in_a_process(words: list[str], *others: Any) -> tuple[int, str]:
-        if "train" not in words:
-            return in_this_process(words)
-        killer.start()
-        return in_a_process(words, *others)
-
-    monkeypatch.setattr(runner, "run_process", train_in_a_process)
-    assert main(command) == 2
-    assert "stage 'draft' (train) was killed by signal 9" in capfd.readouterr().err
-    assert "| draft | train | ended with status -9 |" in report_of(out)
-    metrics = out / "draft" / "metrics.jsonl"
-    first = metrics.read_text().splitlines()[0]
-    monkeypatch.setattr(runner, "run_process", in_this_process)
-    assert main(command) == 0
-    shown = capfd.readouterr().out
-    assert "[1/3] data: kept" in shown and "[2/3] draft: resumed" in shown
-    # Not from the start: the clock's figures of its first step are those of before the kill.
-    lines = metrics.read_text().splitlines()
-    assert lines[0] == first and json.loads(lines[-1])["step"] == 40
-    report = report_of(out)
-    for state in ("data | generate | finished", "draft | train | finished, start 2"):
-        assert f"| {state} |" in report
-    assert report.count("| figures | draft | data |") == 2
 
 
 @pytest.mark.long
