@@ -56,17 +56,3 @@ def test_where_nothing_can_be_lossy_nothing_says_so(
     assert not any("lossless" in body for body in answers(server))
     assert server.metric("draftsmith_lossless") == 1
     assert declared(connect(server)) == []
-
-
-def test_a_requests_draft_temperature_is_taken_or_refused(
-    target: Target, live_server: Callable
-) -> None:
-    server = live_server(target, Ngram(), EngineConfig(k=2, compile="off"))
-    assert (
-        server.complete("hello", max_tokens=2, speculation={"draft_temperature": 0.5}).status_code
-        == 200
-    )
-    assert (
-        server.complete("hello", max_tokens=2, speculation={"draft_temperature": -1}).status_code
-        == 400
-    )

@@ -20,7 +20,6 @@ from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.kernels.acceptance import AcceptanceCounts
-from draftsmith.kernels.sampling.logged import LoggedLogits
 from draftsmith.record import Distribution, RecordedRound, RoundRecord
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
@@ -223,38 +222,6 @@ def test_rounds_under_penalties_are_text_without_distributions_so_that_nobody_sc
     assert scored[0] == scored[2] == 0 < scored[1]
     assert all(Role.FIRST_REJECTED in text.roles for text in texts)
     assert [text.is_scorable for text in texts] == [found[tuple(text.tokens)] > 0 for text in texts]
-
-
-@pytest.mark.long
-def test_a_sink_has_a_rounds_records_while_its_logits_are_there(
-    target: Target, records: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a sink keeps beyond it is copied, what it has let go by then is not."""
-    ends: list[int] = []
-
-    put_round = records.put_round
-
-    def put(round: RecordedRound) -> None:
-        put_round(round)
-        ends.append(len(records))
-        if lets_go:
-            records.clear()
-
-    monkeypatch.setattr(records, "put_round", put)
-    kept: list[LoggedLogits] = []
-    keep = LoggedLogits.keep
-    monkeypatch.setattr(LoggedLogits, "keep", lambda self: (kept.append(self), keep(self))[1])
-    # Bans make records without p and q, of which the sink hears too.
-    asked = [params(1.0), params(1.0, bad_words=((7,),)), params(0.0)]
-    for lets_go in (False, True):
-        records.clear()
-        ends.clear()
-        kept.clear()
-        engine = build_engine(target, eagle3(target), EngineConfig(seed=1, k=3), sink=records)
-        serve(engine, asked)
-        assert len(ends) > 5 and bool(kept) is not lets_go
-        if not lets_go:
-            assert ends[-1] >= sum(bool(one.drafted) for one in records)
 
 
 @pytest.mark.parametrize("family", ["eagle3", "ngram"])

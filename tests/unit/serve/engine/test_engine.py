@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import pytest
@@ -15,7 +14,7 @@ from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.round import DraftSource, RoundProposal, RowSampling
 from draftsmith.serve.engine.scheduler import ScheduledRow
 from draftsmith.serve.engine.verify import verify_round
-from draftsmith.serve.requests.request import FinishReason, Request, Update
+from draftsmith.serve.requests.request import FinishReason, Request
 from draftsmith.serve.sampling.params import SamplingParams
 from scripts.bench.serving.round import calls
 
@@ -93,33 +92,6 @@ def test_a_request_may_choose_its_own_draft_length(target: Target, fixed_drafter
         engine.step()
     deepest = [max(request.speculation.offered, default=0) for request in requests]
     assert deepest == [0, 1, 5, 3]
-
-
-def test_a_seeded_request_is_the_same_in_any_company(
-    target: Target, fixed_drafter: Callable
-) -> None:
-    params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=20, seed=42, ignore_eos=True)
-    alone = (
-        build_engine(target, fixed_drafter(), EngineConfig(k=3))
-        .generate([PROMPT], params)[0]
-        .tokens
-    )
-    engine = build_engine(
-        target, fixed_drafter(), EngineConfig(k=3, max_batch=6, max_round_tokens=16)
-    )
-    others = [
-        engine.submit(
-            [i + 3] * (5 + 3 * i), SamplingParams(max_tokens=30, k=i % 4, ignore_eos=True)
-        )
-        for i in range(5)
-    ]
-    for _ in range(3):
-        engine.step()
-    request = engine.submit(PROMPT, params)
-    while engine.busy:
-        engine.step()
-    assert request.output == alone
-    assert all(other.finish_reason is FinishReason.LENGTH for other in others)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -217,23 +189,6 @@ def test_a_stop_string_inside_accepted_drafts_ends_text_and_tokens(
     assert words[at] not in completion.text and completion.finish_reason is FinishReason.STOP
 
 
-def test_the_models_own_end_token_stops_unless_ignored(
-    target: Target, greedy_text: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = greedy_text(PROMPT, 8)
-    at = next(i for i in range(2, 8) if text[i] not in text[:i])
-    monkeypatch.setattr(target, "eos_token_ids", (text[at],))
-    engine = build_engine(target, Scripted(text), EngineConfig(k=4))
-    stopped = engine.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=8))[0]
-    assert stopped.tokens == text[: at + 1] and stopped.finish_reason is FinishReason.STOP
-    assert (
-        engine.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))[
-            0
-        ].tokens
-        == text
-    )
-
-
 def test_logprobs_are_the_targets_own(target: Target, greedy_text: Callable) -> None:
     params = SamplingParams(
         temperature=0.7, top_k=5, max_tokens=6, logprobs=2, seed=3, ignore_eos=True
@@ -247,67 +202,6 @@ def test_logprobs_are_the_targets_own(target: Target, greedy_text: Callable) -> 
         for row, entry in zip(logprobs, completion.logprobs):
             assert entry.logprob == pytest.approx(float(row[entry.token]), abs=1e-4)
             assert [token for token, _ in entry.top] == row.topk(2).indices.tolist()
-
-
-def test_requests_join_and_leave_while_others_run(target: Target, greedy_text: Callable) -> None:
-    engine = build_engine(target, Scripted(greedy_text(PROMPT, 40)), EngineConfig(k=0, max_batch=2))
-    running = [
-        engine.submit(PROMPT, SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True))
-        for n in (30, 4)
-    ]
-    engine.step()
-    late = engine.submit(PROMPT[:4], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
-    finished = []
-    while engine.busy:
-        engine.step()
-        finished += [r for r in (*running, late) if r.finished and r not in finished]
-    assert finished == [running[1], late, running[0]]
-    assert running[0].output == greedy_text(PROMPT, 30) and late.output == greedy_text(
-        PROMPT[:4], 3
-    )
-
-
-def test_preempted_requests_end_as_if_they_had_never_left(
-    target: Target, fixed_drafter: Callable, greedy_text: Callable
-) -> None:
-    prompts = [PROMPT, PROMPT[1:], PROMPT[2:] * 3]
-    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    engine = build_engine(
-        target,
-        fixed_drafter(),
-        EngineConfig(k=3, max_batch=3, block_size=4, num_blocks=14, max_length=48),
-    )
-    completions = engine.generate(prompts, params)
-    assert engine.scheduler.num_preemptions > 0
-    for prompt, completion in zip(prompts, completions):
-        assert completion.tokens == greedy_text(prompt, 24)
-
-
-def test_updates_add_up_to_the_answer(target: Target, fixed_drafter: Callable) -> None:
-    updates: list[Update] = []
-    engine = build_engine(target, fixed_drafter(), EngineConfig(k=3))
-    request = engine.submit(PROMPT, GREEDY, lambda request, update: updates.append(update))
-    while engine.busy:
-        engine.step()
-    assert list(itertools.chain(*(update.tokens for update in updates))) == request.output
-    assert (
-        "".join(update.text for update in updates)
-        == request.text
-        == target.tokenizer().decode(request.output)
-    )
-    assert [update.finish_reason for update in updates[:-1]] == [None] * (len(updates) - 1)
-    assert updates[-1].finish_reason is FinishReason.LENGTH
-
-
-def test_a_cancelled_request_says_so_and_frees_its_blocks(target: Target) -> None:
-    updates: list[Update] = []
-    engine = build_engine(target, None, EngineConfig())
-    request = engine.submit(PROMPT, GREEDY, lambda request, update: updates.append(update))
-    engine.step()
-    engine.cancel(request)
-    engine.cancel(request)
-    assert updates[-1].finish_reason is FinishReason.ABORT and not engine.busy
-    assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_usable
 
 
 def test_a_target_that_gives_nan_ends_the_request_with_an_error(

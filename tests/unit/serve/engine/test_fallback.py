@@ -14,7 +14,6 @@ from draftsmith.drafters.published.pool import DraftPool
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.text.text_first import TextFirst
-from draftsmith.errors import UserError
 from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
@@ -139,14 +138,6 @@ def test_a_request_stops_drafting_and_starts_again(
         2,
     }
     assert not engine.stats.fallbacks
-
-
-def test_k_needs_a_drafter(target: Target) -> None:
-    engine = build_engine(target, None, CONFIG)
-    request = engine.submit(PROMPT, GREEDY)
-    engine.set_k(request, 0)
-    with pytest.raises(UserError, match="no drafter"):
-        engine.set_k(request, 1)
 
 
 def test_taps_of_a_text_nobody_drafts_do_not_pile_up(

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from draftsmith.serve.http.errors import Refusal
 from draftsmith.serve.responses.conversation import chat_request, messages_of
 from draftsmith.serve.responses.items import OutputItems
 from draftsmith.serve.responses.protocol import ResponsesRequest
@@ -60,17 +57,6 @@ def test_parameters_have_their_chat_names() -> None:
     (only,) = chat.choice().tools
     assert only.name == "weather" and chat.choice().forced
     assert chat.format_name() == "response_format" and chat.answer_grammar() is not None
-
-
-def test_a_refusal_names_the_parameter() -> None:
-    tool = {"type": "function", "name": "weather"}
-    for fields, param in (
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [tool, tool]}, "tools"),
-    ):
-        with pytest.raises(Refusal) as refused:
-            chat_request(request(**fields))
-        assert refused.value.param == param
 
 
 def test_an_answer_is_items_that_end_before_the_next_begin() -> None:
