@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from draftsmith.drafters.layouts.folder import DraftFolder
     from draftsmith.drafters.target.target import Target
 
-# (raw logits [R, V] in target ids, rows [R], prefixes: the tokens drafted so far of each) -> logits
-# [R, V] under the request's penalties, bans and masks.
-Adjust = Callable[[torch.Tensor, torch.Tensor, list[list[int]] | torch.Tensor], torch.Tensor]
+# (raw logits [R, V] in target ids, rows [R], tokens drafted so far of each [R, D], -1 is none) ->
+# logits [R, V] under the request's penalties, bans and masks.
+Adjust = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)

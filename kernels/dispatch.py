@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -62,8 +63,14 @@ def reads_freely(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def read_freely(numbers: torch.Tensor) -> list[Any] | None:
+    """Numbers where looking at them costs nothing; None elsewhere."""
+    return numbers.tolist() if reads_freely(numbers.device) else None
+
+
 def pins(device: torch.device) -> bool:
-    """True where copies from and to page-locked memory run while the host goes on."""
+    """True where work and copies from and to page-locked memory run while the host goes on, and
+    graphs hold them: on CUDA."""
     return device.type == "cuda"
 
 
@@ -72,10 +79,23 @@ def sent(device: torch.device, *columns: Sequence[int] | torch.Tensor) -> tuple[
     does not wait for."""
     if not columns:
         return ()
+    if reads_freely(device):
+        return tuple(map(_here, columns))
     # Each begins at a multiple of 16 bytes: Triton compiles a kernel again for those that do not.
     sizes = [size for column in columns for size in (len(column), len(column) % 2)]
     found = sent_tensor(device, _joined(columns)).split_with_sizes(sizes)
     return tuple(found[::2])
+
+
+def _here(column: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    """A column on the host. Not by `torch.tensor`, which takes several times as long."""
+    if isinstance(column, torch.Tensor):
+        return column
+    return (
+        torch.frombuffer(array("q", column), dtype=torch.int64)
+        if column
+        else torch.empty(0, dtype=torch.int64)
+    )
 
 
 def _joined(columns: Iterable[Sequence[int] | torch.Tensor]) -> torch.Tensor:
@@ -101,13 +121,6 @@ def sent_tensor(device: torch.device, host: torch.Tensor) -> torch.Tensor:
     return host.pin_memory().to(device, non_blocking=True) if pins(device) else host.to(device)
 
 
-def read_at_once(*parts: torch.Tensor) -> list[list[list[int]]]:
-    """int64 matrices of one device as lists of the host's, by one copy that it waits for."""
-    flat = torch.cat([part.flatten() for part in parts]).cpu()
-    found = flat.split([part.numel() for part in parts])
-    return [one.view(part.shape).tolist() for one, part in zip(found, parts)]
-
-
 class Upload:
     """int64 columns [n] of the host that are on `device` before they are asked for: `parts` are
     those of all `groups`, each of which is asked for at once."""
@@ -115,14 +128,14 @@ class Upload:
     def __init__(
         self,
         device: torch.device,
-        groups: Sequence[Sequence[Sequence[int]]],
-        parts: Iterable[torch.Tensor],
+        groups: Sequence[Sequence[Sequence[int]]] = (),
+        parts: Iterable[torch.Tensor] = (),
     ):
         self.device, rest = device, iter(parts)
         self._groups = [(tuple(group), tuple(next(rest) for _ in group)) for group in groups]
 
     def of(self, *columns: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        """`columns` on the device. Others than a foreseen group are sent by a copy of their own."""
+        """`columns` on the device. Those of none of the groups are sent by a copy of their own."""
         for group, parts in self._groups:
             if group == columns:
                 return parts
@@ -131,16 +144,21 @@ class Upload:
 
 class Reading:
     """A copy of a device's tensor on its way to page-locked memory of the host. What is launched
-    later may write into the tensor."""
+    later may write into the tensor. Where looking costs nothing it is the tensor."""
 
     def __init__(self, tensor: torch.Tensor):
+        self._host = tensor
+        self._arrival: torch.Event | None = None
+        if reads_freely(tensor.device):
+            return
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._host.copy_(tensor, non_blocking=True)
         self._arrival = _recorded_event(tensor.device)
 
     def wait(self) -> torch.Tensor:
         """The copy. Behind another wait for what was launched later it has arrived."""
-        self._arrival.synchronize()
+        if self._arrival is not None:
+            self._arrival.synchronize()
         return self._host
 
 

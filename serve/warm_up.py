@@ -86,7 +86,8 @@ def _batches(engine: EngineCore) -> list[Callable[[], object]]:
             for width in WIDTHS
         ),
         *(
-            partial(_rounds, engine, [BESIDE] * size, length=min(2, longest))
+            partial(_rounds, engine, [kind] * size, length=min(2, longest))
+            for kind in (BESIDE, replace(BESIDE, top_k=0, min_p=0.0))
             for size in {1, sizes[-1]}
         ),
         # Greedy rows beside others, which draft or do not.

@@ -239,7 +239,7 @@ def adjusted(
     adjust: Adjust,
     logits: torch.Tensor,
     rows: torch.Tensor,
-    prefixes: list[list[int]] | torch.Tensor,
+    prefixes: torch.Tensor,
     vocab_size: int,
     vocab_map: torch.Tensor | None,
 ) -> torch.Tensor:

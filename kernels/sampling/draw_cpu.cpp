@@ -303,9 +303,31 @@ struct Decision {
   int64_t accepted, token;
 };
 
+// The first of the likeliest tokens; -1 of a row without mass.
+int64_t likeliest(const float* raw, int64_t tokens) {
+  const float top = largest(raw, tokens), least = top < FLT_MAX ? top : FLT_MAX;
+  if (top == -INFINITY) return -1;
+  int64_t best = 0;
+  while (!(raw[best] >= least)) best++;
+  return best;
+}
+
+// `verify` of a greedy row, whose distributions are one-hot.
+bool verify_greedy(const float* raw, int64_t stride, int64_t tokens, const Chain& chain,
+                   Decision* found) {
+  for (int64_t kept = 0;; kept++) {
+    *found = {kept, likeliest(raw + kept * stride, tokens)};
+    if (found->token < 0) return false;
+    const bool keeps = kept < chain.length && chain.tokens[kept] == found->token &&
+                       (!chain.q || chain.q[kept * tokens + found->token] > -INFINITY);
+    if (!keeps) return true;
+  }
+}
+
 // False where torch has to decide.
 bool verify(const float* raw, int64_t stride, const Options& options, int64_t row, int64_t tokens,
             const Chain& chain, Decision* found) {
+  if (options.temperature[row] == 0) return verify_greedy(raw, stride, tokens, chain, found);
   Scratch& own = scratch(tokens);
   Distribution p, q;
   for (int64_t kept = 0;; kept++) {
@@ -384,17 +406,20 @@ extern "C" bool draw(const float* logits, int64_t stride, const float* temperatu
   return all_decided(drawn, rows);
 }
 
-// Accepted tokens of each row and the token after them; the first `num_drafting` have drafts.
+// Of each row how many drafts were kept, these, the token after them, then -1; the first
+// `num_drafting` have drafts, and own `sizes` rows of logits beside their first one. False where
+// torch has to decide.
 extern "C" bool verify_chains(const float* logits, int64_t stride, const float* temperature,
                               const int64_t* top_k, const double* top_p, const float* min_p,
-                              const int64_t* drafts, const int64_t* lengths, const float* q,
-                              int64_t num_drafting, int64_t num_draft, const int64_t* seeds,
-                              const int64_t* positions, int64_t* accepted, int64_t* emitted,
+                              const int64_t* drafts, const int64_t* lengths, const int64_t* sizes,
+                              const float* q, int64_t num_drafting, int64_t num_draft,
+                              const int64_t* seeds, const int64_t* positions, int64_t* verdicts,
                               int64_t rows, int64_t tokens, int threads) {
   const Options options = {temperature, top_k, top_p, min_p};
   std::vector<int64_t> begins(rows, 0);
   for (int64_t row = 1; row < rows; row++)
-    begins[row] = begins[row - 1] + 1 + (row <= num_drafting ? lengths[row - 1] : 0);
+    begins[row] = begins[row - 1] + 1 + (row <= num_drafting ? sizes[row - 1] : 0);
+  std::vector<int64_t> last(rows, -1);
   each(rows, threads, [&](int64_t row) {
     Chain chain = {nullptr, 0, nullptr, seeds[row], positions[row]};
     if (row < num_drafting) {
@@ -403,10 +428,12 @@ extern "C" bool verify_chains(const float* logits, int64_t stride, const float* 
       chain.q = q ? q + row * num_draft * tokens : nullptr;
     }
     Decision found = {0, -1};
-    const bool decided =
-        verify(logits + begins[row] * stride, stride, options, row, tokens, chain, &found);
-    accepted[row] = found.accepted;
-    emitted[row] = decided ? found.token : -1;
+    if (!verify(logits + begins[row] * stride, stride, options, row, tokens, chain, &found)) return;
+    int64_t* out = verdicts + row * (num_draft + 2);
+    std::fill(out, out + num_draft + 2, -1);
+    *out++ = found.accepted;
+    for (int64_t i = 0; i < found.accepted; i++) *out++ = chain.tokens[i];
+    *out = last[row] = found.token;
   });
-  return all_decided(emitted, rows);
+  return all_decided(last.data(), rows);
 }

@@ -5,13 +5,12 @@ first rejected one. Bonus: the token drawn from the target after a proposal that
 Output: accepted tokens and the one token after them.
 
 Files in reading order:
-- `verdict`: results
+- `verdict`: drafted tokens and results
 - `residual`: acceptance test and residual distribution
-- `chain_few`: token by token, of a few rows on a CPU
-- `chain`: the same of any rows; the reference
+- `chain`: token by token; the reference
 - `chain_triton`: the same in Triton, in one launch
 - `chain_compiled`: the same from raw logits, by a compiled kernel for a CPU
-- `chain_logits`: the same from raw logits, of a whole round on a device
+- `chain_logits`: the same of a whole round from raw logits, by one of these
 - `block`: all tokens of a proposal together
 - `block_triton`: the same in Triton
 - `draft_tree`: the shape of a tree of drafted tokens
@@ -20,6 +19,6 @@ Files in reading order:
 - `rows_triton`: rows of logits as distributions inside Triton kernels
 - `lossy`: rules that change the output distribution, labelled so
 
-Other chapters import `chain`, `chain_compiled`, `chain_logits`, `block`, `tree`, `draft_tree`,
-`verdict` and `lossy`.
+Other chapters import `chain`, `chain_logits`, `block`, `tree`, `draft_tree`, `verdict` and
+`lossy`.
 """

@@ -45,7 +45,7 @@ def verify_block(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     *,
-    room: torch.Tensor | None = None,
+    sizes: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> Verdict:
     """`verify_chain`, with the same arguments and edge cases, that judges each row's drafted tokens
@@ -57,16 +57,16 @@ def verify_block(
     """
     if q_logits is None or draft_tokens.shape[1] == 0:
         return verify_chain(
-            p_logits, draft_tokens, lengths, q_logits, seeds, positions, room=room, impl=impl
+            p_logits, draft_tokens, lengths, q_logits, seeds, positions, sizes=sizes, impl=impl
         )
     if choose(impl, p_logits.device, p_logits.dtype) == "triton":
         from draftsmith.kernels.verify.block_triton import verify_block_triton
 
         return verify_block_triton(
-            p_logits, draft_tokens, lengths, q_logits, seeds, positions, room=room
+            p_logits, draft_tokens, lengths, q_logits, seeds, positions, sizes=sizes
         )
     return verify_block_torch(
-        p_logits, draft_tokens, lengths, q_logits, seeds, positions, room=room
+        p_logits, draft_tokens, lengths, q_logits, seeds, positions, sizes=sizes
     )
 
 
@@ -117,13 +117,13 @@ def verify_block_torch(
     positions: torch.Tensor,
     *,
     draws: Draws = STREAMS,
-    room: torch.Tensor | None = None,
+    sizes: torch.Tensor | None = None,
 ) -> Verdict:
     """The reference. Computes in the dtype of the logits, float32 at least; random numbers come
     from `draws`."""
     num_rows, num_draft = draft_tokens.shape
     device = p_logits.device
-    first_rows = rows_before(lengths, room)
+    first_rows = rows_before(lengths, sizes)
     places = torch.arange(num_draft + 1, device=device)
     p_rows = first_rows[:, None] + torch.minimum(places, lengths[:, None])
     log_p, log_q = log_distribution(p_logits), log_distribution(q_logits)

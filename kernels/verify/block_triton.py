@@ -247,7 +247,7 @@ def verify_block_triton(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     *,
-    room: torch.Tensor | None = None,
+    sizes: torch.Tensor | None = None,
     block: int = BLOCK,
 ) -> Verdict:
     """`verify_block.verify_block` in float32; `block` tokens of the vocabulary per program."""
@@ -260,7 +260,7 @@ def verify_block_triton(
     draft_tokens, lengths, seeds, positions = (
         t.contiguous() for t in (draft_tokens, lengths, seeds, positions)
     )
-    first_rows = rows_before(lengths, room)
+    first_rows = rows_before(lengths, sizes)
     accepted, lasts = (
         torch.empty(num_requests, dtype=torch.int64, device=device) for _ in range(2)
     )

@@ -18,7 +18,6 @@ import torch
 from draftsmith.kernels.dispatch import choose
 from draftsmith.kernels.sampling.filters import clean
 from draftsmith.kernels.sampling.random_streams import STREAMS, Draws, Purpose
-from draftsmith.kernels.verify.chain_few import is_few, verify_chain_few
 from draftsmith.kernels.verify.residual import (
     accepts,
     assemble,
@@ -40,13 +39,13 @@ def verify_chain(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     *,
-    room: torch.Tensor | None = None,
+    sizes: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> Verdict:
     """Keeps a prefix of each row's drafted tokens and draws the next one.
 
     Args:
-        p_logits: [R, V] processed target logits; row b owns `room[b] + 1` consecutive ones.
+        p_logits: [R, V] processed target logits; row b owns `sizes[b] + 1` consecutive ones.
         draft_tokens: [B, K] int64; entries at `lengths[b]` and beyond are not read. A negative one
         is always rejected.
         lengths: [B] int64, 0 <= lengths[b] <= K.
@@ -56,8 +55,8 @@ def verify_chain(
             its token and -inf elsewhere.
         seeds: [B] int64.
         positions: [B] int64, absolute position of each row's first drafted token.
-        room: [B] int64, at least the lengths, which it is where none is given: drafted tokens that
-        a row could have had in the pass.
+        sizes: [B] int64, at least the lengths, which they are where none are given: drafted tokens
+        that the pass had of each row.
         impl: "auto", "triton" or "torch".
 
     NaN counts as -inf. A token with p(x) = 0 or q(x) = 0 is never kept. A token that its
@@ -69,12 +68,10 @@ def verify_chain(
         from draftsmith.kernels.verify.chain_triton import verify_chain_triton
 
         return verify_chain_triton(
-            p_logits, draft_tokens, lengths, q_logits, seeds, positions, room=room
+            p_logits, draft_tokens, lengths, q_logits, seeds, positions, sizes=sizes
         )
-    if impl == "auto" and room is None and is_few(draft_tokens):
-        return verify_chain_few(p_logits, draft_tokens, lengths, q_logits, seeds, positions)
     return verify_chain_torch(
-        p_logits, draft_tokens, lengths, q_logits, seeds, positions, room=room
+        p_logits, draft_tokens, lengths, q_logits, seeds, positions, sizes=sizes
     )
 
 
@@ -87,14 +84,14 @@ def verify_chain_torch(
     positions: torch.Tensor,
     *,
     draws: Draws = STREAMS,
-    room: torch.Tensor | None = None,
+    sizes: torch.Tensor | None = None,
 ) -> Verdict:
     """The reference. Computes in the dtype of the logits, float32 at least; random numbers come
     from `draws`."""
     num_rows, num_draft = draft_tokens.shape
     device = p_logits.device
     log_p = log_distribution(p_logits)
-    first_rows = rows_before(lengths, room)
+    first_rows = rows_before(lengths, sizes)
     depths = torch.arange(num_draft, device=device)
     offered = (depths < lengths[:, None]) & (draft_tokens >= 0)
     p_rows = torch.where(offered, first_rows[:, None] + depths, 0)

@@ -1,5 +1,4 @@
-"""Chain verification of raw logits on a device: of a whole round at once, without a look at its
-values.
+"""Chain verification of a whole round, from raw logits: by Triton on a GPU, compiled on a CPU.
 
 Legend as in `chain.py`; D of the B requests have drafted tokens, and come first.
 """
@@ -11,12 +10,8 @@ import torch
 from draftsmith.kernels.dispatch import choose
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.verify.chain import verify_chain_torch
-from draftsmith.kernels.verify.chain_compiled import Drafts
-
-
-def takes_rounds(device: torch.device) -> bool:
-    """True where `verify_logits` decides a round without a look at the device."""
-    return device.type != "cpu" and choose("auto", device, torch.float32) == "triton"
+from draftsmith.kernels.verify.chain_compiled import verify_logits_compiled
+from draftsmith.kernels.verify.verdict import Drafts
 
 
 def verify_logits(
@@ -32,14 +27,27 @@ def verify_logits(
     `Verdict`.
 
     Args:
-        logits: [R, V] raw target logits; request b owns `drafts.room[b] + 1` of them, one without
+        logits: [R, V] raw target logits; request b owns `drafts.sizes[b] + 1` of them, one without
             drafts a single one.
         rows: distributions of the B requests.
         drafts: of the first D of them.
         seeds, positions: [B] int64, as `verify_chain` takes them.
     """
-    if choose(impl, logits.device, logits.dtype) == "torch":
-        return verify_logits_torch(logits, rows, drafts, seeds, positions)
+    if choose(impl, logits.device, logits.dtype) == "triton":
+        return _verify_triton(logits, rows, drafts, seeds, positions)
+    found = None
+    if impl == "auto":
+        found = verify_logits_compiled(logits, rows, drafts, seeds, positions)
+    return verify_logits_torch(logits, rows, drafts, seeds, positions) if found is None else found
+
+
+def _verify_triton(
+    logits: torch.Tensor,
+    rows: SamplingRows,
+    drafts: Drafts | None,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
     from draftsmith.kernels.verify.chain_triton import verify_logits_triton
 
     drafts = no_drafts(logits) if drafts is None else drafts
@@ -61,29 +69,19 @@ def verify_logits_torch(
     """The reference."""
     drafts = no_drafts(logits) if drafts is None else drafts
     processed = process(logits, rows.select(owners(drafts, len(seeds), len(logits))))
-    missing = len(seeds) - len(drafts.tokens)
-    pad = torch.nn.functional.pad
-    q_logits = drafts.logits
-    if q_logits is not None:
-        q_logits = pad(q_logits, (0, 0, 0, 0, 0, missing), value=-torch.inf)
+    tokens, lengths, q_logits, sizes = drafts.padded(len(seeds))
     verdict = verify_chain_torch(
-        processed,
-        pad(drafts.tokens, (0, 0, 0, missing), value=-1),
-        pad(drafts.lengths, (0, missing)),
-        q_logits,
-        seeds,
-        positions,
-        room=pad(drafts.room, (0, missing)),
+        processed, tokens, lengths, q_logits, seeds, positions, sizes=sizes
     )
     return torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1)
 
 
 def owners(drafts: Drafts, num_requests: int, num_rows: int) -> torch.Tensor:
     """[R] int64, the request that owns each row of logits."""
-    counts = torch.nn.functional.pad(drafts.room, (0, num_requests - len(drafts.room))) + 1
+    counts = torch.nn.functional.pad(drafts.sizes, (0, num_requests - len(drafts.sizes))) + 1
     return torch.repeat_interleave(counts, output_size=num_rows)
 
 
 def no_drafts(logits: torch.Tensor) -> Drafts:
     none = torch.empty(0, dtype=torch.int64, device=logits.device)
-    return Drafts(none.view(0, 0), none, None)
+    return Drafts(none.view(0, 0), none, None, none)

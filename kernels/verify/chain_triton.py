@@ -27,7 +27,6 @@ from draftsmith.kernels.sampling.random_streams_triton import (
     stream_key,
     uniform,
 )
-from draftsmith.kernels.verify.chain_compiled import Drafts
 from draftsmith.kernels.verify.rows_triton import (
     FEWEST_DEPTHS,
     contiguous_rows,
@@ -37,7 +36,7 @@ from draftsmith.kernels.verify.rows_triton import (
     logprob,
     winner,
 )
-from draftsmith.kernels.verify.verdict import Verdict
+from draftsmith.kernels.verify.verdict import Drafts, Verdict
 
 BLOCK = 4096
 # Requests whose rows each program adds up by itself: the most, and the fewest that it is compiled
@@ -247,12 +246,12 @@ def verify_chain_triton(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     *,
-    room: torch.Tensor | None = None,
+    sizes: torch.Tensor | None = None,
     block: int | None = None,
 ) -> Verdict:
     """`chain.verify_chain` in float32; `block` tokens of the vocabulary per program."""
     ones = torch.ones(len(seeds), dtype=torch.float32, device=seeds.device)
-    drafts = Drafts(draft_tokens, lengths, q_logits, room)
+    drafts = Drafts(draft_tokens, lengths, q_logits, lengths if sizes is None else sizes)
     verdicts = verify_logits_triton(p_logits, ones, drafts, seeds, positions, block=block)
     return Verdict(verdicts[:, 0], verdicts[:, 1:])
 
@@ -274,7 +273,7 @@ def verify_logits_triton(
     block = min(block or BLOCK, triton.next_power_of_2(num_tokens))
     num_blocks = triton.cdiv(num_tokens, block)
     tokens, lengths, owned = (
-        tensor.contiguous() for tensor in (drafts.tokens, drafts.lengths, drafts.room)
+        tensor.contiguous() for tensor in (drafts.tokens, drafts.lengths, drafts.sizes)
     )
     requests = max(_FEWEST_REQUESTS, triton.next_power_of_2(num_requests))
     if num_requests > MOST_SUMMED:
@@ -288,11 +287,11 @@ def verify_logits_triton(
     if drafts.logits is not None and num_draft > 0:
         q_rows = contiguous_rows(drafts.logits.flatten(0, 1))
 
-    def room(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device=logits.device)
 
     measures = (2, num_requests, num_draft + 1, num_blocks)
-    verdicts = room(num_requests, num_draft + 2, dtype=torch.int64)
+    verdicts = empty(num_requests, num_draft + 2, dtype=torch.int64)
     if num_requests == 0:
         return verdicts
     _verify[(num_requests * (num_draft + 2) * num_blocks,)](
@@ -306,11 +305,11 @@ def verify_logits_triton(
         owned,
         seeds.contiguous(),
         positions.contiguous(),
-        room(*measures, dtype=torch.float32),
-        room(*measures, dtype=torch.float32),
-        room(*measures, dtype=torch.int32),
-        room(num_requests, num_blocks, 2, dtype=torch.float64),
-        room(num_requests, num_blocks, 2, dtype=torch.int32),
+        empty(*measures, dtype=torch.float32),
+        empty(*measures, dtype=torch.float32),
+        empty(*measures, dtype=torch.int32),
+        empty(num_requests, num_blocks, 2, dtype=torch.float64),
+        empty(num_requests, num_blocks, 2, dtype=torch.int32),
         torch.zeros(1 + 2 * num_requests, dtype=torch.int32, device=logits.device),
         verdicts,
         num_requests,

@@ -11,13 +11,11 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.kernels.constants import MAX_NODES
-
 
 class DraftTree(NamedTuple):
     """Node i of row b hangs under node `parents[b, i]` (< i), or under the last committed token
     when that is -1. Under -2 it hangs nowhere and is never kept: so a row is padded to the nodes
-    that it has room for.
+    that the pass has of it.
 
     Nodes are in topological order, siblings in the order they are to be tested. Entries at
     `lengths[b]` and beyond are not read. The target's logits of row b are `lengths[b] + 1`
@@ -44,7 +42,7 @@ def depths(tree: DraftTree) -> torch.Tensor:
     """
     ups = _up(tree)
     steps = (ups != torch.arange(ups.shape[1], device=ups.device)).long()
-    for _ in range(MAX_NODES.bit_length()):
+    for _ in range(tree.tokens.shape[1].bit_length()):
         steps, ups = steps + steps.gather(1, ups), ups.gather(1, ups)
     return torch.where(_real(tree), steps[:, 1:] - 1, -1)
 
@@ -56,7 +54,7 @@ def ancestors(tree: DraftTree) -> torch.Tensor:
     ups = _up(tree)
     places = torch.arange(ups.shape[1], device=ups.device)
     bits = (1 << places).expand_as(ups)
-    for _ in range(MAX_NODES.bit_length()):
+    for _ in range(tree.tokens.shape[1].bit_length()):
         bits, ups = bits | bits.gather(1, ups), ups.gather(1, ups)
     return bits[:, 1:]
 

@@ -30,13 +30,13 @@ def verify_typical(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     *,
-    room: torch.Tensor | None = None,
+    sizes: torch.Tensor | None = None,
     epsilon: float = EPSILON,
     delta: float = DELTA,
 ) -> Verdict:
     """Arguments as `verify_chain`'s; the draft's distribution `q_logits` plays no part."""
     log_p = log_distribution(p_logits)
-    first_rows = rows_before(lengths, room)
+    first_rows = rows_before(lengths, sizes)
     depths = torch.arange(draft_tokens.shape[1], device=p_logits.device)
     offered = (depths < lengths[:, None]) & (draft_tokens >= 0)
     rows = torch.where(offered, first_rows[:, None] + depths, 0)
@@ -58,7 +58,7 @@ def verify_synthetic(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     *,
-    room: torch.Tensor | None = None,
+    sizes: torch.Tensor | None = None,
     rates: Sequence[float],
 ) -> Verdict:
     """Arguments as `verify_chain`'s; neither distribution says what is kept, only `rates`, each in
@@ -76,7 +76,7 @@ def verify_synthetic(
         uniform(seeds[:, None], positions[:, None] + depths, Purpose.ACCEPT) < deep
     )
     accepted = keep.long().cumprod(dim=1).sum(dim=1)
-    first_rows = rows_before(lengths, room)
+    first_rows = rows_before(lengths, sizes)
     emitted = sample(
         clean(wide(p_logits[first_rows + accepted])), seeds, positions + accepted, Purpose.BONUS
     )

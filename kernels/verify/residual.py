@@ -55,10 +55,10 @@ def log_distribution(logits: torch.Tensor) -> torch.Tensor:
     return torch.where(distribution.isnan(), -math.inf, distribution)
 
 
-def rows_before(lengths: torch.Tensor, room: torch.Tensor | None) -> torch.Tensor:
-    """[B] int64, the first row of logits of each request, which owns `room[b] + 1` of them,
+def rows_before(lengths: torch.Tensor, sizes: torch.Tensor | None) -> torch.Tensor:
+    """[B] int64, the first row of logits of each request, which owns `sizes[b] + 1` of them,
     `lengths[b] + 1` where none is given."""
-    owned = (lengths if room is None else room) + 1
+    owned = (lengths if sizes is None else sizes) + 1
     return torch.cumsum(owned, 0) - owned
 
 

@@ -23,15 +23,17 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.kernels.dispatch import choose
+from draftsmith.kernels.constants import MAX_NODES
+from draftsmith.kernels.dispatch import choose, reads_freely
 from draftsmith.kernels.sampling.filters import clean
 from draftsmith.kernels.sampling.random_streams import STREAMS, Draws, Purpose
-from draftsmith.kernels.verify.draft_tree import DraftTree
+from draftsmith.kernels.verify.draft_tree import DraftTree, ancestors
 from draftsmith.kernels.verify.residual import (
     accepts,
     assemble,
     log_distribution,
     residual_distribution,
+    rows_before,
     wide,
 )
 from draftsmith.kernels.verify.verdict import TreeVerdict
@@ -75,6 +77,35 @@ def verify_tree(
 
         return verify_tree_triton(p_logits, tree, q_logits, q_rows, seeds, positions)
     return verify_tree_torch(p_logits, tree, q_logits, q_rows, seeds, positions)
+
+
+def verify_tree_greedy(logits: torch.Tensor, tree: DraftTree) -> TreeVerdict:
+    """`verify_tree` of rows at temperature 0, from raw logits: from the root down to the first
+    child that is the target's likeliest token, while there is one."""
+    choices, first_rows = _likeliest(logits), rows_before(tree.lengths, None)
+    nodes = torch.arange(tree.tokens.shape[1], device=logits.device)
+    real = (nodes < tree.lengths[:, None]) & (tree.parents >= -1) & (tree.tokens >= 0)
+    rows = first_rows[:, None] + torch.where(real, tree.parents + 1, 0)
+    chosen = real & (tree.tokens == choices[rows])
+    beside = (tree.parents[:, :, None] == tree.parents[:, None]) & (nodes[:, None] > nodes)
+    chosen &= ~(beside & chosen[:, None]).any(dim=2)
+    passed = (chosen << (nodes + 1)).sum(dim=1, keepdim=True) | 1
+    kept = chosen & (ancestors(tree) & ~passed == 0)
+    path = torch.where(kept, nodes, MAX_NODES).sort(dim=1).values
+    path = torch.where(path < MAX_NODES, path, -1)
+    accepted = kept.sum(dim=1)
+    last = torch.nn.functional.pad(path + 1, (1, 0)).amax(dim=1)
+    drafts = tree.tokens.gather(1, path.clamp(min=0))
+    return TreeVerdict(accepted, assemble(drafts, accepted, choices[first_rows + last]), path)
+
+
+def _likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """[R] int64, the first of the likeliest tokens; -1 of a row without mass."""
+    best = logits.max(dim=-1)
+    # Where that look would be a wait, all of it is done.
+    if not (reads_freely(logits.device) and bool(best.values.isfinite().all())):
+        best = clean(wide(logits)).max(dim=-1)
+    return torch.where(best.values == -math.inf, -1, best.indices)
 
 
 class Siblings(NamedTuple):

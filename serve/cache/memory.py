@@ -18,7 +18,7 @@ CPU_BYTES = 2 * GIB
 # Of what a GPU has left when the weights are there: the rest is for activations, taps and graphs.
 GPU_SHARE = 0.8
 
-# Bounds of `most_unread`: more would cost a draft that comes back longer than it may bring, fewer
+# Bounds of `most_kept`: more would cost a draft that comes back longer than it may bring, fewer
 # would not outlast a short rest.
 FEWEST_UNREAD, MOST_UNREAD = 64, 1024
 
@@ -87,7 +87,7 @@ def most_tapped(target: Target, drafter: ServingDrafter, plan: BlockPlan, block_
     return plan.num_blocks * plan.block_bytes // (8 * max(tap_bytes, 1))
 
 
-def most_unread(
+def most_kept(
     target: Target, drafter: ServingDrafter, plan: BlockPlan, config: EngineConfig
 ) -> int:
     """Tokens of an answer whose taps a request may keep for a draft that does not come: a full

@@ -64,7 +64,7 @@ class RoundResult(NamedTuple):
     offers: Sequence[RowResult]
     # tokens that were put before the target; None where draws that can be repeated decided it
     num_drafted: int | None = 0
-    num_unread: int = 0  # tokens that the drafts had yet to read
+    num_catch_up: int = 0  # tokens that the drafts had yet to read
 
 
 class Control(Protocol):

@@ -44,7 +44,7 @@ class LateRead(NamedTuple):
 
     number: Bucket
     k: int
-    num_unread: int
+    num_catch_up: int
     seconds: float
 
 
@@ -57,7 +57,7 @@ class Forecaster:
         self._late: deque[LateRead] = deque(maxlen=8)
 
     def note_late_read(self, number: Bucket, result: RoundResult) -> None:
-        self._late.append(LateRead(number, result.k, result.num_unread, result.seconds))
+        self._late.append(LateRead(number, result.k, result.num_catch_up, result.seconds))
 
     def note_prompts(self, result: RoundResult, rested_rows: int, rested_tokens: int) -> None:
         """Count what a draft has to read for each token decided, in rounds at rest before too."""
@@ -106,7 +106,7 @@ class Forecaster:
         extra_s = [
             max(0.0, late.seconds - self.latency.seconds(late.number, late.k)) for late in known
         ]
-        unread = sum(late.num_unread for late in known)
+        unread = sum(late.num_catch_up for late in known)
         return sum(extra_s) / max(unread, 1), max(extra_s, default=0.0)
 
     def _seconds(self, load: RoundLoad, k: int) -> float:

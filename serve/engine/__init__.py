@@ -5,11 +5,11 @@ Files in reading order:
 - `round`: values of one round
 - `scheduler`: rows of a round
 - `propose`: drafted tokens of a round
-- `proposal`: a checked proposal
-- `trees`: trees of a round
+- `proposal`: drafted tokens, on their device and as the host reads them
 - `runner`: the target's pass
 - `graphs`: CUDA graphs of it
-- `verify`: output tokens of a round
+- `verify`: output tokens of a round, by its rule
+- `trees`: kept paths as chains
 - `commit`: tokens and caches after a round
 - `output`: stop conditions and text
 - `recorder`: round records

@@ -15,11 +15,12 @@ from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.cuda_graphs import CountedCapturer, CudaCapturer
+from draftsmith.kernels.dispatch import pins, reads_freely
 from draftsmith.kernels.host_memory import keep_freed_memory
 from draftsmith.record import Sink
 from draftsmith.serve.audit.misreport import Misreport
 from draftsmith.serve.cache.blocks import BlockManager
-from draftsmith.serve.cache.memory import BlockPlan, most_tapped, most_unread, plan_blocks
+from draftsmith.serve.cache.memory import BlockPlan, most_kept, most_tapped, plan_blocks
 from draftsmith.serve.cache.prefix import PrefixCache
 from draftsmith.serve.cache.states import caches, check_states
 from draftsmith.serve.config import EngineConfig
@@ -31,13 +32,13 @@ from draftsmith.serve.control.trees import TreeControl
 from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.engine.commit import Committer
 from draftsmith.serve.engine.engine import EngineCore
-from draftsmith.serve.engine.graphs import PassGraphs, can_capture, capture_drafts
+from draftsmith.serve.engine.graphs import PassGraphs, capture_drafts
 from draftsmith.serve.engine.output import OutputQueue
 from draftsmith.serve.engine.propose import Proposer
 from draftsmith.serve.engine.recorder import RoundRecorder
 from draftsmith.serve.engine.runner import BlockTables, TargetRunner
 from draftsmith.serve.engine.scheduler import Scheduler
-from draftsmith.serve.engine.verify import chain_rule, rule_name
+from draftsmith.serve.engine.verify import rule_name, rule_of
 from draftsmith.serve.rank_calls import Ranks
 from draftsmith.serve.requests.input_processor import InputProcessor
 from draftsmith.serve.requests.route import LIVE
@@ -68,7 +69,7 @@ def build_engine(
     """
     check_states(target, config)
     check_recorded_taps(drafter, config)
-    if target.device.type == "cpu":
+    if reads_freely(target.device):
         keep_freed_memory()
     # Captured forwards cannot hold a sharded target's collectives.
     captures_forwards = config.compile == "auto" and not isinstance(target, Ranks)
@@ -84,7 +85,7 @@ def build_engine(
     pool = None
     if drafter is not None:
         pool = drafter.new_pool(plan.num_blocks, config.block_size, target.device, target.dtype)
-    captures = config.compile == "auto" and can_capture(target)
+    captures = config.compile == "auto" and pins(target.device)
     draft_graphs = CountedCapturer(CudaCapturer(target.device)) if captures else None
     capture = partial(
         capture_drafts,
@@ -107,7 +108,7 @@ def build_engine(
     runner = _runner(target, config, plan, proposer, max_blocks=max_blocks, adapters=adapters)
     recorder = _recorder(sink, target, config, taps=proposer.taps, trees=tree is not None)
     outputs = OutputQueue(recorder)
-    unread = 0 if drafter is None else most_unread(target, drafter, plan, config)
+    kept = 0 if drafter is None else most_kept(target, drafter, plan, config)
     return EngineCore(
         target=target,
         drafter=drafter,
@@ -121,7 +122,7 @@ def build_engine(
             adapters=names,
             max_length=plan.max_length,
             seed=config.seed,
-            stopping=stopping_of(config, unread),
+            stopping=stopping_of(config, kept),
         ),
         scheduler=scheduler,
         tables=BlockTables(config.max_batch, max_blocks, target.device),
@@ -129,7 +130,7 @@ def build_engine(
         proposer=proposer,
         runner=runner,
         draft_graphs=draft_graphs,
-        rule=chain_rule(config.verification, config.synthetic_acceptance),
+        rule=rule_of(config, trees=tree is not None),
         recorder=recorder,
         adapters=names,
         outputs=outputs,
@@ -141,8 +142,8 @@ def build_engine(
             recorder,
             stats,
             eos_token_ids=target.eos_token_ids,
-            most_unread=unread,
-            overlaps=target.device.type == "cuda",
+            most_kept=kept,
+            overlaps=pins(target.device),
             state_layers=target.state_layers,
         ),
     )
@@ -176,7 +177,7 @@ def _runner(
     pool = target.new_pool(plan.num_blocks, config.block_size)
     states = target.new_states(NUM_SIDES * config.max_batch)
     graphs = None
-    if config.compile == "auto" and can_capture(target) and states is None:
+    if config.compile == "auto" and pins(target.device) and states is None:
         graphs = PassGraphs(
             target,
             pool,
@@ -281,16 +282,16 @@ def control_of(config: EngineConfig) -> Control:
     return AutoControl(min(3, config.k)) if tree is None else TreeControl(tree.depth)
 
 
-def stopping_of(config: EngineConfig, unread: int) -> Stopping | None:
+def stopping_of(config: EngineConfig, kept: int) -> Stopping | None:
     """State of a new request's drafting; None where no request is stopped.
 
     Args:
-        unread: tokens whose taps a request keeps for a draft that does not come; a trial comes
+        kept: tokens whose taps a request keeps for a draft that does not come; a trial comes
             before they are lost, since reading the text again would cost more than it may bring.
     """
     if config.stop_below == 0:
         return None
-    return Stopping(config.stop_below, longest=max(1, min(LONGEST, unread - SHORTEST)))
+    return Stopping(config.stop_below, longest=max(1, min(LONGEST, kept - SHORTEST)))
 
 
 def prefix_cache(

@@ -19,9 +19,10 @@ from draftsmith.serve.engine.output import (
     no_logprobs,
     token_logprobs,
 )
+from draftsmith.serve.engine.proposal import DraftSource
 from draftsmith.serve.engine.propose import Proposer
 from draftsmith.serve.engine.recorder import RoundRecorder
-from draftsmith.serve.engine.round import DraftSource, OnRound, Round, RowOutput
+from draftsmith.serve.engine.round import OnRound, Round, RowOutput
 from draftsmith.serve.engine.runner import state_read
 from draftsmith.serve.engine.scheduler import Scheduler
 from draftsmith.serve.requests.kept_taps import SharedTaps, keep_taps, reads_taps
@@ -37,7 +38,7 @@ class Committer:
 
     Args:
         eos_token_ids: of the target.
-        most_unread: tokens of an answer whose taps a request keeps for a draft that does not come.
+        most_kept: tokens of an answer whose taps a request keeps for a draft that does not come.
         overlaps: the next pass runs while the host goes on, so that updates wait until it is
             launched.
         state_layers: of the target, whose states are kept from round to round.
@@ -53,13 +54,13 @@ class Committer:
         stats: EngineStats,
         *,
         eos_token_ids: Collection[int],
-        most_unread: int,
+        most_kept: int,
         overlaps: bool,
         state_layers: StateLayers | None = None,
     ):
         self.scheduler, self.drafts, self.proposer = scheduler, drafts, proposer
         self.outputs, self.recorder, self.stats = outputs, recorder, stats
-        self.eos_token_ids, self.most_unread = eos_token_ids, most_unread
+        self.eos_token_ids, self.most_kept = eos_token_ids, most_kept
         self.overlaps, self.state_layers = overlaps, state_layers
         # Called with (request, drafted tokens, number accepted, committed tokens) after each round.
         self.on_round: OnRound | None = None
@@ -81,9 +82,9 @@ class Committer:
 
     def _share_taps(self, round: Round) -> None:
         """Keep the taps of a round whose rows read a token each and drafted nothing."""
-        taps, every, late = round.output.taps, round.output.every, round.late_taps
+        taps, every, own = round.output.taps, round.output.every, round.own_taps
         alone = taps is not None and round.proposal is None and len(taps) == len(round.rows)
-        requests = [row.request for row in round.rows] if late or alone else []
+        requests = [row.request for row in round.rows] if own or alone else []
         if self._shared is not None and not self._shared.are_of(requests):
             # It stays for its rows, joined: all states of a pass are several times its taps.
             self._shared.passes()
@@ -96,8 +97,8 @@ class Committer:
         if taps is not None:
             self._shared.add(taps)
         else:
-            assert every is not None, "taps that are joined later need the states of the pass"
-            self._shared.add_late(every, late)
+            assert every is not None, "taps that rows join need the states of the pass"
+            self._shared.add_late(every, own)
 
     def _commit_row(
         self,
@@ -141,12 +142,12 @@ class Committer:
 
     def _advance(self, round: Round, row: RowOutput) -> None:
         """Both caches now hold the row's known tokens and the accepted ones."""
-        request, proposal = row.row.request, round.proposal
+        request = row.row.request
         count = row.row.count + row.accepted
         again = request.cache.state.behind  # read a second time, their taps were kept before
         request.cache.computed = row.row.begin + count
         if self.state_layers:
-            state_read(self.state_layers, row.row, len(row.drafted)).verified(row.accepted)
+            state_read(self.state_layers, row.row, row.size).verified(row.accepted)
         if request.k > 0 and round.output.taps is not None:
             begin = round.output.begins[row.index] + again
             if self._shared is None:
@@ -154,14 +155,12 @@ class Committer:
             if request.recording.tap_log is not None:
                 states = round.output.taps[begin : begin + count - again]
                 self.recorder.keep_taps(request, row.row.begin + again, states)
-        if proposal is not None and row.index < len(proposal.chains):
-            self.proposer.advance(
-                row.row, len(row.drafted), row.accepted, has_mass=proposal.has_mass[row.index]
-            )
-        unread = request.cache.computed - max(
+        if round.drafted.is_read(row.index):
+            self.proposer.advance(row.row, len(row.drafted), row.accepted)
+        missing = request.cache.computed - max(
             request.draft.cached, request.num_prompt, request.cache.num_forgotten
         )
-        if request.draft.taps and unread > self.most_unread:
+        if request.draft.taps and missing > self.most_kept:
             # Its draft was away for so long that keeping what it would have to read costs more than
             # it may bring.
             request.draft.lost_taps = True
@@ -181,12 +180,12 @@ class Committer:
 
     def _draft_version(self, round: Round, row: RowOutput) -> str | None:
         """Version that drafted the row; None for text in its place and for no draft."""
-        if round.proposal is None or not round.proposal.by_its_draft(row.index):
+        if not round.drafted.by_its_draft(row.index):
             return None
         return self.stats.draft_versions[row.row.request.route.draft]
 
     def _count(self, round: Round, row: RowOutput, committed: int, version: str | None) -> None:
-        offered = 0 if round.proposal is None else round.proposal.offered(row.index)
+        offered = round.drafted.offered(row.index)
         request = row.row.request
         request.speculation.add(offered, row.accepted, committed, own=version is not None)
         if request.stopping is not None and request.k > 0:
@@ -253,7 +252,7 @@ def round_result(round: Round, accepted: Sequence[int | None], seconds: float) -
     offers = [
         RowResult(row.request.acceptance_class, row.k, None if count is None else min(count, row.k))
         for index, (row, count) in enumerate(zip(drafting, accepted, strict=True))
-        if round.proposal is None or round.proposal.sources[index] is not DraftSource.NONE
+        if not round.drafted.sources or round.drafted.sources[index] is not DraftSource.NONE
     ]
     return RoundResult(
         plan=round.schedule.plan,
@@ -262,7 +261,7 @@ def round_result(round: Round, accepted: Sequence[int | None], seconds: float) -
         k=round.planned_k,
         seconds=seconds,
         num_drafted=None if None in accepted else sum(map(len, round.chains)),
-        catching_up=round.num_unread > 2 * (num_tokens + sum(row.k for row in drafting)),
+        catching_up=round.num_catch_up > 2 * (num_tokens + sum(row.k for row in drafting)),
         offers=offers,
-        num_unread=round.num_unread,
+        num_catch_up=round.num_catch_up,
     )

@@ -17,27 +17,27 @@ from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.cuda_graphs import CountedCapturer
-from draftsmith.kernels.dispatch import reads_freely
+from draftsmith.kernels.dispatch import Upload, reads_freely
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.control import MAX_K
 from draftsmith.serve.control.draft_temperature import draft_temperatures
 from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.engine.commit import Committer, round_result
 from draftsmith.serve.engine.output import OutputQueue
-from draftsmith.serve.engine.propose import Proposer, unread_by_draft
+from draftsmith.serve.engine.propose import Proposer, tokens_by_draft
 from draftsmith.serve.engine.recorder import RoundRecorder
 from draftsmith.serve.engine.round import (
     OnRound,
     Round,
     RowSampling,
     VerifyOutput,
+    leave_out,
     reads_alone,
-    settle,
 )
 from draftsmith.serve.engine.runner import BlockTables, TargetRunner
 from draftsmith.serve.engine.scheduler import Schedule, Scheduler
 from draftsmith.serve.engine.trees import collapse_to_chain, move_kept
-from draftsmith.serve.engine.verify import ChainRule, decides_late, verify_round
+from draftsmith.serve.engine.verify import Rule, adjusted, drafted_early, read
 from draftsmith.serve.requests.input_processor import InputProcessor
 from draftsmith.serve.requests.kept_taps import wants_taps
 from draftsmith.serve.requests.request import (
@@ -69,7 +69,7 @@ class EngineCore:
     drafts: DraftSet
     proposer: Proposer
     runner: TargetRunner
-    rule: ChainRule
+    rule: Rule
     recorder: RoundRecorder
     adapters: list[str]  # names of the target's LoRA adapters
     outputs: OutputQueue
@@ -121,12 +121,12 @@ class EngineCore:
     def set_k(self, request: Request, k: int) -> None:
         """Change the draft length of a request from its next round on; 0 stops drafting."""
         self.check_k(request, k)
-        unread = (
+        is_behind = (
             bool(self.proposer.taps)
             and request.k == 0
             and request.draft.cached < request.cache.computed
         )
-        if k > 0 and unread and request in self.scheduler.running:
+        if k > 0 and is_behind and request in self.scheduler.running:
             # Taps were not kept while k was 0: the text is read again, after which the draft can
             # follow.
             self.scheduler.preempt(request)
@@ -231,27 +231,21 @@ class EngineCore:
                 return None
             self.scheduler.note_admissions(rows, self.stats)
             sampling = RowSampling(schedule.drafting + schedule.sampling, self.tables.device)
-            tables, upload = self.tables.of([row.request for row in rows]), None
+            tables = self.tables.of([row.request for row in rows])
+            upload = Upload(sampling.device)
             if not reads_freely(sampling.device):
-                foreseen = self._foreseen(schedule, sampling, tables)
-                drafting = len(schedule.drafting)
-                tables, upload = sampling.send(tables, *foreseen, num_drafting=drafting)
-            num_unread = 0
+                groups, drafting = self._expected(schedule, tables), len(schedule.drafting)
+                tables, upload = sampling.send(tables, *groups, num_drafting=drafting)
+            num_catch_up = 0
             for row in schedule.drafting:
-                num_unread += len(row.request.tokens) - row.request.draft.cached
-            return Round(schedule, rows, tables, sampling, num_unread, begun_s, upload)
+                num_catch_up += len(row.request.tokens) - row.request.draft.cached
+            return Round(schedule, rows, tables, sampling, num_catch_up, begun_s, upload)
 
-    def _foreseen(
-        self, schedule: Schedule, sampling: RowSampling, tables: torch.Tensor
-    ) -> list[tuple[list[int], ...]]:
-        """Columns that drafting and the target pass will ask for, each group at once. Of a pass
-        whose drafted tokens the host has to see, they are not known yet."""
-        groups: list[tuple[list[int], ...]] = []
-        groups += [(tokens,) for tokens in unread_by_draft(schedule.drafting)]
-        if not schedule.drafting or decides_late(sampling):
-            budgets = [row.k for row in schedule.drafting]
-            groups.append(self.runner.foreseen(schedule.rows, budgets, tables))
-        return groups
+    def _expected(self, schedule: Schedule, tables: torch.Tensor) -> list[tuple[list[int], ...]]:
+        """Columns that drafting and the target pass will ask for, each group at once."""
+        budgets = [row.k for row in schedule.drafting]
+        drafting = [(tokens,) for tokens in tokens_by_draft(schedule.drafting)]
+        return [*drafting, self.runner.expected(schedule.rows, budgets, tables)]
 
     def _propose(self, round: Round) -> None:
         rows, plan, sampling = round.schedule.drafting, round.schedule.plan, round.sampling
@@ -262,77 +256,62 @@ class EngineCore:
             params = sampling.params[:count]
             greedy = self.config.draft_sampling == "greedy"
             temperatures = draft_temperatures(params, greedy=greedy)
-            # The host of a CPU has them at once.
-            read = round.upload is None or not decides_late(sampling)
             round.proposal = self.proposer.propose(
                 rows,
                 round.tables[:count],
                 sampling.draft_distributions(count, temperatures),
-                sampling.draft_seeds(count),
+                sampling.draft_seeds[:count],
+                sampling.budgets[:count],
                 adjust=sampling.adjust,
                 least_survival=0.0 if plan is None else plan.least_survival,
-                budgets=None if read else sampling.budgets[:count],
                 upload=round.upload,
             )
-            reads_tokens = sampling.adjust is not None and sampling.adjust.reads_tokens
-            if round.proposal is not None and reads_tokens:
-                round.proposal = round.proposal.on_its_way()
+            round.reading = drafted_early(round.proposal, sampling)
 
     def _run(self, round: Round) -> None:
         with self.stats.phases["verify"]:
             taps = self._taps(round)
             round.output = self.runner.run(
-                round.rows,
-                round.chains,
-                round.tables,
-                taps,
-                round.tree,
-                round.late_tokens,
-                round.upload,
+                round.rows, round.proposal, round.tables, taps, round.upload
             )
         if self.committer.overlaps:
             with self.stats.phases["host"]:
                 self.outputs.flush()  # of the round before, while the device works
 
     def _taps(self, round: Round) -> tuple[int, ...]:
-        """Taps that the pass has to join; none where they may be joined once they are read."""
+        """Taps that the pass has to join; none where its rows may join them."""
         taps = self.proposer.taps
         if not taps or not any(map(wants_taps, [row.request for row in round.rows])):
             return ()
         if (
             round.proposal is None
             and reads_alone(round.rows)
-            and self.runner.joins_later(round.rows)
+            and self.runner.gives_states(round.rows)
         ):
-            round.late_taps = taps
+            round.own_taps = taps
             return ()
         return taps
 
     def _verify(self, round: Round) -> None:
-        num_deciding = round.schedule.num_deciding
-        if not num_deciding:
+        if not round.schedule.num_deciding:
             round.verified = VerifyOutput([], [])
             return
         with self.stats.phases["sample"]:
-            round.verified = verify_round(
-                round.output.logits,
-                round.chains[:num_deciding],
-                round.proposal,
-                round.sampling,
-                self.rule,
-            )
-            if round.proposal is not None and round.verified.report is not None:
-                report, rows = round.verified.report, round.schedule.drafting
-                settle(round, self.proposer.settle(round.proposal, report, rows))
+            proposal, sampling = round.proposal, round.sampling
+            logits = adjusted(round.output.logits, proposal, sampling, round.reading)
+            round.verified, report = read(self.rule(logits, proposal, sampling), proposal)
+            if proposal is not None:
+                round.drafted = self.proposer.read(proposal, report, round.schedule.drafting)
+                leave_out(round)
 
     def _commit(self, round: Round) -> None:
         with self.stats.phases["host"]:
-            if round.proposal is not None and round.tree is not None:
-                self.stats.num_tree_nodes += sum(map(len, round.proposal.chains))
+            if round.drafted.parents is not None:
+                self.stats.num_tree_nodes += sum(map(len, round.drafted.chains))
                 move_kept(self.runner.pool, round.tables, round.rows, round.verified.paths)
-                round.proposal, round.output = collapse_to_chain(
+                round.drafted, round.output = collapse_to_chain(
                     round.rows,
-                    round.proposal,
+                    round.drafted,
                     round.output,
                     round.verified.paths,
                     with_distributions=any(
@@ -345,7 +324,9 @@ class EngineCore:
         """Give the controls the cost and the acceptance of the round."""
         if round.schedule.num_deciding:
             self.stats.rounds_by_k[round.planned_k] += 1
-            if self.scheduler.control.learns and not round.at_rest and round.as_planned:
+            plan = round.schedule.plan
+            rests = plan is not None and plan.at_rest  # it chose nothing, and is to learn nothing
+            if self.scheduler.control.learns and not rests and round.as_planned:
                 accepted = round.counted_acceptance()
                 seconds = time.perf_counter() - round.begun_s
                 self.scheduler.control.observe(round_result(round, accepted, seconds))

@@ -45,18 +45,18 @@ class PassInputs(NamedTuple):
     lengths: list[int]  # [B]
     logit_rows: list[int]  # [R] indices into T
     tables: torch.Tensor  # [B, blocks] int64 on the device
-    tree: TreeLayout | None
-    late: LateIds | None = None
+    tree: TreeLayout | None  # of trees that are laid out already
+    drafted: DraftedIds | None = None
     upload: Upload | None = None  # what is on the device already
 
     @property
     def columns(self) -> tuple[list[int], ...]:
         """All of the host's numbers."""
-        return (*self[:4], *self.places)
+        return (*self[:4], *self.moves)
 
     @property
-    def places(self) -> tuple[list[int], ...]:
-        return () if self.late is None else (self.late.sources, self.late.places)
+    def moves(self) -> tuple[list[int], ...]:
+        return () if self.drafted is None else (self.drafted.sources, self.drafted.targets)
 
     def sent(self, device: torch.device, *columns: list[int]) -> tuple[torch.Tensor, ...]:
         """Columns of the host on the pass's device."""
@@ -64,7 +64,7 @@ class PassInputs(NamedTuple):
 
     @property
     def has_trees(self) -> bool:
-        return self.tree is not None or (self.late is not None and self.late.nodes is not None)
+        return self.tree is not None or (self.drafted is not None and self.drafted.has_trees)
 
     @property
     def decides_all(self) -> bool:
@@ -74,24 +74,33 @@ class PassInputs(NamedTuple):
         return len(self.logit_rows) == count and self.logit_rows == list(range(count))
 
 
-class LateIds(NamedTuple):
-    """Ids of a pass that the host does not have: drafted tokens, which stay on the device."""
+class DraftedIds(NamedTuple):
+    """Drafted tokens of a pass, which stay on its device."""
 
-    tokens: torch.Tensor  # [B, K] int64, on the device
+    tokens: torch.Tensor  # [B, K] int64
+    nodes: NodeLayout | None  # where they are trees
     sources: list[int]  # [n] of the flattened tokens
-    places: list[int]  # [n] indices into T
-    nodes: NodeLayout | None = None  # where they are trees
+    targets: list[int]  # [n] indices into T
 
-    def write(self, ids: torch.Tensor, sources: torch.Tensor, places: torch.Tensor) -> None:
-        """Write them into the pass's `ids` [T]; `sources` and `places` are its own, on the
-        device."""
-        ids.index_copy_(0, places, self.tokens.flatten()[sources])
+    @property
+    def has_trees(self) -> bool:
+        return self.nodes is not None
 
-    def lay_out(
-        self, positions: torch.Tensor, sources: torch.Tensor, places: torch.Tensor
+    def on_host(self) -> DraftedIds:
+        nodes = None if self.nodes is None else NodeLayout(*(part.cpu() for part in self.nodes))
+        return self._replace(tokens=self.tokens.cpu(), nodes=nodes)
+
+    def write(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        sources: torch.Tensor,
+        targets: torch.Tensor,
     ) -> TreeLayout | None:
-        """Layout of the pass, whose `positions` [T] it changes in place; None for chains."""
-        return None if self.nodes is None else self.nodes.lay_out(positions, sources, places)
+        """Write them into the pass's `ids` [T]; `sources` and `targets` are its own, on the device.
+        The layout of trees, whose `positions` [T] are changed in place."""
+        ids.index_copy_(0, targets, self.tokens.take(sources))
+        return None if self.nodes is None else self.nodes.lay_out(positions, sources, targets)
 
 
 def longest_round(max_batch: int, per_row: int) -> int:
@@ -135,12 +144,12 @@ class StaticInputs:
         self.fill(shape, PassInputs([], [], [], [], none, None))
 
     def fill(self, shape: Shape, inputs: PassInputs) -> None:
-        numbers, *late = inputs.sent(self._flat.device, *static_columns(shape, inputs))
+        numbers, *moves = inputs.sent(self._flat.device, *static_columns(shape, inputs))
         self._flat[: len(numbers)].copy_(numbers)
         views, tree = self.of(shape), inputs.tree
-        if inputs.late is not None:
-            inputs.late.write(views.ids, *late)
-            tree = inputs.late.lay_out(views.positions[: len(inputs.ids)], *late)
+        if inputs.drafted is not None:
+            count = len(inputs.ids)
+            tree = inputs.drafted.write(views.ids[:count], views.positions[:count], *moves)
         num_rows = len(inputs.lengths)
         self._tables[:num_rows, : inputs.tables.shape[1]].copy_(inputs.tables)
         if shape.num_tokens > len(inputs.ids):
@@ -163,7 +172,7 @@ class StaticInputs:
 
 def static_columns(shape: Shape, inputs: PassInputs) -> tuple[list[int], ...]:
     """Columns of the host that a pass in this shape reads: its numbers in the order of
-    `StaticInputs`, and the places of late ids.
+    `StaticInputs`, and where drafted tokens go.
 
     The round's rows come first, then one of all tokens that are left, then empty ones. Padding is
     at position 0, so that it attends to as little as can be.
@@ -179,7 +188,7 @@ def static_columns(shape: Shape, inputs: PassInputs) -> tuple[list[int], ...]:
         + [spare_tokens] * min(spare_rows, 1)
         + [0] * (spare_rows - 1)
     )
-    return (numbers, *inputs.places)
+    return (numbers, *inputs.moves)
 
 
 class StaticOutputs:
@@ -349,19 +358,12 @@ def _message(inputs: PassInputs) -> Pass:
         torch.tensor(numbers) for numbers in (inputs.ids, inputs.positions, inputs.lengths)
     )
     tree = inputs.tree
-    if (late := inputs.late) is not None:
-        ids[late.places] = late.tokens.flatten()[late.sources].cpu()
-        if late.nodes is not None:
-            nodes = NodeLayout(*(part.cpu() for part in late.nodes))
-            tree = nodes.lay_out(positions, *map(torch.tensor, inputs.places))
+    if (drafted := inputs.drafted) is not None:
+        tree = drafted.on_host().write(ids, positions, *map(torch.tensor, inputs.moves))
     tree = None if tree is None else TreeLayout(*(part.cpu() for part in tree))
     none = lengths[:0]
     tables = inputs.tables.cpu()
     return Pass(ids[None], positions[None], tables, lengths, tree, none, (), by_graph=True)
-
-
-def can_capture(target: Target) -> bool:
-    return target.device.type == "cuda"
 
 
 def capture_drafts(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.kernels.dispatch import Reading, reads_freely, sent
+from draftsmith.kernels.dispatch import Reading, sent
 from draftsmith.serve.engine.recorder import RoundRecorder
 from draftsmith.serve.engine.round import prompt_positions
 from draftsmith.serve.engine.scheduler import ScheduledRow
@@ -216,10 +216,10 @@ def token_logprobs(
         parts.append((logprobs > own).sum(dim=1, keepdim=True).add(1))
     told = torch.cat([part.double() for part in parts], dim=1)
     count = likeliest.indices.shape[1]
-    come = told if reads_freely(told.device) else Reading(told)
+    reading = Reading(told)
 
     def read() -> list[TokenLogprob]:
-        rows: list[list[float]] = (come if isinstance(come, torch.Tensor) else come.wait()).tolist()
+        rows: list[list[float]] = reading.wait().tolist()
         return [
             TokenLogprob(
                 token,

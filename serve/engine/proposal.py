@@ -1,355 +1,370 @@
-"""Checks of a drafter's proposal, its copy on the host, and the joining of several drafts'
-proposals.
+"""Drafted tokens of a round: checked on their device, read by the host with the round's result.
 
-Legend: B drafting rows, K draft positions, N nodes of a row's tree, V vocabulary, Q distributions
-of trees.
+Legend: B drafting rows, K drafted tokens of a row, or nodes of its tree, V vocabulary, Q
+distributions of trees.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
-from dataclasses import replace
-from operator import gt
+from typing import Any, NamedTuple
 
 import torch
 
 from draftsmith.drafters.interface import Proposal
+from draftsmith.drafters.trees.layout import node_depths
 from draftsmith.kernels.constants import MAX_NODES
-from draftsmith.kernels.dispatch import sent
-from draftsmith.kernels.verify.draft_tree import DraftTree, chain_tree
-from draftsmith.serve.engine.round import DraftSource, Part, RoundProposal, RoundTree, UnreadDrafts
-from draftsmith.serve.engine.trees import check_tree, report_width, tree_report, unread_tree
+from draftsmith.kernels.dispatch import read_freely, sent
+from draftsmith.kernels.verify.draft_tree import DraftTree, chain_tree, paths
+from draftsmith.kernels.verify.verdict import Drafts
 
 
 class BadProposal(ValueError):
     """The drafter returned something no verification should see."""
 
 
-def checked(proposal: Proposal, allowed: Sequence[int], vocab_size: int) -> RoundProposal:
-    """Check a proposal and copy its tokens to the host. Raises `BadProposal`.
+class DraftSource(enum.Enum):
+    """Origin of a row's drafted tokens."""
+
+    DRAFT = enum.auto()  # the draft of the row's request
+    TEXT = enum.auto()  # text, in place of the trained draft behind it
+    # The fallback, or nothing, because the draft rests or has failed: the row's acceptance says
+    # nothing about the draft.
+    NONE = enum.auto()
+
+
+class DraftCheck(enum.Enum):
+    """Kinds of a row's drafted tokens."""
+
+    SOUND = enum.auto()
+    NO_MASS = enum.auto()  # one of them had no distribution
+    MALFORMED = enum.auto()  # they are not such as were asked for
+
+
+class ProposedTrees(NamedTuple):
+    """Trees of the drafting rows."""
+
+    parents: torch.Tensor  # [B, K] int64, as `DraftTree` has them; -2 for what is not usable
+    mass: torch.Tensor  # [B, 1] int64, 1 where the distributions of all nodes have mass
+    q_rows: torch.Tensor | None  # [B, K + 1] int64 where nodes were drawn
+
+
+class RoundProposal(NamedTuple):
+    """Drafted tokens of the drafting rows, one entry per row in every field."""
+
+    sizes: list[int]  # drafted tokens that the pass has of each row, usable or not
+    sources: list[DraftSource]
+    drawn: list[bool]  # False: tokens are deterministic, not drawn from a distribution
+    drafted: torch.Tensor  # [B, K] int64, as the draft gave them
+    tokens: torch.Tensor  # [B, K] the same, inside the vocabulary
+    offered: torch.Tensor  # [B] int64, how many of them the draft gave
+    usable: torch.Tensor  # [B] int64, how many of these, from the first on, are verified
+    held: torch.Tensor  # [B] int64, `sizes` on the device
+    logits: torch.Tensor | None  # [B, K, V] processed; of trees [Q, V]
+    nodes: ProposedTrees | None = None  # None: chains
+    # the report of chains where looking costs nothing; None: it comes with the round's result
+    known: list[list[int]] | None = None
+
+    @property
+    def drafts(self) -> Drafts:
+        """Chains, as verification takes them."""
+        return Drafts(self.tokens, self.usable, self.logits, self.held)
+
+    @property
+    def tree(self) -> DraftTree | None:
+        return None if self.nodes is None else DraftTree(self.tokens, self.nodes.parents, self.held)
+
+    @property
+    def report(self) -> list[torch.Tensor]:
+        """[B, n] int64 each: what the host reads with the round's result."""
+        parts = [self.offered[:, None], self.usable[:, None], self.drafted]
+        return parts if self.nodes is None else [*parts, *self.nodes[:2]]
+
+    def before(self, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """[R, K] int64: drafted tokens before the target's distributions `slots` [R] of `rows` [R],
+        0 the first of a row; -1 in other columns. Rows that drafted nothing have slot 0 alone."""
+        rows = rows.clamp(max=len(self.tokens) - 1)
+        if (tree := self.tree) is not None:
+            return paths(tree)[rows, slots]
+        depths = torch.arange(self.tokens.shape[1], device=slots.device)
+        return self.tokens[rows].masked_fill(depths >= slots[:, None], -1)
+
+
+class Drafted(NamedTuple):
+    """The same as the host reads it; every list has an entry per drafting row."""
+
+    chains: list[list[int]]  # usable tokens
+    sources: list[DraftSource]
+    drawn: list[bool]
+    checks: list[DraftCheck]
+    depths: list[int]  # a round keeps at most so many of a row's tokens
+    logits: torch.Tensor | None
+    parents: list[list[int]] | None = None
+    q_rows: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        proposal: RoundProposal,
+        report: Sequence[list[int]],
+        allowed: Sequence[int],
+        vocab_size: int,
+    ) -> Drafted:
+        """Reading of a proposal whose rows might have `allowed` [B] tokens each of a vocabulary."""
+        nodes, width = proposal.nodes, proposal.tokens.shape[1]
+        chains = [row[2 : 2 + row[1]] for row in report]
+        given = proposal.sources, proposal.drawn
+        if nodes is None:
+            checks = [
+                _check_of_chain(row, most, vocab_size)
+                for row, most in zip(report, allowed, strict=True)
+            ]
+            return cls(chains, *given, checks, list(map(len, chains)), proposal.logits)
+        parents = [row[2 + width : 2 + width + row[1]] for row in report]
+        depths = [max(node_depths(one), default=-1) + 1 for one in parents]
+        checks = list(map(_check_of_tree, report))
+        return cls(chains, *given, checks, depths, proposal.logits, parents, nodes.q_rows)
+
+    @property
+    def as_planned(self) -> bool:
+        """True when most rows have tokens of their own draft. One draft of several that fails must
+        not keep the control of k from learning."""
+        return 2 * self.sources.count(DraftSource.NONE) < len(self.chains)
+
+    def offered(self, index: int) -> int:
+        return self.depths[index] if index < len(self.depths) else 0
+
+    def by_its_draft(self, index: int) -> bool:
+        """True when the draft of the row's request drafted it, not text in its place."""
+        return index < len(self.sources) and self.sources[index] is DraftSource.DRAFT
+
+    def is_read(self, index: int) -> bool:
+        """True when the draft's cache is right for the row's tokens."""
+        drafted = index < len(self.sources) and self.sources[index] is not DraftSource.NONE
+        return drafted and self.checks[index] is DraftCheck.SOUND
+
+
+NOTHING_DRAFTED = Drafted([], [], [], [], [], None)
+
+
+def _check_of_chain(row: list[int], allowed: int, vocab_size: int) -> DraftCheck:
+    offered, usable, *tokens = row
+    if usable == offered:
+        return DraftCheck.SOUND
+    asked_for = 0 <= offered <= allowed and 0 <= tokens[usable] < vocab_size
+    return DraftCheck.NO_MASS if asked_for else DraftCheck.MALFORMED
+
+
+def _check_of_tree(row: list[int]) -> DraftCheck:
+    offered, usable, *_, has_mass = row
+    if usable != offered:
+        return DraftCheck.MALFORMED
+    return DraftCheck.SOUND if has_mass else DraftCheck.NO_MASS
+
+
+def checked(
+    proposal: Proposal,
+    allowed: Sequence[int],
+    budgets: torch.Tensor,
+    vocab_size: int,
+    *,
+    trees: bool = False,
+    exact: bool = False,
+) -> RoundProposal:
+    """A proposal as the pass and verification take it, without a look at a device. Raises
+    `BadProposal` for what the host sees anyway.
+
+    NaN weights and strange tokens end here. Tokens drafted before them are verified all the same:
+    dropping a token for what followed it would be choosing among the draws (invariant 4). Trees
+    that are malformed are left out; nodes of a distribution without mass stay, and verification
+    passes over them. Entries beyond a row's length may be anything.
 
     Args:
         allowed: [B] most drafted tokens per row.
+        budgets: the same on the device.
+        trees: make trees of chains.
+        exact: the pass has the usable tokens alone, which costs a look; else it may have as many as
+            are allowed.
     """
-    # The round's one copy of the drafted tokens from the device.
-    host_rows: list[list[int]] = _report(proposal, _has_mass(proposal)).tolist()
-    chains = _chains(host_rows, proposal.tokens.shape[1], allowed, vocab_size)
-    if proposal.parents is not None:
-        draft = DraftTree(proposal.tokens, proposal.parents, proposal.lengths)
-        return _checked_trees(_grown(proposal, chains, draft), host_rows)
-    return _checked_chains(proposal, chains, host_rows)
-
-
-def _report(proposal: Proposal, mass: torch.Tensor | None) -> torch.Tensor:
-    """[B, 1 + K or 1 + 2 K] int64: lengths, tokens and, where it has to be looked at, mass. Behind
-    that the report of trees."""
-    parts = [proposal.lengths[:, None], proposal.tokens]
-    if mass is not None:
-        parts.append(mass.long())
-    if proposal.parents is not None:
-        parts.append(tree_report(proposal))
-    return torch.cat(parts, dim=1)
-
-
-def _grown(proposal: Proposal, chains: list[list[int]], draft: DraftTree) -> RoundProposal:
-    """A proposal of trees, whose parents the host does not have yet."""
-    count = len(chains)
-    return RoundProposal(
-        chains,
-        [DraftSource.DRAFT] * count,
-        [proposal.q_rows is not None] * count,
-        [True] * count,
-        draft.tokens,
-        draft.lengths,
-        proposal.logits,
-        RoundTree(draft, proposal.q_rows, [[-1] * len(chain) for chain in chains]),
-    )
-
-
-def _chains(
-    host_rows: Sequence[list[int]], width: int, allowed: Sequence[int], vocab_size: int
-) -> list[list[int]]:
-    """Tokens of a report, if they are such as were asked for. `width` tokens of a row are there."""
-    lengths = [row[0] for row in host_rows]
-    if (
-        len(lengths) != len(allowed)
-        or any(map(gt, lengths, allowed))
-        or max(lengths, default=0) > width
-    ):
-        raise BadProposal(f"drafted {lengths} of {width} tokens where {list(allowed)} were allowed")
-    chains = [row[1 : 1 + length] for row, length in zip(host_rows, lengths)]
-    for chain in chains:
-        if chain and not 0 <= min(chain) <= max(chain) < vocab_size:
-            raise BadProposal(
-                f"drafted {chains}, with a token outside the vocabulary of {vocab_size}"
-            )
-    return chains
-
-
-def unread(
-    proposal: Proposal, allowed: Sequence[int], budgets: torch.Tensor, vocab_size: int
-) -> RoundProposal:
-    """Chains or trees whose tokens stay on the device until `read_late`. What `checked` would not
-    let pass is not usable: one strange token or length leaves all rows without drafts.
-
-    Args:
-        budgets: `allowed`, on the device.
-    """
-    tokens, lengths = proposal.tokens, proposal.lengths
-    num_rows, width = tokens.shape
+    drafted, offered = proposal.tokens, proposal.lengths
+    num_rows, width = drafted.shape
     if num_rows != len(allowed):
         raise BadProposal(f"drafted for {num_rows} rows where {len(allowed)} were allowed")
-    most = width if proposal.parents is None else min(width, MAX_NODES)
-    mass, rooms = _has_mass(proposal), budgets.clamp(max=most)
-    chains = [[0] * min(one, most) for one in allowed]
-    offered = torch.arange(width, device=tokens.device) < lengths[:, None]
-    inside = tokens.clamp(0, vocab_size - 1)
-    strange = (offered & (inside != tokens)).any() | (lengths > rooms).any()
-    late = UnreadDrafts(_report(proposal, mass), rooms)
-    if proposal.parents is not None:
-        sound = replace(proposal, tokens=inside)
-        draft = unread_tree(sound, offered & ~strange, rooms)
-        if isinstance(draft, str):
-            raise BadProposal(f"drafted {draft}")
-        return replace(_grown(proposal, chains, draft), unread=late)
-    usable = lengths
-    if mass is not None:
-        usable = torch.minimum(lengths, (mass | ~offered).long().cumprod(dim=1).sum(dim=1))
+    most = min(width, MAX_NODES) if trees else width
+    tokens = drafted.clamp(0, vocab_size - 1)
+    mass = None if trees else _has_mass(proposal, tokens)
+    origins = _origins(proposal, num_rows)
+    if not trees and (known := _known(drafted, offered, mass, allowed, vocab_size)) is not None:
+        counts, usable = [row[1] for row in known], offered
+        if counts != [row[0] for row in known]:
+            usable = torch.tensor(counts)
+        given = drafted, tokens, offered, usable, usable, proposal.logits
+        return RoundProposal(counts, *origins, *given, known=known)
+    sound, nodes = tokens == drafted, None
+    real = torch.arange(width, device=drafted.device) < offered[:, None]
+    if trees:
+        nodes, usable = _checked_trees(proposal, tokens, sound, real, budgets.clamp(max=most))
+    else:
+        sound = sound & real if mass is None else sound & real & mass
+        usable = torch.minimum(sound.cumprod(dim=1).sum(dim=1), budgets)
+    sizes, held = usable.tolist() if exact else read_freely(usable), usable
+    if sizes is None:
+        sizes, held = [min(one, most) for one in allowed], budgets.clamp(max=most)
     return RoundProposal(
-        chains,
-        *_origins(proposal, num_rows),
-        [True] * num_rows,
-        inside,
-        usable.masked_fill(strange, 0),
-        proposal.logits,
-        unread=late,
+        sizes, *origins, drafted, tokens, offered, usable, held, proposal.logits, nodes
     )
 
 
-def read_late(
-    proposal: RoundProposal, host_rows: Sequence[list[int]], vocab_size: int
-) -> RoundProposal:
-    """The proposal that `checked` would have made of an `unread` one, from its report. Raises
-    `BadProposal`."""
-    chains = _chains(
-        host_rows, proposal.tokens.shape[1], [len(chain) for chain in proposal.chains], vocab_size
-    )
-    proposal = replace(proposal, chains=chains, unread=None)
-    if proposal.tree is not None:
-        return _checked_trees(proposal, host_rows)
-    width = proposal.tokens.shape[1]
-    usable, has_mass = _usable(
-        [row[0] for row in host_rows], [row[1 + width :] for row in host_rows]
-    )
-    chains = [chain[:kept] for chain, kept in zip(chains, usable)]
-    return replace(proposal, chains=chains, has_mass=has_mass)
-
-
-def _checked_trees(proposal: RoundProposal, host_rows: Sequence[list[int]]) -> RoundProposal:
-    """The same with parents and masses of its report."""
-    assert proposal.tree is not None
-    draft, q_rows, _ = proposal.tree
-    width, logits = draft.tokens.shape[1], proposal.logits
-    own = report_width(width, drawn=logits is not None and q_rows is not None)
-    grown = check_tree(
-        draft,
-        q_rows,
-        None if logits is None else len(logits),
-        [row[len(row) - own :] for row in host_rows],
-        [row[0] for row in host_rows],
-    )
-    if isinstance(grown, str):
-        raise BadProposal(f"drafted {grown}")
-    tree, sound = grown
-    has_mass = [
-        fine and all(row[1 + width : len(row) - own]) for fine, row in zip(sound, host_rows)
-    ]
-    return replace(proposal, tree=tree, has_mass=has_mass)
-
-
-def _checked_chains(
-    proposal: Proposal, chains: list[list[int]], host_rows: Sequence[list[int]]
-) -> RoundProposal:
-    width, used = proposal.tokens.shape[1], proposal.lengths
-    masses, has_mass = [row[1 + width :] for row in host_rows], [True] * len(chains)
-    if not all(map(all, masses)):  # nearly always they are
-        usable, has_mass = _usable([row[0] for row in host_rows], masses)
-        chains = [chain[:kept] for chain, kept in zip(chains, usable)]
-        used = used if all(has_mass) else torch.tensor(usable, device=used.device)
-    sources, drawn = _origins(proposal, len(chains))
-    return RoundProposal(chains, sources, drawn, has_mass, proposal.tokens, used, proposal.logits)
-
-
-def _usable(
-    lengths: Sequence[int], masses: Sequence[Sequence[int]]
-) -> tuple[list[int], list[bool]]:
-    """(number of usable tokens, all of them are) of each row.
-
-    NaN weights end here. Tokens drafted before them are verified all the same: dropping a token for
-    what followed it would be choosing among the draws (invariant 4). Entries beyond a row's length
-    may be anything.
-    """
-    usable = [leading(mass[:length], length) for mass, length in zip(masses, lengths)]
-    return usable, [kept == length for kept, length in zip(usable, lengths)]
+def _known(
+    drafted: torch.Tensor,
+    offered: torch.Tensor,
+    mass: torch.Tensor | None,
+    allowed: Sequence[int],
+    vocab_size: int,
+) -> list[list[int]] | None:
+    """The report of chains where looking costs nothing: a dozen operations on a few numbers take
+    several times as long there. None elsewhere."""
+    counts, width = read_freely(offered), drafted.shape[1]
+    if counts is None:
+        return None
+    rows = (drafted if mass is None else torch.cat([drafted, mass], dim=1)).tolist()
+    report = []
+    for count, row, most in zip(counts, rows, allowed, strict=True):
+        tokens, usable = row[:width], 0
+        most = min(count, most, width)
+        while (
+            usable < most and 0 <= tokens[usable] < vocab_size and all(row[width + usable :: width])
+        ):
+            usable += 1
+        report.append([count, usable, *tokens])
+    return report
 
 
 def _origins(proposal: Proposal, num_rows: int) -> tuple[list[DraftSource], list[bool]]:
     """(origin, drawn from a distribution) of each row's tokens."""
-    is_drawn = proposal.logits is not None
+    drawn = proposal.logits is not None if proposal.parents is None else proposal.q_rows is not None
     if not proposal.copied:
-        return [DraftSource.DRAFT] * num_rows, [is_drawn] * num_rows
+        return [DraftSource.DRAFT] * num_rows, [drawn] * num_rows
     copied = [row in proposal.copied for row in range(num_rows)]
     sources = [DraftSource.TEXT if from_text else DraftSource.DRAFT for from_text in copied]
-    return sources, [is_drawn and not from_text for from_text in copied]
+    return sources, [drawn and not from_text for from_text in copied]
 
 
-def leading(flags: Sequence[int], length: int) -> int:
-    """Number of set flags before the first one that is not; `length` where none is unset."""
-    return next((index for index, flag in enumerate(flags) if not flag), length)
-
-
-def _has_mass(proposal: Proposal) -> torch.Tensor | None:
+def _has_mass(proposal: Proposal, tokens: torch.Tensor) -> torch.Tensor | None:
     """[B, K] bool: the token has mass in the distribution it was drawn from. One that gives none to
     its own draw is no distribution."""
-    if proposal.has_mass is not None or proposal.logits is None or proposal.parents is not None:
+    if proposal.has_mass is not None or proposal.logits is None:
         return proposal.has_mass
-    tokens = proposal.tokens.clamp(0, proposal.logits.shape[2] - 1)
     return torch.isfinite(proposal.logits.gather(2, tokens[:, :, None])[:, :, 0])
 
 
+def _checked_trees(
+    proposal: Proposal,
+    tokens: torch.Tensor,
+    sound: torch.Tensor,
+    real: torch.Tensor,
+    limits: torch.Tensor,
+) -> tuple[ProposedTrees, torch.Tensor]:
+    """Trees, and their usable nodes [B]: none of one whose nodes come before their parents, say.
+
+    Args:
+        sound: [B, K] bool, tokens inside the vocabulary.
+        real: [B, K] bool, entries within their row's length.
+        limits: [B] most nodes.
+    """
+    logits, q_rows, parents = proposal.logits, proposal.q_rows, proposal.parents
+    if parents is None:
+        # The fallback matches text, and no distribution comes with that.
+        parents = chain_tree(tokens, proposal.lengths).parents
+    if logits is not None and q_rows is None:
+        raise BadProposal("drafted distributions without telling whose they are")
+    nodes = torch.arange(parents.shape[1], device=parents.device)
+    fine = sound & (parents >= -1) & (parents < nodes)
+    whole = (fine | ~real).all(dim=1) & (proposal.lengths <= limits)
+    if logits is not None and q_rows is not None:
+        whole &= (q_rows < len(logits)).all(dim=1)
+    parents = torch.where(real & whole[:, None], parents, -2)
+    mass = torch.ones_like(whole) if proposal.has_mass is None else proposal.has_mass.all(dim=1)
+    if logits is not None and q_rows is not None:
+        own = q_rows.gather(1, (parents + 1).clamp(min=0))
+        drawn = torch.isfinite(logits[own.clamp(0, len(logits) - 1), tokens])
+        mass = mass & (drawn | (own < 0) | (parents < -1)).all(dim=1)
+    usable = torch.where(whole, proposal.lengths.clamp(min=0), 0)
+    return ProposedTrees(parents, mass[:, None].long(), q_rows), usable
+
+
+class Part(NamedTuple):
+    """Proposal of one draft for its rows of a round."""
+
+    rows: Sequence[int]  # of the round
+    proposal: RoundProposal
+
+
 def joined(parts: Sequence[Part], num_rows: int) -> RoundProposal:
-    """Proposal of the whole round; rows in none of the parts have no drafted tokens. Where every
-    part is unread, so is the whole; otherwise none may be."""
-    width = max(part.proposal.tokens.shape[1] for part in parts)
-    like = parts[0].proposal.tokens
-    tokens = like.new_full((num_rows, width), -1)
-    lengths = like.new_zeros(num_rows)
-    for rows, own in parts:
-        (at,) = sent(like.device, rows)
-        tokens[at, : own.tokens.shape[1]] = own.tokens.to(like)
-        lengths[at] = own.lengths.to(like)
-    tree = None
-    if any(part.proposal.tree is not None for part in parts):
-        tree, logits = _joined_trees(parts, tokens, lengths)
-    else:
-        logits = _joined_distributions(parts, (num_rows, width))
-    host = _host_fields(parts, num_rows)
-    return RoundProposal(*host, tokens, lengths, logits, tree, _joined_unread(parts, num_rows))
+    """Proposal of the whole round; rows in none of the parts have no drafted tokens."""
+    device = parts[0].proposal.tokens.device
+    indices = [sent(device, rows)[0] for rows, _ in parts]
 
+    def whole(values: Sequence[torch.Tensor], fill: float) -> torch.Tensor:
+        shape = [max(sizes) for sizes in zip(*(one.shape[1:] for one in values), strict=True)]
+        found = values[0].new_full((num_rows, *shape), fill)
+        for at, one in zip(indices, values, strict=True):
+            index = (at, *map(slice, one.shape[1:]))
+            found[index] = one
+        return found
 
-def settled(proposal: RoundProposal, parts: Sequence[Part]) -> RoundProposal:
-    """A proposal of several drafts whose `parts` are read by now; those that are missing were
-    malformed, so that their rows have no drafted tokens."""
-    num_rows, tree = len(proposal.chains), proposal.tree
-    chains, sources, drawn, has_mass = _host_fields(parts, num_rows)
-    if tree is not None:
-        tree = tree._replace(parents=_host_parents(parts, num_rows))
-    return replace(
-        proposal,
-        chains=chains,
-        sources=sources,
-        drawn=drawn,
-        has_mass=has_mass,
-        tree=tree,
-        unread=None,
+    def of_host(values: Sequence[Sequence[Any]], fill: Any) -> list[Any]:
+        found = [fill] * num_rows
+        for (rows, _), own in zip(parts, values, strict=True):
+            for row, value in zip(rows, own, strict=True):
+                found[row] = value
+        return found
+
+    every = [proposal for _, proposal in parts]
+    given = [one.logits for one in every if one.logits is not None]
+    nodes, logits = None, None
+    if every[0].nodes is not None:
+        parents, mass, q_rows = zip(*_numbered(every), strict=True)
+        nodes = ProposedTrees(
+            whole(parents, -2), whole(mass, 1), whole(q_rows, -1) if given else None
+        )
+        logits = torch.cat(given) if given else None
+    elif given:
+        logits = whole([_distributions(one, given[0]) for one in every], -torch.inf)
+    return RoundProposal(
+        of_host([one.sizes for one in every], 0),
+        of_host([one.sources for one in every], DraftSource.NONE),
+        of_host([one.drawn for one in every], False),
+        whole([one.drafted for one in every], 0),
+        whole([one.tokens for one in every], 0),
+        whole([one.offered for one in every], 0),
+        whole([one.usable for one in every], 0),
+        whole([one.held for one in every], 0),
+        logits,
+        nodes,
     )
 
 
-def part_reports(proposal: RoundProposal, report: Sequence[list[int]]) -> list[list[list[int]]]:
-    """Reports of the parts of an unread proposal of several drafts, out of that of the whole."""
-    assert proposal.unread is not None
-    return [
-        [report[row][: own.unread.report.shape[1]] for row in rows]
-        for rows, own in proposal.unread.parts
-        if own.unread is not None
-    ]
+def _distributions(proposal: RoundProposal, like: torch.Tensor) -> torch.Tensor:
+    """[B, K, V] of chains; one-hot where nothing was drawn."""
+    if proposal.logits is not None:
+        return proposal.logits
+    one_hot = like.new_full((*proposal.tokens.shape, like.shape[2]), -torch.inf)
+    return one_hot.scatter_(2, proposal.tokens[:, :, None], 0.0)
 
 
-def _host_fields(
-    parts: Sequence[Part], num_rows: int
-) -> tuple[list[list[int]], list[DraftSource], list[bool], list[bool]]:
-    """(chains, sources, drawn, has_mass) of every row."""
-    chains: list[list[int]] = [[] for _ in range(num_rows)]
-    sources = [DraftSource.NONE] * num_rows
-    drawn = [False] * num_rows
-    has_mass = [False] * num_rows
-    for rows, own in parts:
-        for index, row in enumerate(rows):
-            chains[row], has_mass[row] = own.chains[index], own.has_mass[index]
-            sources[row], drawn[row] = own.sources[index], own.drawn[index]
-    return chains, sources, drawn, has_mass
-
-
-def _joined_unread(parts: Sequence[Part], num_rows: int) -> UnreadDrafts | None:
-    every = [(rows, own.unread) for rows, own in parts if own.unread is not None]
-    if not every:
-        return None
-    assert len(every) == len(parts), "parts are unread together or not at all"
-    like = every[0][1].report
-    report = like.new_zeros((num_rows, max(late.report.shape[1] for _, late in every)))
-    rooms = like.new_zeros(num_rows)
-    for rows, late in every:
-        (at,) = sent(like.device, rows)
-        report[at, : late.report.shape[1]] = late.report
-        rooms[at] = late.rooms
-    return UnreadDrafts(report, rooms, parts=parts)
-
-
-def _joined_distributions(parts: Sequence[Part], shape: tuple[int, int]) -> torch.Tensor | None:
-    """[B, K, V], one-hot where nothing was drawn; None where nothing was drawn at all."""
-    given = [part.proposal.logits for part in parts if part.proposal.logits is not None]
-    if not given:
-        return None
-    size = given[0].shape[2]
-    distributions = given[0].new_full((*shape, size), -torch.inf)
-    for rows, own in parts:
-        (at,) = sent(distributions.device, rows)
-        if own.logits is not None:
-            distributions[at, : own.logits.shape[1]] = own.logits
-            continue
-        # Those beyond a row's length may be anything.
-        ids = own.tokens.to(distributions.device).clamp(0, size - 1)
-        one_hot = distributions.new_full((*ids.shape, size), -torch.inf)
-        distributions[at, : ids.shape[1]] = one_hot.scatter_(2, ids[:, :, None], 0.0)
-    return distributions
-
-
-def _host_parents(parts: Sequence[Part], num_rows: int) -> list[list[int]]:
-    parents: list[list[int]] = [[] for _ in range(num_rows)]
-    for rows, own in parts:
-        for row, its in zip(rows, _tree_of(own).parents, strict=True):
-            parents[row] = its
-    return parents
-
-
-def _joined_trees(
-    parts: Sequence[Part], tokens: torch.Tensor, lengths: torch.Tensor
-) -> tuple[RoundTree, torch.Tensor | None]:
-    """Trees of all rows, and the distributions [Q, V] that their nodes were drawn from."""
-    parents = torch.full_like(tokens, -1)
-    q_rows = parents.new_full((len(tokens), tokens.shape[1] + 1), -1)
-    distributions: list[torch.Tensor] = []
-    for rows, own in parts:
-        tree = _tree_of(own)
-        (at,) = sent(tokens.device, rows)
-        parents[at, : tree.draft.parents.shape[1]] = tree.draft.parents.to(parents)
-        if own.logits is not None and tree.q_rows is not None:
-            shifted = tree.q_rows + sum(map(len, distributions))
-            q_rows[at, : shifted.shape[1]] = torch.where(tree.q_rows < 0, -1, shifted)
-            distributions.append(own.logits)
-    logits = torch.cat(distributions) if distributions else None
-    return RoundTree(
-        DraftTree(tokens, parents, lengths),
-        q_rows if distributions else None,
-        _host_parents(parts, len(tokens)),
-    ), logits
-
-
-def _tree_of(own: RoundProposal) -> RoundTree:
-    """Tree of a part. A chain among trees comes from the fallback, which matches text: no
-    distribution comes with it."""
-    if own.tree is not None:
-        return own.tree
-    assert own.logits is None
-    parents = [list(range(-1, len(chain) - 1)) for chain in own.chains]
-    return RoundTree(chain_tree(own.tokens, own.lengths), None, parents)
+def _numbered(every: Sequence[RoundProposal]) -> list[ProposedTrees]:
+    """Trees whose distributions are numbered among those of all parts."""
+    found, count = [], 0
+    for one in every:
+        assert one.nodes is not None
+        q_rows = one.nodes.q_rows
+        if one.logits is None or q_rows is None:
+            num_rows, width = one.tokens.shape
+            q_rows = one.tokens.new_full((num_rows, width + 1), -1)
+        else:
+            q_rows = torch.where(q_rows < 0, -1, q_rows + count)
+            count += len(one.logits)
+        found.append(one.nodes._replace(q_rows=q_rows))
+    return found

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -34,14 +33,14 @@ from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.drafts.served import ServedDraft
 from draftsmith.serve.engine.proposal import (
     BadProposal,
+    DraftCheck,
+    Drafted,
+    DraftSource,
+    Part,
+    RoundProposal,
     checked,
     joined,
-    part_reports,
-    read_late,
-    settled,
-    unread,
 )
-from draftsmith.serve.engine.round import DraftSource, Part, RoundProposal
 from draftsmith.serve.engine.scheduler import ScheduledRow
 from draftsmith.serve.requests.kept_taps import drop_taps
 from draftsmith.serve.requests.request import Request
@@ -49,6 +48,14 @@ from draftsmith.serve.requests.route import shown
 from draftsmith.serve.stats import EngineStats
 
 log = logging.getLogger(__name__)
+
+FLAWS = {
+    DraftCheck.MALFORMED: (
+        "invalid",
+        "tokens that there are not, or too many",
+    ),
+    DraftCheck.NO_MASS: ("nan", "a draft distribution without mass"),
+}
 
 
 class Proposer:
@@ -89,24 +96,23 @@ class Proposer:
         tables: torch.Tensor,
         sampling: SamplingRows,
         seeds: torch.Tensor,
+        budgets: torch.Tensor,
         *,
         adjust: Adjust | None = None,
         least_survival: float = 0.0,
-        budgets: torch.Tensor | None = None,
-        upload: Upload | None = None,
+        upload: Upload,
     ) -> RoundProposal | None:
         """Drafted tokens of `rows`, None when no row has any; never raises.
 
         Args:
             tables: [B, blocks] block ids of the rows.
             seeds: [B] int64 draft seeds of the round.
+            budgets: [B] int64, k of the rows.
             least_survival: chance of being kept below which a row's drafting ends.
-            budgets: [B] int64, k of the rows; tokens whose number follows from it may stay unread
-                on the device, until `settle`. None: the host needs all tokens.
-            upload: what is on the device already; None on a CPU.
+            upload: what is on the device already.
         """
         asked = ProposalRequest(
-            rows, tables, sampling, seeds, adjust, least_survival, budgets, upload
+            rows, tables, sampling, seeds, budgets, adjust, least_survival, upload
         )
         awake = {name for name, draft in self.drafts.served.items() if draft.take_turn()}
         by_draft = rows_by_draft(rows)
@@ -118,22 +124,7 @@ class Proposer:
             proposal = self._of(name, asked.select(indices), awake)
             if proposal is not None:
                 parts.append(Part(indices, proposal))
-        if len({part.proposal.unread is None for part in parts}) == 2:
-            # What the fallback gave is on the host, and the pass is laid out for all or for none.
-            parts = self._read(parts, rows)
         return joined(parts, len(rows)) if parts else None
-
-    def _read(self, parts: Sequence[Part], rows: Sequence[ScheduledRow]) -> list[Part]:
-        """`parts` with their tokens on the host; without those that were malformed."""
-        read = []
-        for indices, own in parts:
-            proposal: RoundProposal | None = own
-            if own.unread is not None:
-                report = own.unread.report.tolist()
-                proposal = self._settled(own, report, [rows[index] for index in indices])
-            if proposal is not None:
-                read.append(Part(indices, proposal))
-        return read
 
     def _of(
         self, name: str, asked: ProposalRequest, awake: Collection[str]
@@ -143,10 +134,10 @@ class Proposer:
             return None
         draft = self.drafts.served[name]
         try:
-            inputs, budgets = self._inputs(asked), self._late_budgets(asked)
+            inputs = self._inputs(asked)
             if name not in awake:
-                return self._from_fallback(inputs, asked.rows)
-            proposal = self._checked(self._proposal(draft.drafter, inputs), asked.rows, budgets)
+                return self._from_fallback(inputs, asked)
+            return self._checked(self._proposal(draft.drafter, inputs), asked)
         except Exception as error:
             # Any failure of a drafter is a matter of speed, never of the request (invariant 6).
             cause = "raised" if not isinstance(error, BadProposal) else "invalid"
@@ -154,85 +145,53 @@ class Proposer:
                 draft, cause, error, rests=not any(row.request.repeatable for row in asked.rows)
             )
             return None
-        if proposal.unread is None:
-            self._count(draft, proposal, asked.rows)
-        return proposal
 
-    def settle(
+    def read(
         self, proposal: RoundProposal, report: Sequence[list[int]], rows: Sequence[ScheduledRow]
-    ) -> RoundProposal | None:
-        """The proposal of `rows` that stayed unread, by its report; None where it was malformed.
-        The round was verified as it would have been with this one."""
-        assert proposal.unread is not None
-        parts = proposal.unread.parts
-        if not parts:
-            return self._settled(proposal, report, rows)
-        read = []
-        for (indices, own), lines in zip(parts, part_reports(proposal, report), strict=True):
-            found = self._settled(own, lines, [rows[index] for index in indices])
-            if found is not None:
-                read.append(Part(indices, found))
-        return settled(proposal, read) if read else None
+    ) -> Drafted:
+        """A proposal for `rows`, now that the host has its report. Decides which drafts have to
+        rest."""
+        drafted = Drafted.of(proposal, report, [row.k for row in rows], self.vocab_size)
+        for name, indices in rows_by_draft(rows).items():
+            own = [index for index in indices if drafted.sources[index] is not DraftSource.NONE]
+            if not own:
+                continue
+            # Rows whose draws can be repeated do not decide whether it rests: later rounds with the
+            # same draws would depend on them.
+            counted = {drafted.checks[index] for index in own if not rows[index].request.repeatable}
+            draft, found = self.drafts.served[name], {drafted.checks[index] for index in own}
+            for check, (cause, error) in FLAWS.items():
+                if check in found:
+                    self._failed(draft, cause, error, rests=check in counted)
+            if counted == {DraftCheck.SOUND}:
+                draft.succeeded()
+        return drafted
 
-    def _settled(
-        self, proposal: RoundProposal, report: Sequence[list[int]], rows: Sequence[ScheduledRow]
-    ) -> RoundProposal | None:
-        """The same of one draft."""
-        draft = self.drafts.served[rows[0].request.route.draft]
-        try:
-            read = read_late(proposal, report, self.vocab_size)
-        except BadProposal as error:
-            rests = not any(row.request.repeatable for row in rows)
-            self._failed(draft, "invalid", error, rests=rests)
-            return None
-        self._count(draft, read, rows)
-        return read
-
-    def _late_budgets(self, asked: ProposalRequest) -> torch.Tensor | None:
-        """Budgets of rows whose drafts have their lengths from them, so that the pass can be laid
-        out without a look at the device; None where a draft guesses how far it is kept, or is made
-        wrong."""
-        if asked.budgets is None:
-            return None
-        drafter = self.drafts.live.drafter
-        chains = isinstance(drafter, EndsChains) and drafter.ends_chains
-        guesses = asked.least_survival > 0 and not chains and self.tree is None
-        return None if guesses or self.misreport is not None else asked.budgets
-
-    def _count(
-        self, draft: ServedDraft, proposal: RoundProposal, rows: Sequence[ScheduledRow]
-    ) -> None:
-        """Decide if the draft has to rest after a proposal."""
-        # Rows whose draws can be repeated do not decide whether it rests: later rounds with the
-        # same draws would depend on them.
-        counted = [fine for fine, row in zip(proposal.has_mass, rows) if not row.request.repeatable]
-        if not all(proposal.has_mass):
-            self._failed(draft, "nan", "a draft distribution without mass", rests=not all(counted))
-        if counted and all(counted):
-            draft.succeeded()
-
-    def _from_fallback(self, inputs: DraftInputs, rows: Sequence[ScheduledRow]) -> RoundProposal:
+    def _from_fallback(self, inputs: DraftInputs, asked: ProposalRequest) -> RoundProposal:
         assert self.fallback is not None
-        proposal = self._checked(self.fallback.propose(inputs), rows, None)
+        proposal = self._checked(self.fallback.propose(inputs), asked)
         # The drafter has read nothing, so its cache must not advance.
-        return replace(
-            proposal, has_mass=[False] * len(rows), sources=[DraftSource.NONE] * len(rows)
-        )
+        return proposal._replace(sources=[DraftSource.NONE] * len(asked.rows))
 
     def _proposal(self, drafter: ServingDrafter, inputs: DraftInputs) -> Proposal:
         if self.tree is not None and isinstance(drafter, GrowsTrees):
             return drafter.propose_tree(inputs, self.tree)
         return drafter.propose(inputs)
 
-    def _checked(
-        self, proposal: Proposal, rows: Sequence[ScheduledRow], budgets: torch.Tensor | None
-    ) -> RoundProposal:
+    def _checked(self, proposal: Proposal, asked: ProposalRequest) -> RoundProposal:
         if self.misreport is not None:
             proposal = self.misreport.apply(proposal, self.vocab_size)
-        allowed = [row.k for row in rows]
-        if budgets is None:
-            return checked(proposal, allowed, self.vocab_size)
-        return unread(proposal, allowed, budgets, self.vocab_size)
+        drafter = self.drafts.live.drafter
+        chains = isinstance(drafter, EndsChains) and drafter.ends_chains
+        return checked(
+            proposal,
+            [row.k for row in asked.rows],
+            asked.budgets,
+            self.vocab_size,
+            trees=self.tree is not None,
+            # A draft that guesses how far it is kept may end far before its budget.
+            exact=asked.least_survival > 0 and not chains and self.tree is None,
+        )
 
     def _failed(self, draft: ServedDraft, cause: str, error: object, *, rests: bool) -> None:
         self.stats.fallbacks[cause] += 1
@@ -244,13 +203,11 @@ class Proposer:
                 "draft %s failed on seeded requests (%s: %s)", shown(draft.name), cause, error
             )
 
-    def advance(self, row: ScheduledRow, drafted: int, accepted: int, *, has_mass: bool) -> None:
+    def advance(self, row: ScheduledRow, drafted: int, accepted: int) -> None:
         """Move the end of the request's draft cache after a round. Taps of the round are in
         already."""
-        request = row.request
-        if has_mass:
-            last = row.begin + row.count - 1
-            drop_taps(request, self.drafts.live.drafter.cached_after(last, drafted, accepted))
+        last = row.begin + row.count - 1
+        drop_taps(row.request, self.drafts.live.drafter.cached_after(last, drafted, accepted))
 
     def finished(self, request: Request) -> None:
         """Hand a finished text to the drafters that remember texts. A request that asked to be kept
@@ -267,7 +224,7 @@ class Proposer:
                 log.warning("a drafter could not take in a finished text (%s)", error)
 
     def _inputs(self, asked: ProposalRequest) -> DraftInputs:
-        tokens = unread_tokens(asked.rows)
+        tokens = tokens_to_read(asked.rows)
         starts, lengths, budgets = [], [], []
         taps, histories, request_ids, shares = [], [], [], []
         for row in asked.rows:
@@ -284,7 +241,7 @@ class Proposer:
         if self.taps:
             states = taps[0] if len(taps) == 1 else torch.cat(taps)
         return DraftInputs(
-            tokens=torch.tensor(tokens) if asked.upload is None else asked.upload.of(tokens)[0],
+            tokens=asked.upload.of(tokens)[0],
             starts=torch.tensor(starts),
             lengths=torch.tensor(lengths),
             taps=states,
@@ -309,10 +266,10 @@ class ProposalRequest(NamedTuple):
     tables: torch.Tensor  # [B, max_blocks]
     sampling: SamplingRows
     seeds: torch.Tensor  # [B]
+    budgets: torch.Tensor  # [B]
     adjust: Adjust | None
     least_survival: float
-    budgets: torch.Tensor | None  # [B]
-    upload: Upload | None
+    upload: Upload
 
     def select(self, indices: list[int]) -> ProposalRequest:
         (at,) = sent(self.tables.device, indices)
@@ -323,9 +280,9 @@ class ProposalRequest(NamedTuple):
             self.tables[at],
             self.sampling.select(at, indices),
             self.seeds[at],
+            self.budgets[at],
             adjust,
             self.least_survival,
-            None if self.budgets is None else self.budgets[at],
             self.upload,
         )
 
@@ -338,15 +295,15 @@ def rows_by_draft(rows: Sequence[ScheduledRow]) -> dict[str, list[int]]:
     return found
 
 
-def unread_by_draft(rows: Sequence[ScheduledRow]) -> list[list[int]]:
+def tokens_by_draft(rows: Sequence[ScheduledRow]) -> list[list[int]]:
     """Tokens that each draft has to read in the round, as `Proposer` asks for them."""
     return [
-        unread_tokens([rows[index] for index in indices])
+        tokens_to_read([rows[index] for index in indices])
         for indices in rows_by_draft(rows).values()
     ]
 
 
-def unread_tokens(rows: Sequence[ScheduledRow]) -> list[int]:
+def tokens_to_read(rows: Sequence[ScheduledRow]) -> list[int]:
     """Tokens of all rows that their drafts have not read."""
     tokens: list[int] = []
     for row in rows:

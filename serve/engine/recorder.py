@@ -110,11 +110,10 @@ class RoundRecorder:
     def round(self, row: RowOutput, committed: list[int], round: Round, version: str) -> None:
         """Record the part of a request with drafted tokens in a round. `committed` is in
         `request.tokens` already."""
-        request, proposal = row.row.request, round.proposal
-        assert proposal is not None
+        request, drafted = row.row.request, round.drafted
         if self._logged is None:
-            self._logged = LoggedRound(round.output.logits, proposal.logits, proposal.chains)
-        head = self._head(request, version, proposal.drawn[row.index])
+            self._logged = LoggedRound(round.output.logits, drafted.logits, drafted.chains)
+        head = self._head(request, version, drafted.drawn[row.index])
         position = request.num_tokens - len(committed)
         place = row.index if request.recording.has_distributions else -1
         self._add(

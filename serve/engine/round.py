@@ -6,19 +6,17 @@ T tokens of the target pass; V vocabulary.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
 
-from draftsmith.drafters.trees.layout import node_depths
-from draftsmith.kernels.dispatch import Reading, Upload, reads_freely, sent
+from draftsmith.kernels.dispatch import Reading, Upload, sent
 from draftsmith.kernels.sampling.filters import SamplingRows
-from draftsmith.kernels.sampling.random_streams import FEW, few_round_seeds, round_seeds
-from draftsmith.kernels.verify.draft_tree import DraftTree
+from draftsmith.kernels.sampling.random_streams import few_round_seeds
+from draftsmith.serve.engine.proposal import NOTHING_DRAFTED, Drafted, RoundProposal
 from draftsmith.serve.engine.scheduler import Schedule, ScheduledRow
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.sampling.adjustments import Adjustments
@@ -38,7 +36,6 @@ class RowSampling:
         self.params: list[SamplingParams] = []
         self.streams: list[tuple[int, int]] = []
         self._budgets: list[int] = []
-        self._draft_seeds: torch.Tensor | None = None  # that are on the device already
         self._options: list[DrawOptions] = []
         states: list[SamplingState | None] = []
         texts: list[list[int]] = []
@@ -57,31 +54,34 @@ class RowSampling:
     def seeds(self) -> torch.Tensor:
         """[B] int64 of the requests. As what follows not made for a greedy round without drafts,
         which reads none."""
-        seeds = [seed for seed, _ in self.streams]
-        return torch.tensor(seeds, dtype=torch.int64, device=self.device)
+        return sent(self.device, [seed for seed, _ in self.streams])[0]
 
     @cached_property
     def positions(self) -> torch.Tensor:
         """[B] int64, absolute, of each row's next token."""
-        positions = [position for _, position in self.streams]
-        return torch.tensor(positions, dtype=torch.int64, device=self.device)
+        return sent(self.device, [position for _, position in self.streams])[0]
 
     @cached_property
     def budgets(self) -> torch.Tensor:
         """[B] int64, most tokens that each row may draft."""
-        return torch.tensor(self._budgets, dtype=torch.int64, device=self.device)
+        return sent(self.device, self._budgets)[0]
+
+    @cached_property
+    def draft_seeds(self) -> torch.Tensor:
+        """[B] int64, or of the first rows alone, which draft; no two rounds of a request have the
+        same one."""
+        return sent(self.device, few_round_seeds(self.streams))[0]
 
     def send(
-        self, tables: torch.Tensor, *groups: Sequence[Sequence[int]], num_drafting: int = 0
+        self, tables: torch.Tensor, *groups: Sequence[Sequence[int]], num_drafting: int
     ) -> tuple[torch.Tensor, Upload]:
         """Everything of the host's that a round is expected to read on its device, by one copy:
-        `tables` [rows, blocks], `groups` of columns and, of a few rows that draft, their seeds: on
-        the device these are thirty launches. On a CPU it is made when it is asked for."""
+        `tables` [rows, blocks] and `groups` of columns."""
         seeds, positions = zip(*self.streams) if self.streams else ((), ())
-        drafting = few_round_seeds(self.streams[:num_drafting]) if num_drafting <= FEW else []
+        drafting = few_round_seeds(self.streams[:num_drafting])
         own = (tables.flatten(), seeds, positions, self._budgets, drafting)
         columns = [column for group in groups for column in group]
-        flat, self.seeds, self.positions, self.budgets, self._draft_seeds, *parts = sent(
+        flat, self.seeds, self.positions, self.budgets, self.draft_seeds, *parts = sent(
             self.device, *own, *columns
         )
         return flat.view(tables.shape), Upload(self.device, groups, parts)
@@ -90,20 +90,13 @@ class RowSampling:
         """Distributions of every row."""
         return _distributions(tuple(self._options), self.device)
 
-    def repeated(self, counts: Sequence[int]) -> SamplingRows:
-        """The distribution of row b `counts[b]` times."""
+    def repeated(self, sizes: Sequence[int]) -> SamplingRows:
+        """The distribution of every row of logits: row b owns `sizes[b] + 1` of them, and those
+        behind one each."""
+        counts = [size + 1 for size in sizes] + [1] * (len(self._options) - len(sizes))
         pairs = zip(self._options, counts, strict=True)
         repeated = [one for one, count in pairs for _ in range(count)]
         return _distributions(tuple(repeated), self.device)
-
-    def draft_seeds(self, num_rows: int) -> torch.Tensor:
-        """[num_rows] int64 of the first rows, which draft; no two rounds of a request have the same
-        one."""
-        if reads_freely(self.device) and num_rows <= FEW:
-            return torch.tensor(few_round_seeds(self.streams[:num_rows]), dtype=torch.int64)
-        if self._draft_seeds is not None and len(self._draft_seeds) == num_rows:
-            return self._draft_seeds
-        return round_seeds(self.seeds[:num_rows], self.positions[:num_rows])
 
     def draft_distributions(
         self, num_rows: int, temperatures: Sequence[float] | None = None
@@ -126,93 +119,6 @@ def _distributions(options: tuple[DrawOptions, ...], device: torch.device) -> Sa
     return SamplingRows.of(temperature, top_k=top_k, top_p=top_p, min_p=min_p, device=device)
 
 
-class DraftSource(enum.Enum):
-    """Origin of a row's drafted tokens."""
-
-    DRAFT = enum.auto()  # the draft of the row's request
-    TEXT = enum.auto()  # text, in place of the trained draft behind it
-    # The fallback, or nothing, because the draft rests or has failed: the row's acceptance says
-    # nothing about the draft.
-    NONE = enum.auto()
-
-
-class UnreadDrafts(NamedTuple):
-    """Chains or trees that are laid out by their budgets, of which fewer tokens may be usable."""
-
-    report: torch.Tensor  # [B, 1 + K or more] int64, what `proposal.read_late` makes them of
-    rooms: torch.Tensor  # [B] int64, tokens that each row has in the pass
-    # Tokens [B, K], of trees their parents behind them, on their way to a host that works out the
-    # target's distributions from them; None: it does not.
-    coming: Reading | None = None
-    parts: Sequence[Part] = ()  # of several drafts, each of its own rows; empty: one draft's
-
-
-class Part(NamedTuple):
-    """Proposal of one draft for its rows of a round."""
-
-    rows: Sequence[int]  # of the round
-    proposal: RoundProposal
-
-
-@dataclass(frozen=True)
-class RoundProposal:
-    """Drafted tokens of the drafting rows, one entry per row in every field."""
-
-    # usable tokens; empty where the drafter gave none or its first distribution failed
-    chains: list[list[int]]
-    sources: list[DraftSource]
-    drawn: list[bool]  # False: tokens are deterministic, not drawn from a distribution
-    # False: what the drafter did for this row is not trusted, its cache does not advance
-    has_mass: list[bool]
-    tokens: torch.Tensor  # [B, K] int64
-    lengths: torch.Tensor  # [B] int64
-    logits: torch.Tensor | None  # [B, K, V] processed; of trees [Q, V]
-    tree: RoundTree | None = None  # parents of the tokens when they are no chains
-    # None: the host has the tokens. Else they are on the device alone until the round's result is
-    # read, and `chains` hold zeros in their place.
-    unread: UnreadDrafts | None = None
-
-    @property
-    def as_planned(self) -> bool:
-        """True when most rows have tokens of their own draft. One draft of several that fails must
-        not keep the control of k from learning."""
-        return 2 * self.sources.count(DraftSource.NONE) < len(self.chains)
-
-    def on_its_way(self) -> RoundProposal:
-        """The same, with unread tokens sent to the host while the target's pass runs."""
-        if self.unread is None:
-            return self
-        parts = [self.tokens] if self.tree is None else [self.tokens, self.tree.draft.parents]
-        coming = Reading(torch.cat(parts, dim=1))
-        return replace(self, unread=self.unread._replace(coming=coming))
-
-    def offered(self, index: int) -> int:
-        """Depth of the row's drafted tokens: a round keeps at most so many of them."""
-        if index >= len(self.chains):
-            return 0
-        return len(self.chains[index]) if self.tree is None else self.tree.height(index)
-
-    def by_its_draft(self, index: int) -> bool:
-        """True when the draft of the row's request drafted it, not text in its place."""
-        return index < len(self.chains) and self.sources[index] is DraftSource.DRAFT
-
-
-class RoundTree(NamedTuple):
-    """Trees of the drafting rows, which come first in the pass."""
-
-    draft: DraftTree
-    q_rows: torch.Tensor | None  # [B, N + 1]
-    # the same parents on the host, as many as a row has nodes; -1 in their place while unread
-    parents: list[list[int]]
-
-    def depths(self, row: int) -> list[int]:
-        """Depths of the row's nodes, 0 for children of the root."""
-        return node_depths(self.parents[row])
-
-    def height(self, row: int) -> int:
-        return max(self.depths(row), default=-1) + 1
-
-
 class PassOutput(NamedTuple):
     logits: torch.Tensor  # [R, V] float32: a deciding row owns 1 + its drafted tokens
     taps: torch.Tensor | None  # [T, n * H]
@@ -226,7 +132,6 @@ class VerifyOutput(NamedTuple):
     # each row's accepted tokens, then its residual or bonus token (-1 if its logits are not finite)
     emitted: list[list[int]]
     paths: list[list[int]]  # each row's accepted nodes when trees were drafted; empty for chains
-    report: list[list[int]] | None = None  # the proposal's, where its chains were unread
 
 
 class RowOutput(NamedTuple):
@@ -234,7 +139,8 @@ class RowOutput(NamedTuple):
 
     row: ScheduledRow
     index: int  # type: ignore[assignment]  # in place of the tuple's method
-    drafted: list[int]
+    size: int  # drafted tokens that the pass had of it
+    drafted: list[int]  # those that were usable
     emitted: list[int]  # accepted tokens and the token after them; empty for a piece of a prompt
     accepted: int
     output: PassOutput
@@ -260,42 +166,31 @@ class Round:
     rows: list[ScheduledRow]  # in the order of the pass
     tables: torch.Tensor  # [rows, most blocks of any of them]
     sampling: RowSampling  # of the deciding rows
-    num_unread: int  # tokens that the drafts had yet to read
+    num_catch_up: int  # tokens that the drafts had yet to read
     begun_s: float
-    upload: Upload | None = None  # what is on the device; None on a CPU
+    upload: Upload  # what is on the device already
     proposal: RoundProposal | None = None  # None: nothing was drafted
+    reading: Reading | None = None  # of drafted tokens that the host needs before its result
     output: PassOutput = field(init=False)
-    late_taps: tuple[int, ...] = ()  # of the pass, to be joined once they are read
+    own_taps: tuple[int, ...] = ()  # that its rows join from the states of the pass
     verified: VerifyOutput = field(init=False)
+    drafted: Drafted = NOTHING_DRAFTED  # the proposal, once the host has read it
 
     @property
-    def tree(self) -> RoundTree | None:
-        return None if self.proposal is None else self.proposal.tree
+    def sizes(self) -> list[int]:
+        """Drafted tokens that the pass has of every row; 0 of rows behind the drafting ones."""
+        sizes = [] if self.proposal is None else self.proposal.sizes
+        return sizes + [0] * (len(self.rows) - len(sizes))
 
     @property
     def chains(self) -> list[list[int]]:
-        """Drafted tokens of every row; empty for rows behind the drafting ones."""
-        chains = [] if self.proposal is None else self.proposal.chains
-        return chains + [[]] * (len(self.rows) - len(chains))
-
-    @property
-    def late_tokens(self) -> torch.Tensor | None:
-        """[B, K] drafted tokens that the host does not have; None where it has them."""
-        unread = self.proposal is not None and self.proposal.unread is not None
-        return self.proposal.tokens if unread and self.proposal is not None else None
+        """Usable drafted tokens of every row; empty for rows behind the drafting ones."""
+        return self.drafted.chains + [[]] * (len(self.rows) - len(self.drafted.chains))
 
     @property
     def as_planned(self) -> bool:
         """True unless most of the rows that were to draft did not."""
-        if self.proposal is None:
-            return not self.schedule.drafting
-        return self.proposal.as_planned
-
-    @property
-    def at_rest(self) -> bool:
-        """True when its control chose nothing and is to learn nothing from it."""
-        plan = self.schedule.plan
-        return plan is not None and plan.at_rest
+        return not self.schedule.drafting or self.drafted.as_planned
 
     @property
     def planned_k(self) -> int:
@@ -312,13 +207,16 @@ class Round:
     def row_outputs(self) -> Iterator[RowOutput]:
         begin = prompt_begin = 0
         wants_prompts = self.output.prompt_logits.shape[0] > 0
-        for index, (row, drafted) in enumerate(zip(self.rows, self.chains, strict=True)):
+        for index, (row, size, drafted) in enumerate(
+            zip(self.rows, self.sizes, self.chains, strict=True)
+        ):
             emitted = self.verified.emitted[index] if row.samples else []
             end = begin + (len(drafted) + 1 if row.samples else 0)
             prompt_end = prompt_begin + (len(prompt_positions(row)) if wants_prompts else 0)
             yield RowOutput(
                 row,
                 index,
+                size,
                 drafted,
                 emitted,
                 max(len(emitted) - 1, 0),
@@ -335,16 +233,14 @@ def reads_alone(rows: Sequence[ScheduledRow]) -> bool:
     return len(alone) == len(rows)
 
 
-def settle(round: Round, proposal: RoundProposal | None) -> None:
-    """Give a round its proposal, whose tokens were unread so far, and leave out the logits of what
-    was not usable."""
+def leave_out(round: Round) -> None:
+    """Leave out the logits of what turned out not to be usable."""
     wanted: list[int] = []
-    laid_out, begin = round.chains, 0
-    round.proposal = proposal
-    for row, places, chain in zip(round.rows, laid_out, round.chains, strict=True):
+    begin = 0
+    for row, size, chain in zip(round.rows, round.sizes, round.chains, strict=True):
         if row.samples:
             wanted += range(begin, begin + len(chain) + 1)
-            begin += len(places) + 1
+            begin += size + 1
     if len(wanted) < begin:
         logits = round.output.logits
         round.output = round.output._replace(logits=logits[sent(logits.device, wanted)[0]])

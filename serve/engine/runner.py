@@ -6,7 +6,6 @@ Legend: T tokens of the pass, B rows, R rows of logits, V vocabulary.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,13 +20,12 @@ from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.drafters.trees.layout import NodeLayout
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
-from draftsmith.kernels.attention.repeated_numbers import repeated_numbers
 from draftsmith.kernels.constants import NULL_BLOCK
-from draftsmith.kernels.dispatch import Upload, reads_freely, sent
-from draftsmith.serve.engine.graphs import LateIds, PassGraphs, PassInputs
-from draftsmith.serve.engine.round import PassOutput, RoundTree, prompt_positions
+from draftsmith.kernels.dispatch import Upload, sent
+from draftsmith.serve.engine.graphs import DraftedIds, PassGraphs, PassInputs
+from draftsmith.serve.engine.proposal import RoundProposal
+from draftsmith.serve.engine.round import PassOutput, prompt_positions
 from draftsmith.serve.engine.scheduler import ScheduledRow
-from draftsmith.serve.engine.trees import lay_out
 from draftsmith.serve.requests.request import Request
 
 
@@ -79,21 +77,25 @@ class PackedRows(NamedTuple):
         return (self.logit_rows + self.prompt_rows) or [0]
 
 
-def pack(rows: Sequence[ScheduledRow], drafts: Sequence[Sequence[int]]) -> PackedRows:
+def pack(
+    rows: Sequence[ScheduledRow], sizes: Sequence[int], known: Sequence[list[int]] = ()
+) -> PackedRows:
+    """`sizes` drafted tokens of each row; their ids are 0 here but for those of the first rows that
+    are `known`."""
     packed = PackedRows([], [], [], [], [], [])
-    for row, drafted in zip(rows, drafts, strict=True):
+    for index, (row, size) in enumerate(zip(rows, sizes, strict=True)):
         begin, ids = len(packed.ids), packed.ids
         packed.begins.append(begin)
         ids += row.request.tokens[row.begin : row.begin + row.count]
-        ids += drafted
+        ids += known[index] if index < len(known) else [0] * size
         if row.request.wants_prompt_logprobs:
             packed.prompt_rows.extend(
                 [begin + position - row.begin for position in prompt_positions(row)]
             )
-        packed.positions.extend(range(row.begin, row.begin + row.count + len(drafted)))
-        packed.lengths.append(row.count + len(drafted))
+        packed.positions.extend(range(row.begin, row.begin + row.count + size))
+        packed.lengths.append(row.count + size)
         if row.samples:
-            packed.logit_rows.extend(range(len(ids) - len(drafted) - 1, len(ids)))
+            packed.logit_rows.extend(range(len(ids) - size - 1, len(ids)))
     return packed
 
 
@@ -112,58 +114,51 @@ class TargetRunner:
         self.target, self.pool, self.device, self.graphs = target, pool, target.device, graphs
         self.states, self.adapters = states, adapters
 
-    def joins_later(self, rows: Sequence[ScheduledRow]) -> bool:
-        """True when a pass of these rows gives every state, of which taps can be joined later."""
+    def gives_states(self, rows: Sequence[ScheduledRow]) -> bool:
+        """True when a pass of these rows gives every state, of which they can join taps."""
         adapted = self.adapters is not None and any(row.request.options.adapter for row in rows)
-        eager = self.graphs is None and reads_freely(self.device)
-        return self.target.captured and eager and not adapted
+        return self.target.captured and self.graphs is None and not adapted
 
-    def foreseen(
+    def expected(
         self, rows: Sequence[ScheduledRow], budgets: Sequence[int], tables: torch.Tensor
     ) -> tuple[list[int], ...]:
         """Columns of the host that a pass reads, if the first rows get as many drafted tokens as
-        their `budgets` and these stay on the device; `tables` as for `run`, on the host."""
-        drafts = [[0] * budget for budget in budgets] + [[]] * (len(rows) - len(budgets))
-        packed, late = pack(rows, drafts), None
+        their `budgets`; `tables` as for `run`, on the host."""
+        sizes = [*budgets, *[0] * (len(rows) - len(budgets))]
+        packed, drafted = pack(rows, sizes), None
         if any(budgets):
             none = torch.empty(len(budgets), max(budgets), dtype=torch.int64)
-            late = place_late(rows, drafts, packed.begins, none)
-        inputs = PassInputs(*packed[:3], packed.head_rows, tables, None, late)
+            drafted = drafted_ids(rows, sizes, packed.begins, none)
+        inputs = PassInputs(*packed[:3], packed.head_rows, tables, None, drafted)
         by_graph = None if self.graphs is None else self.graphs.columns(inputs)
         return inputs.columns if by_graph is None else by_graph
 
     def run(
         self,
         rows: Sequence[ScheduledRow],
-        drafts: Sequence[Sequence[int]],
+        proposal: RoundProposal | None,
         tables: torch.Tensor,
         taps: Sequence[int],
-        tree: RoundTree | None = None,
-        late: torch.Tensor | None = None,
         upload: Upload | None = None,
     ) -> PassOutput:
         """Run the pass.
 
         Args:
-            drafts: drafted tokens of each row, chains or nodes of `tree`; rows that do not sample
-                come last.
+            rows: those that draft come first, those that do not sample last.
             tables: [rows, blocks] block ids.
-            late: [B, K] the drafted tokens, where `drafts` and `tree` have them by their number
-                alone.
-            upload: what is on the device already; None on a CPU.
+            upload: what is on the device already.
         """
-        packed = pack(rows, drafts)
-        positions, layout = packed.positions, None
-        if tree is not None and late is None:
-            positions, layout = lay_out(rows, tree, self.device)
-        logit_rows, late_ids = packed.head_rows, None
-        if late is not None:
-            nodes = None if tree is None else NodeLayout.of(tree.draft)
-            late_ids = place_late(rows, drafts, packed.begins, late)._replace(nodes=nodes)
-        inputs = PassInputs(
-            packed.ids, positions, packed.lengths, logit_rows, tables, layout, late_ids, upload
-        )
-        split = None if self.states is None else self._split(rows, drafts)
+        sizes = [] if proposal is None else proposal.sizes
+        sizes = [*sizes, *[0] * (len(rows) - len(sizes))]
+        known = None if proposal is None else proposal.known
+        drafted = None
+        packed = pack(rows, sizes, [row[2 : 2 + row[1]] for row in known or ()])
+        if proposal is not None and known is None and any(sizes):
+            nodes = None if proposal.tree is None else NodeLayout.of(proposal.tree)
+            drafted = drafted_ids(rows, sizes, packed.begins, proposal.tokens, nodes)
+        logit_rows = packed.head_rows
+        inputs = PassInputs(*packed[:3], logit_rows, tables, None, drafted, upload)
+        split = None if self.states is None else self._split(rows, sizes)
         adapted = None
         if self.adapters is not None:
             adapted = adapted_tokens(rows, packed.begins, packed.lengths, self.device)
@@ -179,11 +174,11 @@ class TargetRunner:
         prompt_logits = output.logits[count:]
         return PassOutput(logits, output.taps, packed.begins, prompt_logits, output.every)
 
-    def _split(self, rows: Sequence[ScheduledRow], drafts: Sequence[Sequence[int]]) -> Split:
+    def _split(self, rows: Sequence[ScheduledRow], sizes: Sequence[int]) -> Split:
         """Pieces of the pass for layers with a state."""
         reads = [
-            state_read(self.target.state_layers, row, len(drafted))
-            for row, drafted in zip(rows, drafts, strict=True)
+            state_read(self.target.state_layers, row, size)
+            for row, size in zip(rows, sizes, strict=True)
         ]
         return Split(round_waves(reads), self.states, self.device)
 
@@ -204,35 +199,28 @@ def pass_tensors(
 ) -> tuple[Sequence[torch.Tensor], TreeLayout | None]:
     """(ids [T], positions [T], lengths [B] and rows of logits [R] of a pass on its device, the
     layout of its trees)."""
-    if reads_freely(device):
-        # Not `torch.tensor`, which takes several times as long.
-        numbers = torch.frombuffer(array("q", inputs.ids + inputs.positions), dtype=torch.int64)
-        ids, positions = numbers.view(2, -1).unbind()
-        lengths = repeated_numbers(tuple(inputs.lengths), device)
-        logit_rows = repeated_numbers(tuple(inputs.logit_rows), device)
-        return [ids, positions, lengths, logit_rows], inputs.tree
-    ids, positions, lengths, logit_rows, *late = inputs.sent(device, *inputs.columns)
+    ids, positions, lengths, logit_rows, *moves = inputs.sent(device, *inputs.columns)
     tree = inputs.tree
-    if inputs.late is not None:
-        inputs.late.write(ids, *late)
-        tree = inputs.late.lay_out(positions, *late)
+    if inputs.drafted is not None:
+        tree = inputs.drafted.write(ids, positions, *moves)
     return [ids, positions, lengths, logit_rows], tree
 
 
-def place_late(
+def drafted_ids(
     rows: Sequence[ScheduledRow],
-    drafts: Sequence[Sequence[int]],
+    sizes: Sequence[int],
     begins: Sequence[int],
     tokens: torch.Tensor,
-) -> LateIds:
-    """Places in a pass of drafted tokens [B, K] that are on the device alone."""
+    nodes: NodeLayout | None = None,
+) -> DraftedIds:
+    """Drafted tokens [B, K] of a pass: `sizes` of each row, which begins at `begins`."""
     width = tokens.shape[1]
     sources: list[int] = []
-    places: list[int] = []
-    for index, (row, drafted, begin) in enumerate(zip(rows, drafts, begins, strict=True)):
-        sources += range(index * width, index * width + len(drafted))
-        places += range(begin + row.count, begin + row.count + len(drafted))
-    return LateIds(tokens, sources, places)
+    targets: list[int] = []
+    for index, (row, size, begin) in enumerate(zip(rows, sizes, begins, strict=True)):
+        sources += range(index * width, index * width + size)
+        targets += range(begin + row.count, begin + row.count + size)
+    return DraftedIds(tokens, nodes, sources, targets)
 
 
 def state_read(layers: StateLayers, row: ScheduledRow, num_drafted: int) -> RowRead:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels.dispatch import reads_freely, sent, sent_tensor
+from draftsmith.kernels.dispatch import read_freely, sent, sent_tensor
 from draftsmith.serve.sampling.grammar_matcher import GrammarCompiler
 from draftsmith.serve.sampling.params import SamplingParams, check_vocabulary
 from draftsmith.serve.sampling.processors import check_processors, run_processors
@@ -56,16 +56,14 @@ class Adjustments:
         return any(state is not None and state.params.logits_processors for state in self.states)
 
     def __call__(
-        self, logits: torch.Tensor, rows: torch.Tensor, prefixes: list[list[int]] | torch.Tensor
+        self, logits: torch.Tensor, rows: torch.Tensor, prefixes: torch.Tensor
     ) -> torch.Tensor:
         """A new tensor [R, V] of draft logits; row r is that of request `rows[r]` behind the
-        drafted tokens `prefixes[r]`, of a tensor those that are not negative.
+        drafted tokens of `prefixes[r]` that are not negative.
 
         What the host works out from drafted tokens takes one look at the device.
         """
-        if isinstance(prefixes, list):
-            return self.apply(logits, rows.tolist(), prefixes)
-        owners = rows.tolist() if reads_freely(rows.device) else None
+        owners = read_freely(rows)
         adjusted = logits.clone()
         self._tables_on(logits.device).apply(adjusted, rows, prefixes, owners)
         if not self.reads_tokens:
@@ -79,15 +77,6 @@ class Adjustments:
         return adjusted
 
     def apply(
-        self, logits: torch.Tensor, owners: Sequence[int], prefixes: Sequence[list[int]]
-    ) -> torch.Tensor:
-        """Adjusted logits [R, V] of the target, of rows and tokens that the host has."""
-        device, width = logits.device, max(map(len, prefixes), default=0)
-        padded = [token for one in prefixes for token in (*one, *[-1] * (width - len(one)))]
-        rows, flat = sent(device, list(owners), padded)
-        return self.apply_late(logits, rows, flat.view(len(owners), width), owners, prefixes)
-
-    def apply_late(
         self,
         logits: torch.Tensor,
         rows: torch.Tensor,
@@ -95,8 +84,8 @@ class Adjustments:
         owners: Sequence[int],
         prefixes: Sequence[list[int]],
     ) -> torch.Tensor:
-        """The same of drafted tokens [R, D] that are on the device. `prefixes` are these where a
-        request `reads_tokens`."""
+        """Adjusted logits [R, V] of the target; arguments as `AdjustmentTables.apply`'s. `prefixes`
+        are the drafted tokens on the host where a request `reads_tokens`."""
         adjusted = logits.clone()
         self._tables_on(logits.device).apply(adjusted, rows, drafted, owners)
         if self.reads_tokens:
@@ -187,11 +176,6 @@ class DraftPrefixes(NamedTuple):
 
     owners: list[int]  # which request's
     drafted: list[list[int]]  # the drafted tokens before it
-
-
-def chain_prefixes(chains: Sequence[Sequence[int]]) -> DraftPrefixes:
-    """Row b owns `len(chains[b]) + 1` rows of logits."""
-    return tree_prefixes(chains, [range(-1, len(chain) - 1) for chain in chains])
 
 
 def tree_prefixes(

@@ -80,7 +80,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 def keyed_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: every round drafts with the request's own noise, a position's being the same in
     all of them."""
-    monkeypatch.setattr(RowSampling, "draft_seeds", lambda self, num_rows: self.seeds[:num_rows])
+    monkeypatch.setattr(RowSampling, "draft_seeds", property(lambda self: self.seeds))
 
 
 class Planted:

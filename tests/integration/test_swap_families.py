@@ -28,8 +28,7 @@ from draftsmith.serve.drafts import routing
 from draftsmith.serve.engine import propose as drafting
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
-from draftsmith.serve.engine.proposal import Part, joined
-from draftsmith.serve.engine.round import RoundProposal
+from draftsmith.serve.engine.proposal import Part, RoundProposal, joined
 from draftsmith.serve.requests.request import RequestOptions
 from draftsmith.serve.requests.route import CANARY, LIVE, class_draft
 from draftsmith.serve.sampling.params import SamplingParams
@@ -247,7 +246,7 @@ def test_the_distribution_is_kept_with_four_drafts_and_lost_when_their_distribut
     def mixed_up(parts: list[Part], num_rows: int) -> RoundProposal:
         drafts = joined(parts, num_rows)
         assert drafts.logits is not None
-        return replace(drafts, logits=drafts.logits.roll(1, dims=0))
+        return drafts._replace(logits=drafts.logits.roll(1, dims=0))
 
     fits = []
     for put_together in (joined, mixed_up):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -17,15 +16,15 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import FixedTree, TreeShape, parse_tree
 from draftsmith.drafters.trees.candidates import TreeDistributions
 from draftsmith.drafters.trees.fixed import FixedLevels, choose_fixed
+from draftsmith.drafters.trees.layout import NodeLayout
 from draftsmith.kernels.sampling.filters import process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample_without_replacement
 from draftsmith.kernels.statistics import detectable_bias, g_test
+from draftsmith.kernels.verify.draft_tree import DraftTree, depths
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import engine as engine_module
-from draftsmith.serve.engine import runner as runner_module
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
-from draftsmith.serve.engine.trees import TreePass, lay_out
 from draftsmith.serve.requests.request import Request, RequestOptions, Update
 from draftsmith.serve.sampling.params import SamplingParams
 from tests.integration.served import Distribution, enumerated, fit
@@ -206,12 +205,9 @@ def test_trees_of_given_choices_keep_the_joint_distribution(
     assert not engine.stats.fallbacks
 
 
-def blind(*arguments: Any) -> TreePass:
+def blind(tree: DraftTree) -> NodeLayout:
     """Nodes that see their siblings and cousins."""
-    laid = lay_out(*arguments)
-    return TreePass(
-        laid.positions, laid.layout._replace(ancestors=torch.full_like(laid.layout.ancestors, -1))
-    )
+    return NodeLayout(depths(tree).clamp(min=0), torch.full_like(tree.parents, -1))
 
 
 @pytest.mark.parametrize("broken", ["q", pytest.param("masks", marks=pytest.mark.long)])
@@ -223,7 +219,7 @@ def test_broken_rounds_are_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if broken == "masks":
-        monkeypatch.setattr(runner_module, "lay_out", blind)
+        monkeypatch.setattr(NodeLayout, "of", blind)
     texts, _ = served(target, Near(target, lie=broken), SAMPLED, prompt)
     assert fit(distribution, texts, g_test).p_value < FALSE_ALARM
 

@@ -16,11 +16,10 @@ from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.random_streams import Purpose, sample, sample_without_replacement
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
-from draftsmith.kernels.verify.chain_compiled import Drafts
 from draftsmith.kernels.verify.chain_logits import verify_logits
 from draftsmith.kernels.verify.draft_tree import DraftTree
 from draftsmith.kernels.verify.tree import verify_tree
-from draftsmith.kernels.verify.verdict import TreeVerdict
+from draftsmith.kernels.verify.verdict import Drafts, TreeVerdict
 from scripts.bench.kernels.case import Call, Case, Sizes
 from scripts.bench.kernels.divergence_cases import divergence_cases
 
@@ -185,7 +184,7 @@ def decide_case(sizes: Sizes, vocab_size: int, device: torch.device) -> Case:
     """Verification of a chain from raw logits, as a round does it."""
     one, count = make_round(sizes, vocab_size, device), sizes.requests
     rows = SamplingRows.of([0.8] * count, top_k=[50] * count, top_p=[0.95] * count, device=device)
-    drafts = Drafts(one.drafts, one.lengths, one.q)
+    drafts = Drafts(one.drafts, one.lengths, one.q, one.lengths)
 
     def call(impl: str) -> Any:
         return verify_logits(one.p, rows, drafts, one.seeds, one.positions, impl=impl)

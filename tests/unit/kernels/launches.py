@@ -23,10 +23,10 @@ from draftsmith.kernels.forward.norm_triton import add_normalise, normalise
 from draftsmith.kernels.forward.rotation_triton import rotate
 from draftsmith.kernels.sampling.draw_triton import draw_triton, scores_triton
 from draftsmith.kernels.verify.block_triton import verify_block_triton
-from draftsmith.kernels.verify.chain_compiled import Drafts
 from draftsmith.kernels.verify.chain_triton import verify_logits_triton
 from draftsmith.kernels.verify.draft_tree import DraftTree
 from draftsmith.kernels.verify.tree_triton import verify_tree_triton
+from draftsmith.kernels.verify.verdict import Drafts
 
 DEVICE = torch.device("cuda:1")  # not the one that is current by itself
 I64, F32, BF16 = torch.int64, torch.float32, torch.bfloat16
@@ -164,7 +164,7 @@ def verify(
         verify_block_triton(p, drafts, lengths, q, seeds, positions)
     else:
         temperatures = vector(dtype=F32)
-        verify_logits_triton(p, temperatures, Drafts(drafts, lengths, q), seeds, positions)
+        verify_logits_triton(p, temperatures, Drafts(drafts, lengths, q, lengths), seeds, positions)
 
 
 def diverge(name: str, dtype: torch.dtype, *, has_map: bool, has_tokens: bool, vocab: int) -> None:

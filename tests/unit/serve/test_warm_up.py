@@ -131,12 +131,11 @@ class Variants:
         self.engine, self.seen = engine, set[tuple[Any, ...]]()
         for module, name in (
             (draft_sampler, "draw"),
-            (verify, "draw"),
             (verify, "process"),
             (candidates, "process"),
         ):
             monkeypatch.setattr(module, name, self._noting(name, getattr(module, name)))
-        for name in ("verify_block", "verify_chain", "verify_tree"):
+        for name in ("verify_block", "verify_tree"):
             monkeypatch.setattr(verify, name, self._noting(name, getattr(verify, name)))
 
     def _noting(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

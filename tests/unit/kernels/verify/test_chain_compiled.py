@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, round_seeds, sample, uniform
 from draftsmith.kernels.statistics import g_test
-from draftsmith.kernels.verify.chain import verify_chain_torch
-from draftsmith.kernels.verify.chain_compiled import Drafts, _kernel, verify_chain_compiled
+from draftsmith.kernels.verify.chain_compiled import _kernel, verify_logits_compiled
+from draftsmith.kernels.verify.chain_logits import verify_logits_torch
+from draftsmith.kernels.verify.verdict import Drafts
 
 pytestmark = pytest.mark.skipif(_kernel() is None, reason="there is no C++ compiler")
 
@@ -32,29 +33,14 @@ class Case(NamedTuple):
     positions: torch.Tensor
 
     def compiled(self, logits: torch.Tensor | None = None) -> list[list[int]] | None:
-        streams = list(zip(self.seeds.tolist(), self.positions.tolist()))
-        logits = self.logits if logits is None else logits
-        return verify_chain_compiled(logits, self.rows, self.drafts, streams)
+        found = verify_logits_compiled(self._logits(logits), *self[1:])
+        return None if found is None else found.tolist()
 
     def reference(self, logits: torch.Tensor | None = None) -> list[list[int]]:
-        """Rows without drafts too: their chains have length 0."""
-        count = len(self.seeds) - len(self.drafts.tokens)
-        pad = torch.nn.functional.pad
-        lengths = pad(self.drafts.lengths, (0, count))
-        tokens, q = pad(self.drafts.tokens, (0, 0, 0, count)), self.drafts.logits
-        verdict = verify_chain_torch(
-            process(
-                self.logits if logits is None else logits,
-                self.rows.repeat((lengths + 1).tolist()),
-            ),
-            tokens,
-            lengths,
-            None if q is None else pad(q, (0, 0, 0, 0, 0, count)),
-            self.seeds,
-            self.positions,
-        )
-        kept = zip(verdict.tokens.tolist(), verdict.accepted.tolist())
-        return [row[: count + 1] for row, count in kept]
+        return verify_logits_torch(self._logits(logits), *self[1:]).tolist()
+
+    def _logits(self, logits: torch.Tensor | None) -> torch.Tensor:
+        return self.logits if logits is None else logits
 
 
 def case(
@@ -69,15 +55,17 @@ def case(
     drawn: bool = True,
     any_token: bool = False,
     filters: dict[str, Any] | None = None,
+    greedy: bool = False,
+    spare: int = 0,
 ) -> Case:
     """Targets `near` to the drafts' distributions; the last row that drafts is greedy where there
-    are several."""
+    are several, or all are. `spare` more rows of logits than drafts belong to each that drafts."""
     generator = torch.Generator().manual_seed(seed)
     raw = scale * torch.randn(drafting, depth, size, generator=generator)
     seeds = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
     positions = torch.randint(0, 100_000, (rows,), generator=generator)
     options = {name: [value] * rows for name, value in (filters or {}).items()}
-    temperature = [(1.0, 0.7, 1.4)[row % 3] for row in range(rows)]
+    temperature = [0.0 if greedy else (1.0, 0.7, 1.4)[row % 3] for row in range(rows)]
     if drafting > 1:
         temperature[drafting - 1] = 0.0
     sampling = SamplingRows.of(temperature, **options)
@@ -91,10 +79,11 @@ def case(
         drafted = torch.randint(-1, size, drafted.shape, generator=generator)
     lengths = torch.randint(0, depth + 1, (drafting,), generator=generator)
     lasts = scale * torch.randn(rows, 1, size, generator=generator)
-    parts = [torch.cat([raw[row, : lengths[row]], lasts[row]]) for row in range(drafting)]
+    beyond = torch.full((spare, size), math.nan)
+    parts = [torch.cat([raw[row, : lengths[row]], lasts[row], beyond]) for row in range(drafting)]
     logits = torch.cat([*parts, *lasts[drafting:]])
     logits += near * torch.randn(logits.shape, generator=generator)
-    drafts = Drafts(drafted, lengths, torch.stack(q, dim=1) if drawn else None)
+    drafts = Drafts(drafted, lengths, torch.stack(q, dim=1) if drawn else None, lengths + spare)
     return Case(logits, sampling, drafts, seeds, positions)
 
 
@@ -110,6 +99,7 @@ def case(
     drawn=st.booleans(),
     any_token=st.booleans(),
     filters=st.sampled_from(FILTERS),
+    spare=st.integers(0, 2),
 )
 def test_what_the_kernel_decides_is_what_torch_decides(**options: Any) -> None:
     given = case(**options)
@@ -128,9 +118,23 @@ def test_the_kernel_decides_nearly_always(filters: dict[str, Any], drawn: bool) 
         if found is not None:
             decided += 1
             assert found == given.reference()
-            lengths |= {len(tokens) for tokens in found}
+            lengths |= {tokens[0] for tokens in found}
     assert decided >= 55
     assert len(lengths) >= (4 if drawn else 2)
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+def test_greedy_rows_keep_what_the_target_chooses(drawn: bool) -> None:
+    """With equal logits, of which the first counts, and infinite ones."""
+    kept = set()
+    for seed in range(40):
+        given = case(seed, size=40, greedy=True, drawn=drawn, near=0.3, spare=seed % 2)
+        logits = given.logits.round()
+        logits[seed % len(logits), seed % 40] = (math.inf, math.nan)[seed % 2]
+        found = given.compiled(logits)
+        assert found is not None and found == given.reference(logits)
+        kept |= {row[0] for row in found}
+    assert {0, 1, 2} <= kept
 
 
 def test_logits_that_are_not_finite() -> None:
@@ -154,17 +158,17 @@ def test_rows_without_a_distribution_are_left_to_torch(value: float) -> None:
 def test_a_test_on_its_threshold_is_left_to_torch() -> None:
     """p and q are such that u is p(x) / q(x) up to a rounding of float32."""
     seeds, positions = torch.tensor([5]), torch.tensor([9])
-    streams = [(5, 9)]
     u = uniform(seeds, positions, Purpose.ACCEPT).item()
     p = torch.tensor([[math.log(u), math.log(1 - u)]] * 2)
-    drafts = Drafts(torch.tensor([[0]]), torch.tensor([1]), None)
-    rows = SamplingRows.of([1.0])
-    assert verify_chain_compiled(p, rows, drafts, streams) is None
+    one = torch.tensor([1])
+    given = Case(
+        p, SamplingRows.of([1.0]), Drafts(torch.tensor([[0]]), one, None, one), seeds, positions
+    )
+    assert given.compiled() is None
     for change, kept in ((1e-3, 1), (-1e-3, 0)):
-        q = p + torch.tensor([change, 0.0])
-        found = verify_chain_compiled(q, rows, drafts, streams)
+        found = given.compiled(p + torch.tensor([change, 0.0]))
         assert found is not None
-        assert len(found[0]) == kept + 1
+        assert found[0][0] == kept
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -185,10 +189,10 @@ def test_tokens_follow_the_targets_distribution_of_float64(
         seeds, positions = torch.arange(begin, begin + part), torch.full((part,), 7)
         tokens = sample(q, round_seeds(seeds, positions), positions, Purpose.DRAFT)[:, None]
         logits = raw_p.expand(2 * part, -1).contiguous()
-        given = Case(logits, rows, Drafts(tokens, ones, told), seeds, positions)
+        given = Case(logits, rows, Drafts(tokens, ones, told, ones), seeds, positions)
         found = given.compiled()
         decided += found is not None
-        first = [row[0] for row in (given.reference() if found is None else found)]
+        first = [row[1] for row in (given.reference() if found is None else found)]
         counts += torch.bincount(torch.tensor(first), minlength=size)
     assert decided > 0.9 * count / part  # one row of a part that is not makes it torch's
     probs = process(raw_p[None].double(), rows.select(slice(1)))[0].double().softmax(-1)

@@ -9,10 +9,10 @@ import torch
 
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.verify import chain_triton
-from draftsmith.kernels.verify.chain_compiled import Drafts
 from draftsmith.kernels.verify.chain_logits import verify_logits, verify_logits_torch
+from draftsmith.kernels.verify.verdict import Drafts
 
-SIZE, DEPTH, ROOMS = 50, 3, [3, 2, 3]  # of three requests with drafts; a fourth has none
+SIZE, DEPTH, SIZES = 50, 3, [3, 2, 3]  # of three requests with drafts; a fourth has none
 DISTRIBUTIONS = {
     "mixed": {"temperature": (0.0, 0.7, 1.0, 0.0)},
     "sampled": {"temperature": (0.3, 1.0, 1.0, 1.7)},
@@ -36,12 +36,12 @@ def round_of(
     seed: int, lengths: list[int], *, drawn: bool
 ) -> tuple[torch.Tensor, Drafts, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    logits = 2 * torch.randn(sum(ROOMS) + 4, SIZE, generator=generator)
+    logits = 2 * torch.randn(sum(SIZES) + 4, SIZE, generator=generator)
     tokens = torch.randint(SIZE, (3, DEPTH), generator=generator)
     # Tokens that are likely to be kept.
     tokens[0], tokens[2] = logits[:3].argmax(-1), logits[7:10].argmax(-1)
     q_logits = logits[:9].view(3, 3, SIZE) + torch.randn(3, 3, SIZE, generator=generator)
-    drafts = Drafts(tokens, torch.tensor(lengths), q_logits if drawn else None, torch.tensor(ROOMS))
+    drafts = Drafts(tokens, torch.tensor(lengths), q_logits if drawn else None, torch.tensor(SIZES))
     seeds = torch.randint(1 << 60, (4,), generator=generator)
     return logits, drafts, seeds, torch.randint(1000, (4,), generator=generator)
 
@@ -107,10 +107,12 @@ def test_first_rows_of_many_requests_are_added_up_before(monkeypatch: pytest.Mon
     assert_equal(SamplingRows.of(**DISTRIBUTIONS["mixed"]), *round_of(7, [3, 1, 3], drawn=True))
 
 
-def test_wider_rooms_change_nothing() -> None:
+def test_more_logits_than_drafts_change_nothing() -> None:
     """Logits behind a request's drafted tokens are skipped."""
     rows = SamplingRows.of(**DISTRIBUTIONS["mixed"])
     logits, drafts, *streams = round_of(6, [1, 2, 0], drawn=True)
     wide = assert_equal(rows, logits, drafts, *streams)
     chosen = torch.tensor([0, 1, 4, 5, 6, 7, 11])
-    assert assert_equal(rows, logits[chosen], drafts._replace(rooms=None), *streams) == wide
+    assert (
+        assert_equal(rows, logits[chosen], drafts._replace(sizes=drafts.lengths), *streams) == wide
+    )

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from draftsmith.kernels.sampling.random_streams import Purpose, sample, uniform
 from draftsmith.kernels.statistics import g_test
 from draftsmith.kernels.verify.chain import verify_chain, verify_chain_torch
-from draftsmith.kernels.verify.chain_few import verify_chain_few
 from draftsmith.kernels.verify.verdict import Verdict
 
 Verify = Callable[..., Verdict]
@@ -30,7 +29,6 @@ def triton_small_blocks(*arguments: torch.Tensor | None) -> Verdict:
 CHOICES = {
     "torch": verify_chain_torch,
     "triton": triton_small_blocks,
-    "auto": verify_chain,  # of a few rows on a CPU: `verify_chain_few`
 }
 
 
@@ -166,34 +164,6 @@ def test_triton_decides_as_the_reference(
     # The seeds are such that no draw lies within rounding of its threshold.
     assert torch.equal(ours.accepted, reference.accepted)
     assert torch.equal(ours.tokens, reference.tokens)
-
-
-@pytest.mark.parametrize("size", [2, 33, 700])
-@pytest.mark.parametrize("kind", ["drawn", "any token", "deterministic", "without mass"])
-def test_few_rows_are_decided_with_the_bits_of_the_reference(size: int, kind: str) -> None:
-    generator = torch.Generator().manual_seed(size)
-    seen = set()
-    for turn in range(40):
-        rows, depth = 1 + turn % 4, 1 + turn % 5
-        lengths = torch.randint(0, depth + 1, (rows,), generator=generator)
-        p = 2 * torch.randn(int((lengths + 1).sum()), size, generator=generator)
-        q = p[:1] + torch.randn(rows, depth, size, generator=generator)
-        p[p < -2.5], q[q < -2.5] = -math.inf, -math.inf
-        if kind == "without mass":
-            p[::3], q[0] = math.nan, -math.inf
-        seeds = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
-        positions = torch.randint(0, 100_000, (rows,), generator=generator)
-        drafts = torch.randint(-1, size, (rows, depth), generator=generator)
-        if kind != "any token":
-            drawn = [sample(q[:, i], seeds, positions + i, Purpose.DRAFT) for i in range(depth)]
-            drafts = torch.stack(drawn, dim=1)
-        arguments = (p, drafts, lengths, None if kind == "deterministic" else q, seeds, positions)
-        reference, few = verify_chain_torch(*arguments), verify_chain_few(*arguments)
-        assert torch.equal(few.accepted, reference.accepted)
-        assert torch.equal(few.tokens, reference.tokens)
-        assert few.tokens.dtype == reference.tokens.dtype
-        seen.update((few.accepted == lengths).tolist())
-    assert seen == {True, False}
 
 
 @pytest.mark.parametrize("dtype, size", [(torch.bfloat16, 45), (torch.float16, 130)])

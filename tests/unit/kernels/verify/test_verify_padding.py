@@ -135,13 +135,13 @@ def test_rows_of_logits_behind_the_drafts_are_not_read(
 ) -> None:
     """Where the pass was laid out before it was known how much would be drafted."""
     given = make_round()
-    room = (given.lengths + more).clamp(max=DEPTH)
+    sizes = (given.lengths + more).clamp(max=DEPTH)
     places = torch.arange(DEPTH + 1)
-    read = (places <= given.lengths[:, None])[places <= room[:, None]]
+    read = (places <= given.lengths[:, None])[places <= sizes[:, None]]
     wide = torch.full((len(read), SIZE), math.nan)
     wide[read] = given.p
     rest = [part.to(device) for part in given[1:]]
     expected = RULES[rule](given.p.to(device), *rest)
-    found = RULES[rule](wide.to(device), *rest, room=room.to(device))
+    found = RULES[rule](wide.to(device), *rest, sizes=sizes.to(device))
     assert found.accepted.tolist() == expected.accepted.tolist() and found.accepted.any()
     assert found.tokens.tolist() == expected.tokens.tolist()

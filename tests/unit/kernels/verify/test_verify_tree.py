@@ -12,12 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample, sample_without_replacement
 from draftsmith.kernels.statistics import g_test
 from draftsmith.kernels.verify.chain import verify_chain_torch
 from draftsmith.kernels.verify.draft_tree import DraftTree, chain_tree
 from draftsmith.kernels.verify.residual import one_hot_logits
-from draftsmith.kernels.verify.tree import verify_tree, verify_tree_torch
+from draftsmith.kernels.verify.tree import verify_tree, verify_tree_greedy, verify_tree_torch
 from draftsmith.kernels.verify.verdict import TreeVerdict
 from tests.draft_trees import sibling_distribution
 
@@ -608,3 +609,39 @@ def test_siblings_drawn_with_replacement_are_welcome() -> None:
     q_rows = torch.where(torch.arange(4) == 0, states, -1)
     verdict = verify_tree(p[states.flatten()], tree, q, q_rows, seeds, positions)
     assert g_test(*pair_counts(verdict.tokens, p)).p_value > FALSE_ALARM
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> list[list[int]]:
+    """Parents of up to three trees, empty ones and nodes that hang nowhere included."""
+    return [
+        [draw(st.integers(-2, node - 1)) for node in range(draw(st.integers(0, 9)))]
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+
+
+@given(forests(), st.integers(0, 2**31))
+@settings(max_examples=120, deadline=None)
+def test_greedy_trees_are_decided_as_those_of_one_hot_distributions(
+    forest: list[list[int]], seed: int
+) -> None:
+    """Few tokens and few logits, so that a good part is kept, siblings repeat and logits are
+    equal."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(map(len, forest))
+    padded = [[*row, *[7] * (width - len(row))] for row in forest]
+    parents = torch.tensor(padded, dtype=torch.int64).view(len(forest), width)
+    tokens = torch.randint(-1, 3, parents.shape, generator=generator)
+    lengths = torch.tensor([len(row) for row in forest])
+    tree = DraftTree(tokens, parents, lengths)
+    logits = torch.randint(0, 3, (int((lengths + 1).sum()), 3), generator=generator).float()
+    for value in (0.0, math.inf, math.nan):
+        logits[seed % len(logits), seed % 3] += value
+        if seed % 5 == 0:
+            logits[-1] += -math.inf
+        streams = torch.arange(len(forest)), torch.arange(len(forest))
+        one_hot = process(logits, SamplingRows.of([0.0] * len(logits)))
+        expected = verify_tree_torch(one_hot, tree, None, None, *streams)
+        moved = DraftTree(*(part.to(DEVICE) for part in tree))
+        found = verify_tree_greedy(logits.to(DEVICE), moved)
+        assert [part.tolist() for part in found] == [part.tolist() for part in expected]

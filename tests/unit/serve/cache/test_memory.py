@@ -93,7 +93,7 @@ def test_taps_of_a_full_batch_take_what_the_cached_ones_may(target: Target) -> N
     for gib, batch in ((0.01, 4), (0.01, 16), (2.0, 4)):
         config = EngineConfig(num_blocks=int(gib * 2**14), max_batch=batch, compile="off")
         plan = memory.plan_blocks(target, head, config)
-        most = memory.most_unread(target, head, plan, config)
+        most = memory.most_kept(target, head, plan, config)
         pools = plan.num_blocks * memory.block_bytes(target, head, config.block_size)
         if memory.FEWEST_UNREAD < most < memory.MOST_UNREAD:
             assert 0.8 * pools < 8 * batch * most * tap_bytes <= pools

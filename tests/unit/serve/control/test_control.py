@@ -326,7 +326,7 @@ def test_catching_up_is_charged_to_drafting() -> None:
     assert usual() == 3
     for _ in range(60):
         control.observe(RoundResult(None, 40, 1, 0, 1.0, False, []))
-        control.observe(RoundResult(None, 1, 1, 3, 9.0, True, [], num_unread=40))
+        control.observe(RoundResult(None, 1, 1, 3, 9.0, True, [], num_catch_up=40))
     assert usual() == 0
 
 

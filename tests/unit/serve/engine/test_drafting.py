@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
+from draftsmith.kernels.dispatch import Upload
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.serve.drafts.draft_set import DraftSet
+from draftsmith.serve.engine.proposal import DraftCheck, Drafted, RoundProposal
 from draftsmith.serve.engine.propose import Proposer
-from draftsmith.serve.engine.round import RoundProposal
 from draftsmith.serve.requests.request import DraftState, Request, RequestOptions
 from draftsmith.serve.requests.route import UNROUTED
 from draftsmith.serve.sampling.params import SamplingParams
@@ -66,26 +67,51 @@ def proposed(drafter: ServingDrafter) -> RoundProposal:
     )
     rows = [SimpleNamespace(request=request, k=2) for _ in range(3)]
     drafts = proposer_of(drafter).propose(
-        rows, torch.zeros(3, 1, dtype=torch.int64), SamplingRows.of([1.0] * 3), torch.arange(3)
+        rows,
+        torch.zeros(3, 1, dtype=torch.int64),
+        SamplingRows.of([1.0] * 3),
+        torch.arange(3),
+        torch.tensor([2, 2, 2]),
+        upload=Upload(torch.device("cpu")),
     )
     assert drafts is not None
     return drafts
 
 
+def read(drafter: ServingDrafter) -> Drafted:
+    proposal = proposed(drafter)
+    report = torch.cat(proposal.report, dim=1).tolist()
+    return Drafted.of(proposal, report, [2] * len(proposal.sizes), vocab_size=8)
+
+
 def test_what_lies_beyond_a_length_is_no_failure() -> None:
-    drafts = proposed(Padded())
-    assert (
-        drafts.chains == [[], [3], [5, 6]]
-        and drafts.lengths.tolist() == [0, 1, 2]
-        and all(drafts.has_mass)
-    )
+    drafted = read(Padded())
+    assert drafted.chains == [[], [3], [5, 6]] and drafted.checks == [DraftCheck.SOUND] * 3
 
 
 def test_tokens_before_a_broken_distribution_are_still_verified() -> None:
-    drafts = proposed(BrokenLater())
-    assert drafts.chains == [[1, 2], [3], []]
-    assert drafts.lengths.tolist() == [2, 1, 0]
-    assert drafts.has_mass == [True, False, False]
+    drafted = read(BrokenLater())
+    assert drafted.chains == [[1, 2], [3], []]
+    assert [drafted.is_read(row) for row in range(3)] == [True, False, False]
+
+
+class Strange:
+    """Row 0 ends with a token that is none, row 1 has more tokens than were asked for, row 2 is
+    sound."""
+
+    family = "strange"
+    taps: tuple[int, ...] = ()
+
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        tokens = torch.tensor([[1, 8, 0], [3, 4, 5], [5, 6, -1]])
+        return Proposal(tokens=tokens, lengths=torch.tensor([2, 3, 2]), logits=None)
+
+
+def test_tokens_that_were_not_asked_for_are_left_out() -> None:
+    drafted = read(Strange())
+    assert drafted.chains == [[1], [3, 4], [5, 6]]
+    assert drafted.checks == [DraftCheck.MALFORMED, DraftCheck.MALFORMED, DraftCheck.SOUND]
+    assert [drafted.is_read(row) for row in range(4)] == [False, False, True, False]
 
 
 class Greedy:
@@ -101,23 +127,9 @@ class Greedy:
 
 
 def test_a_greedy_draft_says_where_a_distribution_was_broken() -> None:
-    drafts = proposed(Greedy())
-    assert drafts.chains == [[1, 2], [3], [5]] and drafts.has_mass == [True, False, True]
-    assert drafts.lengths.tolist() == [2, 1, 1] and not any(drafts.drawn)
-
-
-@pytest.mark.parametrize("drafter", [BrokenLater(), Greedy()])
-def test_what_was_drafted_is_looked_at_once(
-    drafter: BrokenLater | Greedy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks = []
-    own = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: looks.append(tensor) or own(tensor))
-    monkeypatch.setattr(
-        torch.Tensor, "__bool__", lambda tensor: looks.append(tensor) or bool(own(tensor))
-    )
-    proposed(drafter)
-    assert len(looks) == 1
+    drafted = read(Greedy())
+    assert drafted.chains == [[1, 2], [3], [5]] and not any(drafted.drawn)
+    assert [drafted.is_read(row) for row in range(3)] == [True, False, True]
 
 
 class Remembers(Greedy):

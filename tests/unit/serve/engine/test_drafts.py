@@ -6,16 +6,40 @@ import pytest
 import torch
 
 from draftsmith.drafters.interface import Proposal
-from draftsmith.serve.engine.proposal import Part, checked, joined
-from draftsmith.serve.engine.round import DraftSource, RoundProposal
+from draftsmith.serve.engine.proposal import (
+    DraftCheck,
+    Drafted,
+    DraftSource,
+    Part,
+    RoundProposal,
+    checked,
+    joined,
+)
 from tests.draft_trees import slot_prefixes
 
 VOCAB = 8
+
+
+def read(proposal: RoundProposal) -> Drafted:
+    """As the host reads it."""
+    report = torch.cat(proposal.report, dim=1).tolist()
+    return Drafted.of(proposal, report, [9] * len(report), VOCAB)
+
+
+def check(proposal: Proposal, width: int, *, trees: bool = False) -> RoundProposal:
+    count = len(proposal.tokens)
+    return checked(proposal, [width] * count, torch.full((count,), width), VOCAB, trees=trees)
+
+
 NONE: frozenset[int] = frozenset()
 
 
 def chains(
-    *rows: list[int], drawn: bool = True, width: int = 0, copied: frozenset[int] = NONE
+    *rows: list[int],
+    drawn: bool = True,
+    width: int = 0,
+    copied: frozenset[int] = NONE,
+    trees: bool = False,
 ) -> RoundProposal:
     """Distributions that name their row: its number is every logit's."""
     width = max([width, *map(len, rows)])
@@ -29,22 +53,15 @@ def chains(
         logits=logits,
         copied=copied,
     )
-    return checked(proposal, [width] * len(rows), VOCAB)
+    return check(proposal, width, trees=trees)
 
 
 def test_every_row_gets_its_own_drafts_and_distributions() -> None:
     found = joined([Part([3, 0], chains([1, 2, 3], [4])), Part([2], chains([5, 6], width=2))], 5)
-    assert found.chains == [[4], [], [5, 6], [1, 2, 3], []] and found.lengths.tolist() == [
-        1,
-        0,
-        2,
-        3,
-        0,
-    ]
-    assert found.tokens.tolist() == [[4, -1, -1], [-1] * 3, [5, 6, -1], [1, 2, 3], [-1] * 3]
-    assert found.has_mass == [True, False, True, True, False] and [
-        source is DraftSource.NONE for source in found.sources
-    ] == [False, True, False, False, True]
+    drafted = read(found)
+    assert drafted.chains == [[4], [], [5, 6], [1, 2, 3], []]
+    assert found.sizes == found.held.tolist() == found.usable.tolist() == [1, 0, 2, 3, 0]
+    assert [drafted.is_read(row) for row in range(5)] == [True, False, True, True, False]
     assert found.logits is not None and found.logits.shape == (5, 3, VOCAB)
     assert [found.logits[row, 0, 0].item() for row in (0, 2, 3)] == [1.0, 0.0, 0.0]
     assert bool((found.logits[1] == -torch.inf).all()) and bool(
@@ -66,25 +83,21 @@ def test_rows_that_were_not_drawn_have_one_hot_distributions_beside_those_that_w
     expected[0, 5] = expected[1, 6] = 0.0
     assert torch.equal(found.logits[0], expected)
     assert found.drawn == [False, True, False]
-    assert [found.by_its_draft(row) for row in range(4)] == [True, True, False, False]
+    assert [read(found).by_its_draft(row) for row in range(4)] == [True, True, False, False]
     silent = joined([Part([1], chains([5], drawn=False)), Part([0], chains([1], drawn=False))], 2)
-    assert silent.logits is None and not any(silent.drawn) and silent.chains == [[1], [5]]
+    assert silent.logits is None and not any(silent.drawn) and read(silent).chains == [[1], [5]]
 
 
 def test_a_broken_distribution_and_a_stand_in_stay_with_their_rows() -> None:
     logits = torch.zeros(2, 1, VOCAB)
     logits[1] = torch.nan
-    broken = checked(
-        Proposal(tokens=torch.tensor([[1], [2]]), lengths=torch.tensor([1, 1]), logits=logits),
-        [1, 1],
-        VOCAB,
+    broken = check(
+        Proposal(tokens=torch.tensor([[1], [2]]), lengths=torch.tensor([1, 1]), logits=logits), 1
     )
     found = joined([Part([2, 0], broken), Part([1], chains([3]))], 3)
-    assert (
-        found.chains == [[], [3], [1]]
-        and found.has_mass == [False, True, True]
-        and DraftSource.NONE not in found.sources
-    )
+    drafted = read(found)
+    assert drafted.chains == [[], [3], [1]] and DraftSource.NONE not in drafted.sources
+    assert drafted.checks == [DraftCheck.NO_MASS, DraftCheck.SOUND, DraftCheck.SOUND]
 
 
 def tree(parents: list[list[int]], distributions: list[list[int]] | None) -> RoundProposal:
@@ -104,26 +117,23 @@ def tree(parents: list[list[int]], distributions: list[list[int]] | None) -> Rou
         parents=torch.tensor([[*row, *[-1] * (width - len(row))] for row in parents]),
         q_rows=None if distributions is None else torch.tensor(distributions),
     )
-    return checked(proposal, [width] * len(parents), VOCAB)
+    return check(proposal, width, trees=True)
 
 
 @pytest.mark.parametrize("drawn", [True, False])
 def test_trees_keep_their_shape_and_their_distributions(drawn: bool) -> None:
     first = tree([[-1, -1, 0]], [[0, 1, -1, -1]])
     second = tree([[-1], [-1, 0]], [[0, -1, -1], [1, 2, -1]] if drawn else None)
-    stand_in = chains([6, 7], drawn=False)
+    stand_in = chains([6, 7], drawn=False, trees=True)
     found = joined([Part([3], first), Part([0, 2], second), Part([1], stand_in)], 5)
-    assert found.tree is not None and found.tree.parents == [
-        [-1],
-        [-1, 0],
-        [-1, 0],
-        [-1, -1, 0],
-        [],
-    ]
-    assert slot_prefixes(found.tree.draft)[1] == [[], [6], [6, 7]]
-    assert [found.offered(row) for row in range(5)] == [1, 2, 2, 2, 0]
-    assert found.logits is not None and found.tree.q_rows is not None
-    told = found.tree.q_rows
+    drafted = read(found)
+    assert drafted.parents == [[-1], [-1, 0], [-1, 0], [-1, -1, 0], []]
+    assert found.tree is not None
+    assert slot_prefixes(found.tree)[1] == [[], [6], [6, 7]]
+    assert [drafted.offered(row) for row in range(5)] == [1, 2, 2, 2, 0]
+    assert found.logits is not None and found.nodes is not None
+    told = found.nodes.q_rows
+    assert told is not None
     assert told[1].tolist() == [-1] * 4 == told[4].tolist()
     # The distribution of a slot is still the one it was.
     assert [found.logits[distribution, 0].item() for distribution in told[3].tolist()[:2]] == [

@@ -22,8 +22,10 @@ from draftsmith.kernels.sampling.draw import Drawn
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.random_streams import Purpose
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine import verify as decide_module
 from draftsmith.serve.engine.build import build_engine
+from draftsmith.serve.engine.proposal import RoundProposal
+from draftsmith.serve.engine.round import RowSampling
+from draftsmith.serve.engine.verify import Rule
 from draftsmith.serve.sampling.params import SamplingParams
 
 K = 3
@@ -78,47 +80,32 @@ class Watch:
 
         return watched
 
-    def chain(self, usual: Callable[..., Any]) -> Callable[..., Any]:
+    def rule(self, usual: Rule) -> Rule:
         def watched(
-            p: Any,
-            tokens: Any,
-            lengths: Any,
-            q: torch.Tensor,
-            seeds: Any,
-            positions: Any,
-            **more: Any,
-        ) -> Any:
-            for row, (length, position) in enumerate(
-                zip(lengths.tolist(), positions.tolist(), strict=True)
-            ):
-                for depth in range(length):
-                    self.compare(position + depth, depth, q[row, depth])
-            self.drawn.clear()
-            return usual(p, tokens, lengths, q, seeds, positions, **more)
+            logits: torch.Tensor, proposal: RoundProposal | None, sampling: RowSampling
+        ) -> torch.Tensor:
+            if proposal is not None:
+                for row, position in enumerate(sampling.positions[: len(proposal.sizes)].tolist()):
+                    self.row(proposal, row, position)
+                self.drawn.clear()
+            return usual(logits, proposal, sampling)
 
         return watched
 
-    def tree(self, usual: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(
-            p: Any,
-            tree: Any,
-            q: torch.Tensor,
-            q_rows: torch.Tensor,
-            seeds: Any,
-            positions: torch.Tensor,
-            **more: Any,
-        ) -> Any:
-            for row, (length, position) in enumerate(
-                zip(tree.lengths.tolist(), positions.tolist(), strict=True)
-            ):
-                depths: list[int] = []
-                for parent in tree.parents[row, :length].tolist():
-                    depths.append(0 if parent < 0 else depths[parent] + 1)
-                    self.compare(position + depths[-1], depths[-1], q[q_rows[row, parent + 1]])
-            self.drawn.clear()
-            return usual(p, tree, q, q_rows, seeds, positions, **more)
-
-        return watched
+    def row(self, proposal: RoundProposal, row: int, position: int) -> None:
+        length = int(proposal.usable[row])
+        assert proposal.logits is not None
+        if proposal.nodes is None:
+            for depth in range(length):
+                self.compare(position + depth, depth, proposal.logits[row, depth])
+            return
+        parents, _, q_rows = proposal.nodes
+        assert q_rows is not None
+        depths: list[int] = []
+        for parent in parents[row, :length].tolist():
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+            q = proposal.logits[q_rows[row, parent + 1]]
+            self.compare(position + depths[-1], depths[-1], q)
 
     def compare(self, position: int, depth: int, q: torch.Tensor) -> None:
         assert any(torch.equal(one, q) for one in self.drawn.get(position, ())), (
@@ -131,7 +118,7 @@ class Watch:
 def run(target: Target, family: str, watch: Watch, **config: Any) -> None:
     drafter = FAMILIES[family].create(OPTIONS[family](), target, seed=1).eval()
     engine = build_engine(target, drafter, EngineConfig(**config, compile="off"))
-    engine.rule = engine.rule._replace(verify=watch.chain(engine.rule.verify))
+    engine.rule = watch.rule(engine.rule)
     for prompt, params in zip(PROMPTS, PARAMS, strict=True):
         engine.submit(prompt, params)
     while engine.busy:
@@ -161,7 +148,6 @@ def test_trees_are_judged_by_what_they_were_drawn_from(
         "draw_several",
         watch.sampler(tree_distributions.draw_several),
     )
-    monkeypatch.setattr(decide_module, "verify_tree", watch.tree(decide_module.verify_tree))
     run(target, family, watch, tree="sampled:2x1x1")
     assert watch.depths == set(range(3)) and watch.num_compared > 10
 

@@ -11,10 +11,7 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.forward.row_steps import row_steps
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.engine.round import DraftSource, RoundProposal, RowSampling
-from draftsmith.serve.engine.scheduler import ScheduledRow
-from draftsmith.serve.engine.verify import verify_round
-from draftsmith.serve.requests.request import FinishReason, Request
+from draftsmith.serve.requests.request import FinishReason
 from draftsmith.serve.sampling.params import SamplingParams
 from scripts.bench.serving.round import calls
 
@@ -248,30 +245,8 @@ def test_engine_sizes_that_cannot_work_are_refused(config: dict, target: Target)
         build_engine(target, None, EngineConfig(**config))
 
 
-def test_the_short_cut_for_greedy_batches_decides_as_verification_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(50):
-        lengths = torch.randint(0, 4, (5,), generator=generator)
-        # Few distinct values, so that ties are common and chance drafts are kept.
-        logits = torch.randint(0, 3, (int(lengths.sum()) + 5, 4), generator=generator).float()
-        tokens = torch.randint(0, 4, (5, 3), generator=generator)
-        chains = [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist())]
-        drafts = RoundProposal(
-            chains, [DraftSource.DRAFT] * 5, [True] * 5, [True] * 5, tokens, lengths, None
-        )
-        requests = [Request(f"{i}", [1, 2], 1, GREEDY, seed=i, k=3, max_tokens=9) for i in range(5)]
-        streams = RowSampling(
-            [ScheduledRow(request, 1, 1, 3) for request in requests], torch.device("cpu")
-        )
-        short = verify_round(logits, chains, drafts, streams)
-        monkeypatch.setattr(streams, "all_greedy", False)
-        assert short == verify_round(logits, chains, drafts, streams)
-
-
 def test_sampling_without_drafts_uses_the_streams_of_batched_answers(target: Target) -> None:
-    """Same seed, same draws: the engine and `Target.answer` verify_round a position with the same
+    """Same seed, same draws: the engine and `Target.answer` decide a position with the same
     random stream."""
     params = SamplingParams(temperature=1.0, top_k=20, max_tokens=12, seed=77, ignore_eos=True)
     served = build_engine(target, None, EngineConfig()).generate([PROMPT], params)[0].tokens

@@ -144,7 +144,7 @@ def test_taps_of_a_text_nobody_drafts_do_not_pile_up(
     target: Target, head: Eagle3, greedy_text: Callable
 ) -> None:
     engine = build_engine(target, head, EngineConfig(k=3, k_schedule="1:0", compile="off"))
-    engine.committer.most_unread = 10
+    engine.committer.most_kept = 10
     request = engine.submit(PROMPT, GREEDY)
     kept = []
     while engine.busy:
@@ -163,7 +163,7 @@ def test_a_text_nobody_drafted_for_long_is_read_again_when_drafts_are_wanted(
         head,
         EngineConfig(k=3, k_schedule="1:3,3:0", compile="off", prefix_cache=prefix_cache),
     )
-    engine.committer.most_unread = 10
+    engine.committer.most_kept = 10
     prompts = [PROMPT, PROMPT[1:], PROMPT[2:]]
     first, second, _ = (
         engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True))
@@ -199,7 +199,7 @@ def test_a_text_is_not_read_again_for_its_last_tokens_or_when_its_place_is_at_ri
             max_length=84,
         )
         engine = build_engine(target, head, config)
-        engine.committer.most_unread = 10
+        engine.committer.most_kept = 10
         long = engine.submit(
             PROMPT * 2, SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
         )

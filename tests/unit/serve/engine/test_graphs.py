@@ -22,8 +22,8 @@ from draftsmith.serve.engine import graphs as graphs_module
 from draftsmith.serve.engine.graphs import (
     MOST_LOGITS,
     MOST_TOKENS,
+    DraftedIds,
     GraphOutcome,
-    LateIds,
     PassGraphs,
     PassInputs,
     longest_round,
@@ -380,17 +380,17 @@ def test_every_rank_is_told_of_graphs_captures_and_replays(target):
     assert torch.equal(passed.block_tables, inputs.tables)
 
 
-def test_drafted_tokens_that_are_on_the_device_alone_reach_every_rank(target):
+def test_drafted_tokens_reach_every_rank(target):
     ranks = Ranks([GraphOutcome.CAPTURED])
     graphs = make_graphs(target, FakeCapturer(), ranks=ranks)
     inputs = round_of([3, 2], [3, 4], 0)
-    late = LateIds(torch.tensor([[71, 72], [73, 0]]), [0, 1, 2], [1, 2, 4])
-    graphs.run(inputs._replace(late=late), ())
+    drafted = DraftedIds(torch.tensor([[71, 72], [73, 0]]), None, [0, 1, 2], [1, 2, 4])
+    graphs.run(inputs._replace(drafted=drafted), ())
     first, second = inputs.ids[0], inputs.ids[3]
     assert inputs_of(ranks.told[-1]).ids == [first, 71, 72, second, 73]
 
 
-def test_trees_that_are_on_the_device_alone_are_laid_out_there(target):
+def test_trees_are_laid_out_on_the_device(target):
     """By a graph, without one, and as they reach every rank."""
     ranks = Ranks([GraphOutcome.CAPTURED])
     graphs = make_graphs(target, FakeCapturer(), ranks=ranks)
@@ -398,11 +398,11 @@ def test_trees_that_are_on_the_device_alone_are_laid_out_there(target):
     given = with_tree(plain)
     tokens = torch.tensor([plain.ids[1:3], [0, 0]])
     tree = DraftTree(tokens, torch.tensor([[-1, -1], [-2, -2]]), torch.tensor([2, 0]))
-    late = LateIds(tokens, [0, 1], [1, 2], NodeLayout.of(tree))
-    unread = plain._replace(ids=[plain.ids[0], 0, 0, *plain.ids[3:]], late=late)
+    drafted = DraftedIds(tokens, NodeLayout.of(tree), [0, 1], [1, 2])
+    given_ids = plain._replace(ids=[plain.ids[0], 0, 0, *plain.ids[3:]], drafted=drafted)
     expected = graphs.run(given, ()).logits.clone()
     assert not torch.equal(graphs.run(plain, ()).logits, expected)
-    assert torch.equal(graphs.run(unread, ()).logits, expected)
+    assert torch.equal(graphs.run(given_ids, ()).logits, expected)
     told = inputs_of(ranks.told[-1])
     assert told[:2] == given[:2]
     assert torch.equal(told.tree.kv_indices, given.tree.kv_indices)
@@ -411,8 +411,8 @@ def test_trees_that_are_on_the_device_alone_are_laid_out_there(target):
 
 def test_a_pass_reads_what_is_on_the_device_already(target, monkeypatch):
     graphs = make_graphs(target, FakeCapturer())
-    late = LateIds(torch.tensor([[71, 72], [73, 0]]), [0, 1, 2], [1, 2, 4])
-    inputs = round_of([3, 2], [3, 4], 0)._replace(late=late)
+    drafted = DraftedIds(torch.tensor([[71, 72], [73, 0]]), None, [0, 1, 2], [1, 2, 4])
+    inputs = round_of([3, 2], [3, 4], 0)._replace(drafted=drafted)
     assert graphs.columns(inputs) is None  # without a graph
     expected = graphs.run(inputs, ()).logits.clone()
     graphs.run(round_of([3, 2], [3, 4], 1), ())

@@ -109,7 +109,7 @@ def test_states_that_no_draft_reads_are_not_kept(
     compile: str, logged: int, target: Target, head: Eagle3
 ) -> None:
     engine = resting_engine(target, head, compile=compile)
-    engine.committer.most_unread = 4
+    engine.committer.most_kept = 4
     request = submitted(engine, max_tokens=20)
     request.recording.tap_log = TapLog(logged)
     while request.num_output < 10:

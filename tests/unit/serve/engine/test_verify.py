@@ -13,9 +13,9 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.kernels.sampling import draw as draw_module
+from draftsmith.kernels.verify import chain_logits
 from draftsmith.kernels.verify.chain_compiled import _kernel
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine import verify as verify_module
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
 
@@ -64,9 +64,9 @@ class Counted:
 def test_seeded_texts_are_those_without_the_kernels(
     family: str | None, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verified = Counted(verify_module.verify_chain_compiled)
+    verified = Counted(chain_logits.verify_logits_compiled)
     drawn = Counted(draw_module.draw_compiled)
-    monkeypatch.setattr(verify_module, "verify_chain_compiled", verified)
+    monkeypatch.setattr(chain_logits, "verify_logits_compiled", verified)
     monkeypatch.setattr(draw_module, "draw_compiled", drawn)
     chains = Counted(one_chain.draft)
     monkeypatch.setattr(one_chain, "draft", chains)
@@ -76,15 +76,6 @@ def test_seeded_texts_are_those_without_the_kernels(
     monkeypatch.setattr(one_chain, "draft", lambda *_: None)
     assert found == texts(target, family)
     assert (drawn.decided > 0) == (family == "eagle3")
-    monkeypatch.setattr(verify_module, "verify_chain_compiled", lambda *_: None)
+    monkeypatch.setattr(chain_logits, "verify_logits_compiled", lambda *_: None)
     monkeypatch.setattr(draw_module, "draw_compiled", lambda *_: None)
     assert found == texts(target, family)
-
-
-def test_another_rule_is_torchs(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Counted(verify_module.verify_chain_compiled)
-    monkeypatch.setattr(verify_module, "verify_chain_compiled", found)
-    drafter = FAMILIES["eagle3"].create(OPTIONS["eagle3"](), target, seed=1).eval()
-    engine = build_engine(target, drafter, EngineConfig(k=2, max_length=64, verification="block"))
-    assert len(engine.generate(PROMPTS[:1], PARAMS[0], text=False)[0].tokens) == 24
-    assert found.calls == 0

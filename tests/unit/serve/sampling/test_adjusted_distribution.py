@@ -212,7 +212,7 @@ def test_every_round_is_drafted_with_noise_of_its_own() -> None:
         Request("", [1] * length, 1, PENALTIES, seed=7, k=3, max_tokens=4) for length in (5, 6)
     ]
     rows = [ScheduledRow(request, 1, 1, 3) for request in requests]
-    seeds = RowSampling(rows, torch.device("cpu")).draft_seeds(2)
+    seeds = RowSampling(rows, torch.device("cpu")).draft_seeds
     assert len({7, *seeds.tolist()}) == 3
 
 
@@ -250,7 +250,9 @@ def test_leaving_the_drafted_tokens_out_is_caught(
     monkeypatch.setattr(
         Adjustments,
         "apply",
-        lambda self, logits, owners, drafted: apply(self, logits, owners, [[] for _ in drafted]),
+        lambda self, logits, rows, drafted, owners, prefixes: apply(
+            self, logits, rows, drafted[:, :0], owners, [[] for _ in prefixes]
+        ),
     )
     assert fit(target, drafter, CONFIG, CASES[name], distribution).p_value < FALSE_ALARM
 
@@ -263,6 +265,13 @@ def test_a_penalty_left_out_is_caught(
     assert fit(target, drafter, CONFIG, PENALTIES, distribution).p_value < FALSE_ALARM
 
 
+def newest(drafted: torch.Tensor) -> torch.Tensor:
+    """The last one of each row's drafted tokens alone."""
+    columns = torch.arange(drafted.shape[1]).expand_as(drafted)
+    last = torch.where(drafted >= 0, columns, -1).amax(dim=1, keepdim=True)
+    return drafted.masked_fill(columns != last, -1)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("way", ["block", *TREES])
 def test_counting_the_newest_drafted_token_alone_is_caught(
@@ -273,8 +282,8 @@ def test_counting_the_newest_drafted_token_alone_is_caught(
     monkeypatch.setattr(
         Adjustments,
         "apply",
-        lambda self, logits, owners, drafted: apply(
-            self, logits, owners, [path[-1:] for path in drafted]
+        lambda self, logits, rows, drafted, owners, prefixes: apply(
+            self, logits, rows, newest(drafted), owners, prefixes
         ),
     )
     distribution = enumerated(target, PENALTIES, adjusted)

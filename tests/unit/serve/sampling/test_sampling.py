@@ -16,11 +16,12 @@ from transformers import NoRepeatNGramLogitsProcessor
 
 from draftsmith.errors import UserError
 from draftsmith.serve.sampling import adjustments
-from draftsmith.serve.sampling.adjustments import Adjustments, chain_prefixes, tree_prefixes
+from draftsmith.serve.sampling.adjustments import Adjustments, DraftPrefixes, tree_prefixes
 from draftsmith.serve.sampling.params import SamplingParams, check_vocabulary
 from draftsmith.serve.sampling.penalties import CountedTexts, Seen
 from draftsmith.serve.sampling.processors import check_processors
 from draftsmith.serve.sampling.state import SamplingState
+from tests.adjusting import apply
 
 VOCAB = 12
 EOS = (0,)
@@ -82,12 +83,12 @@ def test_every_row_equals_transformers_processors_with_its_drafted_tokens(
 ) -> None:
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
     adjust = batch(*[(asked, prompt, output) for asked, prompt, output, _ in rows])
-    owners, prefixes = chain_prefixes([chain for *_, chain in rows])
+    owners, prefixes = chain_prefixes(*[chain for *_, chain in rows])
     logits = 3 * torch.randn(
         len(owners), VOCAB, dtype=dtype, generator=torch.Generator().manual_seed(len(owners))
     )
     raw = logits.clone()
-    found = raw if adjust is None else adjust.apply(logits, owners, prefixes)
+    found = raw if adjust is None else apply(adjust, logits, owners, prefixes)
     assert torch.equal(raw, logits)
     for row, (owner, prefix) in enumerate(zip(owners, prefixes)):
         asked, prompt, output, _ = rows[owner]
@@ -100,8 +101,12 @@ def test_every_row_equals_transformers_processors_with_its_drafted_tokens(
         )
 
 
+def chain_prefixes(*chains: list[int]) -> DraftPrefixes:
+    return tree_prefixes(chains, [range(-1, len(chain) - 1) for chain in chains])
+
+
 def test_prefixes_are_the_paths_to_each_row() -> None:
-    assert chain_prefixes([[4, 5], [], [6]]) == ([0, 0, 0, 1, 2, 2], [[], [4], [4, 5], [], [], [6]])
+    assert chain_prefixes([4, 5], [], [6]) == ([0, 0, 0, 1, 2, 2], [[], [4], [4, 5], [], [], [6]])
     tree = tree_prefixes([[4, 5, 6, 7], []], [[-1, -1, 1, 0], []])
     assert tree == ([0, 0, 0, 0, 0, 1], [[], [4], [5], [5, 6], [4, 7], []])
 
@@ -114,7 +119,7 @@ def test_counts_follow_the_text_as_it_grows(adjusted: Callable[..., torch.Tensor
         request.tokens += fresh
         adjust = Adjustments.of([request.sampling_state], [request.tokens])
         for prefix in ([], [7, 5]):
-            found = adjust(raw[None], torch.tensor([0]), [prefix])[0]
+            found = adjust(raw[None], torch.tensor([0]), torch.tensor([prefix]).long())[0]
             expected = adjusted(asked, request.tokens + prefix, 2, EOS, raw)
             assert torch.equal(found, expected)
 
@@ -175,7 +180,7 @@ def test_a_long_text_costs_no_row_of_another_request() -> None:
     assert adjust is not None
     logits = torch.randn(num_rows, vocab_size)
     with Largest() as seen:
-        adjust.apply(logits, range(num_rows), [prefix] * num_rows)
+        apply(adjust, logits, range(num_rows), [prefix] * num_rows)
     assert seen.most == logits.numel()
 
 
@@ -185,7 +190,7 @@ def test_a_request_that_asks_for_nothing_has_no_adjustment_and_its_neighbour_cha
     assert batch((SamplingParams(), [1], [2])) is None
     adjust = batch((SamplingParams(), [1], [2]), (SamplingParams(presence_penalty=2.0), [1], [2]))
     logits = torch.randn(4, VOCAB)
-    found = adjust.apply(logits, [0, 0, 1, 1], [[], [3], [], [3]])
+    found = apply(adjust, logits, [0, 0, 1, 1], [[], [3], [], [3]])
     assert torch.equal(found[:2], logits[:2])
     assert not torch.equal(found[2:], logits[2:])
 
@@ -195,7 +200,7 @@ def test_a_least_number_of_tokens_bans_nothing_of_a_request_without_ends() -> No
     ending = SamplingParams(min_tokens=5, ignore_eos=True, stop_token_ids=(9,))
     adjust = batch((endless, [1], [2]), (ending, [1], [2]))
     logits = torch.randn(2, VOCAB)
-    found = adjust.apply(logits, [0, 1], [[], []])
+    found = apply(adjust, logits, [0, 1], [[], []])
     assert torch.equal(found[0], logits[0])
     assert (found[1] == -torch.inf).nonzero().tolist() == [[9]]
 
@@ -203,7 +208,7 @@ def test_a_least_number_of_tokens_bans_nothing_of_a_request_without_ends() -> No
 def test_masks_of_first_drafted_tokens_need_no_look_at_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(adjustments, "reads_freely", lambda device: False)
+    monkeypatch.setattr(adjustments, "read_freely", lambda numbers: None)
     words = SamplingParams(bad_words=((4, 5), (6,)), repetition_penalty=1.3)
     adjust = batch((SamplingParams(), [1], [2]), (words, [3], [4]), (words, [3], [7]))
     rows, logits = torch.tensor([2, 1, 0]), torch.randn(3, VOCAB)
@@ -212,10 +217,10 @@ def test_masks_of_first_drafted_tokens_need_no_look_at_the_device(
     monkeypatch.setattr(adjust, "_on_host", lambda *given: (looked.append(1), look(*given)))
     first = adjust(logits, rows, torch.empty(3, 0, dtype=torch.int64))
     assert not looked
-    assert torch.equal(first, adjust.apply(logits, rows.tolist(), [[], [], []]))
+    assert torch.equal(first, apply(adjust, logits, rows.tolist(), [[], [], []]))
     assert (first == -torch.inf).nonzero().tolist() == [[0, 6], [1, 5], [1, 6]]
     behind = adjust(logits, rows, torch.tensor([[4], [4], [4]]))
-    assert torch.equal(behind, adjust.apply(logits, rows.tolist(), [[4], [4], [4]]))
+    assert torch.equal(behind, apply(adjust, logits, rows.tolist(), [[4], [4], [4]]))
     assert (behind == -torch.inf).nonzero().tolist() == [[0, 5], [0, 6], [1, 5], [1, 6]]
 
 
@@ -232,11 +237,11 @@ def test_rows_on_a_device_are_those_on_the_cpu() -> None:
         logits_processors=(NO_REPEATED_PAIR,),
     )
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
-    owners, prefixes = chain_prefixes([[7, 4, 8]])
+    owners, prefixes = chain_prefixes([7, 4, 8])
     found = []
     for device in (CPU, torch.device("cuda")):
         adjust = Adjustments.of([state_of(asked, 2, device)], [[3, 2, 7, 4]])
-        found.append(adjust.apply(logits.to(device), owners, prefixes).cpu())
+        found.append(apply(adjust, logits.to(device), owners, prefixes).cpu())
     # A division on the device may round otherwise.
     torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=0)
 
@@ -249,8 +254,8 @@ def test_penalties_without_the_drafted_prefix_are_told_apart(
     adjust = batch((asked, [1], [2]))
     logits = torch.zeros(1, VOCAB)
     expected = adjusted(asked, [1, 2, 5], 1, EOS, logits[0])
-    assert torch.equal(adjust.apply(logits, [0], [[5]])[0], expected)
-    assert not torch.equal(adjust.apply(logits, [0], [[]])[0], expected)
+    assert torch.equal(apply(adjust, logits, [0], [[5]])[0], expected)
+    assert not torch.equal(apply(adjust, logits, [0], [[]])[0], expected)
 
 
 # Re-derived after vLLM's tests/v1/sample/test_rejection_sampler.py: target logits peak at the
@@ -290,7 +295,7 @@ def test_golden_vectors(
     # EOS would end the answer, and behind the end nothing is adjusted: each row is taken for
     # itself.
     prefixes = [[token if token else 7 for token in draft[:length]] for length in range(len(draft))]
-    assert adjust.apply(logits, [0] * len(draft), prefixes).argmax(-1).tolist() == expected
+    assert apply(adjust, logits, [0] * len(draft), prefixes).argmax(-1).tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -365,7 +370,7 @@ def test_a_processor_that_fails_later_ends_its_own_request_only() -> None:
         (SamplingParams(logits_processors=(failing,)), [1], [2]),
         (SamplingParams(min_tokens=3), [1], [2]),
     )
-    found = adjust.apply(torch.zeros(2, VOCAB), [0, 1], [[], []])
+    found = apply(adjust, torch.zeros(2, VOCAB), [0, 1], [[], []])
     assert (found[0] == -torch.inf).all()
     assert (found[1, 1:] == 0).all()
     assert "out of luck" in adjust.states[0].error
@@ -376,5 +381,5 @@ def test_a_processor_cannot_give_back_a_forbidden_token() -> None:
         allowed_token_ids=(4, 5),
         logits_processors=(lambda input_ids, scores: torch.ones_like(scores),),
     )
-    found = batch((asked, [1], [2])).apply(torch.zeros(1, VOCAB), [0], [[]])
+    found = apply(batch((asked, [1], [2])), torch.zeros(1, VOCAB), [0], [[]])
     assert torch.isfinite(found[0]).nonzero()[:, 0].tolist() == [4, 5]
