@@ -38,13 +38,19 @@ class LookupOptions:
     ngram: bool = option(
         False, "draft by looking up the longest matching n-gram in the request's own text"
     )
-    prompt_lookup_min: int = option(2, "shortest n-gram looked up", limits=AT_LEAST_1)
-    prompt_lookup_max: int = option(4, "longest n-gram looked up", limits=AT_LEAST_1)
     suffix: bool = option(
         False,
         "draft the most frequent continuation in the request's own text and in finished requests; "
         "beside a draft, where sure",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedLookup(LookupOptions):
+    """Such drafts of a server, in detail."""
+
+    prompt_lookup_min: int = option(2, "shortest n-gram looked up", limits=AT_LEAST_1)
+    prompt_lookup_max: int = option(4, "longest n-gram looked up", limits=AT_LEAST_1)
     suffix_share: float = option(
         0.8, "beside a draft: be sure of this share of k tokens", limits=PART
     )
@@ -80,10 +86,6 @@ TREE_HELP = (
     "sampled[:3x2x1x1], or auto: the first for greedy requests, the second for others; of a medusa "
     "draft medusa or choices:0,0.0,1"
 )
-STOP_HELP = (
-    "stop a request's drafting while fewer of its drafted tokens per round than this are accepted, "
-    "with trials; 0: never"
-)
 CONFIDENCE_HELP = (
     "end a chain where the product of the draft's largest probabilities falls below this; 0: never"
 )
@@ -115,7 +117,6 @@ class SpeculationOptions:
     k_schedule: str | None = option(
         None, "draft tokens per round by batch size instead, for example 1:5,8:3,32:0"
     )
-    stop_below: float = option(0.0, STOP_HELP, limits=NOT_NEGATIVE)
     least_confidence: float = option(0.0, CONFIDENCE_HELP, limits=BELOW_1)
     verification: str = option("chain", VERIFICATION_HELP, choices=VERIFICATIONS)
     synthetic_acceptance: tuple[float, ...] | None = option(None, SYNTHETIC_HELP, limits=SHARE)
@@ -302,17 +303,7 @@ class ServedSpeculation(SpeculationOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftedPair(Pair):
-    """A pair, and how text is drafted and verified."""
-
-    speculation: ServedSpeculation = option(
-        help="drafting and verification", factory=ServedSpeculation, flags=True
-    )
-    lookup: LookupOptions = option(help=LOOKUP_HELP, factory=LookupOptions, flags=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeConfig(DraftedPair):
+class ServeConfig(Pair):
     """The pair and its device; all else is in sections, each option of which is a flag too."""
 
     target: str = option(help="the target: a folder, Hub id or GGUF file")
@@ -334,6 +325,10 @@ class ServeConfig(DraftedPair):
         "processes that share the target's weights, started by this command or by torchrun",
         limits=AT_LEAST_1,
     )
+    speculation: ServedSpeculation = option(
+        help="drafting and verification", factory=ServedSpeculation, flags=True
+    )
+    lookup: ServedLookup = option(help=LOOKUP_HELP, factory=ServedLookup, flags=True)
     engine: EngineOptions = option(
         help="batch, memory and compilation", factory=EngineOptions, flags=True
     )

@@ -12,8 +12,8 @@ from draftsmith.serve.config import (
     EngineConfig,
     HttpOptions,
     LearningOptions,
-    LookupOptions,
     ServeConfig,
+    ServedLookup,
 )
 
 
@@ -81,7 +81,6 @@ def check_serve(config: ServeConfig) -> None:
     _check_adapters(config)
     _check_drafts(config)
     _check_seed(config)
-    _check_stopping(config)
     _check_recorded_taps(config.learning)
     _check_void(config)
 
@@ -158,19 +157,6 @@ def _check_seed(config: ServeConfig) -> None:
         )
 
 
-def _check_stopping(config: ServeConfig) -> None:
-    """Refuse stops beside learning: rounds that are not drafted are not recorded, so the draft
-    would learn least of the requests that it is worst at, and a version on trial would be scored
-    without them."""
-    learning = config.learning.given()
-    stop_below = config.speculation.stop_below
-    if stop_below > 0 and learning:
-        raise UserError(
-            f"stop_below is {stop_below:g} together with {learning}, which would see little "
-            "of the requests that drafting was stopped for; leave one of them out"
-        )
-
-
 def _check_recorded_taps(learning: LearningOptions) -> None:
     """Refuse recorded states that no learner could train on, or that would show masked text."""
     if learning.record_taps == 0:
@@ -192,7 +178,7 @@ def _check_recorded_taps(learning: LearningOptions) -> None:
 def _check_void(config: ServeConfig) -> None:
     """Refuse settings of a drafter that is not used, and a k where another option sets how much is
     drafted."""
-    lookup, defaults = vars(config.lookup), vars(LookupOptions())
+    lookup, defaults = vars(config.lookup), vars(ServedLookup())
     for drafter, prefix in (("suffix", "suffix_"), ("ngram", "prompt_lookup_")):
         for name, value in lookup.items():
             if (

@@ -20,7 +20,7 @@ from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.errors import UserError
-from draftsmith.serve.config import LookupOptions, ServeConfig
+from draftsmith.serve.config import ServeConfig, ServedLookup
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +51,11 @@ def load_drafter(config: ServeConfig, target: Target) -> LoadedDraft:
     return loaded._replace(drafter=TextFirst(loaded.drafter, text, share=lookup.suffix_share))
 
 
-def ngrams(lookup: LookupOptions) -> Ngram:
+def ngrams(lookup: ServedLookup) -> Ngram:
     return Ngram(min_n=lookup.prompt_lookup_min, max_n=lookup.prompt_lookup_max)
 
 
-def load_fallback(lookup: LookupOptions) -> ServingDrafter | None:
+def load_fallback(lookup: ServedLookup) -> ServingDrafter | None:
     if lookup.fallback == "ngram":
         return ngrams(lookup)
     return Suffix(lookup.suffix_options()) if lookup.fallback == "suffix" else None

@@ -43,7 +43,6 @@ class EngineStats:
     rounds_by_k: Counter[int] = field(default_factory=Counter)
     num_drafts: int = 0  # rounds of a request that offered tokens
     num_draft_tokens: int = 0  # of a tree its depth: what a round could have kept
-    num_drafting_stops: int = 0  # of a request's drafting by its own acceptance
     num_tree_nodes: int = 0  # of trees put before the target
     num_accepted_tokens: int = 0  # kept and still there after stop and EOS trimming
     # by position, whether or not it was reached

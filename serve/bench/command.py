@@ -280,6 +280,9 @@ def server_arguments(config: BenchConfig, tree: str = CHAIN) -> list[str]:
     arguments = ["--target", str(config.target), "--max-batch", str(max(8, *config.concurrency))]
     for name, value in pair_options(config).items():
         arguments += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    if config.suffix:
+        # An answer that an earlier pass gave is no draft.
+        arguments += ["--suffix-max-cached-requests", "0"]
     if tree != CHAIN:
         arguments += ["--tree", tree]
     if config.synthetic_acceptance is not None:

@@ -7,8 +7,7 @@ Files in reading order:
 - `forecast`: expected tokens and seconds of a round at each k
 - `auto`: k by measured throughput (measure, predict, choose, probe)
 - `trees`: trees or none by measured throughput
-- `stopping`: drafting of one request, stopped and resumed
 - `draft_temperature`: temperature of drafting
 
-Other chapters import `control` and `stopping`.
+Other chapters import `control`.
 """

@@ -27,7 +27,6 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.config_checks import configured_tree
 from draftsmith.serve.control.auto import AutoControl
 from draftsmith.serve.control.control import Control, FixedControl, ScheduledControl, parse_schedule
-from draftsmith.serve.control.stopping import LONGEST, SHORTEST, Stopping
 from draftsmith.serve.control.trees import TreeControl
 from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.engine.commit import Committer
@@ -122,7 +121,6 @@ def build_engine(
             adapters=names,
             max_length=plan.max_length,
             seed=config.seed,
-            stopping=stopping_of(config, kept),
         ),
         scheduler=scheduler,
         tables=BlockTables(config.max_batch, max_blocks, target.device),
@@ -280,18 +278,6 @@ def control_of(config: EngineConfig) -> Control:
         return FixedControl()
     tree = configured_tree(config)
     return AutoControl(min(3, config.k)) if tree is None else TreeControl(tree.depth)
-
-
-def stopping_of(config: EngineConfig, kept: int) -> Stopping | None:
-    """State of a new request's drafting; None where no request is stopped.
-
-    Args:
-        kept: tokens whose taps a request keeps for a draft that does not come; a trial comes
-            before they are lost, since reading the text again would cost more than it may bring.
-    """
-    if config.stop_below == 0:
-        return None
-    return Stopping(config.stop_below, longest=max(1, min(LONGEST, kept - SHORTEST)))
 
 
 def prefix_cache(

@@ -188,8 +188,6 @@ class Committer:
         offered = round.drafted.offered(row.index)
         request = row.row.request
         request.speculation.add(offered, row.accepted, committed, own=version is not None)
-        if request.stopping is not None and request.k > 0:
-            self.stats.num_drafting_stops += request.stopping.observe(offered, row.accepted)
         if offered > 0:
             context = request.num_tokens - committed
             self.stats.count_round(

@@ -133,8 +133,6 @@ class EngineCore:
         if k == 0:
             request.draft.taps.clear()
         request.k = k
-        if request.stopping is not None:
-            request.stopping.restart()
 
     def observe_rounds(self, on_round: OnRound) -> None:
         """Call `on_round` with each request's share of every round from now on."""

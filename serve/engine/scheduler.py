@@ -270,8 +270,6 @@ class Scheduler:
 
 
 def _most_drafted(request: Request) -> int:
-    if request.stopping is not None and not request.stopping.drafts:
-        return 0
     # A token that is read costs a fraction of one that is written, but there must be enough to
     # write to win it back.
     if (

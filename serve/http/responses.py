@@ -97,9 +97,7 @@ class Responder(ABC):
         if self.options.report == "none":
             return {}
         reports = [
-            speculation_report(
-                each.speculation, each.k, level=self.options.report, stopping=each.stopping
-            )
+            speculation_report(each.speculation, each.k, level=self.options.report)
             for each in requests
         ]
         if len(reports) == 1:

@@ -82,8 +82,6 @@ class SpeculativeDecoding(BaseModel):
     num_target_passes: int
     num_committed_tokens: int
     tau: float | None
-    num_drafting_stops: int
-    num_stopped_passes: int
     per_step_accepted: list[int] | None = None
     per_step_drafted: list[int] | None = None
     per_step_committed: list[int] | None = None

@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from draftsmith.serve.control.stopping import Stopping
 from draftsmith.serve.requests.request import Request, SpeculationStats
 
 Level = Literal["none", "summary", "detailed"]
 
 
-def speculation_report(
-    stats: SpeculationStats, k: int, *, level: Level, stopping: Stopping | None = None
-) -> dict[str, Any]:
+def speculation_report(stats: SpeculationStats, k: int, *, level: Level) -> dict[str, Any]:
     """Report with vLLM's fields, and with `tau` (of the rounds that drafted), the committed tokens
     and all target passes.
 
     `k` is the draft length that the request was to have; a round may offer fewer tokens, or more
-    where it is chosen. `stopping` is that of the request. "detailed" adds numbers of every round.
+    where it is chosen. "detailed" adds numbers of every round.
     """
     # Clients hold the histogram's length against this number, and a round may go deeper than asked
     # for.
@@ -36,8 +33,6 @@ def speculation_report(
         "num_target_passes": stats.num_passes,
         "num_committed_tokens": stats.num_committed,
         "tau": sum(stats.committed) / drafts if drafts else None,
-        "num_drafting_stops": 0 if stopping is None else stopping.num_stops,
-        "num_stopped_passes": 0 if stopping is None else stopping.num_stopped_passes,
     }
     if level == "detailed":
         body["per_step_accepted"] = stats.accepted
@@ -56,9 +51,7 @@ def drafting_state(answer: str, requests: Sequence[Request]) -> dict[str, Any]:
             {
                 "k": request.k,
                 "drafting": request.drafting.value,
-                **speculation_report(
-                    request.speculation, request.k, level="summary", stopping=request.stopping
-                ),
+                **speculation_report(request.speculation, request.k, level="summary"),
             }
             for request in requests
         ],

@@ -177,11 +177,6 @@ class EngineCollector(Collector):
 
     def _rounds(self) -> Iterator[Metric]:
         stats = self.engine.stats
-        yield self._counter(
-            "draftsmith_drafting_stops",
-            "Requests' drafting stopped by their own acceptance.",
-            stats.num_drafting_stops,
-        )
         running = Counter(each.drafting.value for each in list(self.engine.scheduler.running))
         drafting = GaugeMetricFamily(
             "draftsmith_requests_drafting",

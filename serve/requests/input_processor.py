@@ -9,7 +9,6 @@ import secrets
 import threading
 import uuid
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from functools import cached_property
 from random import Random
 
@@ -19,7 +18,6 @@ from draftsmith.drafters.published.prompt_clusters import is_cluster_name
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.random_streams import WORD, signed
-from draftsmith.serve.control.stopping import Stopping
 from draftsmith.serve.requests.decoder import decoder_of
 from draftsmith.serve.requests.request import (
     DEFAULT_OPTIONS,
@@ -37,8 +35,7 @@ SEED_BITS = 62  # of seeds drawn here; those of requests have 64
 
 class InputProcessor:
     """`k` is the draft length of requests that do not name one; 0 when there is no drafter. `seed`
-    None: requests without a seed draw what no other engine and no earlier start has drawn.
-    `stopping` is the state of a new request's drafting; None: no request is stopped."""
+    None: requests without a seed draw what no other engine and no earlier start has drawn."""
 
     def __init__(
         self,
@@ -48,11 +45,9 @@ class InputProcessor:
         has_drafter: bool,
         max_length: int,
         seed: int | None,
-        stopping: Stopping | None = None,
         adapters: Collection[str] = (),
     ):
         self.adapters = adapters  # names that requests may ask for
-        self.stopping = stopping
         self.target, self.k, self.has_drafter, self.max_length = target, k, has_drafter, max_length
         self._seeds = Random(secrets.randbits(64) if seed is None else seed)
         self._numbers = itertools.count()
@@ -99,9 +94,6 @@ class InputProcessor:
             text_stream=stream,
             sampling_state=sampling_state(params, prompt, self.target, self._grammars),
         )
-        if self.stopping is not None and not request.repeatable:
-            # A seeded answer repeats token for token only where every round drafts its k.
-            request.stopping = replace(self.stopping)
         return request
 
     def _check_adapter(self, name: str) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from draftsmith.drafters.recurrent.kept import KeptState
 from draftsmith.record import RecordHead
-from draftsmith.serve.control.stopping import Stopping
 from draftsmith.serve.requests.route import UNROUTED, Route
 from draftsmith.serve.requests.tap_log import TapLog
 from draftsmith.serve.sampling.params import SamplingParams
@@ -31,7 +30,6 @@ class FinishReason(str, enum.Enum):
 
 class Drafting(str, enum.Enum):
     ON = "on"
-    STOPPED = "stopped"  # by its own acceptance; trials may resume it
     OFF = "off"  # its k is 0
 
 
@@ -208,8 +206,6 @@ class Request:
     # keys of its full blocks in the prefix cache
     block_keys: list[bytes] = field(default_factory=list)
 
-    # None: its own acceptance does not stop its drafting
-    stopping: Stopping | None = None
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     recording: RecordingState = field(default_factory=RecordingState)
     num_preemptions: int = 0
@@ -237,10 +233,7 @@ class Request:
     @property
     def drafting(self) -> Drafting:
         """State of its drafting, whatever the control chooses for a round."""
-        if self.k == 0:
-            return Drafting.OFF
-        stopped = self.stopping is not None and self.stopping.stopped
-        return Drafting.STOPPED if stopped else Drafting.ON
+        return Drafting.OFF if self.k == 0 else Drafting.ON
 
     @property
     def num_tokens(self) -> int:

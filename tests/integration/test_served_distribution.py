@@ -18,7 +18,6 @@ from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample
 from draftsmith.kernels.statistics import Fit, detectable_bias
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.control import stopping
 from draftsmith.serve.control.control import FixedControl, RoundPlan, RowBudget
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
@@ -259,22 +258,6 @@ def test_rounds_ended_by_the_drafters_own_guesses_keep_the_distribution(
 
 def test_a_guess_made_after_the_draw_is_rejected(world: World) -> None:
     check_rejected(world, engine_of(world, Looking(near(world.target))))
-
-
-@pytest.fixture
-def quick_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafting stops after one round without an accepted token and is tried again a token later."""
-    for name in ("FEWEST", "SHORTEST", "LONGEST", "TRIAL"):
-        monkeypatch.setattr(stopping, name, 1)
-
-
-@pytest.mark.parametrize("num_samples", [NUM_SAMPLES, pytest.param(MANY_SAMPLES, marks=LONG)])
-def test_drafting_that_a_request_stops_and_resumes_keeps_the_distribution(
-    num_samples: int, world: World, quick_to_stop: None
-) -> None:
-    engine = engine_of(world, near(world.target), stop_below=0.5, seed=1)
-    check(world, engine, num_samples)
-    assert engine.stats.num_drafting_stops > num_samples / 4
 
 
 class Undecided:

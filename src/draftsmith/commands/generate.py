@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from draftsmith.config import Limits, option
 from draftsmith.distill.config import GenerateOptions
+from draftsmith.drafters.config import Pair
 from draftsmith.errors import UserError
 from draftsmith.serve.config import (
-    DraftedPair,
+    DEFAULT_K,
+    K_ALSO,
     EngineOptions,
     LookupOptions,
     ServeConfig,
+    ServedLookup,
     ServedSpeculation,
 )
+from draftsmith.serve.control.control import MAX_K
 
 if TYPE_CHECKING:
     from draftsmith.distill.generate.writers import AskedServer
@@ -26,12 +31,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(GenerateOptions, DraftedPair):
-    """Options of the dataset, and those of `serve` for drafts."""
+class GenerateConfig(GenerateOptions, LookupOptions, Pair):
+    """Options of the dataset, and of the drafts that write it sooner."""
+
+    k: int | None = option(
+        None,
+        f"draft tokens per round [default: {DEFAULT_K}]",
+        also=K_ALSO,
+        limits=Limits(1, MAX_K, "[]"),
+    )
 
     def drafting(self) -> str:
         """Name of an option that drafts; "" where none is given."""
-        given = {"draft": self.draft, "ngram": self.lookup.ngram, "suffix": self.lookup.suffix}
+        given = {"draft": self.draft, "ngram": self.ngram, "suffix": self.suffix}
         return next((name for name, value in given.items() if value), "")
 
     def served(self, longest: int | None = None) -> ServeConfig:
@@ -40,9 +52,14 @@ class GenerateConfig(GenerateOptions, DraftedPair):
         Args:
             longest: most tokens of a prompt and its answer; None: not known yet.
         """
-        pair = {field.name: getattr(self, field.name) for field in fields(DraftedPair)}
-        engine = EngineOptions(max_batch=self.batch, max_length=longest, memory_gib=self.memory_gib)
-        return ServeConfig(**pair, engine=engine)
+        return ServeConfig(
+            **{field.name: getattr(self, field.name) for field in fields(Pair)},
+            speculation=ServedSpeculation(k=None if self.k is None else str(self.k)),
+            lookup=ServedLookup(ngram=self.ngram, suffix=self.suffix),
+            engine=EngineOptions(
+                max_batch=self.batch, max_length=longest, memory_gib=self.memory_gib
+            ),
+        )
 
 
 def run(config: GenerateConfig) -> int:
@@ -60,8 +77,6 @@ def check(config: GenerateConfig) -> None:
     check_dataset(config)
     _check_written_here(config)
     check_served(config.served())
-    _check_lossless(config.speculation)
-    _check_repeatable(config)
 
 
 def _check_written_here(config: GenerateConfig) -> None:
@@ -72,48 +87,11 @@ def _check_written_here(config: GenerateConfig) -> None:
         raise UserError(
             f"{drafting} is given with {elsewhere}, and no answer is written here; leave it out"
         )
-    changed = changed_from(config.speculation, ServedSpeculation())
-    if changed and not drafting:
-        name, value = next(iter(changed.items()))
+    if config.k is not None and not drafting:
         raise UserError(
-            f"{name} is {value} and nothing drafts; give --draft, --ngram or --suffix too, or "
-            "leave it out"
+            f"k is {config.k} and nothing drafts; give --draft, --ngram or --suffix too, or leave "
+            "it out"
         )
-
-
-def _check_lossless(speculation: ServedSpeculation) -> None:
-    """Refuse rules that change the distribution: a draft would learn from texts that the target
-    does not write."""
-    lossy = {
-        "verification": speculation.verification if speculation.verification == "typical" else None,
-        "synthetic_acceptance": speculation.synthetic_acceptance,
-    }
-    for name, value in lossy.items():
-        if value is not None:
-            raise UserError(
-                f"{name} is {value}, by which answers would not be the target's; leave it out"
-            )
-
-
-def _check_repeatable(config: GenerateConfig) -> None:
-    """Refuse a k that follows the load for sampled answers. A round's length changes what a seed
-    draws; an answer that was cut off would be drawn anew, and long ones are cut off more often."""
-    from draftsmith.distill.generate.ways import hottest
-
-    speculation, temperature = config.speculation, hottest(config)
-    follows = "auto" if speculation.k == "auto" else speculation.k_schedule
-    if follows is not None and temperature > 0:
-        name = "k" if speculation.k == "auto" else "k_schedule"
-        raise UserError(
-            f"{name} is {follows} at temperature {temperature:g}, and a resumed run could not draw "
-            "sampled answers again as they were; give a whole number as k, or temperature 0"
-        )
-
-
-def changed_from(options: Any, defaults: Any) -> dict[str, Any]:
-    """Options that differ from `defaults`, as JSON gives them back."""
-    known = asdict(defaults)
-    return {name: value for name, value in asdict(options).items() if value != known[name]}
 
 
 def answers_of(target: Target, longest: int, config: GenerateConfig) -> EngineAnswers:
@@ -124,7 +102,7 @@ def answers_of(target: Target, longest: int, config: GenerateConfig) -> EngineAn
             keys and values does not hold them.
     """
     from draftsmith.serve.engine.build import build_engine
-    from draftsmith.serve.load import load_drafter, load_fallback
+    from draftsmith.serve.load import load_drafter
 
     served = config.served(longest)
     draft = load_drafter(served, target)
@@ -133,7 +111,6 @@ def answers_of(target: Target, longest: int, config: GenerateConfig) -> EngineAn
         draft.drafter,
         served.engine_config(),
         draft_version=draft.version,
-        fallback=load_fallback(served.lookup),
     )
     if engine.max_length < longest:
         raise UserError(
@@ -160,11 +137,8 @@ def drafts_of(config: GenerateConfig, revision: str | None) -> dict[str, Any] | 
 
     if not config.drafting() or hottest(config) == 0:
         return None
-    drafts = {
-        **changed_from(config.lookup, LookupOptions()),
-        **changed_from(config.speculation, ServedSpeculation()),
-        "k": config.speculation.most_drafted(),
-    }
+    drafts: dict[str, Any] = {"k": str(config.k or DEFAULT_K)}
+    drafts |= {name: True for name in ("ngram", "suffix") if getattr(config, name)}
     return drafts if revision is None else drafts | {"draft": config.draft, "revision": revision}
 
 

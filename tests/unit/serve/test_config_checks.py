@@ -9,7 +9,7 @@ from draftsmith.config import build
 from draftsmith.drafters.target.device import device_of
 from draftsmith.errors import UserError
 from draftsmith.serve.command import check
-from draftsmith.serve.config import EngineConfig, LookupOptions, ServeConfig
+from draftsmith.serve.config import EngineConfig, ServeConfig, ServedLookup
 from draftsmith.serve.config_checks import check_engine
 
 NAN = float("nan")
@@ -25,8 +25,6 @@ NAN = float("nan")
         ({"k": 65}, "option 'k' is 65; it must be at least 0 and at most 64"),
         ({"k": -1}, "'k' is -1"),
         ({"memory_gib": NAN}, "'memory_gib' is nan"),
-        ({"stop_below": -0.1}, "'stop_below' is -0.1"),
-        ({"stop_below": NAN}, "'stop_below' is nan"),
         ({"least_confidence": 1.0}, "'least_confidence' is 1.0"),
         ({"least_confidence": 0.1, "tree": "auto"}, "tree is given with least_confidence 0.1"),
         ({"adaptive": True, "k_schedule": "1:5"}, "k is auto together with k_schedule"),
@@ -83,8 +81,6 @@ def test_an_engine_is_not_made_of(options, words):
         ({"draft": "d", "k": "3", "k_schedule": "1:5"}, "k is 3 together with k_schedule '1:5'"),
         ({"ngram": True, "seed": 0, "learn": "b"}, "seed is 0 together with learn"),
         ({"seed": 3, "versions": "v"}, "seed is 3 together with versions"),
-        ({"draft": "d", "stop_below": 0.5, "learn": "b"}, "stop_below is 0.5 together with learn"),
-        ({"stop_below": 0.5, "versions": "v"}, "stop_below is 0.5 together with versions"),
     ],
 )
 def test_a_server_is_not_started_with(options, words):
@@ -93,7 +89,7 @@ def test_a_server_is_not_started_with(options, words):
         ServeConfig(
             target="t",
             draft="d",
-            lookup=LookupOptions(
+            lookup=ServedLookup(
                 suffix=True, suffix_share=0.5, fallback="ngram", prompt_lookup_min=1
             ),
         )

@@ -246,44 +246,31 @@ def test_an_answer_that_ends_with_an_error_says_which() -> None:
         )
 
 
-def test_the_started_server_is_told_of_the_pair_as_bench_was() -> None:
-    told = {
+def test_the_started_server_gets_the_pair_that_bench_got() -> None:
+    given = {
         "target": "t",
         "draft": "d",
         "draft_revision": "v1",
         "draft_dtype": "bfloat16",
         "heterogeneous_vocab": True,
-    }
-    told |= {"trust_remote_code": True}
-    told |= {
+        "trust_remote_code": True,
         "ngram": True,
-        "prompt_lookup_min": 1,
-        "prompt_lookup_max": 3,
         "suffix": True,
-        "fallback": "suffix",
-    }
-    told |= {
-        "suffix_share": 0.5,
-        "suffix_max_tree_depth": 12,
-        "suffix_max_cached_requests": 0,
-    }
-    told |= {
-        "suffix_max_spec_factor": 2.0,
-        "suffix_min_token_prob": 0.3,
     }
     defaults = {field.name: field.default for field in dataclasses.fields(ServedPair)}
-    assert told.keys() == defaults.keys() and all(
-        told[name] != default for name, default in defaults.items()
+    assert given.keys() == defaults.keys() and all(
+        given[name] != default for name, default in defaults.items()
     )
-    arguments = server_arguments(BenchConfig(**told))
+    arguments = server_arguments(BenchConfig(**given))
     served = build(
         ServeConfig, collect(ServeConfig, parse(parser_for("serve", ServeConfig), arguments))
     )
-    given = vars(served) | vars(served.lookup)
-    assert {name: given[name] for name in told} == told
-    for name in told.keys() - {"target", "draft_revision", "draft_dtype", "heterogeneous_vocab"}:
+    found = vars(served) | vars(served.lookup)
+    assert {name: found[name] for name in given} == given
+    assert served.lookup.suffix_max_cached_requests == 0, "no answer of an earlier pass is a draft"
+    for name in given.keys() - {"target", "draft_revision", "draft_dtype", "heterogeneous_vocab"}:
         with pytest.raises(UserError, match=f"{name} is for a server started here"):
-            check(BenchConfig(url="x", **{name: told[name]}))
+            check(BenchConfig(url="x", **{name: given[name]}))
 
 
 def test_trees_are_modes_on_servers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
