@@ -32,13 +32,12 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
-from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
+from tests.stand_in_drafts import Junk
 
 KINDS = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 TABLE = Path(__file__).with_suffix(".json")
@@ -159,22 +158,6 @@ class Outcome(NamedTuple):
 
 class Wrong(Exception):
     """A kind that is served with another text than its own."""
-
-
-class Junk(Ngram):
-    """Drafts of tokens that the target hardly ever keeps, so that rounds end in rejections."""
-
-    def propose(self, inputs: DraftInputs) -> Proposal:
-        width = int(inputs.num_draft.max())
-        rows = [
-            [(7 * len(history) + place) % VOCAB_SIZE for place in range(width)]
-            for history in inputs.histories
-        ]
-        return Proposal(
-            tokens=torch.tensor(rows).view(len(rows), width),
-            lengths=inputs.num_draft.clone(),
-            logits=None,
-        )
 
 
 def tiny_config(kind: str) -> PreTrainedConfig:

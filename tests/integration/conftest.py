@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import httpx
 import openai
@@ -21,7 +21,10 @@ from safetensors.torch import load_file
 
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig, LearnUnroll
+from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.state import StateFolder
+from draftsmith.distill.status import Status
+from draftsmith.distill.throttle import NoGuard, Throttle
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.adapters.adapters import Adapters
 from draftsmith.drafters.interface import ServingDrafter
@@ -218,6 +221,11 @@ def load(tiny_target: Callable[..., str]) -> Callable[[str], Target]:
 def client(server: LiveServer) -> openai.OpenAI:
     """A client of the module's own `server`."""
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def learner_of(config: DistillConfig, log: TextIO | None = None) -> Daemon:
+    """A learner whose cycles a test begins."""
+    return Daemon(config, Status(config.versions, log), Throttle(1.0, NoGuard(), threading.Event()))
 
 
 class Loop:

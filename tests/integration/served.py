@@ -10,7 +10,7 @@ from typing import Any, get_args
 import torch
 
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
-from draftsmith.drafters.options import OPTIONS, DraftLmOptions, SuffixOptions
+from draftsmith.drafters.options import OPTIONS, SuffixOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
@@ -46,16 +46,6 @@ def make_drafter(family: str, target: Target, **options: Any) -> ServingDrafter:
     counts = torch.arange(target.vocab_size).flip(0)
     made = FAMILIES[family].create(OPTIONS[family](**options), target, seed=1, token_counts=counts)
     return made.to(device=target.device, dtype=target.dtype).eval()
-
-
-def near(target: Target) -> ServingDrafter:
-    """Close to the target, so that many drafts are kept: its weights with some noise."""
-    drafter = FAMILIES["draft-lm"].create(DraftLmOptions(init=target.name), target, seed=1)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-            parameter.add_(0.02 * noise)
-    return drafter.eval()
 
 
 class Around:

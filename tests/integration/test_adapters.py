@@ -18,34 +18,18 @@ from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.errors import UserError
-from draftsmith.record import RecordSink, RoundRecord, SinkCounts
 from draftsmith.serve.config import EngineConfig, HttpOptions, ServeConfig
 from draftsmith.serve.config_checks import check_serve
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.request import Request, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
-from tests.conftest import save_adapter
+from tests.conftest import Records, save_adapter
 
 PROMPT = [*range(40, 75), 9]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
 CONFIG = EngineConfig(k=3, max_batch=4, num_blocks=64, block_size=8)
 NAMES = ["", "sql", "prose"]
-
-
-class Kept(RecordSink):
-    """A sink that keeps the records."""
-
-    share = 1.0
-    counts = SinkCounts()
-
-    def __init__(self) -> None:
-        self.records: list[RoundRecord] = []
-
-    def put(self, record: RoundRecord) -> None:
-        self.records.append(record)
-
-    def close(self) -> None: ...
 
 
 @pytest.fixture(scope="module")
@@ -126,9 +110,8 @@ def test_the_model_stays_the_base(tiny_target, adapted):
 
 def test_learning_has_the_base_alone_and_acceptance_is_counted_by_adapter(adapted):
     target, adapters = adapted
-    sink = Kept()
     drafter = Ngram(min_n=1, max_n=3)
-    engine = build_engine(target, drafter, CONFIG, adapters=adapters, sink=sink)
+    engine = build_engine(target, drafter, CONFIG, adapters=adapters, sink=Records())
     requests = answers(engine, ["", "sql", "prose"])
     engine.outputs.flush()
     assert [request.acceptance_class for request in requests] == ["", "lora:sql", "lora:prose"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -30,46 +31,31 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    out = tmp_path_factory.mktemp("bench") / "kernels.json"
+@pytest.mark.long
+def test_every_kernel_is_in_the_table_and_none_failed(tmp_path: Path) -> None:
+    out = tmp_path / "kernels.json"
     command = [sys.executable, "-m", "scripts.bench.kernels.run", *TINY, "--out", str(out)]
     done = forked.run(command, capture_output=True, timeout=240, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     for name in CASES:
         assert name in done.stdout
     assert "without liger" in done.stdout and "profiler" not in done.stderr
-    return json.loads(out.read_text())
-
-
-@pytest.mark.long
-def test_every_kernel_is_in_the_table_and_none_failed(report: dict) -> None:
+    report = json.loads(out.read_text())
     assert [case["name"] for case in report["cases"]] == CASES
     for case in report["cases"]:
         for name, way in case["ways"].items():
             assert "failed" not in way, (case["name"], name)
             assert 0 < way["low_ms"] <= way["median_ms"] <= way["high_ms"] and way["runs"] >= 5
             assert (way["share_of_copy"] is None) == (case["floor_ms"] == 0)
-
-
-def test_divergences_are_told_beside_the_reference_and_the_bare_products(report: dict) -> None:
     divergences = [case for case in report["cases"] if case["ways"].keys() >= {"products"}]
     assert len(divergences) == 1 + len(DIVERGENCES)
     for case in divergences:
         assert list(case["ways"]) == ["ours", "reference", "products"]
         assert case["ways"]["reference"]["peak_mib"] > 0
-
-
-def test_a_tree_need_only_read_the_rows_its_walk_visits(report: dict) -> None:
-    """At least the root's rows of p and q of all four requests, and fewer than the tree has."""
+    # A walk reads the root's rows of p and q of all four requests at least, and fewer than the
+    # tree has.
     (tree,) = (case for case in report["cases"] if case["name"] == "tree verification, V 64")
     rows = tree["floor_ms"] / 1e3 * report["copy_bytes_s"] / (4 * 64)
     assert rows == pytest.approx(round(rows)) and 8 <= rows < 4 * (6 + 3)
-
-
-def test_the_report_says_where_it_was_measured(report: dict) -> None:
-    assert (
-        report["copy_bytes_s"] > 1e8
-        and "load" in report["machine"]
-        and "torch" in report["machine"]["versions"]
-    )
+    assert report["copy_bytes_s"] > 1e8
+    assert "load" in report["machine"] and "torch" in report["machine"]["versions"]

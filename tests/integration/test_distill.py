@@ -25,8 +25,6 @@ from draftsmith.distill.config import GateConfig, LearnConfig
 from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.gate import scoring
 from draftsmith.distill.state import StateFolder
-from draftsmith.distill.status import Status
-from draftsmith.distill.throttle import NoGuard, Throttle
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import OPTIONS as DEFAULTS
 from draftsmith.drafters.options import LoraOptions
@@ -36,6 +34,7 @@ from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from tests.forked import Forked
+from tests.integration.conftest import learner_of
 
 # Medusa learns too, but on this text, which depends on every drafted token, too little to be told
 # apart live.
@@ -139,8 +138,7 @@ def test_each_text_is_read_and_each_draft_scored_once(
     """Training, the gate and the version that goes live ask for the same texts."""
     made = loop()
     made.serve(60)
-    quiet = Status(made.versions, io.StringIO())
-    learner = Daemon(made.config, quiet, Throttle(1.0, NoGuard(), threading.Event()))
+    learner = learner_of(made.config, io.StringIO())
     for _ in range(10):
         if learner.shared.live.version == 1:
             learner.cycle()
@@ -327,9 +325,7 @@ def test_bad_options_are_one_sentence(loop: Callable[..., Any], changes: dict, s
 def test_saved_records_are_held_for_a_cycle_at_most(loop: Callable[..., Any]) -> None:
     made = loop()
     made.serve(8)
-    learner = Daemon(
-        made.config, Status(made.versions), Throttle(1.0, NoGuard(), threading.Event())
-    )
+    learner = learner_of(made.config)
     learner.saves.record_files.release = Mock()
     learner.cycle()
     learner.saves.record_files.release.assert_called_once_with()

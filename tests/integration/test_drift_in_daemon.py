@@ -4,7 +4,6 @@ both are told."""
 from __future__ import annotations
 
 import io
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,17 +15,15 @@ from draftsmith.distill.buffer import marks
 from draftsmith.distill.buffer.folder import ShardFolder
 from draftsmith.distill.buffer.traffic import ServedText, stitch
 from draftsmith.distill.config import DistillConfig, DriftConfig, LearnConfig
-from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.gate.drift import BASELINE
 from draftsmith.distill.gate.gate import Decision
-from draftsmith.distill.status import Status
-from draftsmith.distill.throttle import NoGuard, Throttle
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.published import versions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.record import RoundRecord
+from tests.integration.conftest import learner_of
 
 
 def served(number: int, accepted: int, name: str) -> ServedText:
@@ -57,9 +54,7 @@ def test_learning_rests_without_gains_and_is_woken_by_drift(
         learn=LearnConfig(fresh=4, steps=1), drift=DriftConfig(patience=3),
     )  # fmt: skip
     told = io.StringIO()
-    daemon = Daemon(
-        config, Status(config.versions, told), Throttle(1.0, NoGuard(), threading.Event())
-    )
+    daemon = learner_of(config, told)
     for number in range(BASELINE):
         daemon.sort_in(served(number, 3, "code"))
         daemon.sort_in(served(number, 3, "chat"))
@@ -112,9 +107,7 @@ def test_learning_rests_without_gains_and_is_woken_by_drift(
     ]
     for leftover in leftovers:
         leftover.mkdir(parents=True)
-    again = Daemon(
-        config, Status(config.versions, told), Throttle(1.0, NoGuard(), threading.Event())
-    )
+    again = learner_of(config, told)
     assert not any(leftover.exists() for leftover in leftovers)
     again.cycle()
     assert (

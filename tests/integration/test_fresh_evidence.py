@@ -4,7 +4,6 @@ yet, once, and only as far as they are kept."""
 from __future__ import annotations
 
 import io
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,15 +15,13 @@ from draftsmith.distill.config import GateConfig
 from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.gate.gate import pairs_of
 from draftsmith.distill.learn.learner import Learner
-from draftsmith.distill.status import Status
-from draftsmith.distill.throttle import NoGuard, Throttle
+from tests.integration import conftest
 
 
 def learner_of(made: Any, gate: GateConfig) -> Daemon:
     learn = replace(made.config.learn, fresh=8, most_fresh=8, steps=4)
     config = replace(made.config, learn=learn, gate=gate)
-    throttle = Throttle(1.0, NoGuard(), threading.Event())
-    return Daemon(config, Status(config.versions, io.StringIO()), throttle)
+    return conftest.learner_of(config, io.StringIO())
 
 
 @pytest.mark.long

@@ -37,6 +37,7 @@ from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.round import RowSampling
 from draftsmith.serve.requests.request import RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
+from tests.stand_in_drafts import Uncached
 
 FALSE_ALARM, CAUGHT = 1e-9, 1e-6
 A, B, C, D = range(4)
@@ -83,7 +84,7 @@ def keyed_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RowSampling, "draft_seeds", property(lambda self: self.seeds))
 
 
-class Planted:
+class Planted(Uncached):
     """Drafts by the phase of a round, the position of its first drafted token modulo the number of
     phases.
 
@@ -92,18 +93,11 @@ class Planted:
     `sizes` are the tokens offered in each phase.
     """
 
-    family, taps = "planted", ()
     sizes = (2, 1, 0)
 
     def __init__(self) -> None:
         # the second token of each request's last round of phase 0
         self.discarded: dict[str, int] = {}
-
-    def new_pool(self, *sizes: object) -> None:
-        return None
-
-    def cached_after(self, last: int, drafted: int, accepted: int) -> int:
-        return last + 1
 
     def propose(self, inputs: DraftInputs) -> Proposal:
         positions = inputs.starts + inputs.lengths

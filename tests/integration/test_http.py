@@ -87,15 +87,6 @@ def test_several_prompts_and_choices_come_in_order(server: Any) -> None:
     )
 
 
-def test_prompts_may_be_token_ids(server: Any, target: Target) -> None:
-    ids = target.tokenizer()(PROMPT)["input_ids"]
-    texts = [
-        server.complete(prompt, **GREEDY).json()["choices"][0]["text"]
-        for prompt in (PROMPT, ids, [ids])
-    ]
-    assert texts[0] == texts[1] == texts[2]
-
-
 def test_logprobs_of_both_endpoints(client: openai.OpenAI) -> None:
     text = client.completions.create(
         model="tiny", prompt=PROMPT, max_tokens=5, logprobs=2, temperature=0
@@ -135,31 +126,6 @@ def test_a_stop_string_is_not_part_of_the_answer(server: Any) -> None:
             if line.startswith("data: {"):
                 streamed += json.loads(line[6:])["choices"][0]["text"]
     assert streamed == choice["text"]
-
-
-def test_speculation_is_reported_when_asked(server: Any) -> None:
-    body = server.complete(
-        [7, 8, 9, 7, 8, 9, 7, 8], **{**GREEDY, "max_tokens": 30}, speculation={"report": True}
-    ).json()
-    report = body["metrics"]["speculative_decoding"]
-    assert report["num_committed_tokens"] == 30
-    assert len(report["acceptance_histogram"]) == report["num_spec_tokens"] + 1 == 4
-    assert (
-        sum(report["acceptance_histogram"])
-        == report["num_spec_steps"]
-        == len(report["per_step_drafted"])
-        > 0
-    )
-    assert (
-        sum(report["per_step_accepted"])
-        == report["num_accepted_draft_tokens"]
-        <= report["num_draft_tokens"]
-    )
-    off = server.complete(PROMPT, **GREEDY, speculation={"k": 0, "report": True}).json()["metrics"][
-        "speculative_decoding"
-    ]
-    assert off["num_spec_steps"] == 0 and off["num_target_passes"] == 12
-    assert "metrics" not in server.complete(PROMPT, **GREEDY).json()
 
 
 BAD = [

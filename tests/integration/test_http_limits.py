@@ -16,6 +16,7 @@ import pytest
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.http.limits import ServerLimits
+from tests.waiting import wait_until
 
 LONG = {"max_tokens": 200, "ignore_eos": True}
 JSON = {"content-type": "application/json"}
@@ -104,10 +105,7 @@ def test_one_answer_too_many_at_a_time_is_put_off(target: Target, live_server: C
         )
         # Whatever makes no answers goes on.
         assert server.http.get("/v1/models").status_code == 200
-    deadline_s = time.monotonic() + 20
-    while server.http.get("/load").json() != {"server_load": 0}:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    wait_until(lambda: server.http.get("/load").json() == {"server_load": 0})
     assert server.complete("y", max_tokens=1).status_code == 200
 
 
@@ -119,14 +117,11 @@ def test_a_full_queue_puts_off_and_what_never_fits_is_refused(
         threading.Thread(target=lambda: server.complete("a", **{**LONG, "max_tokens": 25}))
         for _ in range(3)
     ]
+    scheduler = server.engine.scheduler
     for number, thread in enumerate(threads):
         thread.start()
         # One in the batch, then two in the queue.
-        deadline_s = time.monotonic() + 20
-        scheduler = server.engine.scheduler
-        while len(scheduler.running) + len(scheduler.waiting) <= number:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.005)
+        wait_until(lambda n=number: len(scheduler.running) + len(scheduler.waiting) > n)
     refused = server.complete("b", max_tokens=1)
     assert error(refused, 429, "overloaded") and refused.headers["retry-after"] == "1"
     assert error(server.complete(["a", "b", "c"], max_tokens=1), 400, None)["param"] == "prompt"
@@ -160,10 +155,7 @@ def test_a_request_that_takes_too_long_is_ended(target: Target, live_server: Cal
                 extra_body={"ignore_eos": True},
             )
         )
-    deadline_s = time.monotonic() + 20
-    while server.engine.scheduler.busy:
-        assert time.monotonic() < deadline_s, "ended requests go on"
-        time.sleep(0.01)
+    wait_until(lambda: not server.engine.scheduler.busy)  # ended requests do not go on
     assert server.complete("x", max_tokens=1).status_code == 200
 
 

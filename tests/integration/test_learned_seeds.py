@@ -27,6 +27,7 @@ from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.request import Request, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
+from tests.stand_in_drafts import Uncached
 
 ALLOWED = (40, 41, 42, 43)
 # one of the four is likely and one rare, whatever the tiny target thinks
@@ -99,12 +100,9 @@ def second_token_fits(target: Target, texts: Sequence[list[int]]) -> float:
     return chi_square_survival(float(off @ torch.linalg.solve(covariance, off)), 3)
 
 
-class ByHeart:
+class ByHeart(Uncached):
     """A table of what followed each text: what cross-entropy comes to where nothing has to be
     generalised."""
-
-    family = "by heart"
-    taps: tuple[int, ...] = ()
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
@@ -113,14 +111,6 @@ class ByHeart:
     def learn(self, texts: Sequence[list[int]]) -> None:
         for text in texts:
             self.next |= {tuple(text[:end]): text[end] for end in range(PROMPT_TOKENS, len(text))}
-
-    def new_pool(
-        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        return None
-
-    def cached_after(self, last: int, drafted: int, accepted: int) -> int:
-        return last + 1
 
     def propose(self, inputs: DraftInputs) -> Proposal:
         depth, positions = int(inputs.num_draft.max()), inputs.starts + inputs.lengths

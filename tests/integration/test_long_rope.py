@@ -12,11 +12,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.target import causal_lm, probe
 from draftsmith.drafters.target.load import load_tokenizer
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.errors import UserError
 from draftsmith.serve.bench.command import check as check_bench
 from draftsmith.serve.bench.command import server_arguments
@@ -28,6 +26,7 @@ from draftsmith.train.check.target import check_target
 from draftsmith.train.config import EvalConfig, TrainConfig
 from draftsmith.train.evaluate.command import run as evaluate
 from draftsmith.train.session import load_corpus
+from tests.stand_in_drafts import Junk
 
 ORIGINAL, LONGEST, VOCAB_SIZE = 32, 256, 288
 SHAPE: dict[str, Any] = {
@@ -52,22 +51,6 @@ TARGETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # The largest gap of the two best logits that rounding in another batch shape could turn round.
 NOISE = 1e-4
-
-
-class Junk(Ngram):
-    """Drafts of all the tokens that it may draft, of which the target hardly ever keeps one."""
-
-    def propose(self, inputs: DraftInputs) -> Proposal:
-        width = int(inputs.num_draft.max())
-        rows = [
-            [(7 * len(history) + place) % VOCAB_SIZE for place in range(width)]
-            for history in inputs.histories
-        ]
-        return Proposal(
-            tokens=torch.tensor(rows).view(len(rows), width),
-            lengths=inputs.num_draft.clone(),
-            logits=None,
-        )
 
 
 @pytest.fixture

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import io
 import json
-import threading
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from prometheus_client import CollectorRegistry, generate_latest
 
 from draftsmith.cli import main
@@ -21,12 +19,11 @@ from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.monitor.monitor import Monitor
 from draftsmith.distill.status import Status, StatusCollector
-from draftsmith.distill.throttle import NoGuard, Throttle
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.lm.draft_lm import DraftLm
-from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
+from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.metrics_text import parse
@@ -36,6 +33,8 @@ from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.requests.request import RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
 from tests.conftest import Records
+from tests.integration.conftest import learner_of
+from tests.stand_in_drafts import near
 
 FALSE_ALARM = 1e-6
 CONFIG = EngineConfig(seed=1, k=3, max_batch=16)
@@ -53,12 +52,7 @@ PROMPT = [5, 60, 7, 200, 9, 33]
 @pytest.fixture(scope="module")
 def drafter(target: Target) -> DraftLm:
     """The target with some noise: most of its drafts are kept, not all."""
-    drafter = DraftLm.create(DraftLmOptions(init=target.name), target, seed=1)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-            parameter.add_(0.02 * noise)
-    return drafter.eval()
+    return near(target)
 
 
 def served(
@@ -149,8 +143,7 @@ def daemon_of(tmp_path: Path, target: Target, buffer: str, log: io.StringIO) -> 
         target=target.name, draft=str(tmp_path / "draft"), buffer=buffer,
         versions=str(tmp_path / "versions"),
     )  # fmt: skip
-    status = Status(config.versions, log)
-    return Daemon(config, status, Throttle(1.0, NoGuard(), threading.Event()))
+    return learner_of(config, log)
 
 
 def test_the_learner_raises_an_alarm_once_and_shows_it(

@@ -4,7 +4,6 @@ words; no small draft does."""
 from __future__ import annotations
 
 import io
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +23,6 @@ from draftsmith.distill.config import (
 )
 from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.pool import pool
-from draftsmith.distill.status import Status
-from draftsmith.distill.throttle import NoGuard, Throttle
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import TrainedDrafter, UnrollBatch
 from draftsmith.drafters.options import DraftLmOptions
@@ -33,7 +30,7 @@ from draftsmith.drafters.published import versions
 from draftsmith.drafters.published.pool import DraftPool, read_pool
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from draftsmith.record import RecordSink, RoundRecord, SinkCounts
+from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.drafts.swap import Swap
 from draftsmith.serve.engine.build import build_engine
@@ -42,6 +39,8 @@ from draftsmith.serve.requests.request import RequestOptions
 from draftsmith.serve.requests.route import LIVE
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.watch import VersionWatcher
+from tests.conftest import Records
+from tests.integration.conftest import learner_of
 
 WORDS = range(4, 68)
 LANGUAGES = {"a": 80, "b": 81}  # the token that a text of it begins with
@@ -138,27 +137,18 @@ def make_draft(target: Target) -> TrainedDrafter:
     return draft
 
 
-class Rounds(RecordSink):
+class Rounds(Records):
     """A sink that hands over whole shards when asked to."""
 
-    share = 1.0
-    counts = SinkCounts()
-
     def __init__(self, url: str):
-        self.url, self.records = url, list[RoundRecord]()
-
-    def put(self, record: RoundRecord) -> None:
-        self.records.append(record)
+        self.url = url
 
     def flush(self) -> None:
         writer = BufferWriter(self.url, flush_s=60.0, flush_records=10**6)
-        for record in self.records:
+        for record in self:
             writer.put(record)
         writer.close()
-        self.records = []
-
-    def close(self) -> None:
-        pass
+        self.clear()
 
 
 class Direct(EngineLoop):
@@ -199,11 +189,7 @@ class World:
         self.generator = torch.Generator().manual_seed(0)
 
     def begin(self) -> Daemon:
-        return Daemon(
-            self.config,
-            Status(self.config.versions, io.StringIO()),
-            Throttle(1.0, NoGuard(), threading.Event()),
-        )
+        return learner_of(self.config, io.StringIO())
 
     def prompts(self, language: str, count: int) -> list[list[int]]:
         return beginnings(language, count, self.generator).tolist()
@@ -217,7 +203,7 @@ class World:
                 )
         while self.engine.scheduler.busy:
             self.engine.step()
-        return self.sink.records
+        return list(self.sink)
 
     def learn(self) -> None:
         self.sink.flush()
@@ -273,10 +259,10 @@ def test_classes_get_drafts_that_beat_the_single_one_and_lose_them(
     )
     # one in ten is for comparison
     assert versions_of_a >= {named} and versions_of_a <= {named, live}
-    world.sink.records.clear()
+    world.sink.clear()
     world.engine.drafts.router.pool = DraftPool()
     single = list(world.serve(asked))
-    world.sink.records.clear()
+    world.sink.clear()
     assert drafted_by(single, "a") == {live}
     for name in LANGUAGES:
         assert acceptance(pooled, name) > acceptance(single, name) + 0.05

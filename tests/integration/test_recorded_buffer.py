@@ -14,15 +14,13 @@ import pytest
 from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.distill.config import DistillConfig, DriftConfig, LearnConfig
-from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.learn.learner import Learner
-from draftsmith.distill.status import Status
-from draftsmith.distill.throttle import NoGuard, Throttle
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.record import RoundRecord
+from tests.integration.conftest import learner_of
 
 NUM_REQUESTS, FRESH = 30, 4
 SHARD = 7  # records
@@ -68,8 +66,7 @@ def learned(
             versions=str(tmp_path / f"versions-{most_fresh}"), learn=learn, until_idle_s=0.0,
             poll_s=0.0, drift=DriftConfig(patience=0),
         )  # fmt: skip
-        status = Status(config.versions, io.StringIO())
-        daemon = Daemon(config, status, Throttle(1.0, NoGuard(), threading.Event()))
+        daemon = learner_of(config, io.StringIO())
         read = daemon.reader.read
 
         def when_due(**limits: Any) -> Any:

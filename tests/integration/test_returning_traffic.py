@@ -3,7 +3,6 @@ that was left goes live again once it is better."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -17,18 +16,12 @@ import torch
 from draftsmith.distill import command as daemon
 from draftsmith.distill.buffer.traffic import is_held_out_prompt
 from draftsmith.distill.config import DistillConfig, LearnConfig
-from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.draft_track import DraftTrack
 from draftsmith.distill.gate.gate import Decision, decide
 from draftsmith.distill.gate.sequential import Evidence
-from draftsmith.distill.status import Status
-from draftsmith.distill.throttle import NoGuard, Throttle
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.published import versions
-
-
-def learner_of(config: DistillConfig) -> Daemon:
-    return Daemon(config, Status(config.versions), Throttle(1.0, NoGuard(), threading.Event()))
+from tests.integration.conftest import learner_of
 
 
 def watched_only(made: Any) -> DistillConfig:

@@ -31,8 +31,8 @@ from tests.integration.served import (
     enumerated,
     fit,
     make_drafter,
-    near,
 )
+from tests.stand_in_drafts import near
 
 FALSE_ALARM = 1e-6
 NUM_SAMPLES, MANY_SAMPLES = 1536, 14_336

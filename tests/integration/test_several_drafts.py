@@ -15,11 +15,10 @@ import torch
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal
-from draftsmith.drafters.options import OPTIONS, SuffixOptions
+from draftsmith.drafters.options import SuffixOptions
 from draftsmith.drafters.published import versions
 from draftsmith.drafters.published.canary import Canary, remove_canary, write_canary
 from draftsmith.drafters.published.pool import DraftPool, pool_root, write_pool
-from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.text.text_first import TextFirst
@@ -34,6 +33,7 @@ from draftsmith.serve.requests.request import Request, RequestOptions, Update
 from draftsmith.serve.requests.route import CANARY, LIVE, class_draft
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.watch import VersionWatcher
+from tests.stand_in_drafts import unlike
 from tests.waiting import wait_until
 
 PROMPT = [5, 60, 7, 200, 9, 33]
@@ -49,30 +49,12 @@ def no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "PROBES", 0.0)
 
 
-def new_draft(
-    target: Target, seed: int, family: str = "eagle3", **options: object
-) -> torch.nn.Module:
-    """Unlike that of any other seed."""
-    counts = torch.ones(target.vocab_size, dtype=torch.int64)
-    drafter = FAMILIES[family].create(
-        OPTIONS[family](**options), target, seed=seed, token_counts=counts
-    )
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in drafter.parameters():
-            weight.add_(
-                torch.randn(weight.shape, generator=generator),
-                alpha=float(weight.float().square().mean().sqrt()),
-            )
-    return drafter.eval()
-
-
 @pytest.fixture(scope="module")
 def folders(target: Target, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Three EAGLE-3 drafts, of seeds 1, 2 and 3."""
     root = tmp_path_factory.mktemp("drafts")
     for seed in (1, 2, 3):
-        checkpoint.save(new_draft(target, seed), root / str(seed), target)
+        checkpoint.save(unlike(target, seed), root / str(seed), target)
     return [str(root / str(seed)) for seed in (1, 2, 3)]
 
 
@@ -117,7 +99,7 @@ def test_a_row_is_drafted_as_if_its_draft_were_alone(
     config = EngineConfig(**{"k": 3, "compile": "off", "prefix_cache": False, **settings})
     names, folders = (LIVE, CODE, PROSE), [tmp_path / str(seed) for seed in range(3)]
     for seed, folder in enumerate(folders):
-        checkpoint.save(new_draft(target, seed, family, **options), folder, target)
+        checkpoint.save(unlike(target, seed, family, **options), folder, target)
 
     def engine_of(folder: Path) -> EngineCore:
         drafter = checkpoint.load(folder, target)
@@ -164,7 +146,7 @@ def test_a_row_is_drafted_as_if_its_draft_were_alone(
 def test_records_and_counts_name_the_version_that_drafted(
     target: Target, folders: list[str], records: list[RoundRecord]
 ) -> None:
-    engine = build_engine(target, new_draft(target, 0), CONFIG, sink=records, draft_version="6")
+    engine = build_engine(target, unlike(target, 0), CONFIG, sink=records, draft_version="6")
     take_in(engine, folders[0], "7", CANARY)
     take_in(engine, folders[1], "code/3", CODE)
     pooled(engine, "code")
@@ -199,7 +181,7 @@ def test_no_draft_reads_what_another_left_in_the_prefix_cache(
     target: Target, folders: list[str]
 ) -> None:
     engine = build_engine(
-        target, new_draft(target, 0), replace(CONFIG, prefix_cache=True, block_size=4)
+        target, unlike(target, 0), replace(CONFIG, prefix_cache=True, block_size=4)
     )
     take_in(engine, folders[0], "code/1", CODE)
     pooled(engine, "code")
@@ -233,7 +215,7 @@ def failing(drafter: Eagle3, how: str) -> Iterator[None]:
 @pytest.mark.parametrize("how", ["raised", "nan"])
 def test_a_bad_version_on_trial_pauses_alone(how: str, target: Target, folders: list[str]) -> None:
     def begin() -> tuple[EngineCore, list[Request]]:
-        engine = build_engine(target, new_draft(target, 0), CONFIG)
+        engine = build_engine(target, unlike(target, 0), CONFIG)
         take_in(engine, folders[0], "7", CANARY)
         requests = [engine.submit(prompt, GREEDY) for prompt in PROMPTS[:2]]
         engine.step()
@@ -269,7 +251,7 @@ def test_a_bad_version_on_trial_pauses_alone(how: str, target: Target, folders: 
 def test_a_retired_draft_goes_when_its_last_request_has_ended(
     target: Target, folders: list[str]
 ) -> None:
-    engine = build_engine(target, new_draft(target, 0), CONFIG)
+    engine = build_engine(target, unlike(target, 0), CONFIG)
     take_in(engine, folders[0], "code/1", CODE)
     pooled(engine, "code")
     long = engine.submit(PROMPT, GREEDY, options=RequestOptions(request_class="code"))
@@ -300,13 +282,13 @@ def test_a_retired_draft_goes_when_its_last_request_has_ended(
 def test_a_draft_that_does_not_fit_does_not_come_beside_the_live_one(
     case: str, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    live: object = new_draft(target, 0)
+    live: object = unlike(target, 0)
     if case == "text":
-        live, other = Suffix(SuffixOptions()), new_draft(target, 1)
+        live, other = Suffix(SuffixOptions()), unlike(target, 1)
     elif case == "room":
-        other = new_draft(target, 1)
+        other = unlike(target, 1)
     else:
-        other = new_draft(
+        other = unlike(
             target, 1, **({"draft_vocab_size": 100} if case == "shape" else {"taps": (1,)})
         )
     checkpoint.save(other, tmp_path, target)
@@ -325,7 +307,7 @@ def test_a_draft_that_does_not_fit_does_not_come_beside_the_live_one(
 def publish(root: Path, target: Target, seed: int, revision: str = "") -> int:
     return versions.publish(
         root,
-        lambda folder: checkpoint.save(new_draft(target, seed), folder, target),
+        lambda folder: checkpoint.save(unlike(target, seed), folder, target),
         family="eagle3",
         target={"revision": revision or target.revision},
         parent=None,
@@ -342,7 +324,7 @@ def test_the_watcher_follows_trials_and_pools(
     strange = publish(tmp_path, target, 4, revision="another")
     versions.rollback(tmp_path, 1, "a test")
     publish(pool_root(tmp_path) / "c01", target, 5)
-    engine = build_engine(target, new_draft(target, 0), CONFIG, draft_version="0")
+    engine = build_engine(target, unlike(target, 0), CONFIG, draft_version="0")
     loop = EngineLoop(engine).start()
     watcher, router = VersionWatcher(loop, tmp_path), engine.drafts.router
 
@@ -395,7 +377,7 @@ def test_a_further_draft_is_captured_beside_running_rounds(
     time."""
     config = EngineConfig(k=3)
     expected = [one.tokens for one in build_engine(target, None, config).generate(PROMPTS, GREEDY)]
-    engine = build_engine(target, new_draft(target, 0), config)
+    engine = build_engine(target, unlike(target, 0), config)
     loop = EngineLoop(engine).start()
     stop, outputs = threading.Event(), []
 

@@ -16,9 +16,8 @@ import torch
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter, TrainedDrafter
-from draftsmith.drafters.options import OPTIONS, DraftLmOptions, SuffixOptions
+from draftsmith.drafters.options import OPTIONS, SuffixOptions
 from draftsmith.drafters.published.pool import DraftPool
-from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.text.text_first import TextFirst
@@ -33,6 +32,7 @@ from draftsmith.serve.requests.request import RequestOptions
 from draftsmith.serve.requests.route import CANARY, LIVE, class_draft
 from draftsmith.serve.sampling.params import SamplingParams
 from tests.integration.served import Distribution, enumerated, fit
+from tests.stand_in_drafts import unlike
 
 PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 8, 7], [100, 4, 100, 4, 100, 4, 77]]
 FALSE_ALARM = 1e-6
@@ -54,21 +54,8 @@ def target(tiny_target: Callable[..., str]) -> Target:
 
 
 def new_draft(family: str, target: Target, seed: int) -> TrainedDrafter:
-    """New drafts are much alike, most repeating the target's state through the target's head: these
-    are not."""
-    options = (
-        DraftLmOptions(num_layers=1, hidden_size=32) if family == "draft-lm" else OPTIONS[family]()
-    )
-    counts = torch.ones(target.vocab_size, dtype=torch.int64)
-    drafter = FAMILIES[family].create(options, target, seed=seed, token_counts=counts)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in drafter.parameters():
-            weight.add_(
-                torch.randn(weight.shape, generator=generator),
-                alpha=float(weight.float().square().mean().sqrt()),
-            )
-    return drafter.eval()
+    options = {"num_layers": 1, "hidden_size": 32} if family == "draft-lm" else {}
+    return unlike(target, seed, family, **options)
 
 
 def served(family: str, target: Target) -> ServingDrafter:
@@ -180,12 +167,6 @@ CONFIG = EngineConfig(
 )
 # Each round swaps four drafts: the same samples in a quarter of the rounds.
 WIDE = replace(CONFIG, max_batch=256, max_round_tokens=4096)
-LONG = [pytest.mark.long, pytest.mark.timeout(1800)]
-EACH = (("eagle3", NUM_SAMPLES),)
-MANY = [
-    pytest.param(family, MANY_SAMPLES, marks=LONG, id=f"{family}-many")
-    for family in (*OPTIONS, TEXT_FIRST)
-]
 
 
 def check_drafted(engine: EngineCore, num_samples: int) -> None:
@@ -195,21 +176,16 @@ def check_drafted(engine: EngineCore, num_samples: int) -> None:
     assert stats.num_accepted_tokens > num_samples / 2 and not stats.fallbacks
 
 
-@pytest.mark.parametrize(("family", "num_samples"), [*EACH, *MANY])
+# Of every family, with four drafts, in the long lane.
 def test_the_joint_distribution_is_kept_with_a_swap_before_every_round(
-    family: str,
-    num_samples: int,
-    target: Target,
-    distribution: Distribution,
-    tmp_path: Path,
+    target: Target, distribution: Distribution, tmp_path: Path
 ) -> None:
-    engine = build_engine(target, served(family, target), CONFIG)
-    found = fit_swapped(engine, saved(family, target, tmp_path), distribution, num_samples)
+    engine = build_engine(target, served("eagle3", target), CONFIG)
+    found = fit_swapped(engine, saved("eagle3", target, tmp_path), distribution)
     assert found.p_value > FALSE_ALARM, found
     assert engine.stats.num_swaps > 20
-    check_drafted(engine, num_samples)
-    seen = 0.05 if num_samples == MANY_SAMPLES else 0.2
-    assert detectable_bias(num_samples, found.degrees, FALSE_ALARM) < seen
+    check_drafted(engine, NUM_SAMPLES)
+    assert detectable_bias(NUM_SAMPLES, found.degrees, FALSE_ALARM) < 0.2
 
 
 @pytest.mark.long

@@ -28,6 +28,7 @@ from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.request import Request, RequestOptions, Update
 from draftsmith.serve.sampling.params import SamplingParams
 from tests.integration.served import Distribution, enumerated, fit
+from tests.stand_in_drafts import Uncached
 
 FALSE_ALARM = 1e-6
 NUM_SAMPLES = 768
@@ -37,7 +38,7 @@ SAMPLED, DYNAMIC = "sampled:3x2x1", "dynamic:nodes=15,depth=3,width=3"
 PARAMS = SamplingParams(temperature=1.2, top_k=4, max_tokens=16, ignore_eos=True)
 
 
-class Near:
+class Near(Uncached):
     """Drafts with the target's own distributions under some noise, so that many drafts are kept and
     many are not; without a cache.
 
@@ -45,17 +46,9 @@ class Near:
     distribution that nothing was drawn from.
     """
 
-    family, taps = "near", ()
-
     def __init__(self, target: Target, *, lie: str = ""):
         self.target, self.lie = target, lie
         self.known: dict[tuple[int, ...], torch.Tensor] = {}
-
-    def new_pool(self, *sizes: object) -> None:
-        return None
-
-    def cached_after(self, last: int, drafted: int, accepted: int) -> int:
-        return last + 1
 
     def propose(self, inputs: DraftInputs) -> Proposal:
         raise AssertionError("a tree was asked for")

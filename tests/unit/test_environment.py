@@ -75,78 +75,53 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
+INDEX = "https://cpu.example/simple"
 BY_PIP = ["python -m pip install --no-deps --progress-bar off torch==2.13.0"]
+BY_INDEX = [BY_PIP[0].replace("torch==", f"--index-url {INDEX} torch==")]
+BY_UV = ["uv pip install --python python --torch-backend cpu --no-deps torch==2.13.0"]
+DRY_RUN = "--reinstall --dry-run torch==2.13.0"
 
 
 def is_warning(text: str) -> bool:
     return text.count("\n") == 1 and "2.7 GB" in text and "TORCH_CPU_INDEX" in text
 
 
-def test_a_cuda_machine_gets_what_pip_takes_and_nothing_else_is_asked(machine: Machine) -> None:
-    machine.stand_in("nvidia-smi", "exit 0")
-    machine.environment["TORCH_CPU_INDEX"] = "https://cpu.example/simple"
-    done = machine.run("torch_source python")
-    assert (done.stdout.strip(), done.stderr, machine.log.read_text()) == (
-        "pip",
-        "",
-        "nvidia-smi \n",
-    )
-    assert machine.choose() == ("pip", "", BY_PIP)
-
-
-def test_off_linux_pip_has_no_cuda_build(machine: Machine) -> None:
-    machine.stand_in("uname", "echo Darwin")
-    assert machine.choose() == ("pip", "", BY_PIP)
-
-
-def test_the_index_that_was_named_is_taken_without_asking_others(machine: Machine) -> None:
-    machine.environment["TORCH_CPU_INDEX"] = "https://cpu.example/simple"
-    machine.stand_in("uv", "exit 0")
-    source, said, calls = machine.choose()
-    assert (source, said) == ("index", "")
-    assert calls == [
-        "python -m pip install --no-deps --progress-bar off --index-url "
-        "https://cpu.example/simple torch==2.13.0"
-    ]
-
-
-def test_a_cpu_build_where_pip_looks_is_left_to_pip(machine: Machine) -> None:
-    machine.environment["LISTED"] = LISTED.format("2.13.0+cpu, ")
-    machine.stand_in("uv", "exit 0")
-    assert machine.choose() == ("pip", "", BY_PIP)
-
-
-def test_uv_installs_the_cpu_build_where_it_reaches_one(machine: Machine) -> None:
-    machine.stand_in("uv", "exit 0")
-    source, said, calls = machine.choose()
-    assert (source, said) == ("uv", "")
-    assert calls == ["uv pip install --python python --torch-backend cpu --no-deps torch==2.13.0"]
-
-
-def test_uv_is_asked_for_a_build_to_fetch_not_for_an_installed_one(machine: Machine) -> None:
-    machine.stand_in("uv", "exit 0")
+@pytest.mark.parametrize(
+    ("stand_ins", "named", "listed", "last_asked", "calls"),
+    [
+        ({"nvidia-smi": "exit 0"}, INDEX, NO_MATCH, "nvidia-smi", BY_PIP),
+        ({"uname": "echo Darwin"}, "", NO_MATCH, "uname", BY_PIP),
+        ({"uv": "exit 0"}, INDEX, NO_MATCH, "uname", BY_INDEX),
+        ({"uv": "exit 0"}, "", "2.13.0+cpu, ", "python", BY_PIP),
+        ({"uv": "exit 0"}, "", NO_MATCH, "uv", BY_UV),
+        (
+            {"uv-to-install": "exit 0"},
+            "",
+            NO_MATCH,
+            "uv-to-install",
+            [BY_UV[0].replace("uv", "uv-to-install")],
+        ),
+    ],
+    ids=["cuda", "no_linux", "named_index", "build_where_pip_looks", "uv", "uv_to_install"],
+)
+def test_torch_comes_without_gigabytes_and_nothing_needless_is_asked(
+    machine: Machine, stand_ins, named: str, listed: str, last_asked: str, calls: list[str]
+) -> None:
+    machine.environment |= {"TORCH_CPU_INDEX": named, "LISTED": LISTED.format(listed)}
+    for name, body in stand_ins.items():
+        machine.stand_in(name, body)
     machine.run("torch_source python")
-    asked = [line for line in machine.log.read_text().splitlines() if line.startswith("uv ")]
-    assert len(asked) == 1
-    assert "--reinstall --dry-run torch==2.13.0" in asked[0]
+    log = machine.log.read_text().splitlines()
+    assert log[-1].split()[0] == last_asked
+    tried = [line for line in log if line.startswith("uv")]
+    assert len(tried) == last_asked.startswith("uv") and all(DRY_RUN in line for line in tried)
+    assert machine.choose()[1:] == ("", calls)
 
 
-def test_uv_is_installed_where_it_is_missing(machine: Machine) -> None:
-    machine.stand_in("uv-to-install", "exit 0")
-    source, said, calls = machine.choose()
-    assert (source, said) == ("uv", "")
-    assert calls == [
-        "uv-to-install pip install --python python --torch-backend cpu --no-deps torch==2.13.0"
-    ]
-
-
-def test_where_uv_does_not_reach_one_line_comes_before_gigabytes(machine: Machine) -> None:
-    machine.stand_in("uv", "exit 2")
-    source, said, calls = machine.choose()
-    assert source == "pip" and is_warning(said) and calls == BY_PIP
-
-
-def test_without_uv_one_line_comes_before_gigabytes(machine: Machine) -> None:
+@pytest.mark.parametrize("stand_ins", [{"uv": "exit 2"}, {}], ids=["uv_reaches_none", "no_uv"])
+def test_where_only_gigabytes_are_left_one_line_says_so(machine: Machine, stand_ins) -> None:
+    for name, body in stand_ins.items():
+        machine.stand_in(name, body)
     source, said, calls = machine.choose()
     assert source == "pip" and is_warning(said) and calls == BY_PIP
 

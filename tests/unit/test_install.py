@@ -180,12 +180,6 @@ def test_every_python_resolves(resolutions: Resolutions, python: str) -> None:
 
 
 @pytest.mark.long
-def test_uv_refuses_a_triton_that_torch_does_not_take(resolutions: Resolutions) -> None:
-    done = resolutions["uv, wrong"].result()
-    assert done.returncode != 0 and "triton" in done.stderr
-
-
-@pytest.mark.long
 def test_the_oldest_versions_resolve_to_themselves(resolutions: Resolutions) -> None:
     """The lowest version that each bound of pyproject.toml allows is the one that
     constraints-oldest.txt names."""

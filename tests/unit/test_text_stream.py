@@ -58,19 +58,6 @@ def test_pieces_join_to_the_whole_text_and_hold_no_broken_character(
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    tokens=st.lists(st.integers(1, 299), max_size=120),
-    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4),
-)
-def test_any_tokens_even_broken_bytes_join_to_their_decoding(
-    tokens: list[int], sizes: list[int]
-) -> None:
-    stream = TextStream(TOKENIZER)
-    text = "".join(stream.push(piece).text for piece in chunks(tokens, sizes)) + stream.finish()
-    assert text == decode(tokens)
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     text=st.text(alphabet="aEND é", max_size=40),
@@ -113,22 +100,6 @@ def test_the_beginning_of_a_stop_string_is_held_until_it_is_known() -> None:
         seen += stream.push([token]).text
         assert not seen.endswith("E") and not seen.endswith("EN")
     assert seen == "aENa"
-
-
-def test_special_tokens_give_no_text() -> None:
-    stream = TextStream(TOKENIZER)
-    assert stream.push([0]).text == "" and stream.finish() == ""
-
-
-@pytest.mark.parametrize("text", ["日本語", "👩‍👩‍👧‍👦 family", "naïve café"])
-def test_characters_of_several_tokens_come_whole(text: str) -> None:
-    stream = TextStream(TOKENIZER)
-    pieces = [
-        stream.push([token]).text
-        for token in TOKENIZER(text, add_special_tokens=False)["input_ids"]
-    ]
-    assert "".join(pieces) + stream.finish() == text
-    assert all("\ufffd" not in piece for piece in pieces)
 
 
 @settings(max_examples=80, deadline=None)

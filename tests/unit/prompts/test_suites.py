@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 from collections import Counter
@@ -10,7 +9,7 @@ import pytest
 
 from draftsmith.errors import UserError
 from draftsmith.prompts import published, suites
-from draftsmith.prompts.published import SUITES, Published, Suite, located
+from draftsmith.prompts.published import SUITES, TRAINING, Published, Suite, located
 from draftsmith.prompts.suites import (
     MT_BENCH,
     Question,
@@ -92,17 +91,6 @@ def test_rows_are_conversations_without_their_answers(
     assert of_file(written(tmp_path / "rows.jsonl", [row])) == [question]
 
 
-def test_plain_lines_and_packed_files_are_suites_too(tmp_path: Path) -> None:
-    (tmp_path / "some.txt").write_text("One?\n\nTwo?\n", encoding="utf-8")
-    assert [one.fields["messages"][0]["content"] for one in of_file(tmp_path / "some.txt")] == [
-        "One?",
-        "Two?",
-    ]
-    packed = tmp_path / "rows.jsonl.gz"
-    packed.write_bytes(gzip.compress(json.dumps(ROWS[0]).encode()))
-    assert [one.task for one in of_file(packed)] == ["qa"]
-
-
 @pytest.mark.parametrize(
     ("row", "words"),
     [
@@ -157,7 +145,7 @@ def test_a_share_is_taken_evenly_of_each_task(share: float, taken: list[int]) ->
 
 
 def test_every_suite_is_pinned_and_named() -> None:
-    for suite in SUITES.values():
+    for suite in (*SUITES.values(), *TRAINING):
         assert suite.licence in ("MIT", "Apache-2.0")
         for file in suite.files:
             assert len(file.sha256) == 64 and file.url.startswith("https://")

@@ -89,18 +89,6 @@ def test_an_item_that_takes_too_long_keeps_its_figures_and_stops_no_other(tmp_pa
     assert found["good"]["value"] == 2.0 and "failed" not in found["good"]
 
 
-def test_figures_are_on_disk_before_an_item_ends(tmp_path: Path) -> None:
-    report = Report(tmp_path)
-    seen: list[dict[str, Any]] = []
-
-    def work() -> None:
-        report.note("one", first=1)
-        seen.append(figures(tmp_path)["one"])
-
-    report.run("one", 5, work)
-    assert seen == [{"first": 1}]
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_a_machine_without_a_device_is_refused_in_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -35,15 +35,6 @@ def test_the_padded_target_is_as_large_as_asked_and_says_what_it_is(padded, tiny
     assert record["parameters"] == size
 
 
-def test_its_greedy_text_is_the_sources(padded, tiny_target):
-    prompts = [[5, 6, 7], [40, 41, 42, 43]]
-    source, target = (
-        Target.load(folder, dtype=torch.float32) for folder in (tiny_target("llama"), padded)
-    )
-    assert target.answer(prompts, max_new_tokens=24) == source.answer(prompts, max_new_tokens=24)
-    assert target.tokenizer().get_vocab() == source.tokenizer().get_vocab()
-
-
 def test_a_draft_of_the_source_fits_the_padded_target_without_a_warning(
     padded, tiny_target, tmp_path, caplog
 ):

@@ -20,6 +20,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.sampling.filters import process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample
 from draftsmith.serve.sampling.params import SamplingParams
+from tests.stand_in_drafts import Uncached
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +28,7 @@ def target(tiny_target: Callable[..., str]) -> Target:
     return Target.load(tiny_target("llama"))
 
 
-class FixedDrafter:
+class FixedDrafter(Uncached):
     """Without weights: draft logits depend on the token before and the depth. `told` are the logits
     it admits to."""
 
@@ -53,14 +54,6 @@ class FixedDrafter:
         return sharpness * torch.randn(
             16, vocab_size, generator=torch.Generator().manual_seed(seed)
         )
-
-    def new_pool(
-        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        return None
-
-    def cached_after(self, last: int, drafted: int, accepted: int) -> int:
-        return last + 1
 
     def propose(self, inputs: DraftInputs) -> Proposal:
         self.calls += 1

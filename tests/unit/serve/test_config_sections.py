@@ -9,7 +9,6 @@ import yaml
 
 from draftsmith.commands.arguments import collect, parse, parser_for
 from draftsmith.config import build, flag_options, to_dict
-from draftsmith.errors import UserError
 from draftsmith.serve.config import ServeConfig
 from draftsmith.serve.config_checks import check
 
@@ -64,24 +63,6 @@ def test_a_choice_may_be_off(tmp_path: Path) -> None:
 def test_no_section_has_the_name_of_an_option() -> None:
     sections = {option.path[0] for option in flag_options(ServeConfig) if len(option.path) > 1}
     assert not sections & {option.field.name for option in flag_options(ServeConfig)}
-
-
-@pytest.mark.parametrize(
-    ("word", "sentence"),
-    [
-        ("htpp.port=1", "unknown option 'htpp'; did you mean 'http'?"),
-        ("http.prot=1", "unknown option 'http.prot'; did you mean 'http.port'?"),
-        ("engine.port=1", "unknown option 'engine.port'; did you mean 'http.port'?"),
-        ("max_lenght=1", "unknown option 'max_lenght'; did you mean 'max_length'?"),
-        ("--max-lenght=1", "unknown option '--max-lenght'; did you mean '--max-length'?"),
-        ("http.port=x", "option 'http.port' is 'x'; it must be a whole number"),
-        ("engine.compile=on", "option 'engine.compile' is 'on'; it must be one of auto, off"),
-    ],
-)
-def test_a_mistake_is_one_sentence(word: str, sentence: str) -> None:
-    with pytest.raises(UserError) as caught:
-        resolve("--target", "t", word)
-    assert str(caught.value) == sentence
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda recipe: recipe.stem)

@@ -24,7 +24,7 @@ from draftsmith.drafters.published import versions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.fleet.rl.rollouts import Rollouts
-from draftsmith.record import RecordSink, SinkCounts
+from tests.conftest import Records
 
 # As TRL's trainer calls a reward function, beside the columns of the data set.
 MORE = {"trainer_state": None, "log_extra": None, "log_metric": None, "answer": ["a", "b"]}
@@ -36,19 +36,14 @@ def reward(prompts: Any, completions: Any, **_: Any) -> list[float]:
     return [float(len(one)) for one in completions]
 
 
-class Texts(RecordSink):
+class Texts(Records):
     """A sink that stitches; `taken` are the texts."""
-
-    share = 1.0
-    counts = SinkCounts()
 
     def __init__(self) -> None:
         self.open = OpenRequests()
 
     def put(self, record: Any) -> None:
         self.open.add([record])
-
-    def close(self) -> None: ...
 
     def forget(self, answer: str) -> int:
         return 0

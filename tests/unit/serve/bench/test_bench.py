@@ -117,8 +117,6 @@ def test_built_in_prompts_depend_on_the_seed_alone() -> None:
 
 
 @pytest.mark.parametrize("name, text, words", [
-    ("a.jsonl", "{bad", "line 1"),
-    ("a.jsonl", '{"text": 1}', "line 1 of .* holds text"),
     ("a.jsonl", '{"text": "x"}', "neither"),
     ("a.txt", "\n\n", "no question"),
     ("missing.txt", None, "do not exist"),

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from draftsmith.serve.bodies.formats import FormatFields, StructuredOutputs
-from draftsmith.serve.bodies.messages import MessageBody
 from draftsmith.serve.bodies.tools import ToolFields
 from draftsmith.serve.sampling.grammar import Grammar
 
@@ -16,23 +15,6 @@ CLOCK: dict[str, Any] = {
     "type": "function",
     "function": {"name": "clock", "parameters": {"type": "object"}, "strict": True},
 }
-
-
-def called(arguments: str) -> dict[str, Any]:
-    return {"function": {"name": "weather", "arguments": arguments}}
-
-
-def test_a_template_gets_text_of_parts_and_arguments_as_an_object() -> None:
-    parts = [{"type": "text", "text": "How "}, {"type": "text", "text": "warm?"}]
-    assert MessageBody(role="user", content=parts).plain() == {
-        "role": "user",
-        "content": "How warm?",
-    }
-    calls = [called('{"unit": "C"}'), called('{"unit": ')]
-    message = MessageBody(role="assistant", tool_calls=calls, reasoning="Look.").plain()
-    whole, cut = (call["function"]["arguments"] for call in message["tool_calls"])
-    assert whole == {"unit": "C"} and cut == '{"unit": '
-    assert message["content"] == "" and message["reasoning_content"] == message["reasoning"]
 
 
 @pytest.mark.parametrize(

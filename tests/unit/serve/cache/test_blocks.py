@@ -59,17 +59,6 @@ def test_a_lone_request_grows_into_neighbours() -> None:
     assert blocks == list(range(blocks[0], blocks[0] + 19))
 
 
-def test_a_released_hold_of_a_shared_block_keeps_it() -> None:
-    manager = BlockManager(4, 1)
-    first: list[int] = []
-    manager.grow(first, 2)
-    second = manager.share(first)
-    manager.release(first)
-    assert manager.num_free == 1
-    manager.release(second)
-    assert manager.num_free == 3
-
-
 def test_a_second_release_is_an_error() -> None:
     manager = BlockManager(4, 1)
     blocks: list[int] = []

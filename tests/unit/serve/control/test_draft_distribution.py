@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from draftsmith.drafters.lm.draft_lm import DraftLm
-from draftsmith.drafters.options import DraftLmOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.verify.lossy import verify_typical
@@ -20,6 +19,7 @@ from draftsmith.serve.control.draft_temperature import draft_temperatures
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.sampling.params import SamplingParams
+from tests.stand_in_drafts import near
 
 PROMPT = [5, 60, 7, 200, 9, 33]
 LENGTH, K = 3, 2
@@ -30,13 +30,7 @@ SAMPLED = {"temperature": 1.3, "top_k": 4, "max_tokens": LENGTH + K, "ignore_eos
 @pytest.fixture(scope="module")
 def drafter(target: Target) -> DraftLm:
     """The target with some noise: drafts that are kept often, but not always."""
-    drafter = DraftLm.create(DraftLmOptions(init=target.name), target, seed=1)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.add_(
-                0.03 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-            )
-    return drafter.eval()
+    return near(target, 0.03)
 
 
 def make_engine(

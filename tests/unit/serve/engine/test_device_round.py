@@ -243,10 +243,6 @@ def test_rows_of_two_drafts_wait_once(both: Callable[..., StandIn]) -> None:
     assert counted.count("wait") + counted.count("wait", drafting=True) == 1, events
 
 
-def test_a_greedy_round_of_another_rule_waits_once(both: Callable[..., StandIn]) -> None:
-    assert both("eagle3", GREEDY, verification="block").count("wait") == 1
-
-
 def outside(call: int, proposal: Proposal) -> Proposal:
     """A token that is none, in every third round."""
     tokens = proposal.tokens.clone()

@@ -92,27 +92,3 @@ def test_a_rounds_updates_come_while_the_next_pass_runs_and_the_last_at_once(
     in_turn = ["pass", "update", "pass", "update", "pass", "last update"]
     overlapped = ["pass", "pass", "update", "pass", "update", "last update"]
     assert events == (overlapped if overlaps else in_turn)
-
-
-@pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize("max_tokens", [1, 3])
-def test_a_text_that_cannot_be_made_ends_its_request_alone(
-    target: Target, monkeypatch: pytest.MonkeyPatch, max_tokens: int, overlaps: bool
-) -> None:
-    engine = build_engine(target, None, EngineConfig(num_blocks=64, block_size=8))
-    engine.committer.overlaps = overlaps
-    updates: list[Update] = []
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    request = engine.submit(PROMPTS[0], params, lambda _, update: updates.append(update))
-    other = engine.submit(PROMPTS[1], params)
-    monkeypatch.setattr(request.text_stream, "push", lambda tokens: 1 / 0)
-    while engine.step():
-        pass
-    assert [update.finish_reason for update in updates] == [FinishReason.ERROR] and not updates[
-        0
-    ].tokens
-    assert (
-        request.finish_reason is FinishReason.ERROR and other.finish_reason is FinishReason.LENGTH
-    )
-    assert other.num_output == max_tokens and other.text
-    assert engine.scheduler.blocks.usage == 0.0

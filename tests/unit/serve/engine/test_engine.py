@@ -14,27 +14,17 @@ from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.requests.request import FinishReason
 from draftsmith.serve.sampling.params import SamplingParams
 from scripts.bench.serving.round import calls
+from tests.stand_in_drafts import Knowing, Uncached
 
 PROMPT = [5, 60, 7, 200, 9, 33]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
-class Broken:
+class Broken(Uncached):
     """Fails in one way; `failure` names it."""
-
-    family = "broken"
-    taps: tuple[int, ...] = ()
 
     def __init__(self, failure: str, vocab_size: int):
         self.failure, self.vocab_size = failure, vocab_size
-
-    def new_pool(
-        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        return None
-
-    def cached_after(self, last: int, drafted: int, accepted: int) -> int:
-        return last + 1
 
     def propose(self, inputs: DraftInputs) -> Proposal:
         size, depth = len(inputs.num_draft), int(inputs.num_draft.max())
@@ -107,31 +97,6 @@ def test_unseeded_requests_differ(target: Target) -> None:
     assert len({tuple(text.tokens) for text in texts}) == 4
 
 
-class Scripted:
-    """Drafts the given continuation of PROMPT, whatever is asked."""
-
-    family = "scripted"
-    taps: tuple[int, ...] = ()
-
-    def __init__(self, text: list[int]):
-        self.text = text
-
-    def new_pool(
-        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        return None
-
-    def cached_after(self, last: int, drafted: int, accepted: int) -> int:
-        return last + 1
-
-    def propose(self, inputs: DraftInputs) -> Proposal:
-        at, k = len(inputs.histories[0]) - len(PROMPT), int(inputs.num_draft[0])
-        draft = self.text[at : at + k]
-        return Proposal(
-            tokens=torch.tensor([draft]), lengths=torch.tensor([len(draft)]), logits=None
-        )
-
-
 def test_end_of_sequence_inside_accepted_drafts_ends_the_request(
     target: Target, greedy_text: Callable
 ) -> None:
@@ -141,7 +106,7 @@ def test_end_of_sequence_inside_accepted_drafts_ends_the_request(
     params = SamplingParams(
         temperature=0.0, max_tokens=12, ignore_eos=True, stop_token_ids=(text[stop_at],)
     )
-    engine = build_engine(target, Scripted(text), EngineConfig(k=8))
+    engine = build_engine(target, Knowing(PROMPT + text), EngineConfig(k=8))
     completion = engine.generate([PROMPT], params)[0]
     assert completion.tokens == text[: stop_at + 1]
     assert completion.finish_reason is FinishReason.STOP
@@ -162,7 +127,7 @@ def test_an_end_of_sequence_token_inside_accepted_drafts_ends_the_answer(
     text = greedy_text(PROMPT, 12)
     at = next(i for i in range(3, 8) if text[i] not in text[:i])
     monkeypatch.setattr(target, "eos_token_ids", (text[at],))
-    engine = build_engine(target, Scripted(text), EngineConfig(k=8))
+    engine = build_engine(target, Knowing(PROMPT + text), EngineConfig(k=8))
     completion = engine.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=12))[0]
     assert engine.stats.acceptance.accepted[at] == 1, "the token behind the end was accepted too"
     assert completion.tokens == text[: at + 1] and completion.finish_reason is FinishReason.STOP
@@ -179,9 +144,9 @@ def test_a_stop_string_inside_accepted_drafts_ends_text_and_tokens(
         if words[i].isascii() and words[i].strip() and words[i] not in "".join(words[:i])
     )
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop=(words[at],))
-    completion = build_engine(target, Scripted(text), EngineConfig(k=8)).generate([PROMPT], params)[
-        0
-    ]
+    completion = build_engine(target, Knowing(PROMPT + text), EngineConfig(k=8)).generate(
+        [PROMPT], params
+    )[0]
     assert completion.tokens == text[: at + 1]
     assert words[at] not in completion.text and completion.finish_reason is FinishReason.STOP
 
@@ -190,7 +155,7 @@ def test_logprobs_are_the_targets_own(target: Target, greedy_text: Callable) -> 
     params = SamplingParams(
         temperature=0.7, top_k=5, max_tokens=6, logprobs=2, seed=3, ignore_eos=True
     )
-    for drafter in (None, Scripted(greedy_text(PROMPT, 6))):
+    for drafter in (None, Knowing(PROMPT + greedy_text(PROMPT, 6))):
         completion = build_engine(target, drafter, EngineConfig(k=3)).generate([PROMPT], params)[0]
         tokens = torch.tensor([PROMPT + completion.tokens])
         _, hidden = target.states(tokens, torch.ones_like(tokens), ())

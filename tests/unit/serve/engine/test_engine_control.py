@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from draftsmith.config import build
 from draftsmith.drafters.heads.eagle3 import Eagle3
@@ -18,6 +17,7 @@ from draftsmith.serve.config import EngineConfig, ServeConfig, ServedSpeculation
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.sampling.params import SamplingParams
+from tests.stand_in_drafts import Offering
 
 PROMPTS = [[5 + i, 60, 7, 200, 9, 33] for i in range(4)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
@@ -41,34 +41,21 @@ def run(engine: EngineCore, params: SamplingParams = GREEDY) -> tuple[list[list[
     return [request.output for request in requests], planned
 
 
-class Slow:
-    """Drafts the same wrong token every time, and takes its time."""
+class Slow(Offering):
+    """Takes its time, and the token is wrong."""
 
-    family = "slow"
-    taps: tuple[int, ...] = ()
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def new_pool(
-        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        return None
-
-    def cached_after(self, last: int, drafted: int, accepted: int) -> int:
-        return last + 1
+    calls = 0
 
     def propose(self, inputs: DraftInputs) -> Proposal:
         self.calls += 1
         time.sleep(0.02)
-        size, depth = len(inputs.num_draft), int(inputs.num_draft.max())
-        return Proposal(tokens=torch.full((size, depth), 3), lengths=inputs.num_draft, logits=None)
+        return super().propose(inputs)
 
 
 def test_a_draft_that_never_pays_is_left(
     target: Target, greedy_text: Callable[[list[int], int], list[int]]
 ) -> None:
-    drafter = Slow()
+    drafter = Slow(3)
     engine = build_engine(target, drafter, EngineConfig(k=8, adaptive=True))
     for _ in range(3):
         outputs, planned = run(engine)

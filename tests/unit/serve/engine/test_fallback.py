@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal
@@ -20,6 +19,7 @@ from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.requests.request import RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.stats import TEXT
+from tests.stand_in_drafts import Knowing
 
 PROMPT = [5, 60, 7, 200, 9, 33]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
@@ -41,29 +41,6 @@ class Failing:
             raise RuntimeError("not yet")
         self.starts += inputs.starts.tolist()
         return self.drafter.propose(inputs)
-
-
-class Knowing:
-    """Matches text, and the text is the answer."""
-
-    family = "knowing"
-    taps: tuple[int, ...] = ()
-
-    def __init__(self, text: list[int]):
-        self.text = text
-
-    def new_pool(
-        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        return None
-
-    def cached_after(self, last: int, drafted: int, accepted: int) -> int:
-        return last + 1
-
-    def propose(self, inputs: DraftInputs) -> Proposal:
-        width = int(inputs.num_draft.max())
-        drafts = [(self.text + [9] * width)[len(history) :][:width] for history in inputs.histories]
-        return Proposal(tokens=torch.tensor(drafts), lengths=inputs.num_draft, logits=None)
 
 
 @pytest.fixture(scope="module")

@@ -167,21 +167,6 @@ def test_cuda_graphs_are_the_eager_passes(tiny_target):
         assert_rounds_equal(target, CudaCapturer(), "cuda")
 
 
-def addresses(graphs: PassGraphs) -> list[int]:
-    tensors = [graphs._inputs._flat, graphs._inputs._tables, *graphs._inputs._tree]
-    return [tensor.data_ptr() for tensor in (*tensors, *vars(graphs._outputs).values())]
-
-
-def test_a_shape_is_captured_once_and_all_stays_where_it_is(target):
-    capturer = FakeCapturer()
-    graphs = make_graphs(target, capturer)
-    places = set()
-    for seed in range(6):
-        output = graphs.run(round_of([2, 1, 2], [seed, seed, seed], seed), ())
-        places.add((output.logits.data_ptr(), *addresses(graphs)))
-    assert (capturer.captures, graphs.num_graphs, len(places)) == (1, 1, 1)
-
-
 def test_taps_make_no_shape_of_their_own(target):
     graphs = make_graphs(target, FakeCapturer())
     inputs = round_of([2, 2], [0, 0], 0)

@@ -3,7 +3,6 @@ engine go on."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.target.target import Target
-from draftsmith.record import RecordSink, SinkCounts
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
@@ -23,30 +20,13 @@ from draftsmith.serve.requests.request import FinishReason, Request, Update
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.sampling.request_errors import is_own
+from tests.conftest import Records
+from tests.stand_in_drafts import Knowing, Offering
+from tests.waiting import wait_until
 
 PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 9, 41, 8]]
 PARAMS = SamplingParams(temperature=1.0, seed=7, max_tokens=14, ignore_eos=True)
 REPEATS = MOST_FAILURES + 2
-
-
-class Knowing:
-    """Drafts the answer."""
-
-    family, taps = "knowing", ()
-
-    def __init__(self, text: list[int]):
-        self.text = text
-
-    def new_pool(self, *sizes: object) -> None:
-        return None
-
-    def cached_after(self, last: int, drafted: int, accepted: int) -> int:
-        return last + 1
-
-    def propose(self, inputs: DraftInputs) -> Proposal:
-        width = int(inputs.num_draft.max())
-        drafts = [(self.text + [9] * width)[len(history) :][:width] for history in inputs.histories]
-        return Proposal(tokens=torch.tensor(drafts), lengths=inputs.num_draft, logits=None)
 
 
 class Failing:
@@ -123,21 +103,8 @@ PLANTED: dict[str, Callable[[EngineCore, Request, int], None]] = {
 }
 
 
-class Ignored(RecordSink):
-    """A sink of rounds."""
-
-    share = 1.0
-    counts = SinkCounts()
-
-    def put(self, record: object) -> None:
-        return
-
-    def close(self) -> None:
-        return
-
-
 def drawn(
-    target: Target, drafter: object, sink: Ignored, plant: Callable | None, *, overlaps: bool
+    target: Target, drafter: object, sink: Records, plant: Callable | None, *, overlaps: bool
 ) -> tuple[Request, list[Request]]:
     """A request in which `plant` makes something raise, and two beside it."""
     engine = build_engine(
@@ -174,7 +141,7 @@ def no_eos(target: Target) -> Iterator[Target]:
 
 @pytest.fixture(scope="module")
 def undisturbed(no_eos: Target, fixed_drafter: Callable) -> tuple[Request, list[Request]]:
-    return drawn(no_eos, fixed_drafter(), Ignored(), None, overlaps=False)
+    return drawn(no_eos, fixed_drafter(), Records(), None, overlaps=False)
 
 
 # Updates are made while the next pass runs, or at once.
@@ -191,7 +158,7 @@ def test_what_raises_for_one_request_ends_it_alone(
 ) -> None:
     whole, neighbours = undisturbed
     assert whole.finish_reason is FinishReason.LENGTH
-    request, others = drawn(no_eos, fixed_drafter(), Ignored(), PLANTED[what], overlaps=overlaps)
+    request, others = drawn(no_eos, fixed_drafter(), Records(), PLANTED[what], overlaps=overlaps)
     assert request.finish_reason is FinishReason.ERROR
     assert whole.output[: request.num_output] == request.output
     refusal = failure(request)
@@ -257,7 +224,7 @@ def test_requests_in_vain_do_not_stop_the_engine(
                 loop.submit(PROMPTS[1], one, lambda request, update, own=own: own.append(update))
                 for one, (_, own) in zip(asked, told, strict=True)
             ]
-            wait_for(requests)
+            wait_until(lambda asked=requests: all(one.finished for one in asked))
             assert [request.finish_reason for request in requests[:2]] == [FinishReason.ERROR] * 2
             assert (
                 "leaves no token at position 4" in requests[0].error
@@ -270,13 +237,6 @@ def test_requests_in_vain_do_not_stop_the_engine(
             assert loop.healthy and loop.failures == 0
     finally:
         loop.close()
-
-
-def wait_for(requests: list[Request]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not all(request.finished for request in requests):
-        assert time.monotonic() < deadline_s, "not all requests ended"
-        time.sleep(0.002)
 
 
 def test_tokens_before_a_position_without_one_are_kept(
@@ -323,14 +283,9 @@ def test_what_raises_behind_drafts_that_fall_changes_nothing(
             raise ValueError("no scores behind 7")
         return scores.index_fill(1, torch.tensor([7]), -torch.inf)
 
-    class OffersSeven(Knowing):
-        def propose(self, inputs: DraftInputs) -> Proposal:
-            tokens = torch.full((len(inputs.histories), int(inputs.num_draft.max())), 7)
-            return Proposal(tokens=tokens, lengths=inputs.num_draft, logits=None)
-
     params = replace(PARAMS, temperature=temperature, logits_processors=(picky,))
     outputs = []
-    for drafter, k in ((None, {}), (OffersSeven([]), {"k": 3})):
+    for drafter, k in ((None, {}), (Offering(7), {"k": 3})):
         engine = build_engine(target, drafter, EngineConfig(compile="off", **k))
         completion = engine.generate([PROMPTS[0]], params)[0]
         assert completion.finish_reason is FinishReason.LENGTH

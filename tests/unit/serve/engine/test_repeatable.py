@@ -27,6 +27,7 @@ from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests import input_processor
 from draftsmith.serve.requests.request import RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
+from tests.stand_in_drafts import Uncached
 
 PROMPT = [5, 60, 7, 200, 9, 33]
 SAMPLED = SamplingParams(temperature=2.0, max_tokens=40, ignore_eos=True)
@@ -170,22 +171,11 @@ def test_a_row_that_may_not_count_is_reckoned_as_expected() -> None:
     )
 
 
-class Broken:
+class Broken(Uncached):
     """Draws its first token; the second has no distribution, or there is an exception."""
-
-    family = "broken"
-    taps: tuple[int, ...] = ()
 
     def __init__(self, vocab_size: int, *, raises: bool):
         self.vocab_size, self.raises, self.calls = vocab_size, raises, 0
-
-    def new_pool(
-        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        return None
-
-    def cached_after(self, last: int, drafted: int, accepted: int) -> int:
-        return last + 1
 
     def propose(self, inputs: DraftInputs) -> Proposal:
         self.calls += 1

@@ -26,27 +26,20 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.requests.request import FinishReason
 from draftsmith.serve.sampling.params import SamplingParams
+from tests.stand_in_drafts import Uncached
 
 BAD = 250
 PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 9, 41, 8], [77, 12, 5, 8, 30]]
 SAMPLED = SamplingParams(temperature=1.0, top_k=6, max_tokens=12, ignore_eos=True)
 
 
-class Near:
+class Near(Uncached):
     """Draws from the target's own logits with BAD as the likeliest of all, so that good drafts are
     kept and bad ones offered."""
-
-    family, taps = "near", ()
 
     def __init__(self, sound: Target):
         self.sound, self.offered = sound, 0
         self.known: dict[tuple[int, ...], torch.Tensor] = {}
-
-    def new_pool(self, *sizes: object) -> None:
-        return None
-
-    def cached_after(self, last: int, drafted: int, accepted: int) -> int:
-        return last + 1
 
     def logits(self, texts: list[list[int]]) -> torch.Tensor:
         return torch.stack([self.after(tuple(text)) for text in texts])

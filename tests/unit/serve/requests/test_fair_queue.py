@@ -7,8 +7,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from draftsmith.serve.cache.blocks import BlockManager
-from draftsmith.serve.engine.scheduler import QueueFull, Scheduler
 from draftsmith.serve.requests.fair_queue import FairQueue, cost_of
 from draftsmith.serve.requests.request import Request, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
@@ -38,12 +36,6 @@ def fill(queue: FairQueue, *kinds: str) -> list[Request]:
 
 def drain(queue: FairQueue) -> str:
     return "".join(queue.pop().options.request_class for _ in range(len(queue)))
-
-
-def test_one_class_is_first_come_first_served() -> None:
-    queue = FairQueue()
-    requests = fill(queue, "a", "a", "a")
-    assert [queue.pop() for _ in requests] == requests
 
 
 def test_a_class_that_comes_late_does_not_wait_for_all_of_a_flood() -> None:
@@ -175,14 +167,6 @@ def test_nobody_starves_under_an_endless_flood_of_new_classes(flood: list[tuple[
         if queue.pop() is patient:
             return
     pytest.fail("the second request of class b still waits after 60 admissions")
-
-
-def test_a_full_queue_refuses_whatever_the_class() -> None:
-    scheduler = Scheduler(BlockManager(9, 4), max_batch=1, max_round_tokens=8, max_queue=2)
-    scheduler.add(make_request("a"))
-    scheduler.add(make_request("b"))
-    with pytest.raises(QueueFull, match="later"):
-        scheduler.add(make_request("c"))
 
 
 def test_priority_orders_a_class_and_takes_nothing_from_others() -> None:

@@ -15,8 +15,7 @@ from transformers import NoRepeatNGramLogitsProcessor
 
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import ServingDrafter
-from draftsmith.drafters.lm.draft_lm import DraftLm
-from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
+from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
@@ -24,6 +23,7 @@ from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.request import FinishReason
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.sampling.params import SamplingParams
+from tests.stand_in_drafts import near
 
 PROMPTS = [[5, 6, 7], [30, 31, 30, 31, 30]]
 LENGTH = 10
@@ -33,19 +33,13 @@ LENGTH = 10
 def drafters(target: Target, fixed_drafter: Callable) -> dict[str, ServingDrafter | None]:
     """One that hears of no adjustment, one that applies them, one that does so over a part of the
     vocabulary."""
-    near = DraftLm.create(DraftLmOptions(init=target.name), target, seed=1)
-    with torch.no_grad():
-        for parameter in near.parameters():
-            parameter.add_(
-                0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-            )
     counts = torch.arange(target.vocab_size)
     pruned = Eagle3.create(Eagle3Options(draft_vocab_size=100), target, seed=1, token_counts=counts)
     assert pruned.vocab_map is not None
     return {
         "none": None,
         "fixed": fixed_drafter(),
-        "draft-lm": near.eval(),
+        "draft-lm": near(target),
         "pruned": pruned.eval(),
     }
 

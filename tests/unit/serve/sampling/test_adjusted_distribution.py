@@ -14,7 +14,7 @@ import torch
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.lm.draft_lm import DraftLm
-from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
+from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, detectable_bias, g_test
@@ -27,6 +27,7 @@ from draftsmith.serve.sampling.adjustments import Adjustments
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.sampling.penalties import CountedTexts
+from tests.stand_in_drafts import near
 
 PROMPT = [40, 41, 42, 40]
 LENGTH = 4  # tokens looked at
@@ -69,13 +70,7 @@ Distribution = dict[tuple[int, ...], float]
 
 @pytest.fixture(scope="module")
 def drafter(target: Target) -> DraftLm:
-    drafter = DraftLm.create(DraftLmOptions(init=target.name), target, seed=1)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.add_(
-                0.03 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-            )
-    return drafter.eval()
+    return near(target, 0.03)
 
 
 def grammatical(target: Target, text: list[int]) -> torch.Tensor:
