@@ -206,11 +206,32 @@ def speculation(folder: Path, method: str, draft: str | None = None) -> dict[str
     }
 
 
-def test_eagle3_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]) -> None:
-    draft = exported(workshop, "eagle3", "vllm")
-    check(
-        workshop, "eagle3", vllm(workshop, "target", speculation(workshop, "eagle3", draft)), plain
-    )
+# A stitched MTP module is in the model's own folder; the layout of speculators names its target.
+@pytest.mark.parametrize(
+    ("family", "layout", "method"),
+    [
+        ("eagle3", "vllm", "eagle3"),
+        ("p-eagle", "vllm", "eagle3"),
+        ("draft-lm", "vllm", "draft_model"),
+        ("eagle1", "vllm", "eagle"),
+        ("medusa", "vllm", "medusa"),
+        ("mtp", "vllm", "mtp"),
+        ("eagle3", "speculators", None),
+        ("p-eagle", "speculators", None),
+    ],
+)
+def test_a_draft_accepts_what_was_predicted(
+    family: str, layout: str, method: str | None, workshop: Path, plain: dict[str, Any]
+) -> None:
+    draft = exported(workshop, family, layout)
+    if method is None:
+        found = vllm(workshop, draft, None)
+    elif family == "mtp":
+        found = vllm(workshop, draft, speculation(workshop, method))
+    else:
+        parallel = {"parallel_drafting": True} if family == "p-eagle" else {}
+        found = vllm(workshop, "target", speculation(workshop, method, draft) | parallel)
+    check(workshop, family, found, plain)
 
 
 @pytest.mark.parametrize(("family", "method"), [("eagle3", "eagle3"), ("draft-lm", "draft_model")])
@@ -233,57 +254,6 @@ def test_sampled_drafts_are_accepted_as_often_as_here(
     assert here.tau > 1.1 and abs(tau - here.tau) < 5 * error < 0.15
 
 
-def test_eagle3_in_the_speculators_layout_finds_its_target_itself(
-    workshop: Path, plain: dict[str, Any]
-) -> None:
-    check(
-        workshop, "eagle3", vllm(workshop, exported(workshop, "eagle3", "speculators"), None), plain
-    )
-
-
-def test_p_eagle_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]) -> None:
-    parallel = {
-        **speculation(workshop, "eagle3", exported(workshop, "p-eagle", "vllm")),
-        "parallel_drafting": True,
-    }
-    check(workshop, "p-eagle", vllm(workshop, "target", parallel), plain)
-
-
-def test_p_eagle_in_the_speculators_layout_finds_its_target_itself(
-    workshop: Path, plain: dict[str, Any]
-) -> None:
-    check(
-        workshop,
-        "p-eagle",
-        vllm(workshop, exported(workshop, "p-eagle", "speculators"), None),
-        plain,
-    )
-
-
-def test_draft_lm_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]) -> None:
-    draft = exported(workshop, "draft-lm", "vllm")
-    check(
-        workshop,
-        "draft-lm",
-        vllm(workshop, "target", speculation(workshop, "draft_model", draft)),
-        plain,
-    )
-
-
-def test_eagle1_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]) -> None:
-    draft = exported(workshop, "eagle1", "vllm")
-    check(
-        workshop, "eagle1", vllm(workshop, "target", speculation(workshop, "eagle", draft)), plain
-    )
-
-
-def test_medusa_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]) -> None:
-    draft = exported(workshop, "medusa", "vllm")
-    check(
-        workshop, "medusa", vllm(workshop, "target", speculation(workshop, "medusa", draft)), plain
-    )
-
-
 def test_dflash_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]) -> None:
     speculative = speculation(workshop, "dflash", exported(workshop, "dflash", "vllm"))
     mended = vllm(workshop, "target", speculative, probe=KEY_NORMS_PROBE)
@@ -292,15 +262,6 @@ def test_dflash_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]
     assert as_it_is["tokens"] == plain["tokens"]
     assert as_it_is["rounds"] > mended["rounds"], (
         f"vLLM norms each layer's keys itself by now: take {KEY_NORMS_PROBE.name} away"
-    )
-
-
-def test_stitched_mtp_accepts_what_was_predicted(workshop: Path, plain: dict[str, Any]) -> None:
-    check(
-        workshop,
-        "mtp",
-        vllm(workshop, exported(workshop, "mtp", "vllm"), speculation(workshop, "mtp")),
-        plain,
     )
 
 
