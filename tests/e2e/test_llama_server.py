@@ -24,10 +24,10 @@ from transformers import AutoTokenizer
 from tests.e2e.workshop import (
     MAX_TOKENS,
     K,
+    check_accepted,
     exported,
     predicted_tau,
     save_llama,
-    served,
     texts,
 )
 
@@ -160,20 +160,7 @@ def test_a_draft_accepts_what_was_predicted(
     with server(workshop, *drafting(family, draft)) as client:
         found = answers(client, workshop)
     assert found["tokens"] == plain["tokens"], "speculation changed llama.cpp's own greedy output"
-    there, predicted, here = (
-        1 + found["accepted"] / found["rounds"],
-        predicted_tau(workshop, family),
-        served(workshop, family),
-    )
-    value, low, high = (predicted[name] for name in ("value", "low", "high"))
-    print(
-        f"{family}: tau {there:.3f} in llama.cpp, {here.tau:.3f} served here, {value:.3f} "
-        f"({low:.3f}-{high:.3f}) predicted offline; {found['rounds']} rounds, {here.rounds} here"
-    )
-    assert value > 1.3, "the draft learned too little for the comparison to mean anything"
-    ends = len(texts(workshop)) / found["rounds"]
-    assert abs(there / value - 1) < ends
-    assert abs(found["rounds"] / here.rounds - 1) < 0.02
+    check_accepted("llama.cpp", workshop, family, found)
 
 
 def drafting(family: str, draft: Path) -> list[str]:

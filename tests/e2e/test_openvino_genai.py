@@ -14,10 +14,10 @@ import pytest
 from tests.e2e.workshop import (
     MAX_TOKENS,
     K,
+    check_accepted,
     exported,
     predicted_tau,
     save_llama,
-    served,
     texts,
 )
 
@@ -94,20 +94,7 @@ def test_a_draft_accepts_what_was_predicted(
 ) -> None:
     found = answers(workshop, workshop / exported(workshop, family, "openvino"))
     assert found["tokens"] == plain["tokens"], "speculation changed GenAI's own greedy output"
-    there, predicted, here = (
-        1 + found["accepted"] / found["rounds"],
-        predicted_tau(workshop, family),
-        served(workshop, family),
-    )
-    value, low, high = (predicted[name] for name in ("value", "low", "high"))
-    print(
-        f"{family}: tau {there:.3f} in OpenVINO GenAI, {here.tau:.3f} served here, {value:.3f} "
-        f"({low:.3f}-{high:.3f}) predicted offline; {found['rounds']} rounds, {here.rounds} here"
-    )
-    assert value > 1.3, "the draft learned too little for the comparison to mean anything"
-    ends = len(texts(workshop)) / found["rounds"]
-    assert abs(there / value - 1) < ends
-    assert abs(found["rounds"] / here.rounds - 1) < 0.02
+    check_accepted("OpenVINO GenAI", workshop, family, found)
 
 
 def test_a_tap_off_by_one_would_be_noticed(workshop: Path, plain: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ from tests.e2e.workshop import (
     SHAPE,
     K,
     answer,
+    check_accepted,
     exported,
     predicted_tau,
     save_llama,
@@ -176,26 +177,9 @@ def vllm(
 def check(folder: Path, family: str, found: dict[str, Any], plain: dict[str, Any]) -> None:
     assert found["tokens"] == plain["tokens"], "speculation changed vLLM's own greedy output"
     assert found["accepted"] > 0
-    there, predicted, here = (
-        1 + found["accepted"] / found["rounds"],
-        predicted_tau(folder, family),
-        served(folder, family),
-    )
-    value, low, high = (predicted[name] for name in ("value", "low", "high"))
-    print(
-        f"{family}: tau {there:.3f} in vLLM, {here.tau:.3f} served here, {value:.3f} "
-        f"({low:.3f}-{high:.3f}) predicted offline"
-    )
-    print(f"{family}: {found['rounds']} rounds in vLLM, {here.rounds} here")
-    assert value > 1.3, "the draft learned too little for the comparison to mean anything"
-    assert low <= there <= high
-    # The two end a text differently: vLLM's first token costs no round and its last round may
-    # overshoot, at most one round of each answer.
-    ends = len(texts(folder)) / found["rounds"]
-    assert abs(there / value - 1) < ends
-    # The rounds are the same: engines that draft the same need as many. What is left is rounding,
-    # which may fork a text.
-    assert abs(found["rounds"] / here.rounds - 1) < 0.02
+    check_accepted("vLLM", folder, family, found)
+    predicted = predicted_tau(folder, family)
+    assert predicted["low"] <= 1 + found["accepted"] / found["rounds"] <= predicted["high"]
 
 
 def speculation(folder: Path, method: str, draft: str | None = None) -> dict[str, Any]:

@@ -170,3 +170,23 @@ def served(folder: Path, family: str, *, temperature: float = 0.0, repeats: int 
     # The first token of an answer comes with its prompt.
     undrafted = sum(len(answer.tokens) - 1 for answer in answers) - counts.num_committed
     return Served(counts.tau, counts.rounds + undrafted)
+
+
+def check_accepted(engine: str, folder: Path, family: str, found: dict[str, Any]) -> None:
+    """What another engine accepted of the family's draft is what was predicted offline, and its
+    rounds are those of our own."""
+    predicted, here = predicted_tau(folder, family), served(folder, family)
+    there, value = 1 + found["accepted"] / found["rounds"], predicted["value"]
+    print(
+        f"{family}: tau {there:.3f} in {engine}, {here.tau:.3f} served here, {value:.3f} "
+        f"({predicted['low']:.3f}-{predicted['high']:.3f}) predicted offline; "
+        f"{found['rounds']} rounds, {here.rounds} here"
+    )
+    assert value > 1.3, "the draft learned too little for the comparison to mean anything"
+    # The two end a text differently: another engine's first token costs no round and its last
+    # round may overshoot, at most one round of each answer.
+    ends = len(texts(folder)) / found["rounds"]
+    assert abs(there / value - 1) < ends
+    # The rounds are the same: engines that draft the same need as many. What is left is rounding,
+    # which may fork a text.
+    assert abs(found["rounds"] / here.rounds - 1) < 0.02

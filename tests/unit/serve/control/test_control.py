@@ -425,21 +425,6 @@ def test_a_load_between_loads_that_do_not_draft_does_not_read_up_for_one_round()
     assert undrafted_ms >= 0.99 * ms, undrafted_ms / ms
 
 
-def test_a_load_is_inferred_from_all_of_its_neighbour_rather_than_from_one_far_away() -> None:
-    """Eight rows whose k = 3 was never measured take longer with it than with 2, whatever a single
-    row makes of it."""
-    table = LatencyTable()
-    for rows, k, seconds in ((1, 0, 3.9), (1, 2, 5.4), (1, 3, 6.7), (8, 0, 4.6), (8, 2, 11.0)):
-        for _ in range(9):
-            table.add(bucket_of(rows), k, seconds)
-    table.add(bucket_of(6), 0, 4.5)
-    table.add(bucket_of(6), 0, 4.5)
-    table.settle()
-    taken_s = [table.seconds(bucket_of(6), k) for k in range(4)]
-    assert taken_s == sorted(taken_s)
-    assert taken_s[2] == pytest.approx(4.5 * (11.0 / 4.6), rel=0.05)
-
-
 def test_a_round_is_booked_where_it_was_chosen_whatever_ran() -> None:
     """A prompt that is expected and never fed: the k of that load must be measured, and left, all
     the same."""
@@ -539,13 +524,6 @@ def test_what_was_not_measured_is_inferred() -> None:
         table.variance(bucket_of(rows), k, 0) for rows, k in ((8, 4), (8, 6), (16, 4), (16, 6))
     ]
     assert variances[0] < variances[1] < variances[3] and variances[0] < variances[2]
-
-
-def test_one_stall_of_the_machine_does_not_ruin_a_measurement() -> None:
-    table = filled((1, 2, 1.0))
-    table.add(bucket_of(1), 2, 60.0)
-    table.settle()
-    assert table.seconds(bucket_of(1), 2) < 1.5
 
 
 def test_a_lucky_round_after_a_long_time_is_not_the_new_price() -> None:
