@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from contextlib import nullcontext
 
 from draftsmith.lock import folder_lock
 from draftsmith.train import resolve
@@ -14,27 +14,15 @@ from draftsmith.train.quiet import quiet
 
 def run(config: TrainConfig) -> int:
     # Before the libraries, which take seconds to import: a wrong option is an error at once.
-    configs = resolve.by_family(config)
-    for one in configs:
-        resolve.check(one)
-        RunFolder(one.out).check(one)
-    with ExitStack() as held:
-        # The first of several processes holds the folders for all.
-        for one in configs if os.environ.get("RANK", "0") == "0" else ():
-            held.enter_context(folder_lock(one.out, "train"))
-        _train(config, configs)
+    resolve.check(config)
+    RunFolder(config.out).check(config)
+    # The first of several processes holds the folder for all.
+    is_first = os.environ.get("RANK", "0") == "0"
+    with folder_lock(config.out, "train") if is_first else nullcontext():
+        quiet()
+        from draftsmith.drafters.target.ranks import leave_group
+        from draftsmith.train.session import train
+
+        train(config)
+        leave_group()
     return 0
-
-
-def _train(config: TrainConfig, configs: list[TrainConfig]) -> None:
-    quiet()
-    from draftsmith.drafters.target.ranks import leave_group
-    from draftsmith.train.session import train
-    from draftsmith.train.shared import train_together
-
-    if config.shared_target:
-        train_together(configs)
-    else:
-        for one in configs:
-            train(one)
-    leave_group()

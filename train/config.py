@@ -133,15 +133,7 @@ class TrainConfig:
     dflash: DflashOptions | None = option(None, "shape of the draft in this family")
     dspark: DsparkOptions | None = option(None, "shape of the draft in this family")
 
-    family: str = option(
-        help="what to train; more families may follow", choices=FAMILIES, positional=True
-    )
-    more_families: tuple[str, ...] = option(
-        (),
-        "families to train too, on the same data; each draft is then in OUT/FAMILY",
-        choices=FAMILIES,
-        positional=True,
-    )
+    family: str = option(help="what to train", choices=FAMILIES, positional=True)
     target: str = option(help="the target: a folder, Hub id or GGUF file of a causal LM")
     data: tuple[str, ...] = option(
         help="folders written by `draftsmith generate`, FOLDER[:WEIGHT]: one of weight 2 is read "
@@ -239,11 +231,6 @@ class TrainConfig:
         "with target_server: likeliest tokens per position that the loss reads, with their tail "
         "mass",
         limits=Limits(0, 1024, "[]"),
-    )
-    shared_target: bool = option(
-        False,
-        "train several families at once, with one pass of the target for all of them; without it "
-        "they are trained one after the other",
     )
     resume: bool = option(
         True, "go on from the newest checkpoint of --out; --no-resume starts over"

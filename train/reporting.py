@@ -33,12 +33,9 @@ DROPPED = {
 
 
 class Reporter(TrainerCallback):
-    """Writes on rank 0 only; counts time and stops on every rank alike. Without a label it shows no
-    progress."""
+    """Writes on rank 0 only; counts time and stops on every rank alike."""
 
-    def __init__(
-        self, folder: RunFolder, clock: Clock, *, steps_per_epoch: float, label: str | None
-    ):
+    def __init__(self, folder: RunFolder, clock: Clock, *, steps_per_epoch: float, label: str):
         self.folder = folder
         self.file = MetricsFile(folder.metrics)
         self.clock = clock
@@ -51,7 +48,7 @@ class Reporter(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any
     ) -> None:
         self.clock.start(self.clock.elapsed_s)
-        if not state.is_world_process_zero or self.label is None:
+        if not state.is_world_process_zero:
             return
         if self.clock.budget_s is None:
             self.progress = Progress(

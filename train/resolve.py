@@ -4,8 +4,7 @@ whether a run may be continued. Pure and torch-free."""
 from __future__ import annotations
 
 import os
-from dataclasses import MISSING, fields, is_dataclass, replace
-from pathlib import Path
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 from draftsmith.config import check_limits, to_dict
@@ -54,74 +53,10 @@ def drafter_options(config: TrainConfig) -> DrafterOptions:
     return options
 
 
-def by_family(config: TrainConfig) -> list[TrainConfig]:
-    """One config for each family, as a run of its own would have it; several write to OUT/FAMILY.
-
-    Raises:
-        UserError: several families cannot be trained in one command, or share no pass.
-    """
-    families = (config.family, *config.more_families)
-    check_families(families, config)
-    if not config.more_families:
-        return [config]
-    sections = {name.replace("-", "_"): None for name in families}
-    return [
-        replace(
-            config,
-            family=name,
-            more_families=(),
-            shared_target=False,
-            out=str(Path(config.out) / name),
-            **sections | {section: vars(config)[section]},
-        )
-        for name, section in zip(families, sections, strict=True)
-    ]
-
-
-def check_families(families: tuple[str, ...], config: TrainConfig) -> None:
-    twice = next((name for name in families if families.count(name) > 1), None)
-    if twice is not None:
-        raise UserError(f"family {twice!r} is given more than once; name each family once")
-    if len(families) > 1 and config.init is not None:
-        raise UserError(
-            f"option 'init' is {config.init!r}, a draft of one family, but {len(families)} "
-            "families are trained; train that one by itself"
-        )
-    if not config.shared_target:
-        return
-    if len(families) == 1:
-        raise UserError(
-            "option 'shared_target' is of several drafts but one family is given; name more, as in "
-            "draftsmith train eagle3 mtp --shared-target"
-        )
-    apart = "train the families apart, without --shared-target"
-    if config.on_policy.share:
-        raise UserError(
-            f"option 'on_policy.share' is {config.on_policy.share} and each draft writes on-policy "
-            f"texts of its own, so no pass of the target is shared; {apart}"
-        )
-    if config.deepspeed is not None or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(
-            f"option 'shared_target' is of one process without DeepSpeed; {apart}, or start no "
-            "launcher"
-        )
-    if config.report_to:
-        raise UserError(
-            f"option 'report_to' is {' '.join(config.report_to)!r} but trackers follow one run of "
-            f"a process; {apart}, or read OUT/FAMILY/metrics.jsonl"
-        )
-
-
 def check(config: TrainConfig) -> None:
     """Raises a `UserError` for values that no run could use, or not this one's processes."""
     check_options(config)
     check_processes(config)
-
-
-def check_each(config: TrainConfig) -> None:
-    """`check_options` of every family, whatever processes will run."""
-    for one in by_family(config):
-        check_options(one)
 
 
 def check_processes(config: TrainConfig) -> None:
@@ -302,6 +237,8 @@ def different_from(config: TrainConfig, recorded: dict[str, Any]) -> str | None:
         if name in CONTINUABLE or listed(now.get(name)) == listed(then.get(name)):
             continue
         if not is_option(config, name):
+            if not then[name]:
+                continue  # it was off
             return f"{name} was {then[name]!r} and is no option of this version"
         return f"{name}: {then.get(name)!r} -> {now.get(name)!r}"
     return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -53,7 +52,7 @@ def train(config: TrainConfig) -> None:
     drafter = new_trainee_drafter(config, material)
     trainer = new_trainer(config, material, drafter, new_source(config, material, drafter.taps))
     checkpoint_path = open_folder(config, material, trainer)
-    keep_time([trainer])
+    keep_time(trainer)
     trainer.train(resume_from_checkpoint=checkpoint_path)
     finish(config, trainer, material)
 
@@ -160,11 +159,7 @@ def new_trainer(
     material: Material,
     drafter: torch.nn.Module,
     source: TargetSource,
-    *,
-    shows: bool = True,
-    drafts: int = 1,
 ) -> DraftTrainer:
-    """`shows`: with a progress line. `drafts`: that are trained at once."""
     placement, target, corpus = material
     spare = new_drafter(config, *material) if resolve.zero_stage(config.deepspeed) == 3 else None
     kind = kind_of(config.divergence)
@@ -192,7 +187,6 @@ def new_trainer(
         target,
         corpus.held_out.first(config.eval_prompts),
         partial(rank_0_s, args),
-        drafts=drafts,
     )
     clock = Clock(total_steps=steps, budget_s=config.minutes and config.minutes * 60)
     on_policy = new_on_policy(config, placement, target, corpus) if config.on_policy.share else None
@@ -214,7 +208,7 @@ def new_trainer(
             folder,
             clock,
             steps_per_epoch=per_epoch / (config.accumulate * placement.world_size),
-            label=f"train {config.family}" if shows else None,
+            label=f"train {config.family}",
         )
     )
     return trainer
@@ -265,12 +259,11 @@ def is_moved(config: TrainConfig, placement: Placement) -> bool:
     return newest is not None and newest.processes != placement.world_size
 
 
-def keep_time(trainers: Sequence[DraftTrainer]) -> None:
-    """Takes the time of the last evaluations off the time to train in."""
-    evaluated_s = sum(one.held_out.expected_s(one.model.drafter) for one in trainers)
-    for clock in (one.clock for one in trainers):
-        if clock.budget_s is not None:
-            clock.budget_s -= evaluated_s
+def keep_time(trainer: DraftTrainer) -> None:
+    """Takes the time of the last evaluation off the time to train in."""
+    evaluated_s = trainer.held_out.expected_s(trainer.model.drafter)
+    if trainer.clock.budget_s is not None:
+        trainer.clock.budget_s -= evaluated_s
 
 
 def finish(config: TrainConfig, trainer: DraftTrainer, material: Material) -> None:

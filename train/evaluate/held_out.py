@@ -33,13 +33,11 @@ class HeldOut:
         target: Target,
         sequences: Sequence[TokenSequence],
         now_s: Callable[[], float],
-        *,
-        drafts: int = 1,
     ):
-        """`now_s` is the same on every rank; `drafts` are trained at once."""
+        """`now_s` is the same on every rank."""
         self.config, self.target, self.sequences, self.now_s = config, target, sequences, now_s
         minutes = math.inf if config.minutes is None else config.minutes
-        self.within_s = SHARE * minutes * 60 / drafts
+        self.within_s = SHARE * minutes * 60
 
     def expected_s(self, drafter: torch.nn.Module) -> float:
         """Most time that the evaluation after the last step may take: that of one prompt, for

@@ -60,42 +60,6 @@ class LiveSource:
         return TargetSignals(tapped, logits_at(self.target, hidden))
 
 
-class SharedSource:
-    """One source for several drafts that are trained on the same batches in turn: what was read of
-    a batch is kept until another batch is asked for. `taps` are those of all of the drafts."""
-
-    def __init__(self, source: TargetSource, taps: tuple[int, ...]):
-        self.source, self.taps = source, taps
-        self.num_reads = 0  # of the source
-        self._last: tuple[TextBatch, TargetSignals] | None = None
-
-    def read(self, text: TextBatch, taps: tuple[int, ...]) -> TargetSignals:
-        if self._last is None or not is_same_text(self._last[0], text):
-            # Before the next ones exist, so that no two batches are held.
-            self._last = None
-            self._last = text, self.source.read(text, self.taps)
-            self.num_reads += 1
-        whole, distributions = self._last[1]
-        if whole is None or not taps:
-            return TargetSignals(None, distributions)
-        if taps == self.taps:
-            return TargetSignals(whole, distributions)
-        parts = whole.chunk(len(self.taps), dim=-1)
-        chosen = torch.cat([parts[self.taps.index(tap)] for tap in taps], dim=-1)
-        return TargetSignals(chosen, distributions)
-
-
-def is_same_text(one: TextBatch, other: TextBatch) -> bool:
-    """True where a source gives the same signals of both: its weights may differ."""
-    pairs = [
-        (one.input_ids, other.input_ids),
-        (one.attention_mask, other.attention_mask),
-        (one.segments, other.segments),
-        (one.token_index, other.token_index),
-    ]
-    return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
-
-
 def logits_at(target: Target, hidden: torch.Tensor) -> DistributionsAt:
     """Logits from states [B, L, H] that the target's head multiplies; neighbouring rows that ask
     for one position share the product."""

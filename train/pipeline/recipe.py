@@ -99,10 +99,7 @@ class Stage:
 
     def words(self) -> list[str]:
         """Arguments of `draftsmith`, without secrets."""
-        given = [self.options[name] for name in self.positional if name in self.options]
-        first = [
-            str(one) for value in given for one in (value if isinstance(value, list) else [value])
-        ]
+        first = [str(self.options[name]) for name in self.positional if name in self.options]
         left_out = (*self.positional, SECRET)
         named = {name: value for name, value in self.options.items() if name not in left_out}
         return [self.command, *first, *assignments(named)]

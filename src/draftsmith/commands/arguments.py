@@ -34,13 +34,7 @@ def parser_for(name: str, cls: type) -> Parser:
     """Flags from the top-level fields of the config dataclass and from its sections with flags;
     other sections are reached by recipe or `a.b=c`."""
     fields = dataclasses.fields(cls)
-    types_by_name = configuration.field_types(cls)
-    listed = [one.name for one in fields if is_listed(one, types_by_name[one.name])]
-    positional = [
-        f"[{one.name.upper()} ...]" if one.name in listed else one.name.upper()
-        for one in fields
-        if one.metadata.get("positional")
-    ]
+    positional = [one.name.upper() for one in fields if one.metadata.get("positional")]
     target = ["[TARGET]"] if any(one.name == TARGET for one in fields) else []
     usage = " ".join([f"draftsmith {name}", *positional, *target, "[options]", f"[{EXTRA} ...]"])
     parser = Parser(
@@ -54,9 +48,8 @@ def parser_for(name: str, cls: type) -> Parser:
     for option in configuration.flag_options(cls):
         field = option.field
         if field.metadata.get("positional"):
-            if field.name not in listed:
-                choices = field.metadata.get("choices")
-                parser.add_argument(field.name, help=_help(field), choices=choices)
+            choices = field.metadata.get("choices")
+            parser.add_argument(field.name, help=_help(field), choices=choices)
         else:
             _add_flag(groups.get(option.path[0], parser), option)
     parser.add_argument(
@@ -92,11 +85,6 @@ def help_title(cls: type, name: str) -> str:
         if name in inspect.get_annotations(base):
             return base.__dict__.get("HELP_TITLE", "")
     return ""
-
-
-def is_listed(field: dataclasses.Field, wanted: Any) -> bool:
-    """True of a positional list, whose words stand among recipes and overrides."""
-    return bool(field.metadata.get("positional")) and typing.get_origin(wanted) in (list, tuple)
 
 
 def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
@@ -137,13 +125,7 @@ def _help(field: dataclasses.Field) -> str:
 def collect(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
     """Recipe, then overrides, then flags."""
     values: dict[str, Any] = {}
-    given_extra = [*arguments.extra, *behind_lists(cls, arguments)]
-    types_by_name, listed = configuration.field_types(cls), {}
-    for field in dataclasses.fields(cls):
-        if is_listed(field, types_by_name[field.name]):
-            listed[field.name] = [text for text in given_extra if text in field.metadata["choices"]]
-    words = [word for found in listed.values() for word in found]
-    extra = [text for text in given_extra if text not in words]
+    extra = [*arguments.extra, *behind_lists(cls, arguments)]
     recipes = [text for text in extra if text.endswith((".yaml", ".yml")) and "=" not in text]
     targets = unnamed(cls, arguments, [text for text in extra if text not in recipes])
     files = [*(arguments.config or ()), *recipes]
@@ -158,7 +140,6 @@ def collect(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
     for path, _, _ in configuration.flag_options(cls):
         if (value := getattr(arguments, ".".join(path), None)) is not None:
             values = configuration.merge(values, configuration.at_path(path, value))
-    values |= {name: found for name, found in listed.items() if found}
     return values | recorded_target(cls, values)
 
 

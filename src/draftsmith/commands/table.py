@@ -31,7 +31,7 @@ COMMANDS = {
         "draftsmith.train.command:run",
         "train a drafter of any family by distillation",
         "train",
-        "draftsmith.train.resolve:check_each",
+        "draftsmith.train.resolve:check_options",
         saves=True,
     ),
     "eval": Command(

@@ -35,7 +35,6 @@ class Http:
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     family: str = option(help="which", positional=True, choices=("a", "b"))
-    more: tuple[str, ...] = option((), "others", positional=True, choices=("a", "b"))
     target: str = option(help="a folder")
     steps: int = option(10, limits=AT_LEAST_1)
     minutes: float | None = option(None)
@@ -98,15 +97,6 @@ def test_flags_win_over_overrides_and_overrides_over_the_recipe(tmp_path: Path) 
     built = resolve("a", path, "steps=2", "minutes=2", "optim.lr=0.25", "--minutes", "3")
     assert (built.target, built.steps, built.minutes) == ("from-recipe", 2, 3.0)
     assert built.optim == Optim(lr=0.25, schedule="constant")
-
-
-def test_words_of_a_positional_list_stand_among_recipes_and_overrides(tmp_path: Path) -> None:
-    path = recipe(tmp_path, "target: t\nmore: [a]\n")
-    assert resolve("a", path).more == ("a",)
-    built = resolve("a", "b", path, "--steps", "3", "optim.lr=1", "a")
-    assert (built.family, built.more, built.steps, built.optim.lr) == ("a", ("b", "a"), 3, 1.0)
-    assert resolve("a", "--target", "t").more == ()
-    assert "'c'; it must be one of a, b" in refusal("a", "--target", "t", "more=c")
 
 
 @pytest.mark.parametrize("name", ["org/name", "2024", "off", "folder/model.gguf"])

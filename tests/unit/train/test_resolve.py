@@ -9,7 +9,7 @@ from draftsmith.config import to_dict
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions
 from draftsmith.errors import UserError
 from draftsmith.train import resolve
-from draftsmith.train.config import OnPolicyConfig, OptimConfig, TrainConfig, UnrollConfig
+from draftsmith.train.config import OptimConfig, TrainConfig, UnrollConfig
 
 
 def config(family: str = "eagle3", **changes: object) -> TrainConfig:
@@ -38,39 +38,6 @@ def test_modules_deeper_than_the_unroll_are_refused():
     resolve.check(steps(3))
     with pytest.raises(UserError, match=r"mtp\.modules' is 3 but 'unroll\.steps' is 2"):
         resolve.check(steps(2))
-
-
-def test_several_families_have_a_config_each_as_if_alone():
-    shapes = {"eagle3": Eagle3Options(norm_output=True)}
-    both = config(more_families=("mtp",), shared_target=True, **shapes)
-    first, second = resolve.by_family(both)
-    assert first == replace(config(**shapes), out="o/eagle3")
-    assert second == replace(config("mtp"), out="o/mtp")
-    assert resolve.by_family(config(**shapes)) == [config(**shapes)]
-    # Options of a family that is not trained stay, for `check` to refuse.
-    strange = config(more_families=("mtp",), draft_lm=DraftLmOptions())
-    with pytest.raises(UserError, match="options under 'draft_lm' are given"):
-        resolve.check(resolve.by_family(strange)[0])
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"more_families": ("mtp", "mtp")}, "family 'mtp' is given more than once"),
-        ({"more_families": ("mtp",), "init": "d"}, "option 'init' is 'd', a draft of one family"),
-        ({"shared_target": True}, "one family is given; name more"),
-        (
-            {"shared_target": True, "on_policy": OnPolicyConfig(share=0.5)},
-            "no pass of the target is shared; train the families apart",
-        ),
-        ({"shared_target": True, "deepspeed": "z.json"}, "one process without DeepSpeed"),
-        ({"shared_target": True, "report_to": ("wandb",)}, "option 'report_to' is 'wandb'"),
-    ],
-)
-def test_families_that_cannot_be_trained_together_are_one_sentence(changes, said):
-    several = {} if set(changes) == {"shared_target"} else {"more_families": ("mtp",)}
-    with pytest.raises(UserError, match=said):
-        resolve.by_family(config(**several | changes))
 
 
 def test_time_alone_leaves_the_steps_open():

@@ -497,11 +497,8 @@ def test_prompt_logprobs_of_a_server_teach_what_the_target_here_does(configure, 
     assert losses[2][0] != pytest.approx(losses[0][0], rel=1e-4)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_second_training_in_the_folder_is_refused(shared, configure, tmp_path):
-    families = {"more_families": ("eagle1",), "shared_target": True} if shared else {}
-    config = configure(steps=1, **families)
-    held = tmp_path / "draft" / "eagle3" if shared else tmp_path / "draft"
+def test_a_second_training_in_the_folder_is_refused(configure, tmp_path):
+    config, held = configure(steps=1), tmp_path / "draft"
     with (
         folder_lock(held, "train"),
         pytest.raises(UserError, match=f"is in use by another train .process {os.getpid()} "),

@@ -177,15 +177,6 @@ def test_a_wrong_setting_is_a_sentence(
     assert start(*changes) == 2 and wanted in capsys.readouterr().err and calls() == []
 
 
-def test_a_stage_of_several_families(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
-    more = ("--dry-run",)
-    assert start("draft.more_families=[mtp]", "draft.shared_target=true", more=more) == 0
-    shown = capsys.readouterr().out
-    assert "train eagle3 mtp target=T" in shown and "shared_target=true" in shown
-    assert start("draft.more_families=[mtp]", "draft.mtp.width=1", more=more) == 2
-    assert "stage 'draft' (train): unknown option 'mtp.width'" in capsys.readouterr().err
-
-
 def test_a_learner_without_an_end_is_refused(tmp_path: Path) -> None:
     path = next(path for path in SHIPPED if path.stem == "osd")
     text = path.read_text()
