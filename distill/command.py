@@ -13,7 +13,6 @@ from draftsmith.config import check_limits
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.learn import learner as learning
-from draftsmith.distill.learn.processes import OneProcess, check_processes, joined
 from draftsmith.distill.status import Status, StatusServer
 from draftsmith.distill.throttle import (
     Guard,
@@ -23,7 +22,7 @@ from draftsmith.distill.throttle import (
     nothing,
     scraper,
 )
-from draftsmith.drafters.target.ranks import leave_group, started
+from draftsmith.drafters.target.sharded import check_offload
 from draftsmith.errors import UserError, first_line
 from draftsmith.lock import folder_lock
 from draftsmith.stopping import stopping
@@ -36,20 +35,12 @@ def run(config: DistillConfig, stop: threading.Event | None = None) -> int:
     stop = stop or threading.Event()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    if started() == 1:
-        with folder_lock(config.versions, "learner", option="versions"), stopping(stop):
-            learn(config, stop, OneProcess())
-    elif (first := joined(config)) is not None:
-        try:
-            with folder_lock(config.versions, "learner", option="versions"), stopping(stop):
-                learn(config, stop, first)
-        finally:
-            first.stop()
-            leave_group()
+    with folder_lock(config.versions, "learner", option="versions"), stopping(stop):
+        learn(config, stop)
     return 0
 
 
-def learn(config: DistillConfig, stop: threading.Event, processes: OneProcess) -> None:
+def learn(config: DistillConfig, stop: threading.Event) -> None:
     status, throttle = (
         Status(config.versions),
         Throttle(config.learn.budget, guard_of(config), stop),
@@ -59,7 +50,7 @@ def learn(config: DistillConfig, stop: threading.Event, processes: OneProcess) -
             server = StatusServer(status, config.status_host, config.status_port)
             closing.callback(server.close)
             status.event(f"status at http://{config.status_host}:{server.port}")
-        daemon: Daemon | None = begin(config, status, throttle, processes)
+        daemon: Daemon | None = begin(config, status, throttle)
         while daemon is not None:
             daemon.loop(stop)
             if not daemon.is_outdated:
@@ -69,34 +60,28 @@ def learn(config: DistillConfig, stop: threading.Event, processes: OneProcess) -
             # Its target and drafts go before the next ones come.
             throttle.look_up = nothing
             del daemon
-            daemon = begin_again(config, status, throttle, processes, stop)
+            daemon = begin_again(config, status, throttle, stop)
             if daemon is not None and daemon.target.revision != left:
                 daemon.predict(left, before)
 
 
 def begin_again(
-    config: DistillConfig,
-    status: Status,
-    throttle: Throttle,
-    processes: OneProcess,
-    stop: threading.Event,
+    config: DistillConfig, status: Status, throttle: Throttle, stop: threading.Event
 ) -> Daemon | None:
     """Begins with the weights that lie there now, again and again until they can be read; None once
     `stop` is set."""
     while not stop.is_set():
         try:
-            return begin(config, status, throttle, processes)
+            return begin(config, status, throttle)
         except (UserError, OSError, ValueError, SafetensorError) as error:
             status.event(f"{first_line(error)}; trying again")
             stop.wait(config.poll_s)
     return None
 
 
-def begin(
-    config: DistillConfig, status: Status, throttle: Throttle, processes: OneProcess
-) -> Daemon:
+def begin(config: DistillConfig, status: Status, throttle: Throttle) -> Daemon:
     try:
-        return Daemon(config, status, throttle, processes)
+        return Daemon(config, status, throttle)
     except OSError as error:
         raise UserError(
             f"the learner cannot begin ({error}); make room, or give another --versions or --buffer"
@@ -111,7 +96,12 @@ def guard_of(config: DistillConfig) -> Guard:
 
 def check(config: DistillConfig) -> None:
     check_limits(config)
-    check_processes(config)
+    check_offload(config.target_offload, dtype=config.dtype)
+    if config.target_offload is not None and config.learn.teacher == "recorded":
+        raise UserError(
+            f"option 'target_offload' is {config.target_offload!r}, but with "
+            "learn.teacher=recorded no target is loaded; leave one of them out"
+        )
     learning.check(config.learn)
     if (config.server is None) != (config.tpot_ms is None):
         raise UserError("server and tpot_ms belong together; give both or neither")

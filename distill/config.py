@@ -175,8 +175,7 @@ class LearnConfig:
     )
     optimizer: str = option(
         "adamw",
-        "muon trains the matrices inside the draft by Muon and all else by AdamW, as in train; one "
-        "process",
+        "muon trains the matrices inside the draft by Muon and all else by AdamW, as in train",
         choices=("adamw", "muon"),
     )
     lr: float = option(
@@ -405,11 +404,6 @@ class DistillConfig:
     seed: int = option(0, "of the replay", limits=NOT_NEGATIVE)
     dtype: str = option("auto", "of the target's weights, as served", choices=TARGET_DTYPES)
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
-    target_shares: int = option(
-        1,
-        "processes that hold one copy of the target between them; more than 1 when it is too large",
-        limits=AT_LEAST_1,
-    )
     target_offload: str | None = option(None, OFFLOAD_HELP, choices=OFFLOADS)
     trust_remote_code: bool = option(False, TRUST_HELP)
 

@@ -19,9 +19,9 @@ from draftsmith.distill.buffer.traffic import SILENCE_S, OpenRequests, ServedTex
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.context import LearnerContext
 from draftsmith.distill.draft_track import DraftTrack
-from draftsmith.distill.learn.processes import OneProcess
 from draftsmith.distill.learn.rehearsal import rehearsal_of
 from draftsmith.distill.learn.target_source import TargetFolder
+from draftsmith.distill.learn.teachers import open_target
 from draftsmith.distill.learn.text_states import states_of
 from draftsmith.distill.monitor.monitor import Monitor
 from draftsmith.distill.pool.pool import ClassPool
@@ -40,13 +40,7 @@ class Daemon:
     """Owner of the tracks, the reader, the saved state and the status. A full disk may fail every
     part of a cycle without ending the loop."""
 
-    def __init__(
-        self,
-        config: DistillConfig,
-        status: Status,
-        throttle: Throttle,
-        processes: OneProcess | None = None,
-    ):
+    def __init__(self, config: DistillConfig, status: Status, throttle: Throttle):
         self.config, self.status, self.throttle = config, status, throttle
         self.root = Path(config.versions)
         classes = pool_root(self.root)
@@ -56,11 +50,10 @@ class Daemon:
         # other weights have come into the target's folder since
         self.is_outdated = False
         self.revisions: list[str] = []  # that the target had before
-        processes = processes or OneProcess()
-        self.target, read = processes.open(config, self.source.folder)
+        self.target = open_target(config, self.source.folder)
         self.counters, self.open = LearnerCounters(), OpenRequests()
         self.monitor = Monitor(config.monitor.false_alarm)
-        self.states = states_of(self.target, config.learn, read)
+        self.states = states_of(self.target, config.learn)
         context = LearnerContext(
             config,
             self.target,

@@ -5,11 +5,9 @@ Files in reading order:
 - `rehearsal`: texts of the data that a draft was trained on
 - `teachers`: distributions to match, of the running target or of records
 - `text_states`: hidden states of the target, each text read once
-- `processes`: several devices, which read texts
 - `optimizer`: gradient and step
 - `adapters`: low-rank candidates
 - `target_source`: the target, whose weights may change meanwhile
 
-Other chapters import `learner`, `processes`, `rehearsal`, `teachers`, `text_states` and
-`target_source`.
+Other chapters import `learner`, `rehearsal`, `teachers`, `text_states` and `target_source`.
 """

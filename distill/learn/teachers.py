@@ -262,7 +262,6 @@ def open_target(config: DistillConfig, folder: str) -> Target:
         dtype=config.dtype,
         device=device,
         max_length=length,
-        shares=config.target_shares,
         offload=config.target_offload,
         use="step",
         trust_remote_code=trust,

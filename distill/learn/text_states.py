@@ -6,8 +6,7 @@ states under one target never change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,18 +31,9 @@ class TextState(NamedTuple):
         return self.hidden.nbytes + (0 if self.taps is None else self.taps.nbytes)
 
 
-# Token ids [n] of texts, and layers -> the state of each text.
-Read = Callable[[Sequence[torch.Tensor], tuple[int, ...]], list[TextState]]
-
-
 WHOLE_VECTORS = 32  # numbers of float32 that torch's widest loops take at once
 # Tokens of a pass that several texts share; weights are laid out once for all of its rows.
 MOST_TOKENS = 1024
-
-
-def read_one(target: Target, ids: torch.Tensor, taps: tuple[int, ...]) -> TextState:
-    """State of the text `ids` [n], the same bits as in a pass with others."""
-    return read_texts(target, [ids], taps)[0]
 
 
 def read_texts(
@@ -114,10 +104,8 @@ class TextStates:
     score asks for them.
     """
 
-    def __init__(self, target: Target, limit_bytes: float, read: Read | None = None):
-        """`read` in place of passes here."""
+    def __init__(self, target: Target, limit_bytes: float):
         self.target, self.limit_bytes = target, limit_bytes
-        self._read = read or partial(read_texts, target)
         self.num_bytes = self.num_read = 0
         self._known: dict[Key, TextState] = {}  # the latest read last
 
@@ -148,7 +136,7 @@ class TextStates:
         keys = [(taps, ids.cpu().numpy().tobytes()) for ids in texts]
         unknown = {key: ids for key, ids in zip(keys, texts, strict=True) if key not in self._known}
         with torch.autocast(self.target.device.type, enabled=False):
-            states = self._read(list(unknown.values()), taps)
+            states = read_texts(self.target, list(unknown.values()), taps)
         found = dict(zip(unknown, states, strict=True))
         self.num_read += len(found)
         self.num_bytes += sum(one.num_bytes for one in found.values())
@@ -167,6 +155,6 @@ class TextStates:
         self._known, self.num_bytes = {}, 0
 
 
-def states_of(target: Target, config: LearnConfig, read: Read | None = None) -> TextStates:
+def states_of(target: Target, config: LearnConfig) -> TextStates:
     """States of no text yet, within `learn.taps_gib`."""
-    return TextStates(target, config.taps_gib * 2**30, read)
+    return TextStates(target, config.taps_gib * 2**30)

@@ -14,7 +14,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -97,18 +97,6 @@ class Channel:
     def _broadcast(self, values: torch.Tensor) -> None:
         with meeting():
             dist.broadcast(values, src=LEADER, group=self._group)
-
-    def give(self, value: torch.Tensor, to: int = LEADER) -> None:
-        """To the rank `to`, which takes it."""
-        with meeting():
-            dist.send(_bytes(value.cpu()), to, group=self._group)
-
-    def take(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> torch.Tensor:
-        """The tensor that the rank `source` gives, on the CPU."""
-        value = torch.empty(*shape, dtype=dtype)
-        with meeting():
-            dist.recv(_bytes(value), source, group=self._group)
-        return value
 
 
 @contextmanager
@@ -196,11 +184,6 @@ def leave_group() -> None:
     if dist.is_available() and dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-
-
-def _bytes(value: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes: gloo has not every type."""
-    return value.contiguous().flatten().view(torch.uint8)
 
 
 def _moved(value: Any, device: torch.device | str) -> Any:

@@ -34,7 +34,6 @@ from draftsmith.distill.buffer.folder import LEFTOVER_AGE_S, ShardFolder, retain
 from draftsmith.distill.buffer.traffic import SILENCE_S
 from draftsmith.distill.gate.gate import Decision
 from draftsmith.distill.learn.learner import Learner, UpdateReport
-from draftsmith.distill.learn.processes import OneProcess
 from draftsmith.distill.publisher import Publisher
 from draftsmith.distill.state import StateFolder
 from draftsmith.distill.status import Status
@@ -336,7 +335,7 @@ def test_a_request_whose_records_are_on_their_way_is_waited_for(
     made.serve(1)
     records = BufferReader(made.config.buffer).read().records
     throttle = Throttle(1.0, NoGuard(), threading.Event())
-    learner = daemon.begin(made.config, Status(made.versions), throttle, OneProcess())
+    learner = daemon.begin(made.config, Status(made.versions), throttle)
     (name,) = {record.request for record in records}
 
     def is_waited_for(found: list[RoundRecord], *, more: bool, silent_s: float) -> bool:

@@ -53,6 +53,7 @@ COMMANDS = {
         "the online daemon: learn from served traffic, publish gated versions",
         "train",
         "draftsmith.distill.command:check",
+        alone=True,
         saves=True,
     ),
     "observe": Command(

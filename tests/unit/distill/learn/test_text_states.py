@@ -15,7 +15,6 @@ from draftsmith.distill.learn.learner import Learner
 from draftsmith.distill.learn.text_states import (
     TextStates,
     passes_of,
-    read_one,
     read_texts,
     rows_are_apart,
 )
@@ -190,7 +189,7 @@ def test_texts_that_share_a_pass_have_the_bits_of_their_own(
     together = read_texts(target, texts, TAPS)
     assert len(calls) == 3
     for ids, found in zip(texts, together, strict=True):
-        alone = read_one(target, ids, TAPS)
+        alone = read_texts(target, [ids], TAPS)[0]
         assert torch.equal(found.hidden, alone.hidden) and torch.equal(found.taps, alone.taps)
         tapped, hidden = states(ids[None], torch.ones_like(ids[None]), TAPS)
         if kind in ("llama", "qwen3"):  # without windows and soft caps
@@ -224,7 +223,7 @@ def test_texts_have_their_own_bits_with_any_number_of_threads(threads: int) -> N
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        alone = [read_one(target, ids, TAPS).hidden for ids in texts]
+        alone = [read_texts(target, [ids], TAPS)[0].hidden for ids in texts]
         together = [one.hidden for one in read_texts(target, texts, TAPS)]
     finally:
         torch.set_num_threads(before)
