@@ -11,9 +11,15 @@ import logging
 import threading
 from pathlib import Path
 
-from draftsmith.drafters.published.canary import Canary, read_canary
 from draftsmith.drafters.published.pool import DraftPool, pool_root, read_pool
-from draftsmith.drafters.published.versions import folder_of, latest, open_version, stranger
+from draftsmith.drafters.published.versions import (
+    Canary,
+    folder_of,
+    latest,
+    open_version,
+    read_canary,
+    stranger,
+)
 from draftsmith.errors import UserError
 from draftsmith.files import Signature, signature
 from draftsmith.kernels.dispatch import use_device

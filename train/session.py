@@ -21,20 +21,18 @@ from draftsmith.train import arguments, resolve
 from draftsmith.train.arguments import join_parts
 from draftsmith.train.checkpoints import BestDraft, KeptCheckpoint, RunFolder
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.curves import draw_curves
 from draftsmith.train.data.batches import batches_per_epoch
 from draftsmith.train.data.mixture import Mixture, describe, read_mixture
 from draftsmith.train.evaluate.held_out import HeldOut
 from draftsmith.train.evaluate.measured import Figures
-from draftsmith.train.objective.joined_stores import mixture_source
 from draftsmith.train.objective.outline import load_outline
 from draftsmith.train.objective.prompt_logprobs import LogprobServer, PromptLogprobs
 from draftsmith.train.objective.recompute import recompute_mlps
-from draftsmith.train.objective.stored_teacher import DistributionSource
+from draftsmith.train.objective.stored_teacher import DistributionSource, mixture_source
 from draftsmith.train.objective.teacher import LiveSource, TargetSource
 from draftsmith.train.on_policy import KeepTexts, OnPolicy, load_texts
 from draftsmith.train.optim import Clock
-from draftsmith.train.reporting import Reporter, rank_0_s
+from draftsmith.train.reporting import Reporter, draw_curves, rank_0_s
 from draftsmith.train.trainer import DraftTrainer, Trainee
 from draftsmith.version import __version__
 

@@ -28,10 +28,14 @@ from draftsmith.train.data.mixture import Mixed
 from draftsmith.train.evaluate.held_out import HeldOut
 from draftsmith.train.evaluate.measured import Figures
 from draftsmith.train.objective.depth_weights import step_weighting
-from draftsmith.train.objective.feature_noise import FeatureNoise
 from draftsmith.train.objective.prompt_logprobs import PromptLogprobs
 from draftsmith.train.objective.teacher import TargetSource
-from draftsmith.train.objective.unrolled_loss import Unrollable, UnrolledLoss, unrolled_loss
+from draftsmith.train.objective.unrolled_loss import (
+    FeatureNoise,
+    Unrollable,
+    UnrolledLoss,
+    unrolled_loss,
+)
 from draftsmith.train.on_policy import OnPolicy
 from draftsmith.train.optim import Clock, lr_factor, muon_with_adamw
 from draftsmith.train.reporting import MetricWindow

@@ -8,7 +8,6 @@ Files in reading order:
 - `folder`: its folder on any file system
 - `marks`: progress of readers and deletions
 - `record_table`: records as an Arrow table
-- `record_files`: records in a saved state
 - `redaction`: masking before storage
 - `known_taps`: the target's states in a text's records
 - `forget`: `draftsmith forget`

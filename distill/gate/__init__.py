@@ -3,7 +3,6 @@
 Files in reading order:
 - `gate`: promotion of a candidate
 - `scoring`: alpha on served traffic
-- `target_side`: the target's share in scores
 - `positions`: drafted positions, and a draft's states there
 - `logged`: alpha from logged probabilities
 - `sequential`: evidence that may be looked at any time

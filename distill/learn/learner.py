@@ -19,7 +19,6 @@ import torch
 from draftsmith.config import check_limits
 from draftsmith.distill.buffer.traffic import ServedText, branched, newest_within, without
 from draftsmith.distill.config import POSITIONS, LearnConfig
-from draftsmith.distill.learn.adapters import adapt, rebase
 from draftsmith.distill.learn.optimizer import CandidateOptimizer, trained
 from draftsmith.distill.learn.rehearsal import Rehearsal, num_rehearsed
 from draftsmith.distill.learn.teachers import (
@@ -31,6 +30,9 @@ from draftsmith.distill.learn.teachers import (
     teacher_of,
 )
 from draftsmith.distill.learn.text_states import TextStates, states_of
+from draftsmith.drafters.lm.draft_lm import DraftLm
+from draftsmith.drafters.lm.lora import add_adapters, reset_adapters
+from draftsmith.drafters.options import LoraOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.divergence.kind import kind_of
@@ -342,3 +344,32 @@ def check(config: LearnConfig) -> None:
         )
     if not config.positions:
         raise UserError(f"learn.positions is empty; choose from {', '.join(POSITIONS)}")
+
+
+def adapt(drafter: torch.nn.Module, options: LoraOptions, *, seed: int) -> None:
+    """Adds low-rank adapters in place: only they are trained from here on. They mean nothing
+    without the weights under them, which are the live version's: whenever another version goes
+    live, they are merged there or dropped, and begin anew."""
+    if options.dropout:
+        raise UserError(
+            f"learn.lora.dropout is {options.dropout}; online learning draws nothing at random, "
+            "so leave it at 0"
+        )
+    if not isinstance(drafter, DraftLm):
+        raise UserError(
+            f"learn.lora is given with a draft of family {drafter.family!r}; only a draft-lm "
+            "takes adapters"
+        )
+    add_adapters(drafter.model, options)
+    reset_adapters(drafter.model, seed=seed)
+
+
+@torch.no_grad()
+def rebase(drafter: torch.nn.Module, weights: Mapping[str, torch.Tensor], *, seed: int) -> None:
+    """Loads weights of a draft without adapters, under adapters that begin anew."""
+    assert isinstance(drafter, DraftLm)
+    own = drafter.state_dict()
+    for name, values in weights.items():
+        module, _, leaf = name.rpartition(".")
+        own[name if name in own else f"{module}.base_layer.{leaf}"].copy_(values)
+    reset_adapters(drafter.model, seed=seed)

@@ -4,7 +4,6 @@ the logged distributions.
 Files in reading order:
 - `positions`: verified positions of records, as arrays
 - `events`: events of a position with their probabilities
-- `evidence`: z and always-valid evidence of such events
 - `monitor`: evidence by engine and version
 - `audit`: one look at a whole buffer
 

@@ -2,10 +2,9 @@
 
 Files in reading order:
 - `folder`: configuration and tensor names, before the family is known
-- `causal_lm_names`: architectures that transformers builds as a causal LM
+- `causal_lm_names`: architectures that transformers builds as a causal LM, and MiMo-7B's
 - `speculators`: the layout of the `speculators` library
 - `fp8`: weights stored in FP8 with scales
-- `mimo`: the name of MiMo-7B, which transformers does not have
 - `demo`: the model of demonstrations
 - `gguf`: models in a GGUF file
 

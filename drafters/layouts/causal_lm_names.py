@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -35,3 +36,21 @@ def is_causal_lm(config: Mapping[str, Any]) -> bool:
         return True
     named = not config.get("architectures") or architecture_of(config).lower() in ARCHITECTURES
     return named and config.get("model_type") in MODEL_TYPES
+
+
+class MiMoConfig(Qwen2Config):
+    """MiMo-7B: Qwen2 under a name that transformers does not have, with MTP modules beside it. Its
+    folder brings code of its own for that name, which need not run."""
+
+    model_type = "mimo"
+
+
+class MiMoForCausalLM(Qwen2ForCausalLM):
+    config_class = MiMoConfig
+    _keys_to_ignore_on_load_unexpected = (r"model\.mtp_layers\..*",)
+
+
+def register_mimo() -> None:
+    """Makes the name known to transformers; safe to call again."""
+    AutoConfig.register("mimo", MiMoConfig, exist_ok=True)
+    AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM, exist_ok=True)

@@ -1,8 +1,7 @@
 """Published drafts on disk; torch-free.
 
 Files in reading order:
-- `versions`: VERSIONS/vNNNNNN folders and `current`
-- `canary`: a version on trial
+- `versions`: VERSIONS/vNNNNNN folders, `current` and `canary.json`
 - `pool`: drafts of request classes
 - `prompt_clusters`: classes of untagged prompts
 

@@ -38,7 +38,7 @@ from transformers.core_model_loading import (
 )
 from transformers.distributed import DistributedConfig
 
-from draftsmith.drafters.layouts import mimo
+from draftsmith.drafters.layouts.causal_lm_names import register_mimo
 from draftsmith.drafters.layouts.gguf import model_folder
 from draftsmith.drafters.patches.table import implementation
 from draftsmith.drafters.target.attention import register
@@ -50,7 +50,7 @@ from draftsmith.drafters.target.quantised import check_quantisation, quantisatio
 from draftsmith.errors import UserError, first_line
 from draftsmith.kernels.dispatch import use_device
 
-mimo.register()
+register_mimo()
 
 # Errors of libraries with words for a reader; others' say little, as a KeyError's, its key alone.
 TOLD = (OSError, ValueError, ImportError, RuntimeError, SafetensorError)

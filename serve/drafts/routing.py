@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from draftsmith.drafters.published.canary import in_canary
 from draftsmith.drafters.published.pool import DraftPool
+from draftsmith.drafters.published.versions import in_canary
 from draftsmith.serve.requests.route import CANARY, LIVE, Route, class_draft
 
 WINDOW = 64  # latest requests that a draft is measured by

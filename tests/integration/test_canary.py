@@ -17,7 +17,7 @@ from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig, Le
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import DraftLmOptions, MtpOptions
 from draftsmith.drafters.published import versions
-from draftsmith.drafters.published.canary import Canary, read_canary, write_canary
+from draftsmith.drafters.published.versions import Canary, read_canary, write_canary
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig

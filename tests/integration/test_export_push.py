@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from draftsmith.cli import main
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
-from draftsmith.train.export.hub import push
+from draftsmith.train.export.command import push
 
 
 class Hub(ThreadingHTTPServer):

@@ -22,7 +22,7 @@ from draftsmith.serve.bench.config import BenchConfig
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
-from draftsmith.train.check.target import check_target
+from draftsmith.train.check.models import check_target
 from draftsmith.train.config import EvalConfig, TrainConfig
 from draftsmith.train.evaluate.command import run as evaluate
 from draftsmith.train.session import load_corpus

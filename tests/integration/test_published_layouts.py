@@ -16,8 +16,8 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
-from draftsmith.train.check.draft import check_draft
 from draftsmith.train.check.finding import FAIL
+from draftsmith.train.check.models import check_draft
 from draftsmith.train.data.batches import collate
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.evaluate.teacher_forced import evaluate_draft

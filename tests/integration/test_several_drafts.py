@@ -17,8 +17,8 @@ from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.options import SuffixOptions
 from draftsmith.drafters.published import versions
-from draftsmith.drafters.published.canary import Canary, remove_canary, write_canary
 from draftsmith.drafters.published.pool import DraftPool, pool_root, write_pool
+from draftsmith.drafters.published.versions import Canary, remove_canary, write_canary
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.text.text_first import TextFirst

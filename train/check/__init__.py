@@ -5,10 +5,8 @@ Files in reading order:
 - `config`: options of both
 - `finding`: results
 - `doctor`: the command, and the order of its checks
-- `target`: the target
-- `draft`: the draft
-- `data`: the data
-- `distributions`: its distributions
+- `models`: the target and the draft
+- `data`: the data and its distributions
 - `memory`: memory needed
 - `server`: a running server
 - `plan`: one timed step of each draft

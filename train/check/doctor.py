@@ -70,9 +70,8 @@ def check_models(config: DoctorConfig) -> list[Finding]:
     from draftsmith.drafters import checkpoint
     from draftsmith.drafters.interface import ForwardCapturable
     from draftsmith.drafters.target.device import device_of, load_target, weight_dtype
-    from draftsmith.train.check.draft import check_draft
     from draftsmith.train.check.memory import check_fit, check_serving, check_training
-    from draftsmith.train.check.target import check_target
+    from draftsmith.train.check.models import check_draft, check_target
 
     assert config.target is not None
     name, trust, offload = config.target, config.trust_remote_code, config.target_offload
@@ -118,8 +117,7 @@ def of_folder(finding: Finding, folder: str) -> Finding:
 
 
 def check_folder(config: DoctorConfig, folder: str, target: Any, draft: Any) -> list[Finding]:
-    from draftsmith.train.check.data import check_data, read_sample
-    from draftsmith.train.check.distributions import check_distribution
+    from draftsmith.train.check.data import check_data, check_distribution, read_sample
 
     try:
         sample = read_sample(folder, config.rows)

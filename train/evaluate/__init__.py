@@ -9,7 +9,4 @@ Files in reading order:
 - `measured`: by lossless rounds while training
 - `held_out`: those of a run, within its time
 - `trees`: tau of draft trees by shape
-- `calibration`: of drafts that predict their own alpha
-
-Other chapters import `teacher_forced`, `measured` and `held_out`.
 """

@@ -35,8 +35,7 @@ from draftsmith.train.evaluate.by_context import (
     merge_contexts,
     summarise_contexts,
 )
-from draftsmith.train.evaluate.calibration import Reliability
-from draftsmith.train.evaluate.estimate import Estimate, ratio, reached_ratio
+from draftsmith.train.evaluate.estimate import Estimate, Reliability, ratio, reached_ratio
 from draftsmith.train.objective.rounds_of_text import answers, deepen, stretches
 from draftsmith.train.objective.unrolled_loss import PredictedStep, Unrollable, scatter, select
 

@@ -4,7 +4,4 @@ Files in reading order:
 - `command`: the command
 - `config`: its options
 - `model_card`: README.md of an export
-- `hub`: uploads
-
-Other chapters import `command`.
 """

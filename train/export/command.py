@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 
 from draftsmith.config import check_limits
@@ -20,7 +23,6 @@ from draftsmith.drafters.weights import read_config
 from draftsmith.errors import UserError, first_line
 from draftsmith.files import atomic_folder, read_json, write_json
 from draftsmith.train.export.config import ExportConfig
-from draftsmith.train.export.hub import check_repository, push
 from draftsmith.train.export.layouts.source import ExportSource
 from draftsmith.train.export.layouts.table import (
     HOLD_TARGET,
@@ -160,3 +162,48 @@ def check_out(out: Path, source: ExportSource) -> None:
         raise UserError(
             f"--out {str(out)!r} exists and is not an earlier export; give another folder"
         )
+
+
+try:
+    # The HTTP library of huggingface_hub 2; its errors do not derive from httpx's.
+    from httpx2 import HTTPError
+except ImportError:
+    from httpx import HTTPError
+
+
+# An upload that the storage refuses comes as a RuntimeError, one that the Hub's answers make no
+# sense of as a ValueError.
+FAILURES = (HfHubHTTPError, HTTPError, OSError, RuntimeError, ValueError)
+
+
+def check_repository(name: str) -> None:
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise UserError(f"{name!r} is not a Hub repository name; give --push user/repo") from error
+
+
+def push(folder: Path, repository: str, *, private: bool, message: str) -> str:
+    """Uploads the folder, creating the repository if it is new. Returns its address.
+
+    Large files go up one by one, and one that is there already is not sent again; then a single
+    commit shows all of them. So a failed upload leaves no half draft, and another try goes on where
+    it ended.
+    """
+    api = HfApi()
+    try:
+        created = api.create_repo(repository, private=private, exist_ok=True)
+        api.upload_folder(folder_path=folder, repo_id=created.repo_id, commit_message=message)
+    except FAILURES as error:
+        raise UserError(
+            f"the upload to {repository!r} failed ({reason(error)}); {str(folder)!r} is complete, "
+            "run --push again"
+        ) from error
+    return str(created)
+
+
+def reason(error: BaseException) -> str:
+    """The first line of what went wrong at the bottom of it."""
+    while isinstance(error, RuntimeError) and error.__cause__ is not None:
+        error = error.__cause__
+    return first_line(error)

@@ -10,6 +10,8 @@ from typing import Any
 import yaml
 
 from draftsmith.drafters.checkpoint import RECORD, draft_sampling_of
+from draftsmith.train.export.layouts.gguf import DRAFT, TARGET
+from draftsmith.train.export.layouts.openvino import TARGET as BESIDE
 from draftsmith.train.export.layouts.serving import (
     SGLANG_ALGORITHMS,
     VLLM_GREEDY,
@@ -22,8 +24,6 @@ from draftsmith.train.export.layouts.serving import (
 )
 from draftsmith.train.export.layouts.source import ExportSource
 from draftsmith.train.export.layouts.vllm_faults import SHARED_NOISE
-from draftsmith.train.export.llamacpp.file import DRAFT, TARGET
-from draftsmith.train.export.openvino.lm import TARGET as BESIDE
 from draftsmith.version import __version__
 
 METHODS = {

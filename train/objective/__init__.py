@@ -6,10 +6,8 @@ Files in reading order:
 - `prompt_logprobs`: the likeliest tokens alone, from an engine
 - `outline`: a target that is not run here
 - `stored_teacher`: the same from stored data
-- `joined_stores`: the same from several folders
 - `depth_weights`: weights of the depths
 - `rounds_of_text`: rounds expected on teacher-forced text
-- `feature_noise`: noise on taps
 - `recompute`: activations that are computed again
 
 Other chapters import `unrolled_loss`, `teacher`, `outline`, `depth_weights` and `recompute`.

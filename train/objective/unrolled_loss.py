@@ -7,6 +7,7 @@ B rows, L tokens per row, S unrolled steps, H hidden width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,7 +18,6 @@ from draftsmith.kernels.divergence.fused import Divergence, divergence
 from draftsmith.kernels.divergence.kind import FORWARD_KL, DivergenceKind
 from draftsmith.kernels.products.float32_products import faster_linears
 from draftsmith.train.objective.depth_weights import DepthStats, StepWeighting, folded
-from draftsmith.train.objective.feature_noise import FeatureNoise
 from draftsmith.train.objective.rounds_of_text import deepen
 from draftsmith.train.objective.teacher import TargetSignals, TargetSource
 
@@ -269,3 +269,25 @@ def confidence_loss(
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     losses = binary_cross_entropy_with_logits(logits, alpha.to(logits.dtype), reduction="none")
     return (weights * losses).sum()
+
+
+@dataclass(frozen=True)
+class FeatureNoise:
+    """Noise on the taps that a draft trains on, so that it tolerates the inexact states it will
+    feed itself (EAGLE, arXiv:2401.15077): uniform on [-width, width], in the units of the target's
+    states; published with width 0.1.
+
+    What is drawn depends on seed, step and the batch's tokens alone: a resumed run draws the same.
+    """
+
+    width: float
+    seed: int
+    step: int  # optimizer steps done
+
+    def added(self, taps: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+        """taps [B, L, n * H] and the tokens [B, L] they were read at -> noisy taps."""
+        generator = torch.Generator(device=taps.device)
+        seed = (self.seed * 1_000_003 + self.step) * 1_000_003 + int(input_ids.sum())
+        generator.manual_seed(seed % (1 << 63))
+        unit = torch.rand(taps.shape, generator=generator, device=taps.device, dtype=torch.float32)
+        return taps + (self.width * (2 * unit - 1)).to(taps.dtype)

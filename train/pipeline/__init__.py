@@ -3,8 +3,5 @@
 Files in reading order:
 - `config`: its options
 - `recipe`: the YAML file, what `--set` replaces, and its stages as command lines
-- `runner`: stages in order, each a process of its own, and the record of those that finished
-- `report`: the page of figures
-
-`draftsmith/commands/run.py` joins this chapter and the table of commands.
+- `runner`: stages in order, each a process of its own, their record, the report
 """

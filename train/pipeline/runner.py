@@ -1,16 +1,18 @@
 """Stages in order, each a process of its own: a kill of the run or of a stage costs what the
-command itself would lose, and memory is given back between stages."""
+command itself would lose, and memory is given back between stages. The report has their times, and
+the acceptance that evaluations found."""
 
 from __future__ import annotations
 
 import glob
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import count
@@ -18,12 +20,19 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import UserError
-from draftsmith.files import Signature, plain, read_json, signature, write_json
+from draftsmith.files import (
+    Signature,
+    markdown_table,
+    plain,
+    read_json,
+    signature,
+    write_json,
+    write_text,
+)
 from draftsmith.lock import folder_lock, note_holder
 from draftsmith.progress import duration
 from draftsmith.train.data.folders import folders_of
 from draftsmith.train.pipeline.recipe import Stage
-from draftsmith.train.pipeline.report import write_report
 
 SCHEMA_VERSION = 1
 STOP_S = 600.0  # for a stage that saves its work when it is stopped
@@ -228,3 +237,46 @@ def terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+STAGES = ("stage", "command", "state", "time", "result")
+FIGURES = ("stage", "draft", "data", "T", "k", "tau", "MBSU", "alpha_1, ...")
+
+
+def write_report(stages: Sequence[Stage], record: Record, out: Path, title: str) -> None:
+    rows = [stage_row(stage, record.get(stage.name), out) for stage in stages]
+    lines = [f"# {title}", "", *markdown_table(STAGES, rows), ""]
+    figures = [
+        figures_row(stage, found)
+        for stage in stages
+        if stage.command == "eval" and stage.result is not None and stage.result.is_file()
+        for found in read_json(stage.result, f"result of stage {stage.name!r}")["evaluation"]
+    ]
+    if figures:
+        lines += ["## Acceptance", "", *markdown_table(FIGURES, figures), ""]
+    write_text(out / "report.md", "\n".join(lines))
+
+
+def stage_row(stage: Stage, one: Done | None, out: Path) -> tuple[str, ...]:
+    result = "-" if stage.result is None else f"`{stage.result.relative_to(out)}`"
+    if one is None:
+        return (stage.name, stage.command, "not begun", "-", result)
+    ended = f"ended with status {one.status}" if one.status else "not finished"
+    state = ended if one.finished is None else "finished"
+    state += f", start {one.begun}" if one.begun > 1 else ""
+    return (stage.name, stage.command, state, duration(one.seconds), result)
+
+
+def figures_row(stage: Stage, found: dict[str, Any]) -> tuple[str, ...]:
+    """Figures of a draft, data and temperature; results of stages by their names."""
+    tau, read = found["tau"], stage.recorded
+    several = read["data"] if isinstance(read["data"], list) else [read["data"]]
+    return (
+        stage.name,
+        *(re.sub(r"[${}]", "", one) for one in (read["draft"], ", ".join(several))),
+        f"{found['temperature']:g}",
+        str(found["k"]),
+        f"{tau['value']:.2f} ({tau['low']:.2f}-{tau['high']:.2f})",
+        "-" if found.get("mbsu") is None else f"{found['mbsu']:.2f}",
+        " ".join("-" if one is None else f"{one['value']:.3f}" for one in found["alpha"]),
+    )

@@ -17,7 +17,7 @@ from draftsmith.distill.version_lifecycle import VersionLifecycle
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.published import versions
-from draftsmith.drafters.published.canary import Canary, read_canary
+from draftsmith.drafters.published.versions import Canary, read_canary
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 

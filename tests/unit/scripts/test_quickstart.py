@@ -13,9 +13,8 @@ import pytest
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.target.target import Target
-from draftsmith.train.export.layouts.eagle3_graphs import check_represented
-from draftsmith.train.export.llamacpp import heads as llamacpp
-from draftsmith.train.export.openvino import heads as openvino
+from draftsmith.train.export.layouts import gguf, openvino
+from draftsmith.train.export.layouts.portable import check_represented
 from scripts.demo import commands, report, ship_draft
 from scripts.demo.machine import sizes_of
 from scripts.demo.stages import SHIPPED_DRAFT, SHIPPED_TARGET, stages
@@ -49,7 +48,7 @@ def test_the_shipped_draft_is_small_and_made_for_the_shipped_target(
 
 def test_other_engines_read_the_shipped_draft_as_it_is() -> None:
     config = json.loads((SHIPPED_DRAFT / "config.json").read_text())
-    for reader in (llamacpp.READER, openvino.READER):
+    for reader in (gguf.READER, openvino.READER):
         check_represented(config, reader)
 
 

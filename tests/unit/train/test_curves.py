@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from matplotlib import pyplot
 
-from draftsmith.train.curves import draw_curves
+from draftsmith.train.reporting import draw_curves
 
 TRAINED = {"loss": 2.0, "tau": 1.5, "alpha_1": 0.4, "alpha_2": 0.3}
 MEASURED = {

@@ -15,7 +15,7 @@ from draftsmith.errors import UserError
 from draftsmith.train import resolve
 from draftsmith.train.command import run
 from draftsmith.train.config import OnPolicyConfig, OptimConfig, TrainConfig, UnrollConfig
-from draftsmith.train.objective.feature_noise import FeatureNoise
+from draftsmith.train.objective.unrolled_loss import FeatureNoise
 
 STEADY = OptimConfig(lr=5e-3, schedule="constant", warmup=0.0)
 OWN = OnPolicyConfig(share=0.5, refresh=3, k=3, tokens=8)

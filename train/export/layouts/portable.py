@@ -8,8 +8,9 @@ that breaks a rule is served without complaint and accepts nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -121,4 +122,42 @@ def check_taps(source: ExportSource) -> None:
         raise UserError(
             f"the draft taps layers {taps}; engines hand ascending ones from 1 to {most} over, so "
             "train with such"
+        )
+
+
+NUM_TAPS = 3
+
+
+class Reader(NamedTuple):
+    """An engine with a graph of its own for the head: one layer and `NUM_TAPS` taps. What such a
+    graph leaves out is refused: the engine would draft without it and say nothing.
+
+    Args:
+        passes_over: settings that it ignores, with the draft that it would run instead.
+        single: why it has one layer.
+    """
+
+    engine: str
+    passes_over: Mapping[str, str]
+    single: str
+
+
+def check_represented(config: dict[str, Any], reader: Reader) -> None:
+    """Raises `UserError` where `reader` would run another draft than `config` describes."""
+    for key, instead in reader.passes_over.items():
+        if config.get(key):
+            raise UserError(
+                f"the draft has {key}=true, which {reader.engine} passes over: {instead}; train it "
+                f"with eagle3.{key}=false"
+            )
+    taps = config["eagle_aux_hidden_state_layer_ids"]
+    if len(taps) != NUM_TAPS:
+        raise UserError(
+            f"the draft taps layers {taps}, and {reader.engine} reads exactly {NUM_TAPS}; train it "
+            "with eagle3.taps of three layers"
+        )
+    if config["num_hidden_layers"] != 1:
+        raise UserError(
+            f"the draft has num_hidden_layers={config['num_hidden_layers']}, and {reader.engine} "
+            f"{reader.single}; export it --to vllm"
         )

@@ -6,13 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from draftsmith.errors import UserError
-from draftsmith.train.export.layouts import medusa, mtp, plain, portable
+from draftsmith.train.export.layouts import gguf, medusa, mtp, openvino, plain, portable
+from draftsmith.train.export.layouts.serving import in_repository
 from draftsmith.train.export.layouts.source import ExportSource
 from draftsmith.train.export.layouts.speculators import write_mtp, write_speculators
-from draftsmith.train.export.layouts.triton import in_repository
-from draftsmith.train.export.llamacpp import blocks, heads, lm
-from draftsmith.train.export.openvino import heads as graph_heads
-from draftsmith.train.export.openvino import lm as graph_lm
 
 Writer = Callable[[ExportSource, Path], None]
 
@@ -31,23 +28,23 @@ BLOCKS: dict[str, Writer] = {
     "vllm": portable.write_block,
     "sglang": portable.write_block,
     "speculators": write_speculators,
-    "gguf": blocks.write_block,
+    "gguf": gguf.write_block,
 }
 WRITERS: dict[str, dict[str, Writer]] = {
     "eagle3": {
         "vllm": portable.write_eagle3,
         "sglang": portable.write_sglang_eagle3,
         "speculators": write_speculators,
-        "gguf": heads.write_eagle3,
-        "openvino": graph_heads.write_eagle3,
+        "gguf": gguf.write_eagle3,
+        "openvino": openvino.write_eagle3,
     },
     "p-eagle": {"vllm": portable.write_eagle3, "speculators": write_speculators},
     "draft-lm": {
         "vllm": plain.write_plain,
         "sglang": plain.write_sglang,
         "hf": plain.write_plain,
-        "gguf": lm.write_lm,
-        "openvino": graph_lm.write_lm,
+        "gguf": gguf.write_lm,
+        "openvino": openvino.write_lm,
     },
     "mtp": {
         "vllm": mtp.write_mtp,

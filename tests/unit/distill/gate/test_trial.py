@@ -14,7 +14,7 @@ import pytest
 from draftsmith.distill.buffer.traffic import ServedText, stitch
 from draftsmith.distill.config import GateConfig
 from draftsmith.distill.gate.canary import MOST_LEVELS, PATIENCE, CanaryTrial, Trial
-from draftsmith.drafters.published.canary import in_canary
+from draftsmith.drafters.published.versions import in_canary
 from draftsmith.record import RoundRecord
 
 CONFIG = GateConfig()

@@ -24,7 +24,7 @@ from draftsmith.train.export.config import ExportConfig
 
 pytest.importorskip("gguf", reason="the extra [gguf] is not installed")
 
-from draftsmith.train.export.llamacpp.file import TARGET
+from draftsmith.train.export.layouts.gguf import TARGET
 
 
 @pytest.fixture(autouse=True)

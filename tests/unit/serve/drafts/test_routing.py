@@ -6,9 +6,9 @@ import random
 
 import numpy as np
 
-from draftsmith.drafters.published.canary import in_canary
 from draftsmith.drafters.published.pool import DraftPool
 from draftsmith.drafters.published.prompt_clusters import PromptClusters, vector
+from draftsmith.drafters.published.versions import in_canary
 from draftsmith.serve.drafts.routing import FEWEST, PROBES, WINDOW, Router, is_probe
 from draftsmith.serve.requests.route import CANARY, LIVE, Route, class_draft
 

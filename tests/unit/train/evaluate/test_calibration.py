@@ -12,7 +12,7 @@ from draftsmith.drafters.options import DsparkOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.train.data.dataset import TokenSequence
-from draftsmith.train.evaluate.calibration import Reliability
+from draftsmith.train.evaluate.estimate import Reliability
 from draftsmith.train.evaluate.teacher_forced import evaluate_draft
 from draftsmith.train.objective.depth_weights import Exponential
 from draftsmith.train.objective.teacher import LiveSource

@@ -19,7 +19,7 @@ from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
 from draftsmith.train.export.command import open_source, run
 from draftsmith.train.export.config import ExportConfig
-from draftsmith.train.export.layouts.triton import model_name
+from draftsmith.train.export.layouts.serving import model_name
 from tests.engine_readers.table import draft_folder
 
 

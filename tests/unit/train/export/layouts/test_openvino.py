@@ -26,10 +26,8 @@ from tests.engine_readers.proof import prove
 
 pytest.importorskip("openvino_genai", reason="the extra [openvino] is not installed")
 
-from draftsmith.train.export.layouts.eagle3_graphs import check_represented
-from draftsmith.train.export.openvino.graph import MODEL, library, write_graph
-from draftsmith.train.export.openvino.heads import READER
-from draftsmith.train.export.openvino.lm import TARGET
+from draftsmith.train.export.layouts.openvino import MODEL, READER, TARGET, library, write_graph
+from draftsmith.train.export.layouts.portable import check_represented
 from tests.engine_readers import openvino
 from tests.engine_readers.openvino import read_graph
 

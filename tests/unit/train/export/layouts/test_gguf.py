@@ -24,8 +24,8 @@ from draftsmith.train.export.config import ExportConfig
 
 pytest.importorskip("gguf", reason="the extra [gguf] is not installed")
 
-from draftsmith.train.export.llamacpp.file import DRAFT, TARGET, file_type, write_gguf
-from draftsmith.train.export.llamacpp.vocabulary import CONTROL, NORMAL, UNUSED, vocabulary
+from draftsmith.train.export.layouts.gguf import DRAFT, TARGET, file_type, write_gguf
+from draftsmith.train.export.layouts.gguf_vocabulary import CONTROL, NORMAL, UNUSED, vocabulary
 from tests.engine_readers import llamacpp
 from tests.engine_readers.llamacpp import read_gguf
 

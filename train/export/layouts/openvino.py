@@ -1,5 +1,6 @@
-"""A decoder as OpenVINO GenAI runs it: a graph of tokens, mask and positions that keeps its keys
-and values in variables.
+"""Stateful graphs for OpenVINO GenAI (2026.4), traced from the modules that serve here: a draft LM,
+the target of any draft, EAGLE-3. A graph of tokens, mask and positions keeps its keys and values in
+variables.
 
 B rows, T tokens of a pass, P tokens of earlier passes, N = P + T.
 """
@@ -16,10 +17,107 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from draftsmith.errors import UserError
+from draftsmith.drafters.heads.eagle3 import Eagle3
+from draftsmith.drafters.target.causal_lm import CausalLM
+from draftsmith.drafters.target.load import load_config, load_model, load_tokenizer
+from draftsmith.drafters.target.probe import check_model
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.weights import read_config
+from draftsmith.errors import UserError, first_line
 from draftsmith.extras import missing
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.attention.window import Window
+from draftsmith.train.export.layouts import plain
+from draftsmith.train.export.layouts.portable import Reader, check_eagle3, check_represented
+from draftsmith.train.export.layouts.source import (
+    ExportSource,
+    check_sees_all,
+    copy_tokenizer,
+    write_config,
+)
+
+TARGET = "target"  # folder of the target beside a draft
+# Kinds whose graph is tested; a trace would keep one branch of what depends on its input.
+KINDS = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def write_lm(source: ExportSource, out: Path) -> None:
+    plain.check(source)
+    write_model(source.draft, source, out)
+    write_target(source, out)
+
+
+def write_target(source: ExportSource, out: Path) -> None:
+    if source.with_target:
+        (out / TARGET).mkdir()
+        write_model(source.target, source, out / TARGET)
+
+
+def write_model(folder: Path, source: ExportSource, out: Path) -> None:
+    """The causal LM in `folder`, with the target's tokenizer."""
+    check_kind(folder, trust_remote_code=source.trust_remote_code)
+    own = load_model(folder, trust_remote_code=source.trust_remote_code)
+    half = own.dtype != torch.float32
+    lm = CausalLM(own.float(), str(folder), check_model)
+    if lm.rope_limit is not None:
+        raise UserError(
+            f"{str(folder)!r} has rotary embeddings that depend on the length of a text, which "
+            "draftsmith does not write to OpenVINO; convert the model with optimum-intel"
+        )
+    graph = traced(TracedLm(lm), ModelShapes.of(lm.new_pool(1, 1)), {})
+    write_graph(graph, out, half=half)
+    write_config(out, read_config(folder))
+    write_tokenizer(source, out)
+
+
+def check_kind(folder: Path, *, trust_remote_code: bool) -> None:
+    kind = load_config(folder, trust_remote_code=trust_remote_code).model_type
+    if kind not in KINDS:
+        raise UserError(
+            f"{str(folder)!r} is of kind {kind!r}, and draftsmith writes {', '.join(KINDS)} to "
+            "OpenVINO; convert the model with optimum-intel"
+        )
+
+
+class TracedLm(nn.Module):
+    """Its module names are transformers' own: GenAI finds the states of layers by them."""
+
+    def __init__(self, lm: CausalLM):
+        super().__init__()
+        self.model = lm.model
+        self.lm = lm
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        *past: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        allowed = allowed_places(attention_mask, input_ids.shape[1])
+        context = JoinedPass(past, allowed)
+        final = self.lm.paged(input_ids, position_ids, context).final
+        return self.lm.own_head(final), *context.states
+
+
+FILES = ("openvino_tokenizer.xml", "openvino_detokenizer.xml")
+
+
+def write_tokenizer(source: ExportSource, out: Path) -> None:
+    """The target's tokenizer: one graph for each direction."""
+    tokenizers, ov = library("openvino_tokenizers"), library()
+    tokenizer = load_tokenizer(source.target, trust_remote_code=source.trust_remote_code)
+    try:
+        graphs = tokenizers.convert_tokenizer(tokenizer, with_detokenizer=True)
+    except Exception as error:
+        raise UserError(
+            f"the tokenizer of {str(source.target)!r} is not one that openvino_tokenizers "
+            f"converts ({first_line(error)}); export the draft --to vllm"
+        ) from error
+    for graph, name in zip(graphs, FILES, strict=True):
+        ov.save_model(graph, out / name, compress_to_fp16=False)
+    copy_tokenizer(source.target, out)
+
 
 MODEL = "openvino_model.xml"
 # What GenAI feeds; its continuous batching gives positions and takes the mask and `beam_idx` out.
@@ -192,3 +290,87 @@ def begin_empty(graph: Any) -> None:
 def write_graph(graph: Any, folder: Path, *, half: bool) -> None:
     """`half` weights are stored in float16, which holds those of 16-bit checkpoints."""
     library().save_model(graph, folder / MODEL, compress_to_fp16=half)
+
+
+READER = Reader(
+    "OpenVINO GenAI",
+    passes_over={
+        "norm_output": "it would feed the state back without its norm and lose later depths",
+        "fc_norm": "it joins the taps itself and has no norms for them",
+        "norm_before_fc": "it joins the taps itself and has no norm for them",
+    },
+    single="feeds back the state of the first",
+)
+STATES = "hidden_states"
+
+
+def write_eagle3(source: ExportSource, out: Path) -> None:
+    """A graph of one layer after `fc`, which GenAI moves to its target, and a map of token ids."""
+    check_eagle3(source)
+    check_represented(source.drafter.portable_config(), READER)
+    check_sees_all(source, READER.engine)
+    check_kind(source.target, trust_remote_code=source.trust_remote_code)
+    target = Target.load(
+        source.target, dtype=torch.float32, trust_remote_code=source.trust_remote_code
+    )
+    head = Eagle3.load(source.draft, target).eval()
+    check_embeddings(head, target)
+    half = head.fc.weight.dtype != torch.float32
+    head = head.float()
+    shapes = ModelShapes.of(head.new_pool(1, 1, torch.device("cpu"), torch.float32))
+    graph = traced(TracedHead(head, target), shapes, {STATES: head.fc.in_features})
+    describe(graph, head)
+    write_graph(graph, out, half=half)
+    write_config(out, source.drafter.portable_config())
+    write_tokenizer(source, out)
+    write_target(source, out)
+
+
+def check_embeddings(head: Eagle3, target: Target) -> None:
+    own = head.embed_tokens
+    if own is not None and not torch.equal(own.weight.float(), table_of(target).weight):
+        raise UserError(
+            "the draft has embeddings of its own, and OpenVINO GenAI gives it the target's; "
+            "export it --to vllm"
+        )
+
+
+def table_of(target: Target) -> nn.Embedding:
+    return target.model.get_input_embeddings()
+
+
+def describe(graph: Any, head: Eagle3) -> None:
+    """Adds what GenAI looks for: the mode, the layers whose outputs are the taps, and the offsets
+    from draft to target ids as a constant output."""
+    ops = library("openvino.opset13")
+    graph.set_rt_info("True", ["eagle3_mode"])
+    graph.set_rt_info(" ".join(str(tap - 1) for tap in head.taps), ["hidden_layers_list"])
+    if head.d2t is not None:
+        offsets = ops.constant(head.d2t.numpy(), name="d2t")
+        result = ops.result(offsets, name="d2t_result")
+        result.output(0).get_tensor().set_names({"d2t"})
+        graph.add_results([result])
+        graph.validate_nodes_and_infer_types()
+
+
+class TracedHead(nn.Module):
+    """GenAI finds `fc` behind the input of states, and the state to feed back by the name
+    `midlayer`."""
+
+    def __init__(self, head: Eagle3, target: Target):
+        super().__init__()
+        self.head = head
+        self.embed_tokens = table_of(target)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        hidden_states: torch.Tensor,
+        *past: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        context = JoinedPass(past, allowed_places(attention_mask, input_ids.shape[1]))
+        embeds, states = self.embed_tokens(input_ids), self.head.fc(hidden_states)
+        step = self.head.step(embeds, states, position_ids, context)
+        return self.head.lm_head(step.head_input), *context.states
