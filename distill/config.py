@@ -221,9 +221,6 @@ class LearnConfig:
     positions: tuple[str, ...] = option(
         ("accepted", "first-rejected", "bonus"), "positions trained on: " + ", ".join(POSITIONS)
     )
-    branches: int = option(
-        16, "rejected continuations per step, when later-rejected is on", limits=NOT_NEGATIVE
-    )
     divergence: str = option("forward-kl", DIVERGENCE_HELP)
     unroll: LearnUnroll = option(help="training-time unrolling", factory=LearnUnroll)
     proximal: float = option(
@@ -337,15 +334,6 @@ class PoolConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MonitorConfig:
-    false_alarm: float = option(
-        1e-6,
-        "chance that honest servers ever raise an alarm of losslessness, over all versions",
-        limits=INSIDE,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class RetentionConfig:
     # Below the size of a few shards, unread records would be deleted.
     bytes: int = option(
@@ -372,7 +360,6 @@ class DistillConfig:
     gate: GateConfig = option(factory=GateConfig)
     drift: DriftConfig = option(factory=DriftConfig)
     pool: PoolConfig = option(factory=PoolConfig)
-    monitor: MonitorConfig = option(factory=MonitorConfig)
     retention: RetentionConfig = option(factory=RetentionConfig)
     poll_s: float = option(1.0, "pause when there is nothing new", limits=SECONDS)
     save_s: float = option(

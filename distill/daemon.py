@@ -23,7 +23,7 @@ from draftsmith.distill.learn.rehearsal import rehearsal_of
 from draftsmith.distill.learn.target_source import TargetFolder
 from draftsmith.distill.learn.teachers import open_target
 from draftsmith.distill.learn.text_states import states_of
-from draftsmith.distill.monitor.monitor import Monitor
+from draftsmith.distill.monitor.monitor import FALSE_ALARM, Monitor
 from draftsmith.distill.pool.pool import ClassPool
 from draftsmith.distill.state import LEARNER, LearnerCounters, StateFolder
 from draftsmith.distill.status import Status
@@ -52,7 +52,7 @@ class Daemon:
         self.revisions: list[str] = []  # that the target had before
         self.target = open_target(config, self.source.folder)
         self.counters, self.open = LearnerCounters(), OpenRequests()
-        self.monitor = Monitor(config.monitor.false_alarm)
+        self.monitor = Monitor(FALSE_ALARM)
         self.states = states_of(self.target, config.learn)
         context = LearnerContext(
             config,
@@ -94,7 +94,7 @@ class Daemon:
             self.pool.restore(restored.pool)
             self.revisions = restored.revisions
             if restored.monitor is not None:
-                self.monitor = Monitor.from_dict(restored.monitor, self.config.monitor.false_alarm)
+                self.monitor = Monitor.from_dict(restored.monitor, FALSE_ALARM)
         for name, one in self.tracks.items():
             one.begin(known.get(name))
             if restored is not None and restored.is_rebased:

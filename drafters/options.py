@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from draftsmith.config import AT_LEAST_1, BELOW_1, NOT_NEGATIVE, POSITIVE, SHARE, Limits, option
+from draftsmith.config import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SHARE, Limits, option
 
 # More are in no draft, and would fill any memory.
 LAYERS, HEADS, WIDTH = (Limits(1, most, "[]") for most in (256, 1024, 2**18))
@@ -113,7 +113,6 @@ class LoraOptions:
     alpha: float = option(
         32.0, "scale of the adapters; their output is multiplied by alpha / rank", limits=POSITIVE
     )
-    dropout: float = option(0.0, "dropout before the adapters while training", limits=BELOW_1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,6 +42,7 @@ from draftsmith.train.objective.unrolled_loss import StepSums
 # So many steps in a row without a finite gradient mean that the candidate is lost.
 MAX_BROKEN_STEPS = 3
 LATEST = 128  # texts
+MOST_BRANCHES = 16  # rejected continuations of a step
 # Saved among the optimizer's moments.
 AVERAGE = "average"
 
@@ -249,7 +250,7 @@ class Learner:
                     branch_row(branch, self.weights),
                     [DraftedSpan(record, record.accepted + 1, len(record.drafted))],
                 )
-                for record, branch in rng.sample(found, min(self.config.branches, len(found)))
+                for record, branch in rng.sample(found, min(MOST_BRANCHES, len(found)))
             ]
         length = min(self.config.max_length, self.target.max_positions)
         return [one._replace(row=one.row.cut(length)) for one in rows]
@@ -350,11 +351,6 @@ def adapt(drafter: torch.nn.Module, options: LoraOptions, *, seed: int) -> None:
     """Adds low-rank adapters in place: only they are trained from here on. They mean nothing
     without the weights under them, which are the live version's: whenever another version goes
     live, they are merged there or dropped, and begin anew."""
-    if options.dropout:
-        raise UserError(
-            f"learn.lora.dropout is {options.dropout}; online learning draws nothing at random, "
-            "so leave it at 0"
-        )
     if not isinstance(drafter, DraftLm):
         raise UserError(
             f"learn.lora is given with a draft of family {drafter.family!r}; only a draft-lm "

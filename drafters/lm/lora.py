@@ -22,7 +22,6 @@ def add_adapters(model: PreTrainedModel, options: LoraOptions) -> None:
     config = LoraConfig(
         r=options.rank,
         lora_alpha=options.alpha,
-        lora_dropout=options.dropout,
         target_modules=names,
         task_type="CAUSAL_LM",
     )
