@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from draftsmith.client import API_KEY_HELP
 from draftsmith.config import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, Limits, option
 from draftsmith.drafters.config import OFFLOAD_HELP, OFFLOADS, TRUST_HELP, Pair
 from draftsmith.train.config import FAMILIES
@@ -30,16 +29,8 @@ class DoctorConfig(Pair):
     )
     target_offload: str | None = option(None, OFFLOAD_HELP, choices=OFFLOADS)
     url: str | None = option(
-        None,
-        "instead of a draft and data: a running draftsmith server, http://127.0.0.1:8000; with "
-        "target, whether both have one tokenizer",
+        None, "instead of all else: a running draftsmith server, http://127.0.0.1:8000"
     )
-    seconds: float = option(
-        0.0,
-        "watch the server for so long; 0: all it has done since it started",
-        limits=Limits(0, 3600, "[]"),
-    )
-    api_key: str | None = option(None, API_KEY_HELP)
     json: bool = option(False, "print the findings as JSON")
 
 

@@ -47,10 +47,8 @@ def with_target(config: DoctorConfig) -> DoctorConfig:
 def check_options(config: DoctorConfig) -> None:
     if config.target is None and config.url is None:
         raise UserError("option 'target' is required; give --target, or --url of a running server")
-    if config.url is not None and (config.data or config.draft is not None):
-        raise UserError("url is given together with a draft or data; ask about them one at a time")
-    if config.url is None and (config.seconds != 0 or config.api_key is not None):
-        raise UserError("seconds and api_key are about a running server; give --url too")
+    if config.url is not None and (config.data or config.draft or config.target):
+        raise UserError("url is given together with a model or data; ask about them one at a time")
     check_draft_options(config)
 
 
@@ -59,7 +57,7 @@ def examine(config: DoctorConfig) -> list[Finding]:
     if config.url is not None:
         from draftsmith.train.check.server import check_server
 
-        return check_server(config)
+        return check_server(config.url)
     quiet()
     return check_models(config)
 

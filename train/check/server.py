@@ -1,22 +1,15 @@
-"""Checks of a running pair from outside, by its answers over HTTP and its metrics."""
+"""Checks of a running pair from outside, by its metrics."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
-from typing import Any
-
 import httpx
 
-from draftsmith.client import bearer
 from draftsmith.errors import UserError
 from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.metrics_text import Scrape, parse
-from draftsmith.train.check.config import DoctorConfig
 from draftsmith.train.check.finding import Finding, fail, ok, refused, warn
 
 OURS = "draftsmith_rounds_total"
-SPELT = "def f(x):\n    return 'Ångström', 3.14\n"  # for the tokenizers
 # even a draft trained on other text keeps more than this of its first tokens; a misread one does
 # not
 STRANGE = 0.05
@@ -30,27 +23,18 @@ FALLBACK_MENDS = {
 }
 
 
-def check_server(config: DoctorConfig) -> list[Finding]:
-    """All findings of the server at the URL, about the next seconds or, without any, about all it
-    has done."""
-    assert config.url is not None
-    url = config.url.rstrip("/").removesuffix("/v1")
-    with httpx.Client(base_url=url, headers=bearer(config.api_key), timeout=30) as http:
-        try:
-            findings = [check_health(http), check_model(http)]
-            if config.target is not None:
-                findings.append(check_tokenizer(http, config))
+def check_server(url: str) -> list[Finding]:
+    """All findings of the server at the URL, about all that it has done."""
+    base = url.rstrip("/").removesuffix("/v1")
+    try:
+        with httpx.Client(base_url=base, timeout=30) as http:
+            findings = [check_health(http)]
             scrape = read_metrics(http)
-            findings += check_records(read_learner(http))
-            if config.seconds > 0:
-                time.sleep(config.seconds)
-                scrape = read_metrics(http).since(scrape)
-        except UserError as error:
-            return [refused("server.metrics", error)]
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-            what = f"{config.url} does not answer ({str(error) or type(error).__name__})"
-            mend = "check the URL and that draftsmith serve is running"
-            return [fail("server.answers", what, mend)]
+    except UserError as error:
+        return [refused("server.metrics", error)]
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        what = f"{url} does not answer ({str(error) or type(error).__name__})"
+        return [fail("server.answers", what, "check the URL and that draftsmith serve is running")]
     return findings + check_metrics(scrape)
 
 
@@ -60,40 +44,6 @@ def check_health(http: httpx.Client) -> Finding:
         return ok("server.health", "the engine runs")
     what = f"/health answers {status}: the engine's rounds fail or its thread has ended"
     return fail("server.health", what, "read the end of the server's log and restart it")
-
-
-def check_model(http: httpx.Client) -> Finding:
-    response = http.get("/v1/models")
-    if response.status_code == 401:
-        return warn(
-            "server.model",
-            "the server requires an API key",
-            "give --api-key; the other checks need none",
-        )
-    version = http.get("/version").json()["version"]
-    models = [
-        f"{entry['id']} (up to {entry.get('max_model_len', '?')} tokens)"
-        for entry in response.json()["data"]
-    ]
-    return ok("server.model", f"{', '.join(models)}, version {version}")
-
-
-def check_tokenizer(http: httpx.Client, config: DoctorConfig) -> Finding:
-    """Compares the tokens of a text, the server's and those of the target's tokenizer here."""
-    from draftsmith.drafters.target.load import load_tokenizer
-
-    assert config.target is not None
-    body = {"prompt": SPELT, "add_special_tokens": False}
-    response = http.post("/tokenize", json=body)
-    if response.status_code != 200:
-        what = f"/tokenize answers {response.status_code}, so the tokenizers are not compared"
-        return warn("server.tokenizer", what, "give --api-key where the server wants one")
-    tokenizer = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
-    here = tokenizer(SPELT, add_special_tokens=False)["input_ids"]
-    if response.json()["tokens"] != here:
-        what = f"the server has other tokens for a text than the tokenizer of {config.target!r}"
-        return fail("server.tokenizer", what, "generate and train with the target that is served")
-    return ok("server.tokenizer", "the server has the tokens of the target's tokenizer")
 
 
 def read_metrics(http: httpx.Client) -> Scrape:
@@ -108,35 +58,6 @@ def read_metrics(http: httpx.Client) -> Scrape:
             f"/metrics has no {OURS}, so this is no draftsmith server; give the URL of one"
         )
     return scrape
-
-
-def read_learner(http: httpx.Client) -> dict[str, Any]:
-    """Status of the learner that the server follows; empty where it shows none."""
-    response = http.get("/dashboard/data")
-    if response.status_code != 200:
-        return {}
-    data = response.json()
-    return (data.get("learner") or {}) if isinstance(data, dict) else {}
-
-
-def check_records(learner: Mapping[str, Any]) -> list[Finding]:
-    """Losslessness by the learner's monitor, which reads the records of all engines."""
-    streams = learner.get("losslessness") or {}
-    everything = streams.get("all", {})
-    if not everything.get("positions"):
-        return []
-    alarmed = [name for name, one in streams.items() if one.get("alarm") and name != "all"]
-    if alarmed or everything.get("alarm"):
-        what = f"by its records not lossless: {', '.join(alarmed) or 'all together'}"
-        mend = "run draftsmith audit --buffer with its buffer, which names the events"
-        return [fail("learning.lossless", what, mend)]
-    deviations = ", ".join(
-        f"{name.removeprefix('z_')} {value:+.1f}"
-        for name, value in everything.items()
-        if name.startswith("z_")
-    )
-    what = f"{everything['positions']} recorded positions as lossless verification has them"
-    return [ok("learning.lossless", f"{what}, z {deviations}")]
 
 
 def check_metrics(scrape: Scrape) -> list[Finding]:
