@@ -94,10 +94,7 @@ class Trainee(torch.nn.Module):
             kind=self.kind,
             noise=FeatureNoise(self.unroll.noise, self.seed, step) if self.unroll.noise else None,
         )
-        return {
-            "loss": unrolled.total / (unrolled.scale * num_items_in_batch),
-            "unrolled": unrolled,
-        }
+        return {"loss": unrolled.mean(num_items_in_batch), "unrolled": unrolled}
 
 
 class DraftTrainer(Trainer):

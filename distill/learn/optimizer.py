@@ -51,7 +51,7 @@ class CandidateOptimizer:
 
     def _backward(self, batch: LearningBatch) -> StepSums:
         unrolled = self.unrolled(batch)
-        (unrolled.total / (unrolled.scale * batch.weight)).backward()
+        unrolled.mean(batch.weight).backward()
         return unrolled.sums
 
     def unrolled(self, batch: LearningBatch) -> UnrolledLoss:

@@ -67,6 +67,10 @@ class UnrolledLoss(NamedTuple):
     # elsewhere. None: distributions are sparse.
     keep: torch.Tensor | None
 
+    def mean(self, count: torch.Tensor | float) -> torch.Tensor:
+        """What a step descends on, offline and online: the loss a token, of `count` of them."""
+        return self.total / (self.scale * count)
+
 
 def unrolled_loss(
     drafter: Unrollable,

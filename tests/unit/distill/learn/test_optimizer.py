@@ -14,8 +14,11 @@ from draftsmith.distill.learn.teachers import LearningBatch, LearningRow, LiveTe
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
+from draftsmith.train.config import UnrollConfig
 from draftsmith.train.data.roles import TrainedRow
+from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.optim import MUON_MOMENT
+from draftsmith.train.trainer import Trainee
 
 
 def gradient(optimizer: CandidateOptimizer, batch: LearningBatch) -> list[torch.Tensor]:
@@ -130,6 +133,23 @@ class Steps:
         for _ in range(count):
             assert optimizer.step(self.batch, lr=1e-2) is not None
         return {name: one.detach().clone() for name, one in optimizer.drafter.state_dict().items()}
+
+
+def test_offline_and_online_steps_of_a_batch_have_one_gradient(
+    tiny_target: Callable[..., str],
+) -> None:
+    steps = Steps(tiny_target("llama"))
+    online = steps.new("adamw")
+    text, drafter, own = steps.batch.text, steps.new("adamw").drafter, online.config.unroll
+    trainee = Trainee(
+        drafter, LiveSource(steps.target), UnrollConfig(steps=own.steps, decay=own.decay)
+    )
+    trainee(text, num_items_in_batch=text.weights.sum())["loss"].backward()
+    online._backward(steps.batch)
+    offline = trained(drafter)
+    for name, parameter in trained(online.drafter).items():
+        torch.testing.assert_close(parameter.grad, offline[name].grad)
+    assert any(bool(parameter.grad.any()) for parameter in offline.values())
 
 
 def test_muon_moves_matrices_and_adamw_all_else(tiny_target: Callable[..., str]) -> None:
