@@ -6,7 +6,6 @@ Files in reading order:
 - `teacher_forced`: exact, on the target's own text
 - `by_context`: by the length of the context
 - `estimate`: figures with their intervals
-- `measured`: by lossless rounds while training
+- `measured`: by lossless rounds while training, and of draft trees
 - `held_out`: those of a run, within its time
-- `trees`: tau of draft trees by shape
 """

@@ -31,7 +31,7 @@ from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.data.folders import folders_of
 from draftsmith.train.data.mixture import Mixture, provenances, read_mixture
 from draftsmith.train.evaluate.answers import answered, suite_texts, text_of
-from draftsmith.train.evaluate.measured import prompt_of
+from draftsmith.train.evaluate.measured import TreeTau, measure_tree, prompt_of
 from draftsmith.train.evaluate.teacher_forced import (
     DocumentCounts,
     Evaluation,
@@ -41,7 +41,6 @@ from draftsmith.train.evaluate.teacher_forced import (
     summarise,
     temperature_of,
 )
-from draftsmith.train.evaluate.trees import TreeTau, measure_tree
 from draftsmith.train.quiet import quiet
 
 __all__ = ["Evaluation", "evaluate_draft", "run"]

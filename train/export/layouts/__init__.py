@@ -3,10 +3,9 @@
 Files in reading order:
 - `table`: which family for which engine
 - `source`: the draft and target exported from
-- `plain`: draft LM and MLP speculator
+- `plain`: draft LM, MLP speculator and Medusa
 - `portable`: heads and blocks as vLLM and SGLang read them
 - `speculators`: the layout of the `speculators` library
-- `medusa`: Medusa
 - `mtp`: MTP modules inside their target
 - `vllm_faults`: releases of vLLM whose sampled speculation is biased
 - `gguf`, `gguf_vocabulary`: llama.cpp

@@ -19,7 +19,7 @@ from draftsmith.drafters.init_from_target import shares_embeddings
 from draftsmith.drafters.weights import read_weights, write_weights
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
-from draftsmith.train.export.layouts.medusa import target_table
+from draftsmith.train.export.layouts.plain import target_table
 from draftsmith.train.export.layouts.source import (
     ExportSource,
     check_sees_all,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from draftsmith.errors import UserError
-from draftsmith.train.export.layouts import gguf, medusa, mtp, openvino, plain, portable
+from draftsmith.train.export.layouts import gguf, mtp, openvino, plain, portable
 from draftsmith.train.export.layouts.serving import in_repository
 from draftsmith.train.export.layouts.source import ExportSource
 from draftsmith.train.export.layouts.speculators import write_mtp, write_speculators
@@ -56,7 +56,7 @@ WRITERS: dict[str, dict[str, Writer]] = {
         "sglang": portable.write_sglang_eagle1,
         "speculators": write_speculators,
     },
-    "medusa": {"vllm": medusa.write_vllm, "hf": medusa.write_original},
+    "medusa": {"vllm": plain.write_vllm_medusa, "hf": plain.write_medusa},
     "mlp": {"hf": plain.write_ibm},
     "dflash": {**BLOCKS},
     "dspark": {**BLOCKS},
