@@ -107,7 +107,10 @@ def _add_flag(parser: argparse._ActionsContainer, option: configuration.FlagOpti
     flags = ["--" + name.replace("_", "-") for name in names]
     shared: dict[str, Any] = {"dest": ".".join(option.path), "default": None, "help": _help(field)}
     if wanted is bool:
-        parser.add_argument(*flags, **shared, action=argparse.BooleanOptionalAction)
+        # What is off need not be said to be; a recipe's is switched off by `name=false`.
+        is_off = field.default is False
+        action: Any = "store_true" if is_off else argparse.BooleanOptionalAction
+        parser.add_argument(*flags, **shared, action=action)
     elif typing.get_origin(wanted) in (list, tuple):
         parser.add_argument(*flags, **shared, nargs="+", action="extend", metavar="X")
     else:

@@ -85,7 +85,8 @@ def test_defaults_and_conversions() -> None:
         taps=[2, 5],
         optim=Optim(lr=1e-4),
     )
-    assert resolve("b", "--target", "t", "--no-learn").optim == Optim()
+    assert resolve("b", "--target", "t", "learn=false").optim == Optim()
+    assert resolve("b", "--target", "t", "--learn").learn
     assert resolve("b", "--target=t", "minutes=null").minutes is None
 
 
