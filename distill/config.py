@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from draftsmith.client import API_KEY_HELP
 from draftsmith.config import (
@@ -145,15 +143,6 @@ class LearnUnroll:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnConfig:
-    # old name of an option -> its name in `train`; `unroll` is a section now
-    RENAMED: ClassVar[Mapping[str, str]] = {
-        "unroll": "unroll.steps",
-        "weights": "unroll.weights",
-        "step_decay": "unroll.decay",
-        "clip": "max_grad_norm",
-        "warmup": "warmup_steps",
-    }
-
     teacher: str = option(
         "live",
         "where the target's distributions are read, and the states that a draft reads: live, from "
@@ -182,14 +171,6 @@ class LearnConfig:
         5e-4, "learning rate, constant after the first warm-up steps", limits=POSITIVE
     )
     warmup_steps: int = option(10, "steps over which the learning rate rises", limits=NOT_NEGATIVE)
-    weight_decay: float = option(
-        0.0, "of all trained parameters, or of matrices and tables by Muon", limits=NOT_NEGATIVE
-    )
-    max_grad_norm: float = option(
-        1.0,
-        "gradients are clipped to this norm; 0 switches clipping off",
-        limits=Limits(0, math.inf, "[]"),
-    )
     batch: int = option(8, "sequences per step", limits=AT_LEAST_1)
     steps: int = option(8, "optimizer steps per update", limits=AT_LEAST_1)
     fresh: int = option(8, "new sequences that start an update", limits=AT_LEAST_1)

@@ -3,7 +3,6 @@ or Muon."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -19,6 +18,7 @@ from draftsmith.train.optim import MUON_MOMENT, muon_with_adamw, part_of
 
 Trained = dict[str, torch.nn.Parameter]  # by name
 BETAS = (0.9, 0.999)
+MAX_GRAD_NORM = 1.0
 
 
 class CandidateOptimizer:
@@ -39,8 +39,7 @@ class CandidateOptimizer:
         finite."""
         self.adam.zero_grad(set_to_none=True)
         sums = self._backward(batch)
-        limit = self.config.max_grad_norm or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(trained(self.drafter).values(), limit)
+        norm = torch.nn.utils.clip_grad_norm_(trained(self.drafter).values(), MAX_GRAD_NORM)
         if not bool(torch.isfinite(norm)):
             self.adam.zero_grad(set_to_none=True)
             return None
@@ -93,14 +92,14 @@ class CandidateOptimizer:
                 num_tokens=len(self.drafter.head_weight()),
                 lr=self.config.lr,
                 betas=BETAS,
-                weight_decay=self.config.weight_decay,
+                weight_decay=0.0,
             )
             return
         self.adam = torch.optim.AdamW(
             trained(self.drafter).values(),
             lr=self.config.lr,
             betas=BETAS,
-            weight_decay=self.config.weight_decay,
+            weight_decay=0.0,
             # One pass over each tensor. On an accelerator torch chooses.
             fused=True if self.device.type == "cpu" else None,
         )

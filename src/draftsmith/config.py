@@ -239,17 +239,12 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 def build(cls: type[T], values: dict[str, Any], prefix: str = "", *, root: type | None = None) -> T:
     """An instance of the dataclass `cls`; an unknown key or an ill-typed value raises a `UserError`
-    that names the mend. `cls.RENAMED`, if any, maps old names of options to new ones. `root` is
-    the configuration that a section belongs to."""
+    that names the mend. `root` is the configuration that a section belongs to."""
     root = root or cls
     values = under_first_names(cls, values)
     types_by_name = field_types(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    renamed = getattr(cls, "RENAMED", {})
-    for key, value in values.items():
-        if key in renamed and not isinstance(value, dict) and not dataclasses.is_dataclass(value):
-            new = prefix + renamed[key]
-            raise UserError(f"option {prefix + key!r} is now {new!r}; write {new}={value}")
+    for key in values:
         if key not in fields:
             known = [prefix + name for name in (*fields, *short_names(cls))]
             raise UserError(unknown_key(f"{prefix}{key}", known, dotted_names(root)))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from draftsmith.config import Limits, build
-from draftsmith.distill.command import check, run
+from draftsmith.distill.command import run
 from draftsmith.distill.config import DistillConfig
 from draftsmith.errors import UserError
 
@@ -78,25 +78,3 @@ def test_bad_numbers_are_one_sentence(values: Mapping[str, Any], says: str) -> N
     with pytest.raises(UserError) as error:
         run(build(DistillConfig, {**REQUIRED, **values}))
     assert str(error.value).startswith(says) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "value"),
-    [
-        ("unroll", "unroll.steps", 4),
-        ("weights", "unroll.weights", "uniform"),
-        ("step_decay", "unroll.decay", 0.9),
-        ("clip", "max_grad_norm", 1.0),
-        ("warmup", "warmup_steps", 10),
-    ],
-)
-def test_an_old_name_of_an_option_is_refused_with_the_new_one(
-    old: str, new: str, value: Any
-) -> None:
-    with pytest.raises(UserError) as error:
-        build(DistillConfig, REQUIRED | {"learn": {old: value}})
-    says = f"option 'learn.{old}' is now 'learn.{new}'; write learn.{new}={value}"
-    assert str(error.value) == says
-    section, _, leaf = new.rpartition(".")
-    values = {section: {leaf: value}} if section else {leaf: value}
-    check(build(DistillConfig, REQUIRED | {"learn": values}))
