@@ -68,7 +68,8 @@ class UnrolledLoss(NamedTuple):
     keep: torch.Tensor | None
 
     def mean(self, count: torch.Tensor | float) -> torch.Tensor:
-        """What a step descends on, offline and online: the loss a token, of `count` of them."""
+        """Loss a token, of `count` of them: the value that a step descends on, offline and
+        online."""
         return self.total / (self.scale * count)
 
 
