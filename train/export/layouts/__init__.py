@@ -8,7 +8,8 @@ Files in reading order:
 - `speculators`: the layout of the `speculators` library
 - `mtp`: MTP modules inside their target
 - `vllm_faults`: releases of vLLM whose sampled speculation is biased
-- `gguf`, `gguf_vocabulary`: llama.cpp
+- `gguf`: files for llama.cpp
+- `gguf_vocabulary`: tokens in them
 - `openvino`: OpenVINO GenAI
 - `serving`: commands that serve an export, and a repository for NVIDIA Triton
 """
