@@ -137,7 +137,7 @@ def drafts_of(config: GenerateConfig, revision: str | None) -> dict[str, Any] | 
 
     if not config.drafting() or hottest(config) == 0:
         return None
-    drafts: dict[str, Any] = {"k": str(config.k or DEFAULT_K)}
+    drafts: dict[str, Any] = {"k": config.k or DEFAULT_K}
     drafts |= {name: True for name in ("ngram", "suffix") if getattr(config, name)}
     return drafts if revision is None else drafts | {"draft": config.draft, "revision": revision}
 

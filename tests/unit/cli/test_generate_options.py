@@ -49,10 +49,10 @@ def test_options_that_draft_nothing_are_refused(values: dict, says: str) -> None
 
 def test_sampled_answers_name_what_their_draws_depend_on_and_greedy_ones_nothing() -> None:
     found = drafts_of(options(draft="folder", k=2), "ab12")
-    assert found == {"draft": "folder", "revision": "ab12", "k": "2"}
+    assert found == {"draft": "folder", "revision": "ab12", "k": 2}
     # A default that is written out is no other run.
     plain, written = (drafts_of(options(ngram=True, k=k), None) for k in (None, 4))
-    assert plain == written == {"k": "4", "ngram": True}
+    assert plain == written == {"k": 4, "ngram": True}
     assert drafts_of(options(draft="folder", temperature=[0.0]), "ab12") is None
     assert drafts_of(options(), None) is None
 
