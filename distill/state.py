@@ -27,7 +27,8 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith import files
 from draftsmith.distill.buffer import record_table
-from draftsmith.distill.buffer.folder import Cursor, RecordFiles
+from draftsmith.distill.buffer.folder import Cursor
+from draftsmith.distill.buffer.record_table import RecordFiles
 from draftsmith.distill.buffer.traffic import ServedText, stitch
 from draftsmith.distill.gate.canary import Trial
 from draftsmith.distill.gate.sequential import Ledger

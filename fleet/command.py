@@ -7,7 +7,7 @@ import importlib
 from draftsmith.config import check_limits
 from draftsmith.errors import UserError
 from draftsmith.fleet.config import FleetConfig
-from draftsmith.fleet.store.errors import StoreError
+from draftsmith.fleet.store.layout import StoreError
 
 # Loaded with its action: publishing needs what showing does not.
 RUNS = {
@@ -15,7 +15,7 @@ RUNS = {
     "page": "draftsmith.fleet.rollout.show:page",
     "promote": "draftsmith.fleet.rollout.operate:promote",
     "rollback": "draftsmith.fleet.rollout.operate:rollback",
-    "publish": "draftsmith.fleet.publish_command:run",
+    "publish": "draftsmith.fleet.publish.command:run",
 }
 
 

@@ -7,7 +7,7 @@ Files in reading order:
 - `process_writer`: the process
 - `folder`: its folder on any file system
 - `marks`: progress of readers and deletions
-- `record_table`: records as an Arrow table
+- `record_table`: records as an Arrow table, and files of them in a saved state
 - `redaction`: masking before storage
 - `known_taps`: the target's states in a text's records
 - `forget`: `draftsmith forget`

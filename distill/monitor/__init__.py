@@ -3,9 +3,6 @@ the logged distributions.
 
 Files in reading order:
 - `positions`: verified positions of records, as arrays
-- `events`: events of a position with their probabilities
-- `monitor`: evidence by engine and version
-- `audit`: one look at a whole buffer
-
-Other chapters import `monitor` and `audit`.
+- `events`: events of a position with their probabilities, z and evidence
+- `monitor`: evidence by engine and version; a whole buffer at once
 """

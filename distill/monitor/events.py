@@ -20,11 +20,21 @@ at p, q and the depth, and for `accepted`, decided by noise drawn after the draf
   first one: how far a block is kept depends on the drafts behind.
 
 Greedy positions have no chance in them: the token must be the argmax, see `greedy_violations`.
+
+Of events with known probabilities: z, and evidence against these that may be looked at after every
+record. A bet on an event of probability e multiplies its stake by exp(s happened) / (1 - e + e
+exp(s)), for a strength s: fair at the stated e, whatever came before. The money of a stake of 1
+passes 1 / error with at most the chance `error`, at any time ever (Ville's inequality), and so does
+the mean over strengths and over kinds of events. Where e is known up to an error, a bet on more is
+held against the largest e and a bet on less against the smallest, which only lowers the money:
+rounding never becomes evidence.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +45,8 @@ EVENTS = ("accepted", "drafted", "replaced", "residual", "emitted")
 HALF = 0.5
 # Pairs of logged tokens compared at once.
 CHUNK = 2048
+# In log-odds. A bias of d in events of variance v is found fastest with a strength near d / v.
+STRENGTHS = np.array([sign * 0.02 * 2**step for sign in (1, -1) for step in range(7)])
 
 
 class MonitorEvent(NamedTuple):
@@ -175,3 +187,46 @@ def impossible(positions: Positions) -> np.ndarray:
     inside = ((positions.p_ids == positions.token[:, None]) & (positions.p > 0)).any(axis=1)
     known = positions.p_known & ~positions.greedy & (positions.p_tail == 0)
     return known & (positions.token >= 0) & ~inside
+
+
+@dataclass
+class EvidenceCounts:
+    """Sums over events of one kind."""
+
+    count: int = 0
+    happened: int = 0
+    expected: float = 0.0
+    variance: float = 0.0
+
+    def add(self, event: MonitorEvent, chosen: np.ndarray) -> None:
+        chance = event.chance[chosen]
+        self.count += len(chance)
+        self.happened += int(event.happened[chosen].sum())
+        self.expected += float(chance.sum())
+        self.variance += float((chance * (1 - chance)).sum())
+
+    @property
+    def z(self) -> float:
+        """Standard deviations above the expected number; 0 where nothing is left to chance."""
+        if self.variance <= 0:
+            return 0.0
+        return (self.happened - self.expected) / math.sqrt(self.variance)
+
+
+@dataclass
+class Bets:
+    """Money of all strengths, as logarithms."""
+
+    log_money: list[float] = field(default_factory=lambda: [0.0] * len(STRENGTHS))
+
+    def add(self, event: MonitorEvent, chosen: np.ndarray) -> None:
+        chance, error = event.chance[chosen, None], event.error[chosen, None]
+        ups = STRENGTHS > 0
+        most = np.where(ups, np.minimum(1.0, chance + error), np.maximum(0.0, chance - error))
+        fair = np.log1p(most * np.expm1(STRENGTHS))
+        won = event.happened[chosen, None] * STRENGTHS - fair
+        self.log_money = (np.array(self.log_money) + won.sum(axis=0)).tolist()
+
+    @property
+    def log_evidence(self) -> float:
+        return float(np.logaddexp.reduce(self.log_money)) - math.log(len(self.log_money))

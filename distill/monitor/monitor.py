@@ -8,6 +8,7 @@ and however often one looks.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +17,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from draftsmith.distill.buffer import marks
+from draftsmith.distill.buffer.folder import ShardFolder, in_turn, parse
 from draftsmith.distill.gate.sequential import share_of
 from draftsmith.distill.monitor.events import (
     EVENTS,
+    STRENGTHS,
+    Bets,
+    EvidenceCounts,
     MonitorEvent,
     events_of,
     greedy_of,
@@ -27,18 +33,18 @@ from draftsmith.distill.monitor.events import (
     is_logged,
 )
 from draftsmith.distill.monitor.positions import Positions, positions_of
+from draftsmith.errors import UserError, first_line
 from draftsmith.record import Distributions, RoundRecord
 
 # Rules whose output has the target's distribution; others are left out and counted by name.
 LOSSLESS_RULES = ("chain", "block", "tree")
-FALSE_ALARM = 1e-6  # chance that honest servers ever raise an alarm, over all versions
 # Streams without an alarm that are kept: the latest ones. One that comes back is a new one.
 MOST_STREAMS = 64
 # Standard deviations of a normal distribution that leave 1 % on one side: what a bias is missed by.
 MISS = 2.33
-
 # Stands for evidence without bound, which JSON has no number for.
 MOST_LOG10 = 1e6
+logger = logging.getLogger("draftsmith.buffer")
 
 
 class Key(NamedTuple):
@@ -274,57 +280,35 @@ def sentence(name: str, stream: EvidenceStream) -> str:
     return f"{name} is not lossless: {seen}"
 
 
-# In log-odds. A bias of d in events of variance v is found fastest with a strength near d / v.
-STRENGTHS = np.array([sign * 0.02 * 2**step for sign in (1, -1) for step in range(7)])
-
-
 @dataclass
-class EvidenceCounts:
-    """Sums over events of one kind."""
-
-    count: int = 0
-    happened: int = 0
-    expected: float = 0.0
-    variance: float = 0.0
-
-    def add(self, event: MonitorEvent, chosen: np.ndarray) -> None:
-        chance = event.chance[chosen]
-        self.count += len(chance)
-        self.happened += int(event.happened[chosen].sum())
-        self.expected += float(chance.sum())
-        self.variance += float((chance * (1 - chance)).sum())
-
-    @property
-    def z(self) -> float:
-        """Standard deviations above the expected number; 0 where nothing is left to chance."""
-        if self.variance <= 0:
-            return 0.0
-        return (self.happened - self.expected) / math.sqrt(self.variance)
+class Look:
+    monitor: Monitor
+    shards: int = 0
+    records: int = 0
+    seeded: int = 0  # records whose draws can be repeated, left out
+    damaged: int = 0  # shards
 
 
-@dataclass
-class Bets:
-    """Evidence against stated probabilities that may be looked at after every record, for as long
-    as one likes: money of all strengths, as logarithms.
-
-    A bet on an event of probability e multiplies its stake by exp(s happened) / (1 - e + e exp(s)),
-    for a strength s: fair at the stated e, whatever came before. The money of a stake of 1 passes
-    1 / error with at most the chance `error`, at any time ever (Ville's inequality), and so does
-    the mean over strengths and over kinds of events. Where e is known up to an error, a bet on more
-    is held against the largest e and a bet on less against the smallest, which only lowers the
-    money: rounding never becomes evidence.
-    """
-
-    log_money: list[float] = field(default_factory=lambda: [0.0] * len(STRENGTHS))
-
-    def add(self, event: MonitorEvent, chosen: np.ndarray) -> None:
-        chance, error = event.chance[chosen, None], event.error[chosen, None]
-        ups = STRENGTHS > 0
-        most = np.where(ups, np.minimum(1.0, chance + error), np.maximum(0.0, chance - error))
-        fair = np.log1p(most * np.expm1(STRENGTHS))
-        won = event.happened[chosen, None] * STRENGTHS - fair
-        self.log_money = (np.array(self.log_money) + won.sum(axis=0)).tolist()
-
-    @property
-    def log_evidence(self) -> float:
-        return float(np.logaddexp.reduce(self.log_money)) - math.log(len(self.log_money))
+def look(url: str, *, false_alarm: float) -> Look:
+    """Reads every shard that is there now, also while servers write. Leaves no mark: writers wait
+    for readers that do. Raises `UserError` where the folder cannot be read."""
+    folder, found = ShardFolder(url), Look(Monitor(false_alarm))
+    try:
+        names = folder.names()
+    except OSError as error:
+        raise UserError(f"buffer {url!r} cannot be read ({error}); give its folder") from error
+    answers = marks.forgotten(names)
+    for shard in in_turn(folder.shards_among(names)):
+        try:
+            records = parse(folder.fetch(shard), with_taps=False)
+        except FileNotFoundError:
+            continue  # deleted by the retention since it was listed
+        except (OSError, ValueError) as error:
+            logger.warning("shard %s is left out (%s)", shard.path, first_line(error))
+            found.damaged += 1
+            continue
+        kept = [one for one in records if not one.seeded]
+        found.shards, found.records = found.shards + 1, found.records + len(records)
+        found.seeded += len(records) - len(kept)
+        found.monitor.look([one for one in kept if not marks.is_forgotten(one.request, answers)])
+    return found

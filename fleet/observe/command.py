@@ -16,9 +16,8 @@ from draftsmith.config import check_limits
 from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.errors import UserError
 from draftsmith.fleet.observe.config import ObserveConfig
-from draftsmith.fleet.observe.counters import ProxyCounters
 from draftsmith.fleet.observe.enrich import Enrichment
-from draftsmith.fleet.observe.exchange import Observer
+from draftsmith.fleet.observe.exchange import Observer, ProxyCounters
 from draftsmith.fleet.observe.probe import EngineProbe, client
 from draftsmith.fleet.observe.proxy import Proxy
 from draftsmith.fleet.observe.recorder import Models, ProxyRecorder

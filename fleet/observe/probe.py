@@ -17,8 +17,7 @@ from typing import Any
 import httpx
 
 from draftsmith.client import bearer
-from draftsmith.fleet.observe.answers import events
-from draftsmith.fleet.observe.endpoints import ENDPOINTS, Endpoint
+from draftsmith.fleet.observe.endpoints import ENDPOINTS, Endpoint, events
 from draftsmith.fleet.observe.enrich import BROUGHT, Editing, Enrichment, Form, Restoring
 
 logger = logging.getLogger("draftsmith.observe")

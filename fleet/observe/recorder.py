@@ -12,13 +12,17 @@ import httpx
 
 from draftsmith.chats.answers import ChatAnswers
 from draftsmith.client import bearer
-from draftsmith.fleet.observe.answers import ObservedAnswer, read_answer
 from draftsmith.fleet.observe.config import ObserveConfig
-from draftsmith.fleet.observe.counters import ProxyCounters
-from draftsmith.fleet.observe.exchange import Exchange
-from draftsmith.fleet.observe.rounds import Origin, records_of, steps_of
-from draftsmith.fleet.observe.sampling import sampling_of
-from draftsmith.fleet.observe.tokens import Unknown, tokens_of
+from draftsmith.fleet.observe.endpoints import ObservedAnswer, read_answer
+from draftsmith.fleet.observe.exchange import Exchange, ProxyCounters
+from draftsmith.fleet.observe.rounds import (
+    Origin,
+    Unknown,
+    records_of,
+    sampling_of,
+    steps_of,
+    tokens_of,
+)
 from draftsmith.record import RecordSink
 
 logger = logging.getLogger("draftsmith.observe")

@@ -1,8 +1,9 @@
-"""Round records of an observed answer.
+"""Round records of an observed answer, with the tokens and the sampling of its request.
 
-Ids are known of accepted tokens alone: the others of a round are `UNLOGGED`, and q is never there.
-Where an answer's rounds are not known, each of its tokens is a record without drafts: text to learn
-from, and to score at the first depth.
+Tokens are the server's own ids, else those of the target's tokenizer where it is sure to give the
+same. Ids are known of accepted tokens alone: the others of a round are `UNLOGGED`, and q is never
+there. Where an answer's rounds are not known, each of its tokens is a record without drafts: text
+to learn from, and to score at the first depth.
 """
 
 from __future__ import annotations
@@ -13,13 +14,38 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from draftsmith.fleet.observe.endpoints import Entry
-from draftsmith.fleet.observe.sampling import ObservedSampling
-from draftsmith.fleet.observe.tokens import TokenCounter
+from draftsmith.chats.answers import ChatAnswers
+from draftsmith.fleet.observe.config import DefaultSampling
+from draftsmith.fleet.observe.endpoints import Body, Endpoint, Entry, ObservedAnswer
 from draftsmith.record import UNLOGGED, Distribution, RoundRecord, hashed
 
 # As servers write a logprob of minus infinity.
 NO_MASS = -9999.0
+# Fields that leave the distribution of the answer's tokens as temperature and filters make it.
+NEUTRAL = frozenset(
+    {
+        "model", "prompt", "messages", "temperature", "top_k", "top_p", "min_p", "max_tokens",
+        "max_completion_tokens", "stop", "stop_token_ids", "seed", "n", "best_of", "stream",
+        "stream_options", "logprobs", "top_logprobs", "prompt_logprobs", "user", "echo",
+        "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens",
+        "include_stop_str_in_output", "return_token_ids", "return_tokens_as_token_ids",
+        "return_prompt_text", "request_id", "priority", "cache_salt", "add_special_tokens",
+        "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools",
+        "parallel_tool_calls", "store", "metadata", "truncate_prompt_tokens", "speculation",
+        "request_class", "vllm_xargs", "include_reasoning", "service_tier", "cache_prompt",
+    }
+)  # fmt: skip
+# Values of other fields that are as good as none.
+OFF: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "tool_choice": ("auto", "none"),
+    "response_format": ({"type": "text"},),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,3 +201,99 @@ class LoggedRounds:
             max(0.0, 1.0 - mass),
             drafted=entry.logprob if accepted else None,
         )
+
+
+class TokenCounter(NamedTuple):
+    prompt: list[int]
+    answer: list[int]
+
+
+class Unknown(Exception):
+    """Tokens that cannot be known; its text is the reason that is counted."""
+
+
+def tokens_of(
+    endpoint: Endpoint, request: Body, answer: ObservedAnswer, form: ChatAnswers | None
+) -> TokenCounter:
+    """Raises `Unknown` where neither the server nor the tokenizer gives the tokens."""
+    prompt = answer.prompt_ids or endpoint.given_prompt(request)
+    if prompt is None:
+        prompt = _prompt(endpoint, request, answer, form)
+    given = answer.token_ids
+    if given is not None and answer.completion_tokens not in (None, len(given)):
+        raise Unknown("token ids that are not all")
+    return TokenCounter(prompt, _answer(prompt, request, answer, form) if given is None else given)
+
+
+def _prompt(
+    endpoint: Endpoint, request: Body, answer: ObservedAnswer, form: ChatAnswers | None
+) -> list[int]:
+    if form is None:
+        raise Unknown("no token ids")
+    try:
+        prompt = endpoint.prompt(request, form.tokenizer)
+    except Exception as error:
+        # Chat templates are programs and may raise any exception.
+        raise Unknown("prompts without a template") from error
+    if prompt is None:
+        raise Unknown("several prompts")
+    if answer.prompt_tokens not in (None, len(prompt)):
+        raise Unknown("prompts of another length")
+    return prompt
+
+
+def _answer(
+    prompt: list[int], request: Body, answer: ObservedAnswer, form: ChatAnswers | None
+) -> list[int]:
+    """Tokens of the text. Any text has several tokenisations: the canonical one is taken where it
+    gives back the text and has as many tokens as the server counted."""
+    if form is None:
+        raise Unknown("no token ids")
+    if not answer.is_text_whole or request.get("echo"):
+        raise Unknown("texts in parts")
+    ids = form.exact(answer.text)
+    if ids is None:
+        raise Unknown("texts that do not round-trip")
+    end = form.end_behind(prompt)
+    # A stop string ends in the middle of a token, or of a text that is cut off.
+    is_ended = answer.finish == "stop" and not isinstance(answer.stop_reason, str)
+    if answer.completion_tokens is None:
+        if is_ended and request.get("stop"):
+            raise Unknown("stop strings without a count")
+        return [*ids, *end] if is_ended else ids
+    for found in (ids, [*ids, *end] if is_ended else ids):
+        if len(found) == answer.completion_tokens:
+            return found
+    raise Unknown("texts of another length")
+
+
+class ObservedSampling(NamedTuple):
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seeded: bool  # the draws can be repeated by another request
+    adjusts: bool  # more than these fields shape the distribution
+
+
+def sampling_of(request: Body, defaults: DefaultSampling) -> ObservedSampling:
+    """Raises `TypeError` or `ValueError` on a value of another kind."""
+
+    def value(name: str) -> float:
+        given = request.get(name)
+        return float(getattr(defaults, name) if given is None else given)
+
+    temperature = value("temperature")
+    unlike = {
+        name
+        for name, given in request.items()
+        if given is not None and name not in NEUTRAL and given not in OFF.get(name, ())
+    }
+    return ObservedSampling(
+        temperature=temperature,
+        top_k=max(0, int(value("top_k"))),
+        top_p=value("top_p"),
+        min_p=value("min_p"),
+        seeded=temperature > 0 and request.get("seed") is not None,
+        adjusts=bool(unlike),
+    )

@@ -2,9 +2,6 @@
 
 Files in reading order:
 - `layouts`: a version in the layouts of engines
-- `upload`: one version in a store, its manifest last
-- `mirror`: whatever the learner makes live
-- `retention`: old versions and what kills left
-
-The commands import `layouts` and `mirror`.
+- `mirror`: whatever the learner makes live, each version's manifest last, and old versions deleted
+- `command`: `draftsmith fleet publish`
 """

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from draftsmith.fleet.log import logger
+from draftsmith.fleet.engine import logger
 from draftsmith.fleet.recording.reduction import MOST_ROWS, Arrays, reduce, to_host
 from draftsmith.fleet.recording.requests import Chooser, Tracked, is_recordable, meta_of
 from draftsmith.fleet.recording.seam import Seam, Verified
-from draftsmith.fleet.wire.child import WriterChild
-from draftsmith.fleet.wire.messages import MessageKind, StepMeta, meta_array
+from draftsmith.fleet.wire.messages import MessageKind, StepMeta, WriterChild, meta_array
 from draftsmith.shared_memory.arrays import Spec, begin, send
 
 # Part of the ring that one step's raw logits may take.

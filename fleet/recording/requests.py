@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from draftsmith.fleet.request_options import request_options
+from draftsmith.fleet.engine import request_options
 from draftsmith.fleet.wire.messages import RequestMeta
 
 # Below it vLLM samples greedily.

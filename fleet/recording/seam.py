@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.fleet.log import logger, once
+from draftsmith.fleet.engine import logger, once
 
 # Parameters of the two calls; what a later vLLM adds behind them is not needed.
 FIRST = ["metadata", "draft_probs", "logits", "sampling_metadata"]

@@ -3,8 +3,7 @@
 Files in reading order:
 - `revisions`: the policy's weights on disk, where a learner follows them
 - `rollouts`: completions of a trainer as records, where no engine makes them
-- `vllm_server`: names of the weights, and drafts, in a vLLM server
-- `handover`: the newest draft version for an engine that follows nothing by itself
+- `handover`: names of the weights, and the newest draft version, for an engine that rolls out
 - `callback`: `FollowPolicy`, the trainer's callback
 
 No other chapter imports it.

@@ -13,11 +13,10 @@ from transformers import TrainerCallback
 
 from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.errors import UserError
-from draftsmith.fleet.log import logger
-from draftsmith.fleet.rl.handover import Handover
+from draftsmith.fleet.engine import logger
+from draftsmith.fleet.rl.handover import Handover, VllmServer
 from draftsmith.fleet.rl.revisions import PolicyRevisions
 from draftsmith.fleet.rl.rollouts import Reward, Rollouts
-from draftsmith.fleet.rl.vllm_server import VllmServer
 
 # A batch of rollouts comes at once, with a record per token.
 QUEUE_RECORDS = 1 << 18

@@ -13,10 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from draftsmith.errors import UserError
-from draftsmith.fleet.log import once
-from draftsmith.fleet.observe.rounds import Origin, records_of
-from draftsmith.fleet.observe.sampling import ObservedSampling
-from draftsmith.fleet.observe.tokens import TokenCounter
+from draftsmith.fleet.engine import once
+from draftsmith.fleet.observe.rounds import ObservedSampling, Origin, TokenCounter, records_of
 from draftsmith.record import RecordSink
 
 Reward = Callable[..., Any]

@@ -1,21 +1,41 @@
-"""`draftsmith fleet status` and `draftsmith fleet page`."""
+"""`draftsmith fleet status` and `draftsmith fleet page`: all that is known of a fleet, read from
+its store, as JSON, as a table, and as one HTML file without scripts, which a browser loads again by
+itself."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from html import escape
+from typing import Any
 
 from draftsmith import files
 from draftsmith.fleet.config import FleetConfig
-from draftsmith.fleet.rollout.page import html
-from draftsmith.fleet.rollout.table import lines
-from draftsmith.fleet.rollout.view import View, view_of
-from draftsmith.fleet.store.errors import StoreUnreachable
+from draftsmith.fleet.store.layout import EngineStatus, StoreUnreachable, finite
+from draftsmith.fleet.store.rollout import Rollout
 from draftsmith.fleet.store.store import VersionStore
+from draftsmith.progress import duration
 
 CLEAR = "\x1b[H\x1b[2J"
+STYLE = """
+:root { color-scheme: light dark; --line: #8884; --faint: #8889; --bad: #c0392b; }
+body { font: 14px/1.5 system-ui, sans-serif; margin: 1.5rem auto; max-width: 1240px; padding: 0 14px; }
+h1 { font-size: 19px; margin: 0 0 .5rem; } h2 { font-size: 14px; margin: 1.5rem 0 .3rem; }
+p { margin: 0 0 .3rem; } small { color: var(--faint); }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { text-align: left; padding: 3px 12px 3px 0; border-bottom: 1px solid var(--line); }
+th { color: var(--faint); font-weight: normal; font-size: 12px; }
+td:last-child { color: var(--bad); }
+"""  # noqa: E501
+HEADS = ("engine", "version", "alpha", "tau", "tok/s", "z", "last swap", "seen", "note")
+# Engines put a status at every poll: one that is older is of an engine that is gone or cannot
+# reach the store.
+SILENT_S = 120.0
+View = Mapping[str, Any]
 
 
 def status(config: FleetConfig) -> int:
@@ -51,3 +71,162 @@ def look(config: FleetConfig, show: Callable[[View], None]) -> int:
         except StoreUnreachable as error:
             print(f"fleet: {error}", file=sys.stderr, flush=True)
     return 0
+
+
+def html(view: View, *, every_s: float | None = None) -> str:
+    refresh = f'<meta http-equiv="refresh" content="{every_s:g}">' if every_s else ""
+    at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(view["at_s"]))
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"{refresh}<title>draftsmith fleet</title><style>{STYLE}</style></head><body>\n"
+        f"<h1>Fleet <small>{escape(str(view['versions']))}, {at}</small></h1>\n"
+        + "".join(f"<p>{escape(line)}</p>\n" for line in summary(view))
+        + engines(view)
+        + decisions(view)
+        + "</body></html>\n"
+    )
+
+
+def engines(view: View) -> str:
+    return table(HEADS, [cells(row) for row in view["engines"]])
+
+
+def decisions(view: View) -> str:
+    rows = [
+        (
+            time.strftime("%m-%d %H:%M:%S", time.gmtime(one.get("time_s") or 0)),
+            str(one.get("decision", "")),
+            str(one.get("version", "")),
+            str(one.get("reason", "")),
+        )
+        for one in reversed(view["decisions"])
+    ]
+    return f"<h2>Decisions</h2>\n{table(('time', 'decision', 'version', 'reason'), rows)}"
+
+
+def table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    if not rows:
+        return "<p><small>none</small></p>\n"
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in heads)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>\n"
+
+
+def lines(view: View) -> list[str]:
+    table = [HEADS, *(cells(row) for row in view["engines"])]
+    widths = [max(len(line[column]) for line in table) for column in range(len(HEADS) - 1)]
+    return [
+        *summary(view),
+        *(
+            "  ".join([*map(str.ljust, line, widths), line[-1]]).rstrip()
+            for line in (table if view["engines"] else ())
+        ),
+    ]
+
+
+def summary(view: View) -> list[str]:
+    live = "no version is live" if view["current"] is None else f"version {view['current']} is live"
+    served = ", ".join(
+        f"{count} on {'no version' if version == 'None' else f'version {version}'}"
+        for version, count in view["served"].items()
+    )
+    silent = sum(row["is_silent"] for row in view["engines"])
+    parts = [live, served or "no engine", *([f"{silent} silent"] if silent else [])]
+    return ["; ".join(parts), *rollout_lines(view["rollout"])]
+
+
+def rollout_lines(rollout: Any) -> list[str]:
+    if not rollout:
+        return []
+    share = rollout["stages"][rollout["stage"] - 1]
+    trial = rollout["trial"]
+    found = ""
+    if trial.get("pairs"):
+        found = f"; gain {trial['gain']:+.4f} in {trial['pairs']} pairs of periods"
+    elif trial.get("is_blind"):
+        found = "; waits: too few requests of both versions are in the buffer"
+    return [
+        f"version {rollout['candidate']} is tried on {len(rollout['engines'])} engines, stage "
+        f"{rollout['stage']} of {len(rollout['stages'])} ({share:.0%}), for "
+        f"{duration(rollout['age_s'])}{found}"
+    ]
+
+
+def cells(row: View) -> tuple[str, ...]:
+    swap = row["last_swap"] or {}
+    return (
+        str(row["engine"]),
+        "-" if row["version"] is None else str(row["version"]),
+        number(row["alpha"], ".3f"),
+        number(row["tau"], ".2f"),
+        number(row["tokens_per_s"], ".0f"),
+        number(row["z"], "+.1f"),
+        number(swap.get("pause_ms"), ".1f", " ms") if swap.get("ok", True) else "failed",
+        f"{duration(row['age_s'])} ago",
+        note(row),
+    )
+
+
+def note(row: View) -> str:
+    parts = ["silent"] if row["is_silent"] else []
+    if row["alarm"]:
+        parts.append("samples another distribution than the target's")
+    if row["wanted"] is not None and row["wanted"] != row["version"]:
+        parts.append(f"should serve {row['wanted']}")
+    refused: Sequence[tuple[str, str]] = sorted(
+        row["refused"].items(), key=lambda one: int(one[0]), reverse=True
+    )
+    parts += [f"refused {version}: {reason}" for version, reason in refused[:1]]
+    return "; ".join(parts)
+
+
+def number(value: Any, form: str, unit: str = "") -> str:
+    return f"{value:{form}}{unit}" if isinstance(value, (int, float)) else "-"
+
+
+def view_of(store: VersionStore, *, now_s: float | None = None) -> dict[str, Any]:
+    now_s = time.time() if now_s is None else now_s
+    current, rollout, engines = store.current(), store.rollout_or_none(), store.engines()
+    is_on = rollout is not None and not rollout.is_over and rollout.live == current
+    rows = [row(status, current, rollout if is_on else None, now_s) for status in engines]
+    served = Counter(str(status.version) for status in engines if now_s - status.at_s <= SILENT_S)
+    return {
+        "versions": store.url,
+        "at_s": now_s,
+        "current": current,
+        "stored": store.versions(),
+        "served": dict(sorted(served.items())),
+        "rollout": rollout_view(rollout, engines, now_s) if rollout and is_on else None,
+        "decisions": list(rollout.decisions) if rollout else [],
+        "engines": rows,
+    }
+
+
+def row(
+    status: EngineStatus, current: int | None, rollout: Rollout | None, now_s: float
+) -> dict[str, Any]:
+    wanted = rollout.version_for(status.engine, now_s) if rollout else current
+    values = {name: finite(value) for name, value in asdict(status).items()}
+    return {
+        **values,
+        "refused": {str(version): reason for version, reason in status.refused.items()},
+        "wanted": wanted,
+        "age_s": max(0.0, now_s - status.at_s),
+        "is_silent": now_s - status.at_s > SILENT_S,
+    }
+
+
+def rollout_view(rollout: Rollout, engines: list[EngineStatus], now_s: float) -> dict[str, Any]:
+    return {
+        "candidate": rollout.candidate,
+        "live": rollout.live,
+        "stage": rollout.stage + 1,
+        "stages": list(rollout.stages),
+        "engines": [status.engine for status in engines if rollout.has(status.engine)],
+        "switch_s": rollout.switch_s,
+        "age_s": max(0.0, now_s - rollout.begun_s),
+        "trial": dict(rollout.trial),
+    }

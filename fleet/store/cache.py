@@ -12,8 +12,7 @@ import uuid
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
-from draftsmith.fleet.store.errors import StoreError, StoreUnreachable
-from draftsmith.fleet.store.layout import FileMark, folder_of
+from draftsmith.fleet.store.layout import FileMark, StoreError, StoreUnreachable, folder_of
 
 KEPT = 2
 LEFTOVER_AGE_S = 3600.0

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from draftsmith.fleet.store.errors import StoreError, StoreUnreachable
+from draftsmith.fleet.store.layout import StoreError, StoreUnreachable
 
 T = TypeVar("T")
 ATTEMPTS = 3

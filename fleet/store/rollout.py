@@ -18,8 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from draftsmith.fleet.store.errors import StoreError
-from draftsmith.fleet.store.layout import parse_json
+from draftsmith.fleet.store.layout import StoreError, parse_json
 
 SCHEMA_VERSION = 1
 

@@ -10,19 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.fleet.store.cache import Cache
-from draftsmith.fleet.store.engine_status import EngineStatus, object_of, parse_status
-from draftsmith.fleet.store.errors import StoreError, StoreUnreachable
 from draftsmith.fleet.store.layout import (
     CURRENT,
     ENGINES,
     FOLDER,
     MANIFEST,
     ROLLOUT,
+    EngineStatus,
+    StoreError,
+    StoreUnreachable,
     current_bytes,
     files_of,
     folder_of,
+    object_of,
     parse_current,
     parse_manifest,
+    parse_status,
 )
 from draftsmith.fleet.store.objects import Objects
 from draftsmith.fleet.store.rollout import Rollout, parse_rollout

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from draftsmith.fleet.log import logger
+from draftsmith.fleet.engine import logger
 
 NUM_KEPT = 8
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from draftsmith.errors import first_line
-from draftsmith.fleet.log import logger
+from draftsmith.fleet.engine import logger
 from draftsmith.fleet.swaps.checks import DraftRefused
 from draftsmith.fleet.swaps.packed import (
     Handle,

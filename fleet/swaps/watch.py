@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from draftsmith.fleet.log import logger
+from draftsmith.fleet.engine import logger
 from draftsmith.fleet.swaps.prefixes import CachedPrefixes
 from draftsmith.fleet.swaps.proposer import Snapshot, restore, snapshot
 from draftsmith.fleet.swaps.swap import Swaps

@@ -10,12 +10,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from draftsmith.fleet.log import logger, once
-from draftsmith.fleet.names import engine_name, port_of, replica_in
+from draftsmith.fleet.engine import engine_name, logger, once, port_of, replica_in
 from draftsmith.fleet.recording.recorder import EngineRecorder
 from draftsmith.fleet.recording.seam import kind_of
-from draftsmith.fleet.vllm.state import WorkerState
-from draftsmith.fleet.wire.child import WriterChild
+from draftsmith.fleet.vllm.settings import WorkerState
+from draftsmith.fleet.wire.messages import WriterChild
 
 # Rules of verification by vLLM's names of them; others keep vLLM's.
 RULES = {"standard": "chain"}

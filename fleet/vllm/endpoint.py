@@ -12,20 +12,28 @@ import time
 from pathlib import Path
 from typing import Any
 
-from draftsmith.fleet.log import once
-from draftsmith.fleet.names import engine_name
+from draftsmith.fleet.engine import engine_name, once
+from draftsmith.fleet.store.layout import EngineStatus
 from draftsmith.fleet.store.store import VersionStore
+from draftsmith.fleet.vllm.figures import Figures, figures_of, tokens_of
 from draftsmith.fleet.vllm.follower import OneOf, StoreFollower
-from draftsmith.fleet.vllm.gauges import Gauges
-from draftsmith.fleet.vllm.replicas import Figures, figures_of, tokens_of
 from draftsmith.fleet.vllm.settings import Settings, settings_of
 from draftsmith.fleet.vllm.swap_client import Answers, SwapClient
-from draftsmith.fleet.vllm.swap_methods import answers_folder
+from draftsmith.fleet.vllm.worker import answers_folder
 
 LOCAL = frozenset({"127.0.0.1", "::1"})
 # Method of the workers: version, refusals, and figures of the recorder where there is one.
 STATUS = "draftsmith_status"
 FOREIGN_HEADERS = ("origin", "forwarded", "x-forwarded-for", "x-real-ip")
+GAUGES = {
+    "version": "version of the draft that is served",
+    "alpha": "accepted of the drafted tokens reached, of the served version",
+    "tau": "tokens per round, of the served version",
+    "z": "z of the losslessness monitor, of the served version",
+    "alarm": "1 where the losslessness monitor has enough evidence against the served version",
+    "swap_pause_ms": "pause of the engine by the last swap",
+    "refused_versions": "versions that this engine does not serve",
+}
 
 
 class Beside:
@@ -191,3 +199,40 @@ def is_local(request: Any) -> bool:
     """True for a client on this machine itself, with no proxy and no browser between."""
     host = request.client.host if request.client is not None else ""
     return host in LOCAL and not any(name in request.headers for name in FOREIGN_HEADERS)
+
+
+class Gauges:
+    """Nothing where the Prometheus client is missing or refuses."""
+
+    def __init__(self, engine: str):
+        self.engine = engine
+        self.gauges: dict[str, Any] = {}
+        try:
+            from prometheus_client import Gauge
+
+            self.gauges = {
+                name: Gauge(
+                    f"draftsmith_draft_{name}",
+                    help_text,
+                    ["engine"],
+                    multiprocess_mode="mostrecent",
+                )
+                for name, help_text in GAUGES.items()
+            }
+        except (ImportError, ValueError) as error:
+            once(f"no gauges of the draft: {error}")
+
+    def set(self, status: EngineStatus) -> None:
+        values = {
+            "version": status.version,
+            "alpha": status.alpha,
+            "tau": status.tau,
+            "z": status.z,
+            "alarm": float(status.alarm),
+            "swap_pause_ms": status.last_swap.get("pause_ms"),
+            "refused_versions": len(status.refused),
+        }
+        for name, gauge in self.gauges.items():
+            value = values[name]
+            if value is not None:
+                gauge.labels(self.engine).set(value)

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from draftsmith.fleet.log import logger, once
-from draftsmith.fleet.store.engine_status import EngineStatus
-from draftsmith.fleet.store.errors import StoreError, StoreUnreachable
-from draftsmith.fleet.store.floor import ServedVersions, below_floor
-from draftsmith.fleet.store.pace import Pace
+from draftsmith.fleet.engine import logger, once
+from draftsmith.fleet.store.layout import EngineStatus, StoreError, StoreUnreachable
+from draftsmith.fleet.store.rollout import hashed
 from draftsmith.fleet.store.store import VersionStore
-from draftsmith.fleet.vllm.replicas import Figures
+from draftsmith.fleet.vllm.figures import Figures, ServedVersions, below_floor
 from draftsmith.fleet.vllm.swap_client import Answers, SwapClient, SwapOutcome
 
 LAYOUT = "vllm"
@@ -28,6 +27,7 @@ LAYOUT = "vllm"
 LOOK_S = 60.0
 # Of a version whose refusal may pass: a slow disk, a rank that is busy.
 TRIES = 3
+LONGEST_WAIT_S = 300.0
 
 
 class StoreFollower:
@@ -229,3 +229,26 @@ class OneOf:
             return False
         self._file = file
         return True
+
+
+class Pace:
+    """Waits of one engine, in seconds: polls with jitter, longer ones after failures, and downloads
+    spread over a span, so that a thousand engines do not read a new version in the same second."""
+
+    def __init__(self, engine: str, poll_s: float, *, spread_s: float = 0.0):
+        self.engine, self.poll_s, self.spread_s = engine, poll_s, spread_s
+        self.failures = 0
+        self._random = random.Random(engine)
+
+    def next_poll_s(self, *, failed: bool = False) -> float:
+        """Wait before the next poll, 0.5 to 1.5 times `poll_s`; doubled at each failure in a
+        row, up to `LONGEST_WAIT_S`."""
+        self.failures = self.failures + 1 if failed else 0
+        longest_s = max(self.poll_s, LONGEST_WAIT_S)
+        wait_s = min(longest_s, self.poll_s * 2.0 ** min(self.failures, 30))
+        return wait_s * self._random.uniform(0.5, 1.5)
+
+    def download_delay_s(self, version: int) -> float:
+        """Delay of a version's download after it was first seen, the same at every look: uniform
+        over `spread_s` across engines, another one for each version."""
+        return self.spread_s * hashed(f"download/{version}/{self.engine}")

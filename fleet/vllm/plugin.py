@@ -15,12 +15,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from draftsmith.fleet.log import logger, once
+from draftsmith.fleet.engine import logger, once
 from draftsmith.fleet.vllm.attach import attach
-from draftsmith.fleet.vllm.expand_kernel import install
-from draftsmith.fleet.vllm.faults import fault_of
-from draftsmith.fleet.vllm.settings import settings_of
-from draftsmith.fleet.vllm.state import WorkerState
+from draftsmith.fleet.vllm.faults import fault_of, install
+from draftsmith.fleet.vllm.settings import WorkerState, settings_of
 from draftsmith.fleet.vllm.worker import METHODS
 
 

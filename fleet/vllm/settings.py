@@ -4,10 +4,10 @@ process of an engine."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from draftsmith.fleet.log import once
+from draftsmith.fleet.engine import once
 
 SECTION = "draftsmith"
 
@@ -66,3 +66,16 @@ def _fits(value: Any, default: Any) -> bool:
     if isinstance(value, bool) or isinstance(default, bool):
         return isinstance(value, bool) and isinstance(default, bool)
     return isinstance(value, (int, float) if isinstance(default, float) else type(default))
+
+
+@dataclass
+class WorkerState:
+    """State of the plugin in one worker: `worker.draftsmith`. A swap sets `version`, which the
+    recorder reads once per round."""
+
+    settings: Settings
+    version: str = ""  # of the served draft, as records name it
+    recorder: Any = None
+    swaps: Any = None  # `fleet.swaps.swap.Swaps`, made at the first step of a swap
+    # reasons by versions that are not served
+    refused: dict[str, str] = field(default_factory=dict)

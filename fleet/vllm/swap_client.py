@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from draftsmith.fleet.vllm.swap_methods import answers_folder
+from draftsmith.fleet.vllm.worker import answers_folder
 
 POLL_S = 0.02
 # Of a version that is read and packed by a thread: gigabytes from a slow disk.

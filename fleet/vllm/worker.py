@@ -1,16 +1,110 @@
 """Methods that the plugin adds to vLLM's `WorkerBase`, for `collective_rpc`; the one slot of
-`--worker-extension-cls` stays free.
+`--worker-extension-cls` stays free. One of them moves a swap of the draft a step on.
 
 Each takes the worker first and answers with plain values. Its name begins with `draftsmith_`.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from draftsmith.fleet.vllm.state import WorkerState
-from draftsmith.fleet.vllm.swap_methods import draftsmith_swap, leave_answer, replica_of
+from draftsmith.fleet.engine import logger, replica_in
+from draftsmith.fleet.vllm.settings import WorkerState
+
+STEPS = frozenset(
+    {
+        "prepare",
+        "stage",
+        "trial",
+        "compare",
+        "apply",
+        "look",
+        "keep",
+        "take_back",
+        "stop",
+        "resume",
+        "status",
+    }
+)
+
+
+def draftsmith_swap(worker: Any, step: str, call: str = "", **arguments: str) -> dict[str, Any]:
+    """One of `STEPS` with its arguments. Every error is an answer: `state` is "refused" and
+    `reason` a sentence.
+
+    Args:
+        call: name of this call, for workers whose answers `collective_rpc` drops
+    """
+    state: WorkerState | None = getattr(worker, "draftsmith", None)
+    if state is None:
+        return {}
+    try:
+        swaps = swaps_of(worker, state)
+        if step not in STEPS:
+            raise ValueError(f"{step!r} is no step of a swap; give one of {sorted(STEPS)}")
+        found: dict[str, Any] = getattr(swaps, step)(**arguments)
+        state.version = swaps.version
+    except Exception as error:
+        found = {"state": "refused", "reason": str(error), "version": state.version}
+        logger.warning("draftsmith: %s: %s", step, error)
+    if found.get("state") == "refused" and found.get("staged"):
+        state.refused[found["staged"]] = found["reason"]
+    found |= {"rank": worker.rank}
+    leave_answer(worker, state, call, found)
+    return found
+
+
+def swaps_of(worker: Any, state: WorkerState) -> Any:
+    if state.swaps is None:
+        from draftsmith.fleet.swaps.proposer import SwappedProposer
+        from draftsmith.fleet.swaps.swap import Swaps
+        from draftsmith.fleet.swaps.watch import Watch
+
+        swaps = Swaps(SwappedProposer(worker), version=state.version)
+
+        def lost() -> None:
+            state.version = ""
+
+        Watch(worker, swaps, lost)
+        state.swaps = swaps
+    return state.swaps
+
+
+def leave_answer(worker: Any, state: WorkerState, call: str, answer: dict[str, Any]) -> None:
+    """Leave a file where several engines stand behind one API server: `collective_rpc` reaches all
+    and returns the first one's answers. vLLM shows replicas of a dense target
+    a data-parallel size of 1."""
+    if not call:
+        return
+    index = replica_of(worker)
+    folder = answers_folder(state.settings.cache)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / f"{call}-{index}-{worker.rank}.json", answer)
+    except OSError:
+        logger.exception("draftsmith: an answer was not left in %s", folder)
+
+
+def replica_of(worker: Any) -> int:
+    """Number of the data-parallel replica that a worker is of."""
+    return replica_in(getattr(worker.vllm_config, "parallel_config", None))
+
+
+def answers_folder(cache: str) -> Path:
+    """Folder that all processes of one user's engines on a machine agree on."""
+    root = Path(cache) if cache else Path(tempfile.gettempdir()) / f"draftsmith-{os.getuid()}"
+    return root / "answers"
+
+
+def write_atomically(path: Path, values: dict[str, Any]) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(values))
+    part.replace(path)
 
 
 def draftsmith_status(worker: Any, call: str = "") -> dict[str, Any]:

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.distill.buffer.buffer import BufferReader
 from draftsmith.distill.buffer.traffic import ServedText, stitch
-from draftsmith.distill.monitor.audit import look
+from draftsmith.distill.monitor.monitor import look
 from draftsmith.record import RoundRecord, hashed_answer
 from scripts.bench.fleet.installed import variables as plugin_variables
 from tests.e2e.test_audit_vllm import model, vllm_server

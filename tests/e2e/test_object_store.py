@@ -91,9 +91,9 @@ import fsspec
 from draftsmith.drafters.published import versions
 from draftsmith.fleet.publish.layouts import LayoutWriter
 from draftsmith.fleet.publish.mirror import Mirror
-from draftsmith.fleet.rollout.view import view_of
-from draftsmith.fleet.store.engine_status import EngineStatus
-from draftsmith.fleet.store.errors import StoreError, StoreUnreachable
+from draftsmith.fleet.rollout.show import view_of
+from draftsmith.fleet.store.layout import EngineStatus
+from draftsmith.fleet.store.layout import StoreError, StoreUnreachable
 from draftsmith.fleet.store.store import VersionStore
 
 URL, HERE = "s3://drafts/llama", Path(__file__).parent

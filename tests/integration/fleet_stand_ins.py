@@ -124,8 +124,7 @@ class Engine:
 
     def __init__(self, name: str, versions: str, buffer: str, cache: str):
         from draftsmith.fleet.vllm import attach
-        from draftsmith.fleet.vllm.settings import Settings
-        from draftsmith.fleet.vllm.state import WorkerState
+        from draftsmith.fleet.vllm.settings import Settings, WorkerState
         from draftsmith.shared_memory import child
         from tests.unit.fleet.recording.stand_ins import FirstSampler, Worker
 
@@ -148,8 +147,7 @@ class Engine:
     async def collective_rpc(
         self, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None
     ) -> list[Any]:
-        from draftsmith.fleet.vllm.swap_methods import draftsmith_swap
-        from draftsmith.fleet.vllm.worker import draftsmith_status
+        from draftsmith.fleet.vllm.worker import draftsmith_status, draftsmith_swap
 
         function = draftsmith_swap if method == "draftsmith_swap" else draftsmith_status
         with self.steps:
@@ -236,8 +234,8 @@ def learner(root: str, every_s: str) -> None:
 
 
 def publisher(root: str, url: str) -> None:
+    from draftsmith.fleet.publish.command import loop
     from draftsmith.fleet.publish.mirror import Mirror
-    from draftsmith.fleet.publish_command import loop
     from draftsmith.fleet.store.store import VersionStore
     from draftsmith.lock import folder_lock
     from tests.unit.fleet.publish.test_mirror import Copies
@@ -320,7 +318,7 @@ def ask(address: str, body: dict[str, Any]) -> dict[str, Any] | None:
 def main() -> None:
     import torch
 
-    import draftsmith.fleet.publish_command
+    import draftsmith.fleet.publish.command
     import draftsmith.fleet.recording.recorder
     import draftsmith.fleet.vllm.endpoint
     import draftsmith.fleet.wire.writer  # noqa: F401

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from draftsmith.drafters.published import versions
-from draftsmith.fleet.store.errors import StoreError
+from draftsmith.fleet.store.layout import StoreError
 from draftsmith.fleet.store.store import VersionStore
 from scripts.bench.fleet.answers import recorded
 from tests.integration.fleet_stand_ins import NAMES, Nursery, answer_to, ask, listens

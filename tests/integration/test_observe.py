@@ -23,9 +23,8 @@ from draftsmith.drafters import checkpoint
 from draftsmith.drafters.published import versions
 from draftsmith.fleet.observe import command
 from draftsmith.fleet.observe.config import ObserveConfig
-from draftsmith.fleet.observe.counters import ProxyCounters
 from draftsmith.fleet.observe.enrich import Enrichment
-from draftsmith.fleet.observe.exchange import Observer
+from draftsmith.fleet.observe.exchange import Observer, ProxyCounters
 from draftsmith.fleet.observe.probe import EngineProbe, client
 from draftsmith.fleet.observe.proxy import Proxy
 from draftsmith.fleet.observe.recorder import Models, ProxyRecorder

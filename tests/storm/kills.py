@@ -15,8 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from draftsmith.fleet.store.errors import StoreError
-from draftsmith.fleet.store.layout import MANIFEST, folder_of
+from draftsmith.fleet.store.layout import MANIFEST, StoreError, folder_of
 from draftsmith.fleet.store.store import VersionStore
 from tests.storm.places import FolderPlace
 from tests.storm.statuses import Statuses

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from draftsmith.fleet.store.engine_status import EngineStatus
-from draftsmith.fleet.store.errors import StoreError
+from draftsmith.fleet.store.layout import EngineStatus, StoreError
 from draftsmith.fleet.store.store import VersionStore
 
 LOOK_S = 0.5

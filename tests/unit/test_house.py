@@ -67,7 +67,7 @@ ORDER = {
         "bench",
     ),
     "distill": ("buffer", "learn", "gate", "monitor", "pool", "generate"),
-    # In this order too: wire, store, swaps, vllm, observe, publish, rollout, rl.
+    # In this order too: wire, store, swaps, vllm, observe, rollout, publish, rl.
     "fleet": (
         "wire",
         "recording",
@@ -75,8 +75,8 @@ ORDER = {
         "swaps",
         "vllm",
         "observe",
-        "publish",
         "rollout",
+        "publish",
         "rl",
     ),
 }

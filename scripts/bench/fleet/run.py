@@ -15,10 +15,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from draftsmith.distill.monitor.audit import look
+from draftsmith.distill.monitor.monitor import look
 from draftsmith.drafters.published import versions
 from draftsmith.files import write_json
-from draftsmith.fleet.store.engine_status import EngineStatus
+from draftsmith.fleet.store.layout import EngineStatus
 from draftsmith.fleet.store.store import VersionStore
 from scripts.bench.fleet.answers import acceptance, recorded, send, texts_of
 from scripts.bench.fleet.installed import variables

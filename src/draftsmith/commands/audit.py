@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from draftsmith.serve.audit.config import AuditConfig
 
 if TYPE_CHECKING:
-    from draftsmith.distill.monitor.audit import Look
-    from draftsmith.distill.monitor.monitor import EvidenceStream
+    from draftsmith.distill.monitor.monitor import EvidenceStream, Look
     from draftsmith.serve.audit.report import Check, Report
 
 
@@ -21,7 +20,7 @@ def run(config: AuditConfig) -> int:
 
 
 def audit_buffer(config: AuditConfig) -> Report:
-    from draftsmith.distill.monitor.audit import look
+    from draftsmith.distill.monitor.monitor import look
     from draftsmith.serve.audit.report import Report
 
     assert config.buffer is not None

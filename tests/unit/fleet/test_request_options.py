@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from draftsmith.fleet.names import engine_name
-from draftsmith.fleet.request_options import EngineRequestOptions, request_options
+from draftsmith.fleet.engine import EngineRequestOptions, engine_name, request_options
 
 
 @pytest.mark.parametrize(

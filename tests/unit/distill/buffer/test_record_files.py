@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from draftsmith.distill.buffer import record_table
-from draftsmith.distill.buffer.folder import RecordFiles
+from draftsmith.distill.buffer.record_table import RecordFiles
 from draftsmith.record import RoundRecord
 
 

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from draftsmith.distill.buffer.record_table import from_table, to_table
-from draftsmith.distill.monitor.events import EVENTS, MonitorEvent, events_of
-from draftsmith.distill.monitor.monitor import (
-    MOST_STREAMS,
+from draftsmith.distill.monitor.events import (
+    EVENTS,
     STRENGTHS,
     Bets,
     EvidenceCounts,
-    EvidenceStream,
-    Monitor,
+    MonitorEvent,
+    events_of,
 )
+from draftsmith.distill.monitor.monitor import MOST_STREAMS, EvidenceStream, Monitor
 from draftsmith.distill.monitor.positions import Positions, positions_of
 from draftsmith.files import plain
 from draftsmith.record import Distribution, RoundRecord

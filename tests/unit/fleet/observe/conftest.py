@@ -15,9 +15,8 @@ import uvicorn
 
 from draftsmith.fleet.observe import command
 from draftsmith.fleet.observe.config import ObserveConfig
-from draftsmith.fleet.observe.counters import ProxyCounters
 from draftsmith.fleet.observe.enrich import Enrichment
-from draftsmith.fleet.observe.exchange import Exchange, Observer
+from draftsmith.fleet.observe.exchange import Exchange, Observer, ProxyCounters
 from draftsmith.fleet.observe.proxy import Proxy
 
 CONFIG = ObserveConfig(url="http://x", buffer="unused")

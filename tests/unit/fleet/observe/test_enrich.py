@@ -9,8 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from draftsmith.fleet.observe.answers import read_answer
-from draftsmith.fleet.observe.endpoints import ENDPOINTS
+from draftsmith.fleet.observe.endpoints import ENDPOINTS, read_answer
 from draftsmith.fleet.observe.enrich import Editing, Enrichment, Form, Restoring
 from draftsmith.fleet.observe.probe import EngineProbe
 

@@ -13,9 +13,15 @@ from draftsmith.distill.buffer.traffic import branches, stitch
 from draftsmith.distill.monitor.positions import positions_of
 from draftsmith.fleet.observe.config import DefaultSampling
 from draftsmith.fleet.observe.endpoints import Entry
-from draftsmith.fleet.observe.rounds import ObservedStep, Origin, records_of, steps_of
-from draftsmith.fleet.observe.sampling import ObservedSampling, sampling_of
-from draftsmith.fleet.observe.tokens import TokenCounter
+from draftsmith.fleet.observe.rounds import (
+    ObservedSampling,
+    ObservedStep,
+    Origin,
+    TokenCounter,
+    records_of,
+    sampling_of,
+    steps_of,
+)
 from draftsmith.record import UNLOGGED, RoundRecord, hashed
 from draftsmith.train.data.roles import Role
 

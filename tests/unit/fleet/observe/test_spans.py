@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.fleet.observe.spans import applied, edits_of, items, members
+from draftsmith.fleet.observe.enrich import applied, edits_of, items, members
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(),

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from draftsmith.chats.answers import ChatAnswers
-from draftsmith.fleet.observe.answers import ObservedAnswer, read_answer
-from draftsmith.fleet.observe.endpoints import ENDPOINTS
-from draftsmith.fleet.observe.tokens import TokenCounter, Unknown, tokens_of
+from draftsmith.fleet.observe.endpoints import ENDPOINTS, ObservedAnswer, read_answer
+from draftsmith.fleet.observe.rounds import TokenCounter, Unknown, tokens_of
 from tests.chat_templates import tokenizer_of
 
 COMPLETIONS, CHAT = ENDPOINTS["/v1/completions"], ENDPOINTS["/v1/chat/completions"]

@@ -19,11 +19,10 @@ from hypothesis import strategies as st
 
 from draftsmith.drafters.published import versions
 from draftsmith.errors import UserError
-from draftsmith.fleet import publish_command
 from draftsmith.fleet.config import FleetConfig
+from draftsmith.fleet.publish import command
 from draftsmith.fleet.publish.mirror import Damaged, Mirror
-from draftsmith.fleet.store.engine_status import EngineStatus
-from draftsmith.fleet.store.errors import StoreError, StoreUnreachable
+from draftsmith.fleet.store.layout import EngineStatus, StoreError, StoreUnreachable
 from draftsmith.fleet.store.store import VersionStore
 
 
@@ -183,9 +182,9 @@ def test_publish_outlives_a_folder_without_a_whole_version(
     learn(root, "one")
     (versions.folder_of(root, 1) / "model.safetensors").write_text("torn")
     with pytest.raises(UserError, match="version 1 is corrupt"):
-        publish_command.run(replace(config, once=True))
+        command.run(replace(config, once=True))
     stop = threading.Event()
-    thread = threading.Thread(target=publish_command.run, args=(config, stop))
+    thread = threading.Thread(target=command.run, args=(config, stop))
     thread.start()
     try:
         time.sleep(0.2)

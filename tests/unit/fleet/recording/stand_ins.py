@@ -12,8 +12,7 @@ import torch
 
 from draftsmith.distill.buffer.folder import ShardFolder, in_turn, parse
 from draftsmith.fleet.recording.recorder import EngineRecorder
-from draftsmith.fleet.vllm.settings import Settings
-from draftsmith.fleet.vllm.state import WorkerState
+from draftsmith.fleet.vllm.settings import Settings, WorkerState
 from draftsmith.fleet.wire.requests import EngineJob
 from draftsmith.fleet.wire.writer import run
 from draftsmith.record import RoundRecord

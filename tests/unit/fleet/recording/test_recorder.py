@@ -18,9 +18,8 @@ from draftsmith.fleet.recording import recorder as recorder_module
 from draftsmith.fleet.recording.requests import Chooser, adjusts, is_recordable, meta_of
 from draftsmith.fleet.recording.seam import kind_of
 from draftsmith.fleet.vllm import attach
-from draftsmith.fleet.vllm.expand_kernel import expand
-from draftsmith.fleet.vllm.settings import Settings
-from draftsmith.fleet.vllm.state import WorkerState
+from draftsmith.fleet.vllm.faults import expand
+from draftsmith.fleet.vllm.settings import Settings, WorkerState
 from draftsmith.fleet.wire.requests import record_name
 from draftsmith.shared_memory.ring import Ring
 from tests.unit.fleet.recording.stand_ins import (

@@ -18,9 +18,8 @@ from draftsmith.drafters.published import versions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.fleet.rl.callback import FollowPolicy, is_sharded
-from draftsmith.fleet.rl.handover import Handover
+from draftsmith.fleet.rl.handover import Handover, VllmServer
 from draftsmith.fleet.rl.revisions import PolicyRevisions
-from draftsmith.fleet.rl.vllm_server import VllmServer
 
 ARGS = SimpleNamespace(temperature=1.0, top_p=1.0, top_k=0, min_p=None)
 

@@ -14,14 +14,12 @@ import pytest
 from draftsmith.distill.buffer.traffic import ServedText, stitch
 from draftsmith.drafters.published import versions
 from draftsmith.fleet.config import FleetConfig, RolloutConfig
-from draftsmith.fleet.publish_command import controller_of
+from draftsmith.fleet.publish.command import controller_of
 from draftsmith.fleet.rollout.controller import ALARM, Controller
 from draftsmith.fleet.rollout.operate import decided, end
-from draftsmith.fleet.rollout.pairs import LATE_S, Half, TrialPairs
-from draftsmith.fleet.rollout.stage import StageTrial
-from draftsmith.fleet.rollout.table import summary
-from draftsmith.fleet.rollout.view import view_of
-from draftsmith.fleet.store.engine_status import EngineStatus
+from draftsmith.fleet.rollout.show import summary, view_of
+from draftsmith.fleet.rollout.stage import LATE_S, Half, StageTrial, TrialPairs
+from draftsmith.fleet.store.layout import EngineStatus
 from draftsmith.fleet.store.rollout import Rollout
 from draftsmith.fleet.store.store import VersionStore
 from draftsmith.record import RoundRecord, hashed

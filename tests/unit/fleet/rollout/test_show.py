@@ -13,10 +13,8 @@ import pytest
 from draftsmith.cli import main
 from draftsmith.drafters.published import versions
 from draftsmith.fleet.rollout import show
-from draftsmith.fleet.rollout.page import html
-from draftsmith.fleet.rollout.view import view_of
-from draftsmith.fleet.store.engine_status import EngineStatus
-from draftsmith.fleet.store.errors import StoreUnreachable
+from draftsmith.fleet.rollout.show import html, view_of
+from draftsmith.fleet.store.layout import EngineStatus, StoreUnreachable
 from draftsmith.fleet.store.rollout import Rollout
 from draftsmith.fleet.store.store import VersionStore
 

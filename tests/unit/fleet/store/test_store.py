@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 
 from draftsmith.fleet.store import cache as copies
-from draftsmith.fleet.store.engine_status import EngineStatus
-from draftsmith.fleet.store.errors import StoreError, StoreUnreachable
-from draftsmith.fleet.store.floor import ServedVersions, below_floor
-from draftsmith.fleet.store.layout import parse_current, parse_manifest
-from draftsmith.fleet.store.pace import Pace
+from draftsmith.fleet.store.layout import (
+    EngineStatus,
+    StoreError,
+    StoreUnreachable,
+    parse_current,
+    parse_manifest,
+)
 from draftsmith.fleet.store.rollout import Rollout, cut_for, parse_rollout, place_of
 from draftsmith.fleet.store.store import VersionStore
 
@@ -284,31 +286,6 @@ def test_a_rollout_of_another_form_is_refused(data: bytes) -> None:
         parse_rollout(data)
 
 
-def test_polls_vary_and_failures_wait_longer_up_to_a_bound() -> None:
-    pace = Pace("a", 10.0, spread_s=60.0)
-    waits = [pace.next_poll_s() for _ in range(200)]
-    assert 5 <= min(waits) < 7 and 13 < max(waits) <= 15
-    assert [pace.next_poll_s(failed=True) < 2**turn * 15 for turn in range(1, 4)] == [True] * 3
-    assert max(pace.next_poll_s(failed=True) for _ in range(100)) <= 450
-    assert pace.next_poll_s() <= 15
-    delays = [Pace(f"{number}", 10.0, spread_s=60.0).download_delay_s(7) for number in range(300)]
-    assert (
-        min(delays) < 3
-        and max(delays) > 57
-        and pace.download_delay_s(7) != pace.download_delay_s(8)
-    )
-    assert pace.download_delay_s(7) == pace.download_delay_s(7)
-
-
-def test_the_floor_waits_for_requests_and_an_alarm_does_not() -> None:
-    good = ServedVersions(requests=64, accepted=400, reached=1000)
-    assert below_floor(good, good) == "" and below_floor(good, None) == ""
-    assert below_floor(good._replace(accepted=310), good) == ""
-    assert below_floor(good._replace(accepted=290, requests=63), good) == ""
-    assert below_floor(good._replace(accepted=290), good).startswith("alpha 0.290 on 64 requests")
-    assert "monitor alarms" in below_floor(ServedVersions(1, 0, 0, is_alarmed=True), None)
-
-
 def test_a_manifest_of_the_learners_own_folder_is_refused() -> None:
     data = json.dumps({"schema": 1, "version": 7, "hashes": {"config.json": "0"}}).encode()
     with pytest.raises(StoreError, match="lists no files; publish it again"):
@@ -319,7 +296,6 @@ def test_reading_loads_neither_torch_nor_the_rest_of_draftsmith() -> None:
     code = """
 import sys
 from draftsmith.fleet.store.store import VersionStore
-from draftsmith.fleet.store import floor, pace
 store = VersionStore(sys.argv[1])
 store.current(), store.wanted("a"), store.engines()
 ours = [name for name in sys.modules if name.startswith("draftsmith.")]

@@ -14,12 +14,10 @@ import pytest
 
 from draftsmith.fleet.store.store import VersionStore
 from draftsmith.fleet.vllm.endpoint import Beside, Endpoints
-from draftsmith.fleet.vllm.follower import OneOf, StoreFollower
-from draftsmith.fleet.vllm.settings import Settings
-from draftsmith.fleet.vllm.state import WorkerState
+from draftsmith.fleet.vllm.follower import OneOf, Pace, StoreFollower
+from draftsmith.fleet.vllm.settings import Settings, WorkerState
 from draftsmith.fleet.vllm.swap_client import SwapClient
-from draftsmith.fleet.vllm.swap_methods import draftsmith_swap
-from draftsmith.fleet.vllm.worker import draftsmith_status
+from draftsmith.fleet.vllm.worker import draftsmith_status, draftsmith_swap
 
 
 class Swaps:
@@ -407,3 +405,19 @@ def test_routes_that_change_something_are_for_this_machine_alone(
         assert refused.status_code == 409 and workers[0].version == "5"
         assert local.post("/draftsmith/reset-prefix").json() == {"reset": True}
         assert client.resets == 1
+
+
+def test_polls_vary_and_failures_wait_longer_up_to_a_bound() -> None:
+    pace = Pace("a", 10.0, spread_s=60.0)
+    waits = [pace.next_poll_s() for _ in range(200)]
+    assert 5 <= min(waits) < 7 and 13 < max(waits) <= 15
+    assert [pace.next_poll_s(failed=True) < 2**turn * 15 for turn in range(1, 4)] == [True] * 3
+    assert max(pace.next_poll_s(failed=True) for _ in range(100)) <= 450
+    assert pace.next_poll_s() <= 15
+    delays = [Pace(f"{number}", 10.0, spread_s=60.0).download_delay_s(7) for number in range(300)]
+    assert (
+        min(delays) < 3
+        and max(delays) > 57
+        and pace.download_delay_s(7) != pace.download_delay_s(8)
+    )
+    assert pace.download_delay_s(7) == pace.download_delay_s(7)

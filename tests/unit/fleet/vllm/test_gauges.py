@@ -6,8 +6,8 @@ import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
-from draftsmith.fleet.store.engine_status import EngineStatus
-from draftsmith.fleet.vllm.gauges import Gauges
+from draftsmith.fleet.store.layout import EngineStatus
+from draftsmith.fleet.vllm.endpoint import Gauges
 
 
 def test_gauges_have_the_status_and_an_alarm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from draftsmith.fleet import log
+from draftsmith.fleet import engine
 from draftsmith.fleet.vllm.settings import Settings, settings_of
 
 
@@ -15,7 +15,7 @@ def config(**additional: object) -> SimpleNamespace:
 
 @pytest.fixture(autouse=True)
 def fresh_log() -> None:
-    log._logged.clear()
+    engine._logged.clear()
 
 
 def test_an_engine_without_settings_has_none(caplog: pytest.LogCaptureFixture) -> None:

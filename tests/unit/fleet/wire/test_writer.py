@@ -22,8 +22,13 @@ import torch
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.traffic import stitch
 from draftsmith.fleet.wire import writer as writer_module
-from draftsmith.fleet.wire.child import WriterChild
-from draftsmith.fleet.wire.messages import MessageKind, RequestMeta, StepMeta, meta_array
+from draftsmith.fleet.wire.messages import (
+    MessageKind,
+    RequestMeta,
+    StepMeta,
+    WriterChild,
+    meta_array,
+)
 from draftsmith.fleet.wire.requests import EngineJob, record_name
 from draftsmith.fleet.wire.writer import run
 from draftsmith.kernels.sampling import logged_compiled

@@ -1,4 +1,4 @@
-"""Figures of several recorders are those of one engine."""
+"""Figures of several recorders are those of one engine, and its floor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.fleet.vllm.replicas import figures_of, tokens_of
+from draftsmith.fleet.vllm.figures import ServedVersions, below_floor, figures_of, tokens_of
 
 
 def worker(replica: int, tokens: int, **versions: dict[str, float]) -> dict[str, Any]:
@@ -35,3 +35,12 @@ def test_counts_are_added_and_the_worst_losslessness_stays() -> None:
 
 def test_ranks_of_a_replica_sample_the_same_tokens() -> None:
     assert tokens_of([worker(0, 100), worker(0, 0), worker(1, 40), {"state": "refused"}]) == 140
+
+
+def test_the_floor_waits_for_requests_and_an_alarm_does_not() -> None:
+    good = ServedVersions(requests=64, accepted=400, reached=1000)
+    assert below_floor(good, good) == "" and below_floor(good, None) == ""
+    assert below_floor(good._replace(accepted=310), good) == ""
+    assert below_floor(good._replace(accepted=290, requests=63), good) == ""
+    assert below_floor(good._replace(accepted=290), good).startswith("alpha 0.290 on 64 requests")
+    assert "monitor alarms" in below_floor(ServedVersions(1, 0, 0, is_alarmed=True), None)

@@ -13,9 +13,8 @@ from draftsmith.errors import UserError
 from draftsmith.fleet.config import FleetConfig
 from draftsmith.fleet.publish.layouts import LayoutWriter
 from draftsmith.fleet.publish.mirror import Damaged, Mirror
-from draftsmith.fleet.rollout.controller import Controller
-from draftsmith.fleet.rollout.records import ServedTexts
-from draftsmith.fleet.store.errors import StoreError
+from draftsmith.fleet.rollout.controller import Controller, ServedTexts
+from draftsmith.fleet.store.layout import StoreError
 from draftsmith.fleet.store.store import VersionStore
 from draftsmith.lock import folder_lock
 from draftsmith.stopping import stopping

@@ -1,4 +1,5 @@
-"""Figures of the recorders of an engine's workers, as one engine's.
+"""Figures of the recorders of an engine's workers, as one engine's, and its floor: a version that
+it gives up by itself, without the learner and without the store.
 
 Each data-parallel replica has a recorder and a writer of its own.
 """
@@ -6,11 +7,10 @@ Each data-parallel replica has a recorder and a writer of its own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 # Figures by version, as the writer of records leaves them.
 Figures = Mapping[str, Mapping[str, Any]]
-
 COUNTS = ("rounds", "positions", "accepted", "judged")
 
 
@@ -51,3 +51,35 @@ def tokens_of(workers: Sequence[Mapping[str, Any]]) -> int:
 
 def recorders(workers: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [worker.get("records") or {} for worker in workers]
+
+
+class ServedVersions(NamedTuple):
+    """Acceptance of one version on one engine, since it was last swapped in."""
+
+    requests: int
+    accepted: int
+    reached: int  # drafted tokens up to the first rejected one of each round, inclusive
+    is_alarmed: bool = False  # by the losslessness monitor
+
+    @property
+    def alpha(self) -> float:
+        return self.accepted / self.reached if self.reached else 0.0
+
+
+def below_floor(
+    served: ServedVersions, before: ServedVersions | None, *, drop: float = 0.1, requests: int = 64
+) -> str:
+    """Reason to leave a version for the one `before` it; "" to stay.
+
+    The floor is for disasters, `drop` in alpha over `requests` of each version; small losses are
+    found by the rollout's paired evidence."""
+    if served.is_alarmed:
+        return "acceptance contradicts the logged probabilities: the losslessness monitor alarms"
+    if before is None or min(served.requests, before.requests) < requests:
+        return ""
+    if served.alpha < before.alpha - drop:
+        return (
+            f"alpha {served.alpha:.3f} on {served.requests} requests, {before.alpha:.3f} with the "
+            "version before"
+        )
+    return ""
