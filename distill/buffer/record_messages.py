@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from draftsmith.kernels.sampling.logged import LoggedLogits, OneHot
+from draftsmith.kernels.sampling.logged import prob_arrays
 from draftsmith.kernels.sampling.logged_round import COPIED, Copy, LoggedRound
 from draftsmith.record import (
     Distributions,
@@ -84,7 +84,7 @@ def send(ring: Ring, round: RecordedRound) -> bool:
         (p_kind, p), (q_kind, q) = map(_copied, copies)
         if _send(ring, round, p_kind, q_kind, [*p, *q]):
             return True
-    (p_kind, p), (q_kind, q) = map(_reduced, round.logits.sources(probed))
+    (p_kind, p), (q_kind, q) = map(_reduced, round.logits.arrays(probed))
     return _send(ring, round, p_kind, q_kind, [*p, *q])
 
 
@@ -96,11 +96,10 @@ def _copied(copy: Copy | None) -> tuple[str, list[ArrayPart]]:
     return kind, [ArrayPart(Room(code, copy.num_rows, copy.size, copy.nbytes), copy.into)]
 
 
-def _reduced(source: Callable[[], ProbArrays]) -> tuple[str, list[ArrayPart]]:
+def _reduced(made: ProbArrays | None) -> tuple[str, list[ArrayPart]]:
     """Kind, and arrays [n, ...] of what is stored."""
-    if isinstance(source, OneHot):
+    if made is None:
         return ONE_HOT, []
-    made = source()
     rest = np.stack([made.tail, made.log_norms, made.drafted_or_nan], axis=1)
     return REDUCED, [part_of(made.ids), part_of(made.logprobs), part_of(rest)]
 
@@ -219,43 +218,41 @@ def records_of(messages: Sequence[RecordMessage]) -> list[RoundRecord]:
     """Records of messages; the likeliest tokens of all that came as logits are found at once."""
     for name in ("p", "q"):
         received = [getattr(one, name) for one in messages]
-        sources = _sources([one for one in received if one.kind in DTYPES], is_p=name == "p")
+        reduced = _reduced_together(
+            [one for one in received if one.kind in DTYPES], is_p=name == "p"
+        )
         for one in received:
-            source, begin = sources.get(id(one)) or (_without_logits(one), 0)
+            arrays, begin = reduced.get(id(one)) or (_without_logits(one), 0)
             for record, count in zip(one.records, one.counts, strict=True):
-                part = Distributions(source, begin, begin + count) if count else []
+                part = Distributions(arrays, begin, begin + count) if count else []
                 setattr(record, name, part)
                 begin += count
     return [record for one in messages for record in one.records]
 
 
-def _sources(
+def _reduced_together(
     received: Sequence[Received], *, is_p: bool
-) -> dict[int, tuple[Callable[[], ProbArrays], int]]:
+) -> dict[int, tuple[ProbArrays, int]]:
     """Arrays of logits, and where those of each message begin in them, by its id."""
     groups: dict[tuple[str, int], list[Received]] = {}
     for one in received:
         groups.setdefault((one.kind, one.arrays[0].shape[1]), []).append(one)
-    found: dict[int, tuple[Callable[[], ProbArrays], int]] = {}
+    found: dict[int, tuple[ProbArrays, int]] = {}
     for (kind, _), members in groups.items():
         recorded = [record for one in members for record in one.recorded]
         logits = torch.from_numpy(np.concatenate([one.arrays[0] for one in members]))
-        source = LoggedLogits(
+        arrays = prob_arrays(
             logits.view(DTYPES[kind]),
-            None,
             [token for record in recorded for token in record.drafted],
             [record.temperature for record in recorded for _ in record.drafted] if is_p else None,
         )
-        source()
         begins = accumulate((sum(one.counts) for one in members), initial=0)
-        found |= {id(one): (source, begin) for one, begin in zip(members, begins)}
+        found |= {id(one): (arrays, begin) for one, begin in zip(members, begins)}
     return found
 
 
-def _without_logits(received: Received) -> Callable[[], ProbArrays]:
+def _without_logits(received: Received) -> ProbArrays:
     if received.kind != REDUCED:
-        return OneHot([token for record in received.recorded for token in record.drafted])
+        return ProbArrays.one_hot([one for record in received.recorded for one in record.drafted])
     ids, logprobs, rest = received.arrays
-    tail, log_norms, of_drafted = rest.T.copy()
-    made = ProbArrays(ids, logprobs, tail, log_norms, of_drafted)
-    return lambda: made
+    return ProbArrays(ids, logprobs, *rest.T.copy())

@@ -247,10 +247,7 @@ def _distributions(table: pa.Table, distribution: str) -> list[Distributions]:
         stored = table["p_log_norm"].combine_chunks().flatten()
         log_norms = stored.to_numpy(zero_copy_only=False)
     arrays = ProbArrays(wide_ids, logprobs, tail, log_norms, drafted.to_numpy(zero_copy_only=False))
-    return [
-        Distributions(lambda: arrays, begin, end)
-        for begin, end in itertools.pairwise(rows.tolist())
-    ]
+    return [Distributions(arrays, begin, end) for begin, end in itertools.pairwise(rows.tolist())]
 
 
 def _logprobs(table: pa.Table, distribution: str) -> np.ndarray:
@@ -307,7 +304,7 @@ def tokens_only(record: RoundRecord) -> RoundRecord:
         np.ones(len(nothing), dtype=np.float32),
         np.zeros(len(nothing), dtype=np.float32),
     )
-    p = Distributions(lambda: unlogged, 0, len(nothing))
+    p = Distributions(unlogged, 0, len(nothing))
     return dataclasses.replace(record, p=p, q=[], taps=None)
 
 

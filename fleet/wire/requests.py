@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from draftsmith.fleet.wire.messages import RequestMeta, StepMeta, WireMessage
-from draftsmith.kernels.sampling.logged import LoggedLogits, one_hot
+from draftsmith.kernels.sampling.logged import prob_arrays
 from draftsmith.record import Distributions, ProbArrays, RoundRecord, hashed_answer
 
 # vLLM runs `ANSWER-RANDOM`, for a completion `ANSWER-PROMPT-RANDOM`, and in front of either the
@@ -201,14 +201,12 @@ def rounds_of(
     else:
         p, q = _from_reduced(values, drafted)
     rounds, begin = {}, 0
-    # One function for all, by which a table sees that they are parts of the same arrays.
-    sources = (lambda: p), (lambda: q)
     for handle, count in zip(handles, counts):
         end = begin + count
         rounds[handle] = LoggedPositions(
             drafted[begin:end],
-            Distributions(sources[0], begin, end),
-            Distributions(sources[1], begin, end),
+            Distributions(p, begin, end),
+            Distributions(q, begin, end),
             meta.draft_version,
             meta.weight_version,
         )
@@ -220,17 +218,17 @@ def _from_raw(
     values: list[np.ndarray], meta: StepMeta, temperatures: list[float], drafted: list[int]
 ) -> tuple[ProbArrays, ProbArrays]:
     p_logits = torch.from_numpy(values[0]).view(getattr(torch, meta.dtype))
-    p = LoggedLogits(p_logits, None, drafted, temperatures)()
+    p = prob_arrays(p_logits, drafted, temperatures)
     if not values[1].size:
-        return p, one_hot(drafted)
+        return p, ProbArrays.one_hot(drafted)
     q_values = torch.from_numpy(values[1]).float()
     q_logits = q_values.log() if meta.q_is_probs else q_values
-    return p, LoggedLogits(q_logits, None, drafted)()
+    return p, prob_arrays(q_logits, drafted)
 
 
 def _from_reduced(values: list[np.ndarray], drafted: list[int]) -> tuple[ProbArrays, ProbArrays]:
     p = _joined(*values[:3])
-    return p, _joined(*values[3:6]) if len(values) > 3 else one_hot(drafted)
+    return p, _joined(*values[3:6]) if len(values) > 3 else ProbArrays.one_hot(drafted)
 
 
 def _joined(ids: np.ndarray, logprobs: np.ndarray, rest: np.ndarray) -> ProbArrays:

@@ -7,19 +7,24 @@ vocabulary.
 from __future__ import annotations
 
 import ctypes
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
-from draftsmith.kernels.dispatch import pins
-from draftsmith.kernels.sampling.logged import LoggedLogits, OneHot
+from draftsmith.kernels.dispatch import pins, sent_tensor
+from draftsmith.kernels.sampling.logged import LateArrays, prob_arrays
 from draftsmith.record import ProbArrays, RoundRow
 
 # Dtypes of logits that are copied as they are.
 COPIED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Logged(NamedTuple):
+    logits: torch.Tensor  # [n, V]
+    tokens: list[int]  # [n] drafted there
+    temperatures: list[float] | None = None  # [n] of p; None for q, which has no norms
 
 
 class Copy(NamedTuple):
@@ -47,8 +52,7 @@ class Copy(NamedTuple):
 
 class LoggedRound:
     """p and q at the drafted positions of one round, in the engine's memory. Nothing is made of
-    them until a sink asks, which on a CPU may be on its own thread: what it keeps then is copied by
-    `keep` at the round's end.
+    them until a sink asks.
 
     Args:
         p: [R, V] unprocessed target logits; drafting row b owns `len(chains[b]) + 1` consecutive
@@ -59,36 +63,38 @@ class LoggedRound:
 
     def __init__(self, p: torch.Tensor, q: torch.Tensor | None, chains: Sequence[Sequence[int]]):
         self.p, self.q, self.chains = p, q, chains
-        self._made: list[weakref.ref[LoggedLogits]] = []
-        self._begun: tuple[Callable[[], ProbArrays], Callable[[], ProbArrays]] | None = None
+        self._late: tuple[LateArrays, LateArrays | None] | None = None
 
     @property
     def is_late(self) -> bool:
         """True where p and q are reduced on a device, and better asked for a round later."""
-        return self._begun is not None or pins(self.p.device)
+        return self._late is not None or pins(self.p.device)
 
     def begin(self, rows: Sequence[RoundRow]) -> None:
         """Reduce p and q of `rows`, the only ones that will be asked for, on their device. The
         memory of many rounds' logits would be the models'."""
-        self._begun = self.sources(rows)
-        for source in self._begun:
-            if isinstance(source, LoggedLogits):
-                source.begin()
+        if self._late is not None:
+            return
+        p, q = self._parts(rows)
+        self._late = LateArrays(*p), None if q is None else LateArrays(*q)
         self.p, self.q = self.p[:0], None
 
-    def sources(
-        self, rows: Sequence[RoundRow]
-    ) -> tuple[Callable[[], ProbArrays], Callable[[], ProbArrays]]:
-        """Sources of p and of q at the drafted positions of `rows`."""
-        if self._begun is not None:
-            return self._begun
+    def arrays(self, rows: Sequence[RoundRow]) -> tuple[ProbArrays, ProbArrays | None]:
+        """p and q at the drafted positions of `rows`; no q where it is one-hot."""
+        if self._late is not None:
+            p, q = self._late
+            return p.wait(), None if q is None else q.wait()
+        of_p, of_q = self._parts(rows)
+        return prob_arrays(*of_p), None if of_q is None else prob_arrays(*of_q)
+
+    def _parts(self, rows: Sequence[RoundRow]) -> tuple[_Logged, _Logged | None]:
         tokens = [token for row in rows for token in row.drafted]
         spread = [row.head.temperature for row in rows for _ in row.drafted]
-        p = self._kept(LoggedLogits(self.p, _indices(self._p_runs(rows)), tokens, spread))
+        p = _Logged(_taken(self.p, self._p_runs(rows)), tokens, spread)
         if self.q is None:
-            return p, OneHot(tokens)
+            return p, None
         flat = self.q.flatten(0, 1)
-        return p, self._kept(LoggedLogits(flat, _indices(self._q_runs(rows, self.q)), tokens))
+        return p, _Logged(_taken(flat, self._q_runs(rows, self.q)), tokens)
 
     def copies(self, rows: Sequence[RoundRow]) -> tuple[Copy, Copy | None] | None:
         """p and q of `rows` to copy, q None where it is one-hot; None for what is better reduced
@@ -98,14 +104,6 @@ class LoggedRound:
             return None
         copied = _copy(p, self._p_runs(rows))
         return copied, None if q is None else _copy(q, self._q_runs(rows, q))
-
-    def kept(self) -> list[LoggedLogits]:
-        """Those made of this round that someone keeps."""
-        return [one for reference in self._made if (one := reference()) is not None]
-
-    def _kept(self, made: LoggedLogits) -> LoggedLogits:
-        self._made.append(weakref.ref(made))
-        return made
 
     def _p_runs(self, rows: Sequence[RoundRow]) -> list[tuple[int, int]]:
         firsts = [0, *accumulate([len(chain) + 1 for chain in self.chains])]
@@ -137,5 +135,7 @@ def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def _indices(runs: list[tuple[int, int]]) -> list[int]:
-    return [index for begin, end in runs for index in range(begin, end)]
+def _taken(table: torch.Tensor, runs: list[tuple[int, int]]) -> torch.Tensor:
+    """[n, V] the rows of `runs`."""
+    rows = torch.tensor([index for begin, end in runs for index in range(begin, end)])
+    return table[sent_tensor(table.device, rows)]

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from draftsmith.kernels.sampling.logged import LoggedLogits
 from draftsmith.kernels.sampling.logged_round import LoggedRound
 from draftsmith.record import (
     RecordedRound,
@@ -28,10 +25,6 @@ from draftsmith.serve.requests.request import Request
 from draftsmith.serve.requests.tap_log import TapLog
 
 log = logging.getLogger(__name__)
-
-# Most bytes of logits whose distributions the sink has not read yet; beyond it the engine's thread
-# makes the oldest distributions itself.
-MAX_RAW_BYTES = 128 << 20
 
 
 class RoundRecorder:
@@ -62,10 +55,9 @@ class RoundRecorder:
         self.sink, self.target, self.target_revision = sink, target, target_revision
         self.rule, self.greedy, self.engine = rule, greedy, engine
         self.num_records = 0
-        # Records of this round, and its logits; logits of earlier ones that the sink keeps.
+        # Records of this round, and its logits.
         self._rows: list[RoundRow] = []
         self._logged: LoggedRound | None = None
-        self._unmade: deque[weakref.ref[LoggedLogits]] = deque()
         # In order; the first one's distributions are on their way from a device.
         self._late: list[RecordedRound] = []
 
@@ -129,28 +121,12 @@ class RoundRecorder:
 
     def end_round(self) -> None:
         """Called after the records of a round, before the engine uses the memory of its logits
-        again. What a sink has then copied is gone; what it keeps is copied here, and bounded."""
+        again: what a sink keeps of them it has copied then."""
         if self._late:
             self.put_late()
         if self._rows:
             self._send()
-        logged, self._logged = self._logged, None
-        kept = [] if logged is None else logged.kept()
-        if not kept:
-            return
-        for one in kept:
-            one.keep()
-        self._unmade += map(weakref.ref, kept)
-        self._bound()
-
-    def _bound(self) -> None:
-        unmade = [one for reference in self._unmade if (one := reference()) and one.nbytes]
-        raw_bytes = sum(one.nbytes for one in unmade)
-        while unmade and raw_bytes > MAX_RAW_BYTES:
-            oldest = unmade.pop(0)
-            raw_bytes -= oldest.nbytes
-            oldest()
-        self._unmade = deque(map(weakref.ref, unmade))
+        self._logged = None
 
     def _head(self, request: Request, version: str, drawn: bool | None) -> RecordHead:
         """Properties that the request's records share while `version` drafts for it."""

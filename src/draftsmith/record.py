@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, overload
 
@@ -58,76 +58,59 @@ class ProbArrays(NamedTuple):
         """[n] float32."""
         return np.full(len(self.tail), np.nan, np.float32) if self.drafted is None else self.drafted
 
+    @classmethod
+    def one_hot(cls, tokens: Sequence[int]) -> ProbArrays:
+        """q of a draft that is sure of its tokens [n]."""
+        ids = np.array(tokens, dtype=np.int32)[:, None]
+        none = np.zeros(len(tokens), dtype=np.float32)
+        return cls(ids, np.zeros(ids.shape, dtype=np.float32), none, none, none)
+
 
 class Distributions(Sequence[Distribution]):
-    """Distributions of consecutive positions, a slice of arrays that the first access may have to
-    compute; the engine's thread never accesses them."""
+    """Distributions of consecutive positions: a slice of arrays, perhaps of many records'."""
 
-    def __init__(self, source: Callable[[], ProbArrays], begin: int, end: int):
-        self._source, self._begin, self._end = source, begin, end
+    def __init__(self, arrays: ProbArrays, begin: int, end: int):
+        self._arrays, self._begin, self._end = arrays, begin, end
 
     @classmethod
     def of(cls, distributions: Sequence[Distribution]) -> Distributions:
         if isinstance(distributions, Distributions):
             return distributions
-        width = max((len(distribution.ids) for distribution in distributions), default=0)
-        arrays = ProbArrays(
-            np.array(
-                [
-                    [*distribution.ids, *[0] * (width - len(distribution.ids))]
-                    for distribution in distributions
-                ],
-                dtype=np.int32,
-            ).reshape(len(distributions), width),
-            np.array(
-                [
-                    [*distribution.logprobs, *[-np.inf] * (width - len(distribution.ids))]
-                    for distribution in distributions
-                ],
-                dtype=np.float32,
-            ).reshape(len(distributions), width),
-            np.array([distribution.tail for distribution in distributions], dtype=np.float32),
-            np.array([distribution.log_norm for distribution in distributions], dtype=np.float32),
-            np.array(
-                [
-                    np.nan if distribution.drafted is None else distribution.drafted
-                    for distribution in distributions
-                ],
-                dtype=np.float32,
-            ),
-        )
-        return cls(lambda: arrays, 0, len(distributions))
+        count = len(distributions)
+        width = max((len(one.ids) for one in distributions), default=0)
+        ids = np.zeros((count, width), dtype=np.int32)
+        logprobs = np.full((count, width), -np.inf, dtype=np.float32)
+        rest = np.zeros((3, count), dtype=np.float32)
+        for row, one in enumerate(distributions):
+            ids[row, : len(one.ids)], logprobs[row, : len(one.ids)] = one.ids, one.logprobs
+            drafted = np.nan if one.drafted is None else one.drafted
+            rest[:, row] = one.tail, one.log_norm, drafted
+        return cls(ProbArrays(ids, logprobs, *rest), 0, count)
 
     @staticmethod
     def runs(rows: Iterable[Distributions]) -> list[ProbArrays]:
         """Arrays of all rows in order; neighbours in the same arrays are taken at once."""
         spans: list[Distributions] = []
         for row in rows:
-            if spans and spans[-1]._end == row._begin and spans[-1]._source == row._source:
-                spans[-1] = Distributions(row._source, spans[-1]._begin, row._end)
+            if spans and spans[-1]._end == row._begin and spans[-1]._arrays is row._arrays:
+                spans[-1] = Distributions(row._arrays, spans[-1]._begin, row._end)
             else:
                 spans.append(row)
         return [span.arrays for span in spans]
 
     @property
-    def part(self) -> tuple[Callable[[], ProbArrays], int, int]:
-        """Source of the arrays, and begin and end within them."""
-        return self._source, self._begin, self._end
-
-    @property
     def arrays(self) -> ProbArrays:
-        return self._source().slice(self._begin, self._end)
+        return self._arrays.slice(self._begin, self._end)
 
     @property
     def is_logged(self) -> bool:
         """True where the first holds a token."""
-        first = self._source().logprobs[self._begin : self._end][:1]
-        return bool(np.isfinite(first).any())
+        return bool(np.isfinite(self._arrays.logprobs[self._begin : self._end][:1]).any())
 
     def copied(self) -> Distributions:
         """These alone: a part keeps the arrays of all positions that it was read with."""
         arrays = ProbArrays(*(None if one is None else one.copy() for one in self.arrays))
-        return Distributions(lambda: arrays, 0, len(self))
+        return Distributions(arrays, 0, len(self))
 
     def __len__(self) -> int:
         return self._end - self._begin
@@ -139,10 +122,9 @@ class Distributions(Sequence[Distribution]):
     def __getitem__(self, index: int | slice) -> Distribution | Distributions:
         positions = range(self._begin, self._end)[index]
         if isinstance(positions, range):
-            return Distributions(self._source, positions.start, positions.stop)
-        arrays = self._source()
-        ids, logprobs, tail, log_norms, _ = arrays
-        drafted = float(arrays.drafted_or_nan[positions])
+            return Distributions(self._arrays, positions.start, positions.stop)
+        ids, logprobs, tail, log_norms, _ = self._arrays
+        drafted = float(self._arrays.drafted_or_nan[positions])
         kept = int(np.isfinite(logprobs[positions]).sum())
         return Distribution(
             ids[positions, :kept].tolist(),
@@ -289,12 +271,11 @@ class RoundRow(NamedTuple):
 
 
 class RoundLogits(Protocol):
-    """Logits of a round in the engine's memory."""
+    """Logits of a round in the engine's memory, which is used again after it."""
 
-    def sources(
-        self, rows: Sequence[RoundRow]
-    ) -> tuple[Callable[[], ProbArrays], Callable[[], ProbArrays]]:
-        """Sources of p and of q at all drafted positions of `rows`, one row after another."""
+    def arrays(self, rows: Sequence[RoundRow]) -> tuple[ProbArrays, ProbArrays | None]:
+        """p and q at all drafted positions of `rows`, one row after another; no q where the draft
+        is sure of its tokens."""
         ...
 
 
@@ -306,15 +287,18 @@ class RecordedRound(NamedTuple):
     logits: RoundLogits | None = None  # None where no row has p and q
 
     def records(self) -> list[RoundRecord]:
+        made = [row.record(self.time_s) for row in self.rows]
         probed = [row for row in self.rows if row.place >= 0]
-        sources = self.logits.sources(probed) if self.logits is not None and probed else None
-        made, end = [], 0
-        for row in self.rows:
-            record = row.record(self.time_s)
-            if sources is not None and row.place >= 0:
+        if self.logits is None or not probed:
+            return made
+        p, q = self.logits.arrays(probed)
+        if q is None:
+            q = ProbArrays.one_hot([token for row in probed for token in row.drafted])
+        end = 0
+        for record, row in zip(made, self.rows, strict=True):
+            if row.place >= 0:
                 begin, end = end, end + len(row.drafted)
-                record.p, record.q = (Distributions(one, begin, end) for one in sources)
-            made.append(record)
+                record.p, record.q = (Distributions(one, begin, end) for one in (p, q))
         return made
 
 
@@ -365,8 +349,8 @@ class Sink(Protocol):
     def counts(self) -> SinkCounts: ...
 
     def put_round(self, round: RecordedRound) -> None:
-        """Called once a round. What has been copied of p and q when it returns need not be copied
-        by the engine, which uses the memory again and keeps what records then refer to."""
+        """Called once a round. What a sink needs of its logits it reads before it returns: the
+        engine uses their memory again."""
         ...
 
     def forget(self, answer: str) -> int:

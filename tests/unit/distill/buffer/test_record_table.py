@@ -116,7 +116,7 @@ def of_logits(logits: torch.Tensor) -> Distributions:
         found.tail.numpy(),
         np.zeros(len(logits), np.float32),
     )
-    return Distributions(lambda: arrays, 0, len(logits))
+    return Distributions(arrays, 0, len(logits))
 
 
 def alphas(record: RoundRecord) -> np.ndarray:
