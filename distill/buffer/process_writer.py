@@ -12,8 +12,10 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -46,6 +48,22 @@ MOST = 16
 MOST_BYTES = 16 << 20
 # For a disk that refuses when the server has ended.
 PATIENCE_S = 2.0
+# Between two tries to open a buffer that is away.
+RETRY_S = 1.0
+
+
+class RingReader(Protocol):
+    """Reading end of a ring, in a writer process."""
+
+    def take(self) -> int:
+        """Reads some of what is in the ring, and returns the number of messages."""
+        ...
+
+    def leave(self) -> None:
+        """Leaves counts and share for the engine."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class RecordWriter:
@@ -65,7 +83,7 @@ class RecordWriter:
         self.before = {name: int(counts[name]) for name in (WRITTEN, DROPPED, UNTAPPED)}
 
     def take(self) -> int:
-        """Reads what is in the ring, `MOST` messages at most, and returns their number."""
+        """`MOST` messages at most."""
         messages: list[RecordMessage] = []
         size = 0
         while len(messages) < MOST and size < MOST_BYTES and (room := self.ring.next()) is not None:
@@ -91,7 +109,6 @@ class RecordWriter:
             return []
 
     def leave(self) -> None:
-        """Counts and share for the server."""
         counts, buffer = self.ring.counts, self.buffer
         held = 0 if self.redactor is None else self.redactor.num_held
         counts[SETTLED] = counts[TAKEN] - buffer.num_queued - held
@@ -118,33 +135,70 @@ def redactor(job: WriterJob) -> Redactor | None:
 
 
 def run(ring: Ring, job: WriterJob, ended: Callable[[float], bool]) -> None:
-    """Write until `ended(seconds)`, which waits at most so long, is True and the ring is empty."""
-    writer, over = RecordWriter(ring, job), False
+    read_until(ended, partial(RecordWriter, ring, job), patience_s=PATIENCE_S)
+
+
+def read_until(
+    ended: Callable[[float], bool], make: Callable[[], RingReader], *, patience_s: float
+) -> None:
+    """Read until `ended(seconds)`, which waits at most so long, is True and the ring is empty."""
+    reader, over = opened(ended, make, patience_s=patience_s), False
     while True:
-        taken = writer.take()
-        writer.leave()
+        taken = reader.take()
+        reader.leave()
         if taken == 0:
             if over:
                 break
             over = ended(LOOK_S)
-    writer.close()
+    reader.close()
 
 
-def main(descriptor: str, job: str) -> None:
+def opened(
+    ended: Callable[[float], bool], make: Callable[[], RingReader], *, patience_s: float
+) -> RingReader:
+    """Writer into a buffer that may be away now; what comes waits in the ring. Raises `OSError`
+    where it stays away for `patience_s` after the end."""
+    over_s, is_told = None, False
+    while True:
+        try:
+            return make()
+        except OSError as error:
+            if not is_told:
+                logger.warning("the buffer cannot be opened (%s); records wait", error)
+            is_told = True
+            if over_s is not None and time.monotonic() - over_s > patience_s:
+                raise
+        if over_s is not None:
+            time.sleep(RETRY_S)
+        elif ended(RETRY_S):
+            over_s = time.monotonic()
+
+
+def begin() -> None:
+    """Take the place of a process that disturbs nothing: the engine and its requests go first."""
     logging.basicConfig(level=logging.INFO, format="draftsmith: %(message)s")
     for number in (signal.SIGTERM, signal.SIGINT):
         # What stops a group of processes stops the server, which answers its requests first.
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICE)
     torch.set_num_threads(1)
+
+
+def end(work: Callable[[], None]) -> None:
+    """Do the work of a process; what ends it is one sentence."""
     try:
-        run(Ring(int(descriptor)), WriterJob(**json.loads(job)), end_of_engine())
+        work()
     except UserError as error:
         logger.error("%s", error)
         sys.exit(REFUSED)
     except OSError as error:
-        logger.error("buffer %s cannot be opened (%s)", WriterJob(**json.loads(job)).buffer, error)
+        logger.error("the buffer cannot be opened (%s)", error)
         sys.exit(1)
+
+
+def main(descriptor: str, job: str) -> None:
+    begin()
+    end(lambda: run(Ring(int(descriptor)), WriterJob(**json.loads(job)), end_of_engine()))
 
 
 if __name__ == "__main__":

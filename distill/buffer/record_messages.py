@@ -100,8 +100,7 @@ def _reduced(made: ProbArrays | None) -> tuple[str, list[ArrayPart]]:
     """Kind, and arrays [n, ...] of what is stored."""
     if made is None:
         return ONE_HOT, []
-    rest = np.stack([made.tail, made.log_norms, made.drafted_or_nan], axis=1)
-    return REDUCED, [part_of(made.ids), part_of(made.logprobs), part_of(rest)]
+    return REDUCED, [part_of(values) for values in made.columns]
 
 
 def _send(
@@ -254,5 +253,4 @@ def _reduced_together(
 def _without_logits(received: Received) -> ProbArrays:
     if received.kind != REDUCED:
         return ProbArrays.one_hot([one for record in received.recorded for one in record.drafted])
-    ids, logprobs, rest = received.arrays
-    return ProbArrays(ids, logprobs, *rest.T.copy())
+    return ProbArrays.of_columns(*received.arrays)

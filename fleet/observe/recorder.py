@@ -16,14 +16,14 @@ from draftsmith.fleet.observe.config import ObserveConfig
 from draftsmith.fleet.observe.endpoints import ObservedAnswer, read_answer
 from draftsmith.fleet.observe.exchange import Exchange, ProxyCounters
 from draftsmith.fleet.observe.rounds import (
-    Origin,
+    ObservedSampling,
     Unknown,
     records_of,
     sampling_of,
     steps_of,
     tokens_of,
 )
-from draftsmith.record import RecordSink
+from draftsmith.record import RecordHead, RecordSink, hashed
 
 logger = logging.getLogger("draftsmith.observe")
 
@@ -93,15 +93,17 @@ class ProxyRecorder:
             raise Unknown("empty")
         sampling = sampling_of(request, self.config.defaults)
         steps = steps_of(answer.report, len(tokens.answer))
-        origin = self._origin(exchange, answer)
-        for record in records_of(tokens, steps, answer.entries, sampling, origin):
+        head = self._head(exchange, answer, sampling)
+        for record in records_of(tokens, steps, answer.entries, head, adjusts=sampling.adjusts):
             self.sink.put(record)
         self._count(answer, len(tokens.answer), has_steps=steps is not None)
 
-    def _origin(self, exchange: Exchange, answer: ObservedAnswer) -> Origin:
+    def _head(
+        self, exchange: Exchange, answer: ObservedAnswer, sampling: ObservedSampling
+    ) -> RecordHead:
         config = self.config
-        return Origin(
-            answer=answer.id,
+        return RecordHead(
+            request=hashed(f"{answer.id}-0"),
             request_class=exchange.request_class,
             target=config.target or answer.model,
             target_revision=config.target_revision,
@@ -109,6 +111,7 @@ class ProxyRecorder:
             sampler=config.sampler,
             engine=config.engine,
             share=exchange.share,
+            **sampling.shared,
         )
 
     def _count(self, answer: ObservedAnswer, num_tokens: int, *, has_steps: bool) -> None:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from draftsmith.chats.answers import ChatAnswers
 from draftsmith.fleet.observe.config import DefaultSampling
 from draftsmith.fleet.observe.endpoints import Body, Endpoint, Entry, ObservedAnswer
-from draftsmith.record import UNLOGGED, Distribution, RoundRecord, hashed
+from draftsmith.record import UNLOGGED, Distribution, RecordHead, RoundRecord, RoundRow
 
 # As servers write a logprob of minus infinity.
 NO_MASS = -9999.0
@@ -46,20 +46,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"),
     "response_format": ({"type": "text"},),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Origin:
-    """Fields that all records of an answer share."""
-
-    answer: str  # id of the answer, as its client was given
-    request_class: str = ""
-    target: str = ""
-    target_revision: str = ""
-    draft_version: str = ""
-    sampler: str = ""
-    engine: str = ""
-    share: float = 1.0
 
 
 class ObservedStep(NamedTuple):
@@ -111,30 +97,39 @@ def records_of(
     tokens: TokenCounter,
     steps: Sequence[ObservedStep] | None,
     entries: Sequence[Entry],
-    sampling: ObservedSampling,
-    origin: Origin,
+    head: RecordHead,
+    *,
+    adjusts: bool = False,
 ) -> list[RoundRecord]:
-    """`entries` are of all tokens of the answer, or empty."""
+    """Records of an answer. `entries` are of all its tokens, or empty; `adjusts` as of
+    `ObservedSampling`."""
     text, offset = [*tokens.prompt, *tokens.answer], len(tokens.prompt)
     if steps is None:
         steps = [ObservedStep(at, 0, 0, 1) for at in range(len(tokens.answer))]
     else:
         steps = [step for step in steps if step.drafted]
-    distributions = LoggedRounds(tokens.answer, entries, sampling)
+    undrafted = replace(head, draft_version="", sampler="")
+    distributions = LoggedRounds(tokens.answer, entries, head.temperature)
     records: list[RoundRecord] = []
     recorded = 0
     for step in steps:
         position = offset + step.begin
-        record = blank(origin, sampling, len(records), position, text[recorded:position])
+        context = text[recorded:position]
         recorded = position + step.committed
         committed = text[position:recorded]
         kept = committed[: step.accepted]
-        record.drafted = [*kept, *[UNLOGGED] * (step.drafted - len(kept))]
-        record.accepted, record.committed = step.accepted, committed
-        record.emitted = committed[-1] if step.committed == step.accepted + 1 else UNLOGGED
-        record.draft_version = origin.draft_version if step.drafted else ""
-        record.sampler = origin.sampler if step.drafted else ""
-        if not sampling.adjusts:
+        is_full = step.committed == step.accepted + 1
+        record = RoundRow(
+            head if step.drafted else undrafted,
+            len(records),
+            position,
+            context,
+            drafted=[*kept, *[UNLOGGED] * (step.drafted - len(kept))],
+            accepted=step.accepted,
+            committed=committed,
+            emitted=committed[-1] if is_full else UNLOGGED,
+        ).record(time.time())
+        if not adjusts:
             # Of a fully accepted draft the last token was not drafted.
             reached = min(step.committed, step.accepted + 1, max(1, step.drafted))
             record.p = [
@@ -142,45 +137,16 @@ def records_of(
                 for depth in range(reached)
             ]
         records.append(record)
-    record = blank(origin, sampling, len(records), len(text), text[recorded:])
-    record.last = True
-    return [*records, record]
-
-
-def blank(
-    origin: Origin, sampling: ObservedSampling, number: int, position: int, context: list[int]
-) -> RoundRecord:
-    """Record of a round without drafts."""
-    return RoundRecord(
-        request=hashed(f"{origin.answer}-0"),
-        round=number,
-        request_class=origin.request_class,
-        target=origin.target,
-        target_revision=origin.target_revision,
-        draft_version="",
-        time_s=time.time(),
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        position=position,
-        context=context,
-        drafted=[],
-        accepted=0,
-        committed=[],
-        emitted=UNLOGGED,
-        share=origin.share,
-        seeded=sampling.seeded,
-        engine=origin.engine,
-    )
+    end = RoundRow(undrafted, len(records), len(text), text[recorded:], last=True)
+    return [*records, end.record(time.time())]
 
 
 class LoggedRounds:
     """Distributions at the tokens of an answer. Without logprobs, and at temperatures whose
     normaliser they do not give, they hold no values: the learner computes its own."""
 
-    def __init__(self, answer: Sequence[int], entries: Sequence[Entry], sampling: ObservedSampling):
-        is_known = sampling.temperature in (0.0, 1.0)
+    def __init__(self, answer: Sequence[int], entries: Sequence[Entry], temperature: float):
+        is_known = temperature in (0.0, 1.0)
         of_answer = [entry.token for entry in entries] == list(answer)
         self.entries = entries if is_known and of_answer else ()
 
@@ -274,6 +240,11 @@ class ObservedSampling(NamedTuple):
     min_p: float
     seeded: bool  # the draws can be repeated by another request
     adjusts: bool  # more than these fields shape the distribution
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """Fields of `RecordHead`."""
+        return {name: value for name, value in self._asdict().items() if name != "adjusts"}
 
 
 def sampling_of(request: Body, defaults: DefaultSampling) -> ObservedSampling:

@@ -3,7 +3,6 @@
 Files in reading order:
 - `seam`: calls of the rejection sampler
 - `requests`: requests that are recorded
-- `reduction`: the 64 likeliest, on an accelerator
 - `recorder`: wrappers of one worker's calls
 
 `vllm` imports `recorder` and `seam`.

@@ -16,15 +16,23 @@ import numpy as np
 import torch
 
 from draftsmith.fleet.engine import logger
-from draftsmith.fleet.recording.reduction import MOST_ROWS, Arrays, reduce, to_host
 from draftsmith.fleet.recording.requests import Chooser, Tracked, is_recordable, meta_of
 from draftsmith.fleet.recording.seam import Seam, Verified
 from draftsmith.fleet.wire.messages import MessageKind, StepMeta, WriterChild, meta_array
+from draftsmith.kernels.sampling.logged import late_arrays, on_its_way
+from draftsmith.record import ProbArrays
 from draftsmith.shared_memory.arrays import Spec, begin, send
 
 # Part of the ring that one step's raw logits may take.
 STEP_PART = 4
 LOGGED_ERRORS = 3
+# Rows of a step that an accelerator reduces; the requests behind them are text only in this step.
+MOST_ROWS = 512
+# Rows at once: 32 of 152,000 in float32 are 19 MB.
+CHUNK = 32
+
+# Distributions of chunks of rows, each once it is asked for.
+Reduced = list[Callable[[], ProbArrays]]
 
 
 class Serving(Protocol):
@@ -62,7 +70,7 @@ class EngineRecorder:
         self.weight_version = ""
         self.tokens = self.recorded = self.dropped = self.text_only = self.errors = 0
         self.spent_s = self.steps_s = self.begun_s = 0.0
-        self._reduced: tuple[StepMeta, DraftedStep, Arrays, list[Arrays]] | None = None
+        self._reduced: tuple[StepMeta, DraftedStep, Any, list[Reduced]] | None = None
         # The engine's thread and the one that fetches outputs write.
         self._lock = threading.Lock()
         self._execute, self._sample = worker.execute_model, worker.sample_tokens
@@ -186,12 +194,12 @@ class EngineRecorder:
             return
         rows = verified.rows.long()[drafted.at]
         tokens = verified.drafted[drafted.at]
-        parts = [reduce(lambda at: verified.logits[rows[at]], tokens, drafted.temperatures)]
-        if (q := verified.q) is not None:
+        logits, q = verified.logits, verified.q
+        parts = [reduced(lambda at: logits[rows[at]], tokens, drafted.temperatures)]
+        if q is not None:
             log = torch.log if verified.q_is_probs else (lambda values: values)
-            plain = [1.0] * len(drafted.temperatures)
-            parts.append(reduce(lambda at: log(q(drafted.at[at])), tokens, plain))
-        self._reduced = meta, drafted, to_host([tokens.int()]), parts
+            parts.append(reduced(lambda at: log(q(drafted.at[at])), tokens))
+        self._reduced = meta, drafted, on_its_way(tokens.int()), parts
 
     def _choose(self, verified: Verified) -> DraftedStep | None:
         """Positions of the tracked requests, as many as a step may take."""
@@ -281,17 +289,37 @@ class EngineRecorder:
             self._drop(req_ids)
 
     def _send_reduced(
-        self, step: int, meta: StepMeta, drafted: DraftedStep, tokens: Arrays, parts: list[Arrays]
+        self, step: int, meta: StepMeta, drafted: DraftedStep, tokens: Any, parts: list[Reduced]
     ) -> None:
-        arrays = [meta_array(meta), _ints(drafted.handles), _ints(drafted.counts), *tokens()]
+        arrays = [meta_array(meta), _ints(drafted.handles), _ints(drafted.counts), tokens().numpy()]
         for part in parts:
-            arrays += part()
+            columns = zip(*(made().columns for made in part))
+            arrays += [np.concatenate(chunks) for chunks in columns]
         if not self._send(MessageKind.POSITIONS, step, arrays):
             self.text_only += 1
 
     def _send(self, kind: MessageKind, number: int, arrays: Sequence[np.ndarray]) -> bool:
         with self._lock:
             return send(self.child.ring, kind, number, arrays)
+
+
+def reduced(
+    rows: Callable[[torch.Tensor], torch.Tensor],
+    tokens: torch.Tensor,
+    temperatures: Sequence[float] | None = None,
+) -> Reduced:
+    """The likeliest of each row, found where the logits are and on their way to the host.
+
+    Args:
+        rows: logits [m, V] at a choice [m] of the n positions.
+        tokens: [n] drafted ids.
+    """
+    made, places = [], torch.arange(len(tokens), device=tokens.device)
+    for begin_at in range(0, len(tokens), CHUNK):
+        chunk = slice(begin_at, begin_at + CHUNK)
+        spread = None if temperatures is None else temperatures[chunk]
+        made.append(late_arrays(rows(places[chunk]), tokens[chunk], spread))
+    return made
 
 
 def crosses_raw(logits: torch.Tensor) -> bool:

@@ -14,8 +14,8 @@ from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.fleet.engine import once
-from draftsmith.fleet.observe.rounds import ObservedSampling, Origin, TokenCounter, records_of
-from draftsmith.record import RecordSink
+from draftsmith.fleet.observe.rounds import ObservedSampling, TokenCounter, records_of
+from draftsmith.record import RecordHead, RecordSink, hashed
 
 Reward = Callable[..., Any]
 
@@ -124,10 +124,13 @@ class Rollouts:
             self._record(tokens, self.sampling)
 
     def _record(self, tokens: TokenCounter, sampling: ObservedSampling) -> None:
-        origin = Origin(answer=f"rollout-{self._run}-{self._count}")
+        head = RecordHead(
+            request=hashed(f"rollout-{self._run}-{self._count}-0"),
+            weight_version=str(self.step),
+            **sampling.shared,
+        )
         self._count += 1
-        for record in records_of(tokens, None, (), sampling, origin):
-            record.weight_version = str(self.step)
+        for record in records_of(tokens, None, (), head, adjusts=sampling.adjusts):
             self.sink.put(record)
         self.recorded += 1
 

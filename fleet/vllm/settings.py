@@ -4,9 +4,11 @@ process of an engine."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
+from draftsmith.config import SECONDS, SHARE, convert, option
+from draftsmith.errors import UserError
 from draftsmith.fleet.engine import once
 
 SECTION = "draftsmith"
@@ -20,8 +22,8 @@ class Settings:
     target: str = ""  # name of the target in records; "" is the model that vLLM was given
     target_revision: str = ""
     version: str = ""  # of the draft that serves at the start; "" where none is known
-    share: float = 1.0  # of new requests that are recorded
-    poll_s: float = 5.0  # between two looks into `versions`
+    share: float = option(1.0, "of new requests that are recorded", limits=SHARE)
+    poll_s: float = option(5.0, "between two looks into `versions`", limits=SECONDS)
     spread_s: float = 0.0  # in which all engines begin to download a new version
     cache: str = ""  # local folder of fetched versions; "" is one below the user's cache
     admin: bool = False  # routes that swap drafts and drop cached prefixes, for this machine alone
@@ -36,36 +38,11 @@ def settings_of(vllm_config: Any) -> Settings | None:
     additional = getattr(vllm_config, "additional_config", None)
     if not isinstance(additional, Mapping) or SECTION not in additional:
         return None
-    given = additional[SECTION]
-    sentence = wrong(given)
-    if sentence:
-        once(f"{sentence}; the engine serves without draftsmith")
+    try:
+        return convert(additional[SECTION], Settings, SECTION)
+    except UserError as error:
+        once(f"additional_config: {error}; the engine serves without draftsmith")
         return None
-    return Settings(**given)
-
-
-def wrong(given: Any, where: str = f"additional_config {SECTION!r}") -> str:
-    """Sentence about the first setting that is unknown or has a wrong type; "" for none."""
-    if not isinstance(given, Mapping):
-        return f"{where} is {given!r} and must be an object of settings"
-    defaults = {field.name: field.default for field in fields(Settings)}
-    for name, value in given.items():
-        if name not in defaults:
-            return f"{where} has no setting {name!r}; it has {sorted(defaults)}"
-        if not _fits(value, defaults[name]):
-            return f"{where} has {name}={value!r}; give a value like {defaults[name]!r}"
-    if not 0 <= given.get("share", 1.0) <= 1:
-        return f"{where} has share={given['share']!r}; give a number from 0 to 1"
-    if given.get("poll_s", 1.0) <= 0:
-        return f"{where} has poll_s={given['poll_s']!r}; give seconds above 0"
-    return ""
-
-
-def _fits(value: Any, default: Any) -> bool:
-    """True where `value` has the type of `default`; an int is a float, a bool is only a bool."""
-    if isinstance(value, bool) or isinstance(default, bool):
-        return isinstance(value, bool) and isinstance(default, bool)
-    return isinstance(value, (int, float) if isinstance(default, float) else type(default))
 
 
 @dataclass

@@ -9,14 +9,22 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from draftsmith.fleet.wire.messages import RequestMeta, StepMeta, WireMessage
 from draftsmith.kernels.sampling.logged import prob_arrays
-from draftsmith.record import Distributions, ProbArrays, RoundRecord, hashed_answer
+from draftsmith.record import (
+    Distributions,
+    ProbArrays,
+    RecordHead,
+    RoundRecord,
+    RoundRow,
+    hashed_answer,
+)
 
 # vLLM runs `ANSWER-RANDOM`, for a completion `ANSWER-PROMPT-RANDOM`, and in front of either the
 # number among several answers to a prompt.
@@ -42,14 +50,11 @@ class EngineJob:
 @dataclass
 class RunningRequest:
     meta: RequestMeta
+    head: RecordHead  # of its records without drafts
     tokens: list[int]
     prompt_length: int
     recorded: int = 0  # tokens that are in records
     records: int = 0
-    name: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.name = record_name(self.meta.id)
 
     def trim(self, tokens: list[int], max_length: int) -> tuple[list[int], bool]:
         """Tokens up to the one that ends the request, and True where one does: as the scheduler of
@@ -83,7 +88,21 @@ class Requests:
         self.mismatched = 0  # rounds whose drafted tokens did not fit the sampled ones
 
     def begin(self, handle: int, meta: RequestMeta, prompt: list[int]) -> None:
-        self.running[handle] = RunningRequest(meta, prompt, len(prompt))
+        head = RecordHead(
+            request=record_name(meta.id),
+            request_class=meta.request_class,
+            target=self.job.target,
+            target_revision=self.job.target_revision,
+            temperature=meta.temperature,
+            top_k=meta.top_k,
+            top_p=meta.top_p,
+            min_p=meta.min_p,
+            share=meta.share,
+            rule=self.job.rule,
+            engine=self.job.engine,
+            seeded=meta.seeded,
+        )
+        self.running[handle] = RunningRequest(meta, head, prompt, len(prompt))
 
     def temperatures(self) -> Mapping[int, float]:
         return {handle: one.meta.temperature for handle, one in self.running.items()}
@@ -118,9 +137,7 @@ class Requests:
         request = self.running.pop(handle, None)
         if request is None or len(request.tokens) == request.prompt_length:
             return []
-        record = self._record(request)
-        record.last = True
-        return [record]
+        return [self._record(request, request.head, last=True)]
 
     def _fits(self, tokens: list[int], drafted: LoggedPositions) -> bool:
         accepted = len(tokens) - 1
@@ -136,45 +153,31 @@ class Requests:
         committed: list[int],
         drafted: LoggedPositions,
     ) -> RoundRecord:
-        record = self._record(request)
-        record.draft_version = drafted.draft_version
-        record.weight_version = drafted.weight_version
-        record.sampler = self.job.sampler
-        if record.sampler == "probabilistic" and request.meta.filters:
-            # vLLM draws drafts at the request's temperature alone.
-            record.sampler = "unfiltered"
-        record.drafted, record.accepted = drafted.drafted, len(tokens) - 1
-        record.committed, record.emitted = committed, tokens[-1]
+        # vLLM draws drafts at the request's temperature alone.
+        is_unfiltered = self.job.sampler == "probabilistic" and request.meta.filters
+        head = replace(
+            request.head,
+            draft_version=drafted.draft_version,
+            weight_version=drafted.weight_version,
+            sampler="unfiltered" if is_unfiltered else self.job.sampler,
+        )
+        record = self._record(
+            request,
+            head,
+            drafted=drafted.drafted,
+            accepted=len(tokens) - 1,
+            committed=committed,
+            emitted=tokens[-1],
+        )
         if not request.meta.adjusts:
             record.p, record.q = drafted.p, drafted.q
         return record
 
-    def _record(self, request: RunningRequest) -> RoundRecord:
-        meta, number = request.meta, request.records
+    def _record(self, request: RunningRequest, head: RecordHead, **row: Any) -> RoundRecord:
+        context = request.tokens[request.recorded :]
+        made = RoundRow(head, request.records, len(request.tokens), context, **row)
         request.records += 1
-        return RoundRecord(
-            request=request.name,
-            round=number,
-            request_class=meta.request_class,
-            target=self.job.target,
-            target_revision=self.job.target_revision,
-            draft_version="",
-            time_s=time.time(),
-            temperature=meta.temperature,
-            top_k=meta.top_k,
-            top_p=meta.top_p,
-            min_p=meta.min_p,
-            position=len(request.tokens),
-            context=request.tokens[request.recorded :],
-            drafted=[],
-            accepted=0,
-            committed=[],
-            emitted=-1,
-            share=meta.share,
-            seeded=meta.seeded,
-            rule=self.job.rule,
-            engine=self.job.engine,
-        )
+        return made.record(time.time())
 
 
 @dataclass(frozen=True)
@@ -227,10 +230,6 @@ def _from_raw(
 
 
 def _from_reduced(values: list[np.ndarray], drafted: list[int]) -> tuple[ProbArrays, ProbArrays]:
-    p = _joined(*values[:3])
-    return p, _joined(*values[3:6]) if len(values) > 3 else ProbArrays.one_hot(drafted)
-
-
-def _joined(ids: np.ndarray, logprobs: np.ndarray, rest: np.ndarray) -> ProbArrays:
-    tail, log_norms, of_drafted = rest.T.copy()
-    return ProbArrays(ids.copy(), logprobs.copy(), tail, log_norms, of_drafted)
+    kept = [one.copy() for one in values]
+    q = ProbArrays.of_columns(*kept[3:]) if len(kept) > 3 else ProbArrays.one_hot(drafted)
+    return ProbArrays.of_columns(*kept[:3]), q

@@ -14,30 +14,25 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import torch
-
 from draftsmith.distill.buffer.buffer import BufferWriter
+from draftsmith.distill.buffer.process_writer import begin, end, read_until
 from draftsmith.distill.monitor.monitor import Key, Monitor, name_of
-from draftsmith.errors import UserError
-from draftsmith.fleet.engine import logger, once
+from draftsmith.fleet.engine import logger
 from draftsmith.fleet.wire.messages import MessageKind, RequestMeta, WireMessage, parse
 from draftsmith.fleet.wire.requests import EngineJob, LoggedPositions, Requests, rounds_of
 from draftsmith.kernels.sampling import logged_compiled
 from draftsmith.record import RoundRecord
-from draftsmith.shared_memory.child import NICE, REFUSED, end_of_engine
+from draftsmith.shared_memory.child import end_of_engine
 from draftsmith.shared_memory.ring import Ring
 
-# Between two looks into an empty ring.
-LOOK_S = 0.02
 STATUS_S = 1.0
 # Steps whose drafted tokens wait for sampled ones.
 STEPS = 64
 # For a buffer that cannot be opened or written when the engine has ended.
 PATIENCE_S = 300.0
-# Between two tries to open it.
-RETRY_S = 1.0
 # Chance that an engine which samples rightly ever raises an alarm.
 FALSE_ALARM = 1e-3
 # Records that are judged at once: numbers of arrays, not of calls, should cost.
@@ -111,13 +106,14 @@ def _losslessness(numbers: dict[str, Any]) -> dict[str, float]:
 
 
 class EngineWriter:
-    def __init__(self, job: EngineJob):
+    def __init__(self, ring: Ring, job: EngineJob):
         logged_compiled.prepare()  # no step waits for it later
+        self.ring = ring
         self.requests = Requests(job)
         self.served = ServedFigures(job.engine)
         self.buffer = BufferWriter(job.buffer, share=job.share)
         self.steps: dict[int, dict[int, LoggedPositions]] = {}
-        self.failed = 0
+        self.failed, self.left_s = 0, 0.0
         self._read: Mapping[MessageKind, Callable[[WireMessage], None]] = {
             MessageKind.BEGIN: self._begin,
             MessageKind.POSITIONS: self._positions,
@@ -126,13 +122,19 @@ class EngineWriter:
             MessageKind.RESUME: self._resume,
         }
 
-    def read(self, message: WireMessage) -> None:
+    def take(self) -> int:
+        room = self.ring.next()
+        if room is None:
+            return 0
+        message = parse(room)
         try:
             self._read[message.kind](message)
         except Exception:
             self.failed += 1
             if self.failed <= 3:
                 logger.exception("a message of the engine was not understood")
+        self.ring.release()
+        return 1
 
     def _begin(self, message: WireMessage) -> None:
         meta = message.meta(RequestMeta)
@@ -165,10 +167,14 @@ class EngineWriter:
         for alarm in self.served.add(records):
             logger.error("draftsmith: %s", alarm)
 
-    def status(self) -> dict[str, Any]:
+    def leave(self) -> None:
+        if time.monotonic() - self.left_s > STATUS_S:
+            self._leave()
+
+    def _leave(self) -> None:
         for alarm in self.served.judge():
             logger.error("draftsmith: %s", alarm)
-        return {
+        status = {
             "at_s": time.time(),
             "written": self.buffer.written,
             "dropped": self.buffer.dropped,
@@ -177,6 +183,9 @@ class EngineWriter:
             "failed": self.failed,
             "versions": self.served.figures(),
         }
+        self.ring.share = self.buffer.share
+        self.ring.leave_status(json.dumps(status).encode())
+        self.left_s = time.monotonic()
 
     def close(self) -> None:
         """Write the text that unfinished requests have so far, and flush. The engine has ended, and
@@ -184,59 +193,20 @@ class EngineWriter:
         for handle in list(self.requests.running):
             self._put(self.requests.end(handle))
         self.buffer.close(patience_s=PATIENCE_S)
-
-
-def opened(job: EngineJob, ended: Callable[[float], bool]) -> EngineWriter:
-    """Writer into a buffer that may be away now; what the engine sends waits in the ring. Raises
-    `OSError` where it stays away for `PATIENCE_S` after the engine's end."""
-    over_s = None
-    while True:
-        try:
-            return EngineWriter(job)
-        except OSError as error:
-            once(f"buffer {job.buffer!r} cannot be opened ({error}); records wait")
-            if over_s is not None and time.monotonic() - over_s > PATIENCE_S:
-                raise
-        if over_s is not None:
-            time.sleep(RETRY_S)
-        elif ended(RETRY_S):
-            over_s = time.monotonic()
+        self._leave()
 
 
 def run(ring: Ring, job: EngineJob, ended: Callable[[float], bool]) -> None:
-    """Read until `ended(seconds)`, which waits at most so long, is True and the ring is empty."""
-    writer, left_s, over = opened(job, ended), 0.0, False
-    while True:
-        room = ring.next()
-        if room is not None:
-            writer.read(parse(room))
-            ring.release()
-        now_s = time.monotonic()
-        if now_s - left_s > STATUS_S:
-            ring.share = writer.buffer.share
-            ring.leave_status(json.dumps(writer.status()).encode())
-            left_s = now_s
-        if room is None:
-            if over:
-                break
-            over = ended(LOOK_S)
-    writer.close()
-    ring.leave_status(json.dumps(writer.status()).encode())
+    read_until(ended, partial(EngineWriter, ring, job), patience_s=PATIENCE_S)
 
 
 def main(descriptor: str, job: str) -> None:
     logging.basicConfig(format="%(levelname)s %(message)s")
-    os.nice(NICE)
-    torch.set_num_threads(1)
+    begin()
     if hasattr(os, "sched_setaffinity"):
         # The engine binds its threads to cores and its children with them.
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    ended = end_of_engine()
-    try:
-        run(Ring(int(descriptor)), EngineJob(**json.loads(job)), ended)
-    except UserError as error:
-        logger.error("draftsmith: %s", error)
-        sys.exit(REFUSED)
+    end(lambda: run(Ring(int(descriptor)), EngineJob(**json.loads(job)), end_of_engine()))
 
 
 if __name__ == "__main__":

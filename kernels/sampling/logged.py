@@ -3,13 +3,13 @@ norm under a temperature. n positions, V vocabulary."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from draftsmith.config import TOP
-from draftsmith.kernels.dispatch import Reading, sent, sent_tensor
+from draftsmith.kernels.dispatch import Reading, pins, sent, sent_tensor
 from draftsmith.kernels.sampling import logged_compiled
 from draftsmith.kernels.sampling.top_tokens import top_probs
 from draftsmith.record import ProbArrays
@@ -24,29 +24,32 @@ def prob_arrays(
     return _unpacked(_packed(logits, tokens, temperatures).cpu()) if made is None else made
 
 
-class LateArrays:
-    """The same, made on a device and on their way to the host. They are there when they are asked
-    for, if a round lies between."""
+def late_arrays(
+    logits: torch.Tensor,
+    tokens: Sequence[int] | torch.Tensor,
+    temperatures: Sequence[float] | None = None,
+) -> Callable[[], ProbArrays]:
+    """The same, made on the device of the logits. They are on the host when they are asked for, if
+    a round lies between."""
+    host = on_its_way(_packed(logits, tokens, temperatures))
+    return lambda: _unpacked(host())
 
-    def __init__(
-        self,
-        logits: torch.Tensor,
-        tokens: Sequence[int],
-        temperatures: Sequence[float] | None = None,
-    ):
-        self._reading = Reading(_packed(logits, tokens, temperatures))
 
-    def wait(self) -> ProbArrays:
-        return _unpacked(self._reading.wait())
+def on_its_way(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """A tensor's copy on the host, begun now and waited for when it is asked for."""
+    return Reading(tensor).wait if pins(tensor.device) else lambda: tensor
 
 
 def _packed(
-    logits: torch.Tensor, tokens: Sequence[int], temperatures: Sequence[float] | None
+    logits: torch.Tensor,
+    tokens: Sequence[int] | torch.Tensor,
+    temperatures: Sequence[float] | None,
 ) -> torch.Tensor:
     """[n, 2 k + 3] float32: ids, whose bits stay as they are, logprobs, tail, norm, and the drafted
     token's logprob."""
     ids, logprobs, tail = top_probs(logits, TOP)
-    chosen = sent(logits.device, tokens)[0].clamp(min=0)[:, None]
+    known = tokens if isinstance(tokens, torch.Tensor) else sent(logits.device, tokens)[0]
+    chosen = known.long().clamp(min=0)[:, None]
     # Apart from the likeliest token by as much as their logits, without a second logsumexp.
     gap = logits.gather(-1, chosen).float() - logits.gather(-1, ids[:, :1]).float()
     logprobs, tail = logprobs.float(), tail.float()

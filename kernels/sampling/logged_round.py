@@ -7,14 +7,14 @@ vocabulary.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
 from draftsmith.kernels.dispatch import pins, sent_tensor
-from draftsmith.kernels.sampling.logged import LateArrays, prob_arrays
+from draftsmith.kernels.sampling.logged import late_arrays, prob_arrays
 from draftsmith.record import ProbArrays, RoundRow
 
 # Dtypes of logits that are copied as they are.
@@ -63,7 +63,7 @@ class LoggedRound:
 
     def __init__(self, p: torch.Tensor, q: torch.Tensor | None, chains: Sequence[Sequence[int]]):
         self.p, self.q, self.chains = p, q, chains
-        self._late: tuple[LateArrays, LateArrays | None] | None = None
+        self._late: tuple[Callable[[], ProbArrays], Callable[[], ProbArrays] | None] | None = None
 
     @property
     def is_late(self) -> bool:
@@ -76,14 +76,14 @@ class LoggedRound:
         if self._late is not None:
             return
         p, q = self._parts(rows)
-        self._late = LateArrays(*p), None if q is None else LateArrays(*q)
+        self._late = late_arrays(*p), None if q is None else late_arrays(*q)
         self.p, self.q = self.p[:0], None
 
     def arrays(self, rows: Sequence[RoundRow]) -> tuple[ProbArrays, ProbArrays | None]:
         """p and q at the drafted positions of `rows`; no q where it is one-hot."""
         if self._late is not None:
             p, q = self._late
-            return p.wait(), None if q is None else q.wait()
+            return p(), None if q is None else q()
         of_p, of_q = self._parts(rows)
         return prob_arrays(*of_p), None if of_q is None else prob_arrays(*of_q)
 

@@ -58,6 +58,16 @@ class ProbArrays(NamedTuple):
         """[n] float32."""
         return np.full(len(self.tail), np.nan, np.float32) if self.drafted is None else self.drafted
 
+    @property
+    def columns(self) -> list[np.ndarray]:
+        """As they are sent: ids, logprobs, and the others [n, 3]."""
+        rest = np.stack([self.tail, self.log_norms, self.drafted_or_nan], axis=1)
+        return [self.ids, self.logprobs, rest]
+
+    @classmethod
+    def of_columns(cls, ids: np.ndarray, logprobs: np.ndarray, rest: np.ndarray) -> ProbArrays:
+        return cls(ids, logprobs, *rest.T.copy())
+
     @classmethod
     def one_hot(cls, tokens: Sequence[int]) -> ProbArrays:
         """q of a draft that is sure of its tokens [n]."""
@@ -209,18 +219,20 @@ class RecordHead:
     """Fields of `RoundRecord` that a request's records share while one draft proposes for it."""
 
     request: str
-    request_class: str
-    target: str
-    target_revision: str
-    draft_version: str
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    share: float
-    rule: str
-    engine: str
-    sampler: str
+    request_class: str = ""
+    target: str = ""
+    target_revision: str = ""
+    draft_version: str = ""
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    share: float = 1.0
+    rule: str = ""
+    engine: str = ""
+    sampler: str = ""
+    seeded: bool = False
+    weight_version: str = ""
     encoded: bytes = field(init=False, repr=False, compare=False)  # the others, as JSON
 
     def __post_init__(self) -> None:
@@ -239,19 +251,20 @@ HEAD_FIELDS = tuple(name for name in RecordHead.__dataclass_fields__ if name != 
 
 
 class RoundRow(NamedTuple):
-    """One record of an engine's round: its head, and fields of `RoundRecord`."""
+    """One record of an engine's round: its head, and fields of `RoundRecord`. Without more it is
+    one without drafts."""
 
     head: RecordHead
     round: int
     position: int
     context: list[int]
-    drafted: Sequence[int]
-    accepted: int
-    committed: Sequence[int]
-    emitted: int
-    last: bool
-    taps: RecordedTaps | None
-    place: int  # of its logits among the round's rows; -1: it has no p and q
+    drafted: Sequence[int] = ()
+    accepted: int = 0
+    committed: Sequence[int] = ()
+    emitted: int = UNLOGGED
+    last: bool = False
+    taps: RecordedTaps | None = None
+    place: int = -1  # of its logits among the round's rows; -1: it has no p and q
 
     def record(self, time_s: float) -> RoundRecord:
         """The record but for its p and q."""

@@ -15,7 +15,7 @@ import yaml
 from draftsmith import config as configuration
 from draftsmith.commands.arguments import collect, parse, parser_for
 from draftsmith.commands.table import COMMANDS, load
-from draftsmith.fleet.vllm.settings import SECTION, wrong
+from draftsmith.fleet.vllm.settings import SECTION, Settings
 from draftsmith.train.export.layouts.serving import VLLM_METHODS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -51,7 +51,9 @@ def check_engine(words: list[str]) -> dict[str, Any]:
     assert speculative["method"] in {one["method"] for one in VLLM_METHODS.values()}
     assert set(speculative) == {"method", "model", "num_speculative_tokens", "draft_sample_method"}
     settings = json.loads(given["--additional-config"])[SECTION]
-    assert wrong(settings) == "" and {"buffer", "versions"} <= set(settings)
+    assert configuration.convert(settings, Settings, SECTION) and {"buffer", "versions"} <= set(
+        settings
+    )
     return settings
 
 

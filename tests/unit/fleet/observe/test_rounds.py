@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,18 +17,16 @@ from draftsmith.fleet.observe.endpoints import Entry
 from draftsmith.fleet.observe.rounds import (
     ObservedSampling,
     ObservedStep,
-    Origin,
     TokenCounter,
     records_of,
     sampling_of,
     steps_of,
 )
-from draftsmith.record import UNLOGGED, RoundRecord, hashed
+from draftsmith.record import UNLOGGED, RecordHead, RoundRecord, hashed
 from draftsmith.train.data.roles import Role
 
-PLAIN = ObservedSampling(1.0, 0, 1.0, 0.0, seeded=False, adjusts=False)
 TOKENS = TokenCounter([1, 2, 3], [10, 11, 12, 13, 14, 15])
-ORIGIN = Origin(answer="cmpl-a", draft_version="4", sampler="greedy")
+HEAD = RecordHead(hashed("cmpl-a-0"), draft_version="4", sampler="greedy")
 
 
 def report(drafted: list[int], accepted: list[int]) -> dict[str, list[int]]:
@@ -73,13 +72,15 @@ def entries(tokens: list[int]) -> list[Entry]:
     ]
 
 
-def made(steps: list[ObservedStep] | None, **changes: object) -> list[RoundRecord]:
+def made(
+    steps: list[ObservedStep] | None, temperature: float = 1.0, *, adjusts: bool = False
+) -> list[RoundRecord]:
     records = records_of(
         TOKENS,
         steps,
         entries(TOKENS.answer),
-        PLAIN._replace(**changes),
-        ORIGIN,  # type: ignore[arg-type]
+        replace(HEAD, temperature=temperature),
+        adjusts=adjusts,
     )
     return record_table.from_table(record_table.read(io.BytesIO(record_table.to_bytes(records))))
 
@@ -126,7 +127,7 @@ def test_logprobs_are_dropped_where_they_do_not_give_the_sampled_distribution() 
     assert len(first.p) == 3 and first.p[0].ids == [] and first.p[0].tail == 1.0
     (first, *_) = made([ObservedStep(1, 3, 2, 3)], adjusts=True)
     assert len(first.p) == 0
-    shifted = records_of(TOKENS, None, entries(TOKENS.answer[1:]), PLAIN, ORIGIN)
+    shifted = records_of(TOKENS, None, entries(TOKENS.answer[1:]), HEAD)
     assert shifted[0].p[0].ids == []
 
 

@@ -40,11 +40,11 @@ def test_settings_are_read_from_the_engines_own_configuration() -> None:
     "given",
     [
         {"bufer": "x"},
-        {"buffer": 3},
+        {"buffer": {}},
         {"share": 2.0},
         {"share": True},
         {"poll_s": 0},
-        {"mend_expand_kernel": "yes"},
+        {"mend_expand_kernel": "perhaps"},
         "buffer",
     ],
 )

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from draftsmith.distill.buffer import process_writer
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.traffic import stitch
 from draftsmith.fleet.wire import writer as writer_module
@@ -390,7 +391,7 @@ def away_until(buffer: Path, seconds: float) -> threading.Timer:
 def test_a_buffer_that_is_away_when_its_engine_ends_gets_the_last_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_start: bool
 ) -> None:
-    monkeypatch.setattr(writer_module, "RETRY_S", 0.05)
+    monkeypatch.setattr(process_writer, "RETRY_S", 0.05)
     monkeypatch.setattr(writer_module, "BufferWriter", partial(BufferWriter, flush_s=0.1))
     buffer, ring, timers = tmp_path / "buffer", Ring.create(1 << 20), []
     engine = Engine(ring)
