@@ -5,6 +5,7 @@ Files in reading order:
 - `process`: a server's records to a writer process
 - `record_messages`: records as messages in shared memory
 - `process_writer`: the process
+- `objects`: bytes of a folder or bucket
 - `folder`: its folder on any file system
 - `marks`: progress of readers and deletions
 - `record_table`: records as an Arrow table, and files of them in a saved state

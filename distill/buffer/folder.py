@@ -7,18 +7,14 @@ import io
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from draftsmith import files
 from draftsmith.distill.buffer import record_table
-from draftsmith.errors import UserError
+from draftsmith.distill.buffer.objects import Objects
 from draftsmith.record import RoundRecord
 
 logger = logging.getLogger("draftsmith.buffer")
@@ -36,18 +32,15 @@ class Shard:
     path: str = field(compare=False)
     bytes: int = field(compare=False)
 
+    @property
+    def name(self) -> str:
+        return self.path.rsplit("/", 1)[-1]
 
-class ShardFolder:
-    """Root of a buffer on any file system that fsspec supports."""
 
-    def __init__(self, url: str):
-        try:
-            self.fs, self.root = fsspec.core.url_to_fs(url)
-        except (ValueError, ImportError) as error:
-            raise UserError(
-                f"buffer {url!r} cannot be opened ({error}); give a folder or an fsspec URL"
-            ) from error
-        self.url = url
+class ShardFolder(Objects):
+    """Root of a buffer."""
+
+    noun = "buffer"
 
     def shards(self) -> list[Shard]:
         return self.shards_among(self.names())
@@ -57,79 +50,35 @@ class ShardFolder:
         found = []
         for name, size in names.items():
             if match := NAME.fullmatch(name):
-                path = f"{self.root}/{name}"
-                found.append(
-                    Shard(int(match["time_ms"]), match["writer"], int(match["number"]), path, size)
-                )
+                time_ms, number = int(match["time_ms"]), int(match["number"])
+                found.append(Shard(time_ms, match["writer"], number, self.path(name), size))
         return sorted(found)
-
-    def names(self) -> dict[str, int]:
-        """All files with their sizes in bytes."""
-        with as_os_errors():
-            if not self.fs.isdir(self.root):
-                return {}
-            self.fs.invalidate_cache(self.root)
-            listed = self.fs.ls(self.root, detail=True)
-        return {entry["name"].rsplit("/", 1)[-1]: int(entry.get("size") or 0) for entry in listed}
 
     @property
     def is_memory(self) -> bool:
         """True for a folder that never reaches a disk."""
-        if not isinstance(self.fs, LocalFileSystem):
+        if not self.is_local:
             return isinstance(self.fs, MemoryFileSystem)
         return file_system_of(Path(self.root)) in ("tmpfs", "ramfs")
 
     def make(self) -> None:
         """Makes the folder where file systems have such."""
-        if isinstance(self.fs, LocalFileSystem):
+        if self.is_local:
             Path(self.root).mkdir(parents=True, exist_ok=True)
 
     def write(self, name: str, data: bytes) -> None:
-        """Writes whole or not at all: a rename where there is one, a single put on an object
-        store."""
-        path = f"{self.root}/{name}"
-        if isinstance(self.fs, LocalFileSystem):
-            with files.atomic_path(path) as temporary:
-                temporary.write_bytes(data)
-        else:
-            with as_os_errors():
-                self.fs.pipe_file(path, data)
+        self.put(name, data)
 
     def fetch(self, shard: Shard) -> bytes:
         """Bytes of a file. An `OSError` is about the file system, not about the shard."""
-        return self.read(shard.path.rsplit("/", 1)[-1])
-
-    def read(self, name: str) -> bytes:
-        with as_os_errors():
-            return self.fs.cat_file(f"{self.root}/{name}")
+        return self.read(shard.name)
 
     def sweep(self) -> None:
         """Deletes half-written files of killed writers."""
-        if isinstance(self.fs, LocalFileSystem):
+        if self.is_local:
             for leftover in Path(self.root).glob(".*.parquet.*.tmp"):
                 if time.time() - leftover.stat().st_mtime > LEFTOVER_AGE_S:
                     leftover.unlink(missing_ok=True)
-
-    def delete(self, shard: Shard) -> None:
-        self.remove(shard.path.rsplit("/", 1)[-1])
-
-    def remove(self, name: str) -> None:
-        try:
-            with as_os_errors():
-                self.fs.rm_file(f"{self.root}/{name}")
-        except FileNotFoundError:
-            logger.debug("%s/%s was deleted by another process", self.root, name)
-
-
-@contextmanager
-def as_os_errors() -> Iterator[None]:
-    """Raises `OSError` for the own errors of object stores and their libraries."""
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:
-        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def file_system_of(path: Path) -> str:
@@ -198,7 +147,7 @@ def retain(folder: ShardFolder, cursor: Cursor, *, max_bytes: int, max_age_s: fl
         doomed.append(shard)
         size -= shard.bytes
     for shard in doomed:
-        folder.delete(shard)
+        folder.delete(shard.name)
     unread = sum(is_unread(shard, cursor) for shard in doomed)
     if unread and cursor:
         logger.warning(

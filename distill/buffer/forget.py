@@ -69,14 +69,14 @@ def _without(folder: ShardFolder, shard: Shard, name: str) -> int:
             shard.path,
             error,
         )
-        folder.delete(shard)
+        folder.delete(shard.name)
         return 0
     if kept.num_rows:
         rewritten = io.BytesIO()
         record_table.write(kept, rewritten)
-        folder.write(shard.path.rsplit("/", 1)[-1], rewritten.getvalue())
+        folder.write(shard.name, rewritten.getvalue())
     else:
-        folder.delete(shard)
+        folder.delete(shard.name)
     return len(of_answer) - kept.num_rows
 
 

@@ -46,7 +46,7 @@ def sweep(folder: ShardFolder) -> None:
         if PROGRESS.fullmatch(name):
             mark = _progress(folder, name)
             if mark is None or time.time() - mark["time_s"] > GONE_S:
-                folder.remove(name)
+                folder.delete(name)
 
 
 def _progress(folder: ShardFolder, name: str) -> dict | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from draftsmith.distill.buffer.objects import Objects
 from draftsmith.fleet.store.cache import Cache
 from draftsmith.fleet.store.layout import (
     CURRENT,
@@ -27,8 +28,23 @@ from draftsmith.fleet.store.layout import (
     parse_manifest,
     parse_status,
 )
-from draftsmith.fleet.store.objects import Objects
 from draftsmith.fleet.store.rollout import Rollout, parse_rollout
+
+
+class StoreObjects(Objects):
+    """A store that fails `attempts` times in a row is a `StoreUnreachable`."""
+
+    noun, attempts = "versions", 3
+
+    def refusal(self, sentence: str) -> Exception:
+        return StoreError(sentence)
+
+    def failure(self, error: Exception) -> Exception:
+        said = str(error).strip().split("\n")[0] or "no reason given"
+        return StoreUnreachable(
+            f"versions {self.url!r} cannot be reached ({type(error).__name__}: {said}); "
+            "what is served stays"
+        )
 
 
 class VersionStore:
@@ -49,7 +65,7 @@ class VersionStore:
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.time,
     ):
-        self.objects, self.clock = Objects(url, sleep=sleep), clock
+        self.objects, self.clock = StoreObjects(url, sleep=sleep), clock
         self._cache = Cache(cache) if cache is not None else None
 
     @property

@@ -168,9 +168,15 @@ print([name for name in ("transformers", "pyarrow", "fsspec", "vllm") if name in
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
     )
-    # The package itself loads links and version; the rest is the ring to the writer, numpy alone,
-    # and a table of releases.
+    # The package itself loads links and version; the rest is settings, the ring to the writer,
+    # distributions as records hold them, and a table of releases.
     ring = [f"shared_memory{part}" for part in ("", ".arrays", ".child", ".ring")]
     folders = [".".join(("train", "export", "layouts")[:depth]) for depth in (1, 2, 3)]
-    base = ["links", *ring, *folders, f"{folders[-1]}.vllm_faults", "version"]
+    sampling = [
+        f"kernels.sampling{part}" for part in ("", ".logged", ".logged_compiled", ".top_tokens")
+    ]
+    kernels = ["kernels", "kernels.dispatch", "kernels.host_compiler", *sampling]
+    settings = ["config", "errors", "files"]
+    faults = f"{folders[-1]}.vllm_faults"
+    base = [*settings, *kernels, "links", "record", *ring, *folders, faults, "version"]
     assert done.stdout.splitlines() == [str([f"draftsmith.{name}" for name in base]), "[]"]

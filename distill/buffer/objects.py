@@ -1,28 +1,30 @@
-"""Bytes of the objects below one address, on any file system that fsspec supports.
-
-The buffer's `Folder` is not used here: it imports Arrow and the record tables, which an engine's
-process does not load. Its two rules hold here too: an object appears by a rename or by one put, and
-errors of object stores are raised as `OSError`.
-"""
+"""Bytes of the objects below one address, on any file system that fsspec supports: an object
+appears by a rename or by one put. Loads neither Arrow nor torch, which an engine's process that
+follows versions has no use for."""
 
 from __future__ import annotations
 
 import random
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from draftsmith.fleet.store.layout import StoreError, StoreUnreachable
+from draftsmith import files
+from draftsmith.errors import UserError
 
 T = TypeVar("T")
-ATTEMPTS = 3
 FIRST_WAIT_S = 0.2  # doubled at each attempt, and varied by half of it
 
 
 class Objects:
-    """Objects by names such as `v000007/manifest.json`. A missing one is a `FileNotFoundError`; a
-    store that fails `ATTEMPTS` times in a row is a `StoreUnreachable`."""
+    """Objects by names such as `v000007/manifest.json`. A missing one is a `FileNotFoundError`.
+    Another error, of object stores and their libraries too, is an `OSError`, once `attempts` in a
+    row have failed."""
+
+    noun: ClassVar[str] = "objects"
+    attempts: ClassVar[int] = 1
 
     def __init__(self, url: str, *, sleep: Callable[[float], None] = time.sleep):
         # Imported here: an engine that follows no versions may lack it.
@@ -32,11 +34,17 @@ class Objects:
         try:
             self.fs, self.root = fsspec.core.url_to_fs(url)
         except (ValueError, ImportError) as error:
-            raise StoreError(
-                f"versions {url!r} cannot be opened ({error}); give a folder or an fsspec URL"
+            raise self.refusal(
+                f"{self.noun} {url!r} cannot be opened ({error}); give a folder or an fsspec URL"
             ) from error
         self.url, self.sleep = url, sleep
         self.is_local = isinstance(self.fs, LocalFileSystem)
+
+    def refusal(self, sentence: str) -> Exception:
+        return UserError(sentence)
+
+    def failure(self, error: Exception) -> Exception:
+        return error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}")
 
     def read(self, name: str) -> bytes:
         return self._tried(lambda: self.fs.cat_file(self.path(name)))
@@ -63,14 +71,9 @@ class Objects:
         if not self.is_local:
             self._tried(lambda: self.fs.put_file(str(path), self.path(name)))
             return
-        import shutil
-
         self._tried(lambda: self._rename_into(name, lambda copy: shutil.copyfile(path, copy)))
 
     def _rename_into(self, name: str, write: Callable[[Path], Any]) -> None:
-        # Not loaded by an engine that only reads.
-        from draftsmith import files
-
         with files.atomic_path(self.path(name)) as temporary:
             write(temporary)
 
@@ -123,7 +126,7 @@ class Objects:
 
     def _tried(self, step: Callable[[], T]) -> T:
         wait_s = FIRST_WAIT_S
-        for attempt in range(ATTEMPTS):
+        for attempt in range(self.attempts):
             if attempt:
                 self.sleep(wait_s * random.uniform(0.5, 1.5))
                 wait_s *= 2
@@ -134,9 +137,4 @@ class Objects:
             # Object stores and their libraries raise errors of their own.
             except Exception as error:
                 failure = error
-        said = str(failure).strip().split("\n")[0]
-        raise StoreUnreachable(
-            f"versions {self.url!r} cannot be reached "
-            f"({type(failure).__name__}: {said or 'no reason given'}); "
-            "what is served stays"
-        ) from failure
+        raise self.failure(failure)
