@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from draftsmith.kernels import dispatch
 from draftsmith.kernels.attention import paged
-from draftsmith.kernels.sampling import logged_round, random_streams
+from draftsmith.kernels.sampling import logged, random_streams
 from draftsmith.serve.engine import round
 
 DEVICE = torch.device("meta")
@@ -287,7 +287,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
             ),
         )
         patch.setattr(dispatch, "_obstacle", lambda device: "")
-        for module in (dispatch, logged_round):
+        for module in (dispatch, logged):
             patch.setattr(module, "pins", lambda device: device == DEVICE)
         patch.setattr(dispatch, "_recorded_event", lambda device: RecordedEvent(stand_in))
         forget_tensors()

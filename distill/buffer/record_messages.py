@@ -19,8 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from draftsmith.kernels.sampling.logged import prob_arrays
-from draftsmith.kernels.sampling.logged_round import COPIED, Copy, LoggedRound
+from draftsmith.kernels.sampling.logged import COPIED, Copy, LoggedRound, prob_arrays
 from draftsmith.record import (
     Distributions,
     ProbArrays,

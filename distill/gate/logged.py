@@ -63,16 +63,13 @@ def draft_rows(
 
 def logged_arrays(logged: Sequence[LoggedPosition]) -> ProbArrays:
     """Logged p of the positions, as wide as the widest."""
-    parts = [Distributions.of([]).arrays]
+    parts = []
     # Neighbours of one record are taken at once.
     for _, some in itertools.groupby(logged, key=lambda one: id(one.record)):
         group = list(some)
-        depths = [one.depth for one in group]
         arrays = Distributions.of(group[0].record.p).arrays
-        parts.append(ProbArrays(*(values[depths] for values in arrays[:4])))
-    width = max(arrays.ids.shape[1] for arrays in parts)
-    columns = zip(*(arrays.widened(width)[:4] for arrays in parts), strict=True)
-    return ProbArrays(*map(np.concatenate, columns))
+        parts.append(arrays.chosen([one.depth for one in group]))
+    return ProbArrays.joined(parts)
 
 
 def disagreement(known: ProbArrays, target_logits: torch.Tensor) -> torch.Tensor:
@@ -106,7 +103,7 @@ def sampled_top(
     # A buffer of tokens alone holds no distributions.
     places = np.flatnonzero(np.isfinite(known.logprobs).any(axis=1))
     records = [logged[place].record for place in places]
-    chosen = ProbArrays(*(values[places] for values in known[:4]))
+    chosen = known.chosen(places)
     probs = _tempered(chosen, [one.temperature for one in records]).to(device)
     tail = (1 - probs.sum(-1)).clamp(min=0)
     settings = torch.tensor(

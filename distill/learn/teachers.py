@@ -26,7 +26,7 @@ from draftsmith.drafters.target.device import load_target
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.top_tokens import TopProbs
-from draftsmith.record import Distributions, RoundRecord
+from draftsmith.record import Distributions, ProbArrays, RoundRecord
 from draftsmith.train.config import BY_DRAFT
 from draftsmith.train.data.batches import packed, padded, rows_as_long_as_the_longest, rows_of
 from draftsmith.train.data.roles import TrainedRow, trained_text
@@ -191,14 +191,11 @@ class RecordedDistributions:
 def recorded_of(spans: Sequence[DraftedSpan], vocab_size: int) -> RecordedDistributions:
     """Distributions with a token that is none of the vocabulary count as not known."""
     parts = [Distributions.of(one.record.p)[one.begin : one.end].arrays for one in spans]
-    width = max([1, *(part.ids.shape[1] for part in parts)])
-    wide = [part.widened(width) for part in (Distributions.of([]).arrays, *parts)]
-    logprobs = np.concatenate([one.logprobs for one in wide])
+    made = ProbArrays.joined(parts, least=1)
     # A token that is not there must not be taken for token 0.
-    ids = np.where(np.isfinite(logprobs), np.concatenate([one.ids for one in wide]), NO_TOKEN)
+    ids = np.where(np.isfinite(made.logprobs), made.ids, NO_TOKEN).astype(np.int64)
     ids[(ids >= vocab_size).any(axis=1)] = NO_TOKEN
-    tail = np.concatenate([one.tail for one in wide])
-    top = TopProbs(*map(torch.from_numpy, (ids.astype(np.int64), logprobs, tail)))
+    top = TopProbs(*map(torch.from_numpy, (ids, made.logprobs, made.tail)))
     return RecordedDistributions(spans, [len(part.tail) for part in parts], top)
 
 

@@ -63,8 +63,10 @@ def positions_of(records: Sequence[RoundRecord]) -> Positions | None:
     reached = [max(0, min(one.accepted + 1, len(one.drafted))) for _, one in kept]
     depth = np.concatenate([np.arange(count) for count in counts])
     chosen = depth < np.repeat(reached, counts)
-    p = _joined([one.p for _, one in kept], chosen)
-    q = _joined([one.q for _, one in kept], chosen)
+    p, q = (
+        ProbArrays.joined(Distributions.runs(map(Distributions.of, rows))).chosen(chosen)
+        for rows in ([one.p for _, one in kept], [one.q for _, one in kept])
+    )
     depth = depth[chosen]
     owner = np.repeat(np.arange(len(kept)), reached)
     drafted = np.array([token for (_, one), n in zip(kept, reached) for token in one.drafted[:n]])
@@ -97,25 +99,6 @@ def _is_logged(record: RoundRecord) -> bool:
     if drafts == 0 or not len(record.p) == drafts == len(record.q):
         return False
     return Distributions.of(record.p).is_logged and Distributions.of(record.q).is_logged
-
-
-def _joined(rows: Sequence[Sequence], chosen: np.ndarray) -> ProbArrays:
-    """Arrays of all rows, as wide as the widest, of the chosen positions."""
-    parts = Distributions.runs(Distributions.of(row) for row in rows)
-    width = max(part.ids.shape[1] for part in parts)
-
-    def wide(values: np.ndarray, filler: float) -> np.ndarray:
-        if values.shape[1] == width:
-            return values
-        return np.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=filler)
-
-    return ProbArrays(
-        np.concatenate([wide(part.ids, -1) for part in parts])[chosen],
-        np.concatenate([wide(part.logprobs, -np.inf) for part in parts])[chosen],
-        np.concatenate([part.tail for part in parts])[chosen],
-        np.concatenate([part.log_norms for part in parts])[chosen],
-        np.concatenate([part.drafted_or_nan for part in parts])[chosen],
-    )
 
 
 def _found(tokens: np.ndarray, logged: ProbArrays, probs: np.ndarray) -> np.ndarray:

@@ -293,8 +293,7 @@ class EngineRecorder:
     ) -> None:
         arrays = [meta_array(meta), _ints(drafted.handles), _ints(drafted.counts), tokens().numpy()]
         for part in parts:
-            columns = zip(*(made().columns for made in part))
-            arrays += [np.concatenate(chunks) for chunks in columns]
+            arrays += ProbArrays.joined([made() for made in part]).columns
         if not self._send(MessageKind.POSITIONS, step, arrays):
             self.text_only += 1
 

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from draftsmith.errors import UserError
 from draftsmith.fleet.engine import engine_name, once
 from draftsmith.fleet.store.layout import EngineStatus
 from draftsmith.fleet.store.store import VersionStore
 from draftsmith.fleet.vllm.figures import Figures, figures_of, tokens_of
-from draftsmith.fleet.vllm.follower import OneOf, StoreFollower
+from draftsmith.fleet.vllm.follower import StoreFollower
 from draftsmith.fleet.vllm.settings import Settings, settings_of
 from draftsmith.fleet.vllm.swap_client import Answers, SwapClient
 from draftsmith.fleet.vllm.worker import answers_folder
+from draftsmith.lock import folder_lock
 
 LOCAL = frozenset({"127.0.0.1", "::1"})
 # Method of the workers: version, refusals, and figures of the recorder where there is one.
@@ -48,6 +51,7 @@ class Beside:
         self.follower: StoreFollower | None = None
         self.gauges = Gauges(self.engine)
         self.tasks: list[asyncio.Task[None]] = []
+        self.held = ExitStack()
 
     async def start(self) -> None:
         """Prepare the workers; follow where there is something to follow. Nothing is raised: the
@@ -65,8 +69,7 @@ class Beside:
 
     async def _follow(self) -> None:
         settings = self.settings
-        lock = OneOf(answers_folder(settings.cache).parent / f"{self.engine}.lock")
-        while not self.takes(lock):
+        while not self.takes(answers_folder(settings.cache).parent):
             await asyncio.sleep(settings.poll_s)
         cache = Path(settings.cache) / self.engine if settings.cache else None
         self.follower = StoreFollower(
@@ -82,14 +85,16 @@ class Beside:
         self.tasks.append(asyncio.get_running_loop().create_task(self._read_figures()))
         await self.follower.run()
 
-    @staticmethod
-    def takes(lock: OneOf) -> bool:
-        """False while another API server of this engine follows, or the cache is out of reach."""
+    def takes(self, folder: Path) -> bool:
+        """Takes the engine's lock until this process ends. False while another API server of the
+        engine follows, or the folder is out of reach."""
         try:
-            return lock.taken()
-        except OSError as error:
-            once(f"versions are not followed yet: the cache cannot be written ({error})")
+            self.held.enter_context(folder_lock(folder, self.engine, option="cache"))
+        except UserError as error:
+            if not isinstance(error.__cause__, BlockingIOError):
+                once(f"versions are not followed yet: {error}")
             return False
+        return True
 
     async def _read_figures(self) -> None:
         """Figures of the writer of records, which the workers read without waiting."""

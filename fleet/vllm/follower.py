@@ -8,12 +8,9 @@ below the floor, is not tried again.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import random
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import IO
 
 from draftsmith.fleet.engine import logger, once
 from draftsmith.fleet.store.layout import EngineStatus, StoreError, StoreUnreachable
@@ -207,28 +204,6 @@ def acceptance(figures: Figures, version: int | None) -> ServedVersions | None:
         reached=int(found.get("positions", 0)),
         is_alarmed=bool(found.get("alarm")),
     )
-
-
-class OneOf:
-    """Lock that one of several API servers of an engine holds, until its process ends."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self._file: IO[str] | None = None
-
-    def taken(self) -> bool:
-        """True where this process has it, or takes it now."""
-        if self._file is not None:
-            return True
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = self.path.open("w")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.close()
-            return False
-        self._file = file
-        return True
 
 
 class Pace:

@@ -11,10 +11,9 @@ Files in reading order:
 - `draw`: the same by either way
 - `top_tokens`: sparse distributions: top tokens and the mass outside
 - `logged_compiled`: the same as records hold them, by a compiled kernel
-- `logged`: the same by either way, when they are read
-- `logged_round`: logits of an engine's round, for records
+- `logged`: the same by either way, of logits and of an engine's round
 - `vocabulary`: draft logits over the target's vocabulary
 
 Other chapters import `draw`, `draw_compiled`, `filters`, `logged`, `logged_compiled`,
-`logged_round`, `random_streams`, `top_tokens` and `vocabulary`.
+`random_streams`, `top_tokens` and `vocabulary`.
 """

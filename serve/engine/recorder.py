@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from draftsmith.kernels.sampling.logged_round import LoggedRound
+from draftsmith.kernels.sampling.logged import LoggedRound
 from draftsmith.record import (
     RecordedRound,
     RecordedTaps,

@@ -40,18 +40,24 @@ class ProbArrays(NamedTuple):
     # [n] float32 logprobs of the drafted tokens, NaN where not logged; None where none is
     drafted: np.ndarray | None = None
 
-    def slice(self, begin: int, end: int) -> ProbArrays:
-        return ProbArrays(*(None if values is None else values[begin:end] for values in self))
+    @classmethod
+    def joined(cls, parts: Sequence[ProbArrays], *, least: int = 0) -> ProbArrays:
+        """One behind another, as wide as the widest and `least`; tokens that a distribution lacks
+        are 0, without mass."""
+        width = max([least, *(part.ids.shape[1] for part in parts)])
+        ids = np.zeros((sum(len(part.tail) for part in parts), width), dtype=np.int32)
+        logprobs = np.full(ids.shape, -np.inf, dtype=np.float32)
+        rest = np.zeros((3, len(ids)), dtype=np.float32)
+        begin = 0
+        for part in parts:
+            rows, begin = slice(begin, begin + len(part.tail)), begin + len(part.tail)
+            columns = slice(part.ids.shape[1])
+            ids[rows, columns], logprobs[rows, columns] = part.ids, part.logprobs
+            rest[:, rows] = part.tail, part.log_norms, part.drafted_or_nan
+        return cls(ids, logprobs, *rest)
 
-    def widened(self, width: int) -> ProbArrays:
-        """Room for `width` tokens each; those that a distribution lacks are 0, without mass."""
-        if self.ids.shape[1] == width:
-            return self
-        more = ((0, 0), (0, width - self.ids.shape[1]))
-        return self._replace(
-            ids=np.pad(self.ids, more),
-            logprobs=np.pad(self.logprobs, more, constant_values=-np.inf),
-        )
+    def chosen(self, places: slice | np.ndarray | Sequence[int]) -> ProbArrays:
+        return ProbArrays(*(None if values is None else values[places] for values in self))
 
     @property
     def drafted_or_nan(self) -> np.ndarray:
@@ -110,7 +116,7 @@ class Distributions(Sequence[Distribution]):
 
     @property
     def arrays(self) -> ProbArrays:
-        return self._arrays.slice(self._begin, self._end)
+        return self._arrays.chosen(slice(self._begin, self._end))
 
     @property
     def is_logged(self) -> bool:

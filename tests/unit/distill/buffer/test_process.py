@@ -23,8 +23,8 @@ from draftsmith.distill.buffer import process_writer
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.folder import ShardFolder
 from draftsmith.distill.buffer.process import ProcessWriter, WriterJob
-from draftsmith.kernels.sampling import logged_compiled, logged_round
-from draftsmith.kernels.sampling.logged_round import LoggedRound
+from draftsmith.kernels.sampling import logged_compiled  # MERGE-CHECK
+from draftsmith.kernels.sampling.logged import LoggedRound
 from draftsmith.record import (
     RecordedRound,
     RecordedTaps,
@@ -175,7 +175,7 @@ def test_what_requests_share_is_encoded_once(
         raise AssertionError
 
     monkeypatch.setattr(record_module.json, "dumps", fail)
-    monkeypatch.setattr(logged_round.LoggedRound, "arrays", fail)
+    monkeypatch.setattr(LoggedRound, "arrays", fail)
     for name in ("frombuffer", "array", "copyto", "ndarray", "empty"):
         monkeypatch.setattr(np, name, fail)
     with Watched():

@@ -14,7 +14,7 @@ import pytest
 
 from draftsmith.fleet.store.store import VersionStore
 from draftsmith.fleet.vllm.endpoint import Beside, Endpoints
-from draftsmith.fleet.vllm.follower import OneOf, Pace, StoreFollower
+from draftsmith.fleet.vllm.follower import Pace, StoreFollower
 from draftsmith.fleet.vllm.settings import Settings, WorkerState
 from draftsmith.fleet.vllm.swap_client import SwapClient
 from draftsmith.fleet.vllm.worker import draftsmith_status, draftsmith_swap
@@ -350,8 +350,12 @@ def test_downloads_of_many_engines_are_spread(versions: Path, tmp_path: Path) ->
 
 
 def test_one_api_server_of_several_follows(tmp_path: Path) -> None:
-    first, second = OneOf(tmp_path / "lock"), OneOf(tmp_path / "lock")
-    assert first.taken() and first.taken() and not second.taken()
+    first, second = (
+        Beside(Client([Swaps()], Settings()), Settings(engine="e"), 0) for _ in range(2)
+    )
+    assert first.takes(tmp_path) and not second.takes(tmp_path)
+    first.held.close()
+    assert second.takes(tmp_path)
 
 
 def called_from(host: str, app: Any) -> Any:
@@ -365,10 +369,10 @@ def called_from(host: str, app: Any) -> Any:
 
 def test_a_cache_out_of_reach_at_the_start_is_tried_again(tmp_path: Path) -> None:
     (tmp_path / "cache").touch()
-    lock = OneOf(tmp_path / "cache" / "engine.lock")
-    assert not Beside.takes(lock)
+    beside = Beside(Client([Swaps()], Settings()), Settings(engine="e"), 0)
+    assert not beside.takes(tmp_path / "cache")
     (tmp_path / "cache").unlink()
-    assert Beside.takes(lock)
+    assert beside.takes(tmp_path / "cache")
 
 
 def test_routes_that_change_something_are_for_this_machine_alone(
