@@ -3,10 +3,11 @@ everything that runs inside its processes."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,42 @@ def replica_in(parallel: Any) -> int:
     all replicas of a dense target."""
     rank = getattr(parallel, "data_parallel_rank", 0)
     return int(getattr(parallel, "data_parallel_index", rank) or 0)
+
+
+def around(
+    owner: Any,
+    name: str,
+    *,
+    before: Callable[[], None] | None = None,
+    after: Callable[[], None] | None = None,
+    failed: Callable[[], None] | None = None,
+) -> None:
+    """Let calls of a method of one object, where it has it, be surrounded by acts, whose errors are
+    logged and do not reach the engine."""
+    method = getattr(owner, name, None)
+    if not callable(method):
+        return
+
+    @functools.wraps(method)
+    def extended(*args: Any, **kwargs: Any) -> Any:
+        quietly(before)
+        try:
+            result = method(*args, **kwargs)
+        except BaseException:
+            quietly(failed)
+            raise
+        quietly(after)
+        return result
+
+    setattr(owner, name, extended)
+
+
+def quietly(act: Callable[[], None] | None) -> None:
+    try:
+        if act is not None:
+            act()
+    except Exception:
+        logger.exception("draftsmith: the engine goes on without it")
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 Files in reading order:
 - `buffer`: writers and readers
-- `process`: a server's records to a writer process
-- `record_messages`: records as messages in shared memory
+- `process`: a server's records to a writer process, as messages in shared memory
 - `process_writer`: the process
 - `objects`: bytes of a folder or bucket
 - `folder`: its folder on any file system

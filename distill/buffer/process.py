@@ -1,22 +1,48 @@
-"""Server's side of a writer process: a sink that copies records into shared memory and goes on."""
+"""Server's side of a writer process: a sink that copies records into shared memory and goes on; and
+records as messages there, each whole, so that a writer that is started anew reads on.
+
+A message holds the records of one round of the engine. p and q are sent as logits where they are
+not reduced yet, so that the sender only copies. What the records of a request share is encoded once
+and copied into each of its messages. n positions of a message, V vocabulary.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import logging
+import struct
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
 
 from draftsmith.distill.buffer import buffer
 from draftsmith.distill.buffer.folder import ShardFolder
 from draftsmith.distill.buffer.forget import forget
-from draftsmith.distill.buffer.record_messages import send
 from draftsmith.kernels.sampling import logged_compiled
-from draftsmith.record import RecordedRound, SinkCounts
+from draftsmith.kernels.sampling.logged import COPIED, Copy, LoggedRound, prob_arrays
+from draftsmith.record import (
+    Distributions,
+    ProbArrays,
+    RecordedRound,
+    RecordedTaps,
+    RecordHead,
+    RoundRecord,
+    RoundRow,
+    SinkCounts,
+)
+from draftsmith.shared_memory import arrays as ring_arrays
+from draftsmith.shared_memory.arrays import CODES, Room, Spec, room_of
 from draftsmith.shared_memory.child import CAPACITY, Child
 from draftsmith.shared_memory.ring import Ring
 
 logger = logging.getLogger("draftsmith.buffer")
-
 WRITER = "draftsmith.distill.buffer.process_writer"
 # Places in the ring's counts: records that writers took from it; those of them that were written,
 # dropped, and lost with writers that were killed; those without their hidden states; and records
@@ -24,6 +50,26 @@ WRITER = "draftsmith.distill.buffer.process_writer"
 TAKEN, WRITTEN, DROPPED, LOST, UNTAPPED, SETTLED = range(6)
 # How long a server that stops waits for what is still to be written.
 CLOSE_S = 60.0
+NOTHING, ONE_HOT, REDUCED = "", "one-hot", "reduced"
+# Kinds of logits by torch's dtype, each with the code of an array of numbers of its size.
+LOGITS = {
+    dtype: (
+        str(dtype).removeprefix("torch."),
+        CODES[np.dtype("f4" if dtype.itemsize == 4 else "u2")],
+    )
+    for dtype in COPIED
+}
+DTYPES = {kind: dtype for dtype, (kind, _) in LOGITS.items()}
+KINDS = (NOTHING, ONE_HOT, REDUCED, *DTYPES)
+CODE = {kind: code for code, kind in enumerate(KINDS)}
+NUM_ARRAYS = {NOTHING: 0, ONE_HOT: 0, REDUCED: 3, **dict.fromkeys(DTYPES, 1)}
+BYTES = CODES[np.dtype("u1")]
+# Before the numbers of a message: time of the round, how many numbers follow, kinds of p and q.
+PREFIX = struct.Struct("<d3i")
+# Of each record, before its states' layers and its tokens: round, position, accepted, emitted,
+# last, whether it has p and q, position of its first state; numbers of layers, of tokens of
+# context, drafted and committed; bytes of its head.
+NUM_NUMBERS = 12
 
 
 @dataclass(frozen=True)
@@ -103,3 +149,203 @@ class ProcessWriter:
         self.child.close(patience_s=CLOSE_S)
         if self.child.alive:
             logger.error("buffer %s hangs; its writer goes on alone", self.folder.url)
+
+
+class ArrayPart(NamedTuple):
+    """Array of a message, and what writes it to an address."""
+
+    room: Room
+    fill: Callable[[int], None]
+
+
+def part_of(values: np.ndarray) -> ArrayPart:
+    whole = np.ascontiguousarray(values)
+    room = room_of(Spec(whole.dtype, whole.shape))
+    return ArrayPart(room, lambda address: _copy_array(address, whole))
+
+
+def _copy_array(address: int, values: np.ndarray) -> None:
+    ctypes.memmove(address, values.ctypes.data, values.nbytes)
+
+
+def send(ring: Ring, round: RecordedRound) -> bool:
+    """Write a message; where there is no room for logits, they are reduced first. False where the
+    ring is full."""
+    probed = [row for row in round.rows if row.place >= 0]
+    if not probed or round.logits is None:
+        return _send(ring, round, NOTHING, NOTHING, [])
+    copies = round.logits.copies(probed) if isinstance(round.logits, LoggedRound) else None
+    if copies is not None:
+        (p_kind, p), (q_kind, q) = map(_copied, copies)
+        if _send(ring, round, p_kind, q_kind, [*p, *q]):
+            return True
+    (p_kind, p), (q_kind, q) = map(_reduced, round.logits.arrays(probed))
+    return _send(ring, round, p_kind, q_kind, [*p, *q])
+
+
+def _copied(copy: Copy | None) -> tuple[str, list[ArrayPart]]:
+    """Kind, and logits [n, V] to copy."""
+    if copy is None:
+        return ONE_HOT, []
+    kind, code = LOGITS[copy.table.dtype]
+    return kind, [ArrayPart(Room(code, copy.num_rows, copy.size, copy.nbytes), copy.into)]
+
+
+def _reduced(made: ProbArrays | None) -> tuple[str, list[ArrayPart]]:
+    """Kind, and arrays [n, ...] of what is stored."""
+    if made is None:
+        return ONE_HOT, []
+    return REDUCED, [part_of(values) for values in made.columns]
+
+
+def _send(
+    ring: Ring, round: RecordedRound, p_kind: str, q_kind: str, parts: list[ArrayPart]
+) -> bool:
+    head = _head(round, CODE[p_kind], CODE[q_kind])
+    taps = [part_of(row.taps.values) for row in round.rows if row.taps is not None]
+    parts = [*parts, *taps]
+    rooms = [Room(BYTES, len(head), -1, len(head)), *[part.room for part in parts]]
+    places = ring_arrays.place(ring, 0, len(round.rows), rooms)
+    if places is None:
+        return False
+    at = places[0]
+    ring.view[at : at + len(head)] = head
+    for place, part in zip(places[1:], parts):
+        part.fill(ring.address + place)
+    ring.commit()
+    return True
+
+
+def _head(round: RecordedRound, p_kind: int, q_kind: int) -> bytes:
+    """All of a message but its arrays."""
+    numbers: list[int] = []
+    heads = []
+    for row in round.rows:
+        head, taps = row.head.encoded, row.taps
+        heads.append(head)
+        layers, begin = ((), 0) if taps is None else (taps.layers, taps.begin)
+        context, drafted, committed = row.context, row.drafted, row.committed
+        numbers += (
+            row.round, row.position, row.accepted, row.emitted, row.last, row.place >= 0, begin,
+            len(layers), len(context), len(drafted), len(committed), len(head),
+            *layers, *context, *drafted, *committed,
+        )  # fmt: skip
+    prefix = PREFIX.pack(round.time_s, len(numbers), p_kind, q_kind)
+    return b"".join((prefix, array("i", numbers), *heads))
+
+
+@lru_cache(maxsize=4096)  # of every record of every running request
+def _decoded(head: bytes) -> RecordHead:
+    return RecordHead.decoded(head)
+
+
+@dataclass
+class Received:
+    """p or q of a message: kind, positions of each record, arrays."""
+
+    kind: str
+    counts: list[int]
+    arrays: list[np.ndarray]
+    records: list[RoundRecord]
+
+    @property
+    def recorded(self) -> list[RoundRecord]:
+        """The records that have positions here."""
+        return [one for one, count in zip(self.records, self.counts) if count]
+
+
+@dataclass
+class RecordMessage:
+    """Records whose p and q are still to be made."""
+
+    records: list[RoundRecord]
+    p: Received
+    q: Received
+
+
+def parse(room: np.ndarray) -> RecordMessage:
+    """A message, free of the ring's memory."""
+    message = ring_arrays.parse(room)
+    head, *parts = (values.copy() for values in message.arrays)
+    kinds, round, places = _rows(head.tobytes(), message.number)
+    records = round.records()
+    counts = [len(row.drafted) if row.place >= 0 else 0 for row in round.rows]
+    arrays = iter(parts)
+    p, q = (
+        Received(kind, counts, [next(arrays) for _ in range(NUM_ARRAYS[kind])], records)
+        for kind in kinds
+    )
+    for record, (layers, begin) in zip(records, places, strict=True):
+        if layers:
+            record.taps = RecordedTaps(layers, begin, next(arrays))
+    return RecordMessage(records, p, q)
+
+
+def _rows(
+    data: bytes, count: int
+) -> tuple[tuple[str, str], RecordedRound, list[tuple[tuple[int, ...], int]]]:
+    """Kinds of p and q; records; layers and first position of each record's states."""
+    time_s, total, *kinds = PREFIX.unpack_from(data)
+    at = PREFIX.size + 4 * total
+    numbers = array("i", data[PREFIX.size : at]).tolist()
+    rows, places, offset = [], [], 0
+    for _ in range(count):
+        number, position, accepted, emitted, last, probed, begin, *sizes, head_size = numbers[
+            offset : offset + NUM_NUMBERS
+        ]
+        ends = list(accumulate(sizes, initial=offset + NUM_NUMBERS))
+        layers, context, drafted, committed = (numbers[first:end] for first, end in pairwise(ends))
+        offset = ends[-1]
+        head = _decoded(data[at : at + head_size])
+        at += head_size
+        rows.append(
+            RoundRow(
+                head, number, position, context, drafted, accepted, committed, emitted,
+                bool(last), None, 0 if probed else -1,
+            )
+        )  # fmt: skip
+        places.append((tuple(layers), begin))
+    return (KINDS[kinds[0]], KINDS[kinds[1]]), RecordedRound(rows, time_s), places
+
+
+def records_of(messages: Sequence[RecordMessage]) -> list[RoundRecord]:
+    """Records of messages; the likeliest tokens of all that came as logits are found at once."""
+    for name in ("p", "q"):
+        received = [getattr(one, name) for one in messages]
+        reduced = _reduced_together(
+            [one for one in received if one.kind in DTYPES], is_p=name == "p"
+        )
+        for one in received:
+            arrays, begin = reduced.get(id(one)) or (_without_logits(one), 0)
+            for record, count in zip(one.records, one.counts, strict=True):
+                part = Distributions(arrays, begin, begin + count) if count else []
+                setattr(record, name, part)
+                begin += count
+    return [record for one in messages for record in one.records]
+
+
+def _reduced_together(
+    received: Sequence[Received], *, is_p: bool
+) -> dict[int, tuple[ProbArrays, int]]:
+    """Arrays of logits, and where those of each message begin in them, by its id."""
+    groups: dict[tuple[str, int], list[Received]] = {}
+    for one in received:
+        groups.setdefault((one.kind, one.arrays[0].shape[1]), []).append(one)
+    found: dict[int, tuple[ProbArrays, int]] = {}
+    for (kind, _), members in groups.items():
+        recorded = [record for one in members for record in one.recorded]
+        logits = torch.from_numpy(np.concatenate([one.arrays[0] for one in members]))
+        arrays = prob_arrays(
+            logits.view(DTYPES[kind]),
+            [token for record in recorded for token in record.drafted],
+            [record.temperature for record in recorded for _ in record.drafted] if is_p else None,
+        )
+        begins = accumulate((sum(one.counts) for one in members), initial=0)
+        found |= {id(one): (arrays, begin) for one, begin in zip(members, begins)}
+    return found
+
+
+def _without_logits(received: Received) -> ProbArrays:
+    if received.kind != REDUCED:
+        return ProbArrays.one_hot([one for record in received.recorded for one in record.drafted])
+    return ProbArrays.of_columns(*received.arrays)

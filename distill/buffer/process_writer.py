@@ -27,9 +27,11 @@ from draftsmith.distill.buffer.process import (
     TAKEN,
     UNTAPPED,
     WRITTEN,
+    RecordMessage,
     WriterJob,
+    parse,
+    records_of,
 )
-from draftsmith.distill.buffer.record_messages import RecordMessage, parse, records_of
 from draftsmith.distill.buffer.record_table import tokens_only
 from draftsmith.errors import UserError
 from draftsmith.record import RoundRecord

@@ -18,10 +18,11 @@ import torch
 from draftsmith.fleet.engine import logger
 from draftsmith.fleet.recording.requests import Chooser, Tracked, is_recordable, meta_of
 from draftsmith.fleet.recording.seam import Seam, Verified
-from draftsmith.fleet.wire.messages import MessageKind, StepMeta, WriterChild, meta_array
+from draftsmith.fleet.wire.messages import MessageKind, StepMeta, meta_array
 from draftsmith.kernels.sampling.logged import late_arrays, on_its_way
 from draftsmith.record import ProbArrays
 from draftsmith.shared_memory.arrays import Spec, begin, send
+from draftsmith.shared_memory.child import Child
 
 # Part of the ring that one step's raw logits may take.
 STEP_PART = 4
@@ -57,9 +58,7 @@ class EngineRecorder:
         max_length: of a text.
     """
 
-    def __init__(
-        self, worker: Any, state: Serving, child: WriterChild, *, most: float, max_length: int
-    ):
+    def __init__(self, worker: Any, state: Serving, child: Child, *, most: float, max_length: int):
         self.worker, self.state, self.child, self.max_length = worker, state, child, max_length
         self.chooser = Chooser(most)
         self.tracked: dict[str, Tracked] = {}

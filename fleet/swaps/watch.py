@@ -8,11 +8,10 @@ next step would end it: the module gets its tensors back.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-from draftsmith.fleet.engine import logger
+from draftsmith.fleet.engine import around, logger, quietly
 from draftsmith.fleet.swaps.prefixes import CachedPrefixes
 from draftsmith.fleet.swaps.proposer import Snapshot, restore, snapshot
 from draftsmith.fleet.swaps.swap import Swaps
@@ -24,41 +23,16 @@ class Watch:
     def __init__(self, worker: Any, swaps: Swaps, on_change: Callable[[], None]):
         self.worker, self.swaps, self.on_change = worker, swaps, on_change
         self.saved: Snapshot = []
-        self._around("start_draft_weight_update", self._begin, self._nothing, self._mend)
-        self._around("update_weights", self._nothing, self._nothing, self._mend)
-        self._around("finish_weight_update", self._nothing, self._finish, self._mend)
-        self._around("reload_weights", self._nothing, self._nothing, self._nothing)
+        around(worker, "start_draft_weight_update", before=self._begin, failed=self._mend)
+        around(worker, "update_weights", failed=self._mend)
+        around(worker, "finish_weight_update", after=self._finish, failed=self._mend)
         cache = getattr(worker.vllm_config, "cache_config", None)
         if block_size := getattr(cache, "block_size", 0):
             swaps.prefixes = CachedPrefixes(block_size)
         if callable(getattr(worker, "execute_model", None)):
             self._before_steps()
-        self._around("sleep", self._sleep, self._nothing, self._nothing)
-        self._around("wake_up", self._nothing, self._wake, self._nothing)
-
-    def _around(
-        self,
-        name: str,
-        before: Callable[[], None],
-        after: Callable[[], None],
-        failed: Callable[[], None],
-    ) -> None:
-        method = getattr(self.worker, name, None)
-        if not callable(method):
-            return
-
-        @functools.wraps(method)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            quietly(before)
-            try:
-                result = method(*args, **kwargs)
-            except BaseException:
-                quietly(failed)
-                raise
-            quietly(after)
-            return result
-
-        setattr(self.worker, name, wrapped)
+        around(worker, "sleep", before=self._sleep)
+        around(worker, "wake_up", after=self._wake)
 
     def _before_steps(self) -> None:
         execute, swaps = self.worker.execute_model, self.swaps
@@ -105,14 +79,3 @@ class Watch:
     def _lost(self, reason: str) -> None:
         self.swaps.forget(reason)
         self.on_change()
-
-    def _nothing(self) -> None:
-        pass
-
-
-def quietly(work: Callable[[], None]) -> None:
-    """Nothing raised here reaches vLLM."""
-    try:
-        work()
-    except Exception:
-        logger.exception("draftsmith: a change of the draft was not followed")

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
 from typing import Any
 
-from draftsmith.fleet.engine import engine_name, logger, once, port_of, replica_in
+from draftsmith.fleet.engine import around, engine_name, once, port_of, replica_in
 from draftsmith.fleet.recording.recorder import EngineRecorder
 from draftsmith.fleet.recording.seam import kind_of
 from draftsmith.fleet.vllm.settings import WorkerState
-from draftsmith.fleet.wire.messages import WriterChild
+from draftsmith.fleet.wire.messages import WRITER
+from draftsmith.shared_memory.child import Child
 
 # Rules of verification by vLLM's names of them; others keep vLLM's.
 RULES = {"standard": "chain"}
@@ -25,8 +25,8 @@ NEEDED = ("pyarrow", "fsspec")
 
 def attach(worker: Any, state: WorkerState) -> None:
     """Let the recorder begin after the worker's warm-up and end with the worker."""
-    after(worker, "compile_or_warm_up_model", lambda: begin(worker, state))
-    before(worker, "shutdown", lambda: end(state))
+    around(worker, "compile_or_warm_up_model", after=lambda: begin(worker, state))
+    around(worker, "shutdown", before=lambda: end(state))
 
 
 def begin(worker: Any, state: WorkerState) -> None:
@@ -41,7 +41,7 @@ def begin(worker: Any, state: WorkerState) -> None:
         state.recorder = EngineRecorder(
             worker,
             state,
-            WriterChild(job, share=settings.share),
+            Child(WRITER, job, share=settings.share),
             most=settings.share,
             max_length=job["max_length"],
         )
@@ -96,33 +96,3 @@ def job_of(config: Any, state: WorkerState) -> dict[str, Any]:
         "share": settings.share,
         "max_length": config.model_config.max_model_len,
     }
-
-
-def after(worker: Any, name: str, act: Callable[[], None]) -> None:
-    """Let a method of one worker be followed by `act`, whose errors are logged alone."""
-    inner = getattr(worker, name)
-
-    def extended(*args: Any, **kwargs: Any) -> Any:
-        result = inner(*args, **kwargs)
-        _try(act)
-        return result
-
-    setattr(worker, name, extended)
-
-
-def before(worker: Any, name: str, act: Callable[[], None]) -> None:
-    """Let a method of one worker be preceded by `act`, whose errors are logged alone."""
-    inner = getattr(worker, name)
-
-    def extended(*args: Any, **kwargs: Any) -> Any:
-        _try(act)
-        return inner(*args, **kwargs)
-
-    setattr(worker, name, extended)
-
-
-def _try(act: Callable[[], None]) -> None:
-    try:
-        act()
-    except Exception:
-        logger.exception("draftsmith: the engine goes on without it")

@@ -16,21 +16,8 @@ from typing import Any
 from draftsmith.fleet.engine import logger, replica_in
 from draftsmith.fleet.vllm.settings import WorkerState
 
-STEPS = frozenset(
-    {
-        "prepare",
-        "stage",
-        "trial",
-        "compare",
-        "apply",
-        "look",
-        "keep",
-        "take_back",
-        "stop",
-        "resume",
-        "status",
-    }
-)
+STEPS = ("prepare", "stage", "trial", "compare", "apply", "look", "keep", "take_back", "stop")
+STEPS += ("resume", "status")
 
 
 def draftsmith_swap(worker: Any, step: str, call: str = "", **arguments: str) -> dict[str, Any]:

@@ -7,16 +7,15 @@ numbers that are never used again.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from draftsmith.shared_memory import arrays as ring_arrays
-from draftsmith.shared_memory import child
-from draftsmith.shared_memory.child import CAPACITY
 
+# The writer process, whose job is `EngineJob`. A new one has no request of the one before, whose
+# `generation` is another.
 WRITER = "draftsmith.fleet.wire.writer"
 
 
@@ -87,17 +86,3 @@ def meta_array(meta: tuple[Any, ...]) -> np.ndarray:
 def parse(room: np.ndarray) -> WireMessage:
     kind, number, arrays = ring_arrays.parse(room)
     return WireMessage(MessageKind(kind), number, arrays)
-
-
-class WriterChild(child.Child):
-    """Process `draftsmith.fleet.wire.writer` and its ring. A new process has no request of the one
-    before, whose `generation` is another.
-
-    Args:
-        job: JSON values of `draftsmith.fleet.wire.requests.EngineJob`.
-    """
-
-    def __init__(
-        self, job: Mapping[str, Any], *, share: float = 1.0, capacity: int = CAPACITY
-    ) -> None:
-        super().__init__(WRITER, job, share=share, capacity=capacity)

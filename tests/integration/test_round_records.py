@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.distill.buffer.record_messages import parse, records_of, send
+from draftsmith.distill.buffer.process import parse, records_of, send
 from draftsmith.distill.buffer.record_table import from_table, to_table
 from draftsmith.distill.buffer.traffic import stitch
 from draftsmith.distill.gate.positions import positions_of

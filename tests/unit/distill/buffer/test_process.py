@@ -23,7 +23,7 @@ from draftsmith.distill.buffer import process_writer
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.folder import ShardFolder
 from draftsmith.distill.buffer.process import ProcessWriter, WriterJob
-from draftsmith.kernels.sampling import logged_compiled  # MERGE-CHECK
+from draftsmith.kernels.sampling import logged_compiled
 from draftsmith.kernels.sampling.logged import LoggedRound
 from draftsmith.record import (
     RecordedRound,

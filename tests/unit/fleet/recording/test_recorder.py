@@ -331,11 +331,11 @@ def test_a_recorder_begins_after_the_warm_up(
 ) -> None:
     made: list[dict[str, Any]] = []
 
-    def child(job: dict[str, Any], share: float) -> Writer:
+    def child(module: str, job: dict[str, Any], share: float) -> Writer:
         made.append(job)
         return Writer(Ring.create(1 << 12))
 
-    monkeypatch.setattr(attach, "WriterChild", child)
+    monkeypatch.setattr(attach, "Child", child)
     worker = Worker(FirstSampler())
     worker.vllm_config.parallel_config.data_parallel_index = 2  # its rank is 0 for a dense target
     worker.vllm_config.speculative_config.draft_sample_method = "probabilistic"

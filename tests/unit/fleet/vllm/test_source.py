@@ -96,7 +96,6 @@ BOTH = [
             "start_draft_weight_update",
             "update_weights",
             "finish_weight_update",
-            "reload_weights",
         ),
     ),
     Read("v1/engine/core.py", "EngineCore", ("set_weight_version", "collective_rpc")),

@@ -24,10 +24,10 @@ from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.traffic import stitch
 from draftsmith.fleet.wire import writer as writer_module
 from draftsmith.fleet.wire.messages import (
+    WRITER,
     MessageKind,
     RequestMeta,
     StepMeta,
-    WriterChild,
     meta_array,
 )
 from draftsmith.fleet.wire.requests import EngineJob, record_name
@@ -36,6 +36,7 @@ from draftsmith.kernels.sampling import logged_compiled
 from draftsmith.record import RoundRecord, hashed_answer
 from draftsmith.shared_memory import child as child_module
 from draftsmith.shared_memory.arrays import send
+from draftsmith.shared_memory.child import Child
 from draftsmith.shared_memory.ring import Ring
 from tests import forked
 from tests.waiting import wait_until
@@ -305,16 +306,16 @@ def test_an_answer_is_forgotten_by_the_id_that_its_client_has() -> None:
 
 
 @pytest.fixture
-def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WriterChild]:
+def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Child]:
     monkeypatch.setattr(child_module, "LOOK_S", 0.05)
     monkeypatch.setattr(child_module, "CLOSE_S", 120.0)
-    made = WriterChild(dataclasses.asdict(job(tmp_path / "buffer")), capacity=1 << 16)
+    made = Child(WRITER, dataclasses.asdict(job(tmp_path / "buffer")), capacity=1 << 16)
     yield made
     made.close()
 
 
 def test_a_killed_writer_is_started_again_and_the_last_one_flushes(
-    child: WriterChild, tmp_path: Path
+    child: Child, tmp_path: Path
 ) -> None:
     wait_until(lambda: child.alive)
     first = child.pid
@@ -338,8 +339,8 @@ def test_a_killed_writer_is_started_again_and_the_last_one_flushes(
 def test_an_engine_that_is_killed_leaves_its_records(tmp_path: Path) -> None:
     script = f"""
 import dataclasses, os, signal, time
-from tests.unit.fleet.wire.test_writer import Engine, Path, WriterChild, job
-child = WriterChild(dataclasses.asdict(job(Path({str(tmp_path / "buffer")!r}))), capacity=1 << 16)
+from tests.unit.fleet.wire.test_writer import WRITER, Child, Engine, Path, job
+child = Child(WRITER, dataclasses.asdict(job(Path({str(tmp_path / "buffer")!r}))), capacity=1 << 16)
 while not child.alive:
     time.sleep(0.01)
 engine = Engine(child.ring)
@@ -360,7 +361,7 @@ def test_a_writer_that_cannot_run_ends_recording_after_a_few_starts(
 ) -> None:
     monkeypatch.setattr(child_module, "LOOK_S", 0.02)
     monkeypatch.setattr(child_module.sys, "executable", "/bin/false")
-    broken = WriterChild({})
+    broken = Child(WRITER, {})
     wait_until(lambda: broken.generation == child_module.RESTARTS + 1 and broken.process is None)
     assert not broken.alive and broken.status() == {}
     broken.close()
@@ -373,7 +374,7 @@ def test_a_writer_that_worked_is_started_again_however_often_it_is_killed(
     monkeypatch.setattr(child_module.sys, "executable", "/bin/false")
     left = itertools.count()
     monkeypatch.setattr(Ring, "statuses", property(lambda ring: next(left)))
-    killed = WriterChild({})
+    killed = Child(WRITER, {})
     wait_until(lambda: killed.generation > child_module.RESTARTS + 2)
     killed.close()
     assert killed.process is not None
