@@ -3,6 +3,8 @@ policy."""
 
 from __future__ import annotations
 
+import re
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,14 +14,19 @@ import torch
 from transformers import TrainerCallback
 
 from draftsmith.distill.buffer.buffer import BufferWriter
+from draftsmith.distill.learn.target_source import FILES, WEIGHT_VERSION
 from draftsmith.errors import UserError
+from draftsmith.files import atomic_folder, sweep, write_text
 from draftsmith.fleet.engine import logger
 from draftsmith.fleet.rl.handover import Handover, VllmServer
-from draftsmith.fleet.rl.revisions import PolicyRevisions
 from draftsmith.fleet.rl.rollouts import Reward, Rollouts
 
 # A batch of rollouts comes at once, with a record per token.
 QUEUE_RECORDS = 1 << 18
+CURRENT = "current"
+FOLDER = re.compile(r"step-\d{6,}")
+# A learner may be reading the one before the newest.
+FEWEST = 2
 
 
 class FollowPolicy(TrainerCallback):
@@ -139,3 +146,46 @@ def is_sharded(model: torch.nn.Module) -> bool:
         hasattr(one, "ds_id") or type(one).__name__ in ("DTensor", "FlatParameter")
         for one in model.parameters()
     )
+
+
+class PolicyRevisions:
+    """Writer of the revisions below `root`, of which the newest `keep` stay."""
+
+    def __init__(self, root: str | Path, *, keep: int = 3):
+        if keep < FEWEST:
+            raise UserError(f"keep is {keep}; give {FEWEST} revisions or more")
+        self.root, self.keep = Path(root), keep
+
+    @property
+    def target(self) -> Path:
+        """The file for `--target` of the learner."""
+        return self.root / CURRENT
+
+    def write(self, step: int, save: Callable[[Path], object]) -> Path:
+        """`save` writes the model into the folder that it is given. Returns the revision's folder,
+        which the learner finds from now on.
+
+        Raises:
+            UserError: `save` wrote no weights in safetensors.
+            OSError: the disk refuses; the revision before stays the newest.
+        """
+        folder = self.root / f"step-{step:06d}"
+        sweep(self.root)
+        with atomic_folder(folder) as temporary:
+            save(temporary)
+            if not any(temporary.glob(FILES)):
+                raise UserError(
+                    f"the policy of step {step} was saved without a {FILES} file; give a `save` "
+                    "that writes safetensors"
+                )
+            write_text(temporary / WEIGHT_VERSION, f"{step}\n")
+        write_text(self.target, f"{folder.name}\n")
+        self._prune()
+        return folder
+
+    def _prune(self) -> None:
+        """Keeps the latest by time of writing, since a training may resume at an earlier step."""
+        found = [path for path in self.root.iterdir() if FOLDER.fullmatch(path.name)]
+        found.sort(key=lambda path: (path / WEIGHT_VERSION).stat().st_mtime_ns)
+        for path in found[: -self.keep]:
+            shutil.rmtree(path, ignore_errors=True)

@@ -8,10 +8,10 @@ import hashlib
 import os
 import shutil
 import time
-import uuid
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
+from draftsmith.files import atomic_folder
 from draftsmith.fleet.store.layout import FileMark, StoreError, StoreUnreachable, folder_of
 
 KEPT = 2
@@ -59,31 +59,18 @@ class Cache:
     def _download(
         self, version: int, place: Path, marks: Mapping[str, FileMark], download: Download
     ) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
         self._sweep()
-        temporary = self.folder / f".{place.name}.{uuid.uuid4().hex[:8]}.tmp"
         try:
-            temporary.mkdir()
-            for name, mark in marks.items():
-                path = temporary / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                download(name, path)
-                if file_difference(name, path, mark):
-                    # Cut on its way, perhaps.
+            with atomic_folder(place) as temporary:
+                for name, mark in marks.items():
+                    path = temporary / name
+                    path.parent.mkdir(parents=True, exist_ok=True)
                     download(name, path)
-            if found := difference(temporary, marks):
-                raise StoreError(f"version {version} is refused: {found}; publish it again")
-            self._replace(temporary, place, marks)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-    def _replace(self, temporary: Path, place: Path, marks: Mapping[str, FileMark]) -> None:
-        if place.exists():
-            old = temporary.with_name(f".{place.name}.{uuid.uuid4().hex[:8]}.old.tmp")
-            os.replace(place, old)
-            shutil.rmtree(old, ignore_errors=True)
-        try:
-            os.replace(temporary, place)
+                    if file_difference(name, path, mark):
+                        # Cut on its way, perhaps.
+                        download(name, path)
+                if found := difference(temporary, marks):
+                    raise StoreError(f"version {version} is refused: {found}; publish it again")
         except OSError:
             # Another process of this engine was faster.
             if not place.is_dir() or difference(place, marks):
@@ -104,7 +91,7 @@ class Cache:
 
     def _sweep(self) -> None:
         """Deletes what killed downloads left."""
-        for path in self.folder.glob(".v*.tmp"):
+        for path in self.folder.glob(".v*"):
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime > LEFTOVER_AGE_S:
                     shutil.rmtree(path, ignore_errors=True)

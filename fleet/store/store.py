@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from draftsmith.distill.buffer.objects import Objects
 from draftsmith.fleet.store.cache import Cache
@@ -29,6 +29,8 @@ from draftsmith.fleet.store.layout import (
     parse_status,
 )
 from draftsmith.fleet.store.rollout import Rollout, parse_rollout
+
+T = TypeVar("T")
 
 
 class StoreObjects(Objects):
@@ -130,17 +132,16 @@ class VersionStore:
 
     def current_or_none(self) -> int | None:
         """As `current`, None also where it cannot be read: writers replace it."""
-        try:
-            return self.current()
-        except StoreUnreachable:
-            raise
-        except StoreError:
-            return None
+        return self._or_none(self.current)
 
     def rollout_or_none(self) -> Rollout | None:
         """As `rollout`, None also for one that cannot be read: writers replace it."""
+        return self._or_none(self.rollout)
+
+    @staticmethod
+    def _or_none(read: Callable[[], T | None]) -> T | None:
         try:
-            return self.rollout()
+            return read()
         except StoreUnreachable:
             raise
         except StoreError:

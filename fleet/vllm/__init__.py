@@ -1,10 +1,9 @@
 """Plugin in the processes of an unmodified vLLM, by its own entry points.
 
 Files in reading order:
-- `plugin`: entry points `register` and `endpoints`
+- `plugin`: entry points `register` and `endpoints`, probes, the recorder put into a worker
 - `settings`: settings from `--additional-config`, and the plugin's state in one worker
 - `faults`: warning of an engine that is not lossless, and a right kernel for CPUs
-- `attach`: capability probes, and the recorder put into a worker
 - `worker`: methods for `collective_rpc`
 - `swap_client`: a swap of all workers of an engine
 - `figures`: figures of all recorders as one engine's, and when it gives a version up by itself

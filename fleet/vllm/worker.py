@@ -16,8 +16,10 @@ from typing import Any
 from draftsmith.fleet.engine import logger, replica_in
 from draftsmith.fleet.vllm.settings import WorkerState
 
-STEPS = ("prepare", "stage", "trial", "compare", "apply", "look", "keep", "take_back", "stop")
-STEPS += ("resume", "status")
+STEPS = frozenset({
+    "prepare", "stage", "trial", "compare", "apply", "look", "keep", "take_back", "stop", "resume",
+    "status",
+})  # fmt: skip
 
 
 def draftsmith_swap(worker: Any, step: str, call: str = "", **arguments: str) -> dict[str, Any]:

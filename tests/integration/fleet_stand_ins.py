@@ -123,7 +123,7 @@ class Engine:
     """A worker with the recorder, whose steps are computed by `next_token`."""
 
     def __init__(self, name: str, versions: str, buffer: str, cache: str):
-        from draftsmith.fleet.vllm import attach
+        from draftsmith.fleet.vllm import plugin
         from draftsmith.fleet.vllm.settings import Settings, WorkerState
         from draftsmith.shared_memory import child
         from tests.unit.fleet.recording.stand_ins import FirstSampler, Worker
@@ -138,7 +138,7 @@ class Engine:
         self.worker: Any = Worker(FirstSampler())
         self.draft = Draft()
         self.worker.draftsmith = WorkerState(self.settings, swaps=self.draft)
-        attach.begin(self.worker, self.worker.draftsmith)
+        plugin.begin(self.worker, self.worker.draftsmith)
         parallel = SimpleNamespace(data_parallel_size=1, world_size=1, data_parallel_rank=0)
         self.vllm_config = self.worker.vllm_config
         self.vllm_config.parallel_config = parallel

@@ -17,7 +17,7 @@ from draftsmith.distill.buffer.traffic import stitch
 from draftsmith.fleet.recording import recorder as recorder_module
 from draftsmith.fleet.recording.requests import Chooser, adjusts, is_recordable, meta_of
 from draftsmith.fleet.recording.seam import kind_of
-from draftsmith.fleet.vllm import attach
+from draftsmith.fleet.vllm import plugin
 from draftsmith.fleet.vllm.faults import expand
 from draftsmith.fleet.vllm.settings import Settings, WorkerState
 from draftsmith.fleet.wire.requests import record_name
@@ -319,9 +319,9 @@ def test_an_engine_that_is_not_recognised_is_not_recorded(tmp_path: Path) -> Non
         (Worker(FirstSampler(), speculative_config=None), "drafts nothing"),
     ):
         state = WorkerState(Settings(buffer=str(tmp_path)))
-        attach.attach(worker, state)
+        plugin.attach(worker, state)
         assert worker.compile_or_warm_up_model() == "warm"
-        assert state.recorder is None and clause in attach.missing(worker)
+        assert state.recorder is None and clause in plugin.missing(worker)
         worker.shutdown()
     assert kind_of(FirstSampler()) == "first" and kind_of(Other()) == ""
 
@@ -335,12 +335,12 @@ def test_a_recorder_begins_after_the_warm_up(
         made.append(job)
         return Writer(Ring.create(1 << 12))
 
-    monkeypatch.setattr(attach, "Child", child)
+    monkeypatch.setattr(plugin, "Child", child)
     worker = Worker(FirstSampler())
     worker.vllm_config.parallel_config.data_parallel_index = 2  # its rank is 0 for a dense target
     worker.vllm_config.speculative_config.draft_sample_method = "probabilistic"
     state = WorkerState(Settings(buffer=str(tmp_path), engine="e"))
-    attach.attach(worker, state)
+    plugin.attach(worker, state)
     assert state.recorder is None
     worker.compile_or_warm_up_model()
     assert state.recorder is not None

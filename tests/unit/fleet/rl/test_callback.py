@@ -17,9 +17,8 @@ from draftsmith.distill.learn.target_source import TargetFolder
 from draftsmith.drafters.published import versions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.fleet.rl.callback import FollowPolicy, is_sharded
+from draftsmith.fleet.rl.callback import FollowPolicy, PolicyRevisions, is_sharded
 from draftsmith.fleet.rl.handover import Handover, VllmServer
-from draftsmith.fleet.rl.revisions import PolicyRevisions
 
 ARGS = SimpleNamespace(temperature=1.0, top_p=1.0, top_k=0, min_p=None)
 
