@@ -36,33 +36,16 @@ from draftsmith.record import (
 STEPS = 1024  # of a surprisal a nat
 MOST = 2**16 - 1
 _DISTRIBUTIONS = ("p", "q")
-_SCALARS = {
-    "request": pa.string(),
-    "round": pa.int32(),
-    "request_class": pa.string(),
-    "target": pa.string(),
-    "target_revision": pa.string(),
-    "draft_version": pa.string(),
-    "time_s": pa.float64(),
-    "temperature": pa.float32(),
-    "top_k": pa.int32(),
-    "top_p": pa.float32(),
-    "min_p": pa.float32(),
-    "position": pa.int32(),
-    "context": pa.list_(pa.int32()),
-    "drafted": pa.list_(pa.int32()),
-    "accepted": pa.int32(),
-    "committed": pa.list_(pa.int32()),
-    "emitted": pa.int32(),
-    "share": pa.float32(),
-    "last": pa.bool_(),
-    "seeded": pa.bool_(),
-    "rule": pa.string(),
-    "engine": pa.string(),
-    "sampler": pa.string(),
-    "weight_version": pa.string(),
-    "schema": pa.int32(),
+_KINDS = {
+    "str": pa.string(),
+    "int": pa.int32(),
+    "float": pa.float32(),
+    "bool": pa.bool_(),
+    "list[int]": pa.list_(pa.int32()),
 }
+_SCALARS = {
+    one.name: _KINDS[str(one.type)] for one in dataclasses.fields(RoundRecord) if one.type in _KINDS
+} | {"time_s": pa.float64()}
 _SCALARS_OF = operator.attrgetter(*_SCALARS)
 _DISTRIBUTION_FIELDS = {
     "ids": pa.list_(pa.list_(pa.int32())),

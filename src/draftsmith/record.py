@@ -160,44 +160,19 @@ class RecordedTaps(NamedTuple):
 
 
 @dataclass(slots=True)
-class RoundRecord:
-    """One propose -> verify -> commit step of one request.
-
-    The tokens of a request are, in order of `round`: `context` (tokens committed since the
-    request's previous record; the whole prompt in the first one), then `committed`. `p[i]` and
-    `q[i]` are the distributions at drafted position i. They are left out when the request asked for
-    more than the sampling fields below describe (a penalty, a ban, a grammar): acceptance then is
-    no evidence about the distributions under these fields, so such rounds are text to learn from
-    and are never scored.
-    """
+class SharedFields:
+    """Fields that a request's records share while one draft proposes for it."""
 
     request: str  # hashed id, stable over the request's rounds
-    round: int  # 0, 1, 2, ... within the request
-    request_class: str  # "" when the client gave none
-    target: str
-    target_revision: str
-    draft_version: str  # "" when no draft proposed
-    time_s: float
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    position: int  # absolute position of the first drafted token
-    context: list[int]
-    drafted: list[int]  # of another server perhaps `UNLOGGED` from the first rejected one
-    accepted: int  # how many of `drafted` were kept before any trimming
-    committed: list[int]  # what was emitted after stop and EOS trimming
-    emitted: int  # the residual or bonus token
-    # target distribution at temperature 1 without filters, per drafted position; of a server that
-    # logs its text alone only up to the first rejected one
-    p: Sequence[Distribution] = field(default_factory=list)
-    # the distribution the draft token was sampled from; one-hot for deterministic drafts
-    q: Sequence[Distribution] = field(default_factory=list)
+    request_class: str = ""  # "" when the client gave none
+    target: str = ""
+    target_revision: str = ""
+    draft_version: str = ""  # "" when no draft proposed
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
     share: float = 1.0  # the chance with which its request was chosen to be recorded
-    last: bool = False  # no record of its request follows
-    # Sampled with a seed of the request's own, so that another request may make the same draws:
-    # readers leave it out.
-    seeded: bool = False
     # how `drafted` was verified: "chain", "block", "tree" (of whose nodes the kept path and the
     # first rejected one are recorded), "typical" or "synthetic" (both lossy); "" where not known
     rule: str = ""
@@ -207,9 +182,43 @@ class RoundRecord:
     # (the draft's likeliest token), "tempered" (drawn at another temperature than the request's);
     # "" where not known
     sampler: str = ""
+    # Sampled with a seed of the request's own, so that another request may make the same draws:
+    # readers leave it out.
+    seeded: bool = False
     # name of the target's weights by the engine, which may change without a new folder; "" when it
     # has none
     weight_version: str = ""
+
+
+HEAD_FIELDS = tuple(SharedFields.__dataclass_fields__)
+
+
+@dataclass(slots=True, kw_only=True)
+class RoundRecord(SharedFields):
+    """One propose -> verify -> commit step of one request.
+
+    The tokens of a request are, in order of `round`: `context` (tokens committed since the
+    request's previous record; the whole prompt in the first one), then `committed`. `p[i]` and
+    `q[i]` are the distributions at drafted position i. They are left out when the request asked for
+    more than the sampling fields describe (a penalty, a ban, a grammar): acceptance then is no
+    evidence about the distributions under these fields, so such rounds are text to learn from and
+    are never scored.
+    """
+
+    round: int  # 0, 1, 2, ... within the request
+    time_s: float
+    position: int  # absolute position of the first drafted token
+    context: list[int]
+    drafted: list[int]  # of another server perhaps `UNLOGGED` from the first rejected one
+    accepted: int  # how many of `drafted` were kept before any trimming
+    committed: list[int]  # what was emitted after stop and EOS trimming
+    emitted: int  # the residual or bonus token
+    last: bool = False  # no record of its request follows
+    # target distribution at temperature 1 without filters, per drafted position; of a server that
+    # logs its text alone only up to the first rejected one
+    p: Sequence[Distribution] = field(default_factory=list)
+    # the distribution the draft token was sampled from; one-hot for deterministic drafts
+    q: Sequence[Distribution] = field(default_factory=list)
     # the target's states of the text up to here that no record before holds; None where the server
     # records none, and behind the positions at which it does
     taps: RecordedTaps | None = None
@@ -220,29 +229,14 @@ class RoundRecord:
         return 0 if self.taps is None else self.taps.values.nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class RecordHead:
-    """Fields of `RoundRecord` that a request's records share while one draft proposes for it."""
+@dataclass(slots=True)
+class RecordHead(SharedFields):
+    """The shared fields of records of one request, which is no longer changed."""
 
-    request: str
-    request_class: str = ""
-    target: str = ""
-    target_revision: str = ""
-    draft_version: str = ""
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    share: float = 1.0
-    rule: str = ""
-    engine: str = ""
-    sampler: str = ""
-    seeded: bool = False
-    weight_version: str = ""
     encoded: bytes = field(init=False, repr=False, compare=False)  # the others, as JSON
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "encoded", json.dumps(self.values).encode())
+        self.encoded = json.dumps(self.values).encode()
 
     @property
     def values(self) -> list[Any]:
@@ -251,9 +245,6 @@ class RecordHead:
     @classmethod
     def decoded(cls, data: bytes) -> RecordHead:
         return cls(*json.loads(data))
-
-
-HEAD_FIELDS = tuple(name for name in RecordHead.__dataclass_fields__ if name != "encoded")
 
 
 class RoundRow(NamedTuple):

@@ -12,7 +12,19 @@ from scripts.bench.fleet.answers import Answer, acceptance, alpha_of, texts_of
 from scripts.bench.fleet.run import verdict
 
 BASE = RoundRecord(
-    "", 0, "", "t", "rev", "1", 1.0, 1.0, 0, 1.0, 0.0, 2, [5, 6], [7, 8, 9], 1, [7, 3], 3, last=True
+    "",
+    round=0,
+    target="t",
+    target_revision="rev",
+    draft_version="1",
+    time_s=1.0,
+    position=2,
+    context=[5, 6],
+    drafted=[7, 8, 9],
+    accepted=1,
+    committed=[7, 3],
+    emitted=3,
+    last=True,
 )
 
 

@@ -32,8 +32,9 @@ from draftsmith.errors import UserError
 from draftsmith.record import Distribution, RoundRecord, hashed, hashed_answer
 
 BASE = RoundRecord(
-    hashed("cmpl-a-0"), 0, "", "t", "rev", "1", 1.0, 1.0, 0, 1.0, 0.0, 2, [5, 6], [7], 1, [7, 8], 8,
-    p=[Distribution([7, 9], [-0.1, -3.0], 0.05)], q=[Distribution([7], [0.0], 0.0)],
+    hashed("cmpl-a-0"), round=0, target="t", target_revision="rev", draft_version="1",
+    time_s=1.0, position=2, context=[5, 6], drafted=[7], accepted=1, committed=[7, 8],
+    emitted=8, p=[Distribution([7, 9], [-0.1, -3.0], 0.05)], q=[Distribution([7], [0.0], 0.0)],
 )  # fmt: skip
 
 

@@ -33,8 +33,9 @@ from draftsmith.record import (
 )
 
 BASE = RoundRecord(
-    "r", 0, "code", "t", "rev", "v1", 100.5, 0.7, 5, 0.9, 0.1, 2, [5, 6], [7, 8, 9], 2, [7, 8, 4],
-    4, share=0.3
+    "r", round=0, request_class="code", target="t", target_revision="rev", draft_version="v1",
+    time_s=100.5, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, position=2, context=[5, 6],
+    drafted=[7, 8, 9], accepted=2, committed=[7, 8, 4], emitted=4, share=0.3,
 )  # fmt: skip
 
 

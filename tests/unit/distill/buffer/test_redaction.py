@@ -59,9 +59,10 @@ def make(
 ) -> RoundRecord:
     distributions = [Distribution([token], [0.0], 0.0) for token in drafted]
     return RoundRecord(
-        "a-0", number, "", "t", "", "1", 0.0, 1.0, 0, 1.0, 0.0, position, context, drafted,
-        accepted, committed,
-        committed[-1] if committed else -1, p=distributions, q=distributions, last=last,
+        "a-0", round=number, target="t", draft_version="1", time_s=0.0, position=position,
+        context=context, drafted=drafted, accepted=accepted, committed=committed,
+        emitted=committed[-1] if committed else -1, p=distributions, q=distributions,
+        last=last,
     )  # fmt: skip
 
 

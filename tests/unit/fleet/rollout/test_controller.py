@@ -38,9 +38,10 @@ def text_of(
         committed = [7] * (accepted + 1)
         records.append(
             RoundRecord(
-                hashed(name), number, "", "t", "r", str(version), time_s, 1.0, 0, 1.0, 0.0,
-                position, [1, 2] if number == 0 else [], [7] * 4, accepted, committed, 7,
-                engine=engine,
+                hashed(name), round=number, target="t", target_revision="r",
+                draft_version=str(version), time_s=time_s, position=position,
+                context=[1, 2] if number == 0 else [], drafted=[7] * 4, accepted=accepted,
+                committed=committed, emitted=7, engine=engine,
             )
         )  # fmt: skip
         position += len(committed)
