@@ -10,7 +10,8 @@ import torch
 
 from draftsmith.kernels.attention.window import Chunk
 from draftsmith.kernels.divergence.kind import PARAMETERS
-from tests.unit.kernels.launches import Heads, attend, diverge, verify
+from draftsmith.kernels.forward.norm_triton import Norm
+from tests.unit.kernels.launches import Heads, Sizes, attend, diverge, draw, step, verify
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 VOCAB = 128_256
@@ -72,6 +73,29 @@ def of_divergence(
     )
 
 
+def of_draw(dtype: torch.dtype, vocab: int, *, filtered: bool = True, drawn: bool = True) -> Case:
+    label = f"draw {str(dtype).removeprefix('torch.')} {vocab}"
+    return Case(label, lambda: draw(dtype, vocab, filtered=filtered, drawn=drawn))
+
+
+def of_steps(
+    sizes: Sizes,
+    norm: Norm,
+    activation: str,
+    dtype: torch.dtype = BF16,
+    *,
+    norms_heads: bool = False,
+) -> Case:
+    def launch() -> None:
+        step(sizes, norm, activation, dtype, norms_heads=norms_heads)
+
+    return Case(f"steps {sizes.hidden} {activation} {str(dtype).removeprefix('torch.')}", launch)
+
+
+# 1B, 8B and 70B of one family.
+STEPS = (Sizes(2048, 8192), Sizes(4096, 14336), Sizes(8192, 28672, 64))
+LLAMA, GEMMA = Norm(0.0), Norm(0.0, 1.0, True)
+
 # The first of them for an sm_80, which has the least shared memory, the others for an sm_90.
 FEW = [
     of_attention("128", BF16, "prompt", FULL, has_tree=True),
@@ -104,6 +128,19 @@ def _cases() -> Iterator[Case]:
         yield of_divergence(name, F32, has_map=False)
     for has_map in (True, False):
         yield of_divergence("tv", BF16, has_map=has_map, has_tokens=False)
+    for dtype, vocab in (
+        (BF16, 151_936),
+        (BF16, 32_000),
+        (BF16, 128_256),
+        (F16, 151_936),
+        (F32, 151_936),
+    ):
+        for filtered, drawn in ((True, True), (True, False), (False, True)):
+            yield of_draw(dtype, vocab, filtered=filtered, drawn=drawn)
+    for sizes in STEPS:
+        yield of_steps(sizes, LLAMA, "silu")
+    yield of_steps(STEPS[-1], GEMMA, "gelu", norms_heads=True)
+    yield of_steps(STEPS[-1], LLAMA, "gelu_tanh", F32, norms_heads=True)
 
 
 CASES = list(_cases())

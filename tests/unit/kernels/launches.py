@@ -19,9 +19,9 @@ from draftsmith.kernels.divergence import rows_triton as divergence
 from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.kernels.divergence.rows import RowInputs
 from draftsmith.kernels.forward.gate_triton import gate
-from draftsmith.kernels.forward.norm_triton import add_normalise, normalise
-from draftsmith.kernels.forward.rotation_triton import rotate
-from draftsmith.kernels.sampling.draw_triton import draw_triton, scores_triton
+from draftsmith.kernels.forward.norm_triton import Norm, add_normalise, normalise
+from draftsmith.kernels.forward.rotation_triton import HeadNorms, WrittenKeys, rotate_and_write
+from draftsmith.kernels.sampling.draw_triton import draw_triton, process_triton, scores_triton
 from draftsmith.kernels.verify.block_triton import verify_block_triton
 from draftsmith.kernels.verify.chain_triton import verify_logits_triton
 from draftsmith.kernels.verify.draft_tree import DraftTree
@@ -179,23 +179,53 @@ def diverge(name: str, dtype: torch.dtype, *, has_map: bool, has_tokens: bool, v
     divergence.divergence_rows_triton(kind_of(name), rows)
 
 
-def draw(*, filtered: bool) -> None:
-    """Of four rows, with scores of all tokens."""
+def draw(
+    dtype: torch.dtype = BF16, vocab: int = 128_256, *, filtered: bool = True, drawn: bool = True
+) -> None:
+    """Of four rows, with scores of all tokens; or their filters alone."""
     options = (empty(4, dtype=F32), empty(4), empty(4, dtype=F32), empty(4, dtype=F32))
-    streams = (empty(4), empty(4), 0)
-    logits = empty(4, 128_256, dtype=BF16)
-    draw_triton(logits, options, streams, greedy=True, filtered=filtered)
-    scores_triton(empty(4, 128_256, dtype=F32), streams)
+    logits, streams = empty(4, vocab, dtype=dtype), (empty(4), empty(4), 0)
+    if drawn:
+        draw_triton(logits, options, streams, greedy=True, filtered=filtered)
+        scores_triton(empty(4, vocab, dtype=F32), streams)
+    else:
+        process_triton(logits, options, greedy=True, filtered=filtered)
 
 
-def step() -> None:
+class Sizes(NamedTuple):
+    """Of a model's layers."""
+
+    hidden: int = 4096
+    inner: int = 14336
+    heads: int = 32
+    kv_heads: int = 8
+
+
+SIZES, NORM = Sizes(), Norm(1e-5)
+
+
+def step(
+    sizes: Sizes = SIZES,
+    norm: Norm = NORM,
+    activation: str = "silu",
+    dtype: torch.dtype = BF16,
+    *,
+    norms_heads: bool = False,
+) -> None:
     """Steps of a layer: two norms, a rotation and a gate."""
-    states, weight = empty(1, 4, 4096, dtype=BF16), empty(4096, dtype=BF16)
-    normalise(states, weight, 1e-5)
-    add_normalise(states, states, weight, 1e-5)
-    query = empty(1, 32, 4, 128, dtype=BF16)
-    rotate(query, empty(1, 4, 128, dtype=BF16), empty(1, 4, 128, dtype=BF16), None)
-    gate(states, states, "silu")
+    states, weight = empty(1, 4, sizes.hidden, dtype=dtype), empty(sizes.hidden, dtype=dtype)
+    normalise(states, weight, *norm)
+    add_normalise(states, states, weight, *norm)
+    query, key, value = (
+        empty(1, heads, 4, 128, dtype=dtype) for heads in (sizes.heads, *[sizes.kv_heads] * 2)
+    )
+    keys, values = (empty(64, sizes.kv_heads, 128, dtype=dtype) for _ in "kv")
+    angles, of_head = empty(1, 4, 128, dtype=dtype), empty(128, dtype=dtype)
+    written = WrittenKeys(key, value, keys, values, empty(4))
+    norms = HeadNorms(of_head, of_head, *norm) if norms_heads else None
+    rotate_and_write(query, written, angles, angles, norms)
+    both = empty(1, 4, sizes.inner, dtype=dtype)
+    gate(both, both, activation)
 
 
 EVERY_LAUNCHER: dict[str, Callable[[], None]] = {
@@ -203,7 +233,7 @@ EVERY_LAUNCHER: dict[str, Callable[[], None]] = {
     "chain": lambda: verify("chain", BF16, num_draft=5, vocab=128_256, has_q=True),
     "block": lambda: verify("block", BF16, num_draft=5, vocab=128_256, has_q=True),
     "tree": lambda: verify("tree", BF16, num_draft=5, vocab=128_256, has_q=True),
-    "draw": lambda: draw(filtered=True),
+    "draw": draw,
     "step": step,
     "divergence": lambda: diverge("jsd", BF16, has_map=True, has_tokens=True, vocab=128_256),
 }

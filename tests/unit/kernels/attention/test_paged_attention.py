@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,49 +13,29 @@ from draftsmith.kernels.attention.paged_compiled import MOST_QUERIES, CompiledCo
 from draftsmith.kernels.attention.paged_torch import GatheredContext
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.attention.window import Chunk
+from tests.unit.kernels.attention.rows import Case, Row, run_rows
 
 BLOCK, DIM = 4, 8
-
-
-def plain(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    positions: torch.Tensor,
-    **options,
-) -> torch.Tensor:
-    """query [heads, t, dim]; keys, values [n, kv_heads, dim] -> [t, heads, dim], in float64 and by
-    hand."""
-    groups = query.shape[0] // keys.shape[1]
-    k, v = (x.double().transpose(0, 1).repeat_interleave(groups, 0) for x in (keys, values))
-    scores = query.double() @ k.transpose(1, 2) * options["scaling"]
-    if options.get("softcap") is not None:
-        scores = options["softcap"] * torch.tanh(scores / options["softcap"])
-    distance = positions[:, None] - torch.arange(len(keys))
-    hidden = distance < 0
-    window = options.get("sliding_window")
-    if isinstance(window, Chunk):
-        of_chunk = positions[:, None] // window.size
-        hidden |= torch.arange(len(keys)) // window.size != of_chunk
-    elif window is not None:
-        hidden |= distance >= window
-    scores = scores.masked_fill(hidden, -torch.inf)
-    if options.get("sinks") is not None:
-        sinks = options["sinks"].double().view(-1, 1, 1).expand(-1, len(positions), 1)
-        return (torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1] @ v).transpose(0, 1)
-    return (torch.softmax(scores, -1) @ v).transpose(0, 1)
-
-
+CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(
     kernel(torch.float32) is None, reason="no C++ compiler, so that torch's operations serve"
 )
 
 
+def check_rows(
+    rows: list[tuple[int, int]], options: dict[str, Any], case: Case, impl: str = "auto"
+) -> None:
+    """Rows of so many cached tokens and so many of the pass."""
+    without_trees = [Row(begin, count, []) for begin, count in rows]
+    found, expected = run_rows(without_trees, options, case._replace(impl=impl), CPU)
+    torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-4)
+
+
 @pytest.mark.parametrize("impl", ["auto", "torch"])
-@pytest.mark.parametrize("heads, kv_heads, options", [
-    (4, 4, {}), (4, 2, {"sliding_window": 3}), (6, 1, {"softcap": 2.0}),
-    (4, 2, {"sliding_window": 5, "softcap": 1.0}), (6, 1, {"sinks": True}),
-    (4, 2, {"sliding_window": Chunk(5)}), (6, 1, {"sliding_window": Chunk(16), "sinks": True}),
+@pytest.mark.parametrize("heads, options", [
+    ((4, 4), {}), ((4, 2), {"sliding_window": 3}), ((6, 1), {"softcap": 2.0}),
+    ((4, 2), {"sliding_window": 5, "softcap": 1.0}), ((6, 1), {"sinks": True}),
+    ((4, 2), {"sliding_window": Chunk(5)}), ((6, 1), {"sliding_window": Chunk(16), "sinks": True}),
 ])  # fmt: skip
 @pytest.mark.parametrize("rows", [
     [(0, 7)],  # a prompt
@@ -65,50 +47,9 @@ needs_compiler = pytest.mark.skipif(
     [(0, 300), (4, 2)],  # too many queries to fold
 ])  # fmt: skip
 def test_every_row_attends_to_its_own_context(
-    rows: list, options: dict, heads: int, kv_heads: int, impl: str, dim: int = DIM
+    rows: list, options: dict, heads: tuple[int, int], impl: str
 ) -> None:
-    generator = torch.Generator().manual_seed(0)
-    options = {"scaling": 0.3, **options}
-    if options.get("sinks"):
-        options["sinks"] = torch.randn(heads, generator=generator)
-    most = max(begin + count for begin, count in rows)
-    width = -(-most // BLOCK)
-    # Scattered blocks for even rows, neighbouring ones for odd rows, never block 0.
-    tables = torch.arange(1, len(rows) * width + 1).view(len(rows), width)
-    tables[::2] = tables[::2].flip(1)
-    pool = PagedPool.empty(
-        num_layers=2,
-        num_blocks=len(rows) * width + 1,
-        block_size=BLOCK,
-        num_kv_heads=kv_heads,
-        key_dim=dim,
-    )
-    for tensor in (*pool.keys, *pool.values):
-        tensor[BLOCK:] = torch.nan  # what nobody wrote must not matter
-    whole = [
-        tuple(torch.randn(begin + count, kv_heads, dim, generator=generator) for _ in "kv")
-        for begin, count in rows
-    ]
-    for row, ((begin, _), (keys, values)) in enumerate(zip(rows, whole)):
-        at = torch.arange(begin)
-        slots = tables[row, at // BLOCK] * BLOCK + at % BLOCK
-        pool.keys[1][slots], pool.values[1][slots] = keys[:begin], values[:begin]
-    lengths = torch.tensor([count for _, count in rows])
-    positions = torch.cat([torch.arange(begin, begin + count) for begin, count in rows])
-    query = torch.randn(1, heads, len(positions), dim, generator=generator)
-    new = [
-        torch.cat([pair[i][begin:] for (begin, _), pair in zip(rows, whole)]).transpose(0, 1)[None]
-        for i in (0, 1)
-    ]
-    found = PagedPass(pool, tables, positions, lengths, impl=impl).attend(1, query, *new, **options)
-    parts = query[0].split(lengths.tolist(), dim=1)
-    spans = positions.split(lengths.tolist())
-    expected = torch.cat(
-        [plain(q, *pair, at, **options) for q, pair, at in zip(parts, whole, spans)]
-    )
-    assert found.shape == (1, len(positions), heads, dim)
-    torch.testing.assert_close(found[0].double(), expected, atol=2e-6, rtol=1e-4)
-    assert torch.isnan(pool.keys[0][BLOCK:]).all(), "another layer was written"
+    check_rows(rows, options, Case(*heads), impl)
 
 
 @pytest.mark.parametrize(
@@ -126,22 +67,8 @@ def test_long_rows_are_attended_in_pieces(monkeypatch: pytest.MonkeyPatch, optio
 
     monkeypatch.setattr(paged_torch.GatheredContext, "_make_part", noted)
     for rows in ([(0, 19)], [(300, 9), (4, 2), (0, 4)], [(7, 5), (0, 1), (3, 13)]):
-        test_every_row_attends_to_its_own_context(rows, options, 4, 2, "torch")
+        check_rows(rows, options, Case(), "torch")
     assert max(queries) == 4
-
-
-def test_values_may_be_wider_than_keys() -> None:
-    pool = PagedPool.empty(
-        num_layers=1, num_blocks=3, block_size=BLOCK, num_kv_heads=2, key_dim=4, value_dim=6
-    )
-    query, key, value = torch.randn(1, 4, 5, 4), torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 6)
-    context = PagedPass(pool, torch.tensor([[1, 2]]), torch.arange(5), torch.tensor([5]))
-    found = context.attend(0, query, key, value, scaling=0.5)
-    expected = plain(
-        query[0], key[0].transpose(0, 1), value[0].transpose(0, 1), torch.arange(5), scaling=0.5
-    )
-    torch.testing.assert_close(found[0].double(), expected, atol=1e-6, rtol=1e-5)
-    assert pool.num_bytes == 12 * 2 * (4 + 6) * 4
 
 
 @needs_compiler
@@ -149,15 +76,14 @@ def test_values_may_be_wider_than_keys() -> None:
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 70}, {"sliding_window": Chunk(70)}])
 def test_the_compiled_kernel_knows_every_width(dim: int, options: dict) -> None:
     rows = [(299, 2), (0, 300), (3, MOST_QUERIES // 2), (700, 1), (40, MOST_QUERIES)]
-    options = {"scaling": dim**-0.5, **options}
-    test_every_row_attends_to_its_own_context(rows, options, 4, 2, "auto", dim)
+    check_rows(rows, {"scaling": dim**-0.5, **options}, Case(key_dim=dim, value_dim=dim))
 
 
 @needs_compiler
 def test_long_rows_beside_short_ones_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A last piece of a long row may be short."""
     monkeypatch.setattr(paged_torch, "_MOST_QUERIES", 40)
-    test_every_row_attends_to_its_own_context([(5, 43), (9, 1), (2, 81)], {}, 4, 2, "auto")
+    check_rows([(5, 43), (9, 1), (2, 81)], {}, Case())
 
 
 def pass_of(
@@ -230,21 +156,6 @@ def test_bfloat16_is_rounded_once() -> None:
     assert torch.equal(found, exact.bfloat16()) or (
         (found - exact).abs().max() <= (plainly - exact).abs().max()
     )
-
-
-@needs_compiler
-@pytest.mark.parametrize("number", [torch.nan, torch.inf])
-def test_what_is_not_finite_reaches_who_sees_it_alone(number: float) -> None:
-    made, query = pass_of([40, 41], torch.float32)
-    before = attended(made, query)
-    slot = made.pool.slots_of(made.layout.block_tables, 1, torch.tensor([17]))
-    for tensor in (made.pool.keys[0], made.pool.values[0]):
-        kept = tensor[slot]
-        tensor[slot] = number
-        after = attended(made, query)
-        tensor[slot] = kept
-        assert torch.equal(after[0], before[0])
-        assert not torch.isfinite(after[1]).any()
 
 
 @needs_compiler

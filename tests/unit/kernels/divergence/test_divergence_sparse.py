@@ -130,26 +130,6 @@ def test_a_distribution_kept_whole_gives_the_full_divergence(kind: DivergenceKin
     )
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [kind for kind in KINDS if kind.name not in ("tvd++", "lk-hybrid")],
-    ids=lambda kind: kind.metric,
-)
-def test_buckets_hide_divergence_and_never_add_any(kind: DivergenceKind) -> None:
-    target, logits = 2 * draw(40, NUM_TARGET), draw(40, NUM_TARGET, seed=3)
-    few, more = (sparse(kind, logits, top_probs(target, k=k)) for k in (3, 6))
-    full = divergence(
-        kind,
-        logits,
-        torch.eye(NUM_TARGET, dtype=torch.float64),
-        lambda rows: target[rows],
-        torch.ones(40, dtype=torch.float64),
-    )
-    assert (few.rows <= more.rows + 1e-12).all() and (more.rows <= full.rows + 1e-12).all()
-    assert (few.alpha <= full.alpha + 1e-12).all(), "alpha is only what the kept tokens prove"
-    assert (few.rows < full.rows - 1e-3).any()
-
-
 @every_kind
 def test_a_tail_that_is_rounding_costs_little(kind: DivergenceKind) -> None:
     """A float32 distribution whose tail came out as 0: the draft's own tail of 3e-9 must not cost a

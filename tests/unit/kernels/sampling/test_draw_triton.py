@@ -22,7 +22,6 @@ from draftsmith.kernels.sampling.draw import draw, draw_several
 from draftsmith.kernels.sampling.draw_triton import draw_triton
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose
-from draftsmith.kernels.statistics import g_test
 from tests.sampled_rows import logits_of, options, rows_of, streams
 
 # Of a mass, by which sums and exponentials in float32 may be off; of a probability twenty times.
@@ -284,26 +283,6 @@ def test_a_drafter_draws_by_the_kernels_where_they_run(monkeypatch: pytest.Monke
     assert asked == ["auto"]
     assert torch.equal(found.tokens, expected.tokens)
     assert torch.equal(found.distribution, expected.distribution)
-
-
-@pytest.mark.long
-def test_draws_follow_the_distribution_of_float64() -> None:
-    """Draws beside min-p of 0.2 in float64, and not beside no filter at all."""
-    count = 300
-    logits = 1.5 * torch.randn(1, 24, generator=torch.Generator().manual_seed(1))
-    rows = SamplingRows.of([0.8] * count, min_p=[0.2] * count)
-    seeds = torch.arange(count)
-    tokens, _ = draw_triton(
-        logits.expand(count, -1),
-        rows.options,
-        (seeds, torch.zeros_like(seeds), int(Purpose.BONUS)),
-        **kinds(rows),
-    )
-    probs = (logits[0].double() / 0.8).softmax(-1)
-    filtered = torch.where(probs >= 0.2 * probs.max(), probs, 0.0)
-    counts = torch.bincount(tokens, minlength=24)
-    assert g_test(counts, filtered / filtered.sum()).p_value > 1e-4
-    assert g_test(counts, probs).p_value < 1e-9
 
 
 @pytest.mark.gpu

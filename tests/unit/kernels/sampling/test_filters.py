@@ -83,37 +83,12 @@ def test_top_p_ends_within_a_tie(above: int, tied: int, size: int) -> None:
         assert above < kept < above + tied, "the set must end within the tie"
 
 
-def test_filters_are_sequential() -> None:
-    """Of .35 .25 .20 .05, top-k 4 leaves .85; renormalised, three tokens reach top-p .82. Jointly
-    it would take four."""
-    probs = torch.tensor([[0.35, 0.25, 0.20, 0.05, 0.03, 0.03, 0.03, 0.03, 0.03]])
-    kept = process(probs.log(), SamplingRows.of([1.0], top_k=[4], top_p=[0.82])) > -math.inf
-    assert kept[0].tolist() == [True] * 3 + [False] * 6
-
-
-def test_a_row_does_not_depend_on_its_batch() -> None:
-    temperature, top_k, top_p, min_p = zip(*CASES)
-    rows = SamplingRows.of(temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    logits = torch.randn(len(CASES), 97, generator=torch.Generator().manual_seed(1))
-    together = process(logits, rows)
-    for index in range(len(CASES)):
-        chosen = torch.tensor([index])
-        assert torch.equal(process(logits[chosen], rows.select(chosen)), together[chosen])
-
-
 def test_greedy_is_one_hot_at_the_lowest_of_the_best() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [0.0, 1.0, 2.0, 3.0]])
     processed = process(logits, SamplingRows.of([0.0, 1.0], top_k=[2, 0]))
     assert processed[0].tolist() == [-math.inf, 0.0, -math.inf, -math.inf]
     assert torch.equal(processed[1], logits[1])
     assert torch.equal(process(logits[:1], SamplingRows.of([0.0]))[0], processed[0])
-
-
-def test_top_k_of_one_is_greedy_up_to_its_scale() -> None:
-    logits = torch.randn(20, 50, generator=torch.Generator().manual_seed(2))
-    top_one = process(logits, SamplingRows.of([0.7] * 20, top_k=[1] * 20))
-    greedy = process(logits, SamplingRows.of([0.0] * 20))
-    assert torch.equal(top_one > -math.inf, greedy > -math.inf)
 
 
 def test_not_a_number_is_no_mass_and_infinity_is_all_of_it() -> None:

@@ -188,22 +188,6 @@ def test_noise_is_made_only_where_there_is_mass_and_is_the_same(
     )
 
 
-def test_few_draws_have_the_bits_of_many() -> None:
-    seeds, positions = torch.arange(-50, 50), torch.arange(100)
-    for numbers in (None, torch.arange(100) - 3):
-        many = uniform(seeds, positions, Purpose.ACCEPT, numbers)
-        few = [
-            uniform(
-                seeds[i : i + 4],
-                positions[i : i + 4],
-                Purpose.ACCEPT,
-                None if numbers is None else numbers[i : i + 4],
-            )
-            for i in range(0, 100, 4)
-        ]
-        assert many.numel() > FEW and torch.equal(torch.cat(few), many)
-
-
 needs_compiler = pytest.mark.skipif(_kernel() is None, reason="there is no C++ compiler")
 
 

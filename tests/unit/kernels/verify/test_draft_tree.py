@@ -69,25 +69,6 @@ def test_a_chain_is_a_tree() -> None:
     ).shape == (3, 0)
 
 
-def test_broken_promises_are_named_by_row() -> None:
-    tokens, good = torch.zeros(5, 3, dtype=torch.int64), [-1, 0, 0]
-    parents = rows(good, [-1, 1, 0], [-2, 0, 0], good, good)
-    assert well_formed(DraftTree(tokens, parents, torch.tensor([3, 3, 3, 4, -1]))).tolist() == [
-        True,
-        False,
-        False,
-        False,
-        False,
-    ]
-    assert well_formed(DraftTree(tokens[1:2], parents[1:2], torch.tensor([1]))).tolist() == [
-        True
-    ], "not read beyond its nodes"
-    wide = chain_tree(
-        torch.zeros(1, MAX_NODES + 1, dtype=torch.int64), torch.tensor([MAX_NODES + 1])
-    )
-    assert well_formed(wide).tolist() == [False]
-
-
 @settings(max_examples=50, deadline=None)
 @given(
     st.integers(1, MAX_NODES).flatmap(

@@ -1,44 +1,87 @@
-"""Chain verification: edge cases and distributions, on the reference and on the Triton kernels."""
+"""What every way to verify has in common, on the references and on the Triton kernels; then what is
+a chain's own."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.kernels.sampling.random_streams import Purpose, sample, uniform
+from draftsmith.kernels.sampling.random_streams import Purpose, round_seeds, sample, uniform
 from draftsmith.kernels.statistics import g_test
+from draftsmith.kernels.verify.block import verify_block, verify_block_torch
 from draftsmith.kernels.verify.chain import verify_chain, verify_chain_torch
-from draftsmith.kernels.verify.verdict import Verdict
+from draftsmith.kernels.verify.draft_tree import chain_tree
+from draftsmith.kernels.verify.tree import verify_tree_torch
+from draftsmith.kernels.verify.verdict import TreeVerdict, Verdict
 
 Verify = Callable[..., Verdict]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # hypothesis takes no fixture
 
 
-def triton_small_blocks(*arguments: torch.Tensor | None) -> Verdict:
-    """Blocks of 16 tokens, so that small vocabularies have several."""
+def chain_triton(*arguments: torch.Tensor | None) -> Verdict:
+    """Blocks of 16 tokens, so that small vocabularies have several; the others likewise."""
     from draftsmith.kernels.verify.chain_triton import verify_chain_triton
 
     return verify_chain_triton(*arguments, block=16)
 
 
-CHOICES = {
-    "torch": verify_chain_torch,
-    "triton": triton_small_blocks,
+def block_triton(*arguments: torch.Tensor) -> Verdict:
+    from draftsmith.kernels.verify.block_triton import verify_block_triton
+
+    return verify_block_triton(*arguments, block=16)
+
+
+def tree_triton(*arguments: object) -> TreeVerdict:
+    from draftsmith.kernels.verify.tree_triton import verify_tree_triton
+
+    return verify_tree_triton(*arguments, block=16)
+
+
+def of_a_chain(
+    verify: Callable[..., TreeVerdict],
+    p: torch.Tensor,
+    drafts: torch.Tensor,
+    lengths: torch.Tensor,
+    q: torch.Tensor | None,
+    *streams: torch.Tensor,
+) -> Verdict:
+    """A tree in which every node has one child; its nodes are those that stand."""
+    rows = torch.arange(drafts.numel(), device=p.device).view(drafts.shape)
+    q_rows = torch.nn.functional.pad(rows, (0, 1), value=-1)
+    told = (None, None) if q is None else (q.flatten(0, 1), q_rows)
+    verdict = verify(p, chain_tree(drafts, lengths), *told, *streams)
+    places = torch.arange(drafts.shape[1], device=p.device)
+    kept = places < verdict.accepted[:, None]
+    assert torch.equal(verdict.nodes, torch.where(kept, places, -1))
+    return Verdict(verdict.accepted, verdict.tokens)
+
+
+WAYS: dict[str, Verify] = {
+    "chain": verify_chain_torch,
+    "chain, triton": chain_triton,
+    "block": verify_block_torch,
+    "block, triton": block_triton,
+    "tree": partial(of_a_chain, verify_tree_torch),
+    "tree, triton": partial(of_a_chain, tree_triton),
 }
 
 
-@pytest.fixture(params=list(CHOICES))
-def verify(request: pytest.FixtureRequest, device: torch.device, poisoned_empty: None) -> Verify:
-    chosen = CHOICES[request.param]
+@pytest.fixture(params=list(WAYS))
+def way(request: pytest.FixtureRequest) -> str:
+    return request.param
 
+
+@pytest.fixture
+def verify(way: str, device: torch.device, poisoned_empty: None) -> Verify:
     def on_device(*arguments: torch.Tensor | None) -> Verdict:
         moved = (None if argument is None else argument.to(device) for argument in arguments)
-        return Verdict(*(tensor.cpu() for tensor in chosen(*moved)))
+        return Verdict(*(tensor.cpu() for tensor in WAYS[way](*moved)))
 
     return on_device
 
@@ -47,180 +90,119 @@ def ids(*values: object) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
-def test_tokens_without_mass_are_never_kept(verify: Verify) -> None:
-    size, rows = 21, 12
-    p = torch.randn(rows * 2, size, generator=torch.Generator().manual_seed(1))
-    q = torch.randn(rows, 1, size, generator=torch.Generator().manual_seed(2))
-    drafts = torch.randint(size, (rows, 1), generator=torch.Generator().manual_seed(3))
-    first = torch.arange(rows) * 2
-    no_p, no_q = p.clone(), q.clone()
-    no_p[first, drafts[:, 0]] = -math.inf
-    no_q[torch.arange(rows), 0, drafts[:, 0]] = -math.inf
-    everyone = torch.ones(rows, dtype=torch.int64), torch.arange(rows), torch.arange(rows)
-    for p_logits, q_logits in ((no_p, q), (no_p, None), (p, no_q)):
-        verdict = verify(p_logits, drafts, everyone[0], q_logits, *everyone[1:])
-        assert verdict.accepted.tolist() == [0] * rows
-        assert (p_logits[first, verdict.tokens[:, 0]] > -math.inf).all()
+def normal(seed: int, *shape: int, scale: float = 1.0) -> torch.Tensor:
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_broken_distributions_are_survived(verify: Verify) -> None:
-    """A draft distribution of NaN or without mass keeps nothing and leaves p; NaN in p has no mass;
-    p without any gives -1."""
-    size = 19
-    p = torch.randn(6, size, generator=torch.Generator().manual_seed(4))
-    q = torch.randn(3, 1, size, generator=torch.Generator().manual_seed(5))
-    q[0], q[1] = math.nan, -math.inf
-    p[4, 1:] = math.nan
-    drafts = ids([3], [3], [3])
-    verdict = verify(p, drafts, ids(1, 1, 1), q, ids(0, 1, 2), ids(0, 0, 0))
-    assert verdict.accepted.tolist() == [0, 0, 0]
-    assert verdict.tokens[2, 0] == 0, "all of row 4's mass is at token 0"
-    assert (verdict.tokens[:2, 0] >= 0).all()
-    p[4] = math.nan
-    assert verify(p, drafts, ids(1, 1, 1), q, ids(0, 1, 2), ids(0, 0, 0)).tokens[2].tolist() == [
-        -1,
-        -1,
-    ]
-
-
-def test_a_distribution_without_mass_emits_draws_of_p(verify: Verify) -> None:
-    p, size = torch.randn(2, 24, generator=torch.Generator().manual_seed(6)), 24
-    broken = torch.full((1, 1, size), math.nan)
-    tokens = [
-        verify(p, ids([5]), ids(1), broken, ids(seed), ids(0)).tokens[0, 0].item()
-        for seed in range(20)
-    ]
-    drawn = sample(
-        p[:1].expand(20, size),
-        torch.arange(20),
-        torch.zeros(20, dtype=torch.int64),
-        Purpose.RESIDUAL,
-    )
-    assert tokens == drawn.tolist()
-
-
-def test_what_replaces_a_draft_that_was_never_drawn_is_a_draw_of_p(verify: Verify) -> None:
-    """A placeholder or a token without mass in q says nothing about q, so that q is not
-    subtracted."""
-    p, q = torch.randn(2, 24, generator=torch.Generator().manual_seed(18)), torch.zeros(1, 1, 24)
-    q[0, 0, 5] = -math.inf
-    drawn = sample(
-        p[:1].expand(5, 24), torch.arange(5), torch.zeros(5, dtype=torch.int64), Purpose.RESIDUAL
-    )
-    for token in (-1, 5):
-        drafts, everyone = torch.full((5, 1), token), torch.arange(5)
-        verdict = verify(
-            p.repeat(5, 1),
-            drafts,
-            torch.ones_like(everyone),
-            q.expand(5, 1, 24),
-            everyone,
-            0 * everyone,
-        )
-        assert torch.equal(verdict.tokens[:, 0], drawn)
-
-
-def test_one_hot_rows_stand_for_deterministic_ones(verify: Verify) -> None:
-    p = torch.randn(12, 40, generator=torch.Generator().manual_seed(8))
-    drafts = torch.randint(40, (4, 2), generator=torch.Generator().manual_seed(9))
-    one_hot_q = torch.full((4, 2, 40), -math.inf).scatter_(-1, drafts[..., None], 0.0)
-    arguments = torch.full((4,), 2), None, torch.arange(4), torch.arange(4)
-    without = verify(p, drafts, *arguments)
-    with_distributions = verify(p, drafts, arguments[0], one_hot_q, *arguments[2:])
-    assert torch.equal(without.tokens, with_distributions.tokens)
-
-
-def test_an_empty_batch_and_no_drafts(verify: Verify) -> None:
-    nothing = torch.zeros(0, dtype=torch.int64)
-    verdict = verify(torch.zeros(0, 9), nothing.view(0, 3), nothing, None, nothing, nothing)
-    assert verdict.tokens.shape == (0, 4)
-    p = torch.randn(3, 9, generator=torch.Generator().manual_seed(10))
-    verdict = verify(
-        p, ids().view(1, 0).expand(3, 0), ids(0, 0, 0), None, ids(4, 5, 6), ids(7, 8, 9)
-    )
-    assert torch.equal(verdict.tokens[:, 0], sample(p, ids(4, 5, 6), ids(7, 8, 9), Purpose.BONUS))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("size", [2, 33, 130])
-@pytest.mark.parametrize("true_q", [True, False])
-def test_triton_decides_as_the_reference(
-    size: int, true_q: bool, device: torch.device, poisoned_empty: None
-) -> None:
-    generator = torch.Generator().manual_seed(size)
-    rows, depth = 12, 3
+def random_rounds(seed: int, rows: int, depth: int, size: int) -> tuple[torch.Tensor, ...]:
+    """Rounds of up to `depth` drafts from distributions with holes."""
+    generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, depth + 1, (rows,), generator=generator)
     p = 2 * torch.randn(int((lengths + 1).sum()), size, generator=generator)
-    q = 2 * torch.randn(rows, depth, size, generator=generator)
-    p[p < -2.5], q[q < -2.5] = -math.inf, -math.inf
+    q = torch.randn(rows, depth, size, generator=generator)
+    p[p < -2.5], q[q < -2] = -math.inf, -math.inf
+    first = torch.cumsum(lengths + 1, 0) - (lengths + 1)
+    for row in range(rows):
+        own = slice(int(first[row]), int(first[row] + lengths[row]))
+        q[row, : lengths[row]] += p[own].clamp(min=-5)
     seeds = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
     positions = torch.randint(0, 100_000, (rows,), generator=generator)
-    drafts = torch.stack(
-        [sample(q[:, i], seeds, positions + i, Purpose.DRAFT) for i in range(depth)], dim=1
-    )
-    arguments = [t.to(device) for t in (p, drafts, lengths, q, seeds, positions)]
-    arguments[3] = arguments[3] if true_q else None
-    reference, ours = verify_chain_torch(*arguments), triton_small_blocks(*arguments)
-    # The seeds are such that no draw lies within rounding of its threshold.
-    assert torch.equal(ours.accepted, reference.accepted)
-    assert torch.equal(ours.tokens, reference.tokens)
+    noise = round_seeds(seeds, positions)
+    drafts = [sample(q[:, i], noise, positions + i, Purpose.DRAFT) for i in range(depth)]
+    return p, torch.stack(drafts, dim=1), lengths, q, seeds, positions
 
 
-@pytest.mark.parametrize("dtype, size", [(torch.bfloat16, 45), (torch.float16, 130)])
-def test_narrow_logits_are_read_as_they_are(verify: Verify, dtype: torch.dtype, size: int) -> None:
-    p = torch.randn(8, size, generator=torch.Generator().manual_seed(11)).to(dtype)
-    q = torch.randn(4, 1, size, generator=torch.Generator().manual_seed(12)).to(dtype)
-    arguments = torch.full((4,), 1), torch.arange(4), torch.arange(4)
-    drafts = sample(q[:, 0].float(), arguments[1], arguments[2], Purpose.DRAFT)[:, None]
-    narrow = verify(p, drafts, arguments[0], q, *arguments[1:])
-    wide = verify(p.float(), drafts, arguments[0], q.float(), *arguments[1:])
+def test_a_token_that_its_distribution_could_not_have_drawn_ends_the_round(verify: Verify) -> None:
+    """A placeholder, a distribution without mass, one of NaN and one that excludes the token: what
+    follows is a draw of p."""
+    size, rows = 21, 4
+    p = normal(23, 3, size).repeat(rows, 1)
+    q = p.view(rows, 3, size)[:, :2].clone()
+    drafts = ids([4, 5], [4, -1], [4, 5], [4, 5])
+    q[0, 1], q[2, 1], q[3, 1, 5] = -math.inf, math.nan, -math.inf
+    seeds, positions = torch.full((rows,), 9), torch.full((rows,), 30)
+    verdict = verify(p, drafts, torch.full((rows,), 2), q, seeds, positions)
+    drawn = sample(p[1:2], seeds[:1], positions[:1] + 1, Purpose.RESIDUAL).item()
+    assert verdict.accepted.tolist() == [1] * rows
+    assert verdict.tokens.tolist() == [[4, drawn, -1]] * rows
+
+
+def test_broken_targets_are_survived(verify: Verify) -> None:
+    """NaN has no mass, and a distribution without any gives -1."""
+    p, q = normal(24, 6, 19), normal(25, 3, 1, 19)
+    p[0:2], p[2, 1:], p[4, 3] = math.nan, math.nan, -math.inf
+    verdict = verify(p, ids([3], [3], [3]), ids(1, 1, 1), q, ids(0, 1, 2), ids(0, 0, 0))
+    assert verdict.accepted.tolist() == [0, 0, 0]
+    assert verdict.tokens[:2].tolist() == [[-1, -1], [0, -1]]
+    assert verdict.tokens[2, 0] not in (-1, 3)
+
+
+def test_rows_without_drafts_and_an_empty_batch(verify: Verify) -> None:
+    _, drafts, _, q, seeds, positions = random_rounds(26, 4, 2, 40)
+    lengths, p = ids(0, 2, 0, 1), normal(27, 7, 40)
+    verdict = verify(p, drafts, lengths, q, seeds, positions)
+    assert (verdict.tokens.ge(0).sum(1) == verdict.accepted + 1).all()
+    assert (verdict.accepted <= lengths).all()
+    assert verdict.tokens[0, 0] == sample(p[:1], seeds[:1], positions[:1], Purpose.BONUS)
+    nothing = ids()
+    empty = nothing.view(0, 3), nothing, torch.zeros(0, 3, 9), nothing, nothing
+    assert verify(torch.zeros(0, 9), *empty).tokens.shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    "dtype, size", [(torch.bfloat16, 7), (torch.bfloat16, 130), (torch.float16, 45)]
+)
+def test_narrow_and_strided_logits_are_read_as_they_are(
+    verify: Verify, dtype: torch.dtype, size: int
+) -> None:
+    p, drafts, lengths, q, seeds, positions = random_rounds(28, 3, 2, size)
+    p, q = p.to(dtype), q.to(dtype)
+    wide_p = torch.zeros(len(p), size + 15, dtype=dtype)
+    wide_q = torch.zeros(3, 4, size + 15, dtype=dtype)
+    own = slice(3, size + 3)
+    wide_p[:, own], wide_q[:, 1:3, own] = p, q
+    narrow = verify(wide_p[:, own], drafts, lengths, wide_q[:, 1:3, own], seeds, positions)
+    wide = verify(p.float(), drafts, lengths, q.float(), seeds, positions)
     assert torch.equal(narrow.tokens, wide.tokens)
 
 
-def test_strided_distributions(verify: Verify) -> None:
-    wide = torch.randn(6, 30, generator=torch.Generator().manual_seed(13))
-    q = torch.randn(2, 5, 30, generator=torch.Generator().manual_seed(14))
-    arguments = ids([3, 4], [5, 6]), ids(2, 2)
-    views = verify(wide[:, :17], *arguments, q[:, 1:3, :17], ids(1, 2), ids(3, 4))
-    copies = verify(
-        wide[:, :17].contiguous(), *arguments, q[:, 1:3, :17].contiguous(), ids(1, 2), ids(3, 4)
-    )
-    assert torch.equal(views.tokens, copies.tokens)
+@pytest.mark.parametrize("size", [5, 49])
+def test_every_way_decides_as_its_reference(verify: Verify, way: str, size: int) -> None:
+    """The seeds are such that no draw lies within rounding of its threshold, and some blocks stand
+    after a draft that a chain rejects."""
+    arguments = random_rounds(size, 12, 3, size)
+    arguments[1][3, 1] = -1
+    reference = chain = verify_chain_torch(*arguments)
+    if "block" in way:
+        reference = verify_block_torch(*arguments)
+        assert (reference.accepted > chain.accepted).any()
+    ours = verify(*arguments)
+    assert torch.equal(ours.accepted, reference.accepted)
+    assert torch.equal(ours.tokens, reference.tokens)
+    assert (reference.accepted > 1).any() and (reference.accepted < arguments[2]).any()
 
 
-def test_a_row_does_not_depend_on_its_batch() -> None:
-    generator = torch.Generator().manual_seed(15)
-    lengths = torch.randint(0, 4, (25,), generator=generator)
-    p = torch.randn(int((lengths + 1).sum()), 40, generator=generator)
-    q = torch.randn(25, 3, 40, generator=generator)
-    drafts = torch.randint(40, (25, 3), generator=generator)
-    seeds, positions = torch.arange(25) * 7, torch.arange(25)
-    together = verify_chain(p, drafts, lengths, q, seeds, positions)
-    begin = 0
-    for row in range(25):
-        one, length = slice(row, row + 1), int(lengths[row])
-        distribution = p[begin : begin + length + 1]
-        alone = verify_chain(
-            distribution, drafts[one], lengths[one], q[one], seeds[one], positions[one]
-        )
-        shorter = verify_chain(
-            distribution,
-            drafts[one, :length],
-            lengths[one],
-            q[one, :length],
-            seeds[one],
-            positions[one],
-        )
-        assert torch.equal(alone.tokens[0], together.tokens[row])
-        assert torch.equal(shorter.tokens[0], together.tokens[row, : length + 1])
-        begin += length + 1
+def test_deterministic_drafts_are_one_hot_distributions(verify: Verify, way: str) -> None:
+    p, drafts, lengths, _, seeds, positions = random_rounds(21, 12, 3, 40)
+    drafts[::2, :2] = p[(lengths + 1).cumsum(0) - 1].argmax(-1)[::2, None]
+    one_hot = torch.full((12, 3, 40), -math.inf).scatter_(-1, drafts[..., None], 0.0)
+    chain = verify_chain_torch(p, drafts, lengths, None, seeds, positions)
+    assert set(chain.accepted.tolist()) >= {0, 1}
+    if "block" in way:
+        found = verify_block(p, drafts, lengths, None, seeds, positions)
+    else:
+        found = verify(p, drafts, lengths, None, seeds, positions)
+        told = verify(p, drafts, lengths, one_hot, seeds, positions)
+        assert torch.equal(told.tokens, chain.tokens)
+    assert torch.equal(found.tokens, chain.tokens)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("rule", [verify_chain, verify_block])
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_invariants(impl: str, data: st.DataObject) -> None:
+def test_invariants(rule: Verify, impl: str, data: st.DataObject) -> None:
     """Length, prefix, mask, range and determinism, for any logits hypothesis can think of."""
     size, depth = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 3))
     rows = data.draw(st.integers(1, 3))
@@ -241,17 +223,15 @@ def test_invariants(impl: str, data: st.DataObject) -> None:
     seeds = ids(*(data.draw(st.integers(-(2**63), 2**63 - 1)) for _ in range(rows)))
     given = p, drafts, lengths, q, seeds, torch.arange(rows)
     arguments = [None if tensor is None else tensor.to(DEVICE) for tensor in given]
-    verdict, again = (verify_chain(*arguments, impl=impl) for _ in range(2))
-    assert torch.equal(verdict.tokens, again.tokens) and torch.equal(
-        verdict.accepted, again.accepted
-    )
+    verdict, again = (rule(*arguments, impl=impl) for _ in range(2))
+    assert torch.equal(verdict.tokens, again.tokens)
+    assert torch.equal(verdict.accepted, again.accepted)
     first = 0
     for row in range(rows):
         kept, tokens = int(verdict.accepted[row]), verdict.tokens[row].tolist()
         assert 0 <= kept <= lengths[row]
-        assert tokens[:kept] == drafts[row, :kept].tolist() and all(
-            token >= 0 for token in tokens[:kept]
-        )
+        assert tokens[:kept] == drafts[row, :kept].tolist()
+        assert all(token >= 0 for token in tokens[:kept])
         assert tokens[kept + 1 :] == [-1] * (depth - kept)
         for place in range(kept + 1):
             mass = torch.nan_to_num(p[first + place], nan=-math.inf, posinf=1.0, neginf=-math.inf)
@@ -260,6 +240,9 @@ def test_invariants(impl: str, data: st.DataObject) -> None:
             else:
                 assert tokens[place] < size and mass[tokens[place]] > -math.inf
         first += int(lengths[row]) + 1
+
+
+# Chains
 
 
 def test_accept_decision_is_the_uniform_against_the_ratio() -> None:
