@@ -11,10 +11,12 @@ import torch
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.blocks.dspark import Dspark
-from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch
+from draftsmith.drafters.interface import Proposal, UnrollBatch
 from draftsmith.drafters.options import DsparkOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.sampling.filters import SamplingRows
+from tests.first_rounds import first_round
+from tests.noise import noisy
 
 K = 4
 ROWS = 64
@@ -30,10 +32,7 @@ def target(tiny_target) -> Target:
 def drafter(target) -> Dspark:
     made = Dspark.create(DsparkOptions(block_size=K, markov_rank=6), target, seed=0)
     made = made.to(device=target.device, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(2)
-    for parameter in made.parameters():
-        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        parameter.data += noise * (parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.1)
+    noisy(made, 2)
     # The guess must vary with the token before it, and end rounds at every depth.
     made.confidence_head.proj.weight.data[:, :-6] *= 0.2
     made.confidence_head.proj.weight.data[:, -6:] *= 3.0
@@ -44,20 +43,9 @@ def drafter(target) -> Dspark:
 @torch.no_grad()
 def propose(drafter: Dspark, target: Target, least_survival: float) -> Proposal:
     """ROWS rows over one text, each with a seed of its own."""
-    ids = torch.tensor([TEXT] * ROWS)
-    taps, _ = target.states(ids, torch.ones_like(ids), drafter.taps)
-    inputs = DraftInputs(
-        tokens=ids.flatten(),
-        starts=torch.zeros(ROWS, dtype=torch.int64),
-        lengths=torch.full((ROWS,), len(TEXT)),
-        taps=taps[:, :-1].flatten(0, 1),
-        num_draft=torch.full((ROWS,), K),
-        sampling=SamplingRows.of([1.0] * ROWS, top_k=[3] * ROWS),
-        seeds=torch.arange(ROWS),
-        pool=drafter.new_pool(3 * ROWS, 4, torch.device("cpu"), torch.float64),
-        block_tables=torch.arange(3 * ROWS).view(ROWS, 3),
-        histories=[TEXT] * ROWS,
-        least_survival=least_survival,
+    sampling = SamplingRows.of([1.0] * ROWS, top_k=[3] * ROWS)
+    inputs = first_round(
+        drafter, target, [TEXT] * ROWS, [K] * ROWS, sampling=sampling, least_survival=least_survival
     )
     return drafter.propose(inputs)
 

@@ -19,6 +19,7 @@ from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
+from tests.noise import noisy
 
 Config, Tensors = dict[str, Any], dict[str, torch.Tensor]
 LAYER = (
@@ -35,11 +36,7 @@ def portable(target: Target, tmp_path: Path) -> Path:
     counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(3))
     options = Eagle3Options(draft_vocab_size=100)
     drafter = Eagle3.create(options, target, seed=0, token_counts=counts)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
-    drafter.save(tmp_path / "portable")
+    noisy(drafter, 1, 0.2).save(tmp_path / "portable")
     return tmp_path / "portable"
 
 

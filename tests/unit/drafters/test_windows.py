@@ -16,6 +16,7 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.windows import windows_config, windows_in
 from draftsmith.errors import UserError
+from tests.noise import noisy
 
 WINDOW, LENGTH, DEPTHS = 7, 250, 3  # several chunks of the unroll
 FAMILIES_OF_ONE_LAYER = ["eagle3", "p-eagle", "mtp", "eagle1", "draft-lm"]
@@ -30,11 +31,7 @@ def target(tiny_target: Callable[..., str]) -> Target:
 def create(family: str, target: Target, window: int | None = WINDOW) -> Any:
     options = OPTIONS[family](window=window, **SMALL.get(family, {}))
     drafter = FAMILIES[family].create(options, target, seed=0).to(torch.float64)
-    generator = torch.Generator().manual_seed(2)
-    for parameter in drafter.parameters():
-        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        parameter.data += noise * (parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.1)
-    return drafter
+    return noisy(drafter, 2)
 
 
 def batch_of(drafter: Any, target: Target, **more: Any) -> UnrollBatch:

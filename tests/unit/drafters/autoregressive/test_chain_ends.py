@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from draftsmith.drafters.heads.eagle3 import Eagle3
-from draftsmith.drafters.interface import DraftInputs, EndsChains, Proposal, ServingDrafter
+from draftsmith.drafters.interface import EndsChains, Proposal, ServingDrafter
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, PeagleOptions
 from draftsmith.drafters.registry import FAMILIES
@@ -19,6 +19,7 @@ from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
+from tests.first_rounds import first_round
 
 K = 4
 ROWS = 48
@@ -48,24 +49,10 @@ def propose(
     ks: list[int] | None = None,
 ) -> Proposal:
     """ROWS rows over one text, each with a seed of its own."""
-    ids = torch.tensor([TEXT] * ROWS)
-    taps = None
-    if drafter.taps:
-        states, _ = target.states(ids, torch.ones_like(ids), drafter.taps)
-        taps = states[:, :-1].flatten(0, 1)
-    inputs = DraftInputs(
-        tokens=ids.flatten(),
-        starts=torch.zeros(ROWS, dtype=torch.int64),
-        lengths=torch.full((ROWS,), len(TEXT)),
-        taps=taps,
-        num_draft=torch.tensor(ks or [K] * ROWS),
-        sampling=SamplingRows.of([temperature] * ROWS),
-        seeds=torch.arange(ROWS),
-        pool=drafter.new_pool(3 * ROWS, 4, torch.device("cpu"), torch.float32),
-        block_tables=torch.arange(3 * ROWS).view(ROWS, 3),
-        histories=[TEXT] * ROWS,
-        least_confidence=least_confidence,
-    )
+    inputs = first_round(
+        drafter, target, [TEXT] * ROWS, ks or [K] * ROWS,
+        sampling=SamplingRows.of([temperature] * ROWS), least_confidence=least_confidence,
+    )  # fmt: skip
     return drafter.propose(inputs)
 
 

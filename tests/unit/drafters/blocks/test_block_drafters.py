@@ -13,12 +13,14 @@ from safetensors.torch import load_file, save_file
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.blocks.dflash import Dflash
 from draftsmith.drafters.init_from_target import output_table
-from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch
+from draftsmith.drafters.interface import Proposal, UnrollBatch
 from draftsmith.drafters.options import DflashOptions, DsparkOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.filters import SamplingRows, process
+from tests.first_rounds import first_round
+from tests.noise import noisy
 
 OPTIONS = {
     ("dflash", True): DflashOptions(block_size=5),
@@ -40,11 +42,7 @@ def target(tiny_target) -> Target:
 def drafter(request, target) -> Dflash:
     made = FAMILIES[request.param[0]].create(OPTIONS[request.param], target, seed=0)
     made = made.to(device=target.device, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(2)
-    for parameter in made.parameters():
-        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        parameter.data += noise * (parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.1)
-    return made
+    return noisy(made, 2)
 
 
 def rms(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -111,16 +109,7 @@ def block_states(drafter: Dflash, target: Target, text: list[int], slots: int) -
 
 
 def propose(drafter: Dflash, target: Target, text: list[int], k: int) -> Proposal:
-    ids = torch.tensor([text])
-    taps, _ = target.states(ids, torch.ones_like(ids), drafter.taps)
-    inputs = DraftInputs(
-        tokens=ids[0], starts=torch.tensor([0]), lengths=torch.tensor([len(text)]),
-        taps=taps[0, :-1],
-        num_draft=torch.tensor([k]), sampling=SamplingRows.of([1.0]), seeds=torch.tensor([7]),
-        pool=drafter.new_pool(8, 4, torch.device("cpu"), torch.float64),
-        block_tables=torch.arange(8)[None], histories=[text],
-    )  # fmt: skip
-    return drafter.propose(inputs)
+    return drafter.propose(first_round(drafter, target, [text], [k]))
 
 
 @torch.no_grad()

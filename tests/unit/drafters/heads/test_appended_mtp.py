@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.heads.mtp_deepseek import AppendedMtp, rotary_of
-from draftsmith.drafters.interface import DraftInputs, UnrollBatch
+from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
@@ -23,6 +23,7 @@ from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
+from tests.first_rounds import first_round
 
 KINDS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 MODULE = "model.layers.2."
@@ -121,16 +122,10 @@ def test_its_rotary_moves_and_leaves_the_targets_behind(target: Target) -> None:
 
 
 def test_what_is_drafted_is_what_unrolling_says(target: Target, drafter: AppendedMtp) -> None:
-    pool = drafter.new_pool(8, 4, target.device, target.dtype)
-    taps = target.states(IDS, torch.ones_like(IDS), drafter.taps)[0]
-    inputs = DraftInputs(
-        tokens=IDS[0], starts=torch.tensor([0]), lengths=torch.tensor([12]), taps=taps[0, :-1],
-        num_draft=torch.tensor([3]),
-        sampling=SamplingRows.of([0.0]), seeds=torch.tensor([0]), pool=pool,
-        block_tables=torch.arange(8)[None],
-        histories=[IDS[0].tolist()],
-    )  # fmt: skip
-    drafted = drafter.propose(inputs).tokens
+    greedy = SamplingRows.of([0.0])
+    drafted = drafter.propose(
+        first_round(drafter, target, IDS.tolist(), [3], sampling=greedy)
+    ).tokens
     text = torch.cat([IDS, drafted], dim=1)  # unrolled over it, the anchor drafts these very tokens
     mask = torch.ones_like(text)
     batch = UnrollBatch(

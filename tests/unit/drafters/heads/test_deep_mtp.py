@@ -27,6 +27,7 @@ from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.train.export.config import ExportConfig
 from tests.engine_readers.proof import export_and_prove
 from tests.engine_readers.vllm_mtp import read_mtp
+from tests.noise import noisy
 
 IDS = torch.randint(2, 288, (2, 16), generator=torch.Generator().manual_seed(1))
 NUM = 3
@@ -41,10 +42,7 @@ def target(native_target: Callable[..., Path]) -> Target:
 def drafter(target: Target) -> DeepMtp:
     drafter = Mtp.create(MtpOptions(modules=NUM), target, seed=5)
     assert isinstance(drafter, DeepMtp)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in drafter.parameters():
-        parameter.data.add_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return drafter.eval()
+    return noisy(drafter, 0, 0.2).eval()
 
 
 def causal(

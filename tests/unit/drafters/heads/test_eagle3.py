@@ -213,15 +213,3 @@ def test_the_seed_decides_the_start_and_nothing_else_changes(target):
     # The half that reads the embedding is random; the other is the target's.
     weights = [drafter.midlayer.self_attn.q_proj.weight for drafter in (first, again, other)]
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
-
-
-def test_the_target_is_no_part_of_the_draft(target):
-    drafter = create(target)
-    own = {parameter.data_ptr() for parameter in drafter.parameters()}
-    assert not own & {parameter.data_ptr() for parameter in target.model.parameters()}
-    assert all(parameter.requires_grad for parameter in drafter.parameters())
-
-
-def test_rotary_frequencies_survive_a_cast(target):
-    drafter = create(target).to(torch.bfloat16)
-    assert drafter._rotary[0].inv_freq.dtype == torch.float32

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.heads.eagle3 import Eagle3
-from draftsmith.drafters.interface import DraftInputs, UnrollBatch
+from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels.sampling.filters import SamplingRows
+from tests.first_rounds import first_round
 
 HIDDEN, HEADS, KEY_HEADS, WIDTH, INNER, VOCAB, EPS = 32, 4, 2, 8, 40, 288, 1e-6
 TAPS = (1, 3)
@@ -224,15 +224,7 @@ def test_several_layers_draft_as_they_are_unrolled(target, tmp_path):
     write(tmp_path, {"num_hidden_layers": 3})
     drafter = checkpoint.load(tmp_path, target)
     text = torch.randint(3, VOCAB, (9,), generator=torch.Generator().manual_seed(2))
-    taps, _ = target.states(text[None], torch.ones(1, 9), TAPS)
-    inputs = DraftInputs(
-        tokens=text, starts=torch.tensor([0]), lengths=torch.tensor([9]), taps=taps[0, :-1],
-        num_draft=torch.tensor([3]),
-        sampling=SamplingRows.of([1.0]), seeds=torch.tensor([4]),
-        block_tables=torch.arange(4)[None], histories=[text.tolist()],
-        pool=drafter.new_pool(4, 4, torch.device("cpu"), torch.float64),
-    )  # fmt: skip
-    proposal = drafter.propose(inputs)
+    proposal = drafter.propose(first_round(drafter, target, [text.tolist()], [3]))
     whole = torch.cat([text, proposal.tokens[0]])[None]
     taps, _ = target.states(whole, torch.ones_like(whole), TAPS)
     steps = drafter.unroll(

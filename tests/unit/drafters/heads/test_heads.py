@@ -28,6 +28,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.unrolled import unroll
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.sampling.filters import SamplingRows, process
+from tests.noise import noisy
 
 LENGTH = 150  # more than one chunk of the unroll
 BLOCK = 4
@@ -77,11 +78,7 @@ def drafter(request, target):
         .create(options, target, seed=0, token_counts=counts)
         .to(device=target.device, dtype=torch.float64)
     )
-    generator = torch.Generator().manual_seed(2)
-    for parameter in made.parameters():
-        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        parameter.data += noise * (parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.1)
-    return made
+    return noisy(made, 2)
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,14 @@ import torch
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.heads.peagle import Peagle
-from draftsmith.drafters.interface import DraftInputs, GrowsTrees, Proposal, UnrollBatch
+from draftsmith.drafters.interface import Proposal, UnrollBatch
 from draftsmith.drafters.options import PeagleOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.sampling.filters import SamplingRows, process
+from tests.first_rounds import first_round
+from tests.noise import noisy
 
 K = 4
 MASK = 7
@@ -31,24 +33,11 @@ def target(tiny_target) -> Target:
 def drafter(target) -> Peagle:
     options = PeagleOptions(num_hidden_layers=2, mask_token=MASK)
     made = Peagle.create(options, target, seed=0).to(device=target.device, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(2)
-    for parameter in made.parameters():
-        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        parameter.data += noise * (parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.1)
-    return made
+    return noisy(made, 2)
 
 
 def propose(drafter: Peagle, target: Target, text: list[int], k: int) -> Proposal:
-    ids = torch.tensor([text])
-    taps, _ = target.states(ids, torch.ones_like(ids), drafter.taps)
-    inputs = DraftInputs(
-        tokens=ids[0], starts=torch.tensor([0]), lengths=torch.tensor([len(text)]),
-        taps=taps[0, :-1],
-        num_draft=torch.tensor([k]), sampling=SamplingRows.of([1.0]), seeds=torch.tensor([7]),
-        pool=drafter.new_pool(8, 4, torch.device("cpu"), torch.float64),
-        block_tables=torch.arange(8)[None], histories=[text],
-    )  # fmt: skip
-    return drafter.propose(inputs)
+    return drafter.propose(first_round(drafter, target, [text], [k]))
 
 
 @torch.no_grad()
@@ -125,10 +114,6 @@ def test_a_draft_depends_neither_on_k_nor_on_the_drafts_before_it(drafter, targe
     text = [9, 8, 7, 6, 5]
     short, long = propose(drafter, target, text, 2), propose(drafter, target, text, K)
     torch.testing.assert_close(short.logits[0], long.logits[0, :2], atol=1e-6, rtol=1e-6)
-
-
-def test_it_grows_no_trees(drafter):
-    assert not isinstance(drafter, GrowsTrees)
 
 
 @pytest.fixture

@@ -11,14 +11,13 @@ import torch
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import (
-    DraftInputs,
     Proposal,
     TrainedDrafter,
     UnrollBatch,
     head_of,
 )
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels.sampling.filters import SamplingRows
+from tests.first_rounds import first_round
 from tests.published_drafts import DTYPE, LAYOUTS, Layout
 
 K = 3
@@ -38,16 +37,7 @@ def load_target(tiny_target: Callable[..., str]) -> Callable[[str], Target]:
 
 
 def propose(drafter: TrainedDrafter, target: Target) -> Proposal:
-    ids = torch.tensor([TEXT])
-    taps = target.states(ids, torch.ones_like(ids), drafter.taps)[0] if drafter.taps else None
-    inputs = DraftInputs(
-        tokens=ids[0], starts=torch.tensor([0]), lengths=torch.tensor([len(TEXT)]),
-        taps=None if taps is None else taps[0, :-1], num_draft=torch.tensor([K]),
-        sampling=SamplingRows.of([1.0]), seeds=torch.tensor([7]),
-        pool=drafter.new_pool(8, 4, torch.device("cpu"), DTYPE),
-        block_tables=torch.arange(8)[None], histories=[TEXT],
-    )  # fmt: skip
-    return drafter.propose(inputs)
+    return drafter.propose(first_round(drafter, target, [TEXT], [K]))
 
 
 @torch.no_grad()

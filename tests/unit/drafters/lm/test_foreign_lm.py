@@ -9,14 +9,13 @@ import torch
 from draftsmith.config import build
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.heads.eagle3 import Eagle3
-from draftsmith.drafters.interface import DraftInputs, UnrollBatch
+from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.lm.foreign_lm import ForeignLm
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.load import load_tokenizer
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import shared_tokens
 from draftsmith.errors import UserError
-from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.serve.api import Engine as PythonEngine
 from draftsmith.serve.command import check
 from draftsmith.serve.config import EngineConfig, ServeConfig
@@ -26,6 +25,7 @@ from draftsmith.serve.load import load_drafter
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.train.check.config import DoctorConfig
 from draftsmith.train.check.doctor import check_models
+from tests.first_rounds import first_round
 from tests.foreign_lm import SPACE, write_foreign
 
 
@@ -72,15 +72,7 @@ def test_another_tokenizer_is_refused_with_the_difference_shown(foreign, target)
 def test_the_distribution_is_the_models_own_over_the_shared_tokens(drafter, target):
     """Against the plain transformers model on translated ids."""
     text = torch.randint(3, 288, (12,), generator=torch.Generator().manual_seed(1))
-    inputs = DraftInputs(
-        tokens=text, starts=torch.tensor([0]), lengths=torch.tensor([12]), taps=None,
-        num_draft=torch.tensor([3]),
-        sampling=SamplingRows.of([1.0]), seeds=torch.tensor([7]),
-        pool=drafter.new_pool(8, 4, torch.device("cpu"), torch.float32),
-        block_tables=torch.arange(8)[None],
-        histories=[text.tolist()],
-    )  # fmt: skip
-    proposal = drafter.propose(inputs)
+    proposal = drafter.propose(first_round(drafter, target, [text.tolist()], [3]))
     whole = torch.cat([text, proposal.tokens[0]])
     plain = drafter.model.__class__.from_pretrained(drafter.lm.name)
     logits = plain(drafter.to_draft[whole][None]).logits[0]

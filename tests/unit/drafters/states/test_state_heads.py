@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.init_from_target import output_table
-from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch
+from draftsmith.drafters.interface import Proposal, UnrollBatch
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.options import MedusaOptions, MlpOptions
 from draftsmith.drafters.registry import FAMILIES, family_of
@@ -22,6 +22,7 @@ from draftsmith.drafters.states.mlp import Mlp
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.filters import SamplingRows
+from tests.first_rounds import first_round
 
 HEADS, LAYERS = 3, 2
 
@@ -31,16 +32,8 @@ def noise(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def draft_greedily(drafter, target: Target, text: list[int], k: int) -> Proposal:
-    ids = torch.tensor([text])
-    taps, _ = target.states(ids, torch.ones_like(ids), drafter.taps)
-    inputs = DraftInputs(
-        tokens=ids[0], starts=torch.tensor([0]), lengths=torch.tensor([len(text)]),
-        taps=taps[0, :-1],
-        num_draft=torch.tensor([k]), sampling=SamplingRows.of([0.0]), seeds=torch.tensor([0]),
-        pool=None,
-        block_tables=torch.zeros(1, 1, dtype=torch.int64), histories=[text],
-    )  # fmt: skip
-    return drafter.propose(inputs)
+    greedy = SamplingRows.of([0.0])
+    return drafter.propose(first_round(drafter, target, [text], [k], sampling=greedy))
 
 
 def final_state(target: Target, text: list[int]) -> torch.Tensor:

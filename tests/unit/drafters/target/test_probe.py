@@ -17,7 +17,6 @@ from draftsmith.drafters.target.causal_lm import end_of_text_ids
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
-from draftsmith.kernels.attention.pool import LayerShape
 from draftsmith.kernels.attention.window import Chunk
 
 LENGTH = 24
@@ -246,29 +245,6 @@ def test_a_kind_whose_sampled_text_is_unproven_is_refused(tiny_target, monkeypat
         Target.load(tiny_target("llama"))
 
 
-def test_an_attention_the_pool_does_not_know_is_refused(tiny_target):
-    """Though its tensors come through the interface."""
-    target = Target.load(tiny_target("mistral"))
-    attention = probe.AttentionShapes()
-    attention.shapes = {layer: LayerShape(2, 8, 8) for layer in range(4)}
-    target.config.layer_types = [
-        "full_attention",
-        "chunked_attention",
-        "full_attention",
-        "full_attention",
-    ]
-    with pytest.raises(UserError, match="attention of type 'chunked_attention' is not supported"):
-        probe.check_layers(target, attention)
-    target.config.layer_types = ["full_attention", "sliding_attention"] * 2
-    with pytest.raises(UserError, match="hides its sliding window in a mask"):
-        probe.check_layers(target, attention)
-    attention.windowed = True
-    probe.check_layers(target, attention)
-    del attention.shapes[2]
-    with pytest.raises(UserError, match="layer 2 has no attention"):
-        probe.check_layers(target, attention)
-
-
 def test_a_pass_that_loses_keys_is_noticed(tiny_target, monkeypatch):
     class Misplaced(PagedPass):
         def attend(self, layer, query, key, value, **options):
@@ -277,11 +253,3 @@ def test_a_pass_that_loses_keys_is_noticed(tiny_target, monkeypatch):
     monkeypatch.setattr(probe, "PagedPass", Misplaced)
     with pytest.raises(UserError, match="its paged forward differs from its own"):
         Target.load(tiny_target("llama"))
-
-
-def test_weights_of_nan_are_refused(tiny_target, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(tiny_target("llama"))
-    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
-    model.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="has NaN or infinite weights"):
-        Target.load(tmp_path)

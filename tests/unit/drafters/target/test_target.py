@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GitConfig, GitForCausalLM
+from transformers import AutoModelForCausalLM
 
 from draftsmith.drafters.target.target import FINAL, Target
 from draftsmith.errors import UserError
@@ -162,13 +162,6 @@ def test_raw_last_tap_is_the_state_before_the_final_norm(tiny_target):
     torch.testing.assert_close(target.model.model.norm(taps), hidden)
 
 
-def test_hooks_are_gone_after_a_pass(tiny_target):
-    target = Target.load(tiny_target("llama"))
-    ids = torch.tensor([[5, 6, 7]])
-    target.states(ids, torch.ones_like(ids), (1, target.num_layers))
-    assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in target.layers)
-
-
 def test_unknown_tap_is_refused(tiny_target):
     target = Target.load(tiny_target("llama"))
     ids = torch.tensor([[5, 6, 7]])
@@ -241,21 +234,6 @@ def test_sampled_answers_obey_their_filter(tiny_target):
         .tolist()
     )
     assert first == set(best)
-
-
-def test_a_model_outside_the_interface_is_refused(tmp_path):
-    sizes = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 64,
-    }
-    vision = sizes | {"image_size": 32, "patch_size": 16}
-    GitForCausalLM(GitConfig(vocab_size=128, vision_config=vision, **sizes)).save_pretrained(
-        tmp_path
-    )
-    with pytest.raises(UserError, match="knows no attention named"):
-        Target.load(tmp_path)
 
 
 def test_missing_folder_is_one_sentence(tmp_path):

@@ -7,25 +7,16 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import torch
 
-from draftsmith.drafters.interface import DraftInputs
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.errors import UserError
-from draftsmith.kernels.sampling.filters import SamplingRows
+from tests.first_rounds import text_round
 
 
 def propose(
     drafter: Ngram, histories: list[list[int]], num_draft: list[int], names: Sequence[str] = ()
 ):
-    size = len(histories)
-    none = torch.zeros(size, dtype=torch.int64)
-    inputs = DraftInputs(
-        tokens=none, starts=none, lengths=none + 1, taps=None, num_draft=torch.tensor(num_draft),
-        sampling=SamplingRows.of([1.0] * size), seeds=none, pool=None, block_tables=none[:, None],
-        histories=histories, request_ids=list(names),
-    )  # fmt: skip
-    return drafter.propose(inputs)
+    return drafter.propose(text_round(histories, num_draft, request_ids=list(names)))
 
 
 def drafted(drafter: Ngram, history: list[int], k: int) -> list[int]:
@@ -39,25 +30,6 @@ def plain_search(history: list[int], min_n: int, max_n: int, k: int) -> list[int
             if history[begin : begin + n] == history[-n:]:
                 return history[begin + n : begin + n + k]
     return []
-
-
-@pytest.mark.parametrize(
-    ("history", "min_n", "max_n", "k", "expected"),
-    [
-        ([1, 2, 3, 4, 1, 2, 3], 2, 2, 3, [4, 1, 2]),
-        ([1, 2, 3, 4, 1, 2, 3], 2, 2, 2, [4, 1]),
-        ([1, 2, 3, 4, 1, 2, 3], 1, 1, 3, [4, 1, 2]),
-        ([1, 2, 3, 4, 1, 2, 3], 4, 4, 3, []),
-        # The longer match wins over the earlier one, and among equals the earliest wins.
-        ([9, 3, 7, 1, 2, 3, 8, 1, 2, 3], 1, 3, 2, [8, 1]),
-        ([1, 2, 5, 1, 2, 6, 1, 2], 2, 2, 1, [5]),
-        ([4, 4, 4, 4], 1, 3, 5, [4]),
-        ([4], 1, 3, 5, []),
-        ([1, 2, 3], 1, 3, 5, []),
-    ],
-)
-def test_vectors(history, min_n, max_n, k, expected):
-    assert drafted(Ngram(min_n=min_n, max_n=max_n), history, k) == expected
 
 
 def test_equals_a_plain_search_on_random_texts():

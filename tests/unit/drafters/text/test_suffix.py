@@ -9,16 +9,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from draftsmith.drafters.interface import DraftInputs, Remembering
+from draftsmith.drafters.interface import Remembering
 from draftsmith.drafters.options import SuffixOptions
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.text.suffix_index import MAX_OCCURRENCES, SuffixIndex
 from draftsmith.errors import UserError
-from draftsmith.kernels.sampling.filters import SamplingRows
+from tests.first_rounds import text_round
 
 
 def propose(
@@ -28,15 +27,9 @@ def propose(
     names: Sequence[str] = (),
     shares: Sequence[bool] = (),
 ):
-    size = len(histories)
-    none = torch.zeros(size, dtype=torch.int64)
-    inputs = DraftInputs(
-        tokens=none, starts=none, lengths=none + 1, taps=None, num_draft=torch.tensor(num_draft),
-        sampling=SamplingRows.of([1.0] * size), seeds=none, pool=None, block_tables=none[:, None],
-        histories=histories,
-        request_ids=list(names), shares=list(shares),
-    )  # fmt: skip
-    return drafter.propose(inputs)
+    return drafter.propose(
+        text_round(histories, num_draft, request_ids=list(names), shares=list(shares))
+    )
 
 
 def drafted(drafter: Suffix, history: list[int], k: int, name: str = "") -> list[int]:
@@ -142,27 +135,6 @@ def test_shared_texts_equal_a_search_of_everything(options, k, texts_and_history
     assert drafted(drafter, history, k) == (shared if shared[1] > own[1] + 1e-12 else own)[0]
 
 
-def test_the_most_frequent_continuation_wins():
-    drafter = Suffix()
-    assert drafted(drafter, [7, 1, 2, 5, 7, 1, 2, 6, 7, 1, 2, 6, 7, 1, 2], 3) == [6, 7, 1]
-    # Of equals the newer one.
-    assert drafted(drafter, [7, 1, 2, 5, 7, 1, 2, 6, 7, 1, 2], 3) == [6, 7, 1]
-
-
-def test_a_long_context_earns_a_long_draft():
-    history = [*range(10, 20), 99, *range(10, 20)]
-    assert drafted(Suffix(), history, 16) == [99, *range(10, 19)]
-    assert drafted(Suffix(), [5, 6, 7, 5], 16) == [6]
-    assert drafted(Suffix(SuffixOptions(max_spec_factor=3.0)), [5, 6, 7, 5], 16) == [6, 7, 5]
-    assert drafted(Suffix(SuffixOptions(max_spec_factor=0.5)), [5, 6, 7, 5], 16) == []
-
-
-def test_improbable_drafts_are_cut():
-    history = [token for other in range(20) for token in (1, 2, 100 + other)] + [1, 2]
-    assert drafted(Suffix(), history, 2) == []
-    assert len(drafted(Suffix(SuffixOptions(min_token_prob=0.0)), history, 2)) == 2
-
-
 def test_finished_requests_serve_others_and_are_forgotten_in_order():
     drafter = Suffix(SuffixOptions(max_cached_requests=2))
     assert isinstance(drafter, Remembering)
@@ -234,13 +206,6 @@ def test_the_ring_forgets_the_oldest_tokens_alone(piece):
         ]
         followed = [(held[end : end + 3] + [-1] * 3)[:3] for end in ends]
         assert found.continuations.tolist() == followed[:MAX_OCCURRENCES]
-
-
-def test_texts_do_not_run_into_each_other():
-    drafter = Suffix()
-    drafter.finished("a", [1, 2, 3])
-    drafter.finished("b", [4, 5, 6])
-    assert drafted(drafter, [2, 3], 4) == [] and drafted(drafter, [3, 4], 4) == [5]
 
 
 def test_long_and_repetitive_texts_are_cheap():

@@ -8,7 +8,7 @@ import torch
 from draftsmith.drafters.interface import DraftInputs, Proposal, Remembering
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.text.text_first import TextFirst
-from draftsmith.kernels.sampling.filters import SamplingRows
+from tests.first_rounds import text_round
 
 VOCAB = 20
 
@@ -40,14 +40,8 @@ class Model:
 
 
 def propose(drafter: TextFirst, histories: list[list[int]], num_draft: list[int]) -> Proposal:
-    size = len(histories)
-    none = torch.zeros(size, dtype=torch.int64)
-    return drafter.propose(DraftInputs(
-        tokens=none, starts=none, lengths=none + 1, taps=None, num_draft=torch.tensor(num_draft),
-        sampling=SamplingRows.of([1.0] * size), seeds=none, pool=None, block_tables=none[:, None],
-        histories=histories,
-        request_ids=[str(row) for row in range(size)],
-    ))  # fmt: skip
+    names = [str(row) for row in range(len(histories))]
+    return drafter.propose(text_round(histories, num_draft, request_ids=names))
 
 
 REPEATED, NEW = [1, 2, 3, 4, 5, 1, 2, 3, 4], [1, 2, 3, 4, 5, 6]

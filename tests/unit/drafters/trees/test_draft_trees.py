@@ -9,11 +9,10 @@ from functools import lru_cache
 import pytest
 import torch
 
-from draftsmith.drafters.interface import DraftInputs, GrowsTrees, Proposal, UnrollBatch
+from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch
 from draftsmith.drafters.options import Eagle1Options, Eagle3Options, MtpOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.drafters.tree_shape import (
     DynamicTree,
     SampledShape,
@@ -26,6 +25,7 @@ from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample_without_replacement
 from draftsmith.kernels.verify.draft_tree import DraftTree
 from tests.draft_trees import slot_prefixes, well_formed
+from tests.noise import noisy
 
 BLOCK = 4
 KINDS = {
@@ -53,11 +53,7 @@ def drafter(request: pytest.FixtureRequest, target: Target):
         .create(options, target, seed=0, token_counts=counts)
         .to(device=target.device, dtype=torch.float64)
     )
-    generator = torch.Generator().manual_seed(2)
-    for parameter in made.parameters():
-        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        parameter.data += noise * (parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.1)
-    return made
+    return noisy(made, 2)
 
 
 @pytest.fixture(scope="module")
@@ -326,10 +322,6 @@ def test_broken_weights_are_told(
         else:
             assert not proposal.has_mass[row].any()
     assert propose(drafter, target, texts, (5, 5, 5), (temperature,) * 3, shape).has_mass.all()
-
-
-def test_who_grows_trees(drafter) -> None:
-    assert isinstance(drafter, GrowsTrees) and not isinstance(Ngram(), GrowsTrees)
 
 
 def test_shapes_are_told_in_words() -> None:

@@ -19,6 +19,7 @@ from draftsmith.kernels.constants import MAX_NODES
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
+from tests.first_rounds import first_round
 
 TEXTS = [[5, 9, 200, 31, 7], [8, 8, 100], [40]]  # the last has no state to draft from
 SHAPE = parse_tree("choices:0,0.0,1,0.1,2,0.0.0,1.0,0.2")
@@ -37,23 +38,8 @@ def drafter(target: Target) -> Medusa:
 def inputs_of(
     drafter: Medusa, target: Target, ks: list[int], adjust: Callable | None = None
 ) -> DraftInputs:
-    taps = []
-    for text in TEXTS:
-        ids = torch.tensor([text])
-        taps.append(target.states(ids, torch.ones_like(ids), drafter.taps)[0][0, :-1])
-    return DraftInputs(
-        tokens=torch.tensor([token for text in TEXTS for token in text]),
-        starts=torch.zeros(3, dtype=torch.int64),
-        lengths=torch.tensor([len(text) for text in TEXTS]),
-        taps=torch.cat(taps),
-        num_draft=torch.tensor(ks),
-        sampling=SamplingRows.of([0.0, 1.0, 0.0]),
-        seeds=torch.arange(3),
-        pool=None,
-        block_tables=torch.zeros(3, 1, dtype=torch.int64),
-        histories=TEXTS,
-        adjust=adjust,
-    )
+    sampling = SamplingRows.of([0.0, 1.0, 0.0])
+    return first_round(drafter, target, TEXTS, ks, sampling=sampling, adjust=adjust)
 
 
 def likeliest(drafter: Medusa, target: Target, row: int) -> list[list[int]]:
