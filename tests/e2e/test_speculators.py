@@ -31,6 +31,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.files import read_json
 from draftsmith.train.export.command import run
 from draftsmith.train.export.config import ExportConfig
+from tests.noise import noisy
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -142,11 +143,7 @@ def test_a_wrong_name_would_be_noticed(exported: Callable[[str], Path]) -> None:
 
 def noised(drafter: TrainedDrafter, target: Target, folder: Path) -> Path:
     """An export of the draft, with weights that no default gives."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    checkpoint.save(drafter, folder / "draft", target)
+    checkpoint.save(noisy(drafter, 1, 0.1), folder / "draft", target)
     run(ExportConfig(draft=str(folder / "draft"), to="speculators", out=str(folder / "out")))
     return folder / "out"
 

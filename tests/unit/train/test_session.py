@@ -20,8 +20,8 @@ from draftsmith import cli
 from draftsmith.config import build, merge, read_yaml
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.heads.eagle3 import Eagle3
-from draftsmith.drafters.interface import TextBatch, UnrollBatch
-from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, LoraOptions, PeagleOptions
+from draftsmith.drafters.interface import TextBatch
+from draftsmith.drafters.options import Eagle3Options, PeagleOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.divergence.kind import kind_of
@@ -53,10 +53,9 @@ def metrics(config: TrainConfig) -> list[dict]:
         ("p-eagle", {"p_eagle": PeagleOptions(num_hidden_layers=2)}),
         ("draft-lm", {}),
         ("medusa", {}),
-        ("dspark", {}),
         *(
             pytest.param(family, {}, marks=pytest.mark.long)
-            for family in ("mtp", "eagle1", "mlp", "dflash")
+            for family in ("mtp", "eagle1", "mlp", "dflash", "dspark")
         ),
     ],
 )
@@ -331,41 +330,6 @@ def test_without_held_out_prompts_the_last_draft_is_kept(configure):
     assert record["evaluation"] == [] and record["training"]["kept_step"] == 5
 
 
-def test_merged_lora_is_the_trained_model(configure, tiny_target, monkeypatch):
-    start = tiny_target("llama", 1)
-    config = configure(
-        "draft-lm", draft_lm=DraftLmOptions(init=start, lora=LoraOptions(rank=2)), steps=10
-    )
-    trained = []
-    save = checkpoint.save
-    monkeypatch.setattr(
-        checkpoint,
-        "save",
-        lambda drafter, *rest, **options: (
-            trained.append(drafter),
-            save(drafter, *rest, **options),
-        ),
-    )
-    run(config)
-    target = Target.load(config.target)
-    ids = torch.randint(3, 288, (2, 10), generator=torch.Generator().manual_seed(0))
-    batch = UnrollBatch(input_ids=ids, attention_mask=torch.ones_like(ids), taps=None, num_steps=1)
-
-    @torch.no_grad()
-    def logits(drafter: torch.nn.Module) -> torch.Tensor:
-        (step,) = drafter.unroll(batch)
-        return step.hidden @ drafter.head_weight().T
-
-    merged = logits(checkpoint.load(config.out, target))
-    # W + B A in one product instead of two: float32 rounds the sum of 32 terms of order 1
-    # otherwise, a few 1e-6 a layer.
-    assert torch.allclose(merged, logits(trained[0].eval()), atol=1e-4)
-    # Control: training moved it away from where it began.
-    untrained = session.FAMILIES["draft-lm"].create(DraftLmOptions(init=start), target, seed=0)
-    assert not torch.allclose(merged, logits(untrained), atol=1e-2)
-    assert not list(Path(config.out).glob("adapter*"))
-
-
 def test_a_head_that_is_not_trained_stays_the_targets(configure):
     config = configure(
         steps=2,
@@ -381,15 +345,6 @@ def test_a_head_that_is_not_trained_stays_the_targets(configure):
     assert torch.equal(trained.lm_head.weight, target.output_weight)
     assert not torch.equal(trained.midlayer.mlp.down_proj.weight, new.midlayer.mlp.down_proj.weight)
     assert not torch.equal(trained.norm.weight, new.norm.weight)
-
-
-def test_the_seed_and_nothing_else_decides(configure):
-    runs = {}
-    for name, seed in (("one", 0), ("same", 0), ("other", 1)):
-        config = configure(steps=6, seed=seed, out=configure().out + name)
-        run(config)
-        runs[name] = [line["loss"] for line in metrics(config)]
-    assert runs["one"] == runs["same"] and runs["one"] != runs["other"]
 
 
 @pytest.mark.parametrize(("family", "optimizer"), [("draft-lm", "muon")])

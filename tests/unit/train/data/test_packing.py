@@ -29,6 +29,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.train.objective.depth_weights import Exponential
 from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
+from tests.noise import noisy
 
 LENGTHS = (17, 5, 2, 30, 9, 1, 12)
 ROWS = ((3, 1, 6), (0, 4, 2), (5,))  # which texts share a row: sums of 47, 28 and 1
@@ -96,13 +97,7 @@ def trained(
     """(loss, gradients, trained weight of each step)"""
     target = loaded(folder)
     drafter = FAMILIES[family].create(OPTIONS[family], target, seed=0).to(torch.float64)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        # Parts that begin at zero would hide what flows through them.
-        for parameter in drafter.parameters():
-            parameter.add_(
-                0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            )
+    noisy(drafter, 2, 0.05)  # parts that begin at zero would hide what flows through them
     unrolled = unrolled_loss(
         drafter, LiveSource(target), text, num_steps=3, weighting=Exponential(0.8)
     )

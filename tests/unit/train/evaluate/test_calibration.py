@@ -17,6 +17,7 @@ from draftsmith.train.evaluate.teacher_forced import evaluate_draft
 from draftsmith.train.objective.depth_weights import Exponential
 from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
+from tests.noise import noisy
 
 STEPS, DECAY = 3, 0.7
 
@@ -31,11 +32,7 @@ def drafter(target) -> Dspark:
     made = Dspark.create(DsparkOptions(block_size=4, markov_rank=6), target, seed=0).to(
         device=target.device, dtype=torch.float64
     )
-    generator = torch.Generator().manual_seed(2)
-    for parameter in made.parameters():
-        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        parameter.data += noise * (parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.1)
-    return made
+    return noisy(made, 2)
 
 
 def text() -> TextBatch:

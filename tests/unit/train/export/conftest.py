@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 APPENDED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 Find = Callable[..., str]
@@ -19,10 +18,3 @@ def without_module(tiny_target: Find, native_target: FindNative) -> Callable[[st
     return lambda kind: (
         native_target(kind) / "whole" if kind in APPENDED else Path(tiny_target(kind))
     )
-
-
-def trained(drafter: torch.nn.Module) -> None:
-    """Weights that no default gives, so that nothing which is lost on the way stays unseen."""
-    generator = torch.Generator().manual_seed(0)
-    for parameter in drafter.parameters():
-        parameter.data.add_(0.1 * torch.randn(parameter.shape, generator=generator))

@@ -20,7 +20,7 @@ from draftsmith.train.export.config import ExportConfig
 from tests.engine_readers.proof import export_and_prove
 from tests.engine_readers.sglang_mtp import read_mtp as read_sglang
 from tests.engine_readers.vllm_mtp import read_mtp
-from tests.unit.train.export.conftest import trained
+from tests.noise import noisy
 
 
 @pytest.mark.long
@@ -30,7 +30,7 @@ def test_sglang_reads_qwens_modules(
 ) -> None:
     target = Target.load(without_module(kind), dtype=torch.float32)
     drafter = Mtp.create(MtpOptions(), target, seed=3)
-    trained(drafter)
+    noisy(drafter, 0, 0.1)
     checkpoint.save(drafter, tmp_path / "draft", target)
     out = tmp_path / "out"
     export_and_prove(ExportConfig(draft=str(tmp_path / "draft"), to="sglang", out=str(out)))

@@ -21,6 +21,7 @@ from draftsmith.train.export.config import ExportConfig
 from draftsmith.train.session import older_drafter
 from tests.engine_readers.proof import export_and_prove
 from tests.engine_readers.vllm_mtp import read_mtp
+from tests.noise import noisy
 
 MODULE = "model.layers.2."
 SHARED = {f"{MODULE}embed_tokens.weight", f"{MODULE}shared_head.head.weight"}
@@ -33,10 +34,7 @@ def test_the_new_module_is_where_the_old_one_was(
     folder = native_target(kind)
     target = Target.load(folder)
     drafter = older_drafter(str(folder), "mtp", target)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in drafter.parameters():
-        parameter.data.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    checkpoint.save(drafter, tmp_path / "tuned", target)
+    checkpoint.save(noisy(drafter, 0, 0.1), tmp_path / "tuned", target)
     export_and_prove(
         ExportConfig(draft=str(tmp_path / "tuned"), to="vllm", out=str(tmp_path / "out"))
     )

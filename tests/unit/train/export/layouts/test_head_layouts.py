@@ -20,6 +20,7 @@ from draftsmith.files import read_json, write_json
 from draftsmith.train.export.command import run
 from draftsmith.train.export.config import ExportConfig
 from draftsmith.train.export.layouts.table import WRITERS
+from tests.noise import noisy
 
 ENGINES = [
     (family, engine)
@@ -41,11 +42,7 @@ def make(target: Target, tmp_path: Path):
 
     def draft(family: str, of: Target = target, **options: Any) -> Path:
         drafter = FAMILIES[family].create(OPTIONS[family](**options), of, seed=0)
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for parameter in drafter.parameters():
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-        checkpoint.save(drafter, tmp_path / family, of)
+        checkpoint.save(noisy(drafter, 1, 0.1), tmp_path / family, of)
         return tmp_path / family
 
     return draft
@@ -92,23 +89,6 @@ def test_read_after_write_is_the_identity(family, engine, make, target):
         assert read.portable_config() == own.portable_config()
 
 
-def test_eagle1_differs_between_engines_by_its_bias_alone(make):
-    draft = make("eagle1")
-    vllm, sglang = (
-        load_file(export(draft, engine) / "model.safetensors") for engine in ("vllm", "sglang")
-    )
-    assert sglang.keys() - vllm.keys() == {"fc.bias"} and not sglang["fc.bias"].any()
-    assert not any(
-        "input_layernorm" in name or name.startswith(("norm", "lm_head")) for name in vllm
-    )
-    assert read_json(draft.with_name("eagle1-vllm") / "config.json")["architectures"] == [
-        "EagleLlamaForCausalLM"
-    ]
-    assert read_json(draft.with_name("eagle1-sglang") / "config.json")["architectures"] == [
-        "LlamaForCausalLMEagle"
-    ]
-
-
 def test_a_bias_that_says_something_is_not_dropped(make, target):
     draft = make("eagle1")
     tensors = load_file(draft / "model.safetensors")
@@ -121,25 +101,6 @@ def test_a_bias_that_says_something_is_not_dropped(make, target):
         export(draft, "vllm")
     for own, exported in zip(before, logits(export(draft, "sglang"), target), strict=True):
         torch.testing.assert_close(own, exported)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"fc.weight": None}, "'fc.weight' is missing"),
-        ({"fc.weight": torch.zeros(3, 3)}, r"'fc.weight' of .* has shape \[3, 3\]"),
-        ({"layers.0.input_layernorm.weight": torch.ones(32)}, "no place in this family"),
-    ],
-)
-def test_eagle1_that_engines_would_misread_is_refused(change, words, make):
-    draft = make("eagle1")
-    tensors = {**load_file(draft / "model.safetensors"), **change}
-    save_file(
-        {name: tensor for name, tensor in tensors.items() if tensor is not None},
-        draft / "model.safetensors",
-    )
-    with pytest.raises(UserError, match=words):
-        export(draft, "vllm")
 
 
 def test_eagle1_of_a_target_with_scaled_embeddings_brings_its_own(make, tiny_target):
@@ -198,52 +159,6 @@ def test_p_eagle_layers_are_named_as_vllm_names_them(make):
     tensors["vllm"].pop("mask_hidden")
     save_file(tensors["vllm"], draft / "model.safetensors")
     with pytest.raises(UserError, match="'mask_hidden' is missing"):
-        export(draft, "vllm")
-
-
-def test_mlp_repeats_its_tied_weights_at_every_depth(make):
-    draft = make("mlp")
-    own, written = (
-        load_file(folder / "model.safetensors") for folder in (draft, export(draft, "hf"))
-    )
-    assert {name.split(".")[2] for name in written if ".head." in name} == {"0", "1", "2", "3"}
-    assert torch.equal(written["speculator.proj.3.weight"], own["speculator.proj.1.weight"])
-    assert written["speculator.proj.0.weight"].shape == own["speculator.proj.0.weight"].shape
-
-
-def test_block_drafters_count_layers_by_their_outputs(make):
-    """The default taps of four layers are the inputs of layers 1 and 2, the outputs of 0 and 1."""
-    for family in ("dflash", "dspark"):
-        config = read_json(export(make(family), "vllm") / "config.json")
-        assert (
-            config["dflash_config"]["target_layer_ids"] == [0, 1]
-            and config["num_target_layers"] == 4
-        )
-        assert config["dflash_config"]["sample_from_anchor"] is (family == "dspark")
-        assert config["dflash_config"]["mask_token_id"] < config["vocab_size"]
-    assert (
-        config["target_layer_ids"] == [0, 1]
-        and config["sample_from_anchor"] is True
-        and config["markov_rank"] == 64
-    )
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"hidden_norm.weight": None}, "'hidden_norm.weight' is missing"),
-        ({"fc.weight": torch.zeros(3, 3)}, r"'fc.weight' of .* has shape \[3, 3\]"),
-        ({"mask_hidden": torch.ones(1, 64)}, "no place in this family"),
-    ],
-)
-def test_dflash_that_engines_would_misread_is_refused(change, words, make):
-    draft = make("dflash")
-    tensors = {**load_file(draft / "model.safetensors"), **change}
-    save_file(
-        {name: tensor for name, tensor in tensors.items() if tensor is not None},
-        draft / "model.safetensors",
-    )
-    with pytest.raises(UserError, match=words):
         export(draft, "vllm")
 
 

@@ -28,6 +28,7 @@ from draftsmith.train.export.command import run
 from draftsmith.train.export.config import ExportConfig
 from draftsmith.train.session import older_drafter
 from tests.engine_readers.proof import export_and_prove
+from tests.noise import noisy
 
 
 class MimoModule(torch.nn.Module):
@@ -78,13 +79,7 @@ def exported(
     ) -> tuple[Target, LlamaMtp, Path]:
         target = Target.load(tiny_target(arch))
         drafter = Mtp.create(options or MtpOptions(), target, seed=3)
-        generator = torch.Generator().manual_seed(0)
-        for parameter in drafter.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.data.add_(
-                noise * (0.1 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5)
-            )
-        checkpoint.save(drafter, tmp_path / "draft", target)
+        checkpoint.save(noisy(drafter, 0), tmp_path / "draft", target)
         run(ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(tmp_path / "out")))
         return target, drafter, tmp_path / "out"
 
@@ -114,38 +109,34 @@ def test_transformers_still_loads_the_target(
     assert AutoTokenizer.from_pretrained(folder).get_vocab() == target.tokenizer().get_vocab()
 
 
+def check_module(
+    target: Target, drafter: LlamaMtp, folder: Path, tensors: dict[str, torch.Tensor], layer: int
+) -> None:
+    """vLLM's module, handed the states at `layer`, gives what ours gives of those that it reads."""
+    values = json.loads((folder / "config.json").read_text())
+    assert values["architectures"] == ["MiMoForCausalLM"]
+    assert values["num_nextn_predict_layers"] == 1
+    outside = ("architectures", "model_type", "head_dim")
+    config = Qwen2Config(**{key: value for key, value in values.items() if key not in outside})
+    config._attn_implementation = "eager"
+    module = MimoModule(config).eval()
+    module.load(tensors)
+    mask = torch.ones_like(IDS)
+    with torch.no_grad():
+        states = target.states(IDS, mask, (layer,))[0]
+        theirs = module(target.embed(torch.roll(IDS, -1, 1)), states, Qwen2RotaryEmbedding(config))
+        taps = target.states(IDS, mask, drafter.taps)[0]
+        batch = UnrollBatch(input_ids=IDS, attention_mask=mask, taps=taps, num_steps=1)
+        ours = next(iter(drafter.unroll(batch))).hidden
+    torch.testing.assert_close(theirs[:, :-1], ours[:, :-1], rtol=1e-4, atol=1e-4)
+
+
 def test_vllm_reads_the_module_that_was_trained(
     exported: Callable[..., tuple[Target, LlamaMtp, Path]],
 ) -> None:
     target, drafter, folder = exported()
-    values = json.loads((folder / "config.json").read_text())
-    assert (
-        values["architectures"] == ["MiMoForCausalLM"] and values["num_nextn_predict_layers"] == 1
-    )
-    config = Qwen2Config(
-        **{
-            key: value
-            for key, value in values.items()
-            if key not in ("architectures", "model_type")
-        }
-    )
-    config._attn_implementation = "eager"
-    module = MimoModule(config).eval()
-    module.load(stitched_tensors(folder))
-    rotary = Qwen2RotaryEmbedding(config)
-    mask = torch.ones_like(IDS)
-    with torch.no_grad():
-        # MiMo hands its module the target's state before the last norm, raw id L.
-        taps, _ = target.states(IDS, mask, (target.num_layers,))
-        theirs = module(target.embed(torch.roll(IDS, -1, 1)), taps, rotary)
-        batch = UnrollBatch(
-            input_ids=IDS,
-            attention_mask=mask,
-            taps=target.states(IDS, mask, drafter.taps)[0],
-            num_steps=1,
-        )
-        ours = next(iter(drafter.unroll(batch))).hidden
-    torch.testing.assert_close(theirs[:, :-1], ours[:, :-1], rtol=1e-4, atol=1e-4)
+    # MiMo hands its module the target's state before the last norm, raw id L.
+    check_module(target, drafter, folder, stitched_tensors(folder), target.num_layers)
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -193,30 +184,14 @@ def test_a_module_beside_its_target_is_read_by_vllm(
 ) -> None:
     """Qwen3's heads are wider than its states; the block's are not."""
     target, drafter, folder = exported(arch)
-    values = json.loads((folder / "config.json").read_text())
-    assert values["architectures"] == ["MiMoForCausalLM"] and drafter.taps == (FINAL,)
-    config = Qwen2Config(
-        **{
-            key: value
-            for key, value in values.items()
-            if key not in ("architectures", "model_type", "head_dim")
-        }
-    )
-    config._attn_implementation = "eager"
-    module, tensors = MimoModule(config).eval(), load_file(folder / "model.safetensors")
-    module.load(tensors)
+    assert drafter.taps == (FINAL,)
+    tensors = load_file(folder / "model.safetensors")
     # What the engine would miss among the weights of its module.
     assert {name for name in tensors if "mtp_layers" not in name} == {
         "model.embed_tokens.weight",
         "lm_head.weight",
     }
-    mask = torch.ones_like(IDS)
-    with torch.no_grad():
-        final = target.states(IDS, mask, ())[1]
-        theirs = module(target.embed(torch.roll(IDS, -1, 1)), final, Qwen2RotaryEmbedding(config))
-        batch = UnrollBatch(input_ids=IDS, attention_mask=mask, taps=final, num_steps=1)
-        ours = next(iter(drafter.unroll(batch))).hidden
-        torch.testing.assert_close(theirs[:, :-1], ours[:, :-1], rtol=1e-4, atol=1e-4)
+    check_module(target, drafter, folder, tensors, FINAL)
     assert torch.equal(tensors["lm_head.weight"], target.output_weight)
     export_and_prove(
         ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(tmp_path / "proven"))

@@ -158,21 +158,6 @@ def test_texts_become_the_targets_tokens(
         assert read.decode(ids) == own.decode(ids)
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"norm_output": True}, "eagle3.norm_output=false"),
-        ({"fc_norm": True}, "eagle3.fc_norm=false"),
-        ({"taps": (1, 3)}, "exactly 3"),
-    ],
-)
-def test_heads_that_genai_would_run_as_others_are_refused(
-    options: dict[str, Any], reason: str, made: Callable[..., Path]
-) -> None:
-    with pytest.raises(UserError, match=reason):
-        export(made(family="eagle3", **EAGLE3 | options))
-
-
 def test_a_second_layer_is_refused(made: Callable[..., Path]) -> None:
     config = read_json(made(family="eagle3", **EAGLE3) / "config.json")
     check_represented(config, READER)

@@ -22,7 +22,8 @@ from draftsmith.errors import UserError
 from draftsmith.train.export.command import run
 from draftsmith.train.export.config import ExportConfig
 from tests.engine_readers.proof import export_and_prove
-from tests.unit.train.export.conftest import APPENDED, trained
+from tests.noise import noisy
+from tests.unit.train.export.conftest import APPENDED
 
 BESIDE = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "ernie4_5_moe")
 IDS = torch.randint(2, 288, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -45,7 +46,7 @@ def test_a_new_module_has_the_targets_block_and_is_exported_into_its_folder(
     target = Target.load(folder, dtype=torch.float32)
     drafter = Mtp.create(MtpOptions(), target, seed=3)
     assert isinstance(drafter, AppendedMtp)
-    trained(drafter)
+    noisy(drafter, 0, 0.1)
     checkpoint.save(drafter, tmp_path / "draft", target)
     out = tmp_path / "out"
     export_and_prove(ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(out)))

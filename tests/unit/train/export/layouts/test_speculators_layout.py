@@ -26,6 +26,7 @@ from draftsmith.files import read_json, write_json
 from draftsmith.train.export.config import ExportConfig
 from tests.engine_readers.proof import export_and_prove
 from tests.engine_readers.speculators import read_eagle1, read_mtp
+from tests.noise import noisy
 
 Find = Callable[..., str]
 IDS = torch.randint(3, 288, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -34,11 +35,7 @@ LAYER = "transformer."
 
 def noised(drafter: TrainedDrafter, of: Target, folder: Path) -> Path:
     """A saved draft whose weights no default gives."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    checkpoint.save(drafter, folder, of)
+    checkpoint.save(noisy(drafter, 1, 0.1), folder, of)
     return folder
 
 

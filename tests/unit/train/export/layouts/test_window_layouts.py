@@ -19,6 +19,7 @@ from draftsmith.files import read_json
 from draftsmith.train.export.command import open_source, run
 from draftsmith.train.export.config import ExportConfig
 from tests.engine_readers.proof import prove
+from tests.noise import noisy
 
 WINDOW = 4
 TAPS = {"taps": (1, 2, 3)}
@@ -31,10 +32,7 @@ def make(tiny_target: Callable[..., str], tmp_path: Path) -> Callable[..., Path]
     def draft(family: str, **options: Any) -> Path:
         shape = OPTIONS[family](**{"window": WINDOW} | options)
         drafter = FAMILIES[family].create(shape, target, seed=0)
-        generator = torch.Generator().manual_seed(1)
-        for parameter in drafter.parameters():
-            parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
-        checkpoint.save(drafter, tmp_path / family, target)
+        checkpoint.save(noisy(drafter, 1, 0.2), tmp_path / family, target)
         return tmp_path / family
 
     return draft
