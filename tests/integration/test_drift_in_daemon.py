@@ -13,7 +13,7 @@ import torch
 
 from draftsmith.distill.buffer import marks
 from draftsmith.distill.buffer.folder import ShardFolder
-from draftsmith.distill.buffer.traffic import ServedText, stitch
+from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.distill.config import DistillConfig, DriftConfig, LearnConfig
 from draftsmith.distill.gate.drift import BASELINE
 from draftsmith.distill.gate.gate import Decision
@@ -22,23 +22,17 @@ from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.published import versions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from draftsmith.record import RoundRecord
 from tests.integration.conftest import learner_of
+from tests.round_records import round_record, served_text
 
 
 def served(number: int, accepted: int, name: str) -> ServedText:
-    record = RoundRecord(
-        request=f"{name}{number}", round=0, request_class=name, target="t", target_revision="",
-        draft_version=(
-            "1"
-        ),
-        time_s=3.6 * number, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, position=4,
+    record = round_record(
+        request=f"{name}{number}", request_class=name, time_s=3.6 * number, position=4,
         context=[5, 6, 7, 8 + number % 200],
-        drafted=[9, 9, 9, 9], accepted=accepted, committed=[9] * accepted + [11], emitted=11,
+        drafted=[9, 9, 9, 9], accepted=accepted, committed=[9] * accepted + [11],
     )  # fmt: skip
-    text = stitch([record])
-    assert text is not None
-    return text
+    return served_text([record])
 
 
 def test_learning_rests_without_gains_and_is_woken_by_drift(

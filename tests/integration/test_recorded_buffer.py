@@ -21,17 +21,16 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.record import RoundRecord
 from tests.integration.conftest import learner_of
+from tests.round_records import round_record
 
 NUM_REQUESTS, FRESH = 30, 4
 SHARD = 7  # records
 
 
 def record(number: int) -> RoundRecord:
-    return RoundRecord(
-        request=f"r{number}", round=0, request_class="", target="t", target_revision="",
-        draft_version="1", time_s=float(number), temperature=1.0, top_k=0, top_p=1.0, min_p=0.0,
-        position=4, context=[5, 6, 7, 8 + number], drafted=[9, 9], accepted=1, committed=[9, 11],
-        emitted=11, last=True,
+    return round_record(
+        request=f"r{number}", time_s=float(number), position=4, context=[5, 6, 7, 8 + number],
+        drafted=[9, 9], accepted=1, committed=[9, 11], last=True,
     )  # fmt: skip
 
 

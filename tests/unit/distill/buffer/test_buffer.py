@@ -27,6 +27,7 @@ from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.folder import Shard, ShardFolder, parse, retain
 from draftsmith.errors import UserError
 from draftsmith.record import Distribution, RecordedTaps, RoundRecord
+from tests.round_records import round_record
 
 
 def distribution(first: int, width: int = 3) -> Distribution:
@@ -38,25 +39,17 @@ def record(request: str = "r", number: int = 0, **changes: object) -> RoundRecor
     values: dict = {
         "request": request,
         "round": number,
-        "request_class": "",
-        "target": "t",
-        "target_revision": "",
         "draft_version": "v000001",
         "time_s": 100.0 + number,
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
         "position": 2 + 3 * number,
         "context": [5, 6] if number == 0 else [],
         "drafted": [7, 8, 9],
         "accepted": 2,
         "committed": [7, 8, 4],
-        "emitted": 4,
         "p": [distribution(7), distribution(8), distribution(9)],
         "q": [distribution(6), distribution(7, 2), distribution(8, 1)],
     }
-    return RoundRecord(**{**values, **changes})
+    return round_record(**{**values, **changes})
 
 
 def same(left: RoundRecord, right: RoundRecord) -> bool:

@@ -11,17 +11,11 @@ import pytest
 from draftsmith.distill.buffer import record_table
 from draftsmith.distill.buffer.record_table import RecordFiles
 from draftsmith.record import RoundRecord
+from tests.round_records import round_record
 
 
 def records_of(*names: str) -> list[RoundRecord]:
-    return [
-        RoundRecord(
-            request=name, round=0, request_class="", target="t", target_revision="", time_s=0.0,
-            draft_version="1", temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, position=1,
-            context=[1], drafted=[2], accepted=1, committed=[2, 3], emitted=3,
-        )
-        for name in names
-    ]  # fmt: skip
+    return [round_record(request=name, drafted=[2], accepted=1, committed=[2, 3]) for name in names]
 
 
 def test_records_that_were_saved_before_are_copied_and_others_written(

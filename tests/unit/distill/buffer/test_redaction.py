@@ -14,6 +14,7 @@ from draftsmith.distill.buffer.traffic import branches, stitch
 from draftsmith.errors import UserError
 from draftsmith.record import Distribution, RoundRecord
 from draftsmith.train.data.roles import Role
+from tests.round_records import round_record
 from tests.tokenizer_kinds import FALLBACKS
 
 MASK = 1
@@ -58,11 +59,9 @@ def make(
     last: bool = False,
 ) -> RoundRecord:
     distributions = [Distribution([token], [0.0], 0.0) for token in drafted]
-    return RoundRecord(
-        "a-0", round=number, target="t", draft_version="1", time_s=0.0, position=position,
-        context=context, drafted=drafted, accepted=accepted, committed=committed,
-        emitted=committed[-1] if committed else -1, p=distributions, q=distributions,
-        last=last,
+    return round_record(
+        request="a-0", round=number, position=position, context=context, drafted=drafted,
+        accepted=accepted, committed=committed, p=distributions, q=distributions, last=last,
     )  # fmt: skip
 
 

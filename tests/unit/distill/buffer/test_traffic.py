@@ -18,6 +18,7 @@ from draftsmith.distill.buffer.traffic import (
 from draftsmith.drafters.target.target import Target
 from draftsmith.record import RoundRecord
 from draftsmith.train.data.roles import Role, RoleWeights
+from tests.round_records import round_record
 
 
 def make(
@@ -28,12 +29,9 @@ def make(
     committed: list[int],
     accepted: int,
 ) -> RoundRecord:
-    return RoundRecord(
-        request="r", round=number, request_class="", target="t", target_revision="",
-        draft_version="1", time_s=0.0,
-        temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, position=position, context=context,
-        drafted=drafted, accepted=accepted,
-        committed=committed, emitted=committed[-1] if committed else -1,
+    return round_record(
+        round=number, position=position, context=context, drafted=drafted, accepted=accepted,
+        committed=committed,
     )  # fmt: skip
 
 

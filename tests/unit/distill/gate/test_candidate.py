@@ -117,11 +117,6 @@ def test_the_pull_holds_a_candidate_close_to_the_live_version(
     assert distance(tied.drafter, other) < 1e-6
 
 
-def test_a_pull_of_zero_is_none(target: Target, bigram: Callable, served: list[ServedText]) -> None:
-    plain, zero = trained(target, bigram, served), trained(target, bigram, served, proximal=0.0)
-    assert torch.equal(plain.drafter.head, zero.drafter.head)
-
-
 def test_depths_are_weighted_as_in_training(
     target: Target, bigram: Callable, served: list[ServedText]
 ) -> None:

@@ -8,10 +8,10 @@ import json
 import numpy as np
 import pytest
 
-from draftsmith.distill.buffer.traffic import ServedText, stitch
+from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.distill.config import DriftConfig
 from draftsmith.distill.gate.drift import BASELINE, MAX_CLASSES, ClassDetector, Drift, acceptance
-from draftsmith.record import RoundRecord
+from tests.round_records import round_record, served_text
 
 OFFERED = 4
 
@@ -24,18 +24,14 @@ def served(
     for number, accepted in enumerate(rounds):
         committed = list(range(accepted + 1))
         records.append(
-            RoundRecord(
-                request="r", round=number, request_class=request_class, target="t",
-                target_revision="", draft_version=version,
-                time_s=time_s, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, position=position,
-                context=[0] if number == 0 else [], drafted=[0] * OFFERED, accepted=accepted,
-                committed=committed, emitted=0,
+            round_record(
+                round=number, request_class=request_class, draft_version=version, time_s=time_s,
+                position=position, context=[0] if number == 0 else [],
+                drafted=[0] * OFFERED, accepted=accepted, committed=committed, emitted=0,
             )
         )  # fmt: skip
         position += len(committed)
-    text = stitch(records)
-    assert text is not None
-    return text
+    return served_text(records)
 
 
 def stream(

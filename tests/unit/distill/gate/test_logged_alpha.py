@@ -14,6 +14,7 @@ from draftsmith.kernels.acceptance import overlap, probabilities
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.top_tokens import top_probs
 from draftsmith.record import Distribution, RoundRecord
+from tests.round_records import round_record
 
 VOCAB = 300
 
@@ -27,12 +28,9 @@ def record(
         if temperature in (0.0, 1.0)
         else float(torch.logsumexp(logits.log_softmax(-1) / temperature, 0))
     )
-    return RoundRecord(
-        request="r", round=0, request_class="", target="t", target_revision="", draft_version="1",
-        time_s=0.0,
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, position=1, context=[1],
-        drafted=[1], accepted=0,
-        committed=[1], emitted=1, p=[Distribution(distribution.ids[0].tolist(), distribution.logprobs[0].tolist(), float(distribution.tail), norm)],
+    return round_record(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, drafted=[1],
+        committed=[1], p=[Distribution(distribution.ids[0].tolist(), distribution.logprobs[0].tolist(), float(distribution.tail), norm)],
     )  # fmt: skip
 
 

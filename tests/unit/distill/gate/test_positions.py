@@ -9,7 +9,8 @@ import torch
 from draftsmith.distill.gate.logged import LoggedPosition
 from draftsmith.distill.gate.positions import DraftedPositions, Position
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
-from draftsmith.record import Distribution, RoundRecord
+from draftsmith.record import Distribution
+from tests.round_records import round_record
 
 ROWS, LENGTH, WIDTH, VOCAB = 2, 9, 4, 6
 
@@ -38,10 +39,9 @@ class Heads:
 
 
 def position(row: int, begin: int, depth: int) -> Position:
-    record = RoundRecord(
-        request="r", round=0, request_class="", target="t", target_revision="", draft_version="1",
-        time_s=0.0, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, position=begin, context=[1],
-        drafted=[1, 1], accepted=2, committed=[1, 1], emitted=1, p=[Distribution([], [], 1.0)] * 2,
+    record = round_record(
+        position=begin, drafted=[1, 1], accepted=2, committed=[1, 1],
+        p=[Distribution([], [], 1.0)] * 2,
     )  # fmt: skip
     return Position(row, LoggedPosition(record, depth))
 

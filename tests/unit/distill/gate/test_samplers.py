@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.distill.buffer.traffic import ServedText, samplers_of, stitch
+from draftsmith.distill.buffer.traffic import ServedText, samplers_of
 from draftsmith.distill.config import DriftConfig, GateConfig
 from draftsmith.distill.decisions import describe
 from draftsmith.distill.gate.canary import Trial
@@ -25,7 +25,8 @@ from draftsmith.distill.gate.regression import Earlier, Watched, watch
 from draftsmith.distill.gate.scoring import Scored, Scorer, score
 from draftsmith.distill.gate.sequential import Evidence, Ledger
 from draftsmith.kernels.sampling.filters import SamplingRows, process
-from draftsmith.record import Distribution, RoundRecord
+from draftsmith.record import Distribution
+from tests.round_records import round_record, served_text
 
 VOCAB, K, ROUNDS = 32, 3, 10
 
@@ -120,21 +121,18 @@ def serve(
             emitted = int(drawn.choice(VOCAB, p=left / left.sum()))
             committed = [*proposal[:accepted], emitted]
             records.append(
-                RoundRecord(
-                    request=f"{seed}/{number}", round=number_of_round, request_class="",
-                    target="t", target_revision="", draft_version=version, time_s=0.0,
-                    temperature=temperature, top_k=top_k, top_p=1.0, min_p=0.0,
+                round_record(
+                    request=f"{seed}/{number}", round=number_of_round, draft_version=version,
+                    temperature=temperature, top_k=top_k,
                     position=len(tokens), context=tokens[:] if number_of_round == 0 else [],
-                    drafted=proposal, accepted=accepted, committed=committed, emitted=emitted,
+                    drafted=proposal, accepted=accepted, committed=committed,
                     p=[dataclasses.replace(p_logged[row], log_norm=0.0) for row in rows],
                     q=[q_logged[row] for row in rows], rule="chain", sampler=sampler,
                 )
             )  # fmt: skip
             records[-1] = dataclasses.replace(records[-1], **changes)
             tokens += committed
-        text = stitch(records)
-        assert text is not None
-        texts.append(text)
+        texts.append(served_text(records))
     return texts
 
 

@@ -11,11 +11,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from draftsmith.distill.buffer.traffic import ServedText, stitch
+from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.distill.config import GateConfig
 from draftsmith.distill.gate.canary import MOST_LEVELS, PATIENCE, CanaryTrial, Trial
 from draftsmith.drafters.published.versions import in_canary
-from draftsmith.record import RoundRecord
+from tests.round_records import round_record, served_text
 
 CONFIG = GateConfig()
 # A rate of 0.05 seen over 300 trials is above this once in about 700 times.
@@ -32,16 +32,11 @@ def served(
     request_class: str = "",
     drafted: int = 3,
 ) -> ServedText:
-    record = RoundRecord(
-        request=request, round=0, request_class=request_class, target="t", target_revision="",
-        draft_version=version, time_s=0.0,
-        temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, position=1, context=[5],
-        drafted=[9] * drafted, accepted=accepted,
-        committed=[9] * accepted + [11], emitted=11,
+    record = round_record(
+        request=request, request_class=request_class, draft_version=version,
+        drafted=[9] * drafted, accepted=accepted, committed=[9] * accepted + [11],
     )  # fmt: skip
-    text = stitch([record])
-    assert text is not None
-    return text
+    return served_text([record])
 
 
 def request(is_chosen: bool, number: int, share: float = 0.1) -> str:

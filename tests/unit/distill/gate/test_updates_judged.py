@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.distill.buffer.traffic import ServedText, stitch
+from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.distill.config import GateConfig
 from draftsmith.distill.gate import scoring
 from draftsmith.distill.gate.canary import Trial
@@ -25,7 +25,8 @@ from draftsmith.distill.gate.regression import Earlier, watch
 from draftsmith.distill.gate.scoring import Scored, Scorer
 from draftsmith.distill.gate.sequential import Evidence, Ledger
 from draftsmith.drafters.target.target import Target
-from draftsmith.record import Distribution, RoundRecord
+from draftsmith.record import Distribution
+from tests.round_records import round_record, served_text
 
 ROUNDS, K = 10, 3
 PER_LOOK = 4  # held-out requests between two looks of the gate
@@ -94,31 +95,14 @@ class World:
         records, position = [], 1
         for number, accepted in enumerate(np.cumprod(kept, axis=1).sum(axis=1).tolist()):
             records.append(
-                RoundRecord(
-                    request=name,
-                    round=number,
-                    request_class="",
-                    target="t",
-                    target_revision="",
-                    draft_version=str(version),
-                    time_s=0.0,
-                    temperature=1.0,
-                    top_k=0,
-                    top_p=1.0,
-                    min_p=0.0,
-                    position=position,
-                    context=[] if number else [5],
-                    drafted=[9] * K,
-                    accepted=accepted,
-                    committed=[9] * accepted + [11],
-                    emitted=11,
-                    p=[DISTRIBUTION] * K,
+                round_record(
+                    request=name, round=number, draft_version=str(version), position=position,
+                    context=[] if number else [5], drafted=[9] * K, accepted=accepted,
+                    committed=[9] * accepted + [11], p=[DISTRIBUTION] * K,
                 )
-            )
+            )  # fmt: skip
             position += accepted + 1
-        text = stitch(records)
-        assert text is not None
-        return text
+        return served_text(records)
 
     def score(
         self, drafts: list[Draft], target: object, texts: list[ServedText], **sizes: int

@@ -25,10 +25,12 @@ from draftsmith.drafters.options import OPTIONS, DraftLmOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.sampling.top_tokens import top_probs
-from draftsmith.record import Distribution, RecordedTaps, RoundRecord
+from draftsmith.record import Distribution, RecordedTaps
 from draftsmith.train.data.batches import rows_as_long_as_the_longest
 from draftsmith.train.data.roles import TrainedRow
 from draftsmith.train.objective.outline import load_outline
+from tests.noise import noisy
+from tests.round_records import round_record
 
 LENGTHS = (17, 5, 2, 30, 9, 1, 12, 30, 8)
 FAMILIES_HERE = ("eagle3", "draft-lm", "dflash", "medusa")
@@ -42,13 +44,7 @@ def exact(tiny_target: Callable[..., str]) -> Target:
 def drafter_of(family: str, target: Target) -> torch.nn.Module:
     options = OPTIONS[family]() if family != "draft-lm" else DraftLmOptions(hidden_size=32)
     drafter = FAMILIES[family].create(options, target, seed=0).to(torch.float64)
-    chance = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        # Parts that begin at zero would hide what flows through them.
-        for parameter in drafter.parameters():
-            noise = torch.randn(parameter.shape, generator=chance, dtype=torch.float64)
-            parameter.add_(0.05 * noise)
-    return drafter
+    return noisy(drafter, 2, 0.05)  # parts that begin at zero would hide what flows through them
 
 
 def texts() -> list[TrainedRow]:
@@ -69,9 +65,7 @@ def recorded(row: TrainedRow, target: Target, layers: tuple[int, ...]) -> Learni
     top = top_probs(target.head(hidden[0]), 16)
     known = max(1, len(row.tokens) - 5)
     bits = taps[0, :known].to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
-    record = RoundRecord(
-        request="r", round=0, request_class="", target="t", target_revision="", draft_version="1",
-        time_s=0.0, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, position=1,
+    record = round_record(
         context=row.tokens[:1], drafted=row.tokens[1:], accepted=len(row.tokens) - 1,
         committed=row.tokens[1:], emitted=0, taps=RecordedTaps(layers, 0, bits),
         p=[Distribution(*(part[at].tolist() for part in top)) for at in range(len(row.tokens) - 1)],

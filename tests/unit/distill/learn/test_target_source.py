@@ -13,7 +13,8 @@ from draftsmith.distill.buffer.record_table import is_of_weights, of_earlier_wei
 from draftsmith.distill.learn import target_source
 from draftsmith.distill.learn.target_source import TargetFolder
 from draftsmith.errors import UserError
-from draftsmith.record import Distribution, RoundRecord
+from draftsmith.record import Distribution
+from tests.round_records import round_record
 
 
 @pytest.fixture
@@ -81,11 +82,7 @@ def test_a_hub_id_never_changes() -> None:
 
 def test_records_of_earlier_weights_keep_their_tokens_alone() -> None:
     p = [Distribution([7], [-0.1], 0.1)]
-    record = RoundRecord(
-        request="r", round=0, request_class="", target="t", target_revision="", draft_version="1",
-        time_s=0.0, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, position=1, context=[1],
-        drafted=[7], accepted=1, committed=[7, 8], emitted=8, p=p, q=p, weight_version="6",
-    )  # fmt: skip
+    record = round_record(drafted=[7], accepted=1, committed=[7, 8], p=p, q=p, weight_version="6")
     assert is_of_weights(record, revision="own", weight_version="")
     assert is_of_weights(record, revision="own", weight_version="6")
     assert not is_of_weights(record, revision="own", weight_version="7")

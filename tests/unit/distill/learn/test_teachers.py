@@ -35,6 +35,7 @@ from draftsmith.kernels.sampling.top_tokens import top_probs
 from draftsmith.record import Distribution, RecordedTaps, RoundRecord
 from draftsmith.train.data.roles import Role, TrainedRow
 from draftsmith.train.objective.outline import TargetOutline, load_outline
+from tests.round_records import round_record
 
 EVERYWHERE = ("accepted", "first-rejected", "bonus", "later-rejected")
 ONE_STEP = LearnUnroll(steps=1)
@@ -130,9 +131,8 @@ def distribution(width: int, *, likeliest: int = 0) -> Distribution:
 
 
 def round_of(p: list[Distribution], *, accepted: int, committed: int, drafted: int) -> RoundRecord:
-    return RoundRecord(
-        request="r", round=0, request_class="", target="t", target_revision="", draft_version="1",
-        time_s=0.0, temperature=0.7, top_k=5, top_p=0.9, min_p=0.0, position=2, context=[5, 6],
+    return round_record(
+        temperature=0.7, top_k=5, top_p=0.9, position=2, context=[5, 6],
         drafted=[7] * drafted, accepted=accepted, committed=[7] * committed, emitted=7, p=p,
     )  # fmt: skip
 

@@ -25,6 +25,7 @@ from draftsmith.distill.monitor.monitor import MOST_STREAMS, EvidenceStream, Mon
 from draftsmith.distill.monitor.positions import Positions, positions_of
 from draftsmith.files import plain
 from draftsmith.record import Distribution, RoundRecord
+from tests.round_records import round_record
 
 VOCAB = 300  # more than the 64 that are logged
 TOP = 64
@@ -70,11 +71,9 @@ def round_of(
     kept = bool(generator.random() < min(1.0, p[x] / q[x]) + bonus)
     rest = np.maximum(changes.pop("residual", p - q), 0)
     emitted = draw(p if kept else rest / rest.sum())
-    record = RoundRecord(
-        request="r", round=0, request_class="", target="t", target_revision="", draft_version="1",
-        time_s=0.0, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, position=1, context=[1],
+    record = round_record(
         drafted=[x], accepted=int(kept), committed=[x, emitted] if kept else [emitted],
-        emitted=emitted, p=[logged(p, x, unrounded=unrounded)],
+        p=[logged(p, x, unrounded=unrounded)],
         q=[logged(q, x, unrounded=unrounded)], rule="chain",
     )  # fmt: skip
     return replace(record, **changes)

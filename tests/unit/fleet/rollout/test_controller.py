@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.distill.buffer.traffic import ServedText, stitch
+from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.drafters.published import versions
 from draftsmith.fleet.config import FleetConfig, RolloutConfig
 from draftsmith.fleet.publish.command import controller_of
@@ -22,7 +22,8 @@ from draftsmith.fleet.rollout.stage import LATE_S, Half, StageTrial, TrialPairs
 from draftsmith.fleet.store.layout import EngineStatus
 from draftsmith.fleet.store.rollout import Rollout
 from draftsmith.fleet.store.store import VersionStore
-from draftsmith.record import RoundRecord, hashed
+from draftsmith.record import hashed
+from tests.round_records import round_record, served_text
 
 SWITCH_S = 100.0
 CONFIG = RolloutConfig(switch_s=SWITCH_S, pairs=60, requests=2, hold_s=500.0)
@@ -37,17 +38,14 @@ def text_of(
     for number, time_s in enumerate((at_s, at_s if ended_s is None else ended_s)):
         committed = [7] * (accepted + 1)
         records.append(
-            RoundRecord(
-                hashed(name), round=number, target="t", target_revision="r",
-                draft_version=str(version), time_s=time_s, position=position,
-                context=[1, 2] if number == 0 else [], drafted=[7] * 4, accepted=accepted,
-                committed=committed, emitted=7, engine=engine,
+            round_record(
+                request=hashed(name), round=number, draft_version=str(version), time_s=time_s,
+                position=position, context=[1, 2] if number == 0 else [], drafted=[7] * 4,
+                accepted=accepted, committed=committed, engine=engine,
             )
         )  # fmt: skip
         position += len(committed)
-    text = stitch(records)
-    assert text is not None and len(text.records) == 2
-    return text
+    return served_text(records)
 
 
 def rollout(**changes: Any) -> Rollout:
