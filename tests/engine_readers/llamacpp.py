@@ -13,7 +13,7 @@ import torch
 from draftsmith.errors import UserError
 from draftsmith.train.export.layouts.gguf import DRAFT, TOKENIZER, Gguf, library
 from draftsmith.train.export.layouts.source import text_config
-from tests.engine_readers.understood import Parameters, Shapes, Understood
+from tests.engine_readers.understood import Shapes, Understood, filled
 
 NAME = "llama.cpp"
 # Modules of a layer, by the names that its loaders give them.
@@ -114,7 +114,7 @@ def decoder(
             f"blk.{layer}.{name}.bias": own[f"blk.{layer}.{name}.weight"][:1]
             for name in (biases or MATRICES)
         }
-    loaded = filled(content, shapes, optional)
+    loaded = filled(NAME, content.tensors, shapes, optional=optional)
     tied = "output.weight" not in loaded
     tensors = own_names(loaded, config, turned=turned)
     return Understood(
@@ -156,7 +156,7 @@ def read_eagle3(folder: Path, target_config: dict[str, Any]) -> Understood:
         "output.weight": (rows, hidden),
         "token_embd.weight": (config["vocab_size"], hidden),
     }
-    loaded = filled(content, shapes, optional | rope_shape(config))
+    loaded = filled(NAME, content.tensors, shapes, optional=optional | rope_shape(config))
     tensors = own_names(loaded, config, {"fc": "fc", "enc.output_norm": "input_norm"}, turned=True)
     tensors = {name.replace("layers.0.", "midlayer."): t for name, t in tensors.items()}
     if "d2t" in loaded:
@@ -211,7 +211,7 @@ def read_block(content: Gguf, target_config: dict[str, Any], architecture: str) 
         rank = content.tensors["markov_w1.weight"].shape[1]
         shapes |= {"markov_w1.weight": (vocab, rank), "markov_w2.weight": (vocab, rank)}
         optional |= {"conf_proj.weight": (1, hidden + rank), "conf_proj.bias": (1,)}
-    loaded = filled(content, shapes, optional)
+    loaded = filled(NAME, content.tensors, shapes, optional=optional)
     tensors = own_names(loaded, config, BLOCK_NAMES, turned=False)
     # Not causal where the file does not say.
     settings = {
@@ -320,14 +320,6 @@ def layer_shapes(
     heads = ("attn_q_norm", "attn_k_norm")
     shapes |= {name: (width,) if name in heads else (hidden,) for name in norms}
     return {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
-
-
-def filled(content: Gguf, shapes: Shapes, optional: Shapes) -> dict[str, torch.Tensor]:
-    """The loader counts the tensors that it used and refuses a file with more."""
-    parameters = Parameters(NAME, shapes, optional=optional, strict=True)
-    for name, tensor in content.tensors.items():
-        parameters.fill(name, tensor)
-    return parameters.loaded()
 
 
 def own_names(

@@ -9,7 +9,7 @@ from typing import Any
 from draftsmith.drafters.weights import read_config, read_weights
 from draftsmith.errors import UserError
 from draftsmith.train.export.layouts.source import text_config
-from tests.engine_readers.understood import Parameters, Understood
+from tests.engine_readers.understood import Understood, filled
 
 
 def read_model(folder: Path, target_config: dict[str, Any]) -> Path:
@@ -38,10 +38,7 @@ def read_medusa(folder: Path, target_config: dict[str, Any]) -> Understood:
                 f"{head}.{layer}.linear.bias": (hidden,),
             }
         shapes[f"{head}.{layers}.weight"] = (target["vocab_size"], hidden)
-    parameters = Parameters("Medusa's own loader", shapes, strict=True)
-    for name, tensor in read_weights(folder).items():
-        parameters.fill(name, tensor)
-    loaded = parameters.loaded()
+    loaded = filled("Medusa's own loader", read_weights(folder), shapes)
     own = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -77,8 +74,5 @@ def read_mlp(folder: Path, target_config: dict[str, Any]) -> Understood:
             f"speculator.ln.{depth}.weight": (inner,),
             f"speculator.ln.{depth}.bias": (inner,),
         }
-    parameters = Parameters("fms", shapes, strict=True)
-    for name, tensor in read_weights(folder).items():
-        parameters.fill(name, tensor)
     # Untied, so that each depth keeps what was read for it.
-    return Understood({**config, "tie_weights": False}, parameters.loaded())
+    return Understood({**config, "tie_weights": False}, filled("fms", read_weights(folder), shapes))

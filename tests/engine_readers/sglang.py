@@ -11,16 +11,18 @@ import torch
 from draftsmith.drafters.weights import read_config, read_weights
 from draftsmith.errors import UserError
 from draftsmith.train.export.layouts.source import text_config
+from tests.engine_readers import understood
 from tests.engine_readers.understood import (
-    BLOCK_NORMS,
     LAYER_NORMS,
-    Parameters,
     Shapes,
     Understood,
+    block_shapes,
+    check_architecture,
     decoder_layer,
+    filled,
     in_layer_order,
     renamed,
-)  # fmt: skip
+)
 from tests.engine_readers.vllm import own_block
 
 NAME = "SGLang"
@@ -67,24 +69,22 @@ def read_eagle3(folder: Path, target_config: dict[str, Any]) -> Understood:
         shapes["model.input_norm.weight"] = (num_taps * width,)
     if config.get("fc_norm"):
         shapes |= {f"model.fc_norm.{index}.weight": (width,) for index in range(num_taps)}
-    parameters, hot = Parameters(NAME, shapes, optional=optional, strict=False), None
-    for name, tensor in read_weights(folder).items():
-        if "d2t" in name:
-            hot = tensor + torch.arange(len(tensor))
-        elif "t2d" not in name:
-            parameters.fill(engine_name(name, parameters), tensor)
+    tensors, known = read_weights(folder), shapes | optional
+    hot = tensors.get("d2t")
+    loaded = filled(
+        NAME, tensors, shapes, optional=optional, strict=False,
+        named=lambda name: engine_name(name, known),
+    )  # fmt: skip
     # No such path, and no window, there, whatever the config says.
     config = {**config, "norm_before_residual": False, "eagle_aux_hidden_state_layer_ids": raw}
     config.pop("layer_types", None)
-    return Understood(
-        config, own_eagle3(parameters.loaded(), hot, draft_vocab, config["vocab_size"])
-    )
+    return Understood(config, own_eagle3(loaded, hot, draft_vocab, config["vocab_size"]))
 
 
-def engine_name(name: str, parameters: Parameters) -> str:
+def engine_name(name: str, known: Shapes) -> str:
     for old, new in LEGACY.items():
         name = name.replace(old, new)
-    return name if name in parameters.shapes else f"model.{name}"
+    return name if name in known else f"model.{name}"
 
 
 def own_eagle3(
@@ -97,7 +97,7 @@ def own_eagle3(
     if "lm_head.weight" in loaded:
         tensors["lm_head.weight"] = loaded["lm_head.weight"]
     if hot is not None:
-        tensors["d2t"] = hot - torch.arange(len(hot))
+        tensors["d2t"] = hot
     elif draft_vocab is not None and draft_vocab != vocab:
         raise UserError(
             "SGLang would take draft token i for target token i, since the export has no d2t; the "
@@ -107,22 +107,7 @@ def own_eagle3(
 
 
 def read_eagle1(folder: Path, target_config: dict[str, Any]) -> Understood:
-    config = read_config(folder)
-    if config["architectures"] != ["LlamaForCausalLMEagle"]:
-        raise UserError(
-            f"SGLang loads {config['architectures']} as another model; the layout is wrong"
-        )
-    hidden, vocab = config["hidden_size"], config["vocab_size"]
-    shapes = decoder_layer("model.layers.0.", config, norms=("post_attention_layernorm",))
-    shapes |= {"model.fc.weight": (hidden, 2 * hidden), "model.fc.bias": (hidden,)}
-    shared: Shapes = {
-        "model.embed_tokens.weight": (vocab, hidden),
-        "lm_head.weight": (vocab, hidden),
-    }
-    parameters = Parameters(NAME, shapes, optional=shared, strict=False)
-    for name, tensor in read_weights(folder).items():
-        parameters.fill(name if "lm_head" in name else "model." + name, tensor)
-    return Understood(config, renamed(parameters.loaded(), "model.", ""))
+    return understood.read_eagle1(NAME, folder, "LlamaForCausalLMEagle", strict=False)
 
 
 def read_dflash(folder: Path, target_config: dict[str, Any]) -> Understood:
@@ -136,10 +121,7 @@ def read_dspark(folder: Path, target_config: dict[str, Any]) -> Understood:
 def block_from(folder: Path, target_config: dict[str, Any], *, architecture: str) -> Understood:
     config = read_config(folder)
     block = config.get("dflash_config") or {}
-    if config["architectures"] != [architecture]:
-        raise UserError(
-            f"SGLang does not load {config['architectures']} as {architecture}; the layout is wrong"
-        )
+    check_architecture(NAME, config, architecture)
     # A missing id makes it add a token to the vocabulary.
     mask = block.get("mask_token_id", config.get("mask_token_id"))
     if mask is None or mask >= config["vocab_size"]:
@@ -155,23 +137,9 @@ def block_from(folder: Path, target_config: dict[str, Any], *, architecture: str
         )
     outputs = block.get("target_layer_ids", config.get("target_layer_ids")) or []
     raw = in_layer_order([layer + 1 for layer in outputs], target_layers, NAME)
-    hidden, width = config["hidden_size"], text_config(target_config)["hidden_size"]
-    shapes = {
-        "fc.weight": (hidden, len(raw) * width),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
-    }
-    for layer in range(config["num_hidden_layers"]):
-        shapes |= decoder_layer(f"layers.{layer}.", config, norms=BLOCK_NORMS)
-    if rank := config.get("markov_rank"):
-        shapes |= dict.fromkeys(
-            ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"),
-            (config["vocab_size"], rank),
-        )
-    if config.get("enable_confidence_head"):
-        read = hidden + (config["markov_rank"] if config.get("confidence_head_with_markov") else 0)
-        shapes |= {"confidence_head.proj.weight": (1, read), "confidence_head.proj.bias": (1,)}
-    parameters = Parameters(NAME, shapes, strict=False)
-    for name, tensor in read_weights(folder).items():
-        parameters.fill(name.removeprefix("model."), tensor)
-    return own_block(config, raw, parameters.loaded())
+    needed, guess = block_shapes(config, len(raw), text_config(target_config)["hidden_size"])
+    loaded = filled(
+        NAME, read_weights(folder), needed | guess, strict=False,
+        named=lambda name: name.removeprefix("model."),
+    )  # fmt: skip
+    return own_block(config, raw, loaded)

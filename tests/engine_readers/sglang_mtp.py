@@ -11,7 +11,7 @@ from draftsmith.errors import UserError
 from draftsmith.train.export.layouts.source import text_config
 from tests.engine_readers.sglang import NAME
 from tests.engine_readers.understood import Understood
-from tests.engine_readers.vllm_mtp_beside import filled, qwen_module
+from tests.engine_readers.vllm_mtp_beside import filled_behind, qwen_module
 
 KINDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
@@ -24,5 +24,5 @@ def read_mtp(folder: Path, target_config: dict[str, Any]) -> Understood:
     if any(name.startswith("mtp.layers.1.") for name in tensor_names(folder)):
         raise UserError(f"{NAME} runs one MTP module of a {kind!r}; the layout is wrong")
     # Its class takes any number of modules in the config for one.
-    tensors = filled(folder, "mtp.", qwen_module(text_config(config)), engine=NAME)
+    tensors = filled_behind(folder, "mtp.", qwen_module(text_config(config)), engine=NAME)
     return Understood(config, tensors, target=folder)

@@ -1,5 +1,6 @@
 """The `speculators` library's own reading of the types that vLLM does not read: `eagle`, in its
-releases from 0.1 to 0.6, and `mtp`, in those from 0.6 on."""
+releases from 0.1 to 0.6, and `mtp`, in those from 0.6 on. It loads by transformers'
+`from_pretrained`, which passes over names that it does not know."""
 
 from __future__ import annotations
 
@@ -13,10 +14,11 @@ from draftsmith.train.export.layouts.source import text_config
 from tests.engine_readers.understood import (
     BLOCK_NORMS,
     LAYER_NORMS,
-    Parameters,
     Shapes,
     Understood,
     decoder_layer,
+    filled,
+    gated,
     renamed,
 )
 
@@ -53,7 +55,7 @@ def read_eagle1(folder: Path, target_config: dict[str, Any]) -> Understood:
         shapes["fusion_fc.bias"] = (hidden,)
     if has_norms:
         shapes |= dict.fromkeys(HEAD_NORMS, (hidden,))
-    loaded = filled(folder, shapes)
+    loaded = filled(NAME, read_weights(folder), shapes, strict=False)
     layer, fusion = renamed(loaded, "transformer.", "layers.0."), renamed(loaded, "fusion_", "")
     ends = {name: loaded[name] for name in HEAD_NORMS if has_norms}
     width = target.get("head_dim") or target["hidden_size"] // target["num_attention_heads"]
@@ -68,7 +70,8 @@ def read_mtp(folder: Path, target_config: dict[str, Any]) -> Understood:
     values = layer_of(outer, "mtp")
     if outer.get("num_nextn_predict_layers", 1) != 1:
         raise UserError(f"{NAME} runs one MTP module; the layout is wrong")
-    tensors = filled(folder, {f"mtp_layers.0.{name}": one for name, one in module(values).items()})
+    shapes = {f"mtp_layers.0.{name}": shape for name, shape in module(values).items()}
+    tensors = filled(NAME, read_weights(folder), shapes, strict=False)
     return Understood({**values, "speculators_model_type": "mtp"}, tensors)
 
 
@@ -105,15 +108,5 @@ def experts(values: dict[str, Any]) -> Shapes:
         "mlp.experts.gate_up_proj": (count, 2 * inner, hidden),
         "mlp.experts.down_proj": (count, hidden, inner),
         "mlp.shared_expert_gate.weight": (1, hidden),
-        "mlp.shared_expert.gate_proj.weight": (shared, hidden),
-        "mlp.shared_expert.up_proj.weight": (shared, hidden),
-        "mlp.shared_expert.down_proj.weight": (hidden, shared),
+        **gated("mlp.shared_expert", shared, hidden),
     }
-
-
-def filled(folder: Path, shapes: Shapes) -> dict[str, Any]:
-    """transformers' `from_pretrained`, which the library loads by, passes over other names."""
-    parameters = Parameters(NAME, shapes, strict=False)
-    for name, tensor in read_weights(folder).items():
-        parameters.fill(name, tensor)
-    return parameters.loaded()

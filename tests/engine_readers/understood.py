@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from draftsmith.drafters.interface import ServingDrafter
+from draftsmith.drafters.weights import read_config, read_weights
 from draftsmith.errors import UserError
 
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -34,42 +35,48 @@ class Understood(NamedTuple):
 Reader = Callable[[Path, dict[str, Any]], Understood | Path | ServingDrafter]
 
 
-class Parameters:
-    """An engine's module while its weights are loaded."""
-
-    def __init__(
-        self, engine: str, shapes: Shapes, *, optional: Shapes | None = None, strict: bool
-    ):
-        """`optional` are parameters that the engine takes from the target where the folder has
-        none. One that is not `strict` skips unknown names silently."""
-        self.engine, self.strict = engine, strict
-        self.needed, self.shapes = set(shapes), {**shapes, **(optional or {})}
-        self.filled: dict[str, torch.Tensor] = {}
-
-    def fill(self, name: str, tensor: torch.Tensor) -> None:
-        if name not in self.shapes:
-            if self.strict:
-                raise UserError(
-                    f"{self.engine} has no parameter {name!r} for a weight of the export; the "
-                    "layout is wrong"
-                )
-            return
-        if tuple(tensor.shape) != self.shapes[name]:
+def filled(
+    engine: str,
+    tensors: Mapping[str, torch.Tensor],
+    shapes: Shapes,
+    *,
+    optional: Shapes | None = None,
+    strict: bool = True,
+    named: Callable[[str], str | None] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Every parameter of an engine's module by its name, once the weights are loaded; raises for one
+    that would keep random numbers. `optional` are parameters that the engine takes from the target
+    where the folder has none. `named` gives the parameter of a tensor, or None where the engine
+    passes it over; one that is not `strict` passes all unknown names over."""
+    known, found = {**shapes, **(optional or {})}, {}
+    for stored, tensor in tensors.items():
+        name = stored if named is None else named(stored)
+        if name is None or (name not in known and not strict):
+            continue
+        if name not in known:
             raise UserError(
-                f"{self.engine} makes parameter {name!r} of shape {list(self.shapes[name])} and "
-                "the export has "
-                f"{list(tensor.shape)}; the layout is wrong"
+                f"{engine} has no parameter {name!r} for a weight of the export; the layout is "
+                "wrong"
             )
-        self.filled[name] = tensor
-
-    def loaded(self) -> dict[str, torch.Tensor]:
-        """Every parameter by its name; raises for one that would keep random numbers."""
-        if missing := sorted(self.needed - self.filled.keys()):
+        if tuple(tensor.shape) != known[name]:
             raise UserError(
-                f"{self.engine} finds no weight for its parameter {missing[0]!r} in the export; "
-                "the layout is wrong"
+                f"{engine} makes parameter {name!r} of shape {list(known[name])} and the export "
+                f"has {list(tensor.shape)}; the layout is wrong"
             )
-        return self.filled
+        found[name] = tensor
+    if missing := sorted(shapes.keys() - found.keys()):
+        raise UserError(
+            f"{engine} finds no weight for its parameter {missing[0]!r} in the export; the layout "
+            "is wrong"
+        )
+    return found
+
+
+def check_architecture(engine: str, config: Mapping[str, Any], *known: str) -> None:
+    if config["architectures"][0] not in known:
+        raise UserError(
+            f"{engine} loads {config['architectures']} as another model; the layout is wrong"
+        )
 
 
 def decoder_layer(
@@ -82,16 +89,57 @@ def decoder_layer(
     queries, keys = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
     read = 2 * hidden if wide else hidden
     shapes: Shapes = {
-        "self_attn.q_proj": (queries, read),
-        "self_attn.k_proj": (keys, read),
-        "self_attn.v_proj": (keys, read),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
+        "self_attn.q_proj.weight": (queries, read),
+        "self_attn.k_proj.weight": (keys, read),
+        "self_attn.v_proj.weight": (keys, read),
+        "self_attn.o_proj.weight": (hidden, queries),
+        **gated("mlp", inner, hidden),
     }
-    shapes |= {name: (width if name.startswith("self_attn") else hidden,) for name in norms}
-    return {f"{prefix}{name}.weight": shape for name, shape in shapes.items()}
+    for name in norms:
+        shapes[f"{name}.weight"] = (width if name.startswith("self_attn") else hidden,)
+    return {prefix + name: shape for name, shape in shapes.items()}
+
+
+def gated(name: str, inner: int, hidden: int) -> Shapes:
+    shapes: Shapes = {f"{name}.{kind}_proj.weight": (inner, hidden) for kind in ("gate", "up")}
+    return {**shapes, f"{name}.down_proj.weight": (hidden, inner)}
+
+
+def block_shapes(config: Mapping[str, Any], num_taps: int, width: int) -> tuple[Shapes, Shapes]:
+    """Parameters of a DFlash or DSpark block over taps of a `width`, and of its guess of its own
+    acceptance."""
+    hidden, rank = config["hidden_size"], config.get("markov_rank") or 0
+    shapes: Shapes = {
+        "fc.weight": (hidden, num_taps * width),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        shapes |= decoder_layer(f"layers.{layer}.", config, norms=BLOCK_NORMS)
+    if rank:
+        for table in ("markov_w1", "markov_w2"):
+            shapes[f"markov_head.{table}.weight"] = (config["vocab_size"], rank)
+    if not config.get("enable_confidence_head"):
+        return shapes, {}
+    read = hidden + (rank if config.get("confidence_head_with_markov") else 0)
+    head = "confidence_head.proj"
+    return shapes, {f"{head}.weight": (1, read), f"{head}.bias": (1,)}
+
+
+def read_eagle1(engine: str, folder: Path, architecture: str, *, strict: bool) -> Understood:
+    """The first layer has no norm before its attention, and the end none; the projection has a bias
+    where the engine is not `strict`."""
+    config = read_config(folder)
+    check_architecture(engine, config, architecture)
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    shapes = decoder_layer("layers.0.", config, norms=("post_attention_layernorm",))
+    shapes["fc.weight"] = (hidden, 2 * hidden)
+    if not strict:
+        shapes["fc.bias"] = (hidden,)
+    shared = dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), (vocab, hidden))
+    loaded = filled(engine, read_weights(folder), shapes, optional=shared, strict=strict)
+    loaded.pop("lm_head.weight", None)
+    return Understood(config, loaded)
 
 
 def renamed(tensors: Mapping[str, torch.Tensor], old: str, new: str) -> dict[str, torch.Tensor]:

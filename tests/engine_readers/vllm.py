@@ -10,35 +10,13 @@ import torch
 from draftsmith.drafters.weights import read_config, read_weights
 from draftsmith.errors import UserError
 from draftsmith.train.export.layouts.source import text_config
-from tests.engine_readers.understood import (
-    BLOCK_NORMS,
-    Parameters,
-    Shapes,
-    Understood,
-    decoder_layer,
-    renamed,
-)
+from tests.engine_readers import understood
+from tests.engine_readers.understood import Shapes, Understood, block_shapes, filled
 from tests.engine_readers.vllm_taps import NAME, tapped_layers
 
 
 def read_eagle1(folder: Path, target_config: dict[str, Any]) -> Understood:
-    config = read_config(folder)
-    if config["architectures"] != ["EagleLlamaForCausalLM"]:
-        raise UserError(
-            f"vLLM loads {config['architectures']} as another model; the layout is wrong"
-        )
-    hidden = config["hidden_size"]
-    # The first layer has no norm before its attention, the projection no bias, the end no norm.
-    shapes = decoder_layer("model.layers.0.", config, norms=("post_attention_layernorm",))
-    shapes["model.fc.weight"] = (hidden, 2 * hidden)
-    shared: Shapes = {
-        "model.embed_tokens.weight": (config["vocab_size"], hidden),
-        "lm_head.weight": (config["vocab_size"], hidden),
-    }
-    parameters = Parameters(NAME, shapes, optional=shared, strict=True)
-    for name, tensor in read_weights(folder).items():
-        parameters.fill(name if "lm_head" in name else "model." + name, tensor)
-    return Understood(config, renamed(parameters.loaded(), "model.", ""))
+    return understood.read_eagle1(NAME, folder, "EagleLlamaForCausalLM", strict=True)
 
 
 def read_dflash(folder: Path, target_config: dict[str, Any]) -> Understood:
@@ -73,30 +51,11 @@ def block_from(
     config: dict[str, Any], tensors: dict[str, torch.Tensor], target_config: dict[str, Any]
 ) -> Understood:
     raw = tapped_layers(config, text_config(target_config)["num_hidden_layers"])
-    hidden, width = config["hidden_size"], config.get("target_hidden_size") or config["hidden_size"]
-    shapes = {
-        "model.fc.weight": (hidden, len(raw) * width),
-        "model.hidden_norm.weight": (hidden,),
-        "model.norm.weight": (hidden,),
-    }
-    for layer in range(config["num_hidden_layers"]):
-        shapes |= decoder_layer(f"model.layers.{layer}.", config, norms=BLOCK_NORMS)
-    optional: Shapes = {}
-    if rank := config.get("markov_rank"):
-        shapes |= dict.fromkeys(
-            ("model.markov_head.markov_w1.weight", "model.markov_head.markov_w2.weight"),
-            (config["vocab_size"], rank),
-        )
-        if config.get("enable_confidence_head"):
-            read = hidden + (rank if config.get("confidence_head_with_markov") else 0)
-            optional |= {
-                "model.confidence_head.proj.weight": (1, read),
-                "model.confidence_head.proj.bias": (1,),
-            }
-    parameters = Parameters(NAME, shapes, optional=optional, strict=True)
-    for name, tensor in tensors.items():
-        parameters.fill("model." + name, tensor)
-    return own_block(config, raw, renamed(parameters.loaded(), "model.", ""))
+    width = config.get("target_hidden_size") or config["hidden_size"]
+    # A guess of its own acceptance is DSpark's alone, and need not be there.
+    shapes, guess = block_shapes(config, len(raw), width)
+    optional = guess if config.get("markov_rank") else {}
+    return own_block(config, raw, filled(NAME, tensors, shapes, optional=optional))
 
 
 def own_block(
@@ -132,7 +91,4 @@ def read_medusa(folder: Path, target_config: dict[str, Any]) -> Understood:
         else [f"lm_heads.{head}" for head in range(config["num_heads"])]
     )
     shapes |= {f"{table}.weight": (config["vocab_size"], hidden) for table in tables}
-    parameters = Parameters(NAME, shapes, strict=False)
-    for name, tensor in read_weights(folder).items():
-        parameters.fill(name, tensor)
-    return Understood(config, parameters.loaded())
+    return Understood(config, filled(NAME, read_weights(folder), shapes, strict=False))

@@ -13,10 +13,11 @@ from draftsmith.errors import UserError
 from draftsmith.train.export.layouts.source import text_config
 from tests.engine_readers.understood import (
     LAYER_NORMS,
-    Parameters,
     Shapes,
     Understood,
+    check_architecture,
     decoder_layer,
+    filled,
     renamed,
 )
 from tests.engine_readers.vllm_speculators import layer_of
@@ -85,10 +86,7 @@ def eagle3_from(
     *,
     parallel: bool = False,
 ) -> Understood:
-    if config["architectures"][0] not in ARCHITECTURES:
-        raise UserError(
-            f"vLLM loads {config['architectures'][0]!r} as another model; the layout is wrong"
-        )
+    check_architecture(NAME, config, *ARCHITECTURES)
     nested = config.get("eagle_config") or {}
     raw = tapped_layers(config, text_config(target_config)["num_hidden_layers"])
     num_taps = config.get("num_aux_hidden_states") or len(
@@ -99,16 +97,19 @@ def eagle3_from(
             f"vLLM would run fc over {num_taps} states and taps layers {raw}; the layout is wrong"
         )
     shapes, optional = _shapes(config, num_taps, parallel=parallel)
-    parameters = Parameters(NAME, shapes, optional=optional, strict=True)
-    for name, tensor in tensors.items():
-        if "t2d" in name:
-            continue
-        renamed_once = name.replace("d2t", "draft_id_to_target_id")
-        if renamed_once == name and "lm_head" not in name and "mask_hidden" not in name:
-            renamed_once = "model." + name
-        parameters.fill(renamed_once.replace("midlayer.", "layers.0."), tensor)
+    loaded = filled(NAME, tensors, shapes, optional=optional, named=engine_name)
     draft_vocab = config.get("draft_vocab_size") or config["vocab_size"]
-    return own_eagle3(config | {"draft_vocab_size": draft_vocab}, raw, parameters.loaded())
+    return own_eagle3(config | {"draft_vocab_size": draft_vocab}, raw, loaded)
+
+
+def engine_name(name: str) -> str | None:
+    if "t2d" in name:
+        return None
+    if "d2t" in name:
+        return name.replace("d2t", "draft_id_to_target_id")
+    if "lm_head" in name or "mask_hidden" in name:
+        return name
+    return "model." + name.replace("midlayer.", "layers.0.")
 
 
 def _shapes(config: dict[str, Any], num_taps: int, *, parallel: bool) -> tuple[Shapes, Shapes]:

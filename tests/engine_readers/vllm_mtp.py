@@ -16,10 +16,11 @@ from draftsmith.errors import UserError
 from draftsmith.train.export.layouts.source import text_config
 from tests.engine_readers.understood import (
     LAYER_NORMS,
-    Parameters,
     Shapes,
     Understood,
     decoder_layer,
+    filled,
+    gated,
     renamed,
 )
 from tests.engine_readers.vllm_mtp_beside import BESIDE
@@ -91,16 +92,15 @@ def read_appended(folder: Path, config: dict[str, Any], architecture: str) -> Un
     prefixes = tuple(
         f"model.layers.{first + index}." for index in range(config["num_nextn_predict_layers"])
     )
-    parameters = Parameters(
-        NAME,
-        {prefix + name: shape for prefix in prefixes for name, shape in shapes.items()},
-        optional={prefix + name: shape for prefix in prefixes for name, shape in shared.items()},
-        strict=True,
+    needed, optional = (
+        {prefix + name: shape for prefix in prefixes for name, shape in one.items()}
+        for one in (shapes, shared)
     )
-    for name, tensor in read_weights(folder).items():
-        if name.startswith(prefixes):
-            parameters.fill(name, tensor)
-    return Understood(config, parameters.loaded(), target=folder)
+    tensors = filled(
+        NAME, read_weights(folder), needed, optional=optional,
+        named=lambda name: name if name.startswith(prefixes) else None,
+    )  # fmt: skip
+    return Understood(config, tensors, target=folder)
 
 
 def latent_attention(config: dict[str, Any]) -> Shapes:
@@ -128,12 +128,12 @@ def grouped_attention(config: dict[str, Any]) -> Shapes:
     norms = ("self_attn.q_norm", "self_attn.k_norm") if config.get("use_qk_norm") else ()
     layer = decoder_layer("", config, norms=norms)
     shapes = {name: shape for name, shape in layer.items() if name.startswith("self_attn.")}
-    if config.get("attention_bias"):
-        shapes |= {
-            f"self_attn.{kind}_proj.bias": shapes[f"self_attn.{kind}_proj.weight"][:1]
-            for kind in "qkv"
-        }
-    return shapes
+    return with_biases(shapes) if config.get("attention_bias") else shapes
+
+
+def with_biases(layer: Shapes, prefix: str = "") -> Shapes:
+    biased = (f"{prefix}self_attn.{kind}_proj" for kind in "qkv")
+    return layer | {f"{name}.bias": layer[f"{name}.weight"][:1] for name in biased}
 
 
 def experts(config: dict[str, Any]) -> Shapes:
@@ -148,8 +148,7 @@ def experts(config: dict[str, Any]) -> Shapes:
     }
     widths = {f"experts.{number}": inner for number in range(count)}
     for name, width in {**widths, "shared_experts": inner * config["n_shared_experts"]}.items():
-        shapes |= {f"mlp.{name}.{kind}_proj.weight": (width, hidden) for kind in ("gate", "up")}
-        shapes[f"mlp.{name}.down_proj.weight"] = (hidden, width)
+        shapes |= gated(f"mlp.{name}", width, hidden)
     return shapes
 
 
@@ -157,26 +156,14 @@ def read_mimo(folder: Path, config: dict[str, Any]) -> Understood:
     """The module's layer is a Qwen2 block; its projection reads the state first and the embedding
     second."""
     hidden, prefix = config["hidden_size"], "model.mtp_layers.0."
-    width = config.get("head_dim") or hidden // config["num_attention_heads"]
-    heads = {
-        "q": config["num_attention_heads"],
-        "k": config["num_key_value_heads"],
-        "v": config["num_key_value_heads"],
-    }
-    shapes = decoder_layer(
-        prefix,
-        config,
-        norms=(*LAYER_NORMS, "token_layernorm", "hidden_layernorm", "final_layernorm"),
-    )
-    shapes |= {
-        f"{prefix}self_attn.{kind}_proj.bias": (count * width,) for kind, count in heads.items()
-    }
+    norms = (*LAYER_NORMS, "token_layernorm", "hidden_layernorm", "final_layernorm")
+    shapes = with_biases(decoder_layer(prefix, config, norms=norms), prefix)
     shapes[f"{prefix}input_proj.weight"] = (hidden, 2 * hidden)
-    parameters = Parameters(NAME, shapes, strict=True)
-    for name, tensor in read_weights(folder).items():
-        if "mtp_layers" in name:
-            parameters.fill(name, tensor)
-    module = own_mtp(renamed(parameters.loaded(), prefix, ""))
+    loaded = filled(
+        NAME, read_weights(folder), shapes,
+        named=lambda name: name if "mtp_layers" in name else None,
+    )  # fmt: skip
+    module = own_mtp(renamed(loaded, prefix, ""))
     own = {
         "architectures": [mtp.ARCHITECTURE],
         "attention_bias": "layer.self_attn.q_proj.bias" in module,

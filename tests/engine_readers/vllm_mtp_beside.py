@@ -15,10 +15,11 @@ from draftsmith.train.export.layouts.source import text_config
 from tests.engine_readers.understood import (
     BLOCK_NORMS,
     LAYER_NORMS,
-    Parameters,
     Shapes,
     Understood,
     decoder_layer,
+    filled,
+    gated,
 )
 from tests.engine_readers.vllm_taps import NAME
 
@@ -32,7 +33,7 @@ def read_qwen(folder: Path, config: dict[str, Any]) -> Understood:
     # Qwen3-Next's class counts one module where its config counts none.
     if values.get(key, 1 if is_next else None) != 1:
         raise UserError(f"{NAME} finds no MTP module of one layer, by {key}; the layout is wrong")
-    tensors = filled(folder, "mtp.", qwen_module(values))
+    tensors = filled_behind(folder, "mtp.", qwen_module(values))
     return Understood(config, tensors, target=folder)
 
 
@@ -68,8 +69,7 @@ def experts(values: dict[str, Any]) -> Shapes:
     shapes: Shapes = {"mlp.gate.weight": (count, hidden)}
     shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
     for name, width in widths.items():
-        shapes |= {f"mlp.{name}.{kind}_proj.weight": (width, hidden) for kind in ("gate", "up")}
-        shapes[f"mlp.{name}.down_proj.weight"] = (hidden, width)
+        shapes |= gated(f"mlp.{name}", width, hidden)
     return shapes
 
 
@@ -81,7 +81,7 @@ def read_ernie(folder: Path, config: dict[str, Any]) -> Understood:
     shapes = decoder_layer("block.0.", config, norms=LAYER_NORMS)
     shapes |= {"emb_norm.0.weight": (hidden,), "hidden_norm.0.weight": (hidden,)}
     shapes["linear_proj.0.weight"] = (hidden, 2 * hidden)
-    tensors = filled(folder, ERNIE, shapes)
+    tensors = filled_behind(folder, ERNIE, shapes)
     width = config.get("head_dim") or hidden // config["num_attention_heads"]
     for kind in ("q", "k"):
         name = f"{ERNIE}block.0.self_attn.{kind}_proj.weight"
@@ -90,16 +90,13 @@ def read_ernie(folder: Path, config: dict[str, Any]) -> Understood:
     return Understood(config, tensors, target=folder)
 
 
-def filled(
+def filled_behind(
     folder: Path, prefix: str, shapes: Shapes, *, engine: str = NAME
 ) -> dict[str, torch.Tensor]:
-    parameters = Parameters(
-        engine, {prefix + name: shape for name, shape in shapes.items()}, strict=True
-    )
-    for name, tensor in read_weights(folder).items():
-        if name.startswith(prefix):
-            parameters.fill(name, tensor)
-    return parameters.loaded()
+    return filled(
+        engine, read_weights(folder), {prefix + name: shape for name, shape in shapes.items()},
+        named=lambda name: name if name.startswith(prefix) else None,
+    )  # fmt: skip
 
 
 BESIDE: dict[str, Callable[[Path, dict[str, Any]], Understood]] = {
