@@ -1,257 +1,304 @@
-"""k for the most tokens per second.
+"""k for the most tokens per second, by prices and survival measured while serving.
 
-Measure how long rounds of each load take at each k, predict tokens per second from that and from
-the survival of each class's drafts, choose the best k, and probe others where what is not known of
-them may be worth more than the probe costs.
+The best of the k that were measured is used. Others are tried for a few rounds, at intervals that
+double while nothing changes, and only where a better price or survival than is known could win.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
-from math import erf, exp, inf, log, pi, sqrt
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from math import log2
 
 from draftsmith.serve.control.control import (
     MAX_AUTO_K,
     RoundPlan,
     RoundResult,
     RowBudget,
+    RowResult,
 )
-from draftsmith.serve.control.forecast import Forecast, Forecaster, RoundLoad, share_of_price
-from draftsmith.serve.control.latency import (
-    PROBE_ROUNDS,
-    TOGETHER,
-    Bucket,
-    LatencyTable,
-    bucket_of,
-)
-from draftsmith.serve.control.survival import Survival
+from draftsmith.serve.control.estimates import TOGETHER, RoundTimes, Survival
 
-EARLY, LATE = 4, 32  # rounds of a bucket between two decisions: after a change, and long after
-# Time without drafts between two decisions, long after a change; `LATE` rounds where these take
-# longer.
-REST_S = 0.2
-# Least relative gain in tokens per second for a change of k.
-GAIN_WANTED = 0.02
-HORIZON = 75, 600  # rounds that a better k is thought to be of use for, at first and at most
-MOST_SURVIVAL = 0.9  # bound of `least_survival`: k = 0 covers drafts that never pay
+PROBE_ROUNDS = 3
+EARLY, LATE = 8, 32  # rounds between two decisions, at first and at most while drafting
+LONGEST = 256  # most rounds between two probes
+GAIN_WANTED = 0.02  # least relative gain in tokens per second for a change of k
+HOPE = 1.0  # deviations of survival above what is known that a probe may find
+UNSURE = 0.2  # relative price below that of a k never measured that it may find
+OLD = 4000  # rounds after which a price may have halved
+FREE, SHARE = 5.0, 0.01  # rounds that probes may cost, and share of all rounds of the load
 UNSEEN = 1.0 / 1000.0  # share of what is known of survival that a round without drafts takes away
-UNREAD = 24  # rounds without drafts after which a draft has as much to read as ever
+MOST_SURVIVAL = 0.9  # bound of `least_survival`: k = 0 covers drafts that never pay
+ALIKE = 0.8  # of the best class's first chance: a probe drafts for classes above it
+MEMORY = 1000.0  # tokens that the share of prompts goes over
 
 
 @dataclass(slots=True)
-class _State:
-    """Rounds of about as many known tokens."""
+class _Load:
+    """Rounds of about as many rows and known tokens."""
 
+    rows: int
+    tokens: int
     k: int
+    times: RoundTimes = field(default_factory=RoundTimes)
     rounds: int = 0
-    decided: int = 0  # round of the last decision
     due: int = 0  # round of the next decision
-    pause: int = EARLY  # rounds between two decisions
     rest: int = 0  # last round of a rest, counted over all loads; 0: none
-    rested: bool = False  # since k or classes changed: a probe that brings nothing ends in rest
     request_class: str = ""  # of the first row at the last decision
     classes: Set[str] = frozenset()  # of all rows at the last decision
-    probe: int | None = None  # k in place of the chosen one, until `due`
-    last: int = 0  # round after which the probe ends in any case
-    tried: set[int] = field(default_factory=set)  # probes since the last rounds of the chosen k
+    rate: float = 0.0  # expected tokens per second
     # a draft less likely to be kept brings fewer tokens than its time is worth
     least_survival: float = 0.0
     caps: dict[str, int] = field(default_factory=dict)  # k of classes whose drafts survive less
+    probe: int | None = None  # k in place of the chosen one, until `due`
+    probe_due: int = 0  # round from which others are tried
+    pause: int = EARLY  # rounds from all probes to the first one again
+    since: int = 0  # round of that first one
+    probed: dict[int, int] = field(default_factory=dict)  # round of the last probe by k
+    cost: float = 0.0  # of all probes, in rounds
 
     def k_of(self, budget: RowBudget, k: int) -> int:
         return min(k, budget.most, self.caps.get(budget.request_class, k))
 
+    def doublings(self, other: _Load) -> float:
+        """Distance from another."""
+        return abs(log2(self.rows / other.rows)) + 0.5 * abs(log2(self.tokens / other.tokens))
+
+    def look_again(self) -> None:
+        self.pause, self.probe_due, self.since = EARLY, self.rounds, self.rounds + 1
+
 
 @dataclass(frozen=True, slots=True)
 class _Plan(RoundPlan):
-    """A round is measured in the bucket it was chosen for, whatever went through the target in the
-    end: otherwise the k chosen here might never be measured, and never be left."""
-
-    number: Bucket
-    scale: float = 1.0
+    load: _Load
+    is_measured: bool  # False: a prompt beside the rows says nothing about the price of drafts
 
 
 class AutoControl:
-    """k = 0 is one of the choices. No k is tried without a chance that it pays, so that neither
-    speculation that does not pay nor its probes cost much. `start` is the k before anything is
-    known.
-    """
+    """k = 0 is one of the choices. `start` is the k before anything is known."""
 
     learns = True
 
     def __init__(self, start: int = 3, survival: Survival | None = None):
-        self.start = start
-        self.latency, self.survival = LatencyTable(), survival or Survival()
-        self._buckets: dict[Bucket, _State] = {}
-        self.forecaster = Forecaster(self.latency, self.survival)
+        self.start, self.survival = start, survival or Survival()
+        self._loads: dict[tuple[int, int], _Load] = {}
         self._rounds = 0  # of all loads
-        self._undrafted = 0  # rounds since one that drafted
-        self._rested_rows = self._rested_tokens = 0  # of rounds at rest since one that was measured
+        self._decided = self._fed = 0.0  # fading sums: tokens decided, prompt tokens fed
+        # rounds in which a draft read text first
+        self._late: deque[tuple[_Load, RoundResult]] = deque(maxlen=8)
 
     def rests(self, classes: Set[str], num_rows: int, num_tokens: int) -> bool:
         self._rounds += 1
-        bucket = self._buckets.get(bucket_of(num_rows, num_tokens))
-        if bucket is None or bucket.rest == 0:
+        load, _ = self._load(num_rows, num_tokens)
+        if load.rest == 0:
             return False
-        if bucket.rest < self._rounds or bucket.classes != classes:
-            if bucket.rested:  # longer than until the decision that was due
-                bucket.due = bucket.rounds + TOGETHER if bucket.classes == classes else 0
-            bucket.rest = 0
+        if load.rest < self._rounds or load.classes != classes:
+            load.due = load.rounds + TOGETHER if load.classes == classes else 0
+            load.rest = 0
             return False
-        bucket.rounds += 1
-        self._undrafted += 1
-        self._rested_rows += num_rows
-        self._rested_tokens += num_tokens
+        load.rounds += 1
+        self._note_prompts(num_rows, num_tokens - num_rows)
         return True
 
     def choose(self, budgets: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
         deepest = min(max((budget.most for budget in budgets), default=0), MAX_AUTO_K)
-        number = bucket_of(len(budgets), num_tokens)
-        if deepest == 0:
-            return _Plan([0] * len(budgets), number)
-        bucket = self._state(number)
-        bucket.rounds += 1
-        if bucket.rounds >= bucket.due or budgets[0].request_class != bucket.request_class:
-            bucket.request_class = budgets[0].request_class
-            self._decide(bucket, RoundLoad(number, Counter(budgets), deepest))
-        k = bucket.k if bucket.probe is None else bucket.probe
-        if k == 0:
-            return _Plan([0] * len(budgets), number, least_survival=bucket.least_survival)
-        ks = [bucket.k_of(budget, k) for budget in budgets]
-        scale = share_of_price(sum(ks), len(ks) * max(ks)) if len(ks) > 1 else 1.0
-        return _Plan(ks, number, scale, least_survival=bucket.least_survival)
+        load, is_measured = self._load(len(budgets), num_tokens)
+        if deepest > 0:
+            load.rounds += 1
+            if load.rounds >= load.due or budgets[0].request_class != load.request_class:
+                load.request_class = budgets[0].request_class
+                self._decide(load, Counter(budgets), deepest)
+        k = load.k if load.probe is None else load.probe
+        ks = [load.k_of(budget, k) for budget in budgets]
+        return _Plan(ks, load, is_measured, least_survival=load.least_survival)
 
     def observe(self, result: RoundResult) -> None:
-        plan = result.plan
-        number = (
-            plan.number
-            if isinstance(plan, _Plan)
-            else bucket_of(result.num_rows, result.num_tokens)
-        )
-        bucket = self._state(number)
-        self._undrafted = 0 if result.k > 0 else self._undrafted + 1
-        self.forecaster.note_prompts(result, self._rested_rows, self._rested_tokens)
-        self._rested_rows = self._rested_tokens = 0
-        self._measure(number, bucket, result)
-        if not result.offers:
-            return
+        tokens = result.num_rows + sum(map(self._kept, result.offers))
+        self._note_prompts(tokens, result.num_tokens - result.num_rows)
+        if isinstance(result.plan, _Plan):
+            self._measure(result.plan, result, tokens)
         for row, times in Counter(result.offers).items():
             if row.accepted is not None:
                 self.survival.add(row.request_class, row.offered, row.accepted, times)
 
     def new_draft(self) -> None:
         self.survival.doubt(0.05)
-        for bucket in self._buckets.values():
-            bucket.rest, bucket.due, bucket.rested = 0, 0, False
+        for load in self._loads.values():
+            load.rest = load.due = 0
+            load.look_again()
 
-    def _state(self, number: Bucket) -> _State:
-        found = self._buckets.get(number)
-        if found is None:
-            found = self._buckets[number] = _State(self.start)
-        return found
+    def _load(self, num_rows: int, num_tokens: int) -> tuple[_Load, bool]:
+        """Load that a round goes by, and whether it is of that load itself. Beside a prompt, drafts
+        cost what they cost without; where there always is one, such rounds are measured."""
+        rows = _top(max(1, num_rows))
+        load = self._loads.get((rows, rows))
+        if num_tokens > num_rows:
+            if load is not None and load.times.compared:
+                return load, False
+            key = rows, _top(num_tokens)
+        else:
+            key = rows, rows
+        load = self._loads.get(key)
+        if load is None:
+            known = any(other.times.compared for other in self._loads.values())
+            load = self._loads[key] = _Load(*key, k=0 if known else self.start)
+        return load, True
 
-    def _measure(self, number: Bucket, bucket: _State, result: RoundResult) -> None:
+    def _kept(self, row: RowResult) -> float:
+        """Accepted drafts of a row; as many as are expected where they may not be counted."""
+        if row.accepted is None:
+            return sum(self.survival.chances(row.request_class, row.offered))
+        return row.accepted
+
+    def _note_prompts(self, decided: float, fed: int) -> None:
+        """Count what a draft has to read for each token decided."""
+        fade = max(0.0, 1.0 - decided / MEMORY)
+        self._decided = fade * self._decided + decided
+        self._fed = fade * self._fed + max(0, fed)
+
+    def _measure(self, plan: _Plan, result: RoundResult, tokens: float) -> None:
+        load, times = plan.load, plan.load.times
+        if plan.is_measured and load.probe is not None and load.rate > 0.0:
+            load.cost += (result.seconds - tokens / load.rate) / times.by_k[load.k]
         if result.catching_up:
-            self.forecaster.note_late_read(number, result)
-            if self.latency.begun(number, result.k) and bucket.probe is not None:
-                bucket.due = min(bucket.due + 1, bucket.last)
+            self._late.append((load, result))
+            if load.probe is not None:
+                load.due = min(load.due + 1, load.probed[load.probe] + 2 * PROBE_ROUNDS)
+        elif plan.is_measured:
+            times.add(result.k, result.seconds, usual=load.probe is None)
+
+    def _decide(self, load: _Load, rows: Counter[RowBudget], deepest: int) -> None:
+        classes, before = {budget.request_class for budget in rows}, load.classes
+        load.classes, load.probe, load.k = classes, None, min(load.k, deepest)
+        load.times.settle()
+        if not load.times.compared:
+            known = [other for other in self._loads.values() if other.times.compared]
+            if known:
+                load.times.like(min(known, key=load.doublings).times)
+        measured = [k for k in range(deepest + 1) if k in load.times.counts]
+        if not measured:
+            load.due = load.rounds + PROBE_ROUNDS
             return
-        seconds = result.seconds
-        scale = result.plan.scale if isinstance(result.plan, _Plan) else 1.0
-        if scale < 1.0 and self.latency.measured(number, 0):
-            plain_s = self.latency.seconds(number, 0)
-            seconds = plain_s + max(0.0, seconds - plain_s) / scale
-        self.latency.add(number, result.k, seconds)
+        rates = self._rates(load, rows, deepest)
+        best = max(measured, key=rates.__getitem__)
+        if load.k not in measured or rates[best] > (1.0 + GAIN_WANTED) * rates[load.k]:
+            load.k = best
+            load.look_again()
+        elif load.k == 0 and classes != before:
+            load.look_again()
+        load.rate = rates[load.k]
+        low, high = max(1, load.k - 1), min(max(load.k, 1) + 1, MAX_AUTO_K)
+        depth_s = (load.times.by_k[high] - load.times.by_k[low]) / (high - low)
+        load.least_survival = min(MOST_SURVIVAL, load.rate * depth_s / rows.total())
+        load.caps = self._caps(load, deepest)
+        load.due = load.rounds + min(load.pause, LATE)
+        if load.rounds >= load.probe_due:
+            self._probe(load, rows, rates)
 
-    def _decide(self, bucket: _State, load: RoundLoad) -> None:
-        since, bucket.decided = bucket.rounds - bucket.decided, bucket.rounds
-        classes, before = {budget.request_class for budget in load.rows}, bucket.classes
-        bucket.classes, bucket.rested = classes, bucket.rested and classes == before
-        bucket.probe, bucket.k = None, min(bucket.k, load.deepest)
-        bucket.pause = min(2 * bucket.pause, LATE)
-        bucket.due = bucket.rounds + bucket.pause
-        self.latency.settle()
-        self.latency.forget(load.number, since)
-        if bucket.k == 0:
-            self.survival.doubt(max(0.0, 1.0 - UNSEEN * since))
-        forecast = self.forecaster.forecast(load, bucket.k_of)
-        rates = forecast.rates
-        best = max(range(len(rates)), key=rates.__getitem__)
-        if self.latency.compared(load.number) and (
-            rates[best] > (1.0 + GAIN_WANTED) * rates[bucket.k]
-        ):
-            bucket.k, bucket.pause, bucket.rested = best, EARLY, False
-            bucket.due = bucket.rounds + EARLY
-        if not self.latency.measured(load.number, bucket.k):
-            bucket.due = bucket.rounds + 2
+    def _probe(self, load: _Load, rows: Counter[RowBudget], rates: list[float]) -> None:
+        """Try another k; where none is worth it, wait for twice as long as before."""
+        probe = self._candidate(load, rows, rates)
+        if probe is not None:
+            load.probe, load.probed[probe] = probe, load.rounds
+            load.due = load.rounds + PROBE_ROUNDS
+            load.probe_due = load.due + EARLY
             return
-        token_s = forecast.depth_s(bucket.k) / load.rows.total()
-        bucket.least_survival = min(MOST_SURVIVAL, rates[bucket.k] * token_s)
-        bucket.caps = self._caps(bucket, load)
-        others = {0, bucket.k - 1, min(bucket.k + 1, load.deepest), best} - bucket.tried
-        worth = {k: self._worth(bucket, load, forecast, k) for k in others if k >= 0}
-        k = max(worth, key=worth.__getitem__, default=bucket.k)
-        if k == bucket.k or worth[k] <= 0.0:
-            bucket.tried.clear()
-            if bucket.k == 0 and (bucket.pause == LATE or bucket.rested) and classes == before:
-                self._rest(bucket, load)
-        else:
-            bucket.tried.add(k)
-            bucket.probe, bucket.pause = k, EARLY
-            # The first round of a kind is not measured.
-            bucket.due = bucket.rounds + PROBE_ROUNDS + (not self.latency.measured(load.number, k))
-            bucket.last = bucket.due + PROBE_ROUNDS  # as many again where text is read late
+        load.pause = min(2 * load.pause, LONGEST)
+        load.probe_due = load.rounds + load.pause
+        load.since = load.probe_due
+        if load.k == 0:
+            self.survival.doubt(1.0 - UNSEEN * load.pause)
+            load.due = load.probe_due
+            if load.pause >= LATE:
+                load.rest = self._rounds + load.pause - TOGETHER
 
-    def _rest(self, bucket: _State, load: RoundLoad) -> None:
-        """Draft nothing until the next decision, and measure the last rounds before it."""
-        rounds = int(REST_S / self.latency.seconds(load.number, 0))
-        if rounds > LATE:
-            bucket.rested = True
-        elif bucket.pause == LATE:
-            rounds = LATE
-        else:
-            return
-        bucket.rest = self._rounds + rounds - TOGETHER
+    def _candidate(self, load: _Load, rows: Counter[RowBudget], rates: list[float]) -> int | None:
+        """The k that may win by most, of those nearby; None where none may."""
+        counts = load.times.counts
+        if 0 not in counts:
+            return 0  # the measure of all others
+        if load.cost > FREE + SHARE * load.rounds:
+            return None
+        nearby = {0, load.k - 1, load.k + 1}
+        if load.k > 0 or 1 in counts:
+            nearby.add(max(range(len(rates)), key=rates.__getitem__))
+        hoped = self._rates(load, rows, len(rates) - 1, HOPE)
+        winning: dict[int, float] = {}
+        for k in nearby.intersection(range(len(rates))) - {load.k}:
+            last = load.probed.get(k, 0)
+            price = UNSURE / (1 + counts.get(k, 0)) + (load.rounds - last) / OLD
+            rate = hoped[k] * (1.0 + price)
+            if (last == 0 or last < load.since) and rate > (1.0 + GAIN_WANTED) * rates[load.k]:
+                winning[k] = rate
+        return max(winning, key=winning.__getitem__, default=None)
 
-    def _worth(self, bucket: _State, load: RoundLoad, forecast: Forecast, k: int) -> float:
-        """Rounds that a probe of k may save, less those that it costs."""
-        now = bucket.k
-        if k == now:
-            return 0.0
-        is_alone = load.number == load.number.alone
-        if k == 0 and is_alone and not self.latency.measured(load.number, 0):
-            return inf  # the measure of all others
-        rates = forecast.rates
-        low, high = min(k, now), max(k, now)
-        unknown = max(0.0, self.latency.variance(load.number, k, now))
-        unknown += (sum(forecast.doubts[low:high]) / forecast.tokens[high]) ** 2
-        # of which a probe resolves a part
-        resolved = unknown / sqrt(unknown + self.latency.noise**2 / PROBE_ROUNDS)
-        seconds = forecast.seconds[k] / forecast.seconds[now]
-        cost = PROBE_ROUNDS * seconds * max(0.0, 1.0 - rates[k] / rates[now])
-        if now == 0:
-            cost += forecast.late_s / forecast.seconds[now] * min(1.0, self._undrafted / UNREAD)
-        rounds = min(HORIZON[0] + bucket.rounds, HORIZON[1])
-        return rounds * _gain(log(rates[k] / rates[now]) - GAIN_WANTED, resolved) - cost
+    def _rates(
+        self, load: _Load, rows: Counter[RowBudget], deepest: int, hope: float = 0.0
+    ) -> list[float]:
+        """Expected tokens per second by k."""
+        tokens = [float(rows.total())] * (deepest + 1)
+        for budget, count in rows.items():
+            chances = self.survival.chances(budget.request_class, deepest, hope)
+            kept = list(accumulate(chances, initial=0.0))
+            for k in range(1, deepest + 1):
+                tokens[k] += count * kept[load.k_of(budget, k)]
+        # A draft reads as many prompts as are fed for these tokens.
+        read_s = self._reading_s() * self._fed / max(1.0, self._decided)
+        return [
+            count / (load.times.by_k[k] + (k > 0) * read_s * count)
+            for k, count in enumerate(tokens)
+        ]
 
-    def _caps(self, bucket: _State, load: RoundLoad) -> dict[str, int]:
+    def _reading_s(self) -> float:
+        """Seconds that a draft takes to read a token of text late."""
+        known = [late for late in self._late if late[1].k in late[0].times.counts]
+        extra_s = sum(max(0.0, late.seconds - load.times.by_k[late.k]) for load, late in known)
+        return extra_s / max(1, sum(late.num_catch_up for _, late in known))
+
+    def _caps(self, load: _Load, deepest: int) -> dict[str, int]:
         """Depths to which a class's drafts bring more than their time is worth; none for the
         class that goes deepest, whose depth is the measured k."""
-        if len(bucket.classes) == 1:
+        if len(load.classes) == 1:
             return {}
-        depths = {}
-        for name in bucket.classes:
-            chances = self.survival.chances(name, load.deepest)
-            depths[name] = sum(chance >= bucket.least_survival for chance in chances)
-        deepest = max(depths.values())
-        return {name: depth for name, depth in depths.items() if depth < deepest}
+        chances = {name: self.survival.chances(name, deepest) for name in load.classes}
+        least = min(load.least_survival, ALIKE * max(first for first, *_ in chances.values()))
+        depths = {name: sum(one >= least for one in each) for name, each in chances.items()}
+        most = max(depths.values())
+        return {name: depth for name, depth in depths.items() if depth < most}
 
 
-def _gain(mean: float, spread: float) -> float:
-    """Expectation of what is positive of a Gaussian."""
-    if spread == 0.0:
-        return max(0.0, mean)
-    at = mean / spread
-    return spread * exp(-0.5 * at * at) / sqrt(2.0 * pi) + mean * 0.5 * (1.0 + erf(at / sqrt(2.0)))
+def _top(count: int) -> int:
+    """Next power of two."""
+    return 1 << (count - 1).bit_length()
+
+
+class _Heights(Survival):
+    """A tree counts as one draft, which brings as many tokens as its kept path is deep."""
+
+    def __init__(self, depth: int):
+        super().__init__()
+        self.depth = depth
+
+    def add(self, request_class: str, offered: int, accepted: int, times: int = 1) -> None:
+        super().add(request_class, min(offered, self.depth), accepted, times)
+
+    def chances(self, request_class: str, k: int, hope: float = 0.0) -> list[float]:
+        return [sum(super().chances(request_class, self.depth, hope))] if k > 0 else []
+
+
+class TreeControl(AutoControl):
+    """A round's rows grow their trees or none. Trees have one size, of which there is 0 or 1."""
+
+    def __init__(self, depth: int):
+        super().__init__(start=1, survival=_Heights(depth))
+
+    def choose(self, budgets: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
+        single = [budget._replace(most=min(budget.most, 1)) for budget in budgets]
+        chosen = super().choose(single, num_tokens)
+        nodes = [budget.most * k for budget, k in zip(budgets, chosen.ks, strict=True)]
+        return replace(chosen, ks=nodes, least_survival=0.0)
+
+    def observe(self, result: RoundResult) -> None:
+        super().observe(result._replace(k=min(result.k, 1)))

@@ -25,9 +25,8 @@ from draftsmith.serve.cache.prefix import PrefixCache
 from draftsmith.serve.cache.states import caches, check_states
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.config_checks import configured_tree
-from draftsmith.serve.control.auto import AutoControl
+from draftsmith.serve.control.auto import AutoControl, TreeControl
 from draftsmith.serve.control.control import Control, FixedControl, ScheduledControl, parse_schedule
-from draftsmith.serve.control.trees import TreeControl
 from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.engine.commit import Committer
 from draftsmith.serve.engine.engine import EngineCore

@@ -5,33 +5,18 @@ from __future__ import annotations
 
 import pytest
 
-from draftsmith.serve.control.auto import LATE, REST_S, AutoControl, _State
+from draftsmith.serve.control.auto import LATE, LONGEST, AutoControl
 from draftsmith.serve.control.control import RoundResult, RowBudget, RowResult, rest_plan
-from draftsmith.serve.control.forecast import RoundLoad
-from draftsmith.serve.control.latency import TOGETHER
-
-SHORT_S = 1e-3
+from draftsmith.serve.control.estimates import TOGETHER
 
 
-def play(
-    control: AutoControl, rounds: int, *, round_s: float = SHORT_S, prompt_every: int = 0
-) -> list[bool]:
-    """Rounds of one row whose drafts are never kept; True for those at rest. Every
-    `prompt_every`-th also reads 30 tokens of a prompt."""
-    rests = []
-    for number in range(rounds):
-        num_tokens = 31 if prompt_every and number % prompt_every == 0 else 1
-        rests.append(play_round(control, ["a"], num_tokens, round_s=round_s) is None)
-    return rests
+def play(control: AutoControl, rounds: int) -> list[bool]:
+    """Rounds of one row whose drafts are never kept; True for those at rest."""
+    return [play_round(control, ["a"], 1) is None for _ in range(rounds)]
 
 
 def play_round(
-    control: AutoControl,
-    rows: list[str],
-    num_tokens: int,
-    *,
-    round_s: float = SHORT_S,
-    kept: str = "b",
+    control: AutoControl, rows: list[str], num_tokens: int, *, kept: str = "b"
 ) -> list[int] | None:
     """k of rows of these classes; None at rest. A draft takes a fifth of the target's time, and is
     kept by one class alone."""
@@ -44,7 +29,7 @@ def play_round(
         if k
     ]
     k = max(plan.ks)
-    seconds = round_s * (1 + 0.2 * k)
+    seconds = 1e-3 * (1 + 0.2 * k)
     control.observe(
         RoundResult(plan, num_tokens, len(rows), k, seconds, False, offers, num_drafted=k)
     )
@@ -66,52 +51,19 @@ def test_most_short_rounds_rest_where_drafting_never_pays() -> None:
 
 def test_rests_end_in_time_and_with_rounds_that_are_measured() -> None:
     rests = "".join("r" if one else "m" for one in play(AutoControl(), 6000))
-    assert max(map(len, rests.split("m"))) <= REST_S / SHORT_S - TOGETHER
+    assert max(map(len, rests.split("m"))) <= LONGEST - TOGETHER
     measured = [len(part) for part in rests.strip("m").split("r") if part]
     assert len(measured) > 10 and min(measured) >= TOGETHER
 
 
-def test_rounds_that_take_long_rest_until_the_decision_that_is_due() -> None:
-    rests = "".join("r" if one else "m" for one in play(AutoControl(), 3000, round_s=REST_S / LATE))
-    assert rests[1000:].count("r") >= 0.55 * len(rests[1000:])
-    assert max(map(len, rests.split("m"))) <= LATE - TOGETHER
-    assert min(len(part) for part in rests.strip("m").split("r") if part) >= TOGETHER
-
-
-@pytest.mark.parametrize("every", [20, 50])
-def test_a_rest_of_long_rounds_moves_no_decision(
-    every: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two rows, of which every so often one is of another class."""
-    decide = AutoControl._decide
-
-    def decided() -> tuple[list[int], int]:
-        control, rounds, at_rest = AutoControl(), [], 0
-
-        def noted(self: AutoControl, bucket: _State, load: RoundLoad) -> None:
-            rounds.append(number)
-            decide(self, bucket, load)
-
-        monkeypatch.setattr(AutoControl, "_decide", noted)
-        for number in range(3000):
-            rows = ["a", "c" if number % every == every - 1 else "a"]
-            at_rest += play_round(control, rows, 2, round_s=REST_S / LATE) is None
-        return rounds, at_rest
-
-    found, at_rest = decided()
-    monkeypatch.setattr(AutoControl, "_rest", lambda *unused: None)
-    assert decided() == (found, 0)
-    assert at_rest > 500
-
-
-@pytest.mark.parametrize("load", [({"b"}, 1, 1), ({"a"}, 2, 2), ({"a"}, 1, 31)])
+@pytest.mark.parametrize("load", [({"b"}, 1, 1), ({"a"}, 2, 2)])
 def test_another_class_or_load_is_looked_at_at_once(load: tuple[set[str], int, int]) -> None:
     assert not resting().rests(*load)
 
 
 def test_another_class_ends_the_rest_for_good() -> None:
     """Also where it was the measured end of a rest that it came in."""
-    for begin in range(0, int(REST_S / SHORT_S), 20):
+    for begin in range(0, LONGEST, 20):
         control = resting()
         play(control, begin)
         ks = [play_round(control, ["b"], 1) for _ in range(60)]
@@ -141,8 +93,8 @@ def test_a_class_that_comes_as_another_row_ends_the_rest(rows: list[str]) -> Non
 
 def test_a_rest_that_was_left_for_another_load_is_not_caught_up_on() -> None:
     control = resting()
-    for _ in range(int(REST_S / SHORT_S)):
-        play_round(control, ["a", "a"], 2, round_s=REST_S)
+    for _ in range(LONGEST):
+        play_round(control, ["a", "a"], 2)
     rests = play(control, 3 * LATE)
     assert not any(rests[:TOGETHER]), "what it takes is measured first"
 
@@ -153,14 +105,6 @@ def test_a_new_draft_ends_the_rest() -> None:
     control.new_draft()
     assert not control.rests({"a"}, 1, 1)
     assert any(control.choose([RowBudget("a", 8)], 1).ks[0] > 0 for _ in range(2)), "a trial"
-
-
-def test_prompts_that_are_read_at_rest_count_for_what_a_draft_would_read() -> None:
-    """One prompt of 30 tokens for every 40 tokens decided, whichever rounds rest."""
-    control = AutoControl()
-    rests = play(control, 12000, prompt_every=40)
-    assert sum(rests) > 6000
-    assert control.forecaster._fed / control.forecaster._decided == pytest.approx(30 / 40, rel=0.3)
 
 
 def test_a_plan_at_rest_drafts_nothing() -> None:

@@ -165,8 +165,8 @@ def test_a_row_that_may_not_count_is_reckoned_as_expected() -> None:
     like one that kept none."""
     control = AutoControl()
     control.survival.add("", 3, 2, 50)
-    assert control.forecaster._kept(RowResult("", 3, 2)) == 2
-    assert control.forecaster._kept(RowResult("", 3, None)) == pytest.approx(
+    assert control._kept(RowResult("", 3, 2)) == 2
+    assert control._kept(RowResult("", 3, None)) == pytest.approx(
         sum(control.survival.chances("", 3))
     )
 
