@@ -315,21 +315,6 @@ class ForwardCapturable(ABC):
     def capture_forward(self) -> None:
         """Called once before serving. The drafter's weights may be written in place afterwards."""
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes that what is captured takes at the first draft, and keeps."""
-        return 0
-
-    def share_buffers(self, other: ForwardCapturable) -> bool:
-        """Take those of `other`, which drafts by turns with this draft. False where the two have
-        none alike."""
-        return False
-
-
-def buffer_bytes(drafter: object) -> int:
-    """Bytes that a draft takes beside its weights and its pool; 0 until it is captured."""
-    return drafter.buffer_bytes if isinstance(drafter, ForwardCapturable) else 0
-
 
 class HoldsGraphs(Protocol):
     @property

@@ -32,8 +32,6 @@ def draft_chain(
     graphs: ChainGraphs | None,
 ) -> None:
     """Read what the drafter has not, and draft as many tokens as each row may, into `sampler`."""
-    if drafter.one_chain is not None and drafter.one_chain.draft(drafter, inputs, sampler):
-        return
     unread = Unread.of(inputs, drafter.ahead)
     if not unread.rows:
         return
@@ -64,26 +62,7 @@ def draft_from(
     tokens = sampler.draw(depths[0].rows, 0, logits, prefill.positions + drafter.ahead)
     state = ChainState(tokens, prefill.step.next_hidden, prefill.positions, prefill.tables)
     if graphs is None or not graphs.draft(state, prefill.budgets, inputs, sampler, depths[1:]):
-        _draft_eagerly(drafter, inputs, state, sampler, depths, 0)
-
-
-def draw_on(
-    drafter: ReadsCommitted,
-    inputs: DraftInputs,
-    sampler: DraftSampler,
-    depth: int,
-    logits: torch.Tensor,
-    hidden: torch.Tensor,
-    positions: torch.Tensor,
-) -> None:
-    """Draft `depth` and what follows, where all before is in `sampler`. Of the rows that go on, at
-    least R each: raw logits, states and their positions."""
-    _, depths = sampler.plan(Unread.of(inputs, drafter.ahead).rows).sent(inputs.tokens.device)
-    rows = depths[depth].rows
-    positions = positions[: len(rows)]
-    tokens = sampler.draw(rows, depth, logits[: len(rows)], positions + drafter.ahead)
-    state = ChainState(tokens, hidden[: len(rows)], positions, inputs.block_tables[rows])
-    _draft_eagerly(drafter, inputs, state, sampler, depths[depth:], depth)
+        _draft_eagerly(drafter, inputs, state, sampler, depths)
 
 
 def _draft_eagerly(
@@ -92,12 +71,11 @@ def _draft_eagerly(
     state: ChainState,
     sampler: DraftSampler,
     depths: list[RowsAtDepth],
-    drawn: int,
 ) -> None:
-    """Draft the depths after `drawn`, the first of `depths`, whose tokens are those of `state`."""
+    """Draft the depths after the first, whose tokens are those of `state`."""
     ones = torch.ones_like(state.tokens)
     rows = depths[0].rows
-    for depth, (allowed, kept, _) in enumerate(depths[1:], start=drawn + 1):
+    for depth, (allowed, kept, _) in enumerate(depths[1:], start=1):
         if (sure := sampler.going_on(rows)) is not None:
             kept = (torch.isin(rows, allowed) & sure).nonzero()[:, 0]
             allowed = rows[kept]

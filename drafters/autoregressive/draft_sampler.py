@@ -139,7 +139,6 @@ class DraftSampler:
         )
         self.lengths = torch.zeros(size, dtype=torch.int64, device=device)
         self._drafted_by_all = 0  # depths, not in `lengths` yet
-        self.all_have_mass = False  # True where every draw is known to
         # [B] the product of the draft's largest probabilities so far; None: not asked for
         self.confidence = self.sure = None
         if inputs.least_confidence > 0:
@@ -222,8 +221,6 @@ class DraftSampler:
         if self.sure is not None:
             self.shorten(self.offered)
         has_mass = None if self.best is None else torch.isfinite(self.best)
-        if self.all_have_mass:
-            has_mass = torch.ones(self.tokens.shape, dtype=torch.bool)
         return Proposal(
             tokens=self.tokens, lengths=self.lengths, logits=self.logits, has_mass=has_mass
         )

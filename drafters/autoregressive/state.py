@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-from draftsmith.drafters.interface import DraftInputs
 from draftsmith.drafters.target.attention import AttentionContext
-
-if TYPE_CHECKING:
-    from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler
 
 
 class HeadStep(NamedTuple):
@@ -65,16 +61,7 @@ class ReadsOwnDrafts(Protocol):
         ...
 
 
-class DraftsChains(Protocol):
-    def draft(self, drafter: ReadsCommitted, inputs: DraftInputs, sampler: DraftSampler) -> bool:
-        """Draft into `sampler`; False, and nothing done, for a round that it does not take."""
-        ...
-
-
 class ReadsCommitted(ReadsOwnDrafts, Protocol):
-    # what drafts whole chains at once, for some rounds
-    one_chain: DraftsChains | None
-
     def read_committed(
         self,
         tokens: torch.Tensor,

@@ -13,8 +13,7 @@ Files in reading order:
 - `rotated_attention`: rotation and attention on a GPU
 - `device_rewrite`: rewriting for a GPU
 - `replay`: the rewritten graph as a function
-- `one_chain`: such functions of a draft as one call for a chain
 - `captured`: the parts of a causal LM, checked against the model
 
-Other chapters import `captured`, `replay` and `one_chain`.
+Other chapters import `captured` and `replay`.
 """

@@ -23,7 +23,6 @@ from draftsmith.drafters.compiled.kernel_steps import (
     Unlike,
     View,
     compiled_product,
-    count,
 )
 from draftsmith.drafters.compiled.packed_linear import PackedLinear
 from draftsmith.drafters.target.attention import AttentionContext
@@ -46,8 +45,6 @@ from draftsmith.kernels.products.int8_rows import Int8Rows
 log = logging.getLogger(__name__)
 _SCRATCH, _STATES, _GIVEN = 1, 2, 3  # bases of places; `_GIVEN` and on: torch's tensors
 _LINE_BYTES = 64
-# Fewer are not worth a list: a head is one product, which is one call as it is.
-_LEAST_CALLS = 3
 _address = torch.Tensor.data_ptr
 
 
@@ -80,10 +77,9 @@ class OneCall:
     def __init__(self, graph: Graph, lowered: KernelSteps, constants: Mapping[Node, Any]):
         self._lowered, self._constants = lowered, list(constants.values())
         self.dtype = lowered.dtype
-        num_kernels = len(lowered.steps)
-        # Others are as fast from Python.
-        self.is_forward = num_kernels >= _LEAST_CALLS and bool(lowered.layers)
-        self.most_group = max((layer.group for layer in lowered.layers), default=1)
+        if not lowered.layers:
+            raise Unlike("no attention: as fast from Python")
+        self.most_group = max(layer.group for layer in lowered.layers)
         self._tables = _read_rows(graph, lowered, constants)
         outputs, self.states = _place_outputs(lowered)
         self._token_dim = 1 + self.states[1].index(None)  # of all states together
@@ -111,11 +107,6 @@ class OneCall:
         self._known: tuple[weakref.ref[PagedPool], torch.Tensor | None] | None = None
         self._lock = threading.Lock()  # of tables and list, which change together
         self._list_calls()
-
-    @property
-    def width(self) -> int:
-        """Numbers of a token in each of the kernels' outputs."""
-        return count(self.states[1])
 
     def refresh(self) -> None:
         with self._lock:

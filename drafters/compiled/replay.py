@@ -54,9 +54,7 @@ class Replay:
         self.graph = module.graph
         self._run = module.forward
         self._product = _only_product(module.graph, constants)
-        self.calls = one_call(module.graph, constants) if steps == "cpu" else None
-        is_forward = self.calls is not None and self.calls.is_forward
-        self._one_call = self.calls if is_forward else None
+        self._one_call = one_call(module.graph, constants) if steps == "cpu" else None
 
     def __call__(
         self, *inputs: torch.Tensor, attention_context: AttentionContext | None = None
@@ -69,22 +67,16 @@ class Replay:
                 return found
         return self._run(*inputs, attention_context, *self._constants)
 
-    @property
-    def does_nothing(self) -> bool:
-        """True where the output is the first input."""
-        first, *_, last = self.graph.nodes
-        return last.args[0] is first
-
     def refresh(self) -> None:
-        if self.calls is not None:
+        if self._one_call is not None:
             versions = list(map(_version, self._weights))
             if versions == self._versions:
                 return
             self._versions = versions
         for packed in self._packed:
             packed.refresh()
-        if self.calls is not None:
-            self.calls.refresh()
+        if self._one_call is not None:
+            self._one_call.refresh()
 
 
 def _only_product(graph: Graph, constants: dict[Node, Any]) -> Product | None:

@@ -17,7 +17,6 @@ from draftsmith.drafters.compiled.captured import (
     pass_over,
     steps_for,
 )
-from draftsmith.drafters.compiled.one_chain import ChainParts, OneChain, one_chain
 from draftsmith.drafters.compiled.replay import Replay
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.kernels.attention.pool import PagedPool
@@ -30,8 +29,6 @@ class HeadForward(Protocol):
     taps: tuple[int, ...]
 
     def fuse(self, taps: torch.Tensor) -> torch.Tensor: ...
-
-    def embed(self, ids: torch.Tensor) -> torch.Tensor: ...
 
     def step(
         self,
@@ -53,21 +50,12 @@ class CapturedHead(NamedTuple):
     step: Replay
     fuse: Replay  # [T, n * H_t] -> [T, H]
     logits: Replay  # [T, H] -> [T, Vd]
-    embed: Replay | None  # ids [T] -> [T, H]
 
     def refresh(self) -> None:
         """Take over weights that were written in place."""
         self.step.refresh()
         self.fuse.refresh()
         self.logits.refresh()
-
-    def one_chain(self, ahead: int) -> OneChain | None:
-        """Its chains as one call, where its parts are made of kernels alone."""
-        if self.embed is None:
-            return None
-        fuse = None if self.fuse.does_nothing else self.fuse
-        inputs = ("embeds", "hidden", "positions")
-        return one_chain(ChainParts(self.step, inputs, self.logits, self.embed, fuse), ahead)
 
 
 def capture_head(head: HeadForward, impl: str = "auto") -> CapturedHead | None:
@@ -95,18 +83,11 @@ def _capture(head: HeadForward, steps: Literal["cpu", "triton"]) -> CapturedHead
         logits=Replay(
             lambda rows, context: linear(rows, head.head_weight()), [states], steps=steps
         ),
-        embed=None if steps == "triton" else _embedding(head),
     )
     if steps == "triton":
         torch.cuda.empty_cache()  # where weights lay before they were joined
     _check(head, captured)
     return captured
-
-
-def _embedding(head: HeadForward) -> Replay | None:
-    ids = torch.arange(NUM_TOKENS)
-    name = f"{head.family}'s embedding"
-    return attempt(name, lambda: Replay(lambda ids, context: head.embed(ids), [ids]))
 
 
 def _states(head: HeadForward, count: int) -> torch.Tensor:

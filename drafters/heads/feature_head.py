@@ -19,7 +19,6 @@ from draftsmith.drafters.autoregressive.chain_graphs import ChainGraphs
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler
 from draftsmith.drafters.autoregressive.rotary import HasRotary
 from draftsmith.drafters.autoregressive.state import HeadStep
-from draftsmith.drafters.compiled.one_chain import OneChain
 from draftsmith.drafters.heads.captured_head import CapturedHead, capture_head
 from draftsmith.drafters.interface import (
     Capturable,
@@ -48,7 +47,6 @@ class FeatureHead(HasRotary, ForwardCapturable, Capturable):
     windows: Windows = ()
     ends_chains = True
     ahead = 2  # the state at position t predicts the token at t + 2
-    one_chain: OneChain | None = None
     _captured: CapturedHead | None = None
     _graphs: ChainGraphs | None = None
     level_graphs: LevelGraphs | None = None
@@ -86,18 +84,6 @@ class FeatureHead(HasRotary, ForwardCapturable, Capturable):
     def capture_forward(self) -> None:
         if self._captured is None:
             self._captured = capture_head(self)
-            if self._captured is not None:
-                self.one_chain = self._captured.one_chain(self.ahead)
-
-    @property
-    def buffer_bytes(self) -> int:
-        return 0 if self.one_chain is None else self.one_chain.num_bytes
-
-    def share_buffers(self, other: ForwardCapturable) -> bool:
-        its = other.one_chain if isinstance(other, FeatureHead) else None
-        if self.one_chain is None or its is None:
-            return False
-        return self.one_chain.share_buffers(its)
 
     def draft_logits(self, head_input: torch.Tensor) -> torch.Tensor:
         """[T, H] -> raw [T, Vd]; drafting only, as are `fused` and `read_ragged`."""

@@ -114,10 +114,6 @@ class Peagle(DraftsByCall, Eagle3):
             drafted = nn.functional.pad(states[:, :, depth], (0, 0, first + depth, 0))[:, :length]
             yield UnrolledStep(hidden=drafted, valid=has_next & (places >= depth), offset=2)
 
-    def capture_forward(self) -> None:
-        super().capture_forward()
-        self.one_chain = None  # all tokens of a draft are read in one pass
-
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:
         self.refresh()

@@ -23,8 +23,6 @@ from draftsmith.drafters.autoregressive.chain_graphs import ChainGraphs
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler
 from draftsmith.drafters.autoregressive.state import HeadStep
 from draftsmith.drafters.compiled.captured import capture_lm
-from draftsmith.drafters.compiled.one_chain import ChainParts, OneChain, one_chain
-from draftsmith.drafters.compiled.replay import Replay
 from draftsmith.drafters.draft_shape import check_heads
 from draftsmith.drafters.interface import (
     Capturable,
@@ -67,7 +65,6 @@ class DraftLm(nn.Module, ForwardCapturable, Capturable):
     vocab_map = None
     ends_chains = True
     ahead = 1  # the state at position t predicts the token at t + 1
-    one_chain: OneChain | None = None
     _graphs: ChainGraphs | None = None
 
     def __init__(self, model: PreTrainedModel, name: str, max_length: int | None = None):
@@ -193,20 +190,6 @@ class DraftLm(nn.Module, ForwardCapturable, Capturable):
     def capture_forward(self) -> None:
         # A copy of float16 weights takes 10 ns a weight to make: too long for a swap.
         capture_lm(self.lm)
-        body, head = self.lm.forwards or (None, None)
-        if isinstance(body, Replay) and isinstance(head, Replay):
-            parts = ChainParts(body, ("ids", "positions"), head, outputs=(0, 0))
-            self.one_chain = one_chain(parts, self.ahead)
-
-    @property
-    def buffer_bytes(self) -> int:
-        return 0 if self.one_chain is None else self.one_chain.num_bytes
-
-    def share_buffers(self, other: ForwardCapturable) -> bool:
-        its = other.one_chain if isinstance(other, DraftLm) else None
-        if self.one_chain is None or its is None:
-            return False
-        return self.one_chain.share_buffers(its)
 
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:

@@ -68,10 +68,6 @@ class ForeignLm(DraftLm):
     def unroll(self, batch: UnrollBatch) -> Iterator[UnrolledStep]:
         return super().unroll(replace(batch, input_ids=self.to_draft[batch.input_ids]))
 
-    def capture_forward(self) -> None:
-        super().capture_forward()
-        self.one_chain = None  # which would read and draw the target's ids
-
     def read_committed(
         self,
         tokens: torch.Tensor,

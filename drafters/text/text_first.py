@@ -19,7 +19,6 @@ from draftsmith.drafters.interface import (
     HoldsGraphs,
     Proposal,
     ServingDrafter,
-    buffer_bytes,
     draft_positions,
 )
 from draftsmith.drafters.text.suffix import Suffix, SuffixDraft
@@ -50,18 +49,6 @@ class TextFirst(ForwardCapturable, Capturable):
     def capture_forward(self) -> None:
         if isinstance(self.model, ForwardCapturable):
             self.model.capture_forward()
-
-    @property
-    def buffer_bytes(self) -> int:
-        return buffer_bytes(self.model)
-
-    def share_buffers(self, other: ForwardCapturable) -> bool:
-        if not isinstance(other, TextFirst):
-            return False
-        mine, its = self.model, other.model
-        if not isinstance(mine, ForwardCapturable) or not isinstance(its, ForwardCapturable):
-            return False
-        return mine.share_buffers(its)
 
     def capture(
         self, pool: PagedPool | None, *, max_batch: int, max_blocks: int, capturer: Capturer

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.drafters.interface import ServingDrafter, buffer_bytes
+from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.cache.states import state_bytes
@@ -31,7 +31,7 @@ class BlockPlan(NamedTuple):
 
 def plan_blocks(target: Target, drafter: ServingDrafter | None, config: EngineConfig) -> BlockPlan:
     """`num_blocks` if given; else enough for a full batch of full contexts, target's and draft's,
-    within `memory_gib`, which buffers of a draft that is captured already are part of."""
+    within `memory_gib`."""
     check_engine(config)
     max_length = served_length(target, config)
     num_blocks, each = config.num_blocks, block_bytes(target, drafter, config.block_size)
@@ -43,7 +43,6 @@ def plan_blocks(target: Target, drafter: ServingDrafter | None, config: EngineCo
             else int(config.memory_gib * GIB)
         )
         allowed -= state_bytes(target, config)
-        allowed -= buffer_bytes(drafter)
         # A block of a model without attention takes nothing.
         num_blocks = min(wanted, allowed // each) if each else wanted
     if num_blocks < 2:

@@ -96,9 +96,7 @@ def build_engine(
         drafter,
         target,
         stats,
-        make_ready=partial(
-            _make_ready, first=drafter, capture=capture, captures_forwards=captures_forwards
-        ),
+        make_ready=partial(_make_ready, capture=capture, captures_forwards=captures_forwards),
         requests=scheduler.requests,
     )
     proposer = _proposer(drafts, pool, config, tree, fallback)
@@ -238,15 +236,12 @@ def _recorder(
 def _make_ready(
     further: ServingDrafter,
     *,
-    first: ServingDrafter | None,
     capture: Callable[[ServingDrafter], None],
     captures_forwards: bool,
 ) -> None:
-    """Prepare a further draft for serving as the first one was, in that one's buffers."""
+    """Prepare a further draft for serving as the first one was."""
     if captures_forwards and isinstance(further, ForwardCapturable):
         further.capture_forward()
-        if isinstance(first, ForwardCapturable):
-            further.share_buffers(first)
     capture(further)
 
 

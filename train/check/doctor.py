@@ -66,7 +66,6 @@ def check_models(config: DoctorConfig) -> list[Finding]:
     """Every check that still makes sense after the ones before it."""
     # Late: a server is asked without importing what models need.
     from draftsmith.drafters import checkpoint
-    from draftsmith.drafters.interface import ForwardCapturable
     from draftsmith.drafters.target.device import device_of, load_target, weight_dtype
     from draftsmith.train.check.memory import check_fit, check_serving, check_training
     from draftsmith.train.check.models import check_draft, check_target
@@ -97,8 +96,6 @@ def check_models(config: DoctorConfig) -> list[Finding]:
         findings.append(refused("draft.loads", error))
     if draft is not None:
         findings += check_draft(config, draft, target)
-        if isinstance(draft, ForwardCapturable):
-            draft.capture_forward()  # as a server does, whose buffers it then has
     findings.append(check_serving(target, draft, config.sequences))
     if draft is not None and not config.heterogeneous_vocab:
         findings.append(check_training(target, draft, config.max_length, offload=offload))

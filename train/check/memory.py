@@ -10,7 +10,6 @@ from typing import NamedTuple, Protocol
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.drafters.interface import buffer_bytes
 from draftsmith.drafters.recurrent.kept import NUM_SIDES
 from draftsmith.drafters.target.load import build_model, load_config, own_dtype
 from draftsmith.drafters.target.offload.layer_files import converted_parameters
@@ -136,7 +135,6 @@ class ServedMemory(NamedTuple):
     weights: int
     per_token: float  # of keys and values
     per_text: int  # of recurrent states
-    buffers: int  # of a draft that is captured, as it is for serving
 
     @classmethod
     def of(cls, target: Target, draft: torch.nn.Module | None) -> ServedMemory:
@@ -146,19 +144,19 @@ class ServedMemory(NamedTuple):
             weights += num_bytes(draft)
             per_token += bytes_per_token(draft, target)
         states = NUM_SIDES * target.state_layers.num_bytes
-        return cls(weights, per_token, states, buffer_bytes(draft))
+        return cls(weights, per_token, states)
 
     def whole(self, num_texts: int, num_tokens: int) -> int:
         """With `num_texts` texts of `num_tokens` tokens each."""
         texts = (self.per_token * num_tokens + self.per_text) * num_texts
-        return self.weights + self.buffers + int(texts)
+        return self.weights + int(texts)
 
 
 def check_serving(target: Target, draft: torch.nn.Module | None, sequences: int) -> Finding:
-    """Weights, keys and values of `sequences` texts of full length, and a draft's buffers."""
+    """Weights, keys and values of `sequences` texts of full length."""
     served, tokens = ServedMemory.of(target, draft), target.max_positions
     needed = served.whole(sequences, tokens)
-    cache = needed - served.weights - served.buffers
+    cache = needed - served.weights
     what = (
         f"weights {served.weights / GIB:.2f} GiB, keys and values "
         f"{served.per_token / 1024:.1f} KiB per token, {cache / GIB:.2f} GiB for {sequences} "
@@ -166,8 +164,6 @@ def check_serving(target: Target, draft: torch.nn.Module | None, sequences: int)
     )
     if served.per_text:
         what += f", of which states {served.per_text / 1024:.1f} KiB each"
-    if served.buffers:
-        what += f", buffers of the draft {served.buffers / GIB:.2g} GiB"
     mend = (
         "serve fewer or shorter sequences at once"
         if served.weights < available_bytes(target.device)

@@ -89,7 +89,7 @@ def own_forward(drafter):
     if drafter.family == "draft-lm":
         return FAMILIES["draft-lm"](drafter.model, "same weights")
     fresh = copy.copy(drafter)
-    fresh._captured = fresh.one_chain = None
+    fresh._captured = None
     return fresh
 
 

@@ -23,11 +23,8 @@ from draftsmith.drafters.target.offload.layer_files import Converted
 from draftsmith.drafters.target.taps import body_name, decoder_layers
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.check import memory
-from draftsmith.train.check.config import DoctorConfig
-from draftsmith.train.check.doctor import check_models
 from draftsmith.train.check.finding import FAIL, OK, WARN
 from draftsmith.train.check.memory import (
-    GIB,
     Parts,
     check_fit,
     check_training,
@@ -215,24 +212,6 @@ def test_a_draft_too_large_beside_its_target_is_told_what_frees_the_target(
     assert found(own + parts.whole, offload="disk") == (OK, "")
     status, mend = found(own)
     assert status == WARN and mend == "use --deepspeed recipes/zero3.json or a smaller draft"
-
-
-def test_buffers_of_a_captured_draft_are_counted_where_it_is_served(
-    tiny_target: Callable[..., str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    folder, draft = tiny_target("llama"), str(tmp_path / "draft")
-    target = Target.load(folder, dtype=torch.float32)
-    head = FAMILIES["eagle3"].create(OPTIONS["eagle3"](), target, seed=0)
-    checkpoint.save(head, draft, target)
-    captured: list[object] = []
-    monkeypatch.setattr(type(head), "capture_forward", lambda self: captured.append(self))
-    buffers = property(lambda self: 3 * GIB * (self in captured))
-    monkeypatch.setattr(type(head), "buffer_bytes", buffers)
-    findings = check_models(DoctorConfig(target=folder, draft=draft))
-    (serving,) = [one.what for one in findings if one.check == "memory.serving"]
-    assert "buffers of the draft 3 GiB" in serving
 
 
 def test_an_offloaded_target_is_examined(
