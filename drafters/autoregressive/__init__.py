@@ -5,13 +5,14 @@ Files in reading order:
 - `state`: states and protocols
 - `draft_sampler`: draws drafted tokens and keeps their distributions
 - `catch_up`: reads the committed tokens that the drafter has not read
-- `chain`: a chain of drafted tokens
 - `graph_shapes`: captured graphs by shape
 - `chain_buffers`: a chain's state at fixed addresses
 - `padded_round`: a decoding round in the shape of a graph
 - `catch_up_graphs`: CUDA graphs of catching up and the first draw
 - `chain_graphs`: CUDA graphs of the steps after it
-- `call_graphs`: CUDA graphs of calls that draft all tokens at once
+- `draft_loop`: a round
+- `chain`: a round of a chain, token by token
+- `call_graphs`: a round of calls that draft all tokens at once, and their CUDA graphs
 
 Other chapters import all of it.
 """

@@ -14,6 +14,7 @@ import torch
 
 from draftsmith.drafters.autoregressive.catch_up import Unread
 from draftsmith.drafters.autoregressive.chain_buffers import bucket, for_graphs
+from draftsmith.drafters.autoregressive.draft_loop import DraftLoop
 from draftsmith.drafters.autoregressive.draft_sampler import DepthPlan, DraftSampler, DraftStep
 from draftsmith.drafters.autoregressive.graph_shapes import GraphShapes
 from draftsmith.drafters.autoregressive.padded_round import (
@@ -40,7 +41,7 @@ class CallShape(NamedTuple):
 class CallGraphs:
     def __init__(
         self,
-        drafter: DraftsByCall,
+        drafter: CallLoop,
         pool: PagedPool | None,
         *,
         max_batch: int,
@@ -60,7 +61,7 @@ class CallGraphs:
     def broken(self) -> bool:
         return self.shapes.broken
 
-    def draft(self, inputs: DraftInputs, sampler: DraftSampler, most: int | None = None) -> bool:
+    def draft(self, inputs: DraftInputs, sampler: DraftSampler, most: int | None) -> bool:
         """Draft up to `most` depths into `sampler`. False, and nothing done, where they must be
         drafted without graphs."""
         unread = Unread.of(inputs, ahead=2)
@@ -109,9 +110,10 @@ class CallGraphs:
         return self.drafter.draft_padded(padded, shape, self.pool)
 
 
-class DraftsByCall(Capturable):
+class CallLoop(DraftLoop, Capturable):
     """A drafter whose drafting calls are captured whole."""
 
+    max_depth: int | None = None  # tokens that it can draft; None: any number
     _calls: CallGraphs | None = None
 
     def capture(
@@ -124,6 +126,14 @@ class DraftsByCall(Capturable):
     @property
     def graphs(self) -> tuple[HoldsGraphs, ...]:
         return () if self._calls is None else (self._calls,)
+
+    def draft(self, inputs: DraftInputs, sampler: DraftSampler) -> None:
+        if self._calls is None or not self._calls.draft(inputs, sampler, self.max_depth):
+            self.draft_call(inputs, sampler)
+
+    @abstractmethod
+    def draft_call(self, inputs: DraftInputs, sampler: DraftSampler) -> None:
+        """`draft` without graphs."""
 
     @abstractmethod
     def draft_padded(

@@ -6,45 +6,82 @@ R rows that draft, H hidden width, T ragged positions.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from abc import abstractmethod
 
 import torch
 
 from draftsmith.drafters.autoregressive.catch_up import Unread, read_unread
+from draftsmith.drafters.autoregressive.chain_graphs import ChainGraphs
+from draftsmith.drafters.autoregressive.draft_loop import DraftLoop
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, RowsAtDepth
 from draftsmith.drafters.autoregressive.state import (
     ChainState,
     DraftPrefill,
-    ReadsCommitted,
+    HeadStep,
     ReadsOwnDrafts,
 )
-from draftsmith.drafters.interface import DraftInputs
+from draftsmith.drafters.interface import Capturable, DraftInputs, HoldsGraphs
+from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.kernels.attention.paged import PagedPass
+from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.kernels.cuda_graphs import Capturer
 
-if TYPE_CHECKING:
-    from draftsmith.drafters.autoregressive.chain_graphs import ChainGraphs
 
+class ChainLoop(DraftLoop, Capturable):
+    """A drafter that reads what was committed and then its own drafted tokens, one by one; see
+    `ReadsCommitted`."""
 
-def draft_chain(
-    drafter: ReadsCommitted,
-    inputs: DraftInputs,
-    sampler: DraftSampler,
-    graphs: ChainGraphs | None,
-) -> None:
-    """Read what the drafter has not, and draft as many tokens as each row may, into `sampler`."""
-    unread = Unread.of(inputs, drafter.ahead)
-    if not unread.rows:
-        return
-    # A graph holds neither a request's adjustments, which are tables of one round or the host's
-    # work, nor the ends of chains.
-    if inputs.adjust is not None or sampler.confidence is not None:
-        graphs = None
-    plan = sampler.plan(unread.rows)
-    if graphs is not None and graphs.draft_round(inputs, unread, plan, sampler):
-        return
-    prefill, depths = read_unread(drafter, inputs, unread, plan)
-    if depths:
-        draft_from(drafter, inputs, prefill, depths, sampler, graphs)
+    ahead: int  # the state at position t predicts the token at t + ahead
+    ends_chains = True
+    _graphs: ChainGraphs | None = None
+
+    @abstractmethod
+    def read_committed(
+        self,
+        tokens: torch.Tensor,
+        taps: torch.Tensor | None,
+        positions: torch.Tensor,
+        context: AttentionContext,
+    ) -> HeadStep: ...
+
+    @abstractmethod
+    def read_drafts(
+        self,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        context: AttentionContext,
+    ) -> HeadStep: ...
+
+    @abstractmethod
+    def draft_logits(self, head_input: torch.Tensor) -> torch.Tensor: ...
+
+    def capture(
+        self, pool: PagedPool | None, *, max_batch: int, max_blocks: int, capturer: Capturer
+    ) -> None:
+        assert pool is not None
+        self._graphs = ChainGraphs(
+            self, pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer
+        )
+
+    @property
+    def graphs(self) -> tuple[HoldsGraphs, ...]:
+        return () if self._graphs is None else (self._graphs,)
+
+    def draft(self, inputs: DraftInputs, sampler: DraftSampler) -> None:
+        unread = Unread.of(inputs, self.ahead)
+        if not unread.rows:
+            return
+        # A graph holds neither a request's adjustments, which are tables of one round or the host's
+        # work, nor the ends of chains.
+        is_plain = inputs.adjust is None and sampler.confidence is None
+        graphs = self._graphs if is_plain else None
+        plan = sampler.plan(unread.rows)
+        if graphs is not None and graphs.draft_round(inputs, unread, plan, sampler):
+            return
+        prefill, depths = read_unread(self, inputs, unread, plan)
+        if depths:
+            draft_from(self, inputs, prefill, depths, sampler, graphs)
 
 
 def draft_from(

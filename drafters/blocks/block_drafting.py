@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.drafters.autoregressive.call_graphs import CallShape, DraftsByCall
+from draftsmith.drafters.autoregressive.call_graphs import CallLoop, CallShape
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, DraftStep
 from draftsmith.drafters.autoregressive.padded_round import PaddedRound
 from draftsmith.drafters.blocks.layer_passes import LayerPasses
 from draftsmith.drafters.blocks.shape import BlockShape
-from draftsmith.drafters.interface import DraftInputs, Proposal
+from draftsmith.drafters.interface import DraftInputs
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, PassLayout, TreeLayout
@@ -34,23 +34,12 @@ class Block(NamedTuple):
     tokens: torch.Tensor  # [R] the newest token
 
 
-class DraftsBlocks(DraftsByCall):
+class DraftsBlocks(CallLoop):
     """A drafter of blocks; what its parts compute is the family's."""
 
+    max_depth: int
     shape: BlockShape
     from_anchor = False  # whether the first draft is read off the newest token's own slot
-
-    @property
-    @abstractmethod
-    def vocab_size(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def max_depth(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def vocab_map(self) -> torch.Tensor | None: ...
 
     @abstractmethod
     def head_weight(self) -> torch.Tensor: ...
@@ -74,11 +63,7 @@ class DraftsBlocks(DraftsByCall):
         self, ids: torch.Tensor, positions: torch.Tensor, context: AttentionContext
     ) -> torch.Tensor: ...
 
-    @torch.no_grad()
-    def propose(self, inputs: DraftInputs) -> Proposal:
-        sampler = DraftSampler(inputs, vocab_size=self.vocab_size, vocab_map=self.vocab_map)
-        if self._calls is not None and self._calls.draft(inputs, sampler, self.max_depth):
-            return sampler.proposal()
+    def draft_call(self, inputs: DraftInputs, sampler: DraftSampler) -> None:
         # A block without any context was never trained.
         rows = ((inputs.num_draft > 0) & (inputs.starts + inputs.lengths > 1)).nonzero()[:, 0]
         context, blocks = context_columns(inputs), self._block_columns(inputs, rows)
@@ -86,7 +71,7 @@ class DraftsBlocks(DraftsByCall):
         parts, depths = plan.sent(inputs.tokens.device, *context, *blocks)
         self._read_context(inputs, *parts[: len(context)])
         if len(rows) == 0:
-            return sampler.proposal()
+            return
         block = self._read_blocks(inputs, parts[len(context) :])
         begins, newest, tokens = block.begins, block.newest, block.tokens
         head, skipped = self.head_weight().T, 0 if self.from_anchor else 1
@@ -116,7 +101,6 @@ class DraftsBlocks(DraftsByCall):
             tokens = sampler.draw(chosen, depth, head_input @ head, newest + 1 + depth)
         if inputs.least_survival > 0:
             sampler.shorten(offered)
-        return sampler.proposal()
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
         """The block's own keys stand where the context's come next."""

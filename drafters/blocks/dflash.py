@@ -90,6 +90,8 @@ class Dflash(HasRotary, DraftsBlocks):
                 "use another draft"
             )
         self.config, self.taps, self.shape = config, taps, shape
+        self.vocab_size = config.vocab_size
+        self.max_depth = shape.block_size - (0 if self.from_anchor else 1)
         self._target = target
         self._rotary = (Qwen3RotaryEmbedding(config),)
         self.fc = nn.Linear(len(taps) * target.hidden_size, config.hidden_size, bias=False)
@@ -147,14 +149,6 @@ class Dflash(HasRotary, DraftsBlocks):
     @property
     def max_positions(self) -> int:
         return self.config.max_position_embeddings
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def max_depth(self) -> int:
-        return self.shape.block_size if self.from_anchor else self.shape.block_size - 1
 
     @property
     def vocab_map(self) -> torch.Tensor | None:

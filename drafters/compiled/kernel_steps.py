@@ -39,7 +39,7 @@ class Unlike(Exception):
 
 
 def compiled_product(product: PackedLinear | Int8Rows) -> FewRows | Int8Rows | None:
-    """Kernel that multiplies a few rows; None where that is oneDNN."""
+    """Kernel that multiplies a few rows; None where torch does."""
     return product.few if isinstance(product, PackedLinear) else product
 
 
@@ -261,7 +261,7 @@ class KernelSteps:
     def _product(self, node: Node, num_outputs: int) -> View:
         packed, rows = self.constants[node.args[0]], self._view(node.args[1])
         if compiled_product(packed) is None or rows.stride != rows.width:
-            raise Unlike("a product that is oneDNN's")
+            raise Unlike("a product that is torch's")
         out = self._new((*rows.shape[:-1], num_outputs))
         self._do(CallKind.MULTIPLY, None, (rows, packed, out), (rows.width, out.width))
         return out

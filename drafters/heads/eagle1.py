@@ -77,7 +77,7 @@ class Eagle1(FeatureHead):
         """`bias`: of fc; `output_bias`: of the attention's output, where its inputs have one;
         `layernorms`: whether embedding, layer and head read normed states."""
         super().__init__()
-        self.config = config
+        self.config, self.vocab_size = config, config.vocab_size
         self.windows = windows
         self._target = target
         self._rotary = (LlamaRotaryEmbedding(config),)

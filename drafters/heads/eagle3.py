@@ -92,7 +92,7 @@ class Eagle3(FeatureHead):
         own_embeddings: bool = False,
     ):
         super().__init__()
-        self.config = config
+        self.config, self.vocab_size = config, config.vocab_size
         self.taps = taps
         self.windows = windows
         self.norms = norms = norms or Norms()

@@ -9,19 +9,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 
 import torch
 from transformers import LlamaConfig
 
-from draftsmith.drafters.autoregressive.chain import draft_chain
-from draftsmith.drafters.autoregressive.chain_graphs import ChainGraphs
-from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler
+from draftsmith.drafters.autoregressive.chain import ChainLoop
 from draftsmith.drafters.autoregressive.rotary import HasRotary
 from draftsmith.drafters.autoregressive.state import HeadStep
 from draftsmith.drafters.heads.captured_head import CapturedHead, capture_head
 from draftsmith.drafters.interface import (
-    Capturable,
     DraftInputs,
     ForwardCapturable,
     HoldsGraphs,
@@ -40,15 +36,13 @@ from draftsmith.kernels.attention.pool import LayerShape, PagedPool
 from draftsmith.kernels.cuda_graphs import Capturer
 
 
-class FeatureHead(HasRotary, ForwardCapturable, Capturable):
+class FeatureHead(HasRotary, ForwardCapturable, ChainLoop):
     family: str
     taps: tuple[int, ...]
     config: LlamaConfig
     windows: Windows = ()
-    ends_chains = True
     ahead = 2  # the state at position t predicts the token at t + 2
     _captured: CapturedHead | None = None
-    _graphs: ChainGraphs | None = None
     level_graphs: LevelGraphs | None = None
 
     @abstractmethod
@@ -98,14 +92,6 @@ class FeatureHead(HasRotary, ForwardCapturable, Capturable):
             return self.fuse(taps)
         return self._captured.fuse(taps.to(self.head_weight().dtype))  # captured of its own type
 
-    @cached_property
-    def _vocab_size(self) -> int:
-        return self.config.vocab_size  # which takes three calls
-
-    @property
-    @abstractmethod
-    def vocab_map(self) -> torch.Tensor | None: ...
-
     def new_pool(
         self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
     ) -> PagedPool:
@@ -142,15 +128,6 @@ class FeatureHead(HasRotary, ForwardCapturable, Capturable):
                     positions[:, first:],
                 )
 
-    def propose(self, inputs: DraftInputs) -> Proposal:
-        if torch.is_grad_enabled():  # a round has entered `inference_mode` already
-            with torch.no_grad():
-                return FeatureHead.propose(self, inputs)
-        self.refresh()
-        sampler = DraftSampler(inputs, vocab_size=self._vocab_size, vocab_map=self.vocab_map)
-        draft_chain(self, inputs, sampler, self._graphs)
-        return sampler.proposal()
-
     @torch.no_grad()
     def propose_tree(self, inputs: DraftInputs, shape: TreeShape) -> Proposal:
         assert not isinstance(shape, FixedTree)
@@ -165,7 +142,6 @@ class FeatureHead(HasRotary, ForwardCapturable, Capturable):
         return grow(self, inputs, read_for_trees(self, inputs), shape, greedy)
 
     def refresh(self) -> None:
-        """Take over weights that a swap has written in place."""
         if self._captured is not None:
             self._captured.refresh()
 
@@ -178,17 +154,13 @@ class FeatureHead(HasRotary, ForwardCapturable, Capturable):
         self, pool: PagedPool | None, *, max_batch: int, max_blocks: int, capturer: Capturer
     ) -> None:
         assert pool is not None
-        self._graphs = ChainGraphs(
-            self, pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer
-        )
-        self.level_graphs = LevelGraphs(
-            self, pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer
-        )
+        sizes = {"max_batch": max_batch, "max_blocks": max_blocks}
+        super().capture(pool, capturer=capturer, **sizes)
+        self.level_graphs = LevelGraphs(self, pool, capturer=capturer, **sizes)
 
     @property
     def graphs(self) -> tuple[HoldsGraphs, ...]:
-        held = (self._graphs, self.level_graphs)
-        return tuple(one for one in held if one is not None)
+        return super().graphs if self.level_graphs is None else (*super().graphs, self.level_graphs)
 
     def read_committed(
         self,

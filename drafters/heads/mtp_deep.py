@@ -19,9 +19,10 @@ from torch import nn
 from torch.nn.functional import pad
 
 from draftsmith.drafters.autoregressive.catch_up import Unread
+from draftsmith.drafters.autoregressive.draft_loop import DraftLoop
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler
 from draftsmith.drafters.heads.mtp_deepseek import AppendedMtp
-from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch, UnrolledStep
+from draftsmith.drafters.interface import DraftInputs, UnrollBatch, UnrolledStep
 from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.unrolled.unroll import UnrollPass
@@ -30,7 +31,7 @@ from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
 
 
-class DeepMtp(nn.Module):
+class DeepMtp(nn.Module, DraftLoop):
     family = "mtp"
     vocab_map = None
 
@@ -40,6 +41,7 @@ class DeepMtp(nn.Module):
             head.layer.self_attn.layer_idx = index  # of the pool
         self.heads: Sequence[AppendedMtp] = nn.ModuleList(heads)
         self.taps, self.config, self.max_depth = heads[0].taps, heads[0].config, len(heads)
+        self.vocab_size = self.config.vocab_size
 
     @classmethod
     def create(cls, options: MtpOptions, target: Target, *, seed: int) -> DeepMtp:
@@ -99,17 +101,12 @@ class DeepMtp(nn.Module):
             drafted = pad(step.head_input[:, : hidden.shape[1] - depth], (0, 0, depth, 0))
             yield UnrolledStep(hidden=drafted, valid=has_next & (positions >= depth), offset=2)
 
-    @torch.no_grad()
-    def propose(self, inputs: DraftInputs) -> Proposal:
-        sampler = DraftSampler(inputs, vocab_size=self.config.vocab_size)
-        unread = Unread.of(inputs, AppendedMtp.ahead)
-        if unread.rows:
-            self._draft(inputs, unread, sampler)
-        return sampler.proposal()
-
-    def _draft(self, inputs: DraftInputs, unread: Unread, sampler: DraftSampler) -> None:
+    def draft(self, inputs: DraftInputs, sampler: DraftSampler) -> None:
         """Every module reads all positions of the rows that have a state, also where none drafts so
         deep."""
+        unread = Unread.of(inputs, AppendedMtp.ahead)
+        if not unread.rows:
+            return
         plan = sampler.plan(unread.rows, self.max_depth)
         (positions, following, rows, counts, ends, *places), depths = plan.sent(
             inputs.tokens.device,

@@ -26,6 +26,7 @@ class MtpHead(FeatureHead):
     """Embeddings and head are the target's, frozen and not part of the module."""
 
     family = "mtp"
+    vocab_map = None
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class MtpHead(FeatureHead):
         reads a normed state."""
         super().__init__()
         size = config.hidden_size
-        self.config = config
+        self.config, self.vocab_size = config, config.vocab_size
         self.taps = (tap,)
         self.feeds_normed, self.masks_first = feeds_normed, masks_first
         self._target = target
@@ -55,10 +56,6 @@ class MtpHead(FeatureHead):
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
         self.layer = layer()
         self.norm = norm() if last_norm else nn.Identity()
-
-    @property
-    def vocab_map(self) -> torch.Tensor | None:
-        return None
 
     def head_weight(self) -> torch.Tensor:
         return output_table(self._target).to(self.eh_proj.weight.dtype)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from draftsmith.drafters.autoregressive.call_graphs import CallShape, DraftsByCall
+from draftsmith.drafters.autoregressive.call_graphs import CallLoop, CallShape
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, DraftStep
 from draftsmith.drafters.autoregressive.padded_round import PaddedRound
 from draftsmith.drafters.blocks.block_unroll import BlockPass
@@ -27,7 +27,6 @@ from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.init_from_target import checked_mask_token, probed
 from draftsmith.drafters.interface import (
     DraftInputs,
-    Proposal,
     UnrollBatch,
     UnrolledStep,
 )
@@ -50,7 +49,7 @@ ARCHITECTURES = (
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 
-class Peagle(DraftsByCall, Eagle3):
+class Peagle(CallLoop, Eagle3):
     family = "p-eagle"
     ends_chains = False  # all tokens come in one pass
     propose_tree = None  # not a drafter that grows trees
@@ -114,15 +113,10 @@ class Peagle(DraftsByCall, Eagle3):
             drafted = nn.functional.pad(states[:, :, depth], (0, 0, first + depth, 0))[:, :length]
             yield UnrolledStep(hidden=drafted, valid=has_next & (places >= depth), offset=2)
 
-    @torch.no_grad()
-    def propose(self, inputs: DraftInputs) -> Proposal:
-        self.refresh()
-        sampler = DraftSampler(inputs, vocab_size=self.config.vocab_size, vocab_map=self.vocab_map)
-        if self._calls is not None and self._calls.draft(inputs, sampler):
-            return sampler.proposal()
+    def draft_call(self, inputs: DraftInputs, sampler: DraftSampler) -> None:
         slots = Slots.of(inputs)
         if len(slots.row) == 0:
-            return sampler.proposal()
+            return
         # A row draws from its last true state and the masks after it.
         rows = slots.rows[inputs.num_draft[slots.rows] > 0]
         plan = sampler.plan(rows.tolist())
@@ -135,7 +129,6 @@ class Peagle(DraftsByCall, Eagle3):
             if kept is not None:
                 begins, newest = begins[kept], newest[kept]
             sampler.draw(chosen, depth, logits[begins + depth], newest + 1 + depth)
-        return sampler.proposal()
 
     def draft_padded(
         self, padded: PaddedRound, shape: CallShape, pool: PagedPool | None

@@ -18,18 +18,12 @@ from transformers import (
     PreTrainedModel,
 )
 
-from draftsmith.drafters.autoregressive.chain import draft_chain
-from draftsmith.drafters.autoregressive.chain_graphs import ChainGraphs
-from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler
+from draftsmith.drafters.autoregressive.chain import ChainLoop
 from draftsmith.drafters.autoregressive.state import HeadStep
 from draftsmith.drafters.compiled.captured import capture_lm
 from draftsmith.drafters.draft_shape import check_heads
 from draftsmith.drafters.interface import (
-    Capturable,
-    DraftInputs,
     ForwardCapturable,
-    HoldsGraphs,
-    Proposal,
     UnrollBatch,
     UnrolledStep,
 )
@@ -54,18 +48,15 @@ from draftsmith.drafters.weights import (
 from draftsmith.drafters.windows import new_windows, windows_config
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.kernels.cuda_graphs import Capturer
 
 
-class DraftLm(nn.Module, ForwardCapturable, Capturable):
+class DraftLm(nn.Module, ForwardCapturable, ChainLoop):
     """`model` has as many token ids as the target."""
 
     family = "draft-lm"
     taps: tuple[int, ...] = ()
     vocab_map = None
-    ends_chains = True
     ahead = 1  # the state at position t predicts the token at t + 1
-    _graphs: ChainGraphs | None = None
 
     def __init__(self, model: PreTrainedModel, name: str, max_length: int | None = None):
         super().__init__()
@@ -76,6 +67,7 @@ class DraftLm(nn.Module, ForwardCapturable, Capturable):
                 f"draft {name!r} has layers with a recurrent state, which cannot be rolled back "
                 "when a token is rejected; draft with a model that has attention alone"
             )
+        self.vocab_size = self.lm.vocab_size
         self.linear_head = has_linear_head(self.lm)
 
     @classmethod
@@ -127,10 +119,6 @@ class DraftLm(nn.Module, ForwardCapturable, Capturable):
     @property
     def max_positions(self) -> int:
         return self.lm.max_positions
-
-    @property
-    def vocab_size(self) -> int:
-        return self.lm.vocab_size
 
     @classmethod
     def load(cls, folder: Path, target: Target) -> DraftLm:
@@ -191,24 +179,8 @@ class DraftLm(nn.Module, ForwardCapturable, Capturable):
         # A copy of float16 weights takes 10 ns a weight to make: too long for a swap.
         capture_lm(self.lm)
 
-    @torch.no_grad()
-    def propose(self, inputs: DraftInputs) -> Proposal:
-        self.lm.refresh()  # a swap writes new weights in place
-        sampler = DraftSampler(inputs, vocab_size=self.vocab_size, vocab_map=self.vocab_map)
-        draft_chain(self, inputs, sampler, self._graphs)
-        return sampler.proposal()
-
-    def capture(
-        self, pool: PagedPool | None, *, max_batch: int, max_blocks: int, capturer: Capturer
-    ) -> None:
-        assert pool is not None
-        self._graphs = ChainGraphs(
-            self, pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer
-        )
-
-    @property
-    def graphs(self) -> tuple[HoldsGraphs, ...]:
-        return () if self._graphs is None else (self._graphs,)
+    def refresh(self) -> None:
+        self.lm.refresh()
 
     def read_committed(
         self,

@@ -33,6 +33,7 @@ class ForeignLm(DraftLm):
         self, model: PreTrainedModel, name: str, shared: SharedTokens, max_length: int | None = None
     ):
         super().__init__(model, name, max_length)
+        self.vocab_size = len(shared.to_draft)
         for key, ids in shared._asdict().items():
             # Worked out from the tokenizers, no part of a checkpoint.
             self.register_buffer(key, ids, persistent=False)
@@ -41,10 +42,6 @@ class ForeignLm(DraftLm):
     @property
     def vocab_map(self) -> torch.Tensor:  # type: ignore[override]
         return self.target_ids
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self.to_draft)
 
     @classmethod
     def load(cls, folder: Path, target: Target) -> ForeignLm:

@@ -15,13 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from draftsmith.drafters.autoregressive.call_graphs import CallShape, DraftsByCall
+from draftsmith.drafters.autoregressive.call_graphs import CallLoop, CallShape
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, DraftStep
 from draftsmith.drafters.autoregressive.padded_round import PaddedRound
 from draftsmith.drafters.autoregressive.state import HeadStep
 from draftsmith.drafters.interface import (
     DraftInputs,
-    Proposal,
     UnrollBatch,
     UnrolledStep,
 )
@@ -36,12 +35,11 @@ class NewestState(NamedTuple):
     positions: torch.Tensor  # [R] of the tokens
 
 
-class StateHead(nn.Module, DraftsByCall):
+class StateHead(nn.Module, CallLoop):
     family: str
     taps: tuple[int, ...] = (FINAL,)
     vocab_map = None
-    vocab_size: int
-    max_depth: int  # tokens it can draft
+    max_depth: int
 
     @abstractmethod
     def begin(self, taps: torch.Tensor) -> torch.Tensor:
@@ -97,15 +95,11 @@ class StateHead(nn.Module, DraftsByCall):
                     offset=2,
                 )
 
-    @torch.no_grad()
-    def propose(self, inputs: DraftInputs) -> Proposal:
-        sampler = DraftSampler(inputs, vocab_size=self.vocab_size)
-        if self._calls is not None and self._calls.draft(inputs, sampler, self.max_depth):
-            return sampler.proposal()
+    def draft_call(self, inputs: DraftInputs, sampler: DraftSampler) -> None:
         rows = (inputs.lengths > 1).nonzero()[:, 0]  # one token alone has no state before it
         plan = sampler.plan(rows.tolist(), self.max_depth)
         if not plan.alive or inputs.taps is None:
-            return sampler.proposal()
+            return
         columns = newest_columns(inputs, rows)
         parts, depths = plan.sent(inputs.tokens.device, *columns)
         tokens, state, positions = self.newest(inputs, inputs.taps, parts)
@@ -117,7 +111,6 @@ class StateHead(nn.Module, DraftsByCall):
                 chosen, depth, step.head_input @ self.head_at(depth).T, positions + 1 + depth
             )
             state = step.next_hidden
-        return sampler.proposal()
 
     def draft_padded(
         self, padded: PaddedRound, shape: CallShape, pool: PagedPool | None
