@@ -6,8 +6,6 @@ R rows that draft, H hidden width, T ragged positions.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-
 import torch
 
 from draftsmith.drafters.autoregressive.catch_up import Unread, read_unread
@@ -17,44 +15,20 @@ from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, RowsA
 from draftsmith.drafters.autoregressive.state import (
     ChainState,
     DraftPrefill,
-    HeadStep,
+    ReadsCommitted,
     ReadsOwnDrafts,
 )
 from draftsmith.drafters.interface import Capturable, DraftInputs, HoldsGraphs
-from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.cuda_graphs import Capturer
 
 
-class ChainLoop(DraftLoop, Capturable):
-    """A drafter that reads what was committed and then its own drafted tokens, one by one; see
-    `ReadsCommitted`."""
+class ChainLoop(DraftLoop, ReadsCommitted, Capturable):
+    """A drafter that reads what was committed and then its own drafted tokens, one by one."""
 
-    ahead: int  # the state at position t predicts the token at t + ahead
     ends_chains = True
     _graphs: ChainGraphs | None = None
-
-    @abstractmethod
-    def read_committed(
-        self,
-        tokens: torch.Tensor,
-        taps: torch.Tensor | None,
-        positions: torch.Tensor,
-        context: AttentionContext,
-    ) -> HeadStep: ...
-
-    @abstractmethod
-    def read_drafts(
-        self,
-        tokens: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        context: AttentionContext,
-    ) -> HeadStep: ...
-
-    @abstractmethod
-    def draft_logits(self, head_input: torch.Tensor) -> torch.Tensor: ...
 
     def capture(
         self, pool: PagedPool | None, *, max_batch: int, max_blocks: int, capturer: Capturer

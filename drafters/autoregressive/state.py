@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import NamedTuple, Protocol
 
 import torch
@@ -46,6 +47,7 @@ class ReadsOwnDrafts(Protocol):
     @property
     def vocab_map(self) -> torch.Tensor | None: ...
 
+    @abstractmethod
     def read_drafts(
         self,
         tokens: torch.Tensor,
@@ -56,12 +58,14 @@ class ReadsOwnDrafts(Protocol):
         """Drafted tokens [T], the states before them [T, H] and where they are read [T]."""
         ...
 
+    @abstractmethod
     def draft_logits(self, head_input: torch.Tensor) -> torch.Tensor:
         """[T, H] -> raw [T, Vd]."""
         ...
 
 
 class ReadsCommitted(ReadsOwnDrafts, Protocol):
+    @abstractmethod
     def read_committed(
         self,
         tokens: torch.Tensor,

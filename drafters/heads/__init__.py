@@ -2,7 +2,6 @@
 
 Files in reading order:
 - `feature_head`: shared by heads that read their own states
-- `captured_head`: their captured parts
 - `eagle1`: EAGLE-1 and EAGLE-2
 - `eagle3`: EAGLE-3
 - `layer_kinds`: kinds of decoder layers that it is published with

@@ -9,14 +9,25 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
 
 import torch
+from torch.nn.functional import linear
 from transformers import LlamaConfig
 
 from draftsmith.drafters.autoregressive.chain import ChainLoop
 from draftsmith.drafters.autoregressive.rotary import HasRotary
 from draftsmith.drafters.autoregressive.state import HeadStep
-from draftsmith.drafters.heads.captured_head import CapturedHead, capture_head
+from draftsmith.drafters.compiled.capture import NUM_TOKENS
+from draftsmith.drafters.compiled.captured import (
+    PIECES,
+    attempt,
+    compare,
+    log_level,
+    pass_over,
+    steps_for,
+)
+from draftsmith.drafters.compiled.replay import Replay
 from draftsmith.drafters.interface import (
     DraftInputs,
     ForwardCapturable,
@@ -34,6 +45,19 @@ from draftsmith.drafters.weights import ReadBytes, weight_bytes
 from draftsmith.drafters.windows import WindowedContext, Windows
 from draftsmith.kernels.attention.pool import LayerShape, PagedPool
 from draftsmith.kernels.cuda_graphs import Capturer
+
+
+class CapturedHead(NamedTuple):
+    # (embeds, hidden [1, T, H], positions [1, T]) -> (next_hidden, head_input), each [1, T, H]
+    step: Replay
+    fuse: Replay  # [T, n * H_t] -> [T, H]
+    logits: Replay  # [T, H] -> [T, Vd]
+
+    def refresh(self) -> None:
+        """Take over weights that were written in place."""
+        self.step.refresh()
+        self.fuse.refresh()
+        self.logits.refresh()
 
 
 class FeatureHead(HasRotary, ForwardCapturable, ChainLoop):
@@ -76,8 +100,11 @@ class FeatureHead(HasRotary, ForwardCapturable, ChainLoop):
         return ReadBytes(proposal=0, token=weight_bytes([self], self.head_weight()))
 
     def capture_forward(self) -> None:
-        if self._captured is None:
-            self._captured = capture_head(self)
+        """Nothing, with the reason in the log, where a part fails or is not exact."""
+        weight = self.head_weight()
+        steps = steps_for(weight.device, weight.dtype)
+        if self._captured is None and steps is not None:
+            self._captured = attempt(self.family, lambda: _capture(self, steps), log_level(steps))
 
     def draft_logits(self, head_input: torch.Tensor) -> torch.Tensor:
         """[T, H] -> raw [T, Vd]; drafting only, as are `fused` and `read_ragged`."""
@@ -198,3 +225,58 @@ class FeatureHead(HasRotary, ForwardCapturable, ChainLoop):
                 )
             )
         return HeadStep(step.next_hidden[0], step.head_input[0])
+
+
+def _capture(head: FeatureHead, steps: Literal["cpu", "triton"]) -> CapturedHead:
+    states = _states(head, NUM_TOKENS)
+    positions = torch.arange(NUM_TOKENS, device=states.device)[None]
+    captured = CapturedHead(
+        step=Replay(
+            lambda embeds, hidden, places, context: tuple(
+                head.step(embeds, hidden, places, context)
+            ),
+            [states[None], states[None], positions],
+            steps=steps,
+        ),
+        fuse=Replay(lambda taps, context: head.fuse(taps), [_taps(head, NUM_TOKENS)], steps=steps),
+        logits=Replay(
+            lambda rows, context: linear(rows, head.head_weight()), [states], steps=steps
+        ),
+    )
+    if steps == "triton":
+        torch.cuda.empty_cache()  # where weights lay before they were joined
+    _check(head, captured)
+    return captured
+
+
+def _states(head: FeatureHead, count: int) -> torch.Tensor:
+    weight = head.head_weight()
+    generator = torch.Generator().manual_seed(count)
+    return torch.randn(count, weight.shape[1], generator=generator).to(weight)
+
+
+def _taps(head: FeatureHead, count: int) -> torch.Tensor:
+    return _states(head, count).repeat(1, len(head.taps))
+
+
+@torch.no_grad()
+def _check(head: FeatureHead, captured: CapturedHead) -> None:
+    weight = head.head_weight()
+    pools = [head.new_pool(2, sum(PIECES), weight.device, weight.dtype) for _ in range(2)]
+    begin = 0
+    for count in PIECES:
+        taps, embeds = _taps(head, count), _states(head, count).flip(0)
+        positions = torch.arange(begin, begin + count, device=weight.device)
+        contexts: list[AttentionContext] = [pass_over(pool, positions) for pool in pools]
+        hidden = head.fuse(taps)
+        compare(captured.fuse(taps), hidden)
+        expected = head.step(embeds[None], hidden[None], positions[None], contexts[0])
+        found = captured.step(
+            embeds[None], hidden[None], positions[None], attention_context=contexts[1]
+        )
+        for one, other in zip(found, expected, strict=True):
+            compare(one, other)
+        compare(captured.logits(expected.head_input[0]), linear(expected.head_input[0], weight))
+        begin += count
+    for one, other in zip((*pools[1].keys, *pools[1].values), (*pools[0].keys, *pools[0].values)):
+        compare(one, other)

@@ -14,7 +14,7 @@ import torch
 
 from draftsmith.drafters.compiled import captured as captured_module
 from draftsmith.drafters.compiled import device_rewrite
-from draftsmith.drafters.heads import captured_head
+from draftsmith.drafters.heads import feature_head
 from draftsmith.drafters.heads.feature_head import FeatureHead
 from draftsmith.drafters.options import Eagle1Options, Eagle3Options, MtpOptions, PeagleOptions
 from draftsmith.drafters.registry import FAMILIES
@@ -60,7 +60,7 @@ def head(tiny_target: Callable[..., str]) -> Callable[..., Any]:
 
 
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured_head, "steps_for", lambda *given: "triton")
+    monkeypatch.setattr(feature_head, "steps_for", lambda *given: "triton")
 
 
 def passes(head: FeatureHead, impl: str = "torch") -> list[torch.Tensor]:
@@ -180,7 +180,7 @@ def test_a_wrong_step_is_not_used_and_said_once(
 def test_a_head_of_another_type_is_left_as_it_is(
     head: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(captured_head, "steps_for", lambda *given: None)
+    monkeypatch.setattr(feature_head, "steps_for", lambda *given: None)
     made = head("eagle3", torch.float64)
     made.capture_forward()
     assert made._captured is None
