@@ -7,10 +7,12 @@
 // weights lies before the group of what it lets through.
 
 #include <memory>
+#include <type_traits>
+#include <vector>
 
 #include "../host_numbers.h"
 
-#if defined(__AVX512BF16__)
+#if defined(__FMA__)
 #include <immintrin.h>
 #endif
 
@@ -29,8 +31,11 @@ typedef float Lanes __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 constexpr int64_t kNear = 32;  // rows that a part of the width meets in a run
-// Of the width: its products are summed apart, and its weights stay near until all rows met them.
-constexpr int64_t kPart = 512;
+constexpr int64_t kPart = 512;  // of the width, whose products are summed apart
+// Of 16 registers, whole groups of more than two rows would not stay in them: the rows meet tiles of a
+// group, one after the other, whose weights lie in the nearest cache for so many bytes of an output.
+constexpr bool kTiles = kLanes < 16;
+constexpr int64_t kTileBytes = 64;
 constexpr int64_t kGateAhead = 768;  // bytes that arrive while a row's gates of a group are computed
 
 inline void store(Lanes x, float* to) { memcpy(to, &x, sizeof x); }
@@ -41,65 +46,116 @@ inline void store(Lanes x, Bfloat16* to) {  // to nearest, ties to even
   memcpy(to, &found, sizeof found);
 }
 
-// One step along the width: weights of `kLanes` outputs, and what they meet of a row.
+// sum + w * x, rounded once where the processor can: the compiler, which may reorder sums, would often
+// multiply and add apart.
+inline Lanes multiplied(Lanes sum, Lanes w, float x) {
+#if defined(__AVX512F__)
+  return (Lanes)_mm512_fmadd_ps((__m512)w, _mm512_set1_ps(x), (__m512)sum);
+#elif defined(__FMA__)
+  return (Lanes)_mm256_fmadd_ps((__m256)w, _mm256_set1_ps(x), (__m256)sum);
+#else
+  return sum + w * x;
+#endif
+}
+
+// One step along the width: weights of `kLanes` outputs, and the numbers of a row that they meet, which
+// `Rows` gives. Tiles take it in one turn or in two, each of which needs fewer registers. `kFewest`: rows
+// from which on tiles are faster, `kMany` of them at once with two registers of outputs.
 template <typename T>
 struct Step;
 
 template <>
 struct Step<float> {
   static constexpr int64_t kWidth = 1;
+  static constexpr int kFewest = 7, kMany = 6;
+  static constexpr bool kAsks = true;
+  typedef float Number;
   typedef Lanes Weights;
-  typedef float Row;
+  typedef void Second;
   static inline Weights load(const float* from) {
     Weights w;
     memcpy(&w, from, sizeof w);
     return w;
   }
-  static inline Row meet(const float* row) { return *row; }
-  static inline void add(Lanes& sum, const Weights& w, Row x) { sum += w * x; }
+  static inline float meet(const float* row) { return *row; }
+  static inline void add(Lanes& sum, Lanes w, float x) { sum = multiplied(sum, w, x); }
 };
+
+#if !defined(__AVX512BF16__)
+// Of two numbers side by side the first (`kOdd` 0) or the second.
+template <int kOdd>
+struct Half {
+  static constexpr bool kAsks = kOdd == 0;
+  typedef Lanes Weights;
+  static inline Weights load(const Bfloat16* from) {
+    Words both;
+    memcpy(&both, from, sizeof both);
+    return (Lanes)(kOdd ? both & 0xFFFF0000u : both << 16);
+  }
+  static inline float meet(const float* row) { return row[kOdd]; }
+  static inline void add(Lanes& sum, Lanes w, float x) { sum = multiplied(sum, w, x); }
+};
+#endif
 
 template <>
 struct Step<Bfloat16> {
   static constexpr int64_t kWidth = 2;
+  static constexpr int kFewest = 3, kMany = 4;
+  static constexpr bool kAsks = true;
 #if defined(__AVX512BF16__)
   static_assert(kLanes == 16, "registers of 64 bytes");
+  typedef Bfloat16 Number;
   typedef __m512bh Weights;
-  typedef __m512bh Row;
+  typedef void Second;
   static inline Weights load(const Bfloat16* from) {
     return (__m512bh)_mm512_loadu_si512((const void*)from);
   }
-  static inline Row meet(const Bfloat16* row) {
+  static inline __m512bh meet(const Bfloat16* row) {
     int32_t pair;
     memcpy(&pair, row, sizeof pair);
     return (__m512bh)_mm512_set1_epi32(pair);
   }
-  static inline void add(Lanes& sum, const Weights& w, const Row& x) {
+  static inline void add(Lanes& sum, const Weights& w, const __m512bh& x) {
     sum = (Lanes)_mm512_dpbf16_ps((__m512)sum, w, x);
   }
 #else
+  typedef float Number;
+  typedef Half<0> First;
+  typedef Half<1> Second;
   struct Weights {
     Lanes even, odd;
   };
-  struct Row {
-    float even, odd;
-  };
-  static inline Weights load(const Bfloat16* from) {
-    Words both;
-    memcpy(&both, from, sizeof both);
-    return {(Lanes)(both << 16), (Lanes)(both & 0xFFFF0000u)};
-  }
-  static inline Row meet(const Bfloat16* row) { return {widened(row[0]), widened(row[1])}; }
-  static inline void add(Lanes& sum, const Weights& w, const Row& x) {
-    sum += w.even * x.even;
-    sum += w.odd * x.odd;
+  static inline Weights load(const Bfloat16* from) { return {First::load(from), Second::load(from)}; }
+  static inline const float* meet(const float* row) { return row; }
+  static inline void add(Lanes& sum, const Weights& w, const float* x) {
+    First::add(sum, w.even, x[0]);
+    Second::add(sum, w.odd, x[1]);
   }
 #endif
 };
 
+// Rows as the products meet them: those of bfloat16 are widened once for all outputs, where no
+// instruction takes them.
+template <typename T, typename Number = typename Step<T>::Number>
+struct Rows {
+  const Number* numbers;
+  Rows(const T* rows, int64_t count) {
+    static thread_local std::vector<Number> own;
+    if (int64_t(own.size()) < count) own.resize(count);
+    for (int64_t i = 0; i < count; i++) own[i] = widened(rows[i]);
+    numbers = own.data();
+  }
+};
+template <typename T>
+struct Rows<T, T> {
+  const T* numbers;
+  Rows(const T* rows, int64_t) : numbers(rows) {}
+};
+
 template <typename T>
 struct Product {
-  const T *rows, *weights, *bias;
+  const typename Step<T>::Number* rows;
+  const T *weights, *bias;
   T* out;
   int64_t num_rows, width, num_outputs;
   Reading reading = {};
@@ -110,62 +166,117 @@ inline int64_t outputs_of(int64_t rest) {
   return rest >= kGroup ? kGroup : (rest + kNarrow - 1) / kNarrow * kNarrow;
 }
 
-// A part of the width, and the weights of a group that belong to it.
+// A piece of a part of the width, and the weights of a group that belong to it.
 template <typename T>
-struct Part {
-  const T *rows, *weights;
+struct Piece {
+  const typename Step<T>::Number* rows;
+  const T* weights;
   int64_t width, begin, end, ahead;
+  bool goes_on;  // its products are added to those of the pieces before it
 };
 
-// Adds the products of `kRows` rows and `kPanels` groups of `kBlocks` registers of outputs over
-// `begin <= d < end` of the width; the first part of it begins them. Sums of a group stand `kNear`
-// rows behind those of the one before.
-template <typename T, int kBlocks, Stay kStay, int kPanels, int kRows>
-inline void add_rows(const Part<T>& p, Lanes (*all)[kBlocks]) {
-  typedef Step<T> S;
-  Lanes sums[kPanels][kRows][kBlocks] = {};
-  for (int64_t d = p.begin; d < p.end; d += S::kWidth) {
-    for (int panel = 0; panel < kPanels; panel++) {
-      const T* at = p.weights + (panel * p.width + d) * kBlocks * kLanes;
-      typename S::Weights w[kBlocks];
-      for (int b = 0; b < kBlocks; b++) {
-        ask_for<kStay>(at + b * S::kWidth * kLanes, p.ahead);
-        w[b] = S::load(at + b * S::kWidth * kLanes);
-      }
-      for (int r = 0; r < kRows; r++) {
-        const typename S::Row x = S::meet(p.rows + r * p.width + d);
-        for (int b = 0; b < kBlocks; b++) S::add(sums[panel][r][b], w[b], x);
-      }
+// Registers of outputs that are summed at once: `kTaken` of the `kBlocks` of a group, from `kFirst` on,
+// in `kPanels` groups side by side.
+template <int kBlocks_, int kPanels_, int kFirst_, int kTaken_>
+struct Tile {
+  static constexpr int kBlocks = kBlocks_, kPanels = kPanels_, kFirst = kFirst_, kTaken = kTaken_;
+};
+
+template <typename T, typename A, Stay kStay, int kRows, typename Turn>
+inline void add_turn(const Piece<T>& p, int64_t d, Lanes (*sums)[kRows][A::kTaken]) {
+  constexpr int64_t kStep = Step<T>::kWidth * kLanes;  // numbers of a register
+  constexpr int kLines = kLine / (kStep * sizeof(T));  // registers of a line
+  for (int panel = 0; panel < A::kPanels; panel++) {
+    const T* at = p.weights + (panel * p.width + d) * A::kBlocks * kLanes + A::kFirst * kStep;
+    typename Turn::Weights w[A::kTaken];
+    for (int b = 0; b < A::kTaken; b++) {
+      if (Turn::kAsks && (A::kFirst + b) % kLines == 0) ask_for<kStay>(at + b * kStep, p.ahead);
+      w[b] = Turn::load(at + b * kStep);
     }
-  }
-  for (int panel = 0; panel < kPanels; panel++, all += kNear) {
-    if (p.begin == 0) {
-      memcpy(all, sums[panel], sizeof sums[panel]);
-      continue;
+    for (int r = 0; r < kRows; r++) {
+      const auto x = Turn::meet(p.rows + r * p.width + d);
+      for (int b = 0; b < A::kTaken; b++) Turn::add(sums[panel][r][b], w[b], x);
     }
-    for (int r = 0; r < kRows; r++)
-      for (int b = 0; b < kBlocks; b++) all[r][b] += sums[panel][r][b];
   }
 }
 
-// As many rows at once as there are, while their sums stay in registers: the number must be known to
-// the compiler.
-template <typename T, int kBlocks, Stay kStay, int kPanels, int kRows = kTogether / kPanels>
-inline void add(const Part<T>& p, int64_t count, Lanes (*sums)[kBlocks]) {
-  if constexpr (kRows > 1) {
-    if (count < kRows) return add<T, kBlocks, kStay, kPanels, kRows - 1>(p, count, sums);
+// Sums of the products of `kRows` rows over `begin <= d < end` of the width. Those of a group stand
+// `kNear` rows behind those of the one before.
+template <typename T, typename A, Stay kStay, int kRows>
+inline void add_rows(const Piece<T>& p, Lanes (*all)[A::kBlocks]) {
+  Lanes sums[A::kPanels][kRows][A::kTaken] = {};
+  if (p.goes_on)
+    for (int panel = 0; panel < A::kPanels; panel++)
+      for (int r = 0; r < kRows; r++)
+        for (int b = 0; b < A::kTaken; b++) sums[panel][r][b] = all[panel * kNear + r][A::kFirst + b];
+  typedef typename Step<T>::Second Second;
+  if constexpr (A::kTaken == A::kBlocks) {
+    for (int64_t d = p.begin; d < p.end; d += Step<T>::kWidth)
+      add_turn<T, A, kStay, kRows, Step<T>>(p, d, sums);
+  } else if constexpr (std::is_void<Second>::value) {
+#pragma GCC unroll 4
+    for (int64_t d = p.begin; d < p.end; d += Step<T>::kWidth)
+      add_turn<T, A, kStay, kRows, Step<T>>(p, d, sums);
+  } else {
+    for (int64_t d = p.begin; d < p.end; d += Step<T>::kWidth) {
+      add_turn<T, A, kStay, kRows, typename Step<T>::First>(p, d, sums);
+      add_turn<T, A, kStay, kRows, Second>(p, d, sums);
+    }
   }
-  add_rows<T, kBlocks, kStay, kPanels, kRows>(p, sums);
+  for (int panel = 0; panel < A::kPanels; panel++)
+    for (int r = 0; r < kRows; r++)
+      for (int b = 0; b < A::kTaken; b++) all[panel * kNear + r][A::kFirst + b] = sums[panel][r][b];
+}
+
+// As many rows at once as there are, at most `kRows`: the number must be known to the compiler.
+template <typename T, typename A, Stay kStay, int kRows>
+inline void add(const Piece<T>& p, int64_t count, Lanes (*sums)[A::kBlocks]) {
+  if constexpr (kRows > 1) {
+    if (count < kRows) return add<T, A, kStay, kRows - 1>(p, count, sums);
+  }
+  add_rows<T, A, kStay, kRows>(p, sums);
+}
+
+// All outputs of a piece of which no row was met, tile after tile.
+template <typename T, typename A, Stay kStay, int kRows>
+inline void sum_piece(const Piece<T>& first, int64_t num_rows, Lanes (*sums)[A::kBlocks]) {
+  Piece<T> p = first;
+  for (int64_t row = 0; row < num_rows; row += kRows, p.rows += kRows * p.width)
+    add<T, A, kStay, kRows>(p, num_rows - row, sums + row);
+  constexpr int kNext = A::kFirst + A::kTaken;
+  if constexpr (kNext < A::kBlocks)
+    sum_piece<T, Tile<A::kBlocks, A::kPanels, kNext, A::kTaken>, kStay, kRows>(first, num_rows, sums);
+}
+
+// All pieces of a part. What a tile meets next is asked for while it meets what lies there.
+template <typename T, typename A, Stay kStay, int kRows>
+inline void sum_pieces(const Product<T>& p, const T* weights, int64_t begin, int64_t end,
+                       Lanes (*sums)[A::kBlocks]) {
+  constexpr int64_t kSize = kTileBytes / sizeof(T);
+  for (int64_t at = begin; at < end; at += kSize)
+    sum_piece<T, A, kStay, kRows>({p.rows, weights, p.width, at, at + kSize < end ? at + kSize : end,
+                                   kTileBytes * A::kBlocks * kLanes, at > begin},
+                                  p.num_rows, sums);
 }
 
 template <typename T, int kBlocks, Stay kStay, int kPanels>
 inline void sum_rows(const Product<T>& p, const T* weights, Lanes (*sums)[kBlocks]) {
+  constexpr int kThird = kBlocks % 3 == 0 ? 3 : 2;
+  Lanes later[kPanels * kNear][kBlocks];
   for (int64_t begin = 0; begin < p.width; begin += kPart) {
     const int64_t end = begin + kPart < p.width ? begin + kPart : p.width;
-    for (int64_t row = 0; row < p.num_rows; row += kTogether / kPanels)
-      add<T, kBlocks, kStay, kPanels>(
-          {p.rows + row * p.width, weights, p.width, begin, end, p.reading.ahead}, p.num_rows - row,
-          sums + row);
+    Lanes(*part)[kBlocks] = begin == 0 ? sums : later;
+    const bool in_tiles = kTiles && kPanels == 1 && p.num_rows >= Step<T>::kFewest;
+    if (in_tiles && p.num_rows > 3)
+      sum_pieces<T, Tile<kBlocks, 1, 0, 2>, kStay, Step<T>::kMany>(p, weights, begin, end, part);
+    else if (in_tiles)
+      sum_pieces<T, Tile<kBlocks, 1, 0, kThird>, kStay, 3>(p, weights, begin, end, part);
+    else
+      sum_piece<T, Tile<kBlocks, kPanels, 0, kBlocks>, kStay, kTogether / kPanels>(
+          {p.rows, weights, p.width, begin, end, p.reading.ahead, false}, p.num_rows, part);
+    for (int panel = 0; begin > 0 && panel < kPanels; panel++)
+      for (int64_t r = panel * kNear; r < panel * kNear + p.num_rows; r++)
+        for (int b = 0; b < kBlocks; b++) sums[r][b] += later[r][b];
   }
 }
 
@@ -387,14 +498,16 @@ extern "C" void multiply_plain_float32(const float* rows, const float* weights, 
   extern "C" void multiply_##name(const T* rows, const T* weights, const T* bias, T* out,          \
                                   int64_t num_rows, int64_t width, int64_t num_outputs,            \
                                   int64_t readings, int threads) {                                 \
-    multiply<T, false>({rows, weights, bias, out, num_rows, width, num_outputs,                    \
+    const Rows<T> met(rows, num_rows * width);                                                     \
+    multiply<T, false>({met.numbers, weights, bias, out, num_rows, width, num_outputs,                    \
                         reading_of(readings, num_rows, kTogether)},                                \
                        threads);                                                                   \
   }                                                                                                \
   extern "C" void multiply_gated_##name(const T* rows, const T* weights, const T* bias, T* out,    \
                                         int64_t num_rows, int64_t width, int64_t num_outputs,      \
                                         int64_t readings, int threads) {                           \
-    multiply<T, true>({rows, weights, bias, out, num_rows, width, num_outputs,                     \
+    const Rows<T> met(rows, num_rows * width);                                                     \
+    multiply<T, true>({met.numbers, weights, bias, out, num_rows, width, num_outputs,                     \
                        reading_of(readings, num_rows, kTogether)},                                 \
                       threads);                                                                    \
   }                                                                                                \
