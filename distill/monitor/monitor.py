@@ -38,6 +38,7 @@ from draftsmith.record import Distributions, RoundRecord
 
 # Rules whose output has the target's distribution; others are left out and counted by name.
 LOSSLESS_RULES = ("chain", "block", "tree")
+FALSE_ALARM = 1e-6  # chance that honest servers ever raise an alarm, over all versions
 # Streams without an alarm that are kept: the latest ones. One that comes back is a new one.
 MOST_STREAMS = 64
 # Standard deviations of a normal distribution that leave 1 % on one side: what a bias is missed by.
