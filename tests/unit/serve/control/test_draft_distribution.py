@@ -100,9 +100,9 @@ def test_greedy_drafts_are_the_drafts_likeliest_tokens(target: Target, drafter: 
         inner, seen = engine.proposer.propose, []
 
         def watched(*args, inner=inner, seen=seen, **kwargs):
-            drafts = inner(*args, **kwargs)
-            seen.append(drafts.chains[0])
-            return drafts
+            found = inner(*args, **kwargs)
+            seen.append(found.drafted[0, : found.sizes[0]].tolist())
+            return found
 
         engine.proposer.propose = watched
         engine.generate(
