@@ -130,7 +130,7 @@ def test_an_object_store_that_is_not_reached_is_waited_out(
 
     store = fsspec.filesystem("memory")
     monkeypatch.setattr(type(store), "pipe_file", unreachable)
-    monkeypatch.setattr(type(store), "isdir", unreachable)
+    monkeypatch.setattr(type(store), "ls", unreachable)
     writer = BufferWriter("memory://unreachable-test", flush_s=0.01)
     writer.put(record())
     deadline_s = time.monotonic() + 10
