@@ -58,9 +58,9 @@ inline Lanes multiplied(Lanes sum, Lanes w, float x) {
 #endif
 }
 
-// One step along the width: weights of `kLanes` outputs, and the numbers of a row that they meet, which
-// `Rows` gives. Tiles take it in one turn or in two, each of which needs fewer registers. `kFewest`: rows
-// from which on tiles are faster, `kMany` of them at once with two registers of outputs.
+// One step along the width: weights of `kLanes` outputs, and the numbers of a row that they meet. Tiles
+// take it in one turn or in two, each of which needs fewer registers. `kFewest`: rows from which on
+// tiles are faster, `kMany` of them at once with two registers of outputs.
 template <typename T>
 struct Step;
 
@@ -126,21 +126,25 @@ struct Step<Bfloat16> {
     Lanes even, odd;
   };
   static inline Weights load(const Bfloat16* from) { return {First::load(from), Second::load(from)}; }
-  static inline const float* meet(const float* row) { return row; }
-  static inline void add(Lanes& sum, const Weights& w, const float* x) {
-    First::add(sum, w.even, x[0]);
-    Second::add(sum, w.odd, x[1]);
+  struct Pair {
+    float even, odd;
+  };
+  static inline Pair meet(const Bfloat16* row) { return {widened(row[0]), widened(row[1])}; }
+  static inline void add(Lanes& sum, const Weights& w, const Pair& x) {
+    First::add(sum, w.even, x.even);
+    Second::add(sum, w.odd, x.odd);
   }
 #endif
 };
 
-// Rows as the products meet them: those of bfloat16 are widened once for all outputs, where no
-// instruction takes them.
+// Rows as tiles meet them: those of bfloat16 are widened once for all outputs, where no instruction
+// takes them. Fewer rows than tiles pay for are met as they are, which is faster beside memory.
 template <typename T, typename Number = typename Step<T>::Number>
 struct Rows {
   const Number* numbers;
-  Rows(const T* rows, int64_t count) {
+  Rows(const T* rows, int64_t num_rows, int64_t width) {
     static thread_local std::vector<Number> own;
+    const int64_t count = num_rows < Step<T>::kFewest ? 0 : num_rows * width;
     if (int64_t(own.size()) < count) own.resize(count);
     for (int64_t i = 0; i < count; i++) own[i] = widened(rows[i]);
     numbers = own.data();
@@ -149,13 +153,13 @@ struct Rows {
 template <typename T>
 struct Rows<T, T> {
   const T* numbers;
-  Rows(const T* rows, int64_t) : numbers(rows) {}
+  Rows(const T* rows, int64_t, int64_t) : numbers(rows) {}
 };
 
 template <typename T>
 struct Product {
-  const typename Step<T>::Number* rows;
-  const T *weights, *bias;
+  const T *rows, *weights, *bias;
+  const typename Step<T>::Number* wide;  // the rows, as tiles meet them
   T* out;
   int64_t num_rows, width, num_outputs;
   Reading reading = {};
@@ -169,7 +173,8 @@ inline int64_t outputs_of(int64_t rest) {
 // A piece of a part of the width, and the weights of a group that belong to it.
 template <typename T>
 struct Piece {
-  const typename Step<T>::Number* rows;
+  const T* rows;
+  const typename Step<T>::Number* wide;
   const T* weights;
   int64_t width, begin, end, ahead;
   bool goes_on;  // its products are added to those of the pieces before it
@@ -181,6 +186,15 @@ template <int kBlocks_, int kPanels_, int kFirst_, int kTaken_>
 struct Tile {
   static constexpr int kBlocks = kBlocks_, kPanels = kPanels_, kFirst = kFirst_, kTaken = kTaken_;
 };
+
+// Rows as a turn takes their numbers.
+template <typename Turn, typename T>
+inline auto rows_for(const Piece<T>& p) {
+  if constexpr (std::is_same<Turn, Step<T>>::value)
+    return p.rows;
+  else
+    return p.wide;
+}
 
 template <typename T, typename A, Stay kStay, int kRows, typename Turn>
 inline void add_turn(const Piece<T>& p, int64_t d, Lanes (*sums)[kRows][A::kTaken]) {
@@ -194,7 +208,7 @@ inline void add_turn(const Piece<T>& p, int64_t d, Lanes (*sums)[kRows][A::kTake
       w[b] = Turn::load(at + b * kStep);
     }
     for (int r = 0; r < kRows; r++) {
-      const auto x = Turn::meet(p.rows + r * p.width + d);
+      const auto x = Turn::meet(rows_for<Turn>(p) + r * p.width + d);
       for (int b = 0; b < A::kTaken; b++) Turn::add(sums[panel][r][b], w[b], x);
     }
   }
@@ -241,7 +255,7 @@ inline void add(const Piece<T>& p, int64_t count, Lanes (*sums)[A::kBlocks]) {
 template <typename T, typename A, Stay kStay, int kRows>
 inline void sum_piece(const Piece<T>& first, int64_t num_rows, Lanes (*sums)[A::kBlocks]) {
   Piece<T> p = first;
-  for (int64_t row = 0; row < num_rows; row += kRows, p.rows += kRows * p.width)
+  for (int64_t row = 0; row < num_rows; row += kRows, p.rows += kRows * p.width, p.wide += kRows * p.width)
     add<T, A, kStay, kRows>(p, num_rows - row, sums + row);
   constexpr int kNext = A::kFirst + A::kTaken;
   if constexpr (kNext < A::kBlocks)
@@ -254,7 +268,7 @@ inline void sum_pieces(const Product<T>& p, const T* weights, int64_t begin, int
                        Lanes (*sums)[A::kBlocks]) {
   constexpr int64_t kSize = kTileBytes / sizeof(T);
   for (int64_t at = begin; at < end; at += kSize)
-    sum_piece<T, A, kStay, kRows>({p.rows, weights, p.width, at, at + kSize < end ? at + kSize : end,
+    sum_piece<T, A, kStay, kRows>({p.rows, p.wide, weights, p.width, at, at + kSize < end ? at + kSize : end,
                                    kTileBytes * A::kBlocks * kLanes, at > begin},
                                   p.num_rows, sums);
 }
@@ -273,7 +287,7 @@ inline void sum_rows(const Product<T>& p, const T* weights, Lanes (*sums)[kBlock
       sum_pieces<T, Tile<kBlocks, 1, 0, kThird>, kStay, 3>(p, weights, begin, end, part);
     else
       sum_piece<T, Tile<kBlocks, kPanels, 0, kBlocks>, kStay, kTogether / kPanels>(
-          {p.rows, weights, p.width, begin, end, p.reading.ahead, false}, p.num_rows, part);
+          {p.rows, p.wide, weights, p.width, begin, end, p.reading.ahead, false}, p.num_rows, part);
     for (int panel = 0; begin > 0 && panel < kPanels; panel++)
       for (int64_t r = panel * kNear; r < panel * kNear + p.num_rows; r++)
         for (int b = 0; b < kBlocks; b++) sums[r][b] += later[r][b];
@@ -385,6 +399,7 @@ void multiply_groups(const Product<T>& p, int64_t group, int64_t groups, const T
   for (int64_t row = 0; row < p.num_rows; row += kNear) {
     Product<T> near = p;
     near.rows += row * p.width;
+    near.wide += row * p.width;
     near.out += row * p.num_outputs;
     near.num_rows = p.num_rows - row < kNear ? p.num_rows - row : kNear;
     sum_near<T, kBlocks>(near, weights, groups * kHalves, sums);
@@ -491,23 +506,23 @@ extern "C" int64_t rows_together() { return kTogether; }
 extern "C" void multiply_plain_float32(const float* rows, const float* weights, const float* bias,
                                        float* out, int64_t num_rows, int64_t width,
                                        int64_t num_outputs, int by_columns, int threads) {
-  multiply_plain({rows, weights, bias, out, num_rows, width, num_outputs}, by_columns != 0, threads);
+  multiply_plain({rows, weights, bias, rows, out, num_rows, width, num_outputs}, by_columns != 0, threads);
 }
 
 #define PRODUCTS(name, T)                                                                          \
   extern "C" void multiply_##name(const T* rows, const T* weights, const T* bias, T* out,          \
                                   int64_t num_rows, int64_t width, int64_t num_outputs,            \
                                   int64_t readings, int threads) {                                 \
-    const Rows<T> met(rows, num_rows * width);                                                     \
-    multiply<T, false>({met.numbers, weights, bias, out, num_rows, width, num_outputs,                    \
+    const Rows<T> met(rows, num_rows, width);                                                      \
+    multiply<T, false>({rows, weights, bias, met.numbers, out, num_rows, width, num_outputs,       \
                         reading_of(readings, num_rows, kTogether)},                                \
                        threads);                                                                   \
   }                                                                                                \
   extern "C" void multiply_gated_##name(const T* rows, const T* weights, const T* bias, T* out,    \
                                         int64_t num_rows, int64_t width, int64_t num_outputs,      \
                                         int64_t readings, int threads) {                           \
-    const Rows<T> met(rows, num_rows * width);                                                     \
-    multiply<T, true>({met.numbers, weights, bias, out, num_rows, width, num_outputs,                     \
+    const Rows<T> met(rows, num_rows, width);                                                      \
+    multiply<T, true>({rows, weights, bias, met.numbers, out, num_rows, width, num_outputs,        \
                        reading_of(readings, num_rows, kTogether)},                                 \
                       threads);                                                                    \
   }                                                                                                \
