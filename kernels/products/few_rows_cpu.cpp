@@ -277,8 +277,9 @@ template <typename T, int kBlocks, Stay kStay, int kPanels>
 inline void sum_rows(const Product<T>& p, const T* weights, Lanes (*sums)[kBlocks]) {
   constexpr int kThird = kBlocks % 3 == 0 ? 3 : 2;
   Lanes later[kPanels * kNear][kBlocks];
-  for (int64_t begin = 0; begin < p.width; begin += kPart) {
-    const int64_t end = begin + kPart < p.width ? begin + kPart : p.width;
+  for (int64_t begin = 0, end; begin < p.width; begin = end) {
+    // A short rest is no part of its own, which a row alone would wait for.
+    end = begin + kPart + kPart / 2 < p.width ? begin + kPart : p.width;
     Lanes(*part)[kBlocks] = begin == 0 ? sums : later;
     const bool in_tiles = kTiles && kPanels == 1 && p.num_rows >= Step<T>::kFewest;
     if (in_tiles && p.num_rows > 3)
