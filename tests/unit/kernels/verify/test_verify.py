@@ -170,7 +170,7 @@ def test_narrow_and_strided_logits_are_read_as_they_are(
 def test_every_way_decides_as_its_reference(verify: Verify, way: str, size: int) -> None:
     """The seeds are such that no draw lies within rounding of its threshold, and some blocks stand
     after a draft that a chain rejects."""
-    arguments = random_rounds(size, 12, 3, size)
+    arguments = random_rounds(size, 24, 3, size)
     arguments[1][3, 1] = -1
     reference = chain = verify_chain_torch(*arguments)
     if "block" in way:

@@ -174,13 +174,14 @@ def test_a_machine_that_slows_down_says_nothing_about_k(
         assert sum(found) / 3 >= 0.97 * max(fixed)
 
 
-def test_every_load_learns_what_it_takes_without_drafts() -> None:
-    """Requests that come and go pass through many loads."""
+def test_every_load_learns_what_it_takes_without_drafts_however_short_of_credit() -> None:
+    """Requests that come and go pass through many loads; a draft that never pays must not stay
+    where no trial was affordable."""
     machine = Machine(lambda name, number: 0.3, draft_share=0.4)
     control = AutoControl()
     for batch in (40, 24, 12, 8, 6, 3, 1):
-        found = play(control, machine, [""] * batch, 40, skip=10)
-        assert found >= 0.97 * play(Constant(0), machine, [""] * batch, 5), batch
+        play(control, machine, [""] * batch, 30)
+        assert max(control.choose([RowBudget("", MOST)] * batch, batch).ks) == 0, batch
 
 
 def test_rounds_that_read_prompts_go_by_a_load_that_is_measured() -> None:
@@ -328,6 +329,34 @@ def test_prompts_that_the_draft_reads_late_are_part_of_the_price(
 
     best = max(rate(None, k) for k in range(4))
     assert rate(AutoControl()) >= 0.97 * best
+
+
+def test_a_load_between_loads_that_do_not_draft_does_not_read_up_for_one_round() -> None:
+    """Rounds with a new prompt cost little more for drafts, as such; but the draft reads first what
+    eight answers left it. That it was never late while one stream drafted is no comfort. Times are
+    those of a small model on two cores."""
+    usual_ms = {1: (3.9, 4.9, 5.6, 6.7), 8: (4.7, 7.7, 10.7, 13.7), 24: (8.2, 10.8, 13.4, 16.0)}
+    control, chance = AutoControl(), random.Random(0)
+    behind, ms, undrafted_ms = 0, 0.0, 0.0
+
+    for number in range(3000):
+        num_tokens = 1 if number < 700 else 24 if number % 20 == 0 else 8
+        rows = min(num_tokens, 8)
+        plan = control.choose([RowBudget("", 3)] * rows, num_tokens)
+        k = max(plan.ks)
+        is_late = k > 0 and behind > 2 * rows
+        took_ms = usual_ms[num_tokens][k] + (0.04 * behind if is_late else 0.0)
+        behind = 0 if k > 0 else min(behind + rows, 48 * rows)  # answers end
+        kept = [
+            next((depth for depth in range(k) if chance.random() > (0.63, 0.68, 0.74)[depth]), k)
+            for _ in range(rows)
+        ]
+        offers = [RowResult("", k, one) for one in kept] if k else []
+        control.observe(RoundResult(plan, num_tokens, rows, k, took_ms / 1e3, is_late, offers))
+        if number >= 900:
+            ms += took_ms
+            undrafted_ms += usual_ms[num_tokens][0] * (rows + sum(kept)) / rows
+    assert undrafted_ms >= 0.99 * ms, undrafted_ms / ms
 
 
 def test_a_round_is_booked_where_it_was_chosen_whatever_ran() -> None:

@@ -8,6 +8,7 @@ import pytest
 from draftsmith.serve.control.auto import LATE, LONGEST, AutoControl
 from draftsmith.serve.control.control import RoundResult, RowBudget, RowResult, rest_plan
 from draftsmith.serve.control.estimates import TOGETHER
+from tests.simulated_server import noticed_ms, scenarios
 
 
 def play(control: AutoControl, rounds: int) -> list[bool]:
@@ -15,16 +16,14 @@ def play(control: AutoControl, rounds: int) -> list[bool]:
     return [play_round(control, ["a"], 1) is None for _ in range(rounds)]
 
 
-def play_round(
-    control: AutoControl, rows: list[str], num_tokens: int, *, kept: str = "b"
-) -> list[int] | None:
+def play_round(control: AutoControl, rows: list[str], num_tokens: int) -> list[int] | None:
     """k of rows of these classes; None at rest. A draft takes a fifth of the target's time, and is
-    kept by one class alone."""
+    kept by class "b" alone."""
     if control.rests(set(rows), len(rows), num_tokens):
         return None
     plan = control.choose([RowBudget(name, 8) for name in rows], num_tokens)
     offers = [
-        RowResult(name, k, k if name == kept else 0)
+        RowResult(name, k, k if name == "b" else 0)
         for name, k in zip(rows, plan.ks, strict=True)
         if k
     ]
@@ -112,7 +111,5 @@ def test_a_plan_at_rest_drafts_nothing() -> None:
 
 
 def test_a_draft_that_becomes_worth_it_after_a_long_rest_is_noticed() -> None:
-    control = resting()
-    play(control, 12_000)
-    ks = [play_round(control, ["a"], 1, kept="a") for _ in range(1500)]
-    assert sum(k is not None and k[0] > 0 for k in ks[-40:]) > 20
+    scenario = scenarios()["gets good after long rest, small, 1"]
+    assert noticed_ms(scenario, AutoControl(), 0) < 3e3
