@@ -138,13 +138,13 @@ struct Step<Bfloat16> {
 };
 
 // Rows as tiles meet them: those of bfloat16 are widened once for all outputs, where no instruction
-// takes them. Fewer rows than tiles pay for are met as they are, which is faster beside memory.
+// takes them. Without tiles they are read as they are: for one row, which waits for memory, that is faster.
 template <typename T, typename Number = typename Step<T>::Number>
 struct Rows {
   const Number* numbers;
   Rows(const T* rows, int64_t num_rows, int64_t width) {
     static thread_local std::vector<Number> own;
-    const int64_t count = num_rows < Step<T>::kFewest ? 0 : num_rows * width;
+    const int64_t count = kTiles && num_rows >= Step<T>::kFewest ? num_rows * width : 0;
     if (int64_t(own.size()) < count) own.resize(count);
     for (int64_t i = 0; i < count; i++) own[i] = widened(rows[i]);
     numbers = own.data();
