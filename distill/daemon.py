@@ -13,19 +13,23 @@ from typing import Any
 from draftsmith.config import to_dict
 from draftsmith.distill.buffer.buffer import BufferReader
 from draftsmith.distill.buffer.folder import retain
-from draftsmith.distill.buffer.known_taps import check_recorded, numbers
 from draftsmith.distill.buffer.record_table import is_of_weights, of_earlier_weights
-from draftsmith.distill.buffer.traffic import SILENCE_S, OpenRequests, ServedText, is_held_out
+from draftsmith.distill.buffer.traffic import (
+    SILENCE_S,
+    OpenRequests,
+    ServedText,
+    check_recorded,
+    is_held_out,
+    numbers,
+)
 from draftsmith.distill.config import DistillConfig
-from draftsmith.distill.context import LearnerContext
 from draftsmith.distill.draft_track import DraftTrack
 from draftsmith.distill.learn.rehearsal import rehearsal_of
-from draftsmith.distill.learn.target_source import TargetFolder
 from draftsmith.distill.learn.teachers import open_target
-from draftsmith.distill.learn.text_states import states_of
+from draftsmith.distill.learn.text_states import TargetFolder, states_of
 from draftsmith.distill.monitor.monitor import FALSE_ALARM, Monitor
 from draftsmith.distill.pool.pool import ClassPool
-from draftsmith.distill.state import LEARNER, LearnerCounters, StateFolder
+from draftsmith.distill.state import LEARNER, LearnerContext, LearnerCounters, StateFolder
 from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import Throttle
 from draftsmith.drafters.published.pool import pool_root

@@ -20,16 +20,20 @@ from draftsmith.distill.buffer.traffic import (
     samplers_of,
     without,
 )
-from draftsmith.distill.context import LearnerContext
-from draftsmith.distill.decisions import DecisionLog
-from draftsmith.distill.gate.gate import Comparison, Decision, compare, decide, pairs_of
-from draftsmith.distill.gate.quarantine import enough, regate
+from draftsmith.distill.gate.gate import (
+    Comparison,
+    Decision,
+    compare,
+    decide,
+    enough,
+    pairs_of,
+    regate,
+)
 from draftsmith.distill.learn import learner as learning
 from draftsmith.distill.learn.learner import Learner, UpdateReport, taps_share
-from draftsmith.distill.live_version import LiveVersion
 from draftsmith.distill.publisher import Publisher
-from draftsmith.distill.state import KeptTrack, TrackState
-from draftsmith.distill.version_lifecycle import VersionLifecycle
+from draftsmith.distill.state import KeptTrack, LearnerContext, TrackState
+from draftsmith.distill.version_lifecycle import DecisionLog, LiveVersion, VersionLifecycle
 from draftsmith.drafters.published import versions
 
 

@@ -30,14 +30,18 @@ from draftsmith.distill.buffer import record_table
 from draftsmith.distill.buffer.folder import Cursor
 from draftsmith.distill.buffer.record_table import RecordFiles
 from draftsmith.distill.buffer.traffic import ServedText, stitch
+from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.gate.canary import Trial
 from draftsmith.distill.gate.sequential import Ledger
 from draftsmith.distill.learn.learner import Learner
+from draftsmith.distill.learn.rehearsal import Rehearsal
+from draftsmith.distill.learn.text_states import TextStates
+from draftsmith.distill.throttle import Throttle
+from draftsmith.drafters.target.target import Target
 from draftsmith.errors import first_line
 from draftsmith.record import RoundRecord
 
 logger = logging.getLogger("draftsmith.distill")
-
 SCHEMA_VERSION = 1
 # Of the target, whose records are still texts to learn from.
 MOST_REVISIONS = 1024
@@ -342,3 +346,21 @@ def _texts(records: Sequence[RoundRecord]) -> list[ServedText]:
             groups.append([])
         groups[-1].append(record)
     return [text for group in groups if (text := stitch(group)) is not None]
+
+
+@dataclass(frozen=True)
+class LearnerContext:
+    config: DistillConfig
+    target: Target
+    throttle: Throttle
+    counters: LearnerCounters
+    report: Callable[[str], None]  # prints a line for people
+    save: Callable[[], None]  # saves the state of all tracks
+    cursor: Callable[[], Mapping[str, int]]  # records read so far, per writer of the buffer
+    rehearsal: Rehearsal | None
+    states: TextStates  # of the target on the texts that are trained and scored
+
+    @property
+    def has_updates_left(self) -> bool:
+        most = self.config.max_updates
+        return most is None or self.counters.updates < most

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from draftsmith.config import to_dict
 from draftsmith.distill.buffer.traffic import ServedText
-from draftsmith.distill.context import LearnerContext
 from draftsmith.distill.gate.canary import CanaryTrial
-from draftsmith.distill.gate.gate import Decision
-from draftsmith.distill.gate.regression import Watched
+from draftsmith.distill.gate.drift import Alarm, Drift
+from draftsmith.distill.gate.gate import Decision, notice
+from draftsmith.distill.gate.regression import LiveWatch, Watched
+from draftsmith.distill.gate.scoring import Scorer
+from draftsmith.distill.gate.sequential import Ledger
 from draftsmith.distill.learn.learner import Learner
-from draftsmith.distill.live_version import LiveVersion
-from draftsmith.distill.state import TrackState
+from draftsmith.distill.publisher import Publisher
+from draftsmith.distill.state import LearnerContext, TrackState
 from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.published import versions
 from draftsmith.errors import UserError
@@ -260,3 +264,142 @@ class VersionLifecycle:
         self.publisher.promote(version)
         self.log.promoted(version, left, numbers)
         self._new_live_version()
+
+
+class LiveVersion:
+    """Everything that counts from the moment at which a version went live.
+
+    `made_for` is the target revision that the version was made for, "" where that is the target at
+    hand.
+    """
+
+    def __init__(self, publisher: Publisher, context: LearnerContext, log: DecisionLog):
+        self.publisher, self.context, self.log = publisher, context, log
+        self.made_for = ""
+        self.ledger, self.drift = Ledger(), Drift(context.config.drift)
+        self.scorer = self._new_scorer()
+        self.watch = LiveWatch(publisher, context.config.gate, self.scorer)
+
+    def _new_scorer(self) -> Scorer:
+        target = self.context.target
+        length = min(self.context.config.learn.max_length, target.max_positions)
+        return Scorer(self.draft, target, max_length=length, states=self.context.states)
+
+    @property
+    def version(self) -> int:
+        return self.publisher.version
+
+    @property
+    def draft(self) -> TrainedDrafter:
+        return self.publisher.live
+
+    @property
+    def served_as(self) -> str:
+        """Name of the live version in records."""
+        return f"{self.log.name}/{self.version}" if self.log.name else str(self.version)
+
+    def renew(self) -> None:
+        """Starts all counts again, for the version that the publisher has made live."""
+        self.scorer = self._new_scorer()
+        self.watch.begin(self.scorer)
+        self.notice_target()
+        self.ledger = Ledger()
+        self.drift.new_version()
+
+    def notice_target(self) -> None:
+        """Logs a version in quarantine once."""
+        self.made_for = notice(
+            self.publisher.root, self.version, self.context.target.revision, self.log.report
+        )
+
+    def look_for_drift(self, text: ServedText) -> None:
+        alarm = self.drift.observe(text, self.served_as)
+        if alarm is not None:
+            self.log.drifted(alarm)
+
+    def look(self) -> Watched:
+        """Comparison with what the version should be accepted with, and with earlier versions."""
+        return self.watch.look(self.ledger, self.served_as)
+
+    def forget(self, answers: frozenset[str]) -> None:
+        self.scorer.forget(answers)
+        self.watch.forget(answers)
+
+
+class DecisionLog:
+    """Log of the track of class `name`, "" for all classes.
+
+    A line that a full disk refuses waits for `flush`: a failed write must not separate a decision
+    from its consequences.
+    """
+
+    def __init__(self, root: Path, context: LearnerContext, name: str):
+        self.root, self.context, self.name = root, context, name
+        self.waiting: list[dict[str, Any]] = []
+
+    def report(self, text: str) -> None:
+        """Prints a line for people."""
+        self.context.report(f"class {self.name!r}: {text}" if self.name else text)
+
+    def add(self, decision: Mapping[str, Any]) -> None:
+        self.waiting.append({"time_s": time.time(), **decision})
+        self.flush()
+
+    def flush(self) -> None:
+        while self.waiting:
+            try:
+                versions.record_decision(self.root, self.waiting[0])
+            except OSError as error:
+                self.report(f"{error}; {len(self.waiting)} decisions wait to be logged")
+                return
+            del self.waiting[0]
+
+    def gated(
+        self, decision: Decision, *, live: int, version: int | None, share: float, updates: int
+    ) -> None:
+        """A gate decision with its numbers. `version` is the published one, `share` its canary
+        share."""
+        numbers = {**decision.to_dict(), "live": live, "version": version, "share": share}
+        self.add({**numbers, "updates": updates})
+        self.context.counters.count(decision.decision)
+        self.report(describe(decision, version, share))
+
+    def rolled_back(self, left: int, version: int, numbers: Mapping[str, Any]) -> None:
+        self.context.counters.rolled_back += 1
+        self.add({"decision": "rolled back", "left": left, "version": version, **numbers})
+        self.report(f"version {left} is rolled back to {version}: {numbers['reason']}")
+
+    def promoted(self, version: int, left: int, numbers: Mapping[str, Any]) -> None:
+        self.add({"decision": "promoted", "version": version, "live": left, **numbers})
+        self.report(f"version {version} is promoted after its trial: {numbers['reason']}")
+
+    def drifted(self, alarm: Alarm) -> None:
+        self.context.counters.drift_alarms += 1
+        self.add({"decision": "drift", "reason": alarm.describe(), **asdict(alarm)})
+        self.report(f"drift: {alarm.describe()}")
+
+
+def describe(decision: Decision, version: int | None, share: float) -> str:
+    """Line for people. `share` is that of a version on trial."""
+    comparison = decision.comparison
+    text = f"version {version} published" if version else decision.decision
+    text += f" for a share of {share:g} of the requests" if share else ""
+    text += f": {decision.reason}"
+    if comparison is not None and comparison.requests:
+        text += (
+            f" (alpha {comparison.first:.4f} -> {comparison.second:.4f}, gain "
+            f"{comparison.gain:+.4f} over {comparison.requests} "
+            f"requests{drafted(decision.samplers)}, p <= {decision.p_value:.2g} against "
+            f"{decision.level:.2g} at any look)"
+        )
+    return text
+
+
+def drafted(samplers: Mapping[str, int]) -> str:
+    """Shares of the engines' choices of drafted tokens, where another than the usual one is
+    there."""
+    total = sum(samplers.values())
+    if not set(samplers) - {"probabilistic"}:
+        return ""
+    shares = ", ".join(f"{name} {count / total:.0%}" for name, count in samplers.items())
+    return f" (drafts: {shares})"

@@ -13,9 +13,9 @@ from draftsmith.fleet.store.layout import StoreError
 RUNS = {
     "status": "draftsmith.fleet.rollout.show:status",
     "page": "draftsmith.fleet.rollout.show:page",
-    "promote": "draftsmith.fleet.rollout.operate:promote",
-    "rollback": "draftsmith.fleet.rollout.operate:rollback",
-    "publish": "draftsmith.fleet.publish.command:run",
+    "promote": "draftsmith.fleet.rollout.show:promote",
+    "rollback": "draftsmith.fleet.rollout.show:rollback",
+    "publish": "draftsmith.fleet.rollout.command:run",
 }
 
 

@@ -21,22 +21,28 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from draftsmith.distill.buffer import marks, record_table
+from draftsmith.distill.buffer import record_table
 from draftsmith.distill.buffer.folder import (
+    LOOK_S,
+    SETTLE_S,
     Cursor,
     Shard,
     ShardFolder,
+    forget,
+    forgotten,
     in_turn,
+    is_forgotten,
     is_unread,
+    leave_progress,
     parse,
     retain,
+    sweep_progress,
+    unread_bytes,
 )
-from draftsmith.distill.buffer.forget import SETTLE_S, forget
 from draftsmith.errors import first_line
 from draftsmith.record import RecordSink, RoundRecord, SinkCounts
 
 logger = logging.getLogger("draftsmith.buffer")
-
 # Looks at a shard that the file system does not give before it is skipped.
 MAX_FAILURES = 10
 # How long a server that stops waits for a disk that hangs.
@@ -45,7 +51,6 @@ CLOSE_S = 10.0
 # early at a fraction of it.
 MAX_TAP_BYTES = 512 << 20
 FLUSH_TAP_BYTES = 32 << 20
-
 # Makes of a record those that may be stored now: none, or more when it was waited for.
 Screen = Callable[[RoundRecord], list[RoundRecord]]
 
@@ -101,7 +106,7 @@ class BufferWriter(RecordSink):
         self._number = 0
         self._most = self._share = share
         self._forgotten: frozenset[str] = frozenset()
-        self._looked_s = -marks.LOOK_S
+        self._looked_s = -LOOK_S
         self._queue: deque[RoundRecord] = deque()
         self._batch: FlushBatch | None = None
         self._wake = threading.Event()
@@ -175,13 +180,13 @@ class BufferWriter(RecordSink):
     def _look(self) -> None:
         """Reads the readers' progress and the forgotten answers."""
         now_s = time.monotonic()
-        if now_s - self._looked_s < marks.LOOK_S:
+        if now_s - self._looked_s < LOOK_S:
             return
         self._looked_s = now_s
         try:
             names = self.folder.names()
-            unread = marks.unread_bytes(self.folder, names)
-            self._forgotten = marks.forgotten(names)
+            unread = unread_bytes(self.folder, names)
+            self._forgotten = forgotten(names)
         except OSError as error:
             logger.debug("buffer %s cannot be looked into (%s)", self.folder.url, error)
             return
@@ -202,7 +207,7 @@ class BufferWriter(RecordSink):
     def _prepare(self, taken: int) -> FlushBatch:
         records = [self._queue[index] for index in range(taken)]
         records = [
-            record for record in records if not marks.is_forgotten(record.request, self._forgotten)
+            record for record in records if not is_forgotten(record.request, self._forgotten)
         ]
         for screen in self.screens:
             records = [ready for record in records for ready in screen(record)]
@@ -264,7 +269,7 @@ class BufferReading:
     cursor: Cursor  # what to save together with what was made of the records
     more: bool  # whether shards are left
     damaged: int
-    # Answers whose records may be kept nowhere any more; `marks.is_forgotten` decides by a record's
+    # Answers whose records may be kept nowhere any more; `is_forgotten` decides by a record's
     # request.
     forgotten: frozenset[str] = frozenset()
     # records left out because the draws behind them can be repeated; see `RoundRecord.seeded`
@@ -292,7 +297,7 @@ class BufferReader:
         self.cursor: Cursor = dict(cursor or {})
         self.damaged = 0
         self.name = uuid.uuid4().hex[:12]
-        self._marked_s = -marks.LOOK_S if leaves_marks else math.inf
+        self._marked_s = -LOOK_S if leaves_marks else math.inf
         self._failures = 0  # in a row, at the first unread shard
 
     def read(self, *, max_records: int = 4096) -> BufferReading:
@@ -304,7 +309,7 @@ class BufferReader:
         # First whatever the file system may refuse: behind the cursor nothing is read again. One
         # listing, since stores charge.
         names = self.folder.names()
-        answers = marks.forgotten(names)
+        answers = forgotten(names)
         unread = in_turn(
             [shard for shard in self.folder.shards_among(names) if is_unread(shard, self.cursor)]
         )
@@ -319,7 +324,7 @@ class BufferReader:
             done += 1
         self.mark()
         unseeded = [record for record in records if not record.seeded]
-        kept = [record for record in unseeded if not marks.is_forgotten(record.request, answers)]
+        kept = [record for record in unseeded if not is_forgotten(record.request, answers)]
         seeded = len(records) - len(unseeded)
         return BufferReading(
             kept, dict(self.cursor), done < len(unread), self.damaged - damaged, answers, seeded
@@ -329,11 +334,11 @@ class BufferReader:
         """Writes the reader's progress, which also shows writers that it is alive. A reader without
         write access to the buffer leaves no mark, and writers do not wait for it."""
         now_s = time.monotonic()
-        if now_s - self._marked_s < marks.LOOK_S:
+        if now_s - self._marked_s < LOOK_S:
             return
         self._marked_s = now_s
         try:
-            marks.leave_progress(self.folder, self.name, self.cursor)
+            leave_progress(self.folder, self.name, self.cursor)
         except OSError as error:
             logger.debug("buffer %s takes no mark (%s)", self.folder.url, error)
 
@@ -371,4 +376,4 @@ class BufferReader:
         present = {shard.writer for shard in self.folder.shards()}
         newest = {writer: number for writer, number in self.cursor.items() if writer in present}
         self.cursor = newest
-        marks.sweep(self.folder)
+        sweep_progress(self.folder)

@@ -4,21 +4,25 @@ time, writer and number, cursors of readers, and retention."""
 from __future__ import annotations
 
 import io
+import json
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from fsspec.implementations.memory import MemoryFileSystem
 
 from draftsmith.distill.buffer import record_table
 from draftsmith.distill.buffer.objects import Objects
-from draftsmith.record import RoundRecord
+from draftsmith.distill.config import ForgetConfig
+from draftsmith.errors import UserError
+from draftsmith.record import RoundRecord, hashed_answer
 
 logger = logging.getLogger("draftsmith.buffer")
-
 Cursor = dict[str, int]  # writer -> number of its last shard that was read
 LEFTOVER_AGE_S = 3600.0
 NAME = re.compile(r"(?P<time_ms>\d{13,})-(?P<writer>[0-9a-z]+)-(?P<number>\d{8})\.parquet")
@@ -157,3 +161,138 @@ def retain(folder: ShardFolder, cursor: Cursor, *, max_bytes: int, max_age_s: fl
             unread,
         )
     return Retained(doomed, unread)
+
+
+PROGRESS = re.compile(r"reader-[0-9a-z]+\.json")
+FORGOTTEN = re.compile(r"forgotten-(?P<answer>[0-9a-f]{16})")
+# Between two looks of a writer at them, between two that a reader leaves.
+LOOK_S = 2.0
+# A reader that has left no mark for so long is taken as gone; a learner leaves some while it rests,
+# too.
+GONE_S = 600.0
+
+
+def leave_progress(folder: ShardFolder, reader: str, cursor: Cursor) -> None:
+    mark = {"time_s": time.time(), "cursor": cursor}
+    folder.write(f"reader-{reader}.json", json.dumps(mark).encode())
+
+
+def unread_bytes(folder: ShardFolder, names: Mapping[str, int]) -> int:
+    """Bytes that the slowest reader has not read; 0 without readers. `names` is the listing of the
+    folder."""
+    cursors = []
+    for name in names:
+        if PROGRESS.fullmatch(name):
+            mark = _progress(folder, name)
+            if mark is not None and time.time() - mark["time_s"] < GONE_S:
+                cursors.append(mark["cursor"])
+    shards = folder.shards_among(names) if cursors else []
+    return max(
+        (sum(shard.bytes for shard in shards if is_unread(shard, cursor)) for cursor in cursors),
+        default=0,
+    )
+
+
+def sweep_progress(folder: ShardFolder) -> None:
+    """Deletes marks of readers that are gone."""
+    for name in folder.names():
+        if PROGRESS.fullmatch(name):
+            mark = _progress(folder, name)
+            if mark is None or time.time() - mark["time_s"] > GONE_S:
+                folder.delete(name)
+
+
+def _progress(folder: ShardFolder, name: str) -> dict | None:
+    try:
+        mark = json.loads(folder.read(name))
+        return (
+            mark if isinstance(mark["time_s"], float) and isinstance(mark["cursor"], dict) else None
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        # Gone, or being replaced on a file system without renames: the next look will do.
+        return None
+
+
+def mark_forgotten(folder: ShardFolder, answer: str) -> None:
+    """Marks an answer: servers write none of its records from then on, readers return none and
+    learners drop what they hold."""
+    folder.write(f"forgotten-{answer}", b"")
+
+
+def forgotten(names: Iterable[str]) -> frozenset[str]:
+    """Hashed ids of forgotten answers, from a folder's listing."""
+    found = (FORGOTTEN.fullmatch(name) for name in names)
+    return frozenset(match["answer"] for match in found if match)
+
+
+def is_forgotten(request: str, answers: frozenset[str]) -> bool:
+    return bool(answers) and request.partition("-")[0] in answers
+
+
+# A server that has seen the mark writes nothing of it any more; what it had in hand before is
+# written by then.
+SETTLE_S = LOOK_S + 3.0
+
+
+def run(config: ForgetConfig) -> int:
+    folder = ShardFolder(config.buffer)
+    if not folder.names():
+        raise UserError(
+            f"buffer {config.buffer!r} is empty or not there; give the one that serve --learn "
+            "writes to"
+        )
+    removed = forget(folder, config.request, settle_s=SETTLE_S)
+    print(
+        f"{removed} records of {config.request} were deleted; servers write no more of them, "
+        "learners drop what they hold"
+    )
+    return 0
+
+
+def forget(folder: ShardFolder, answer: str, *, settle_s: float) -> int:
+    """Returns the number of deleted records. A second pass finds records that a server held in
+    memory."""
+    name = hashed_answer(answer)
+    mark_forgotten(folder, name)
+    removed = _sweep(folder, name)
+    time.sleep(settle_s)
+    return removed + _sweep(folder, name)
+
+
+def _sweep(folder: ShardFolder, name: str) -> int:
+    return sum(_without(folder, shard, name) for shard in folder.shards())
+
+
+def _without(folder: ShardFolder, shard: Shard, name: str) -> int:
+    """Rewrites a shard in place, whole or not at all."""
+    try:
+        data = folder.fetch(shard)
+    except FileNotFoundError:
+        return 0
+    try:
+        of_answer = _of_answer(data, name)
+        if not pc.any(of_answer).as_py():
+            return 0
+        kept = record_table.read(io.BytesIO(data)).filter(pc.invert(of_answer))
+    except (ValueError, OSError) as error:
+        logger.warning(
+            "shard %s is damaged and deleted, since its content is unknown (%s)",
+            shard.path,
+            error,
+        )
+        folder.delete(shard.name)
+        return 0
+    if kept.num_rows:
+        rewritten = io.BytesIO()
+        record_table.write(kept, rewritten)
+        folder.write(shard.name, rewritten.getvalue())
+    else:
+        folder.delete(shard.name)
+    return len(of_answer) - kept.num_rows
+
+
+def _of_answer(data: bytes, name: str) -> pa.ChunkedArray:
+    """Mask of the answer's records, which name their requests `ANSWER-NUMBER`."""
+    return pc.starts_with(
+        record_table.read(io.BytesIO(data), columns=["request"])["request"], f"{name}-"
+    )

@@ -23,8 +23,7 @@ import numpy as np
 import torch
 
 from draftsmith.distill.buffer import buffer
-from draftsmith.distill.buffer.folder import ShardFolder
-from draftsmith.distill.buffer.forget import forget
+from draftsmith.distill.buffer.folder import ShardFolder, forget
 from draftsmith.kernels.sampling import logged_compiled
 from draftsmith.kernels.sampling.logged import COPIED, Copy, LoggedRound, prob_arrays
 from draftsmith.record import (

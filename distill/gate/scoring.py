@@ -24,19 +24,20 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from draftsmith.distill.buffer.known_taps import known_taps, num_readable, padded_taps
-from draftsmith.distill.buffer.marks import is_forgotten
-from draftsmith.distill.buffer.traffic import ServedText
+from draftsmith.distill.buffer.folder import is_forgotten
+from draftsmith.distill.buffer.traffic import ServedText, known_taps, num_readable, padded_taps
 from draftsmith.distill.gate.logged import (
+    DraftedPositions,
+    Position,
     SampledTop,
     disagreement,
     draft_rows,
     logged_alpha,
     logged_arrays,
+    positions_of,
     sampled_top,
     sampling_rows,
 )
-from draftsmith.distill.gate.positions import DraftedPositions, Position, positions_of
 from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import probabilities, shared_mass

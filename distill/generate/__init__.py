@@ -2,14 +2,11 @@
 
 Files in reading order:
 - `command`: the command
-- `processes`: several processes that write one dataset
-- `ways`: temperature and thinking of each answer
-- `prompts`: prompts
+- `prompts`: prompts, and temperature and thinking of each answer
 - `writers`: writers of answers
-- `answers`: the dataset folder
-- `steps`: the target, its writer, the answers of some shards, and the record
+- `answers`: the dataset folder, and several processes that write it
+- `steps`: the target, its writer, the answers of some shards, hidden states, and the record
 - `self_prompts`: prompts that the target writes
-- `stored_states`: stored hidden states
 
 Other chapters import `command`.
 """

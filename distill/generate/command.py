@@ -11,19 +11,25 @@ from typing import Any
 from draftsmith.config import check_limits
 from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate import prompts as prompt_source
-from draftsmith.distill.generate.answers import LOCK, AnswerFolder
-from draftsmith.distill.generate.processes import Processes, check_processes, joined
-from draftsmith.distill.generate.prompts import Prompt
+from draftsmith.distill.generate.answers import (
+    LOCK,
+    AnswerFolder,
+    Processes,
+    check_processes,
+    joined,
+)
+from draftsmith.distill.generate.prompts import Prompt, columns_of, temperatures
 from draftsmith.distill.generate.self_prompts import check_self_prompts, write_prompts
 from draftsmith.distill.generate.steps import (
     NewAnswers,
     answer_all,
+    check_cost,
     describe,
+    layout_of,
     new_writer,
     open_reference,
+    store_taps,
 )
-from draftsmith.distill.generate.stored_states import check_cost, layout_of, store_taps
-from draftsmith.distill.generate.ways import columns_of, temperatures
 from draftsmith.distill.generate.writers import TargetWriter
 from draftsmith.drafters.target.sharded import check_offload
 from draftsmith.errors import UserError

@@ -12,13 +12,14 @@ import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
+
+import pyarrow as pa
 
 from draftsmith.chats.answers import AnswerTokenizer, ChatAnswers, Masked
 from draftsmith.chats.messages import Conversation, Message, conversation_of, without_nulls
 from draftsmith.chats.template import source_of, template_takes
 from draftsmith.distill.config import GenerateOptions
-from draftsmith.distill.generate.ways import THINKING, Way, way_of
 from draftsmith.errors import UserError
 from draftsmith.prompts.corpus import CORPORA, Document, held_out
 from draftsmith.prompts.training import rows_to_train
@@ -234,3 +235,47 @@ def _check_thinking(config: GenerateOptions, tokenizer: AnswerTokenizer) -> None
             f"--thinking {config.thinking}: the chat template of target {config.target!r} has no "
             "enable_thinking; leave it out"
         )
+
+
+THINKING: dict[str | None, tuple[bool | None, ...]] = {
+    None: (None,),
+    "on": (True,),
+    "off": (False,),
+    "both": (True, False),
+}
+
+
+class Way(NamedTuple):
+    temperature: float
+    thinking: bool | None  # None: as the chat template does by itself
+
+
+def temperatures(config: GenerateOptions) -> tuple[float, ...]:
+    given = config.temperature
+    return given if isinstance(given, tuple) else (given,)
+
+
+def hottest(config: GenerateOptions) -> float:
+    """Highest temperature that something is drawn at."""
+    asking = () if config.self_prompts is None else (config.self_prompts_temperature,)
+    return max(*temperatures(config), *asking, 0.0)
+
+
+def way_of(config: GenerateOptions, number: int) -> Way:
+    """Way of the answer to a prompt: every way comes once in as many prompts in a row, in an order
+    of the seed, so that no pattern of the prompts falls together with it."""
+    ways = list(itertools.product(temperatures(config), THINKING[config.thinking]))
+    block, at = divmod(number, len(ways))
+    order = random.Random(f"{config.seed} ways {block}").sample(range(len(ways)), len(ways))
+    return Way(*ways[order[at]])
+
+
+def columns_of(config: GenerateOptions) -> list[tuple[str, pa.DataType]]:
+    """Columns of what differs from row to row."""
+    columns = [("temperature", pa.float32())] if len(temperatures(config)) > 1 else []
+    return columns + ([("thinking", pa.bool_())] if config.thinking == "both" else [])
+
+
+def recorded(config: GenerateOptions, way: Way | None) -> dict[str, Any]:
+    """Entries of a row in these columns."""
+    return {} if way is None else {name: way._asdict()[name] for name, _ in columns_of(config)}

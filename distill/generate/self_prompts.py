@@ -21,8 +21,7 @@ import pyarrow.parquet as pq
 
 from draftsmith.chats.answers import ChatAnswers
 from draftsmith.distill.config import GenerateOptions
-from draftsmith.distill.generate.answers import LOCK, SELF_PROMPTS, AnswerFolder
-from draftsmith.distill.generate.processes import Processes
+from draftsmith.distill.generate.answers import LOCK, SELF_PROMPTS, AnswerFolder, Processes
 from draftsmith.distill.generate.prompts import Prompt
 from draftsmith.distill.generate.steps import (
     NewAnswers,

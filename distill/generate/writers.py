@@ -14,8 +14,7 @@ import httpx
 from draftsmith.chats.answers import ChatAnswers
 from draftsmith.client import bearer
 from draftsmith.distill.config import GenerateOptions
-from draftsmith.distill.generate.prompts import Prompt
-from draftsmith.distill.generate.ways import way_of
+from draftsmith.distill.generate.prompts import Prompt, way_of
 from draftsmith.errors import UserError
 
 

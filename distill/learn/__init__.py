@@ -4,9 +4,8 @@ Files in reading order:
 - `learner`: the learner, and low-rank adapters
 - `rehearsal`: texts of the data that a draft was trained on
 - `teachers`: distributions to match, of the running target or of records
-- `text_states`: hidden states of the target, each text read once
+- `text_states`: the target, whose weights may change meanwhile, and its hidden states by text
 - `optimizer`: gradient and step
-- `target_source`: the target, whose weights may change meanwhile
 
-Other chapters import `learner`, `rehearsal`, `teachers`, `text_states` and `target_source`.
+Other chapters import `learner`, `rehearsal`, `teachers` and `text_states`.
 """

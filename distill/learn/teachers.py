@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from draftsmith.distill.buffer.known_taps import filled_taps, known_taps, num_readable
+from draftsmith.distill.buffer.traffic import filled_taps, known_taps, num_readable
 from draftsmith.distill.config import DistillConfig, LearnConfig
 from draftsmith.distill.learn.text_states import TextStates
 from draftsmith.drafters.interface import TextBatch

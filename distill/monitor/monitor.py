@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from draftsmith.distill.buffer import marks
-from draftsmith.distill.buffer.folder import ShardFolder, in_turn, parse
+from draftsmith.distill.buffer.folder import ShardFolder, forgotten, in_turn, is_forgotten, parse
 from draftsmith.distill.gate.sequential import share_of
 from draftsmith.distill.monitor.events import (
     EVENTS,
@@ -298,7 +297,7 @@ def look(url: str, *, false_alarm: float) -> Look:
         names = folder.names()
     except OSError as error:
         raise UserError(f"buffer {url!r} cannot be read ({error}); give its folder") from error
-    answers = marks.forgotten(names)
+    answers = forgotten(names)
     for shard in in_turn(folder.shards_among(names)):
         try:
             records = parse(folder.fetch(shard), with_taps=False)
@@ -311,5 +310,5 @@ def look(url: str, *, false_alarm: float) -> Look:
         kept = [one for one in records if not one.seeded]
         found.shards, found.records = found.shards + 1, found.records + len(records)
         found.seeded += len(records) - len(kept)
-        found.monitor.look([one for one in kept if not marks.is_forgotten(one.request, answers)])
+        found.monitor.look([one for one in kept if not is_forgotten(one.request, answers)])
     return found

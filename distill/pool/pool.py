@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from draftsmith.distill.buffer.traffic import ServedText
-from draftsmith.distill.context import LearnerContext
 from draftsmith.distill.draft_track import DraftTrack
 from draftsmith.distill.gate.class_comparison import ClassComparison
 from draftsmith.distill.gate.scoring import Scored
 from draftsmith.distill.pool.clusters import find_clusters
 from draftsmith.distill.pool.policy import ClassTraffic, PoolMember, PoolMove, moves, resolved
+from draftsmith.distill.state import LearnerContext
 from draftsmith.drafters.published import versions
 from draftsmith.drafters.published.pool import (
     DraftPool,

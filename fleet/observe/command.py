@@ -15,12 +15,10 @@ from draftsmith.chats.answers import ChatAnswers
 from draftsmith.config import check_limits
 from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.errors import UserError
-from draftsmith.fleet.observe.config import ObserveConfig
-from draftsmith.fleet.observe.enrich import Enrichment
-from draftsmith.fleet.observe.exchange import Observer, ProxyCounters
-from draftsmith.fleet.observe.probe import EngineProbe, client
+from draftsmith.fleet.config import ObserveConfig
+from draftsmith.fleet.observe.enrich import EngineProbe, Enrichment, client
+from draftsmith.fleet.observe.exchange import Models, Observer, ProxyCounters, ProxyRecorder
 from draftsmith.fleet.observe.proxy import Proxy
-from draftsmith.fleet.observe.recorder import Models, ProxyRecorder
 from draftsmith.stopping import sigterm_ends
 
 logger = logging.getLogger("draftsmith.observe")

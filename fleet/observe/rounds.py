@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from draftsmith.chats.answers import ChatAnswers
-from draftsmith.fleet.observe.config import DefaultSampling
+from draftsmith.fleet.config import DefaultSampling
 from draftsmith.fleet.observe.endpoints import Body, Endpoint, Entry, ObservedAnswer
 from draftsmith.record import UNLOGGED, Distribution, RecordHead, RoundRecord, RoundRow
 

@@ -1,10 +1,7 @@
-"""Versions of a fleet, shown, changed and tried in stages.
+"""Versions of a fleet, shown, changed, published and tried in stages.
 
 Files in reading order:
-- `show`: status and page
-- `operate`: promote and rollback
-- `stage`: acceptance paired within engines, and the verdict about a stage
-- `controller`: stages of a rollout
-
-The commands import `show`, `operate` and `controller`.
+- `show`: status and page, promote and rollback
+- `command`: `draftsmith fleet publish`
+- `controller`: stages of a rollout, acceptance paired within engines, and the verdict
 """

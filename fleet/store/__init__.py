@@ -1,11 +1,12 @@
-"""Versions of a fleet on any file system that fsspec supports: what an engine reads of them, and
-the status that it leaves. Loads no torch and no Arrow, and of draftsmith hardly more than `fleet`.
+"""Versions of a fleet on any file system that fsspec supports: what an engine reads of them, the
+status that it leaves, and the learner's versions put there.
 
 Files in reading order:
-- `layout`: names of the objects, `current`, the manifest, an engine's status, errors
-- `rollout`: rollout.json, and the version that it gives an engine
-- `cache`: verified copies on a local disk
-- `store`: all of it behind one address
+- `layout`: names of the objects, `current`, the manifest, an engine's status, rollout.json, errors
+- `store`: all of it behind one address, and verified copies on a local disk
+- `mirror`: whatever the learner makes live in the layouts of engines, each version's manifest last,
+  and old versions deleted
 
-Other chapters import `store`, `layout` and `rollout`.
+`layout` and `store`, which an engine imports, load no torch and no Arrow, and of draftsmith hardly
+more than `fleet`.
 """

@@ -4,11 +4,9 @@ draft module beside the served one, tried there, and copied over between two ste
 Files in reading order:
 - `checks`: files of a version compared with those of the served draft
 - `packed`: tensors that a module's forward pass reads, kernels' packed ones included
-- `recent`: inputs of recent steps, kept for trials
-- `proposer`: the draft of one worker, and all private names of vLLM
-- `trial`: one forward pass of a draft on recent and fixed inputs
-- `staging`: the second copy, loaded by a thread
-- `swap`: stages, applies and takes back versions of one worker
-- `prefixes`: cached prefixes that an older draft wrote
+- `proposer`: the draft of one worker, inputs of its recent steps, and all private names of vLLM
+- `staging`: the second copy, loaded by a thread and tried on recent and fixed inputs
+- `swap`: stages, applies and takes back versions of one worker, and drops cached prefixes that an
+  older draft wrote
 - `watch`: updates of the draft that others make
 """

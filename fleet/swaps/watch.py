@@ -12,9 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from draftsmith.fleet.engine import around, logger, quietly
-from draftsmith.fleet.swaps.prefixes import CachedPrefixes
 from draftsmith.fleet.swaps.proposer import Snapshot, restore, snapshot
-from draftsmith.fleet.swaps.swap import Swaps
+from draftsmith.fleet.swaps.swap import CachedPrefixes, Swaps
 
 
 class Watch:

@@ -17,11 +17,9 @@ from draftsmith.errors import UserError
 from draftsmith.fleet.engine import engine_name, once
 from draftsmith.fleet.store.layout import EngineStatus
 from draftsmith.fleet.store.store import VersionStore
-from draftsmith.fleet.vllm.figures import Figures, figures_of, tokens_of
-from draftsmith.fleet.vllm.follower import StoreFollower
-from draftsmith.fleet.vllm.settings import Settings, settings_of
+from draftsmith.fleet.vllm.follower import Figures, StoreFollower, figures_of, tokens_of
 from draftsmith.fleet.vllm.swap_client import Answers, SwapClient
-from draftsmith.fleet.vllm.worker import answers_folder
+from draftsmith.fleet.vllm.worker import Settings, answers_folder, settings_of
 from draftsmith.lock import folder_lock
 
 LOCAL = frozenset({"127.0.0.1", "::1"})

@@ -13,19 +13,21 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import logging
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from draftsmith.fleet.engine import around, engine_name, logger, once, port_of, replica_in
+from draftsmith.fleet.recording.messages import WRITER
 from draftsmith.fleet.recording.recorder import EngineRecorder
 from draftsmith.fleet.recording.seam import kind_of
-from draftsmith.fleet.vllm.faults import fault_of, install
-from draftsmith.fleet.vllm.settings import WorkerState, settings_of
-from draftsmith.fleet.vllm.worker import METHODS
-from draftsmith.fleet.wire.messages import WRITER
+from draftsmith.fleet.vllm.worker import METHODS, Settings, WorkerState, settings_of
 from draftsmith.shared_memory.child import Child
+from draftsmith.train.export.layouts.vllm_faults import CPU_KERNEL, SHARED_NOISE
 
 # Rules of verification by vLLM's names of them; others keep vLLM's.
 RULES = {"standard": "chain"}
@@ -163,7 +165,7 @@ def is_recording_rank() -> bool:
 
 
 def job_of(config: Any, state: WorkerState) -> dict[str, Any]:
-    """Properties that all records of this engine share, of `fleet.wire.requests.EngineJob`."""
+    """Properties that all records of this engine share, of `fleet.recording.writer.EngineJob`."""
     settings, speculative = state.settings, config.speculative_config
     rule = getattr(speculative, "rejection_sample_method", "standard")
     drawn = getattr(speculative, "draft_sample_method", "greedy")
@@ -180,3 +182,69 @@ def job_of(config: Any, state: WorkerState) -> dict[str, Any]:
         "share": settings.share,
         "max_length": config.model_config.max_model_len,
     }
+
+
+NAME = "vllm.v1.sample.rejection_sampler.expand_kernel"
+
+
+def fault_of(config: Any, settings: Settings) -> str:
+    """Sentence with the mend; "" where nothing is known to be wrong."""
+    speculative = getattr(config, "speculative_config", None)
+    if speculative is None:
+        return ""
+    import vllm
+
+    version, method = vllm.__version__, str(speculative.method)
+    if getattr(config, "use_v2_model_runner", False):
+        is_drawn = getattr(speculative, "draft_sample_method", "greedy") == "probabilistic"
+        if is_drawn and SHARED_NOISE.is_in(version) and not has_own_noise():
+            return SHARED_NOISE.sentence(method, version)
+    elif CPU_KERNEL.is_in(version) and not settings.mend_expand_kernel and has_wrong_kernel():
+        return CPU_KERNEL.sentence(method, version)
+    return ""
+
+
+def has_own_noise() -> bool:
+    """True where drafts have noise of their own: builds between two releases, and mends by hand."""
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+    return "is_drafting" in inspect.signature(gumbel_sample).parameters
+
+
+def expand(
+    output_ptr: torch.Tensor,
+    input_ptr: torch.Tensor,
+    cu_num_tokens_ptr: torch.Tensor,
+    replace_from: float,
+    replace_to: float,
+    MAX_NUM_TOKENS: Any = None,
+) -> None:
+    """Value of each request [r], `replace_from` replaced, at each of its tokens [n], in place.
+
+    The parameters have the kernel's own names, by which vLLM passes them."""
+    ends = cu_num_tokens_ptr.long()
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
+    values = input_ptr.masked_fill(input_ptr == replace_from, replace_to)
+    output_ptr.copy_(values.repeat_interleave(counts))
+
+
+def has_wrong_kernel() -> bool:
+    """True on a CPU without Triton; elsewhere vLLM's own kernel is right."""
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
+
+    return current_platform.is_cpu() and not HAS_TRITON
+
+
+def install() -> None:
+    """Register `expand` where it is needed."""
+    if not has_wrong_kernel():
+        return
+    try:
+        from vllm.triton_utils.dispatcher import register_kernels
+
+        register_kernels({NAME: expand})
+    except (ImportError, ValueError) as error:
+        once(f"this vLLM has no registry for {NAME} ({error}); it keeps its own kernel")
+        return
+    once(f"{NAME} is mended", logging.INFO)

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from draftsmith.fleet.swaps.recent import NUM_KEPT
+from draftsmith.fleet.swaps.proposer import NUM_KEPT
 from scripts.bench.fleet.installed import variables as plugin_variables
 from tests.e2e.test_audit_vllm import vllm_server
 from tests.e2e.test_vllm_cpu import speculation

@@ -19,10 +19,10 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 STEPS = """
 import dataclasses, os, subprocess, sys, time
 import fsspec
-from draftsmith.distill.buffer import marks
+from draftsmith.distill.buffer.folder import unread_bytes
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.folder import ShardFolder, retain
-from draftsmith.distill.buffer.forget import forget
+from draftsmith.distill.buffer.folder import forget
 from draftsmith.record import Distribution, RoundRecord, hashed
 
 URL = "s3://traffic/served"
@@ -63,7 +63,7 @@ assert len(late.read(max_records=10**6).records) == 240
 folder = ShardFolder(URL)
 assert forget(folder, "cmpl-1-2", settle_s=0.0) == 20 and forget(folder, "cmpl-1-2", settle_s=0.0) == 0
 assert len(BufferReader(URL).read(max_records=10**6).records) == 220
-assert marks.unread_bytes(folder, folder.names()) >= 0 and any(name.startswith("reader-") for name in folder.names())
+assert unread_bytes(folder, folder.names()) >= 0 and any(name.startswith("reader-") for name in folder.names())
 
 # Retention: read ones first, and unread ones only for room.
 kept = retain(folder, reader.cursor, max_bytes=1 << 30, max_age_s=-1)
@@ -89,8 +89,8 @@ import subprocess, sys, time
 from pathlib import Path
 import fsspec
 from draftsmith.drafters.published import versions
-from draftsmith.fleet.publish.layouts import LayoutWriter
-from draftsmith.fleet.publish.mirror import Mirror
+from draftsmith.fleet.store.mirror import LayoutWriter
+from draftsmith.fleet.store.mirror import Mirror
 from draftsmith.fleet.rollout.show import view_of
 from draftsmith.fleet.store.layout import EngineStatus
 from draftsmith.fleet.store.layout import StoreError, StoreUnreachable

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from draftsmith.distill.buffer.traffic import stitch
-from draftsmith.fleet.observe.probe import bodies, masked
+from draftsmith.fleet.observe.enrich import bodies, masked
 from draftsmith.record import hashed_answer
 from tests.e2e.test_audit_vllm import model, vllm_server
 from tests.integration.test_observe import proxied, read

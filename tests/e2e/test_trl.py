@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from draftsmith.distill.buffer.buffer import BufferReader
 from draftsmith.distill.buffer.traffic import OpenRequests
-from draftsmith.distill.learn.target_source import TargetFolder
+from draftsmith.distill.learn.text_states import TargetFolder
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 PROBE = Path(__file__).with_name("trl_probe.py")

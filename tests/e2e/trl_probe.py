@@ -9,7 +9,7 @@ from typing import Any
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from draftsmith.fleet.rl.callback import FollowPolicy
+from draftsmith.fleet.rl import FollowPolicy
 
 STEPS = 3
 

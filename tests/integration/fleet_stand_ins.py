@@ -113,7 +113,7 @@ def be(name: str) -> None:
 
 
 def write(descriptor: str, job: str) -> None:
-    from draftsmith.fleet.wire import writer
+    from draftsmith.fleet.recording import writer
 
     writer.BufferWriter = functools.partial(writer.BufferWriter, flush_s=FLUSH_S)  # type: ignore[misc]
     writer.main(descriptor, job)
@@ -124,7 +124,7 @@ class Engine:
 
     def __init__(self, name: str, versions: str, buffer: str, cache: str):
         from draftsmith.fleet.vllm import plugin
-        from draftsmith.fleet.vllm.settings import Settings, WorkerState
+        from draftsmith.fleet.vllm.worker import Settings, WorkerState
         from draftsmith.shared_memory import child
         from tests.unit.fleet.recording.stand_ins import FirstSampler, Worker
 
@@ -234,11 +234,11 @@ def learner(root: str, every_s: str) -> None:
 
 
 def publisher(root: str, url: str) -> None:
-    from draftsmith.fleet.publish.command import loop
-    from draftsmith.fleet.publish.mirror import Mirror
+    from draftsmith.fleet.rollout.command import loop
+    from draftsmith.fleet.store.mirror import Mirror
     from draftsmith.fleet.store.store import VersionStore
     from draftsmith.lock import folder_lock
-    from tests.unit.fleet.publish.test_mirror import Copies
+    from tests.unit.fleet.store.test_mirror import Copies
 
     mirror = Mirror(Path(root), VersionStore(url), Copies(Path(root)), keep=1000)
     config: Any = SimpleNamespace(once=False, poll_s=0.05)
@@ -318,12 +318,10 @@ def ask(address: str, body: dict[str, Any]) -> dict[str, Any] | None:
 def main() -> None:
     import torch
 
-    import draftsmith.fleet.publish.command
     import draftsmith.fleet.recording.recorder
-    import draftsmith.fleet.vllm.endpoint
-    import draftsmith.fleet.wire.writer  # noqa: F401
-    import tests.unit.fleet.publish.test_mirror
-    import tests.unit.fleet.recording.stand_ins  # noqa: F401
+    import draftsmith.fleet.recording.writer
+    import draftsmith.fleet.rollout.command
+    import draftsmith.fleet.vllm.endpoint  # noqa: F401
 
     with suppress(ImportError):  # for a bucket, where there is one
         import s3fs  # noqa: F401

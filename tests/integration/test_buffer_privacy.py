@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from draftsmith.distill import command as daemon
-from draftsmith.distill.buffer import buffer, marks
+from draftsmith.distill.buffer import buffer
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
-from draftsmith.distill.buffer.folder import ShardFolder
+from draftsmith.distill.buffer.folder import ShardFolder, mark_forgotten
 from draftsmith.distill.buffer.redaction import Redactor
 from draftsmith.distill.buffer.traffic import stitch
 from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig, LearnUnroll
@@ -156,7 +156,7 @@ def test_a_learner_drops_what_is_forgotten_from_its_state_on_disk(
     assert run() == 0
     held = saved(tmp_path)
     victim, _, _ = sorted(held)[0].partition("-")
-    marks.forget(ShardFolder(str(tmp_path / "buffer")), victim)
+    mark_forgotten(ShardFolder(str(tmp_path / "buffer")), victim)
     assert run() == 0
     assert saved(tmp_path) == {name for name in held if not name.startswith(victim)} != held
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftsmith.distill.buffer import marks
+from draftsmith.distill.buffer import buffer
 from draftsmith.distill.buffer.folder import ShardFolder
 from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.distill.config import DistillConfig, DriftConfig, LearnConfig
@@ -117,7 +117,7 @@ def test_learning_rests_without_gains_and_is_woken_by_drift(
     )  # fmt: skip
     for mark in Path(config.buffer).glob("reader-*.json"):
         mark.unlink()
-    monkeypatch.setattr(marks, "LOOK_S", 0.0)
+    monkeypatch.setattr(buffer, "LOOK_S", 0.0)
     again.throttle.look_up()
     assert list(Path(config.buffer).glob("reader-*.json")), (
         "servers would take a learner that rests as gone"

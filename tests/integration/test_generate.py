@@ -24,8 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from draftsmith.commands import generate
 from draftsmith.commands.generate import GenerateConfig
-from draftsmith.distill.generate.answers import AnswerFolder
-from draftsmith.distill.generate.processes import Processes
+from draftsmith.distill.generate.answers import AnswerFolder, Processes
 from draftsmith.distill.generate.writers import TargetWriter, Texts, seed_of
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError

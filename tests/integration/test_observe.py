@@ -21,13 +21,11 @@ from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.traffic import stitch
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.published import versions
+from draftsmith.fleet.config import ObserveConfig
 from draftsmith.fleet.observe import command
-from draftsmith.fleet.observe.config import ObserveConfig
-from draftsmith.fleet.observe.enrich import Enrichment
-from draftsmith.fleet.observe.exchange import Observer, ProxyCounters
-from draftsmith.fleet.observe.probe import EngineProbe, client
+from draftsmith.fleet.observe.enrich import EngineProbe, Enrichment, client
+from draftsmith.fleet.observe.exchange import Models, Observer, ProxyCounters, ProxyRecorder
 from draftsmith.fleet.observe.proxy import Proxy
-from draftsmith.fleet.observe.recorder import Models, ProxyRecorder
 from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
 

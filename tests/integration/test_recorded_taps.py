@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
-from draftsmith.distill.buffer.known_taps import known_taps
 from draftsmith.distill.buffer.record_table import from_table, to_table
-from draftsmith.distill.buffer.traffic import ServedText, stitch
+from draftsmith.distill.buffer.traffic import ServedText, known_taps, stitch
 from draftsmith.distill.command import run
 from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.gate.scoring import score

@@ -17,7 +17,7 @@ import torch
 from draftsmith.distill import command as daemon
 from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig
-from draftsmith.distill.live_version import LiveVersion
+from draftsmith.distill.version_lifecycle import LiveVersion
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.options import DraftLmOptions

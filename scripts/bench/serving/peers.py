@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from scripts.bench.serving.systems import TIMEOUT_S, Served, System
 
-MENDED = "draftsmith.fleet.vllm.faults"
+MENDED = "draftsmith.fleet.vllm.plugin"
 VLLM_VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",

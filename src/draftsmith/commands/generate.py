@@ -133,7 +133,7 @@ def draft_revision(drafter: ServingDrafter | None) -> str:
 def drafts_of(config: GenerateConfig, revision: str | None) -> dict[str, Any] | None:
     """Entry of the provenance: what the draws of sampled answers depend on. Greedy answers draw
     nothing, so that they may be continued with any draft or none."""
-    from draftsmith.distill.generate.ways import hottest
+    from draftsmith.distill.generate.prompts import hottest
 
     if not config.drafting() or hottest(config) == 0:
         return None

@@ -57,14 +57,14 @@ COMMANDS = {
         saves=True,
     ),
     "observe": Command(
-        "draftsmith.fleet.observe.config:ObserveConfig",
+        "draftsmith.fleet.config:ObserveConfig",
         "draftsmith.fleet.observe.command:run",
         "a proxy that records the traffic of another server, to learn from",
         "serve",
     ),
     "forget": Command(
         "draftsmith.distill.config:ForgetConfig",
-        "draftsmith.distill.buffer.forget:run",
+        "draftsmith.distill.buffer.folder:run",
         "take an answer's records out of a buffer, and out of what learners keep",
     ),
     "export": Command(

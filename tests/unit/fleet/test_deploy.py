@@ -15,7 +15,7 @@ import yaml
 from draftsmith import config as configuration
 from draftsmith.commands.arguments import collect, parse, parser_for
 from draftsmith.commands.table import COMMANDS, load
-from draftsmith.fleet.vllm.settings import SECTION, Settings
+from draftsmith.fleet.vllm.worker import SECTION, Settings
 from draftsmith.train.export.layouts.serving import VLLM_METHODS
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.fleet.wire.messages import MessageKind, RequestMeta, meta_array, parse
+from draftsmith.fleet.recording.messages import MessageKind, RequestMeta, meta_array, parse
 from draftsmith.shared_memory.arrays import begin, send
 from draftsmith.shared_memory.ring import ALIGN, STATUS, STATUS_TURN, Ring
 
@@ -78,7 +78,7 @@ def test_another_process_reads_what_outlives_the_writers_end() -> None:
     meta = RequestMeta("cmpl-1-0-00000000", "code", 0.5, 1.0, 0, 1.0, 0.0, False, False, 9, [0, 2])
     send(ring, MessageKind.BEGIN, 7, [meta_array(meta), np.arange(5, dtype=np.int32)])
     script = (
-        "import sys\nfrom draftsmith.fleet.wire.messages import RequestMeta, parse\n"
+        "import sys\nfrom draftsmith.fleet.recording.messages import RequestMeta, parse\n"
         "from draftsmith.shared_memory.ring import Ring\n"
         "ring = Ring(int(sys.argv[1]))\nmessage = parse(ring.next())\n"
         "print(int(message.kind), message.number, message.arrays[1].tolist())\n"

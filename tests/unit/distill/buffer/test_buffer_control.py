@@ -14,10 +14,18 @@ import pytest
 import torch
 
 from draftsmith.distill.buffer import buffer as buffer_module
-from draftsmith.distill.buffer import marks
+from draftsmith.distill.buffer import folder as folder_module
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
-from draftsmith.distill.buffer.folder import ShardFolder
-from draftsmith.distill.buffer.forget import forget, run
+from draftsmith.distill.buffer.folder import (
+    GONE_S,
+    PROGRESS,
+    ShardFolder,
+    forget,
+    leave_progress,
+    run,
+    sweep_progress,
+    unread_bytes,
+)
 from draftsmith.distill.buffer.record_table import from_table, to_table, tokens_only
 from draftsmith.distill.buffer.traffic import OpenRequests
 from draftsmith.distill.config import ForgetConfig
@@ -54,7 +62,7 @@ def fill(writer: BufferWriter, count: int, answer: str = "cmpl-a") -> None:
 def test_fewer_requests_are_asked_for_while_the_reader_is_behind(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(marks, "LOOK_S", 0.0)
+    monkeypatch.setattr(buffer_module, "LOOK_S", 0.0)
     url = str(tmp_path) if url == "folder" else url
     writer = BufferWriter(url, flush_s=0.01, backlog_bytes=1000, share=0.5)
     fill(writer, 200)
@@ -62,17 +70,17 @@ def test_fewer_requests_are_asked_for_while_the_reader_is_behind(
         "nobody reads: retention alone bounds it"
     )
     reader = BufferReader(url)
-    marks.leave_progress(reader.folder, reader.name, {})
+    leave_progress(reader.folder, reader.name, {})
     assert eventually(lambda: writer.share < 0.5)
     assert writer.share == pytest.approx(
-        0.5 * 1000 / marks.unread_bytes(reader.folder, reader.folder.names())
+        0.5 * 1000 / unread_bytes(reader.folder, reader.folder.names())
     )
     assert len(reader.read(max_records=10**6).records) == 200
     assert eventually(lambda: writer.share == 0.5)
-    stale = time.time() + 2 * marks.GONE_S
-    monkeypatch.setattr(marks.time, "time", lambda: stale)
-    marks.sweep(reader.folder)
-    assert not any(marks.PROGRESS.fullmatch(name) for name in reader.folder.names())
+    stale = time.time() + 2 * GONE_S
+    monkeypatch.setattr(folder_module.time, "time", lambda: stale)
+    sweep_progress(reader.folder)
+    assert not any(PROGRESS.fullmatch(name) for name in reader.folder.names())
     monkeypatch.undo()
     writer.close()
     if url.startswith("memory"):
@@ -111,7 +119,7 @@ def test_a_disk_that_hangs_is_nobodys_wait(tmp_path: Path, monkeypatch: pytest.M
 def test_an_answer_is_forgotten_by_the_buffer_its_writers_and_its_readers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(marks, "LOOK_S", 0.0)
+    monkeypatch.setattr(buffer_module, "LOOK_S", 0.0)
     writer = BufferWriter(str(tmp_path), flush_s=0.01)
     fill(writer, 3), fill(writer, 2, "cmpl-b")
     assert eventually(lambda: writer.written == 5)

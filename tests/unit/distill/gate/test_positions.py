@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from draftsmith.distill.gate.logged import LoggedPosition
-from draftsmith.distill.gate.positions import DraftedPositions, Position
+from draftsmith.distill.gate.logged import DraftedPositions, LoggedPosition, Position
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
 from draftsmith.record import Distribution
 from tests.round_records import round_record

@@ -17,13 +17,13 @@ import torch
 
 from draftsmith.distill.buffer.traffic import ServedText, samplers_of
 from draftsmith.distill.config import DriftConfig, GateConfig
-from draftsmith.distill.decisions import describe
 from draftsmith.distill.gate.canary import Trial
 from draftsmith.distill.gate.drift import Drift
 from draftsmith.distill.gate.gate import Decision, decide
 from draftsmith.distill.gate.regression import Earlier, Watched, watch
 from draftsmith.distill.gate.scoring import Scored, Scorer, score
 from draftsmith.distill.gate.sequential import Evidence, Ledger
+from draftsmith.distill.version_lifecycle import describe
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.record import Distribution
 from tests.round_records import round_record, served_text

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftsmith.distill.generate.stored_states import PASS_TOKENS, passes
+from draftsmith.distill.generate.steps import PASS_TOKENS, passes
 
 LENGTHS = st.lists(st.integers(1, 2 * PASS_TOKENS), max_size=60)
 

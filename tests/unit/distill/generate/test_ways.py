@@ -10,7 +10,7 @@ import pytest
 
 from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate.command import check
-from draftsmith.distill.generate.ways import Way, columns_of, recorded, way_of
+from draftsmith.distill.generate.prompts import Way, columns_of, recorded, way_of
 from draftsmith.errors import UserError
 
 

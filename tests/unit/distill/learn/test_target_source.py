@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from draftsmith.distill.buffer.record_table import is_of_weights, of_earlier_weights
-from draftsmith.distill.learn import target_source
-from draftsmith.distill.learn.target_source import TargetFolder
+from draftsmith.distill.learn import text_states
+from draftsmith.distill.learn.text_states import TargetFolder
 from draftsmith.errors import UserError
 from draftsmith.record import Distribution
 from tests.round_records import round_record
@@ -21,10 +21,10 @@ from tests.round_records import round_record
 def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """`later()`: time goes on by more than files need to settle."""
     now = [0.0]
-    monkeypatch.setattr(target_source.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(text_states.time, "monotonic", lambda: now[0])
 
     def pass_by() -> None:
-        now[0] += 2 * target_source.SETTLED_S
+        now[0] += 2 * text_states.SETTLED_S
 
     return pass_by
 
@@ -55,7 +55,7 @@ def test_a_file_names_the_folder_and_the_folder_its_weights(
     tmp_path: Path, later: Callable[[], None]
 ) -> None:
     weights(tmp_path / "step-1", "a")
-    (weights(tmp_path / "step-2", "b") / target_source.WEIGHT_VERSION).write_text("2\n")
+    (weights(tmp_path / "step-2", "b") / text_states.WEIGHT_VERSION).write_text("2\n")
     named = tmp_path / "current"
     named.write_text("step-1\n")
     source = TargetFolder(str(named))

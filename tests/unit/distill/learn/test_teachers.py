@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.distill.buffer.known_taps import chosen
 from draftsmith.distill.buffer.record_table import from_table, to_table, tokens_only
-from draftsmith.distill.buffer.traffic import ServedText, stitch
+from draftsmith.distill.buffer.traffic import ServedText, chosen, stitch
 from draftsmith.distill.config import DistillConfig, LearnConfig, LearnUnroll
 from draftsmith.distill.gate.sequential import Ledger
 from draftsmith.distill.learn.learner import Learner

@@ -13,8 +13,8 @@ import httpx
 import pytest
 import uvicorn
 
+from draftsmith.fleet.config import ObserveConfig
 from draftsmith.fleet.observe import command
-from draftsmith.fleet.observe.config import ObserveConfig
 from draftsmith.fleet.observe.enrich import Enrichment
 from draftsmith.fleet.observe.exchange import Exchange, Observer, ProxyCounters
 from draftsmith.fleet.observe.proxy import Proxy

@@ -10,8 +10,7 @@ import httpx
 import pytest
 
 from draftsmith.fleet.observe.endpoints import ENDPOINTS, read_answer
-from draftsmith.fleet.observe.enrich import Editing, Enrichment, Form, Restoring
-from draftsmith.fleet.observe.probe import EngineProbe
+from draftsmith.fleet.observe.enrich import Editing, EngineProbe, Enrichment, Form, Restoring
 
 CHATS = {"messages": [{"role": "user", "content": "x"}]}
 REQUESTS = {"/v1/completions": {"prompt": "x"}, "/v1/chat/completions": CHATS}

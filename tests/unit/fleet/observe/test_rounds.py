@@ -12,7 +12,7 @@ import pytest
 from draftsmith.distill.buffer import record_table
 from draftsmith.distill.buffer.traffic import branches, stitch
 from draftsmith.distill.monitor.positions import positions_of
-from draftsmith.fleet.observe.config import DefaultSampling
+from draftsmith.fleet.config import DefaultSampling
 from draftsmith.fleet.observe.endpoints import Entry
 from draftsmith.fleet.observe.rounds import (
     ObservedSampling,

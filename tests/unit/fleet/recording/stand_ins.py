@@ -12,9 +12,8 @@ import torch
 
 from draftsmith.distill.buffer.folder import ShardFolder, in_turn, parse
 from draftsmith.fleet.recording.recorder import EngineRecorder
-from draftsmith.fleet.vllm.settings import Settings, WorkerState
-from draftsmith.fleet.wire.requests import EngineJob
-from draftsmith.fleet.wire.writer import run
+from draftsmith.fleet.recording.writer import EngineJob, run
+from draftsmith.fleet.vllm.worker import Settings, WorkerState
 from draftsmith.record import RoundRecord
 from draftsmith.shared_memory.ring import Ring
 

@@ -15,12 +15,12 @@ import torch
 
 from draftsmith.distill.buffer.traffic import stitch
 from draftsmith.fleet.recording import recorder as recorder_module
-from draftsmith.fleet.recording.requests import Chooser, adjusts, is_recordable, meta_of
+from draftsmith.fleet.recording.recorder import Chooser, adjusts, is_recordable, meta_of
 from draftsmith.fleet.recording.seam import kind_of
+from draftsmith.fleet.recording.writer import record_name
 from draftsmith.fleet.vllm import plugin
-from draftsmith.fleet.vllm.faults import expand
-from draftsmith.fleet.vllm.settings import Settings, WorkerState
-from draftsmith.fleet.wire.requests import record_name
+from draftsmith.fleet.vllm.plugin import expand
+from draftsmith.fleet.vllm.worker import Settings, WorkerState
 from draftsmith.shared_memory.ring import Ring
 from tests.unit.fleet.recording.stand_ins import (
     VOCAB,

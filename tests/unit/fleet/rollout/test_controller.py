@@ -14,13 +14,17 @@ import pytest
 from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.drafters.published import versions
 from draftsmith.fleet.config import FleetConfig, RolloutConfig
-from draftsmith.fleet.publish.command import controller_of
-from draftsmith.fleet.rollout.controller import ALARM, Controller
-from draftsmith.fleet.rollout.operate import decided, end
-from draftsmith.fleet.rollout.show import summary, view_of
-from draftsmith.fleet.rollout.stage import LATE_S, Half, StageTrial, TrialPairs
-from draftsmith.fleet.store.layout import EngineStatus
-from draftsmith.fleet.store.rollout import Rollout
+from draftsmith.fleet.rollout.command import controller_of
+from draftsmith.fleet.rollout.controller import (
+    ALARM,
+    LATE_S,
+    Controller,
+    Half,
+    StageTrial,
+    TrialPairs,
+)
+from draftsmith.fleet.rollout.show import decided, end, summary, view_of
+from draftsmith.fleet.store.layout import EngineStatus, Rollout
 from draftsmith.fleet.store.store import VersionStore
 from draftsmith.record import hashed
 from tests.round_records import round_record, served_text

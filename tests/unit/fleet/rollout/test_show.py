@@ -14,8 +14,7 @@ from draftsmith.cli import main
 from draftsmith.drafters.published import versions
 from draftsmith.fleet.rollout import show
 from draftsmith.fleet.rollout.show import html, view_of
-from draftsmith.fleet.store.layout import EngineStatus, StoreUnreachable
-from draftsmith.fleet.store.rollout import Rollout
+from draftsmith.fleet.store.layout import EngineStatus, Rollout, StoreUnreachable
 from draftsmith.fleet.store.store import VersionStore
 
 Run = Callable[..., tuple[int, str, str]]

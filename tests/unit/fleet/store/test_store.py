@@ -13,16 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.fleet.store import cache as copies
+from draftsmith.fleet.store import store as store_module
 from draftsmith.fleet.store.layout import (
     EngineStatus,
+    Rollout,
     StoreError,
     StoreUnreachable,
+    cut_for,
     parse_current,
     parse_manifest,
+    parse_rollout,
+    place_of,
 )
-from draftsmith.fleet.store.rollout import Rollout, cut_for, parse_rollout, place_of
-from draftsmith.fleet.store.store import VersionStore
+from draftsmith.fleet.store.store import KEPT, VersionStore
 
 FILES = {"config.json": b"{}", "model.safetensors": b"w" * 1000, "vllm/model.safetensors": b"v" * 9}
 
@@ -120,7 +123,7 @@ def test_the_latest_two_copies_stay_and_the_served_one(store: VersionStore, tmp_
     kept = sorted(path.name for path in store.cache.folder.iterdir())
     assert kept == ["v000001-vllm", "v000004-vllm"]
     store.fetch(3, "vllm")
-    assert len(list(store.cache.folder.iterdir())) == copies.KEPT == 2
+    assert len(list(store.cache.folder.iterdir())) == KEPT == 2
 
 
 def test_leftovers_of_killed_downloads_go_once_they_are_old(
@@ -131,7 +134,7 @@ def test_leftovers_of_killed_downloads_go_once_they_are_old(
     torn.mkdir(parents=True)
     store.fetch(7)
     assert torn.exists(), "another process may be writing it"
-    monkeypatch.setattr(copies, "LEFTOVER_AGE_S", -1.0)
+    monkeypatch.setattr(store_module, "LEFTOVER_AGE_S", -1.0)
     store.fetch(7, "vllm")
     assert not torn.exists()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from draftsmith.fleet.swaps.prefixes import CachedPrefixes
+from draftsmith.fleet.swaps.swap import CachedPrefixes
 
 
 def step(new: list[tuple[list[int], int]], more: Any = ()) -> Any:

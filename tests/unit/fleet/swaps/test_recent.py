@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from draftsmith.fleet.swaps.checks import DraftRefused
-from draftsmith.fleet.swaps.proposer import V2, SwappedProposer
-from draftsmith.fleet.swaps.recent import NUM_KEPT, Given, Recent
-from draftsmith.fleet.swaps.staging import Staging
-from draftsmith.fleet.swaps.trial import NUM_TOKENS, trial
+from draftsmith.fleet.swaps.proposer import NUM_KEPT, V2, Given, Recent, SwappedProposer
+from draftsmith.fleet.swaps.staging import NUM_TOKENS, Staging, trial
 from tests.unit.fleet.swaps.stand_in import VOCAB, WIDTH, tensors_of_seed
 
 # Finite times a draft's weights of 1e20, infinite times those.

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.fleet.vllm.figures import ServedVersions, below_floor, figures_of, tokens_of
+from draftsmith.fleet.vllm.follower import ServedVersions, below_floor, figures_of, tokens_of
 
 
 def worker(replica: int, tokens: int, **versions: dict[str, float]) -> dict[str, Any]:

@@ -15,9 +15,8 @@ import pytest
 from draftsmith.fleet.store.store import VersionStore
 from draftsmith.fleet.vllm.endpoint import Beside, Endpoints
 from draftsmith.fleet.vllm.follower import Pace, StoreFollower
-from draftsmith.fleet.vllm.settings import Settings, WorkerState
 from draftsmith.fleet.vllm.swap_client import SwapClient
-from draftsmith.fleet.vllm.worker import draftsmith_status, draftsmith_swap
+from draftsmith.fleet.vllm.worker import Settings, WorkerState, draftsmith_status, draftsmith_swap
 
 
 class Swaps:

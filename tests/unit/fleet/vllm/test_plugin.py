@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from draftsmith.fleet.vllm import plugin
-from draftsmith.fleet.vllm.settings import WorkerState
+from draftsmith.fleet.vllm.worker import WorkerState
 
 ROOT = Path(__file__).resolve().parents[4]
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from draftsmith.fleet import engine
-from draftsmith.fleet.vllm.settings import Settings, settings_of
+from draftsmith.fleet.vllm.worker import Settings, settings_of
 
 
 def config(**additional: object) -> SimpleNamespace:

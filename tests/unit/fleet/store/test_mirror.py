@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from draftsmith.drafters.published import versions
 from draftsmith.errors import UserError
 from draftsmith.fleet.config import FleetConfig
-from draftsmith.fleet.publish import command
-from draftsmith.fleet.publish.mirror import Damaged, Mirror
+from draftsmith.fleet.rollout import command
 from draftsmith.fleet.store.layout import EngineStatus, StoreError, StoreUnreachable
+from draftsmith.fleet.store.mirror import Damaged, Mirror
 from draftsmith.fleet.store.store import VersionStore
 
 

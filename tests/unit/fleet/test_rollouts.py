@@ -23,7 +23,7 @@ from draftsmith.drafters.options import DraftLmOptions
 from draftsmith.drafters.published import versions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.fleet.rl.rollouts import Rollouts
+from draftsmith.fleet.rl import Rollouts
 from tests.conftest import Records
 
 # As TRL's trainer calls a reward function, beside the columns of the data set.

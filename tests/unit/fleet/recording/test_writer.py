@@ -22,16 +22,15 @@ import torch
 from draftsmith.distill.buffer import process_writer
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.traffic import stitch
-from draftsmith.fleet.wire import writer as writer_module
-from draftsmith.fleet.wire.messages import (
+from draftsmith.fleet.recording import writer as writer_module
+from draftsmith.fleet.recording.messages import (
     WRITER,
     MessageKind,
     RequestMeta,
     StepMeta,
     meta_array,
 )
-from draftsmith.fleet.wire.requests import EngineJob, record_name
-from draftsmith.fleet.wire.writer import run
+from draftsmith.fleet.recording.writer import EngineJob, record_name, run
 from draftsmith.kernels.sampling import logged_compiled
 from draftsmith.record import RoundRecord, hashed_answer
 from draftsmith.shared_memory import child as child_module
@@ -339,7 +338,7 @@ def test_a_killed_writer_is_started_again_and_the_last_one_flushes(
 def test_an_engine_that_is_killed_leaves_its_records(tmp_path: Path) -> None:
     script = f"""
 import dataclasses, os, signal, time
-from tests.unit.fleet.wire.test_writer import WRITER, Child, Engine, Path, job
+from tests.unit.fleet.recording.test_writer import WRITER, Child, Engine, Path, job
 child = Child(WRITER, dataclasses.asdict(job(Path({str(tmp_path / "buffer")!r}))), capacity=1 << 16)
 while not child.alive:
     time.sleep(0.01)

@@ -11,10 +11,9 @@ from pathlib import Path
 from draftsmith.drafters.published import versions
 from draftsmith.errors import UserError
 from draftsmith.fleet.config import FleetConfig
-from draftsmith.fleet.publish.layouts import LayoutWriter
-from draftsmith.fleet.publish.mirror import Damaged, Mirror
 from draftsmith.fleet.rollout.controller import Controller, ServedTexts
 from draftsmith.fleet.store.layout import StoreError
+from draftsmith.fleet.store.mirror import Damaged, LayoutWriter, Mirror
 from draftsmith.fleet.store.store import VersionStore
 from draftsmith.lock import folder_lock
 from draftsmith.stopping import stopping

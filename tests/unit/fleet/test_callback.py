@@ -13,12 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
-from draftsmith.distill.learn.target_source import TargetFolder
+from draftsmith.distill.learn.text_states import TargetFolder
 from draftsmith.drafters.published import versions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.fleet.rl.callback import FollowPolicy, PolicyRevisions, is_sharded
-from draftsmith.fleet.rl.handover import Handover, VllmServer
+from draftsmith.fleet.rl import FollowPolicy, Handover, PolicyRevisions, VllmServer, is_sharded
 
 ARGS = SimpleNamespace(temperature=1.0, top_p=1.0, top_k=0, min_p=None)
 

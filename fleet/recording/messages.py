@@ -16,7 +16,7 @@ from draftsmith.shared_memory import arrays as ring_arrays
 
 # The writer process, whose job is `EngineJob`. A new one has no request of the one before, whose
 # `generation` is another.
-WRITER = "draftsmith.fleet.wire.writer"
+WRITER = "draftsmith.fleet.recording.writer"
 
 
 class MessageKind(IntEnum):

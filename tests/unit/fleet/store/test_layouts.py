@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 from draftsmith.drafters.published import versions
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
-from draftsmith.fleet.publish.layouts import LayoutWriter
-from draftsmith.fleet.publish.mirror import Mirror
+from draftsmith.fleet.store.mirror import LayoutWriter, Mirror
 from draftsmith.fleet.store.store import VersionStore
 from draftsmith.train.export import command
 from draftsmith.train.export.layouts.source import ExportSource
