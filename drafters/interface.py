@@ -83,7 +83,7 @@ class Proposal:
     lengths: torch.Tensor  # [B] int64, <= num_draft
     # [B, K, V] float32, processed (filtered, tempered) as sampled; None = deterministic, one-hot q
     logits: torch.Tensor | None
-    # [B, K] int64, as in `kernels/verify/draft_tree.py: DraftTree`; `logits` is then [Q, V]
+    # [B, K] int64, as in `kernels/verify/verdict.py: DraftTree`; `logits` is then [Q, V]
     parents: torch.Tensor | None = None
     # [B, K + 1] int64: the row of `logits` that the children of each slot were drawn from
     q_rows: torch.Tensor | None = None

@@ -19,8 +19,8 @@ from draftsmith.drafters.trees.layout import TreeSpan, tree_pass, tried
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.sampling.filters import SamplingRows, process
-from draftsmith.kernels.verify.draft_tree import DraftTree
 from draftsmith.kernels.verify.tree import verify_tree
+from draftsmith.kernels.verify.verdict import DraftTree
 
 
 @torch.no_grad()

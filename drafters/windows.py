@@ -13,7 +13,7 @@ import torch
 
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.errors import UserError
-from draftsmith.kernels.attention.window import Window
+from draftsmith.kernels.attention.pool import Window
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 Windows = tuple[int | None, ...]  # of each layer; empty: none has one

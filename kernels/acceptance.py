@@ -2,7 +2,8 @@
 and the gate.
 
 alpha = sum_v min(p_v, q_v) is the chance that a drafted token stands; tau is committed tokens per
-target forward, the bonus token included.
+target forward, the bonus token included. Acceptance is counted apart by buckets of context length:
+below 256 tokens, then up to each power of two.
 """
 
 from __future__ import annotations
@@ -279,3 +280,26 @@ def _token_logprob(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 def _widen(logits: torch.Tensor) -> torch.Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
+
+
+FIRST = 256  # tokens of the first bucket
+KILO = 1024
+
+
+def bucket_of(context: int) -> int:
+    """Number of the bucket of a round with `context` tokens before the first that it decides."""
+    return (context // FIRST).bit_length()
+
+
+def bounds_of(bucket: int) -> tuple[int, int]:
+    """[begin, end) of a bucket, in tokens."""
+    return (FIRST << bucket) // 2 if bucket else 0, FIRST << bucket
+
+
+def label_of(bucket: int) -> str:
+    """`0-256`, `256-512`, `512-1k`, `1k-2k`, ..."""
+    return "-".join(_short(bound) for bound in bounds_of(bucket))
+
+
+def _short(tokens: int) -> str:
+    return f"{tokens // KILO}k" if tokens >= KILO else str(tokens)

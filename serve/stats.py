@@ -7,8 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from draftsmith.kernels.acceptance import AcceptanceCounts
-from draftsmith.kernels.contexts import bucket_of
+from draftsmith.kernels.acceptance import AcceptanceCounts, bucket_of
 from draftsmith.serve.requests.route import LIVE
 
 # counted apart, with all that draft now; a server that learns for months sees thousands
@@ -68,7 +67,7 @@ class EngineStats:
     routed: Counter[str] = field(default_factory=Counter)
     # `acceptance` of the served and the latest versions, oldest first, and of `TEXT`.
     by_version: dict[str, AcceptanceCounts] = field(default_factory=dict)
-    # `acceptance` by the context of the round, as `kernels/contexts.py` numbers it
+    # `acceptance` by the context of the round, as `kernels/acceptance.py` numbers it
     by_context: dict[int, AcceptanceCounts] = field(default_factory=dict)
     time_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 

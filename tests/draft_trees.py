@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.kernels.constants import MAX_NODES
-from draftsmith.kernels.verify.draft_tree import DraftTree
 from draftsmith.kernels.verify.tree import Siblings, reject
+from draftsmith.kernels.verify.verdict import DraftTree
 
 
 def ancestor_bits(tree: DraftTree) -> torch.Tensor:

@@ -24,8 +24,13 @@ import torch
 
 from draftsmith.distill.buffer import buffer
 from draftsmith.distill.buffer.folder import ShardFolder, forget
-from draftsmith.kernels.sampling import logged_compiled
-from draftsmith.kernels.sampling.logged import COPIED, Copy, LoggedRound, prob_arrays
+from draftsmith.kernels.sampling.logged import (
+    COPIED,
+    Copy,
+    LoggedRound,
+    prepare_arrays,
+    prob_arrays,
+)
 from draftsmith.record import (
     Distributions,
     ProbArrays,
@@ -104,7 +109,7 @@ class ProcessWriter:
         self.folder.make()
         self.dropped = self.untapped = 0
         # For the process, and for rounds of a full ring.
-        logged_compiled.prepare()
+        prepare_arrays()
         self.child = Child(
             WRITER, dataclasses.asdict(job), share=job.share, capacity=capacity, resumes=True
         )

@@ -22,7 +22,7 @@ from draftsmith.drafters.blocks.fused_blocks import Blocks, fused_blocks
 from draftsmith.drafters.target.segments import Sights, begins_of
 from draftsmith.drafters.unrolled.flex import LimitReached, Sees, block_mask, can_flex, flex
 from draftsmith.drafters.unrolled.fused_parts import can_fuse
-from draftsmith.kernels.attention.window import Chunk, Window
+from draftsmith.kernels.attention.pool import Chunk, Window
 
 # Of longer texts no scores are kept: fused attention on a CPU and `flex_attention` on a CUDA device
 # do not make them, and otherwise they are recomputed in the backward pass. Of 160 columns fused

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from draftsmith.drafters.target.attention import AttentionContext
-from draftsmith.kernels.attention.window import Chunk, Window, size_of
+from draftsmith.kernels.attention.pool import Chunk, Window, size_of
 
 CONTEXT = "attention_context"  # the graph's last input
 # Any count will do but one: sizes of one are taken for constants.

@@ -33,8 +33,7 @@ from draftsmith.drafters.compiled.patterns import (
     tensor,
 )
 from draftsmith.drafters.compiled.rotated_attention import attend_rotated
-from draftsmith.kernels.forward.gate_triton import gate
-from draftsmith.kernels.forward.norm_triton import add_normalise, normalise
+from draftsmith.kernels.products.row_steps_triton import add_normalise, gate, normalise
 
 aten = torch.ops.aten
 _NARROWING = (aten.to.dtype, aten.type_as.default, aten._to_copy.default)

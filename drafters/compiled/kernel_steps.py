@@ -27,9 +27,9 @@ from draftsmith.drafters.compiled.patterns import (
 from draftsmith.kernels.attention import paged_compiled
 from draftsmith.kernels.attention.pool import LayerShape
 from draftsmith.kernels.call_list import CallKind
-from draftsmith.kernels.forward.row_steps import RowSteps, row_steps
 from draftsmith.kernels.products.few_rows import FewRows
 from draftsmith.kernels.products.int8_rows import Int8Rows
+from draftsmith.kernels.products.row_steps import RowSteps, row_steps
 
 Shape = tuple[int | None, ...]  # None: T
 

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from draftsmith.kernels.forward.row_steps import RowSteps
 from draftsmith.kernels.host_compiler import HEADER
 from draftsmith.kernels.measured import CHOICES, Choices, Way
 from draftsmith.kernels.products.few_rows import MOST_ROWS, SOURCE, FewRows, few_rows, gated_rows
+from draftsmith.kernels.products.float32_products import LEAST_WIDENED, NARROW, widened, widens
 from draftsmith.kernels.products.readings import LEAST_BYTES
-from draftsmith.kernels.products.wide_products import LEAST_ROWS, NARROW, widened, widens
+from draftsmith.kernels.products.row_steps import RowSteps
 
 _linear = torch.ops.mkldnn._linear_pointwise.default
 _plain = torch._C._nn.linear
@@ -133,7 +133,7 @@ class PackedLinear:
     def _many(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
         count = rows.numel() // rows.shape[-1]
         if self._packed is None:
-            multiply = widened if self._widens and count >= LEAST_ROWS else _plain
+            multiply = widened if self._widens and count >= LEAST_WIDENED else _plain
             return [multiply(rows, *pair) for pair in zip(self.weights, self.biases)]
         if (missing := padded_rows(count) - count) == 0:
             return self._split(self._multiply(rows))

@@ -33,8 +33,8 @@ from draftsmith.drafters.compiled.patterns import (
     tensor,
 )
 from draftsmith.drafters.int8_linear import int8_linear
-from draftsmith.kernels.forward.row_steps import RowSteps, row_steps
 from draftsmith.kernels.products.int8_rows import Int8Rows, Int8Weight
+from draftsmith.kernels.products.row_steps import RowSteps, row_steps
 
 aten = torch.ops.aten
 

@@ -9,10 +9,10 @@ from draftsmith.drafters.compiled.capture import attend
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.paged_compiled import CompiledContext
-from draftsmith.kernels.attention.window import Chunk
-from draftsmith.kernels.forward.norm_triton import Norm
-from draftsmith.kernels.forward.rotation_triton import (
+from draftsmith.kernels.attention.pool import Chunk
+from draftsmith.kernels.products.row_steps_triton import (
     HeadNorms,
+    Norm,
     WrittenKeys,
     rotate,
     rotate_and_write,

@@ -18,7 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from draftsmith.drafters.patches.current import current
 from draftsmith.kernels.attention.paged_torch import reference_attention
-from draftsmith.kernels.attention.window import Chunk, Window
+from draftsmith.kernels.attention.pool import Chunk, Window
 
 IMPLEMENTATION = "draftsmith"
 

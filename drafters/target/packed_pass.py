@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from draftsmith.drafters.recurrent.pieces import Split, TextPiece
 from draftsmith.drafters.target.segments import band_mask, bands, stretches_of
 from draftsmith.kernels.attention.paged_torch import reference_attention
-from draftsmith.kernels.attention.window import Chunk, Window
+from draftsmith.kernels.attention.pool import Chunk, Window
 
 # Queries of a band.
 BAND = 128

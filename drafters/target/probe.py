@@ -16,8 +16,7 @@ from draftsmith.drafters.target.packed_pass import PackedPass
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.paged_torch import reference_attention
-from draftsmith.kernels.attention.pool import LayerShape, PagedPool
-from draftsmith.kernels.attention.window import Chunk, Window
+from draftsmith.kernels.attention.pool import Chunk, LayerShape, PagedPool, Window
 
 # A prompt shorter than a convolution, a single token, several.
 CHUNKS = (2, 1, 9)

@@ -12,7 +12,7 @@ import torch
 
 from draftsmith.kernels.attention.pool import TreeLayout
 from draftsmith.kernels.dispatch import sent
-from draftsmith.kernels.verify.draft_tree import DraftTree, ancestors, depths
+from draftsmith.kernels.verify.verdict import DraftTree, ancestors, depths
 
 
 class TreeSpan(NamedTuple):

@@ -29,7 +29,7 @@ from draftsmith.drafters.target.segments import Sight, Sights, begins_of, chunks
 from draftsmith.drafters.unrolled.flex import LimitReached, Sees, block_mask, can_flex, flex
 from draftsmith.drafters.unrolled.fused_parts import Geometry, KeySpan, can_fuse, spans_of
 from draftsmith.drafters.unrolled.fused_unroll import fused_attention
-from draftsmith.kernels.attention.window import Chunk, Window
+from draftsmith.kernels.attention.pool import Chunk, Window
 
 # A chunk of queries skips the step-0 keys that none of them may see.
 CHUNK = 128

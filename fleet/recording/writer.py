@@ -32,8 +32,7 @@ from draftsmith.fleet.recording.messages import (
     WireMessage,
     parse,
 )
-from draftsmith.kernels.sampling import logged_compiled
-from draftsmith.kernels.sampling.logged import prob_arrays
+from draftsmith.kernels.sampling.logged import prepare_arrays, prob_arrays
 from draftsmith.record import (
     Distributions,
     ProbArrays,
@@ -333,7 +332,7 @@ def _losslessness(numbers: dict[str, Any]) -> dict[str, float]:
 
 class EngineWriter:
     def __init__(self, ring: Ring, job: EngineJob):
-        logged_compiled.prepare()  # no step waits for it later
+        prepare_arrays()  # no step waits for it later
         self.ring = ring
         self.requests = Requests(job)
         self.served = ServedFigures(job.engine)

@@ -18,8 +18,7 @@ import torch
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged_compiled import CompiledContext, kernel
 from draftsmith.kernels.attention.paged_torch import GatheredContext
-from draftsmith.kernels.attention.pool import PagedPool, PassLayout, TreeLayout
-from draftsmith.kernels.attention.window import Window
+from draftsmith.kernels.attention.pool import PagedPool, PassLayout, TreeLayout, Window
 from draftsmith.kernels.dispatch import FLASH, choose, chooses_flash
 
 if TYPE_CHECKING:

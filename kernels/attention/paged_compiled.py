@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from draftsmith.kernels.attention.paged_torch import GatheredContext
-from draftsmith.kernels.attention.pool import TreeLayout
-from draftsmith.kernels.attention.repeated_numbers import repeated_numbers
-from draftsmith.kernels.attention.window import Chunk, Window, size_of
+from draftsmith.kernels.attention.pool import Chunk, TreeLayout, Window, size_of
 from draftsmith.kernels.call_list import RowAddresses
 from draftsmith.kernels.host_compiler import compiled
 
@@ -188,3 +186,9 @@ def _fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool
         and not query.requires_grad
         and kernel(query.dtype) is not None
     )
+
+
+@lru_cache(maxsize=64)
+def repeated_numbers(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """[n] int64; nothing may write into it."""
+    return torch.tensor(numbers, dtype=torch.int64, device=device)

@@ -16,7 +16,7 @@ import torch
 
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged_triton import TritonContext
-from draftsmith.kernels.attention.window import Chunk, Window
+from draftsmith.kernels.attention.pool import Chunk, Window
 from draftsmith.kernels.dispatch import FLASH_MODULE, on_its_device
 
 _MOST_DIM = 256

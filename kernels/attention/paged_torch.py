@@ -16,19 +16,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from draftsmith.kernels.attention.masked_values import (
-    all_finite,
-    spoil,
-    spoiled_rows,
-    without_spoiled,
-)
-from draftsmith.kernels.attention.window import Window, oldest_seen
+from draftsmith.kernels.attention.pool import Window, oldest_seen
 
 if TYPE_CHECKING:
     from draftsmith.kernels.attention.pool import TreeLayout
 
-NUM_BITS = 63  # of a tree's `ancestors`; the sign is not one of them
 
+NUM_BITS = 63  # of a tree's `ancestors`; the sign is not one of them
 # Rows of equal length with at most this much context are attended together, padded to the longest.
 _SHORT_CONTEXT = 256
 # Up to this many queries per head, the heads that share keys are folded into the query dimension.
@@ -341,3 +335,35 @@ def reference_attention(
     column = sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1).to(scores.dtype)
     weights = torch.softmax(torch.cat([scores, column], dim=-1).float(), dim=-1)[..., :-1]
     return weights.to(value.dtype) @ value
+
+
+def all_finite(tensor: torch.Tensor) -> bool:
+    """One reduction; waits for the device."""
+    return math.isfinite(tensor.sum(dtype=torch.float32).item())
+
+
+def spoiled_rows(out: torch.Tensor) -> torch.Tensor:
+    """[n] int64, the rows of `out` [rows, ...] that hold a value that is not finite."""
+    return (~torch.isfinite(out).flatten(1).all(dim=1)).nonzero()[:, 0]
+
+
+def without_spoiled(value: torch.Tensor) -> torch.Tensor:
+    """`value` [..., n, dim] with zeros in place of vectors that are not finite."""
+    return value.masked_fill(~_is_finite(value)[..., None], 0)
+
+
+def spoil(out: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """NaN for the queries that may look at a vector of `value` that is not finite.
+
+    Args:
+        out: [rows, heads, t, dim], computed with `without_spoiled(value)`.
+        value: [rows, kv_heads, n, dim].
+        mask: [rows, 1, t, n] bool, True where a query may look.
+    """
+    seen = (mask & ~_is_finite(value)[:, :, None]).any(dim=-1)  # [rows, kv_heads, t]
+    seen = seen.repeat_interleave(out.shape[1] // value.shape[1], dim=1)
+    return out.masked_fill(seen[..., None], math.nan)
+
+
+def _is_finite(value: torch.Tensor) -> torch.Tensor:
+    return torch.isfinite(value).all(dim=-1)

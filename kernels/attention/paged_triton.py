@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from draftsmith.kernels.attention.pool import Chunk, Window, size_of
 from draftsmith.kernels.attention.tiles import (
     HeadKind,
     Widths,
@@ -30,7 +31,6 @@ from draftsmith.kernels.attention.tiles import (
     limits_of,
     next_power_of_2,
 )
-from draftsmith.kernels.attention.window import Chunk, Window, size_of
 from draftsmith.kernels.dispatch import on_its_device
 
 if TYPE_CHECKING:

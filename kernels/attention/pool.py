@@ -1,10 +1,11 @@
-"""The paged pool of keys and values, and the layout of one pass over it."""
+"""The paged pool of keys and values, the layout of one pass over it, and how far back queries of a
+layer look."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -107,3 +108,29 @@ class PassLayout(NamedTuple):
     block_tables: torch.Tensor
     lengths: torch.Tensor
     tree: TreeLayout | None
+
+
+Position = TypeVar("Position", int, torch.Tensor)
+
+
+class Chunk(NamedTuple):
+    """A query sees no key before its own chunk of positions (Llama 4's chunked attention); chunks
+    begin at the multiples of `size`."""
+
+    size: int
+
+
+# A number: that many positions, the query's own the last of them.
+Window = int | Chunk
+
+
+def oldest_seen(window: Window, position: Position) -> Position:
+    """The lowest position that queries at `position` see; below zero where they see all."""
+    if isinstance(window, Chunk):
+        return position // window.size * window.size
+    return position - window + 1
+
+
+def size_of(window: Window | None) -> int:
+    """As kernels take it: 0 for none."""
+    return window.size if isinstance(window, Chunk) else window or 0

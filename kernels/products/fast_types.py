@@ -11,8 +11,7 @@ from torch.nn.functional import linear
 
 from draftsmith.kernels.measured import CHOICES, Choices, Way
 from draftsmith.kernels.products.few_rows import MOST_ROWS, SOURCE, few_rows
-from draftsmith.kernels.products.float32_products import multiply
-from draftsmith.kernels.products.wide_products import NARROW, widened, widens
+from draftsmith.kernels.products.float32_products import NARROW, multiply, widened, widens
 
 # Products of a pass of a target whose weights are laid out for few rows, of one whose weights are
 # torch's, and of a training step.

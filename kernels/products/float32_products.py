@@ -4,6 +4,9 @@ torch multiplies float32 by MKL, which on some processors makes no use of their 
 oneDNN does, but keeps code for every shape, and texts have many lengths. Weights are laid out for
 every product, a few at a time, which many rows pay for. One choice is made for all shapes: a row's
 product does not depend on the number of rows.
+
+Many rows of a narrow type are multiplied by float32 arithmetic where a CPU has no instructions for
+that type, and torch takes several times as long.
 """
 
 from __future__ import annotations
@@ -21,7 +24,6 @@ from torch.overrides import TorchFunctionMode
 from draftsmith.kernels.host_compiler import HEADER, compiled
 from draftsmith.kernels.measured import CHOICES, Choices, Way
 from draftsmith.kernels.products.few_rows import SOURCE
-from draftsmith.kernels.products.wide_products import widened, widens
 
 # With fewer rows, laying out costs more than it spares.
 LEAST_ROWS = 64
@@ -31,7 +33,6 @@ TORCH, KERNEL = "torch", "few_rows"
 # What is timed: a layer's product and the two of its backward pass.
 _TIMED_ROWS, _TIMED_WIDTH, _TIMED_OUTPUTS = 256, 512, 768
 PLAIN = {torch.Tensor, torch.nn.Parameter}
-
 _pointer, _number = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -228,3 +229,32 @@ class _Linear(torch.autograd.Function):
         if wants_bias:
             of_bias = flat.sum(dim=0)
         return of_rows, of_weight, of_bias
+
+
+NARROW = (torch.bfloat16, torch.float16)
+LEAST_WIDENED = 17  # with fewer, widening the weights costs more than it spares
+_WIDE_ROWS, _WIDE_WIDTH = 128, 1024  # of the product that is timed
+
+
+def widened(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[..., in] by [out, in] -> [..., out]: sums in float32, rounded once."""
+    wide = linear(rows.float(), weight.float(), None if bias is None else bias.float())
+    return wide.to(rows.dtype)
+
+
+def widens(dtype: torch.dtype, choices: Choices = CHOICES) -> bool:
+    """True where many rows of `dtype` are multiplied faster by `widened` than by torch, on a
+    CPU."""
+    if dtype not in NARROW:
+        return False
+
+    def ways() -> dict[str, Way]:
+        rows, weight = (
+            torch.full((count, _WIDE_WIDTH), 0.5, dtype=dtype)
+            for count in (_WIDE_ROWS, _WIDE_WIDTH)
+        )
+        return {"torch": lambda: linear(rows, weight), "float32": lambda: widened(rows, weight)}
+
+    return choices.fastest("narrow products", (dtype,), ("torch", "float32"), ways) == "float32"

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from draftsmith.kernels.host_compiler import HEADER, compiled
-from draftsmith.kernels.huge_pages import empty_in_huge_pages
+from draftsmith.kernels.host_memory import empty_in_huge_pages
 from draftsmith.kernels.measured import CHOICES, Choices, Way
 from draftsmith.kernels.products.few_rows import MOST_ROWS
 from draftsmith.kernels.products.readings import ReadWeights, fastest_readings

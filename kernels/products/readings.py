@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.kernels.host_compiler import HEADER
-from draftsmith.kernels.huge_pages import empty_in_huge_pages
+from draftsmith.kernels.host_memory import empty_in_huge_pages
 from draftsmith.kernels.measured import Choices, Way
 
 LINE_BYTES = 64

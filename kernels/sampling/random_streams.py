@@ -12,16 +12,18 @@ the first, which is a chain's only one), the drafted tokens of a block. Key plus
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from enum import IntEnum
-from functools import lru_cache
-from typing import Protocol
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
 from draftsmith.kernels.dispatch import reads_freely
-from draftsmith.kernels.sampling.noise_compiled import uniforms as compiled_uniforms
+from draftsmith.kernels.host_compiler import compiled
 
 WORD = (1 << 64) - 1
 
@@ -278,3 +280,29 @@ def _mix(x: int) -> int:
     x = (x ^ (x >> 30)) * MIX_1 & WORD
     x = (x ^ (x >> 27)) * MIX_2 & WORD
     return x ^ (x >> 31)
+
+
+SOURCE = Path(__file__).with_name("noise_cpu.cpp")
+
+
+@cache
+def _kernel() -> Any:
+    library = compiled(SOURCE)
+    if library is None:
+        return None
+    function = library.uniforms_float32
+    function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 2
+    function.restype = None
+    return function
+
+
+def compiled_uniforms(keys: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor | None:
+    """Draws of each key [N] and token [V], int64, in (0, 1) -> [N, V] float32; None where there is
+    no compiler."""
+    kernel = _kernel()
+    if kernel is None:
+        return None
+    keys, offsets = keys.contiguous(), offsets.contiguous()
+    out = torch.empty((len(keys), len(offsets)), dtype=torch.float32)
+    kernel(keys.data_ptr(), offsets.data_ptr(), out.data_ptr(), len(keys), len(offsets))
+    return out

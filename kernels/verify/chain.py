@@ -6,17 +6,26 @@ that is not kept is replaced by a draw from the residual max(p - q, 0); when all
 token is drawn from p (the bonus). Leviathan et al. 2023 (arXiv:2211.17192), Chen et al. 2023
 (arXiv:2302.01318).
 
-Legend: B requests, K draft positions, V vocabulary, R = sum(lengths + 1) rows of target logits.
+A whole round is verified from raw logits: by Triton on a GPU, on a CPU by a compiled kernel whose
+filters, tests, residuals and draws are one call.
+
+Legend: B requests, K draft positions, V vocabulary, R = sum(lengths + 1) rows of target logits; D
+of the B requests have drafted tokens, and come first.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
+from functools import cache
+from typing import Any
 
 import torch
 
 from draftsmith.kernels.dispatch import choose
-from draftsmith.kernels.sampling.filters import clean
+from draftsmith.kernels.host_compiler import compiled
+from draftsmith.kernels.sampling.draw import ROWS, SOURCE, rows_of, takes
+from draftsmith.kernels.sampling.filters import SamplingRows, clean, process
 from draftsmith.kernels.sampling.random_streams import STREAMS, Draws, Purpose
 from draftsmith.kernels.verify.residual import (
     accepts,
@@ -28,7 +37,7 @@ from draftsmith.kernels.verify.residual import (
     rows_before,
     wide,
 )
-from draftsmith.kernels.verify.verdict import Verdict
+from draftsmith.kernels.verify.verdict import Drafts, Verdict
 
 
 def verify_chain(
@@ -121,3 +130,136 @@ def verify_chain_torch(
     purposes = torch.where(rejected, int(Purpose.RESIDUAL), int(Purpose.BONUS))
     emitted = draws.token(final_logits, seeds, positions + accepted, purposes)
     return Verdict(accepted, assemble(draft_tokens, accepted, emitted))
+
+
+def verify_logits(
+    logits: torch.Tensor,
+    rows: SamplingRows,
+    drafts: Drafts | None,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """[B, K + 2] int64: how many drafted tokens of each request were kept, then the tokens as in
+    `Verdict`.
+
+    Args:
+        logits: [R, V] raw target logits; request b owns `drafts.sizes[b] + 1` of them, one without
+            drafts a single one.
+        rows: distributions of the B requests.
+        drafts: of the first D of them.
+        seeds, positions: [B] int64, as `verify_chain` takes them.
+    """
+    if choose(impl, logits.device, logits.dtype) == "triton":
+        return _verify_triton(logits, rows, drafts, seeds, positions)
+    found = None
+    if impl == "auto":
+        found = verify_logits_compiled(logits, rows, drafts, seeds, positions)
+    return verify_logits_torch(logits, rows, drafts, seeds, positions) if found is None else found
+
+
+def _verify_triton(
+    logits: torch.Tensor,
+    rows: SamplingRows,
+    drafts: Drafts | None,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    from draftsmith.kernels.verify.chain_triton import verify_logits_triton
+
+    drafts = no_drafts(logits) if drafts is None else drafts
+    temperatures = rows.temperature
+    if rows.passes.filtered:
+        # What is filtered is made first; the rest is left to the launch.
+        logits = process(logits, rows.select(owners(drafts, len(seeds), len(logits))))
+        temperatures = torch.ones_like(temperatures)
+    return verify_logits_triton(logits, temperatures, drafts, seeds, positions)
+
+
+def verify_logits_torch(
+    logits: torch.Tensor,
+    rows: SamplingRows,
+    drafts: Drafts | None,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """The reference."""
+    drafts = no_drafts(logits) if drafts is None else drafts
+    processed = process(logits, rows.select(owners(drafts, len(seeds), len(logits))))
+    tokens, lengths, q_logits, sizes = drafts.padded(len(seeds))
+    verdict = verify_chain_torch(
+        processed, tokens, lengths, q_logits, seeds, positions, sizes=sizes
+    )
+    return torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1)
+
+
+def owners(drafts: Drafts, num_requests: int, num_rows: int) -> torch.Tensor:
+    """[R] int64, the request that owns each row of logits."""
+    counts = torch.nn.functional.pad(drafts.sizes, (0, num_requests - len(drafts.sizes))) + 1
+    return torch.repeat_interleave(counts, output_size=num_rows)
+
+
+def no_drafts(logits: torch.Tensor) -> Drafts:
+    none = torch.empty(0, dtype=torch.int64, device=logits.device)
+    return Drafts(none.view(0, 0), none, None, none)
+
+
+_pointer, _number = ctypes.c_void_p, ctypes.c_int64
+_ARGUMENTS: list[Any] = [*ROWS, *[_pointer] * 4, *[_number] * 2, *[_pointer] * 3, *[_number] * 2]
+
+
+_ARGUMENTS += [ctypes.c_int]
+
+
+@cache
+def _kernel() -> Any:
+    library = compiled(SOURCE)
+    if library is None:
+        return None
+    library.verify_chains.argtypes = _ARGUMENTS
+    library.verify_chains.restype = ctypes.c_bool
+    return library.verify_chains
+
+
+def verify_logits_compiled(
+    logits: torch.Tensor,
+    rows: SamplingRows,
+    drafts: Drafts | None,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor | None:
+    """As `verify_logits`; None where a rounding of torch's might decide, a row has no mass, and
+    where there is no compiler."""
+    kernel = _kernel() if takes(logits) else None
+    if kernel is None:
+        return None
+    num_drafting = num_draft = 0
+    tokens = lengths = q_logits = sizes = None
+    if drafts is not None:
+        if not (drafts.logits is None or takes(drafts.logits)):
+            return None
+        given = [None if part is None else part.contiguous() for part in drafts]
+        tokens, lengths, q_logits, sizes = [
+            None if one is None else one.data_ptr() for one in given
+        ]
+        num_drafting, num_draft = drafts.tokens.shape
+    num_rows = len(seeds)
+    verdicts = torch.empty(num_rows, num_draft + 2, dtype=torch.int64)
+    seeds, positions = seeds.contiguous(), positions.contiguous()
+    done = kernel(
+        *rows_of(logits, rows),
+        tokens,
+        lengths,
+        sizes,
+        q_logits,
+        num_drafting,
+        num_draft,
+        seeds.data_ptr(),
+        positions.data_ptr(),
+        verdicts.data_ptr(),
+        num_rows,
+        logits.shape[-1],
+        torch.get_num_threads(),
+    )
+    return verdicts if done else None

@@ -266,7 +266,7 @@ def verify_logits_triton(
     *,
     block: int | None = None,
 ) -> torch.Tensor:
-    """As `chain_logits.verify_logits`, of temperatures [B] float32 alone; `block` tokens of the
+    """As `chain.verify_logits`, of temperatures [B] float32 alone; `block` tokens of the
     vocabulary per program."""
     num_requests, (num_drafting, num_draft) = len(seeds), drafts.tokens.shape
     num_tokens = logits.shape[-1]

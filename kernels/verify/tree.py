@@ -27,7 +27,6 @@ from draftsmith.kernels.constants import MAX_NODES
 from draftsmith.kernels.dispatch import choose, reads_freely
 from draftsmith.kernels.sampling.filters import clean
 from draftsmith.kernels.sampling.random_streams import STREAMS, Draws, Purpose
-from draftsmith.kernels.verify.draft_tree import DraftTree, ancestors
 from draftsmith.kernels.verify.residual import (
     accepts,
     assemble,
@@ -36,7 +35,7 @@ from draftsmith.kernels.verify.residual import (
     rows_before,
     wide,
 )
-from draftsmith.kernels.verify.verdict import TreeVerdict
+from draftsmith.kernels.verify.verdict import DraftTree, TreeVerdict, ancestors
 
 
 def verify_tree(

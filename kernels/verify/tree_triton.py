@@ -37,7 +37,6 @@ from draftsmith.kernels.sampling.random_streams_triton import (
     stream_key,
     uniform,
 )
-from draftsmith.kernels.verify.draft_tree import DraftTree
 from draftsmith.kernels.verify.rows_triton import (
     MINUS_INF,
     clean,
@@ -49,7 +48,7 @@ from draftsmith.kernels.verify.rows_triton import (
     log_total,
     logprob,
 )
-from draftsmith.kernels.verify.verdict import TreeVerdict
+from draftsmith.kernels.verify.verdict import DraftTree, TreeVerdict
 
 BLOCK = 4096
 # A walk is one program alone with its rows: only loads that run ahead of the sums keep it near the

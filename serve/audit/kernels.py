@@ -25,9 +25,8 @@ from draftsmith.kernels.sampling.random_streams import (
 from draftsmith.kernels.statistics import Fit, g_test
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
-from draftsmith.kernels.verify.draft_tree import DraftTree
 from draftsmith.kernels.verify.tree import verify_tree
-from draftsmith.kernels.verify.verdict import TreeVerdict, Verdict
+from draftsmith.kernels.verify.verdict import DraftTree, TreeVerdict, Verdict
 from draftsmith.progress import Progress
 from draftsmith.serve.audit.config import AuditConfig
 from draftsmith.serve.audit.report import Check, Report, fit_check

@@ -2,8 +2,8 @@
 sends logprobs.
 
 Every sampled token is compared with the distribution after its own prefix, however rare that prefix
-is. Evidence is a product of likelihood ratios (`kernels/evidence.py`), grouped by the depth in its
-round at which each token was decided (`depths.py`). In every group a bias is planted, too, to
+is. Evidence is a product of likelihood ratios (`kernels/statistics.py`), grouped by the depth in
+its round at which each token was decided (`depths.py`). In every group a bias is planted, too, to
 measure the smallest one that is detected; a depth where that is not small enough, or that no
 sampled text reached, leaves the audit without a verdict. The first token after a prompt comes from
 the prefill, so a fault of speculation shows from the second one on. Greedy continuations must be

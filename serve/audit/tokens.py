@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.kernels.evidence import log_evidence
+from draftsmith.kernels.statistics import log_evidence
 from draftsmith.serve.audit.reference import CoarseDistribution, DistributionBook, Text
 from draftsmith.serve.audit.samples import Samples
 

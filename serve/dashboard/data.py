@@ -25,8 +25,7 @@ from draftsmith.drafters.published.versions import (
     versions,
 )
 from draftsmith.errors import UserError
-from draftsmith.kernels.acceptance import AcceptanceCounts
-from draftsmith.kernels.contexts import label_of
+from draftsmith.kernels.acceptance import AcceptanceCounts, label_of
 from draftsmith.progress import duration
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.route import CANARY, class_draft, shown

@@ -16,8 +16,7 @@ from draftsmith.drafters.interface import Proposal
 from draftsmith.drafters.trees.layout import node_depths
 from draftsmith.kernels.constants import MAX_NODES
 from draftsmith.kernels.dispatch import read_freely, sent
-from draftsmith.kernels.verify.draft_tree import DraftTree, chain_tree, paths
-from draftsmith.kernels.verify.verdict import Drafts
+from draftsmith.kernels.verify.verdict import Drafts, DraftTree, chain_tree, paths
 
 
 class BadProposal(ValueError):

@@ -15,11 +15,10 @@ from torch.nn.functional import pad
 from draftsmith.kernels.dispatch import Reading, sent
 from draftsmith.kernels.sampling.filters import process
 from draftsmith.kernels.verify.block import verify_block
-from draftsmith.kernels.verify.chain_logits import verify_logits
-from draftsmith.kernels.verify.draft_tree import DraftTree
+from draftsmith.kernels.verify.chain import verify_logits
 from draftsmith.kernels.verify.lossy import verify_synthetic, verify_typical
 from draftsmith.kernels.verify.tree import verify_tree, verify_tree_greedy
-from draftsmith.kernels.verify.verdict import Verdict
+from draftsmith.kernels.verify.verdict import DraftTree, Verdict
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.proposal import RoundProposal
 from draftsmith.serve.engine.round import RowSampling, VerifyOutput

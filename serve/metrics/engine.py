@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from draftsmith.drafters.weights import TellsReads
-from draftsmith.kernels.contexts import label_of
+from draftsmith.kernels.acceptance import label_of
 from draftsmith.record import SinkCounts
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.request import Drafting, FinishReason

@@ -15,7 +15,7 @@ from prometheus_client.samples import Sample
 
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
-from draftsmith.kernels import contexts
+from draftsmith.kernels import acceptance
 from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.record import SinkCounts
 from draftsmith.serve.config import EngineConfig
@@ -162,7 +162,7 @@ def test_rounds_are_counted_by_the_tokens_before_them(
     server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The tiny target ends at 256 tokens.
-    monkeypatch.setattr(contexts, "FIRST", 32)
+    monkeypatch.setattr(acceptance, "FIRST", 32)
 
     def rounds() -> dict[str, float]:
         family = samples(server)["draftsmith_context_rounds_total"]

@@ -17,7 +17,7 @@ from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.drafters.recurrent.kept import KeptState
 from draftsmith.drafters.target import attention
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels.attention.window import Chunk
+from draftsmith.kernels.attention.pool import Chunk
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore

@@ -20,7 +20,7 @@ from draftsmith.drafters.trees.layout import NodeLayout
 from draftsmith.kernels.sampling.filters import process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample_without_replacement
 from draftsmith.kernels.statistics import detectable_bias, g_test
-from draftsmith.kernels.verify.draft_tree import DraftTree, depths
+from draftsmith.kernels.verify.verdict import DraftTree, depths
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import engine as engine_module
 from draftsmith.serve.engine.build import build_engine

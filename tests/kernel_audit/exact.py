@@ -16,10 +16,9 @@ import torch
 
 from draftsmith.kernels.verify.block import verify_block_torch
 from draftsmith.kernels.verify.chain import verify_chain_torch
-from draftsmith.kernels.verify.draft_tree import DraftTree
 from draftsmith.kernels.verify.residual import log_distribution, residual_distribution
 from draftsmith.kernels.verify.tree import verify_tree_torch
-from draftsmith.kernels.verify.verdict import TreeVerdict, Verdict
+from draftsmith.kernels.verify.verdict import DraftTree, TreeVerdict, Verdict
 from tests.kernel_audit.enumerate import (
     Chosen,
     Drafts,

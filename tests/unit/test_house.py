@@ -31,7 +31,7 @@ BELOW = {
 CODE_FOLDERS = tuple(BELOW)
 # The chapters of each folder; a chapter imports only those before it.
 ORDER = {
-    "kernels": ("attention", "forward", "products", "sampling", "divergence", "verify"),
+    "kernels": ("attention", "products", "sampling", "divergence", "verify"),
     "drafters": (
         "layouts",
         "recurrent",

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from draftsmith.kernels.acceptance import WalkedRounds
-from draftsmith.kernels.contexts import bounds_of, bucket_of
+from draftsmith.kernels.acceptance import WalkedRounds, bounds_of, bucket_of
 from draftsmith.train.evaluate.estimate import Estimate, ratio, reached_ratio
 
 

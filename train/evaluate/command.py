@@ -23,8 +23,7 @@ from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.drafters.weights import TellsReads
 from draftsmith.errors import UserError
 from draftsmith.files import check_file, markdown_table, write_json, write_text
-from draftsmith.kernels.acceptance import DraftCost
-from draftsmith.kernels.contexts import bucket_of, label_of
+from draftsmith.kernels.acceptance import DraftCost, bucket_of, label_of
 from draftsmith.prompts.suites import check_suite, is_given, most_tokens, read_suite
 from draftsmith.train.config import EvalConfig
 from draftsmith.train.data.dataset import TokenSequence

@@ -15,11 +15,9 @@ from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.random_streams import Purpose, sample, sample_without_replacement
 from draftsmith.kernels.verify.block import verify_block
-from draftsmith.kernels.verify.chain import verify_chain
-from draftsmith.kernels.verify.chain_logits import verify_logits
-from draftsmith.kernels.verify.draft_tree import DraftTree
+from draftsmith.kernels.verify.chain import verify_chain, verify_logits
 from draftsmith.kernels.verify.tree import verify_tree
-from draftsmith.kernels.verify.verdict import Drafts, TreeVerdict
+from draftsmith.kernels.verify.verdict import Drafts, DraftTree, TreeVerdict
 from scripts.bench.kernels.case import Call, Case, Sizes
 from scripts.bench.kernels.divergence_cases import divergence_cases
 

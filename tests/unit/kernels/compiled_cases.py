@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.kernels.attention.window import Chunk
+from draftsmith.kernels.attention.pool import Chunk
 from draftsmith.kernels.divergence.kind import PARAMETERS
-from draftsmith.kernels.forward.norm_triton import Norm
+from draftsmith.kernels.products.row_steps_triton import Norm
 from tests.unit.kernels.launches import Heads, Sizes, attend, diverge, draw, step, verify
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

@@ -12,21 +12,25 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftsmith.kernels.attention import paged_triton
 from draftsmith.kernels.attention.paged_triton import TritonContext
-from draftsmith.kernels.attention.pool import TreeLayout
+from draftsmith.kernels.attention.pool import TreeLayout, Window
 from draftsmith.kernels.attention.tiles import DeviceLimits
-from draftsmith.kernels.attention.window import Window
 from draftsmith.kernels.divergence import rows_triton as divergence
 from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.kernels.divergence.rows import RowInputs
-from draftsmith.kernels.forward.gate_triton import gate
-from draftsmith.kernels.forward.norm_triton import Norm, add_normalise, normalise
-from draftsmith.kernels.forward.rotation_triton import HeadNorms, WrittenKeys, rotate_and_write
+from draftsmith.kernels.products.row_steps_triton import (
+    HeadNorms,
+    Norm,
+    WrittenKeys,
+    add_normalise,
+    gate,
+    normalise,
+    rotate_and_write,
+)
 from draftsmith.kernels.sampling.draw_triton import draw_triton, process_triton, scores_triton
 from draftsmith.kernels.verify.block_triton import verify_block_triton
 from draftsmith.kernels.verify.chain_triton import verify_logits_triton
-from draftsmith.kernels.verify.draft_tree import DraftTree
 from draftsmith.kernels.verify.tree_triton import verify_tree_triton
-from draftsmith.kernels.verify.verdict import Drafts
+from draftsmith.kernels.verify.verdict import Drafts, DraftTree
 
 DEVICE = torch.device("cuda:1")  # not the one that is current by itself
 I64, F32, BF16 = torch.int64, torch.float32, torch.bfloat16

@@ -10,6 +10,8 @@ import torch
 from draftsmith.kernels.acceptance import (
     AcceptanceCounts,
     bootstrap_ratio,
+    bounds_of,
+    bucket_of,
     expected_rounds,
     keep_probability,
     overlap,
@@ -171,3 +173,12 @@ def test_bootstrap_ratio_covers_clustered_units() -> None:
     assert covered >= 50
     with pytest.raises(ValueError, match="0 numerators"):
         bootstrap_ratio([], [])
+
+
+def test_every_context_lies_in_its_bucket_and_buckets_touch() -> None:
+    for context in (0, 1, 255, 256, 511, 512, 1023, 1024, 4095, 4096, 131_072):
+        begin, end = bounds_of(bucket_of(context))
+        assert begin <= context < end
+    assert [bounds_of(bucket)[1] for bucket in range(6)] == [
+        bounds_of(bucket + 1)[0] for bucket in range(6)
+    ]

@@ -14,8 +14,8 @@ from draftsmith.kernels.call_list import (
     at,
     call_list,
 )
-from draftsmith.kernels.forward.row_steps import row_steps
 from draftsmith.kernels.products.few_rows import few_rows
+from draftsmith.kernels.products.row_steps import row_steps
 
 needs_compiler = pytest.mark.skipif(
     row_steps(torch.float32) is None, reason="there is no C++ compiler"

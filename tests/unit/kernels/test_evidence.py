@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.kernels import evidence
-from draftsmith.kernels.evidence import blocks, log_evidence
+from draftsmith.kernels import statistics
+from draftsmith.kernels.statistics import blocks, log_evidence
 
 OUTCOMES, DRAWS = 3, 4
 # The distributions of every draw after every text of earlier ones, as weights. Whole numbers: so
@@ -48,8 +48,8 @@ def row_of(text: tuple[int, ...]) -> int:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """It learns from the first draw on."""
-    monkeypatch.setattr(evidence, "FIRST_BLOCK", 1)
-    monkeypatch.setattr(evidence, "GROWTH", 1.0)
+    monkeypatch.setattr(statistics, "FIRST_BLOCK", 1)
+    monkeypatch.setattr(statistics, "GROWTH", 1.0)
 
 
 @pytest.mark.long
@@ -57,8 +57,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(weights=WEIGHTS)
 def test_the_mean_is_exactly_1_whatever_later_draws_depend_on(weights: list[float]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evidence, "FIRST_BLOCK", 1)
-        patch.setattr(evidence, "GROWTH", 1.0)
+        patch.setattr(statistics, "FIRST_BLOCK", 1)
+        patch.setattr(statistics, "GROWTH", 1.0)
         assert mean_evidence(weights, weights) == pytest.approx(1, abs=1e-9)
 
 

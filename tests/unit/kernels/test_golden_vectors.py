@@ -21,10 +21,9 @@ from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, round_seeds, sample
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
-from draftsmith.kernels.verify.draft_tree import DraftTree, chain_tree
 from draftsmith.kernels.verify.residual import accepts
 from draftsmith.kernels.verify.tree import verify_tree
-from draftsmith.kernels.verify.verdict import Verdict
+from draftsmith.kernels.verify.verdict import DraftTree, Verdict, chain_tree
 from draftsmith.serve.sampling.adjustments import Adjustments, tree_prefixes
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.sampling.state import SamplingState

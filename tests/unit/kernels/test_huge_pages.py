@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftsmith.kernels import huge_pages
-from draftsmith.kernels.huge_pages import PAGE_BYTES, empty_in_huge_pages
+from draftsmith.kernels import host_memory
+from draftsmith.kernels.host_memory import PAGE_BYTES, empty_in_huge_pages
 from draftsmith.kernels.products.few_rows import few_rows
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -80,7 +80,7 @@ def test_a_system_without_them_gives_ordinary_memory(monkeypatch: pytest.MonkeyP
         def madvise(self, *arguments: int) -> None:
             raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(huge_pages.mmap, "mmap", Refused)
+    monkeypatch.setattr(host_memory.mmap, "mmap", Refused)
     assert empty_in_huge_pages(PAGE_BYTES, torch.float32).fill_(3).eq(3).all()
-    monkeypatch.delattr(huge_pages.mmap, "MADV_HUGEPAGE")
+    monkeypatch.delattr(host_memory.mmap, "MADV_HUGEPAGE")
     assert empty_in_huge_pages(PAGE_BYTES, torch.float32).fill_(4).eq(4).all()

@@ -18,8 +18,8 @@ from draftsmith.kernels.sampling.random_streams import (
 from draftsmith.kernels.statistics import g_test
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
-from draftsmith.kernels.verify.draft_tree import DraftTree
 from draftsmith.kernels.verify.tree import verify_tree
+from draftsmith.kernels.verify.verdict import DraftTree
 
 pytestmark = pytest.mark.gpu
 

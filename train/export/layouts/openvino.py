@@ -25,8 +25,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import read_config
 from draftsmith.errors import UserError, first_line
 from draftsmith.extras import missing
-from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.kernels.attention.window import Window
+from draftsmith.kernels.attention.pool import PagedPool, Window
 from draftsmith.train.export.layouts import plain
 from draftsmith.train.export.layouts.portable import Reader, check_eagle3, check_represented
 from draftsmith.train.export.layouts.source import (

@@ -23,7 +23,7 @@ from draftsmith.distill.buffer import process_writer
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.folder import ShardFolder
 from draftsmith.distill.buffer.process import ProcessWriter, WriterJob
-from draftsmith.kernels.sampling import logged_compiled
+from draftsmith.kernels.sampling import logged
 from draftsmith.kernels.sampling.logged import LoggedRound
 from draftsmith.record import (
     RecordedRound,
@@ -206,9 +206,9 @@ def test_the_kernel_is_compiled_before_the_first_round(
     sink: Callable[..., ProcessWriter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources: list[Path] = []
-    monkeypatch.setattr(logged_compiled, "compiled", sources.append)
+    monkeypatch.setattr(logged, "compiled", sources.append)
     sink()
-    assert sources == [logged_compiled.SOURCE]
+    assert sources == [logged.SOURCE]
 
 
 def test_states_without_room_are_left_out_before_records_are(

@@ -22,7 +22,7 @@ from draftsmith.kernels.attention import paged_triton
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.attention.tiles import DeviceLimits
-from draftsmith.kernels.forward.norm_triton import normalise
+from draftsmith.kernels.products.row_steps_triton import normalise
 from tests.interpreted import READ, Launches, members_looked_up_once, rounding_to_nearest
 
 pytestmark = pytest.mark.skipif(

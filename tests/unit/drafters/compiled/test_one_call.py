@@ -19,8 +19,8 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.paged_compiled import MOST_QUERIES
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
-from draftsmith.kernels.forward.row_steps import row_steps
 from draftsmith.kernels.products.few_rows import MOST_ROWS, FewRows
+from draftsmith.kernels.products.row_steps import row_steps
 
 pytestmark = pytest.mark.skipif(row_steps(torch.float32) is None, reason="there is no C++ compiler")
 TAPS = (0, 2, 4)

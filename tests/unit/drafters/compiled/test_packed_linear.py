@@ -18,10 +18,10 @@ from draftsmith.drafters.compiled.packed_linear import (
     PackedLinear,
     padded_rows,
 )
-from draftsmith.kernels.forward.row_steps import row_steps
 from draftsmith.kernels.measured import Choices
 from draftsmith.kernels.products.few_rows import MOST_ROWS, few_rows
 from draftsmith.kernels.products.readings import LEAST_BYTES
+from draftsmith.kernels.products.row_steps import row_steps
 
 ENOUGH = LEAST_BYTES  # for a choice to be made by time
 needs_compiler = pytest.mark.skipif(

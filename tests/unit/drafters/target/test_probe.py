@@ -17,7 +17,7 @@ from draftsmith.drafters.target.causal_lm import end_of_text_ids
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
-from draftsmith.kernels.attention.window import Chunk
+from draftsmith.kernels.attention.pool import Chunk
 
 LENGTH = 24
 SHAPE: dict[str, Any] = {

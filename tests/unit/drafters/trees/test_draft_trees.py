@@ -23,7 +23,7 @@ from draftsmith.drafters.tree_shape import (
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample_without_replacement
-from draftsmith.kernels.verify.draft_tree import DraftTree
+from draftsmith.kernels.verify.verdict import DraftTree
 from tests.draft_trees import slot_prefixes, well_formed
 from tests.noise import noisy
 

@@ -31,7 +31,7 @@ from draftsmith.fleet.recording.messages import (
     meta_array,
 )
 from draftsmith.fleet.recording.writer import EngineJob, record_name, run
-from draftsmith.kernels.sampling import logged_compiled
+from draftsmith.kernels.sampling import logged
 from draftsmith.record import RoundRecord, hashed_answer
 from draftsmith.shared_memory import child as child_module
 from draftsmith.shared_memory.arrays import send
@@ -109,14 +109,14 @@ def test_the_likeliest_tokens_are_found_by_the_compiled_kernel(
 ) -> None:
     prepared: list[bool] = []
     read: list[int] = []
-    real = logged_compiled.prob_arrays
+    real = logged.compiled_arrays
 
     def prob_arrays(logits: torch.Tensor, *arguments: Any) -> Any:
         read.append(len(logits))
         return real(logits, *arguments)
 
-    monkeypatch.setattr(logged_compiled, "prob_arrays", prob_arrays)
-    monkeypatch.setattr(logged_compiled, "prepare", lambda: prepared.append(not read))
+    monkeypatch.setattr(logged, "compiled_arrays", prob_arrays)
+    monkeypatch.setattr(writer_module, "prepare_arrays", lambda: prepared.append(not read))
 
     def act(engine: Engine) -> None:
         engine.begin(1, [10, 11, 12])

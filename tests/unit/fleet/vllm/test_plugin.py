@@ -172,9 +172,7 @@ print([name for name in ("transformers", "pyarrow", "fsspec", "vllm") if name in
     # distributions as records hold them, and a table of releases.
     ring = [f"shared_memory{part}" for part in ("", ".arrays", ".child", ".ring")]
     folders = [".".join(("train", "export", "layouts")[:depth]) for depth in (1, 2, 3)]
-    sampling = [
-        f"kernels.sampling{part}" for part in ("", ".logged", ".logged_compiled", ".top_tokens")
-    ]
+    sampling = [f"kernels.sampling{part}" for part in ("", ".logged", ".top_tokens")]
     kernels = ["kernels", "kernels.dispatch", "kernels.host_compiler", *sampling]
     settings = ["config", "errors", "files"]
     faults = f"{folders[-1]}.vllm_faults"

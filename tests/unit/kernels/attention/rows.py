@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.kernels.attention.paged import PagedPass
-from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
-from draftsmith.kernels.attention.window import Chunk, Window
+from draftsmith.kernels.attention.pool import Chunk, PagedPool, TreeLayout, Window
 
 BLOCK, KEY_DIM, VALUE_DIM = 4, 8, 6
 

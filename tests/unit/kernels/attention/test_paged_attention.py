@@ -11,8 +11,7 @@ from draftsmith.kernels.attention import paged_torch
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.paged_compiled import MOST_QUERIES, CompiledContext, kernel
 from draftsmith.kernels.attention.paged_torch import GatheredContext
-from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.kernels.attention.window import Chunk
+from draftsmith.kernels.attention.pool import Chunk, PagedPool
 from tests.unit.kernels.attention.rows import Case, Row, run_rows
 
 BLOCK, DIM = 4, 8

@@ -15,8 +15,7 @@ from draftsmith.kernels import dispatch
 from draftsmith.kernels.attention import paged_flash
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.paged_flash import FlashContext
-from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
-from draftsmith.kernels.attention.window import Chunk
+from draftsmith.kernels.attention.pool import Chunk, PagedPool, TreeLayout
 from draftsmith.kernels.dispatch import chooses_flash
 
 BF16, CPU, CUDA = torch.bfloat16, torch.device("cpu"), torch.device("cuda", 1)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.paged_torch import GatheredContext
-from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.kernels.attention.window import Chunk, Window
+from draftsmith.kernels.attention.pool import Chunk, PagedPool, Window
 from tests.unit.kernels.attention.rows import Case, Row, run_rows
 
 BLOCK = 4

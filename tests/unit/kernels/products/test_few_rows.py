@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.kernels import host_compiler
-from draftsmith.kernels.forward.row_steps import row_steps
 from draftsmith.kernels.measured import Choices
 from draftsmith.kernels.products import few_rows as module
 from draftsmith.kernels.products.few_rows import KINDS, MOST_ROWS, FewRows, few_rows, gated_rows
@@ -22,6 +21,7 @@ from draftsmith.kernels.products.readings import (
     candidates,
     packed,
 )
+from draftsmith.kernels.products.row_steps import row_steps
 
 pytestmark = pytest.mark.skipif(
     module._kernel(torch.float32) is None, reason="there is no C++ compiler"

@@ -13,8 +13,7 @@ from torch.nn.functional import linear
 
 from draftsmith.drafters.compiled.packed_linear import PackedLinear
 from draftsmith.kernels.measured import VARIABLE, Choices
-from draftsmith.kernels.products.float32_products import faster_linears
-from draftsmith.kernels.products.wide_products import NARROW, widened, widens
+from draftsmith.kernels.products.float32_products import NARROW, faster_linears, widened, widens
 
 CPU = torch.device("cpu")
 ROWS = 192

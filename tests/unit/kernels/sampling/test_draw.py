@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.kernels.sampling import draw as module
-from draftsmith.kernels.sampling.draw import draw, draw_torch
-from draftsmith.kernels.sampling.draw_compiled import draw_compiled, draw_kernel
+from draftsmith.kernels.sampling.draw import draw, draw_compiled, draw_kernel, draw_torch
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.random_streams import Purpose
 from draftsmith.kernels.statistics import g_test

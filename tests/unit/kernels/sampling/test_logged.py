@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.kernels.sampling import logged_compiled
-from draftsmith.kernels.sampling.logged import prob_arrays
-from draftsmith.kernels.sampling.logged_compiled import NAMES
+from draftsmith.kernels.sampling import logged
+from draftsmith.kernels.sampling.logged import NAMES, prob_arrays
 from draftsmith.record import ProbArrays
 
 compiler = pytest.mark.skipif(
-    logged_compiled.prob_arrays(torch.zeros(1, 1), [0], None) is None,
+    logged.compiled_arrays(torch.zeros(1, 1), [0], None) is None,
     reason="there is no C++ compiler",
 )
 STEP = 1 / 1024  # of a stored logprob, in nats
@@ -25,7 +24,7 @@ def logits_of(num_tokens: int, *, rows: int = 6, seed: int = 0) -> torch.Tensor:
 
 
 def compiled(logits: torch.Tensor, tokens: list[int], temperatures: list[float]) -> ProbArrays:
-    found = logged_compiled.prob_arrays(logits, tokens, temperatures)
+    found = logged.compiled_arrays(logits, tokens, temperatures)
     assert found is not None
     return found
 
@@ -90,7 +89,7 @@ def test_nothing_is_known_of_a_row_that_is_no_distribution(
         logits[1] = broken
     tokens, temperatures = [3, 4, 5], [0.7, 0.7, 1.0]
     found = compiled(logits, tokens, temperatures)
-    monkeypatch.setattr(logged_compiled, "_kernel", lambda dtype: None)
+    monkeypatch.setattr(logged, "_kernel", lambda dtype: None)
     expected = prob_arrays(logits, tokens, temperatures)
     for name, values in found._asdict().items():
         theirs = getattr(expected, name)
@@ -118,10 +117,10 @@ def test_a_row_depends_on_no_other_and_lies_anywhere_in_its_table() -> None:
 def test_what_the_kernel_cannot_read_is_left_to_torch() -> None:
     logits = logits_of(300)
     for other in (logits.double(), logits.half(), logits.T.contiguous().T):
-        assert logged_compiled.prob_arrays(other, [0] * 6, None) is None
-    most = logged_compiled.MOST_KEPT
-    assert logged_compiled.prob_arrays(logits, [0] * 6, None, most) is not None
-    assert logged_compiled.prob_arrays(logits, [0] * 6, None, most + 1) is None
+        assert logged.compiled_arrays(other, [0] * 6, None) is None
+    most = logged.MOST_KEPT
+    assert logged.compiled_arrays(logits, [0] * 6, None, most) is not None
+    assert logged.compiled_arrays(logits, [0] * 6, None, most + 1) is None
     with pytest.raises(IndexError, match="token 300 is beyond a vocabulary of 300"):
         compiled(logits[:1], [300], [1.0])
 
@@ -132,7 +131,7 @@ def test_logits_are_reduced_alike_with_a_compiler_and_without(
 ) -> None:
     logits, tokens, temperatures = logits_of(4096, rows=3), [9, -1, 30], [0.7, 1.0, 0.0]
     one = prob_arrays(logits, tokens, temperatures)
-    monkeypatch.setattr(logged_compiled, "_kernel", lambda dtype: None)
+    monkeypatch.setattr(logged, "_kernel", lambda dtype: None)
     other = prob_arrays(logits, tokens, temperatures)
     np.testing.assert_array_equal(one.ids, other.ids)
     for values, theirs in zip(one[1:], other[1:]):

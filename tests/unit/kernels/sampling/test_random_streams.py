@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from draftsmith.kernels.sampling import noise_compiled, random_streams
-from draftsmith.kernels.sampling.noise_compiled import _kernel
+from draftsmith.kernels.sampling import random_streams
 from draftsmith.kernels.sampling.random_streams import (
     FEW,
     GOLDEN,
     Purpose,
+    _kernel,
     _mix_,
     _token_offsets,
     _unit_interval,
@@ -197,7 +197,7 @@ def test_the_compiled_kernel_gives_the_bits_of_torch(num_tokens: int) -> None:
     keys = torch.randint(-(2**63), 2**63 - 1, (9,), generator=torch.Generator().manual_seed(4))
     keys[:3] = torch.tensor([0, -1, 2**63 - 1])
     offsets = _token_offsets(num_tokens, keys.device)
-    found = noise_compiled.uniforms(keys, offsets)
+    found = random_streams.compiled_uniforms(keys, offsets)
     assert found is not None
     assert torch.equal(found, _unit_interval(_mix_(keys[:, None] + offsets), torch.float32))
     assert found.min() > 0 and found.max() < 1

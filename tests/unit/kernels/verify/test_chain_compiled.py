@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, round_seeds, sample, uniform
 from draftsmith.kernels.statistics import g_test
-from draftsmith.kernels.verify.chain_compiled import _kernel, verify_logits_compiled
-from draftsmith.kernels.verify.chain_logits import verify_logits_torch
+from draftsmith.kernels.verify.chain import _kernel, verify_logits_compiled, verify_logits_torch
 from draftsmith.kernels.verify.verdict import Drafts
 
 pytestmark = pytest.mark.skipif(_kernel() is None, reason="there is no C++ compiler")

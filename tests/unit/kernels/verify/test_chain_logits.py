@@ -9,7 +9,7 @@ import torch
 
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.verify import chain_triton
-from draftsmith.kernels.verify.chain_logits import verify_logits, verify_logits_torch
+from draftsmith.kernels.verify.chain import verify_logits, verify_logits_torch
 from draftsmith.kernels.verify.verdict import Drafts
 
 SIZE, DEPTH, SIZES = 50, 3, [3, 2, 3]  # of three requests with drafts; a fourth has none

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.kernels.constants import MAX_NODES
-from draftsmith.kernels.verify.draft_tree import DraftTree, ancestors, chain_tree, depths, paths
+from draftsmith.kernels.verify.verdict import DraftTree, ancestors, chain_tree, depths, paths
 from tests.draft_trees import ancestor_bits, slot_prefixes, well_formed
 
 

@@ -16,9 +16,8 @@ from draftsmith.kernels.sampling.random_streams import Purpose, round_seeds, sam
 from draftsmith.kernels.statistics import g_test
 from draftsmith.kernels.verify.block import verify_block, verify_block_torch
 from draftsmith.kernels.verify.chain import verify_chain, verify_chain_torch
-from draftsmith.kernels.verify.draft_tree import chain_tree
 from draftsmith.kernels.verify.tree import verify_tree_torch
-from draftsmith.kernels.verify.verdict import TreeVerdict, Verdict
+from draftsmith.kernels.verify.verdict import TreeVerdict, Verdict, chain_tree
 
 Verify = Callable[..., Verdict]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # hypothesis takes no fixture

@@ -15,9 +15,9 @@ import torch
 from draftsmith.kernels.sampling.random_streams import Purpose, uniform
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
-from draftsmith.kernels.verify.draft_tree import DraftTree
 from draftsmith.kernels.verify.residual import log_distribution
 from draftsmith.kernels.verify.tree import verify_tree
+from draftsmith.kernels.verify.verdict import DraftTree
 from tests.draft_trees import sibling_distribution
 
 SIZE, FIRST, SECOND = 33, 3, 20

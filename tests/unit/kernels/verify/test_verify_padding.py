@@ -14,10 +14,9 @@ import torch
 from draftsmith.kernels.sampling.random_streams import Purpose, sample_without_replacement
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
-from draftsmith.kernels.verify.draft_tree import DraftTree
 from draftsmith.kernels.verify.lossy import verify_synthetic, verify_typical
 from draftsmith.kernels.verify.tree import verify_tree
-from draftsmith.kernels.verify.verdict import Verdict
+from draftsmith.kernels.verify.verdict import DraftTree, Verdict
 
 ROWS, DEPTH, SIZE = 4, 3, 21
 

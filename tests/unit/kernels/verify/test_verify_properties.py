@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from draftsmith.kernels.sampling.random_streams import Purpose, sample, sample_without_replacement
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
-from draftsmith.kernels.verify.draft_tree import DraftTree, chain_tree
 from draftsmith.kernels.verify.tree import verify_tree
-from draftsmith.kernels.verify.verdict import Verdict
+from draftsmith.kernels.verify.verdict import DraftTree, Verdict, chain_tree
 
 DEPTH, NODES = 4, 6
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # hypothesis takes no fixture

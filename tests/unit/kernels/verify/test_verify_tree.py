@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample, sample_without_replacement
 from draftsmith.kernels.statistics import g_test
-from draftsmith.kernels.verify.draft_tree import DraftTree
 from draftsmith.kernels.verify.residual import one_hot_logits
 from draftsmith.kernels.verify.tree import verify_tree, verify_tree_greedy, verify_tree_torch
-from draftsmith.kernels.verify.verdict import TreeVerdict
+from draftsmith.kernels.verify.verdict import DraftTree, TreeVerdict
 
 Verify = Callable[..., TreeVerdict]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # hypothesis takes no fixture

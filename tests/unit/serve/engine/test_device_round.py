@@ -22,13 +22,13 @@ from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.verify import (
     block,
     block_triton,
-    chain_logits,
+    chain,
     chain_triton,
     tree,
     tree_triton,
 )
 from draftsmith.kernels.verify.block import verify_block_torch
-from draftsmith.kernels.verify.chain_logits import verify_logits_torch
+from draftsmith.kernels.verify.chain import verify_logits_torch
 from draftsmith.kernels.verify.tree import verify_tree_torch
 from draftsmith.record import RecordedRound, RoundRecord, SinkCounts
 from draftsmith.serve.config import EngineConfig
@@ -168,7 +168,7 @@ def both(
         expected = Served(tiny_target("llama"), family).answers(*values, sink=sinks[0], **options)
         served = Served(tiny_target("llama"), family)
         with monkeypatch.context() as patch, device_stand_in.device(monkeypatch) as device:
-            patch.setattr(chain_logits, "choose", _triton_elsewhere)
+            patch.setattr(chain, "choose", _triton_elsewhere)
             patch.setattr(
                 chain_triton, "verify_logits_triton", kernel(device, "verify_logits", tempered)
             )

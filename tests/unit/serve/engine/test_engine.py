@@ -8,7 +8,7 @@ import torch
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.kernels.forward.row_steps import row_steps
+from draftsmith.kernels.products.row_steps import row_steps
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.requests.request import FinishReason

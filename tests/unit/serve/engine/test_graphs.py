@@ -17,7 +17,7 @@ from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.constants import NULL_BLOCK
 from draftsmith.kernels.cuda_graphs import CudaCapturer, Shape, Shapes
-from draftsmith.kernels.verify.draft_tree import DraftTree
+from draftsmith.kernels.verify.verdict import DraftTree
 from draftsmith.serve.engine import graphs as graphs_module
 from draftsmith.serve.engine.graphs import (
     MOST_LOGITS,

@@ -12,7 +12,7 @@ from draftsmith.drafters.interface import Proposal
 from draftsmith.drafters.trees.layout import NodeLayout, TreeSpan, tree_pass
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.dispatch import sent
-from draftsmith.kernels.verify.draft_tree import DraftTree
+from draftsmith.kernels.verify.verdict import DraftTree
 from draftsmith.serve.engine.proposal import (
     BadProposal,
     DraftCheck,

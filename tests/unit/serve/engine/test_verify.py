@@ -12,8 +12,8 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.kernels.sampling import draw as draw_module
-from draftsmith.kernels.verify import chain_logits
-from draftsmith.kernels.verify.chain_compiled import _kernel
+from draftsmith.kernels.verify import chain
+from draftsmith.kernels.verify.chain import _kernel
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
@@ -63,13 +63,13 @@ class Counted:
 def test_seeded_texts_are_those_without_the_kernels(
     family: str | None, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verified = Counted(chain_logits.verify_logits_compiled)
+    verified = Counted(chain.verify_logits_compiled)
     drawn = Counted(draw_module.draw_compiled)
-    monkeypatch.setattr(chain_logits, "verify_logits_compiled", verified)
+    monkeypatch.setattr(chain, "verify_logits_compiled", verified)
     monkeypatch.setattr(draw_module, "draw_compiled", drawn)
     found = texts(target, family)
     assert verified.calls >= 8 and verified.decided >= 0.9 * verified.calls
     assert (drawn.decided > 0) == (family == "eagle3")
-    monkeypatch.setattr(chain_logits, "verify_logits_compiled", lambda *_: None)
+    monkeypatch.setattr(chain, "verify_logits_compiled", lambda *_: None)
     monkeypatch.setattr(draw_module, "draw_compiled", lambda *_: None)
     assert found == texts(target, family)

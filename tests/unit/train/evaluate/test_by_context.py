@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
-from draftsmith.kernels.contexts import bucket_of
+from draftsmith.kernels.acceptance import bucket_of
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.evaluate.command import context_table
 from draftsmith.train.evaluate.teacher_forced import Evaluation, evaluate_draft

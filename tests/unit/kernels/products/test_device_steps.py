@@ -3,18 +3,26 @@ half precision but for sums in another order, and against float64."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
-from draftsmith.kernels.forward.gate_triton import ACTIVATIONS, gate
-from draftsmith.kernels.forward.norm_triton import Norm, add_normalise, normalise
-from draftsmith.kernels.forward.rotation_triton import (
+from draftsmith.kernels.products.row_steps_triton import (
+    ACTIVATIONS,
     HeadNorms,
+    Norm,
     WrittenKeys,
+    add_normalise,
+    gate,
+    normalise,
     rotate,
     rotate_and_write,
 )
+from tests.interpreted import rounding_to_nearest
 
 # sigmoid of large negative numbers
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
@@ -27,6 +35,13 @@ OPENED = {
     "gelu": gelu,
     "gelu_tanh": lambda x: gelu(x, approximate="tanh"),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rounded() -> Iterator[None]:
+    """Interpreted steps round as a device does."""
+    with nullcontext() if os.environ["TRITON_INTERPRET"] == "0" else rounding_to_nearest():
+        yield
 
 
 @pytest.fixture
