@@ -25,18 +25,17 @@ from draftsmith.drafters.target.ranks import LEADER, Channel
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.record import Sink
-from draftsmith.serve.app import create_app
 from draftsmith.serve.config import HttpOptions, LearningOptions, ServeConfig
 from draftsmith.serve.config_checks import check
-from draftsmith.serve.dashboard.data import History, Source
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.http.limits import ServerLimits
 from draftsmith.serve.http.server import Server
-from draftsmith.serve.http.speculation_report import Level
-from draftsmith.serve.listen import HttpServer
+from draftsmith.serve.http.streams import Level
+from draftsmith.serve.listen import HttpServer, create_app
 from draftsmith.serve.load import LoadedDraft, load_adapters, load_drafter, load_fallback
+from draftsmith.serve.metrics.dashboard import History, Source
 from draftsmith.serve.metrics.log_line import StatsLog
 from draftsmith.serve.metrics.server import ServerMetrics
 from draftsmith.serve.parallel import LeadingTarget, follow, join

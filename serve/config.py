@@ -23,8 +23,8 @@ from draftsmith.drafters.config import SAMPLINGS, TARGET_DTYPES, Pair
 from draftsmith.drafters.options import SuffixOptions
 from draftsmith.errors import UserError
 from draftsmith.serve.control.control import MAX_AUTO_K, MAX_K, parse_schedule
+from draftsmith.serve.tools.answer import REASONING_FORMATS
 from draftsmith.serve.tools.call_format import CALL_FORMATS
-from draftsmith.serve.tools.reasoning import REASONING_FORMATS
 
 LOOKUP_HELP = "drafts from text"
 

@@ -1,5 +1,5 @@
-"""The HTTP server around the application: connections that send nothing are closed, and it ends in
-good order."""
+"""The ASGI application, all endpoints behind the request limits, and the HTTP server around it:
+connections that send nothing are closed, and it ends in good order."""
 
 from __future__ import annotations
 
@@ -11,9 +11,44 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from draftsmith.serve.engine.loop import EngineLoop
+from draftsmith.serve.http.completions import add_completion_endpoints
+from draftsmith.serve.http.endpoints import (
+    add_learning_endpoints,
+    add_service_endpoints,
+    add_speculation_endpoints,
+    add_token_endpoints,
+)
+from draftsmith.serve.http.errors import add_error_handlers
+from draftsmith.serve.http.limits import RequestLimits
+from draftsmith.serve.http.responses_api import add_responses_endpoint
+from draftsmith.serve.http.schema import describe
+from draftsmith.serve.http.server import Server
+from draftsmith.serve.metrics.dashboard import Source, add_dashboard
+from draftsmith.version import __version__
 
 HEAD_S = 20.0  # in which the head of a request comes
 FLUSH_S = 5.0  # in which clients read the end of their answers
+
+
+def create_app(server: Server, dashboard: Source | None = None) -> FastAPI:
+    app = FastAPI(title="draftsmith", version=__version__, docs_url=None, redoc_url=None)
+    app.add_middleware(
+        RequestLimits,
+        limits=server.limits,
+        load=server.load,
+        responded=server.metrics.responded,
+    )
+    add_error_handlers(app)
+    add_service_endpoints(app, server)
+    add_token_endpoints(app, server)
+    add_speculation_endpoints(app, server)
+    add_learning_endpoints(app, server)
+    add_completion_endpoints(app, server)
+    add_responses_endpoint(app, server)
+    if dashboard is not None:
+        add_dashboard(app, dashboard)
+    describe(app, model=server.model, guarded=bool(server.limits.api_keys))
+    return app
 
 
 class TimedHeads(AutoHTTPProtocol):

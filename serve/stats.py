@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from draftsmith.kernels.acceptance import AcceptanceCounts, bucket_of
-from draftsmith.serve.requests.route import LIVE
+from draftsmith.serve.requests.request import LIVE
 
 # counted apart, with all that draft now; a server that learns for months sees thousands
 MAX_VERSIONS = 16

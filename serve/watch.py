@@ -26,7 +26,7 @@ from draftsmith.kernels.dispatch import use_device
 from draftsmith.serve.drafts.served import PROBE
 from draftsmith.serve.drafts.swap import SwapLate
 from draftsmith.serve.engine.loop import EngineLoop
-from draftsmith.serve.requests.route import CANARY, LIVE, class_draft, shown
+from draftsmith.serve.requests.request import CANARY, LIVE, class_draft, shown
 
 log = logging.getLogger(__name__)
 

@@ -1,19 +1,15 @@
 """`draftsmith audit`: tests that speculation is lossless.
 
 Files in reading order:
-- `command`: the command
+- `command`: the command, and the audit of a running server
 - `config`: its options
 - `report`: checks, controls and the verdict
 - `kernels`: the audit of this machine's kernels
-- `server`: the audit of a running server
-- `client`: requests to it
-- `samples`: sampled continuations
-- `depths`: depth in its round of each token
-- `tokens`: tokens beside their distributions
+- `client`: requests to a server
 - `reference`: reference distributions
-- `greedy`: greedy texts
-- `together`: greedy texts of requests of unlike length in flight at once
-- `two_samples`: two servers compared
+- `samples`: sampled continuations, the depth in its round of each token, two servers compared
+- `tokens`: tokens beside their distributions
+- `greedy`: greedy texts, alone and of requests of unlike length in flight at once
 - `misreport`: a wrong server on purpose, for tests
 
 Other chapters import `command` and `misreport`.

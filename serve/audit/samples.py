@@ -1,23 +1,59 @@
-"""Sampled continuations of a few contexts, requested from a server."""
+"""Sampled continuations of a few contexts, the depth in its round at which each token was decided,
+and the comparison of the samples of two servers, for distributions that logprobs do not determine,
+such as top-p alone.
+
+A token's depth is one more than the drafts kept before it in its round, which is settled before the
+token is drawn. So tokens of one depth have the target's distribution, each given its own prefix, if
+speculation is right. (Those of one fate, drafts that were kept for example, would not.)
+
+The tokens that followed one and the same prefix on two servers, with speculation and without, must
+come from one distribution, whichever it is. They are grouped by depth. Only prefixes that occur
+repeatedly count, so flat distributions leave deep tokens without power.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
+import torch
+
 from draftsmith.errors import UserError
+from draftsmith.kernels.statistics import Fit, chi_square_survival, homogeneity
 from draftsmith.progress import Progress
 from draftsmith.prompts.suites import is_given, read_suite
-from draftsmith.serve.audit.client import AuditClient, AuditCompletion
+from draftsmith.serve.audit.client import AuditClient, AuditCompletion, AuditCounters
 from draftsmith.serve.audit.config import AuditConfig
 from draftsmith.serve.audit.reference import Path, Text
+from draftsmith.serve.audit.report import Check, fit_check
 
 CONTEXT_TOKENS = 16
-
-
 MARGIN = 1  # the bonus token of a round
 UNKNOWN_K = 8  # where the server does not report how many tokens it drafts
+# the first token after a prompt, and rounds without drafts; 1, 2, ... are drafted depths
+UNDRAFTED = 0
+BONUS = -1  # all drafts of the round were kept
+UNKNOWN = -2  # the server does not report it
+NAMES = {
+    UNDRAFTED: "tokens without drafts",
+    BONUS: "bonus tokens",
+    UNKNOWN: "tokens after the first",
+}
+CONTROL_TEMPERATURE = 1.3
+NOTHING_PLANTED = (
+    f"no bias is planted at single depths: the control is one sample at {CONTROL_TEMPERATURE} "
+    "times the temperature, all depths together, and the bias that each depth detects follows from "
+    "its number of samples and the degrees of the test"
+)
+OTHER_SEEDS = 500_000_009  # the two samples must be independent
+ASK = (
+    "two samples without known distributions lack power at each depth; give --target, a "
+    "--top-k up to 20, or a lower --temperature"
+)
 
 
 class Samples(NamedTuple):
@@ -119,3 +155,163 @@ def followers(
                 if included is None or included(number, index, length):
                     found.setdefault((*context, *tokens[:length]), Counter())[token] += 1
     return found
+
+
+def group_name(depth: int) -> str:
+    return NAMES.get(depth) or f"tokens at drafted depth {depth}"
+
+
+def wanted_depths(k: int | None) -> list[int]:
+    """Depths of rounds of k drafts; none where k is not known."""
+    return [*range(1, k + 1), BONUS] if k else []
+
+
+@dataclass(frozen=True)
+class Depths:
+    """Depths of all sampled tokens, by context, continuation and position."""
+
+    nested: list[list[list[int]]]
+    reported: bool  # by the server
+    offered: int = 0  # draft tokens of all rounds
+    deepest: int = 0  # the most that a round offered
+
+    @property
+    def flat(self) -> list[int]:
+        return list(chain.from_iterable(chain.from_iterable(self.nested)))
+
+
+def depths_of(samples: Sequence[Samples], k: int | None) -> Depths:
+    reports = [report for each in samples for report in each.reports]
+    if not reports or any(report is None or "per_step_begin" not in report for report in reports):
+        return Depths(
+            [[unknown_depths(len(tokens)) for tokens in each.tokens] for each in samples],
+            reported=False,
+        )
+    nested = [
+        [
+            reported_depths(report or {}, len(tokens), k)
+            for tokens, report in zip(each.tokens, each.reports, strict=True)
+        ]
+        for each in samples
+    ]
+    offered = [
+        count for report in reports if report is not None for count in report["per_step_drafted"]
+    ]
+    return Depths(nested, reported=True, offered=sum(offered), deepest=max(offered, default=0))
+
+
+def reported_depths(report: dict[str, Any], count: int, k: int | None = None) -> list[int]:
+    """Depth of each of an answer's `count` tokens, from the server's report of its rounds. No round
+    keeps more than k drafts, though one with a draft tree offers more.
+
+    Raises:
+        UserError: a report without its rounds.
+    """
+    try:
+        rounds = list(
+            zip(
+                report["per_step_begin"],
+                report["per_step_drafted"],
+                report["per_step_committed"],
+                strict=True,
+            )
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"the server's report of an answer lacks its rounds ({error}); audit a server of this "
+            "version"
+        ) from error
+    depths = [UNDRAFTED] * count
+    for begin, offered, committed in rounds:
+        deepest = offered if k is None else min(offered, k)
+        for step in range(committed):
+            if begin + step < count:
+                depths[begin + step] = step + 1 if step < deepest else BONUS
+    return depths
+
+
+def unknown_depths(count: int) -> list[int]:
+    return [UNDRAFTED] + [UNKNOWN] * (count - 1)
+
+
+def depth_shares(drafts: int, accepted: Sequence[int], num_tokens: int) -> dict[int, float]:
+    """Share of `num_tokens` tokens that were decided at each depth, by a server's counters of the
+    same time: the number of rounds that drafted, and the drafts accepted at each position."""
+    reached = dict(enumerate([drafts, *accepted[:-1]], 1)) | (
+        {BONUS: accepted[-1]} if accepted else {}
+    )
+    return {depth: min(1.0, count / max(num_tokens, 1)) for depth, count in reached.items()}
+
+
+def two_sample_checks(
+    config: AuditConfig,
+    plain: AuditClient,
+    contexts: Sequence[Text],
+    samples: Sequence[Samples],
+    depths: Depths,
+    counted: AuditCounters | None,
+) -> list[Check]:
+    """Checks of each depth; `counted` gives its share where the server reports no rounds."""
+    others = replace(config, seed=config.seed + OTHER_SEEDS)
+    without = list(draw_samples(plain, others, contexts))
+    warmer = replace(
+        config,
+        seed=config.seed + 2 * OTHER_SEEDS,
+        temperature=CONTROL_TEMPERATURE * config.temperature,
+    )
+    broken = list(draw_samples(plain, warmer, contexts))
+    wanted = wanted_depths(config.k) if depths.reported else []
+    groups = sorted({UNDRAFTED, *wanted, *depths.flat}, key=lambda depth: (depth == BONUS, depth))
+    alarm = config.false_alarm / len(groups)
+    checks = []
+    for depth in groups:
+        fit = same_distribution(samples, without, depths, depth)
+        check = fit_check(f"{group_name(depth)}, against plain samples", "check", fit, alarm)
+        # A bias at one depth alone is that much smaller among all tokens.
+        share = least_share(config, depths, counted) if depth == UNKNOWN else 1.0
+        small = check.evidence["detectable_bias"] <= config.bias * share
+        blind = check.passed and not small and (depth in wanted or depth == UNKNOWN or check.blind)
+        checks.append(replace(check, blind=blind, ask=ASK if blind else ""))
+    worst = same_distribution(broken, without)
+    return [
+        *checks,
+        fit_check(f"control: samples {CONTROL_TEMPERATURE} times as warm", "control", worst, alarm),
+    ]
+
+
+def least_share(config: AuditConfig, depths: Depths, counted: AuditCounters | None) -> float:
+    """Share of the rarest depth among the tokens after the first; 0 where it is not known."""
+    if config.k == 0:
+        return 1.0
+    if counted is None or not counted.accepted:
+        return 0.0
+    count = sum(depth == UNKNOWN for depth in depths.flat)
+    shares = depth_shares(counted.drafts, counted.accepted, count)
+    return min(shares.get(depth, 0.0) for depth in wanted_depths(config.k))
+
+
+def same_distribution(
+    ours: Sequence[Samples], theirs: Sequence[Samples], depths: Depths | None = None, depth: int = 0
+) -> Fit:
+    """Test of homogeneity of the tokens after each prefix, summed over prefixes; of `ours` only
+    tokens at `depth` where `depths` are given."""
+    nested = None if depths is None else depths.nested
+    first = followers(
+        ours,
+        None
+        if nested is None
+        else lambda number, index, length: nested[number][index][length] == depth,
+    )
+    second = followers(theirs)
+    fits = []
+    for text in first.keys() & second.keys():
+        tokens = sorted(first[text].keys() | second[text].keys())
+        counts = [
+            torch.tensor([counter[token] for token in tokens])
+            for counter in (first[text], second[text])
+        ]
+        fits.append(homogeneity(*counts))
+    # In one order, whatever the order of a set: the sum of floats depends on it.
+    statistic, degrees = math.fsum(fit.statistic for fit in fits), sum(fit.degrees for fit in fits)
+    num_samples = sum(fit.num_samples for fit in fits if fit.degrees)
+    return Fit(statistic, degrees, chi_square_survival(statistic, degrees), num_samples)

@@ -23,7 +23,7 @@ class AuditTokens(NamedTuple):
     probs: torch.Tensor  # [n, m] float64, of each token given its own prefix
     drawn: torch.Tensor  # [n] int64, the outcome
     groupings: tuple[torch.Tensor, ...]  # each [n, m] int64: outcomes that may share one bias
-    depths: torch.Tensor  # [n] int64, see `depths.py`
+    depths: torch.Tensor  # [n] int64, see `Depths`
 
     def at(self, depth: int) -> AuditTokens:
         keep = self.depths == depth

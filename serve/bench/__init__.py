@@ -1,14 +1,11 @@
 """`draftsmith bench`: speed and acceptance over HTTP.
 
 Files in reading order:
-- `command`: the command
+- `command`: the command, and a server of its own
 - `config`: its options
-- `prompts`: prompts
-- `server`: a server of its own
-- `client`: streaming requests
-- `report`: figures
-- `tasks`: figures by task of a suite
+- `client`: prompts and streaming requests
+- `report`: figures, of all prompts and by task of a suite
 - `picture`: figures as a picture
 
-Other chapters import `command`, `client` and `server`.
+Other chapters import `command` and `client`.
 """

@@ -1,19 +1,27 @@
-"""`draftsmith bench`: speed and acceptance over HTTP, speculation off against on, in
-alternating passes of one run."""
+"""`draftsmith bench`: speed and acceptance over HTTP, speculation off against on, in alternating
+passes of one run, against a running server or one started for the time of the measurement."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
 import random
+import socket
+import subprocess
 import sys
+import tempfile
+import time
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
+import httpx
+
 from draftsmith import files
+from draftsmith.client import with_key
 from draftsmith.config import check_limits, to_dict
 from draftsmith.drafters.config import check_draft_options
 from draftsmith.drafters.tree_shape import parse_tree
@@ -29,20 +37,20 @@ from draftsmith.prompts.suites import (
     most_tokens,
     read_suite,
 )
-from draftsmith.serve.bench.client import Client, PassResult, TimedAnswer
+from draftsmith.serve.bench.client import Client, PassResult, Prompt, TimedAnswer, read_prompts
 from draftsmith.serve.bench.config import BenchConfig, ServedPair
 from draftsmith.serve.bench.picture import draw
-from draftsmith.serve.bench.prompts import Prompt, read_prompts
 from draftsmith.serve.bench.report import (
     BenchCase,
+    by_task,
     cost_of,
     figures,
     goal_of,
+    markdown,
     ratios,
+    speedups,
     table,
 )
-from draftsmith.serve.bench.server import started
-from draftsmith.serve.bench.tasks import by_task, markdown, speedups
 
 MODES = ("off", "on", "plain")
 CHAIN = ""  # the server without trees
@@ -297,3 +305,43 @@ def server_arguments(config: BenchConfig, tree: str = CHAIN) -> list[str]:
 
 def _public(config: BenchConfig) -> dict[str, Any]:
     return {name: value for name, value in to_dict(config).items() if name != "api_key"}
+
+
+@contextmanager
+def started(arguments: list[str], *, timeout_s: float, api_key: str | None = None) -> Iterator[str]:
+    """URL of `draftsmith serve ARGUMENTS` on a free port, stopped afterwards."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "log", "wb+") as log:
+        command = [sys.executable, "-m", "draftsmith.cli", "serve", *arguments, "--port", str(port)]
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=with_key(api_key))
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait(process, url, Path(folder) / "log", timeout_s)
+            yield url
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait(process: subprocess.Popen, url: str, log: Path, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        if process.poll() is not None:
+            said = log.read_text(encoding="utf-8", errors="replace").strip() or "nothing"
+            last = said.split("\n")[-1]
+            raise UserError(f"the server did not start: {last.removeprefix('draftsmith: error: ')}")
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.2)
+    raise UserError(
+        f"the server did not start within {timeout_s:g} s; raise timeout_s or use a smaller target"
+    )

@@ -1,8 +1,7 @@
 """Blocks of the paged pool, and the states beside it.
 
 Files in reading order:
-- `states`: states of recurrent layers
-- `memory`: number of blocks
+- `memory`: number of blocks, and states of recurrent layers
 - `blocks`: ownership of blocks
 - `prefix`: prefix caching
 

@@ -1,23 +1,25 @@
-"""Number of blocks in the paged pools, and the longest request that they allow."""
+"""Number of blocks in the paged pools, the longest request that they allow, and the states of a
+target's recurrent layers beside them."""
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 import torch
 
 from draftsmith.drafters.interface import ServingDrafter
+from draftsmith.drafters.recurrent.kept import NUM_SIDES
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.serve.cache.states import state_bytes
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.config_checks import check_engine
 
+log = logging.getLogger(__name__)
 GIB = 2**30
 CPU_BYTES = 2 * GIB
 # Of what a GPU has left when the weights are there: the rest is for activations, taps and graphs.
 GPU_SHARE = 0.8
-
 # Bounds of `most_kept`: more would cost a draft that comes back longer than it may bring, fewer
 # would not outlast a short rest.
 FEWEST_UNREAD, MOST_UNREAD = 64, 1024
@@ -100,3 +102,30 @@ def allowed_bytes(device: torch.device) -> int:
     return (
         CPU_BYTES if device.type != "cuda" else int(GPU_SHARE * torch.cuda.mem_get_info(device)[0])
     )
+
+
+def state_bytes(target: Target, config: EngineConfig) -> int:
+    """Bytes of the states of a full batch."""
+    return NUM_SIDES * config.max_batch * target.state_layers.num_bytes
+
+
+def check_states(target: Target, config: EngineConfig) -> None:
+    """Raises `UserError` for options that a target with states cannot have."""
+    if not target.state_layers:
+        return
+    if config.tree is not None:
+        raise UserError(
+            f"tree is {config.tree!r}, but {target.name!r} has layers with a recurrent state, "
+            "which reads one continuation only; leave tree out"
+        )
+    if config.prefix_cache:
+        log.info(
+            "prefix caching is off: %s has layers with a recurrent state, which is not kept at "
+            "the ends of blocks",
+            target.name,
+        )
+
+
+def caches(target: Target, config: EngineConfig) -> bool:
+    """True where beginnings of texts are found again."""
+    return config.prefix_cache and not target.state_layers

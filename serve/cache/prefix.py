@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from draftsmith.serve.cache.blocks import BlockManager
-from draftsmith.serve.requests.request import Request
-from draftsmith.serve.requests.tap_log import TapLog
+from draftsmith.serve.requests.request import Request, TapLog
 
 if TYPE_CHECKING:
     import torch

@@ -1,5 +1,5 @@
-"""Number of tokens to draft: fixed, by batch size, or by measurements while serving (`auto.py`).
-Torch-free.
+"""Number of tokens to draft: fixed, by batch size, or by measurements while serving (`auto.py`);
+and the temperatures that drafts are drawn at. Torch-free.
 
 What is chosen here is chosen before anything of the round is drawn (invariant 4), so it cannot
 change the distribution of the output. It does change which random numbers decide a position: token
@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from draftsmith.errors import UserError
+from draftsmith.serve.sampling.params import SamplingParams
 
 MAX_K = 64
 MAX_AUTO_K = 8  # draft tokens per round that `auto` goes up to
@@ -144,3 +145,30 @@ def parse_schedule(text: str) -> list[ScheduleStep]:
     if max(step.k for step in steps) > MAX_K:
         raise UserError(f"k_schedule is {text!r}; at most {MAX_K} tokens can be drafted a round")
     return steps
+
+
+def draft_temperatures(params: Sequence[SamplingParams], *, greedy: bool) -> list[float] | None:
+    """Temperature of each drafting row; None where all are their requests' own.
+
+    Args:
+        greedy: drafts are the draft's likeliest tokens where a request does not name a temperature.
+    """
+    if not greedy and all(each.draft_temperature is None for each in params):
+        return None
+    return [draft_temperature(each, greedy=greedy) for each in params]
+
+
+def draft_temperature(params: SamplingParams, *, greedy: bool) -> float:
+    """Temperature of one row; `greedy` as above."""
+    if params.draft_temperature is not None:
+        return params.draft_temperature
+    return 0.0 if greedy else params.temperature
+
+
+def sampler_name(params: SamplingParams, *, drawn: bool, greedy: bool) -> str:
+    """Choice of a row's drafted tokens, as its record names it. `drawn` is False for tokens that
+    are not drawn from a distribution."""
+    temperature = draft_temperature(params, greedy=greedy) if drawn else 0.0
+    if temperature == 0:
+        return "greedy"
+    return "probabilistic" if temperature == params.temperature else "tempered"

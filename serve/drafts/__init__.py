@@ -2,9 +2,8 @@
 
 Files in reading order:
 - `served`: one draft and its failures
-- `routing`: draft by request
 - `swap`: new weights
-- `draft_set`: drafts added, swapped, retired
+- `draft_set`: drafts added, swapped, retired; the draft of a request
 
 Other chapters import `draft_set`, `served` and `swap`.
 """

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 
 from draftsmith.drafters.interface import ServingDrafter
-from draftsmith.serve.requests.route import shown
+from draftsmith.serve.requests.request import shown
 
 log = logging.getLogger(__name__)
 

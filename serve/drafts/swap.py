@@ -20,7 +20,7 @@ from draftsmith.drafters.interface import ServingDrafter, TrainedDrafter
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.errors import UserError
-from draftsmith.serve.requests.route import LIVE
+from draftsmith.serve.requests.request import LIVE
 
 
 class SwapLate(UserError):

@@ -8,8 +8,7 @@ Files in reading order:
 - `proposal`: drafted tokens, on their device and as the host reads them
 - `runner`: the target's pass
 - `graphs`: CUDA graphs of it
-- `verify`: output tokens of a round, by its rule
-- `trees`: kept paths as chains
+- `verify`: output tokens of a round, by its rule; kept paths of trees as chains
 - `commit`: tokens and caches after a round
 - `output`: stop conditions and text
 - `recorder`: round records

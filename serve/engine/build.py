@@ -20,9 +20,15 @@ from draftsmith.kernels.host_memory import keep_freed_memory
 from draftsmith.record import Sink
 from draftsmith.serve.audit.misreport import Misreport
 from draftsmith.serve.cache.blocks import BlockManager
-from draftsmith.serve.cache.memory import BlockPlan, most_kept, most_tapped, plan_blocks
+from draftsmith.serve.cache.memory import (
+    BlockPlan,
+    caches,
+    check_states,
+    most_kept,
+    most_tapped,
+    plan_blocks,
+)
 from draftsmith.serve.cache.prefix import PrefixCache
-from draftsmith.serve.cache.states import caches, check_states
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.config_checks import configured_tree
 from draftsmith.serve.control.auto import AutoControl, TreeControl
@@ -39,7 +45,7 @@ from draftsmith.serve.engine.scheduler import Scheduler
 from draftsmith.serve.engine.verify import rule_name, rule_of
 from draftsmith.serve.rank_calls import Ranks
 from draftsmith.serve.requests.input_processor import InputProcessor
-from draftsmith.serve.requests.route import LIVE
+from draftsmith.serve.requests.request import LIVE
 from draftsmith.serve.stats import EngineStats
 
 log = logging.getLogger(__name__)

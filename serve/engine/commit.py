@@ -27,7 +27,7 @@ from draftsmith.serve.engine.runner import state_read
 from draftsmith.serve.engine.scheduler import Scheduler
 from draftsmith.serve.requests.kept_taps import SharedTaps, keep_taps, reads_taps
 from draftsmith.serve.requests.request import FinishReason, Request
-from draftsmith.serve.sampling.request_errors import is_own
+from draftsmith.serve.sampling.state import is_own
 from draftsmith.serve.stats import EngineStats
 
 log = logging.getLogger(__name__)

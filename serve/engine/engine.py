@@ -19,8 +19,7 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.cuda_graphs import CountedCapturer
 from draftsmith.kernels.dispatch import Upload, reads_freely
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.control.control import MAX_K
-from draftsmith.serve.control.draft_temperature import draft_temperatures
+from draftsmith.serve.control.control import MAX_K, draft_temperatures
 from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.engine.commit import Committer, round_result
 from draftsmith.serve.engine.output import OutputQueue
@@ -36,8 +35,14 @@ from draftsmith.serve.engine.round import (
 )
 from draftsmith.serve.engine.runner import BlockTables, TargetRunner
 from draftsmith.serve.engine.scheduler import Schedule, Scheduler
-from draftsmith.serve.engine.trees import collapse_to_chain, move_kept
-from draftsmith.serve.engine.verify import Rule, adjusted, drafted_early, read
+from draftsmith.serve.engine.verify import (
+    Rule,
+    adjusted,
+    collapse_to_chain,
+    drafted_early,
+    move_kept,
+    read,
+)
 from draftsmith.serve.requests.input_processor import InputProcessor
 from draftsmith.serve.requests.kept_taps import wants_taps
 from draftsmith.serve.requests.request import (

@@ -21,13 +21,13 @@ from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.scheduler import QueueFull
 from draftsmith.serve.requests.request import (
     DEFAULT_OPTIONS,
+    LIVE,
     FinishReason,
     OnUpdate,
     Request,
     RequestOptions,
     Update,
 )
-from draftsmith.serve.requests.route import LIVE
 from draftsmith.serve.sampling.params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class EngineLoop:
     engine's thread.
 
     A failure ends no more than it has to. A callback that raises, or an error that only one request
-    can have met (`request_errors.py`), ends that request. An action ends the request it is about,
+    can have met (`sampling/state.py`), ends that request. An action ends the request it is about,
     any other failure of a round the requests in it. The engine ends after `MOST_FAILURES` of these
     in a row, after `MOST_LONE_FAILURES` rounds in which every request failed alone, and by whatever
     else escapes: all requests end with an error, and no more are taken.

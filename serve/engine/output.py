@@ -15,8 +15,7 @@ from draftsmith.serve.engine.recorder import RoundRecorder
 from draftsmith.serve.engine.round import prompt_positions
 from draftsmith.serve.engine.scheduler import ScheduledRow
 from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
-from draftsmith.serve.sampling.request_errors import LoneFailures, is_own
-from draftsmith.serve.sampling.state import SamplingState
+from draftsmith.serve.sampling.state import LoneFailures, SamplingState, is_own
 
 
 class StopCheck(NamedTuple):
@@ -111,8 +110,6 @@ def _grammar_end(state: SamplingState, emitted: list[int]) -> int | None:
 
 
 log = logging.getLogger(__name__)
-
-
 Logprobs = Callable[[], list[TokenLogprob]]
 
 

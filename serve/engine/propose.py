@@ -43,8 +43,7 @@ from draftsmith.serve.engine.proposal import (
 )
 from draftsmith.serve.engine.scheduler import ScheduledRow
 from draftsmith.serve.requests.kept_taps import drop_taps
-from draftsmith.serve.requests.request import Request
-from draftsmith.serve.requests.route import shown
+from draftsmith.serve.requests.request import Request, shown
 from draftsmith.serve.stats import EngineStats
 
 log = logging.getLogger(__name__)

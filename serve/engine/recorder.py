@@ -19,10 +19,9 @@ from draftsmith.record import (
     hashed,
     uniform,
 )
-from draftsmith.serve.control.draft_temperature import sampler_name
+from draftsmith.serve.control.control import sampler_name
 from draftsmith.serve.engine.round import Round, RowOutput
-from draftsmith.serve.requests.request import Request
-from draftsmith.serve.requests.tap_log import TapLog
+from draftsmith.serve.requests.request import Request, TapLog
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from draftsmith.errors import UserError
-from draftsmith.serve.bodies.messages import ConversationBody
+from draftsmith.serve.http.bodies import ConversationBody
 from draftsmith.serve.http.protocol import ChatRequest
 from draftsmith.serve.http.responses import (
     Body,
@@ -22,10 +22,9 @@ from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.tokens import Templated, TokenPrompt, Vocabulary, templated
 from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
 from draftsmith.serve.sampling.grammar import Grammar
-from draftsmith.serve.tools.answer import AnswerForm, AnswerParser, joined
-from draftsmith.serve.tools.calls import AnswerPiece, CallPiece
-from draftsmith.serve.tools.grammars import after_reasoning, call_grammar
-from draftsmith.serve.tools.reasoning import Thinking, thinking_after
+from draftsmith.serve.tools.answer import AnswerForm, AnswerParser, Thinking, joined, thinking_after
+from draftsmith.serve.tools.call_format import AnswerPiece, CallPiece
+from draftsmith.serve.tools.template import after_reasoning, call_grammar
 
 
 @dataclass(frozen=True)

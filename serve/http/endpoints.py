@@ -8,10 +8,8 @@ from typing import Annotated, Any
 from fastapi import Body, FastAPI, Request, Response
 from pydantic import Discriminator, Field, Tag
 
-from draftsmith.serve.bodies.formats import StrictModel, Text
-from draftsmith.serve.bodies.messages import ConversationBody
-from draftsmith.serve.bodies.tools import FunctionTool
 from draftsmith.serve.control.control import MAX_K
+from draftsmith.serve.http.bodies import ConversationBody, FunctionTool, StrictModel, Text
 from draftsmith.serve.http.chat import chat_prompt
 from draftsmith.serve.http.errors import Refusal
 from draftsmith.serve.http.protocol import TokenIds
@@ -27,7 +25,7 @@ from draftsmith.serve.http.schema import (
     documented,
 )
 from draftsmith.serve.http.server import Server
-from draftsmith.serve.http.speculation_report import drafting_state
+from draftsmith.serve.http.streams import drafting_state
 from draftsmith.serve.http.tokens import encode
 from draftsmith.version import __version__
 

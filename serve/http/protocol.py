@@ -15,10 +15,16 @@ from pydantic import (
     model_validator,
 )
 
-from draftsmith.serve.bodies.accepted import AcceptedChatFields, AcceptedFields, Off
-from draftsmith.serve.bodies.formats import FormatFields, StrictModel, Text
-from draftsmith.serve.bodies.messages import ConversationBody
-from draftsmith.serve.bodies.tools import ToolFields
+from draftsmith.serve.http.bodies import (
+    AcceptedChatFields,
+    AcceptedFields,
+    ConversationBody,
+    FormatFields,
+    Off,
+    StrictModel,
+    Text,
+    ToolFields,
+)
 from draftsmith.serve.sampling.params import SamplingParams
 
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from draftsmith.serve.http.speculation_report import Level, speculation_report
-from draftsmith.serve.http.streams import encoded, sent_event
+from draftsmith.serve.http.streams import Level, encoded, sent_event, speculation_report
 from draftsmith.serve.http.tokens import TokenPrompt, TokenTexts, Vocabulary
 from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
 from draftsmith.text_stream import ShowsTokens, TextStream

@@ -14,9 +14,7 @@ from fastapi import Request as HttpRequest
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.http.errors import Refusal
 from draftsmith.serve.http.limits import ServerLimits, ServerLoad, arrival_of, tenant_of
-from draftsmith.serve.http.speculation_report import Level
-from draftsmith.serve.http.streams import StreamEvent
-from draftsmith.serve.http.threads import Intake, ThreadBridge
+from draftsmith.serve.http.streams import Intake, Level, StreamEvent, ThreadBridge
 from draftsmith.serve.http.tokens import most_characters
 from draftsmith.serve.metrics.server import ServerMetrics
 from draftsmith.serve.tools.template import AUTO, ChatTemplate

@@ -14,8 +14,7 @@ from draftsmith.drafters.weights import TellsReads
 from draftsmith.kernels.acceptance import label_of
 from draftsmith.record import SinkCounts
 from draftsmith.serve.engine.engine import EngineCore
-from draftsmith.serve.requests.request import Drafting, FinishReason
-from draftsmith.serve.requests.route import shown
+from draftsmith.serve.requests.request import Drafting, FinishReason, shown
 from draftsmith.serve.stats import MAX_PAUSES
 
 

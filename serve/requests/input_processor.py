@@ -1,5 +1,6 @@
-"""Checked requests from prompts, parameters and options. Reads only constants, so any thread may
-use it."""
+"""Checked requests from prompts, parameters and options; and the decoding of a few tokens without
+what transformers does around it, which takes longer. Reads only constants, so any thread may use
+it."""
 
 from __future__ import annotations
 
@@ -12,13 +13,12 @@ from collections.abc import Collection, Sequence
 from functools import cached_property
 from random import Random
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from draftsmith.drafters.published.prompt_clusters import is_cluster_name
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.random_streams import WORD, signed
-from draftsmith.serve.requests.decoder import decoder_of
 from draftsmith.serve.requests.request import (
     DEFAULT_OPTIONS,
     OnUpdate,
@@ -177,3 +177,32 @@ class InputProcessor:
                 f"{self.max_length}; ask for fewer"
             )
         return params.max_tokens
+
+
+class FastDecoder:
+    """`decode` of a tokenizer of the `tokenizers` library, for lists of ids."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast):
+        self._tokenizer, self._decode = tokenizer, tokenizer.backend_tokenizer.decode
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        clean_up_tokenization_spaces: bool,
+    ) -> str:
+        if not clean_up_tokenization_spaces:
+            return self._decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self._tokenizer.decode(
+            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=True
+        )
+
+
+def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """`FastDecoder` where the tokenizer's class decodes by the library alone, else the
+    tokenizer."""
+    kind, fast = type(tokenizer), PreTrainedTokenizerFast
+    if isinstance(tokenizer, fast) and (kind.decode, kind._decode) == (fast.decode, fast._decode):
+        return FastDecoder(tokenizer)
+    return tokenizer

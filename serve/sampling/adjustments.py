@@ -4,11 +4,18 @@ transformers' order: bias, repetition penalty (then frequency and presence), bad
 of tokens, allowed ids, grammar, the request's own processors; temperature and filters
 (`kernels/sampling/filters.py`) come after. Every row is adjusted with the tokens before it, the
 drafted ones included, so that verification sees the distribution that plain decoding would have
-seen there.
+seen there. `tables.py` does what needs no token on the host, the functions below what does, in
+place.
+
+A request's own transformers `LogitsProcessor` has to be a pure function of (input_ids [1, n],
+scores [1, V]). It is called once for every position of every round, in drafting and in verifying,
+on texts that grow by drafted tokens and shrink again when those fall; what it returns for a text
+must not depend on what it was called with before.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -16,11 +23,10 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
 from draftsmith.kernels.dispatch import read_freely, sent, sent_tensor
-from draftsmith.serve.sampling.grammar_matcher import GrammarCompiler
-from draftsmith.serve.sampling.params import SamplingParams, check_vocabulary
-from draftsmith.serve.sampling.processors import check_processors, run_processors
-from draftsmith.serve.sampling.stages import ban, mask
+from draftsmith.serve.sampling.grammar_matcher import GrammarCompiler, GrammarMatcher
+from draftsmith.serve.sampling.params import LogitsProcessor, SamplingParams, check_vocabulary
 from draftsmith.serve.sampling.state import RowContext, SamplingState
 from draftsmith.serve.sampling.tables import AdjustmentTables, numbered
 
@@ -191,3 +197,108 @@ def tree_prefixes(
         prefixes.owners.extend([owner] * len(paths))
         prefixes.drafted.extend(paths)
     return prefixes
+
+
+def ban(logits: torch.Tensor, contexts: Sequence[RowContext]) -> None:
+    """Bad words of several tokens that would be completed."""
+    banned = [
+        (context.row, token)
+        for context in contexts
+        for token in context.state.completed(context.prefix)
+    ]
+    if banned:
+        rows, tokens = sent(logits.device, *zip(*banned))
+        logits[rows, tokens] = -math.inf
+
+
+def mask(logits: torch.Tensor, contexts: Sequence[RowContext]) -> None:
+    """The grammars."""
+    for state in {id(context.state): context.state for context in contexts}.values():
+        if state.matcher is not None:
+            own = [context for context in contexts if context.state is state]
+            rows = _rows(own, logits.device)
+            forbidden = ~_allowed(state.matcher, own, logits.shape[-1])
+            logits[rows] = logits[rows].masked_fill(
+                sent_tensor(logits.device, forbidden), -math.inf
+            )
+
+
+def _allowed(
+    matcher: GrammarMatcher, contexts: Sequence[RowContext], vocab_size: int
+) -> torch.Tensor:
+    """[n, V] bool of the tokens that the grammar of one request allows in its rows.
+
+    Where it fails the rows are tried one by one, and those where it fails again allow nothing:
+    behind drafted tokens that says nothing about the rows before them.
+    """
+    try:
+        return torch.from_numpy(matcher.masks([context.prefix for context in contexts]))
+    except Exception:
+        masks = torch.zeros(len(contexts), vocab_size, dtype=torch.bool)
+        for mask, context in zip(masks, contexts):
+            with context.state.owning("the grammar", context.prefix):
+                mask.copy_(torch.from_numpy(matcher.masks([context.prefix])[0]))
+        return masks
+
+
+def _rows(contexts: Sequence[RowContext], device: torch.device) -> torch.Tensor:
+    return sent(device, [context.row for context in contexts])[0]
+
+
+def check_processors(
+    processors: Sequence[LogitsProcessor],
+    prompt: Sequence[int],
+    *,
+    vocab_size: int,
+    device: torch.device,
+) -> None:
+    """Calls each on a text, a longer one and the first again; a `UserError` for one that raises or
+    answers otherwise then."""
+    scores = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(0)).to(device)
+    text = torch.tensor([list(prompt)], device=device)
+    longer = torch.cat([text, text[:, -1:]], dim=1)
+    for processor in processors:
+        name = type(processor).__name__
+        try:
+            first, _, again = (
+                processor(ids.clone(), scores.clone()) for ids in (text, longer, text)
+            )
+        except Exception as error:
+            # Code of a caller: whatever it raises, the request cannot be honoured.
+            raise UserError(
+                f"logits processor {name} raised {type(error).__name__}: {error}; mend or leave "
+                "it out"
+            ) from error
+        if not isinstance(first, torch.Tensor) or first.shape != scores.shape:
+            raise UserError(
+                f"logits processor {name} must return scores of shape {list(scores.shape)} for "
+                "input_ids of one row"
+            )
+        if not torch.equal(first.nan_to_num(), again.nan_to_num()):
+            raise UserError(
+                f"logits processor {name} gave two answers to one text; speculation needs a pure "
+                "function of input_ids and scores"
+            )
+
+
+def run_processors(logits: torch.Tensor, contexts: Sequence[RowContext]) -> bool:
+    """Row by row in place, with the exact text before each; False when there are none.
+
+    A row whose processor raises is left without any token. Behind drafted tokens that says nothing
+    about the rows before it.
+    """
+    own = [context for context in contexts if context.state.params.logits_processors]
+    for context in own:
+        scores = torch.full_like(logits[context.row], -math.inf)
+        with context.state.owning("a logits processor", context.prefix):
+            scores = _processed(logits[context.row], context.state, context.prefix)
+        logits[context.row] = scores
+    return bool(own)
+
+
+def _processed(scores: torch.Tensor, state: SamplingState, prefix: Sequence[int]) -> torch.Tensor:
+    input_ids = sent_tensor(scores.device, torch.tensor([[*state.tokens, *prefix]]))
+    processed = scores[None].clone()
+    for processor in state.params.logits_processors:
+        processed = processor(input_ids, processed)
+    return processed[0].to(scores.dtype)

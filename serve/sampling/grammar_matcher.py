@@ -13,8 +13,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from draftsmith.errors import UserError
-from draftsmith.serve.sampling.grammar import Grammar
-from draftsmith.serve.sampling.grammar_trial import GrammarTrials, Unfit, compiled
+from draftsmith.serve.sampling.grammar import Grammar, GrammarTrials, Unfit, compiled
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -1,5 +1,6 @@
 """State of one request's adjustments beyond temperature and filters, and the parts of its text that
-they depend on."""
+they depend on; and failures that concern one request: they end that request alone, with one
+sentence to its client."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import itertools
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -14,7 +16,10 @@ import torch
 from draftsmith.kernels.dispatch import sent_tensor
 from draftsmith.serve.sampling.grammar_matcher import GrammarMatcher
 from draftsmith.serve.sampling.params import SamplingParams
-from draftsmith.serve.sampling.request_errors import is_own, sentence
+
+log = logging.getLogger(__name__)
+# What the machine cannot do, whichever request meets it first.
+_SHARED = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 
 
 class TokenCounts:
@@ -56,9 +61,6 @@ class TokenCounts:
         if self._order is None:
             self._order = self.ids.argsort()
         return self._order
-
-
-log = logging.getLogger(__name__)
 
 
 class SamplingState:
@@ -168,3 +170,40 @@ class RowContext(NamedTuple):
     row: int
     state: SamplingState
     prefix: list[int]
+
+
+def is_own(error: Exception) -> bool:
+    """True when an exception in one request's share of a round says nothing about the others."""
+    return not isinstance(error, _SHARED)
+
+
+def sentence(what: str, error: Exception) -> str:
+    return f"{what} raised {type(error).__name__}: {' '.join(str(error).split())}"
+
+
+@dataclass
+class LoneFailures:
+    """Rounds that ended requests for failures of their own and gave nothing to any other request.
+
+    Several in a row mean a failure common to all requests: a tokenizer that raises for every text,
+    say. Requests that adjust their distributions (a grammar, processors, biases, ...)
+    do not count, for that may be what raises.
+    """
+
+    rounds: int = 0  # since a request last ended as it should
+    _failed: bool = False  # in this round
+    _served: bool = False
+
+    def failed(self, *, adjusts: bool) -> None:
+        self._failed |= not adjusts
+
+    def served(self, *, ended: bool) -> None:
+        """A request got its share of a round; `ended`: all of its answer."""
+        self._served = True
+        if ended:
+            self.rounds = 0
+
+    def end_round(self) -> None:
+        if self._failed and not self._served:
+            self.rounds += 1
+        self._failed = self._served = False

@@ -1,21 +1,54 @@
-"""Interface of a format of tool calls: how a text is read and which texts a grammar allows.
-Torch-free."""
+"""Tools, pieces of an answer that calls them, and the interface of a format of calls: how a text is
+read and which texts a grammar allows. JSON in it is still being written: where a value ends, and
+its members as they stand. Torch-free."""
 
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
-from typing import NamedTuple, Protocol
-
-from draftsmith.serve.tools.calls import ToolCallText
-from draftsmith.serve.tools.json_text import JsonSpan
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 CALL_FORMATS = ("hermes", "llama3_json", "mistral")  # vLLM's names
+# Of a tool's name: OpenAI's letters, and what names of tool servers hold besides.
+NAME_LETTERS, LONGEST_NAME = "A-Za-z0-9_.:/-", 128
+ARGUMENTS = ("arguments", "parameters")
+_MARKS = re.compile(r'["\\{}\[\]]')
+_SPACE = re.compile(r"[ \t\n\r]*")
+
+
+class Tool(NamedTuple):
+    """A function that the model may call."""
+
+    name: str
+    parameters: Mapping[str, Any]  # JSON schema of its arguments, an object
+    strict: bool = False  # arguments hold to the schema even where a call is not enforced
+
+
+class ToolCallText(NamedTuple):
+    name: str
+    arguments: str  # a JSON object, as the model wrote it
+
+
+class CallPiece(NamedTuple):
+    """A call of an answer, or a part of its arguments."""
+
+    index: int  # type: ignore[assignment]  # in place of the tuple's method
+    name: str | None  # of the call's first piece; None for those that go on with it
+    arguments: str
+
+
+class AnswerPiece(NamedTuple):
+    """A part of an answer. The answer is the sum of its pieces, however they are cut."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[CallPiece, ...] = ()
 
 
 class Mark(Protocol):
-    """Markers as Lark's syntax has them: see `grammars.Marks`."""
+    """Markers as Lark's syntax has them: see `template.Marks`."""
 
     def __call__(self, marker: str) -> str: ...
 
@@ -99,3 +132,96 @@ def partial(text: str, starts: Collection[str]) -> int:
         if any(start.startswith(text[-length:]) for start in starts):
             return length
     return 0
+
+
+class JsonSpan:
+    """Search for the end of the object or array that begins at `begin` of a text that grows. Each
+    character is read once."""
+
+    def __init__(self, begin: int):
+        self.begin, self.end = begin, -1  # -1: not there yet
+        self._at, self._depth, self._quoted = begin, 0, False
+
+    def advance(self, text: str) -> int:
+        """Index behind the value; -1 as long as it is open."""
+        while self.end < 0 and (mark := _MARKS.search(text, self._at)) is not None:
+            self._at = mark.end()
+            found = mark.group()
+            if found == "\\":
+                if self._at == len(text):
+                    # What it escapes is still to come.
+                    self._at -= 1
+                    return -1
+                self._at += 1
+            elif found == '"':
+                self._quoted = not self._quoted
+            elif not self._quoted:
+                self._depth += 1 if found in "{[" else -1
+                if self._depth == 0:
+                    self.end = self._at
+        if self.end < 0:
+            self._at = max(self._at, len(text))
+        return self.end
+
+
+def _no_json(written: str) -> None:
+    raise ValueError(f"{written} is no number of JSON")
+
+
+# Numbers are not read: they may be larger than Python's.
+_decode = json.JSONDecoder(parse_float=str, parse_int=str, parse_constant=_no_json).raw_decode
+
+
+def skip_space(text: str, at: int) -> int:
+    match = _SPACE.match(text, at)
+    assert match is not None
+    return match.end()
+
+
+def _parts(text: str, kind: type) -> list[tuple[str, str]] | None:
+    """Key and text of each value of a JSON object, or "" and text of each of an array."""
+    at = skip_space(text, 0)
+    try:
+        whole, end = _decode(text, at)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(whole, kind) or skip_space(text, end) < len(text):
+        return None
+    found, at = list[tuple[str, str]](), skip_space(text, at + 1)
+    while at < end - 1:
+        key = ""
+        if kind is dict:
+            key, at = _decode(text, at)
+            at = skip_space(text, skip_space(text, at) + 1)  # behind the colon
+        _, behind = _decode(text, at)
+        found.append((key, text[at:behind]))
+        at = skip_space(text, behind)
+        at = skip_space(text, at + 1) if text[at] == "," else at
+    return found
+
+
+def members(text: str) -> dict[str, str] | None:
+    """Members of a JSON object, each value as it is written; None for what is no valid object."""
+    parts = _parts(text, dict)
+    return None if parts is None else dict(parts)
+
+
+def items(text: str) -> list[str] | None:
+    """Items of a JSON array, as they are written; None for what is no valid array."""
+    parts = _parts(text, list)
+    return None if parts is None else [item for _, item in parts]
+
+
+def read_call(text: str, *, bare: bool = False) -> ToolCallText | None:
+    """Call of an object with a name and arguments; None where it is none. One without arguments has
+    empty ones, unless it is `bare`: then nothing else distinguishes it from other JSON."""
+    parts = members(text)
+    if parts is None or not parts.get("name", "").startswith('"'):
+        return None
+    given = [parts[key] for key in ARGUMENTS if key in parts]
+    if len(given) > 1 or (bare and not given) or not all(raw.startswith("{") for raw in given):
+        return None
+    name = json.loads(parts["name"])
+    if not name or any("\ud800" <= letter <= "\udfff" for letter in name):
+        return None  # half a surrogate pair is no text
+    return ToolCallText(name, given[0] if given else "{}")

@@ -1,24 +1,25 @@
 """Chat template of a model: the format of its tool calls, of its reasoning, and the variables it
-takes."""
+takes; and grammars of answers: forced or strict calls, the format of the text, reasoning before
+them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.chats.template import source_of, template_takes
 from draftsmith.errors import UserError
-from draftsmith.serve.tools.call_format import CallFormat
-from draftsmith.serve.tools.grammars import Marks
-from draftsmith.serve.tools.hermes import Hermes
-from draftsmith.serve.tools.llama import Llama
-from draftsmith.serve.tools.mistral import ARGS, Mistral
-from draftsmith.serve.tools.reasoning import (
+from draftsmith.serve.sampling.grammar import Grammar
+from draftsmith.serve.tools.answer import (
     REASONING_FORMATS,
     ReasoningFormat,
+    Thinking,
     reasoning_format_of,
 )
+from draftsmith.serve.tools.call_format import CallFormat, Tool, quoted
+from draftsmith.serve.tools.formats import ARGS, Hermes, Llama, Mistral
 
 AUTO, NONE = "auto", "none"
 # Texts of a template that show the format, and texts that show another one which has them too.
@@ -94,3 +95,90 @@ class ChatTemplate:
                 "model whose template takes tools"
             )
         return self.calls
+
+
+ANY = "ANY: /(?s:.*)/\n"
+
+
+class Marks:
+    """Markers in Lark's syntax. `added` are the ids of the tokenizer's added tokens: as llguidance
+    has it no text spells most of these, so that a marker is its token or its characters."""
+
+    def __init__(self, added: Mapping[str, int]):
+        self.added = added
+
+    def token(self, marker: str) -> str:
+        """The marker's own token; "" where it has none."""
+        return f"<[{self.added[marker]}]>" if marker in self.added else ""
+
+    def __call__(self, marker: str) -> str:
+        token = self.token(marker)
+        return f"({quoted(marker)} | {token})" if token else quoted(marker)
+
+    def head(self, rule: str, marker: str) -> str:
+        """Rules of a text that ends with its first `marker`."""
+        token = self.token(marker)
+        rules = f"{rule}: {rule}_spelled{f' | ANY {token}' if token else ''}\n"
+        return rules + f"{rule}_spelled[suffix={quoted(marker)}]: ANY\n"
+
+
+def call_grammar(
+    format: CallFormat,
+    tools: Sequence[Tool],
+    marks: Marks,
+    *,
+    forced: bool,
+    parallel: bool,
+    answer: Grammar | None = None,
+) -> Grammar | None:
+    """Grammar of an answer that may call `tools`, None where any text is allowed.
+
+    Args:
+        forced: the answer is a call.
+        parallel: it may be several.
+        answer: grammar of an answer without calls.
+    """
+    strict = any(tool.strict for tool in tools)
+    if not (forced or strict or answer is not None or not parallel):
+        return None
+    names = [tool.name for tool in tools]
+    if forced:
+        rules = "start: calls\n" + format.calls(names, marks, parallel=parallel)
+    elif answer is not None:
+        rules = "start: calls | @answer\n" + format.calls(names, marks, parallel=parallel)
+    else:
+        rules = "start: free\n" + format.free(names, marks, parallel=parallel)
+    parts = {} if forced or answer is None else {"answer": answer}
+    for index, tool in enumerate(tools):
+        rules += f"args_{index}: @arguments_{index}\n"
+        held = tool.strict or forced
+        schema = schema_of(tool) if held else {"type": "object"}
+        parts[f"arguments_{index}"] = Grammar.json_schema(schema)
+    return Grammar.combined(rules + ANY, parts)
+
+
+def schema_of(tool: Tool) -> dict[str, Any]:
+    """Schema of the arguments; a tool without one takes none."""
+    if not tool.parameters:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    kind = tool.parameters.get("type", "object")
+    if kind != "object":
+        raise UserError(
+            f"tools has parameters of {tool.name!r} with the type {kind!r}; arguments are an object"
+        )
+    return {"type": "object", **tool.parameters}
+
+
+def after_reasoning(
+    grammar: Grammar, format: ReasoningFormat, marks: Marks, thinking: Thinking
+) -> Grammar:
+    """The grammar, behind reasoning that the answer may or, where the prompt opens it, does begin
+    with. Reasoning is any text that ends with its marker."""
+    if thinking is Thinking.DONE:
+        return grammar
+    rules = "start: (reasoning space)? @answer\n"
+    rules += f"reasoning: {marks(format.begin)} thoughts\n"
+    if thinking is Thinking.OPEN:
+        rules = "start: thoughts space @answer\n"
+    rules += marks.head("thoughts", format.end) + "space: /\\n{0,2}/\n" + ANY
+    return Grammar.combined(rules, {"answer": grammar})

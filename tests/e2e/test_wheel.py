@@ -127,7 +127,7 @@ def test_the_source_distribution_holds_files_and_builds_the_same_wheel(
         }
     again = files_of(build_wheel(unpacked, tmp_path / "again"))
     assert again == files_of(wheel)
-    assert "draftsmith/serve/dashboard/dashboard.html" in again and "draftsmith/py.typed" in again
+    assert "draftsmith/serve/metrics/dashboard.html" in again and "draftsmith/py.typed" in again
     assert "draftsmith/kernels/attention/paged_cpu.cpp" in again
 
 

@@ -38,18 +38,16 @@ from draftsmith.drafters.vocabulary import tokenizer_hash
 from draftsmith.files import write_json
 from draftsmith.kernels.products.int8_rows import available
 from draftsmith.record import Sink
-from draftsmith.serve.app import create_app
 from draftsmith.serve.command import bind
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.dashboard.data import History, Source
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.http.limits import ServerLimits
 from draftsmith.serve.http.server import Server
-from draftsmith.serve.http.speculation_report import Level
-from draftsmith.serve.http.streams import RequestStreams
-from draftsmith.serve.listen import HttpServer
+from draftsmith.serve.http.streams import Level, RequestStreams
+from draftsmith.serve.listen import HttpServer, create_app
+from draftsmith.serve.metrics.dashboard import History, Source
 from draftsmith.serve.metrics.server import ServerMetrics
 from draftsmith.serve.requests.request import FinishReason
 from draftsmith.serve.sampling.params import SamplingParams

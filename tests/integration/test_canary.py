@@ -22,7 +22,7 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.requests.route import CANARY
+from draftsmith.serve.requests.request import CANARY
 from draftsmith.serve.sampling.params import SamplingParams
 
 # Text of a tiny random target is unlike language; at this temperature its distributions fit into 64

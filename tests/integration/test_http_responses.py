@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.responses.schema import ResponseBody
+from draftsmith.serve.http.responses_api import ResponseBody
 
 OPTIONS: dict[str, Any] = {
     "model": "tiny",

@@ -12,7 +12,7 @@ import pytest
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.serve.audit.client import AuditClient
-from draftsmith.serve.audit.server import declared
+from draftsmith.serve.audit.command import declared
 from draftsmith.serve.config import EngineConfig
 
 MESSAGES = [{"role": "user", "content": "hello"}]

@@ -27,8 +27,7 @@ from draftsmith.serve.cache.prefix import PrefixCache
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
-from draftsmith.serve.requests.request import Request
-from draftsmith.serve.requests.route import LIVE
+from draftsmith.serve.requests.request import LIVE, Request
 from draftsmith.serve.sampling.params import SamplingParams
 
 SHARED = [20 + i * 7 % 90 for i in range(45)]

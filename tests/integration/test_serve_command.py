@@ -19,7 +19,7 @@ import pytest
 
 from draftsmith.cli import main
 from draftsmith.distill.buffer.buffer import BufferReader
-from draftsmith.serve.bench import server
+from draftsmith.serve.bench import command as bench
 from tests.forked import Forked
 
 TIMEOUT_S = 90
@@ -28,7 +28,7 @@ TIMEOUT_S = 90
 @pytest.fixture(autouse=True)
 def servers_of_bench_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {"Popen": Forked, "TimeoutExpired": subprocess.TimeoutExpired}
-    monkeypatch.setattr(server, "subprocess", SimpleNamespace(**kept))
+    monkeypatch.setattr(bench, "subprocess", SimpleNamespace(**kept))
 
 
 def command(*arguments: str) -> list[str]:

@@ -25,12 +25,18 @@ from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.errors import UserError
 from draftsmith.record import RoundRecord, hashed
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.drafts import routing
+from draftsmith.serve.drafts import draft_set
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.loop import EngineLoop
-from draftsmith.serve.requests.request import Request, RequestOptions, Update
-from draftsmith.serve.requests.route import CANARY, LIVE, class_draft
+from draftsmith.serve.requests.request import (
+    CANARY,
+    LIVE,
+    Request,
+    RequestOptions,
+    Update,
+    class_draft,
+)
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.watch import VersionWatcher
 from tests.stand_in_drafts import unlike
@@ -46,7 +52,7 @@ CODE, PROSE = class_draft("code"), class_draft("prose")
 @pytest.fixture(autouse=True)
 def no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a class's draft is its requests' draft."""
-    monkeypatch.setattr(routing, "PROBES", 0.0)
+    monkeypatch.setattr(draft_set, "PROBES", 0.0)
 
 
 @pytest.fixture(scope="module")

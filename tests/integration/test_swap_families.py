@@ -23,13 +23,12 @@ from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.kernels.statistics import Fit, detectable_bias
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.drafts import routing
+from draftsmith.serve.drafts import draft_set
 from draftsmith.serve.engine import propose as drafting
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.proposal import Part, RoundProposal, joined
-from draftsmith.serve.requests.request import RequestOptions
-from draftsmith.serve.requests.route import CANARY, LIVE, class_draft
+from draftsmith.serve.requests.request import CANARY, LIVE, RequestOptions, class_draft
 from draftsmith.serve.sampling.params import SamplingParams
 from tests.integration.served import Distribution, enumerated, fit
 from tests.stand_in_drafts import unlike
@@ -107,7 +106,7 @@ def run(engine: EngineCore, folders: list[str]) -> int:
 def test_greedy_text_is_the_same_with_a_swap_before_every_round(
     family: str, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routing, "PROBES", 0.0)
+    monkeypatch.setattr(draft_set, "PROBES", 0.0)
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     expected = [
         one.tokens

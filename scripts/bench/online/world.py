@@ -37,8 +37,7 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.drafts.swap import Swap
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.loop import EngineLoop
-from draftsmith.serve.requests.request import Request, RequestOptions
-from draftsmith.serve.requests.route import LIVE
+from draftsmith.serve.requests.request import LIVE, Request, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.watch import VersionWatcher
 from scripts.bench.online.domains import Ask

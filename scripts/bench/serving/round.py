@@ -18,7 +18,7 @@ import torch
 
 from draftsmith.drafters.checkpoint import load
 from draftsmith.drafters.target.target import Target
-from draftsmith.serve.bench.prompts import read_prompts
+from draftsmith.serve.bench.client import read_prompts
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore

@@ -18,8 +18,8 @@ import torch
 
 from draftsmith.files import write_json
 from draftsmith.progress import Progress
-from draftsmith.serve.bench.prompts import read_prompts
-from draftsmith.serve.bench.server import started
+from draftsmith.serve.bench.client import read_prompts
+from draftsmith.serve.bench.command import started
 from scripts.bench.kernels.run import cpu_name, machine
 from scripts.bench.serving.peers import Bench, in_dtype, llama_systems, vllm_systems
 from scripts.bench.serving.report import table

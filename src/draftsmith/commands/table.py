@@ -105,8 +105,8 @@ COMMANDS = {
         alone=True,
     ),
     "top": Command(
-        "draftsmith.serve.dashboard.config:TopConfig",
-        "draftsmith.serve.dashboard.top:run",
+        "draftsmith.serve.metrics.top:TopConfig",
+        "draftsmith.serve.metrics.top:run",
         "a running server in the terminal: tau, alpha, speed, versions, the learner",
         "serve",
     ),

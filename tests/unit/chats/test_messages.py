@@ -9,8 +9,7 @@ import pytest
 
 from draftsmith.chats.messages import conversation_of, plain_message, plain_tool
 from draftsmith.errors import UserError
-from draftsmith.serve.bodies.messages import MessageBody
-from draftsmith.serve.bodies.tools import FunctionTool
+from draftsmith.serve.http.bodies import FunctionTool, MessageBody
 
 CALL = {
     "id": "a",

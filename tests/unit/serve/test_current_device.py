@@ -15,7 +15,7 @@ from draftsmith.drafters.target.load import load_model
 from draftsmith.errors import UserError
 from draftsmith.kernels.dispatch import use_device
 from draftsmith.serve.engine.loop import EngineLoop
-from draftsmith.serve.http.threads import Intake
+from draftsmith.serve.http.server import Intake
 from draftsmith.serve.watch import VersionWatcher
 
 SECOND = torch.device("cuda:1")

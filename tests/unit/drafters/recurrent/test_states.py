@@ -96,7 +96,7 @@ def test_what_cannot_be_had_with_a_state_is_refused(
         build_engine(target, None, EngineConfig(tree="dynamic"))
     with pytest.raises(UserError, match="recurrent state, which cannot be rolled back"):
         DraftLm.create(DraftLmOptions(init=target.name), target, seed=0)
-    with caplog.at_level(logging.INFO, logger="draftsmith.serve.cache.states"):
+    with caplog.at_level(logging.INFO, logger="draftsmith.serve.cache.memory"):
         engine = build_engine(target, None, EngineConfig(max_length=64))
     assert engine.scheduler.prefix is None and not target.captured
     assert [record.getMessage()[:21] for record in caplog.records] == ["prefix caching is off"]

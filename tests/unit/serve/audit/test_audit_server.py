@@ -18,16 +18,11 @@ import pytest
 import torch
 
 from draftsmith.errors import UserError
+from draftsmith.serve.audit.command import audit_server, what_to_ask
 from draftsmith.serve.audit.config import AuditConfig
-from draftsmith.serve.audit.depths import BONUS, reported_depths
 from draftsmith.serve.audit.report import Check, Report
-from draftsmith.serve.audit.samples import CONTEXT_TOKENS
-from draftsmith.serve.audit.server import audit_server, what_to_ask
-from draftsmith.serve.audit.tokens import (
-    AuditTokens,
-    Planting,
-    detectable,
-)
+from draftsmith.serve.audit.samples import BONUS, CONTEXT_TOKENS, reported_depths
+from draftsmith.serve.audit.tokens import AuditTokens, Planting, detectable
 
 VOCAB = 40
 # Small, so wide as to what may stay unseen.

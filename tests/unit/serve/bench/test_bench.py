@@ -13,10 +13,9 @@ from draftsmith.commands.arguments import collect, parse, parser_for
 from draftsmith.config import build
 from draftsmith.errors import UserError
 from draftsmith.serve.bench import command
-from draftsmith.serve.bench.client import Client, PassResult, TimedAnswer
+from draftsmith.serve.bench.client import Client, PassResult, TimedAnswer, read_prompts
 from draftsmith.serve.bench.command import check, gaps, server_arguments
 from draftsmith.serve.bench.config import BenchConfig, ServedPair
-from draftsmith.serve.bench.prompts import read_prompts
 from draftsmith.serve.bench.report import (
     BenchCase,
     acceptance,

@@ -15,8 +15,15 @@ from draftsmith.serve.bench import command
 from draftsmith.serve.bench.client import Client, PassResult, TimedAnswer
 from draftsmith.serve.bench.command import check
 from draftsmith.serve.bench.config import BenchConfig
-from draftsmith.serve.bench.report import BenchCase, figures, ratios, table
-from draftsmith.serve.bench.tasks import by_task, markdown, speedups
+from draftsmith.serve.bench.report import (
+    BenchCase,
+    by_task,
+    figures,
+    markdown,
+    ratios,
+    speedups,
+    table,
+)
 
 
 def user(text: str) -> dict[str, str]:

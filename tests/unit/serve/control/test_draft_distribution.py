@@ -15,7 +15,7 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.verify.lossy import verify_typical
 from draftsmith.record import RoundRecord, Sink
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.control.draft_temperature import draft_temperatures
+from draftsmith.serve.control.control import draft_temperatures
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.sampling.params import SamplingParams

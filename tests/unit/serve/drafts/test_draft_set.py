@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from draftsmith.serve.drafts.draft_set import DraftSet
-from draftsmith.serve.requests.request import Request
-from draftsmith.serve.requests.route import Route, class_draft
+from draftsmith.serve.requests.request import Request, Route, class_draft
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.stats import EngineStats
 

@@ -9,8 +9,8 @@ import numpy as np
 from draftsmith.drafters.published.pool import DraftPool
 from draftsmith.drafters.published.prompt_clusters import PromptClusters, vector
 from draftsmith.drafters.published.versions import in_canary
-from draftsmith.serve.drafts.routing import FEWEST, PROBES, WINDOW, Router, is_probe
-from draftsmith.serve.requests.route import CANARY, LIVE, Route, class_draft
+from draftsmith.serve.drafts.draft_set import FEWEST, PROBES, WINDOW, Router, is_probe
+from draftsmith.serve.requests.request import CANARY, LIVE, Route, class_draft
 
 CODE = class_draft("code")
 IDS = [f"answer-{number}" for number in range(4000)]

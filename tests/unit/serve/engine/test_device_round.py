@@ -33,7 +33,7 @@ from draftsmith.kernels.verify.tree import verify_tree_torch
 from draftsmith.record import RecordedRound, RoundRecord, SinkCounts
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.requests.route import CANARY, LIVE, Route
+from draftsmith.serve.requests.request import CANARY, LIVE, Route
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.sampling.params import SamplingParams
 from tests import device_stand_in

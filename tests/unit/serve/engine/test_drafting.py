@@ -14,8 +14,7 @@ from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.engine.proposal import DraftCheck, Drafted, RoundProposal
 from draftsmith.serve.engine.propose import Proposer
-from draftsmith.serve.requests.request import DraftState, Request, RequestOptions
-from draftsmith.serve.requests.route import UNROUTED
+from draftsmith.serve.requests.request import UNROUTED, DraftState, Request, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.stats import EngineStats
 

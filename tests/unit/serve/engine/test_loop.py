@@ -24,8 +24,7 @@ from draftsmith.serve.engine.loop import (
 )
 from draftsmith.serve.engine.scheduler import QueueFull
 from draftsmith.serve.http.errors import as_refusal
-from draftsmith.serve.requests.request import FinishReason, Request, Update
-from draftsmith.serve.requests.route import LIVE
+from draftsmith.serve.requests.request import LIVE, FinishReason, Request, Update
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.text_stream import TextStream
 from tests.waiting import wait_until

@@ -19,7 +19,7 @@ from draftsmith.serve.http.errors import failure
 from draftsmith.serve.requests.request import FinishReason, Request, Update
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.sampling.params import SamplingParams
-from draftsmith.serve.sampling.request_errors import is_own
+from draftsmith.serve.sampling.state import is_own
 from tests.conftest import Records
 from tests.stand_in_drafts import Knowing, Offering
 from tests.waiting import wait_until

@@ -15,8 +15,7 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.control import FixedControl, RoundPlan, RoundResult, RowBudget
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
-from draftsmith.serve.requests.request import Request
-from draftsmith.serve.requests.tap_log import TapLog
+from draftsmith.serve.requests.request import Request, TapLog
 from draftsmith.serve.sampling.params import SamplingParams
 from scripts.bench.serving.round import calls
 

@@ -23,7 +23,7 @@ from draftsmith.serve.engine.proposal import (
 from draftsmith.serve.engine.round import PassOutput
 from draftsmith.serve.engine.runner import drafted_ids, pack
 from draftsmith.serve.engine.scheduler import ScheduledRow
-from draftsmith.serve.engine.trees import collapse_to_chain, move_kept, tried
+from draftsmith.serve.engine.verify import collapse_to_chain, move_kept, tried
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.sampling.params import SamplingParams
 

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from draftsmith.errors import UserError
 from draftsmith.serve.http.protocol import ChatRequest, CompletionRequest
-from draftsmith.serve.http.speculation_report import speculation_report
+from draftsmith.serve.http.streams import speculation_report
 from draftsmith.serve.http.tokens import bad_word_tokens
 from draftsmith.serve.requests.request import SpeculationStats
 from draftsmith.serve.sampling.grammar import Grammar

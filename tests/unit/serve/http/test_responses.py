@@ -20,8 +20,7 @@ from draftsmith.serve.http.responses import (
 from draftsmith.serve.http.tokens import TokenPrompt, TokenTexts
 from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
 from draftsmith.serve.sampling.params import SamplingParams
-from draftsmith.serve.tools.answer import AnswerForm
-from draftsmith.serve.tools.reasoning import ReasoningFormat, Thinking
+from draftsmith.serve.tools.answer import AnswerForm, ReasoningFormat, Thinking
 from draftsmith.text_stream import TextStream
 from tests.tokenizer_kinds import ALL, FALLBACKS, TOKENIZER
 

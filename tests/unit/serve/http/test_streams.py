@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from draftsmith.serve.http.limits import Arrival
+from draftsmith.serve.http.server import Intake, ThreadBridge
 from draftsmith.serve.http.streams import RequestStreams
-from draftsmith.serve.http.threads import Intake, ThreadBridge
 from draftsmith.serve.requests.request import FinishReason, RequestOptions, Update
 from draftsmith.serve.sampling.params import SamplingParams
 

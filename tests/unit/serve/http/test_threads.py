@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from draftsmith.serve.http.threads import Inbox, ThreadBridge
+from draftsmith.serve.http.streams import Inbox, ThreadBridge
 
 
 def test_what_comes_before_the_loop_looks_is_one_call_and_in_order(monkeypatch):

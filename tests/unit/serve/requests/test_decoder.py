@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from draftsmith.serve.requests.decoder import FastDecoder, decoder_of
+from draftsmith.serve.requests.input_processor import FastDecoder, decoder_of
 from scripts.paths import ROOT
 
 

@@ -14,8 +14,7 @@ from draftsmith.serve.requests.kept_taps import (
     keep_taps,
     wants_taps,
 )
-from draftsmith.serve.requests.request import Request
-from draftsmith.serve.requests.tap_log import TapLog
+from draftsmith.serve.requests.request import Request, TapLog
 from draftsmith.serve.sampling.params import SamplingParams
 
 

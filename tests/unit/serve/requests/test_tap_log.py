@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from draftsmith.serve.requests.tap_log import TapLog
+from draftsmith.serve.requests.request import TapLog
 
 
 def states(begin: int, count: int) -> np.ndarray:

@@ -26,7 +26,7 @@ from draftsmith.serve.requests.request import Request, RequestOptions, Update
 from draftsmith.serve.sampling.adjustments import Adjustments
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.sampling.params import SamplingParams
-from draftsmith.serve.sampling.penalties import CountedTexts
+from draftsmith.serve.sampling.tables import CountedTexts
 from tests.stand_in_drafts import near
 
 PROMPT = [40, 41, 42, 40]

@@ -149,7 +149,10 @@ def processes() -> Iterator[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-            if int(parent) == os.getpid() and b"grammar_trial" in (folder / "cmdline").read_bytes():
+            if (
+                int(parent) == os.getpid()
+                and b"sampling.grammar" in (folder / "cmdline").read_bytes()
+            ):
                 yield int(folder.name)
         except OSError:
             continue  # it has ended meanwhile

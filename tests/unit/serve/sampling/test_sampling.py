@@ -16,11 +16,15 @@ from transformers import NoRepeatNGramLogitsProcessor
 
 from draftsmith.errors import UserError
 from draftsmith.serve.sampling import adjustments
-from draftsmith.serve.sampling.adjustments import Adjustments, DraftPrefixes, tree_prefixes
+from draftsmith.serve.sampling.adjustments import (
+    Adjustments,
+    DraftPrefixes,
+    check_processors,
+    tree_prefixes,
+)
 from draftsmith.serve.sampling.params import SamplingParams, check_vocabulary
-from draftsmith.serve.sampling.penalties import CountedTexts, Seen
-from draftsmith.serve.sampling.processors import check_processors
 from draftsmith.serve.sampling.state import SamplingState
+from draftsmith.serve.sampling.tables import CountedTexts, Seen
 from tests.adjusting import apply
 
 VOCAB = 12

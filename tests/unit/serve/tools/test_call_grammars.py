@@ -13,14 +13,10 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.sampling.grammar_matcher import GrammarCompiler
-from draftsmith.serve.tools.answer import AnswerForm, joined
-from draftsmith.serve.tools.call_format import CallFormat
-from draftsmith.serve.tools.calls import Tool
-from draftsmith.serve.tools.grammars import Marks, after_reasoning, call_grammar
-from draftsmith.serve.tools.hermes import Hermes
-from draftsmith.serve.tools.llama import Llama
-from draftsmith.serve.tools.mistral import Mistral
-from draftsmith.serve.tools.reasoning import THINK, Thinking
+from draftsmith.serve.tools.answer import THINK, AnswerForm, Thinking, joined
+from draftsmith.serve.tools.call_format import CallFormat, Tool
+from draftsmith.serve.tools.formats import Hermes, Llama, Mistral
+from draftsmith.serve.tools.template import Marks, after_reasoning, call_grammar
 
 FORMATS: dict[str, CallFormat] = {
     "hermes": Hermes(),

@@ -10,14 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.serve.bodies.tools import FunctionTool
-from draftsmith.serve.tools.answer import AnswerForm, joined
-from draftsmith.serve.tools.call_format import CallFormat
-from draftsmith.serve.tools.calls import AnswerPiece
-from draftsmith.serve.tools.hermes import Hermes
-from draftsmith.serve.tools.llama import Llama
-from draftsmith.serve.tools.mistral import Mistral
-from draftsmith.serve.tools.reasoning import THINK, Thinking, thinking_after
+from draftsmith.serve.http.bodies import FunctionTool
+from draftsmith.serve.tools.answer import THINK, AnswerForm, Thinking, joined, thinking_after
+from draftsmith.serve.tools.call_format import AnswerPiece, CallFormat
+from draftsmith.serve.tools.formats import Hermes, Llama, Mistral
 
 FORMATS: dict[str, CallFormat] = {"hermes": Hermes(), "llama": Llama(), "mistral": Mistral()}
 NAMES = ["f", "get_weather"]

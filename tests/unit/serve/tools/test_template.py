@@ -8,10 +8,8 @@ import pytest
 
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.serve.tools.hermes import Hermes
-from draftsmith.serve.tools.llama import Llama
-from draftsmith.serve.tools.mistral import Mistral
-from draftsmith.serve.tools.reasoning import REASONING_FORMATS, THINK
+from draftsmith.serve.tools.answer import REASONING_FORMATS, THINK
+from draftsmith.serve.tools.formats import Hermes, Llama, Mistral
 from draftsmith.serve.tools.template import ChatTemplate
 
 QWEN = (

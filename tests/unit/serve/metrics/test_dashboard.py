@@ -15,7 +15,7 @@ import pytest
 from draftsmith.drafters.published.pool import DraftPool, write_pool
 from draftsmith.drafters.published.versions import publish, record_decision, rollback
 from draftsmith.kernels.acceptance import AcceptanceCounts
-from draftsmith.serve.dashboard.data import (
+from draftsmith.serve.metrics.dashboard import (
     DECISIONS_SHOWN,
     POINTS,
     VERSIONS_SHOWN,
@@ -23,7 +23,7 @@ from draftsmith.serve.dashboard.data import (
     History,
     Source,
 )
-from draftsmith.serve.requests.route import CANARY, LIVE, class_draft
+from draftsmith.serve.requests.request import CANARY, LIVE, class_draft
 from draftsmith.serve.stats import EngineStats
 
 Table = list[list[str]]

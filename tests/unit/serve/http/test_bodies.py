@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.serve.bodies.formats import FormatFields, StructuredOutputs
-from draftsmith.serve.bodies.tools import ToolFields
+from draftsmith.serve.http.bodies import FormatFields, StructuredOutputs, ToolFields
 from draftsmith.serve.sampling.grammar import Grammar
 
 WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "weather"}}

@@ -1,5 +1,5 @@
 """Data of the two views, `/dashboard` and `draftsmith top`: facts, tables and points over time, as
-text wherever both print it.
+text wherever both print it; and the page, with `/dashboard/data`, which both read.
 
 Rates are of the engine's plain counters, read by a thread of its own, so that history costs the
 rounds nothing. Learning is read from files alone, because `serve` does not import `distill`.
@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fastapi import FastAPI
+from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+
 from draftsmith.drafters.published.pool import DraftPool, pool_root, read_pool
 from draftsmith.drafters.published.versions import (
     latest,
@@ -28,9 +31,17 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.acceptance import AcceptanceCounts, label_of
 from draftsmith.progress import duration
 from draftsmith.serve.engine.engine import EngineCore
-from draftsmith.serve.requests.route import CANARY, class_draft, shown
+from draftsmith.serve.requests.request import CANARY, class_draft, shown
 from draftsmith.serve.stats import EngineStats
 
+PAGE = Path(__file__).with_name("dashboard.html")
+# Names and reasons come from clients and files: nothing is loaded from elsewhere and nothing goes
+# there.
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
+    "connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 EVERY_S = 5.0
 POINTS = 180  # a quarter of an hour
 WINDOW = 12  # samples between which a rate is: one minute
@@ -42,7 +53,6 @@ ALARMS = ("refuse", "rolled back", "drift", "quarantine")
 EVENTS = ("accepted", "drafted", "replaced", "residual", "emitted")
 ALARM, LIVE, PLAIN = "alarm", "live", ""  # marks of rows
 SILENT_S = 180  # one update of the learner may take a minute on a busy machine
-
 Point = dict[str, Any]  # `time_s`, `tokens_per_s`, `tau`, `alpha` and `version` of one moment
 Told = dict[str, Any]
 
@@ -375,3 +385,22 @@ def numbers(values: Sequence[float | None]) -> str:
 
 def lasted(since_s: float) -> str:
     return duration(max(0.0, time.time() - since_s))
+
+
+def add_dashboard(app: FastAPI, source: Source) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+
+    @app.get("/", include_in_schema=False)
+    async def lead() -> Response:
+        return RedirectResponse("dashboard")
+
+    @app.get("/dashboard", include_in_schema=False)
+    async def show() -> Response:
+        return HTMLResponse(
+            page, headers={"content-security-policy": POLICY, "cache-control": "no-cache"}
+        )
+
+    # No coroutine, so that reading files happens on a thread beside the event loop's.
+    @app.get("/dashboard/data", include_in_schema=False)
+    def data() -> Response:
+        return JSONResponse(source.read(), headers={"cache-control": "no-store"})

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from draftsmith.serve.responses.conversation import chat_request, messages_of
-from draftsmith.serve.responses.items import OutputItems
-from draftsmith.serve.responses.protocol import ResponsesRequest
-from draftsmith.serve.tools.calls import AnswerPiece, CallPiece
+from draftsmith.serve.http.responses_api import OutputItems
+from draftsmith.serve.http.responses_body import ResponsesRequest, chat_request, messages_of
+from draftsmith.serve.tools.call_format import AnswerPiece, CallPiece
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"}
 

@@ -7,13 +7,15 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import httpx
-
-from draftsmith.client import bearer
+from draftsmith.client import API_KEY_HELP, bearer
+from draftsmith.config import SECONDS, option
 from draftsmith.errors import UserError
-from draftsmith.serve.dashboard.config import TopConfig
+
+if TYPE_CHECKING:
+    import httpx
 
 Data = dict[str, Any]
 STYLES = {"alarm": "\x1b[31m", "live": "\x1b[1m"}  # by the mark of a fact or row
@@ -22,7 +24,16 @@ HOME, LINE_END, REST, CLEAR, PLAIN = "\x1b[H", "\x1b[K\n", "\x1b[J", "\x1b[2J", 
 BLOCKS = "".join(chr(code) for code in range(0x2581, 0x2589))
 
 
+@dataclass(frozen=True, kw_only=True)
+class TopConfig:
+    url: str = option("http://127.0.0.1:8000", "a running draftsmith server")
+    api_key: str | None = option(None, API_KEY_HELP)
+    every_s: float = option(2.0, "seconds between two refreshes", limits=SECONDS)
+
+
 def run(config: TopConfig) -> int:
+    import httpx  # not for the options
+
     url = config.url.rstrip("/").removesuffix("/v1")
     with httpx.Client(base_url=url, headers=bearer(config.api_key), timeout=10) as http:
         draws = sys.stdout.isatty()
@@ -45,6 +56,8 @@ def run(config: TopConfig) -> int:
 
 
 def ask(http: httpx.Client, url: str) -> Data:
+    import httpx
+
     try:
         response = http.get("/dashboard/data")
     except (httpx.HTTPError, httpx.InvalidURL) as error:

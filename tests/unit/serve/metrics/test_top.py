@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.serve.dashboard.top import BLOCKS, STYLES, one_line, screen, sparkline
+from draftsmith.serve.metrics.top import BLOCKS, STYLES, one_line, screen, sparkline
 
 DATA: dict[str, Any] = {
     "model": "tiny",

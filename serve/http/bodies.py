@@ -1,0 +1,388 @@
+"""Parts of request bodies: the strict base of all; formats of answers (`response_format`,
+`structured_outputs`) and the grammars they compile to; fields that cannot change an answer, which
+to ignore is to honour; messages, as OpenAI has them and as chat templates take them; tools."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from draftsmith.chats.messages import RESERVED_VARIABLES, decoded, plain_message, plain_tool
+from draftsmith.serve.sampling.grammar import Grammar
+from draftsmith.serve.tools.call_format import LONGEST_NAME, NAME_LETTERS, Tool
+
+T = TypeVar("T")
+
+
+def writable(value: T) -> T:
+    """The value, if it can be written as JSON again: Python reads more than may be written."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            "it holds half a surrogate pair, which is no text; mend its encoding"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it cannot be written as JSON ({error}); mend it") from error
+    return value
+
+
+Text = Annotated[str, AfterValidator(writable)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(writable)]
+
+
+class StrictModel(BaseModel):
+    """Part of a request body: no value is converted, no key ignored. To give null is to leave a key
+    out, one that is not known here too."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, body: Any) -> Any:
+        if not isinstance(body, dict) or None not in body.values():
+            return body
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {key: value for key, value in body.items() if value is not None or key in known}
+
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+class TextFormat(StrictModel):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(StrictModel):
+    type: Literal["json_object"]
+
+
+class JsonSchema(StrictModel):
+    # "schema" would hide a method of pydantic's, which only warns about it.
+    model_config = ConfigDict(
+        extra="forbid", strict=True, protected_namespaces=(), populate_by_name=False
+    )
+
+    name: Text
+    schema_: JsonObject = Field(alias="schema")
+    description: Text | None = None
+    strict: bool | None = None  # true or not, the schema is always held
+
+
+class JsonSchemaFormat(StrictModel):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
+
+
+class StructuredOutputs(StrictModel):
+    """vLLM's field: exactly one of `KINDS`. A grammar is in Lark's syntax."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    json_: JsonObject | Text | None = Field(None, alias="json")
+    regex: Text | None = None
+    choice: list[Text] | None = None
+    grammar: Text | None = None
+    json_object: Literal[True] | None = None
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> StructuredOutputs:
+        given = [kind for kind, value in zip(KINDS, self._values()) if value is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"structured_outputs holds {len(given)} of {', '.join(KINDS)}; give exactly one"
+            )
+        if isinstance(self.json_, str):
+            _parsed(self.json_)
+        return self
+
+    def _values(self) -> tuple[object, ...]:
+        return (self.json_, self.regex, self.choice, self.grammar, self.json_object)
+
+    def to_grammar(self) -> Grammar:
+        if self.json_ is not None:
+            return Grammar.json_schema(
+                _parsed(self.json_) if isinstance(self.json_, str) else self.json_
+            )
+        if self.regex is not None:
+            return Grammar.regex(self.regex)
+        if self.choice is not None:
+            return Grammar.choice(self.choice)
+        if self.grammar is not None:
+            return Grammar.lark(self.grammar)
+        return Grammar.json_object()
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        schema = writable(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"structured_outputs.json is a text that is not JSON ({error}); mend it"
+        ) from error
+    if not isinstance(schema, dict):
+        raise ValueError("structured_outputs.json is no JSON object; give a schema")
+    return schema
+
+
+def grammar_of(
+    response_format: BaseModel | None, structured: StructuredOutputs | None
+) -> Grammar | None:
+    if structured is not None:
+        return structured.to_grammar()
+    if isinstance(response_format, JsonObjectFormat):
+        return Grammar.json_object()
+    if isinstance(response_format, JsonSchemaFormat):
+        return Grammar.json_schema(response_format.json_schema.schema_)
+    return None
+
+
+class FormatFields(StrictModel):
+    """Formats of the answer, at most one. `guided_json` and its like are vLLM's former names of
+    `structured_outputs`."""
+
+    response_format: Annotated[ResponseFormat, Field(discriminator="type")] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonObject | Text | None = None
+    guided_regex: Text | None = None
+    guided_choice: list[Text] | None = None
+    guided_grammar: Text | None = None
+
+    @field_validator("guided_json")
+    @classmethod
+    def _is_a_schema(cls, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
+        try:
+            return _parsed(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise ValueError("it is a text that is no JSON object; give a schema") from error
+
+    @model_validator(mode="after")
+    def _one_format(self) -> FormatFields:
+        if len(given := self._formats()) > 1:
+            raise ValueError(f"{given[1]} is given together with {given[0]}; choose one of them")
+        return self
+
+    def _formats(self) -> list[str]:
+        return [name for name in FormatFields.model_fields if getattr(self, name) is not None]
+
+    def format_name(self) -> str:
+        """Name of the field that gives the format; `response_format` where none does."""
+        return next(iter(self._formats()), "response_format")
+
+    def answer_grammar(self) -> Grammar | None:
+        if isinstance(self.guided_json, dict):
+            return Grammar.json_schema(self.guided_json)
+        if self.guided_regex is not None:
+            return Grammar.regex(self.guided_regex)
+        if self.guided_choice is not None:
+            return Grammar.choice(self.guided_choice)
+        if self.guided_grammar is not None:
+            return Grammar.lark(self.guided_grammar)
+        return grammar_of(self.response_format, self.structured_outputs)
+
+
+def _is_off(value: bool) -> bool:
+    if value:
+        raise ValueError("it is true, which is not supported; leave it out")
+    return value
+
+
+Off = Annotated[bool, AfterValidator(_is_off)]
+
+
+class AcceptedFields(StrictModel):
+    """Bookkeeping of the client and hints about caches, speed and price."""
+
+    user: Text | None = None
+    safety_identifier: Text | None = None
+    metadata: JsonObject | None = None
+    store: bool | None = None
+    service_tier: Text | None = None
+    prompt_cache_key: Text | None = None
+    prompt_cache_options: JsonObject | None = None
+    prompt_cache_retention: Text | None = None
+
+
+class AcceptedChatFields(AcceptedFields):
+    modalities: list[Literal["text"]] | None = None
+    prediction: JsonObject | None = None  # of the answer's text, a hint about speed
+
+
+class TextPart(StrictModel):
+    type: Literal["text"]
+    text: Text
+
+
+class CalledFunction(StrictModel):
+    name: Text
+    arguments: Text | None = None
+
+    @field_validator("arguments")
+    @classmethod
+    def _decode_to_text(cls, value: str | None) -> str | None:
+        writable(decoded(value))
+        return value
+
+
+class MadeCall(StrictModel):
+    """A tool call of an earlier answer."""
+
+    id: Text | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # of streamed calls that a client sends back
+
+
+class MessageBody(StrictModel):
+    role: Text
+    content: Text | list[TextPart] | None = None
+    name: Text | None = None
+    tool_calls: list[MadeCall] | None = None  # of an assistant
+    tool_call_id: Text | None = None  # of a tool
+    reasoning_content: Text | None = None  # of an assistant
+    reasoning: Text | None = None  # vLLM's name of it
+    # of an assistant, where a client sends an answer back as it came
+    annotations: list[JsonObject] | None = None
+
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> MessageBody:
+        if self.role != "assistant":
+            for name in ("tool_calls", "reasoning_content", "reasoning", "annotations"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"a message of role {self.role!r} has {name}, which only an assistant's "
+                        "can have; leave it out"
+                    )
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("a message of role 'tool' lacks its tool_call_id; give it")
+        if self.role != "tool" and self.tool_call_id is not None:
+            raise ValueError(
+                f"a message of role {self.role!r} has a tool_call_id, which only a tool's can "
+                "have; leave it out"
+            )
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError(
+                f"a message of role {self.role!r} has no content; only an assistant's with "
+                "tool_calls may go without"
+            )
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        return plain_message(self.model_dump())
+
+
+class ConversationBody(StrictModel):
+    """Messages, and options of the chat template that makes a prompt of them."""
+
+    messages: Annotated[list[MessageBody], Field(min_length=1)]
+    add_generation_prompt: bool | None = None  # default: true unless the final message is continued
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: JsonObject | None = None
+
+    @model_validator(mode="after")
+    def _continues_or_prompts(self) -> ConversationBody:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError(
+                "add_generation_prompt and continue_final_message are both true; choose one of them"
+            )
+        return self
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_variables(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name in RESERVED_VARIABLES:
+            if name in (value or {}):
+                raise ValueError(f"{name!r} is no variable of a chat template; leave it out")
+        return value
+
+
+Name = Annotated[Text, Field(pattern=f"^[{NAME_LETTERS}]{{1,{LONGEST_NAME}}}$")]
+
+
+class Function(StrictModel):
+    name: Name
+    description: Text | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(StrictModel):
+    type: Literal["function"]
+    function: Function
+
+    def plain(self) -> dict[str, Any]:
+        """The tool as chat templates take it."""
+        return plain_tool(dict(self.function))
+
+    def tool(self) -> Tool:
+        return Tool(self.function.name, self.function.parameters or {}, bool(self.function.strict))
+
+
+class NamedFunction(StrictModel):
+    name: Text
+
+
+class NamedChoice(StrictModel):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ToolChoice(NamedTuple):
+    """Tools that an answer may call."""
+
+    tools: tuple[Tool, ...] = ()  # none: whatever looks like a call is text
+    forced: bool = False
+    parallel: bool = True
+
+
+class ToolFields(StrictModel):
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: None = None
+    function_call: None = None
+
+    @field_validator("functions", "function_call", mode="before")
+    @classmethod
+    def _are_tools_now(cls, value: Any) -> Any:
+        if value is not None:
+            raise ValueError("it is OpenAI's former name; give tools and tool_choice in its place")
+        return value
+
+    @model_validator(mode="after")
+    def _choice_names_a_tool(self) -> ToolFields:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"tools holds {twice!r} twice; give each function its own name")
+        if isinstance(self.tool_choice, NamedChoice):
+            if self.tool_choice.function.name not in names:
+                raise ValueError(
+                    f"tool_choice names {self.tool_choice.function.name!r}, which is none of "
+                    f"tools {names}; name one of them"
+                )
+        elif self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice is required without tools; give tools or leave it out")
+        return self
+
+    def offered(self) -> list[FunctionTool]:
+        """Tools that the model gets to see."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    def choice(self) -> ToolChoice:
+        tools = tuple(tool.tool() for tool in self.offered())
+        if isinstance(self.tool_choice, NamedChoice):
+            name = self.tool_choice.function.name
+            named = tuple(tool for tool in tools if tool.name == name)
+            return ToolChoice(named, forced=True, parallel=False)
+        return ToolChoice(
+            tools,
+            forced=self.tool_choice == "required",
+            parallel=self.parallel_tool_calls is not False,
+        )
