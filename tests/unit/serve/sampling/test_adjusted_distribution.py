@@ -212,6 +212,7 @@ def test_every_round_is_drafted_with_noise_of_its_own() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", CASES)
 def test_the_joint_distribution_of_many_answers(
     target: Target, drafter: DraftLm, adjusted: Callable, name: str
