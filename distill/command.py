@@ -24,8 +24,7 @@ from draftsmith.distill.throttle import (
 )
 from draftsmith.drafters.target.sharded import check_offload
 from draftsmith.errors import UserError, first_line
-from draftsmith.lock import folder_lock
-from draftsmith.stopping import stopping
+from draftsmith.lock import folder_lock, stopping
 
 
 def run(config: DistillConfig, stop: threading.Event | None = None) -> int:

@@ -17,8 +17,8 @@ from typing import Protocol
 
 import httpx
 
+from draftsmith.client import Scrape, parse
 from draftsmith.errors import UserError
-from draftsmith.metrics_text import Scrape, parse
 
 # A longer rest is taken in pieces, with `look_up` between them.
 MOST_REST_S = 5.0

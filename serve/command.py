@@ -24,6 +24,7 @@ from draftsmith.drafters.target.device import (
 from draftsmith.drafters.target.ranks import LEADER, Channel
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
+from draftsmith.lock import sigterm_ends
 from draftsmith.record import Sink
 from draftsmith.serve.config import HttpOptions, LearningOptions, ServeConfig
 from draftsmith.serve.config_checks import check
@@ -41,7 +42,6 @@ from draftsmith.serve.metrics.server import ServerMetrics
 from draftsmith.serve.parallel import LeadingTarget, follow, join
 from draftsmith.serve.warm_up import warm_up
 from draftsmith.serve.watch import VersionWatcher
-from draftsmith.stopping import sigterm_ends
 
 MakeSink = Callable[[ServeConfig, Target], Sink]
 

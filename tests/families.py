@@ -10,8 +10,8 @@ from draftsmith.drafters.heads.mtp import LlamaMtp
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.tree_shape import DynamicTree, FixedTree, GrownShape
 from draftsmith.train.config import FAMILIES as TRAINED
-from draftsmith.train.export.config import LAYOUTS
-from draftsmith.train.export.layouts.table import WRITERS
+from draftsmith.train.config import LAYOUTS
+from draftsmith.train.export.table import WRITERS
 
 # The class of a family's drafters, where the family only chooses among some that do the same.
 DRAFTERS = FAMILIES | {"mtp": LlamaMtp}

@@ -1,4 +1,4 @@
-"""Options of `draftsmith train` and `draftsmith eval`. Torch-free."""
+"""Options of `draftsmith train`, `eval`, `doctor`, `plan`, `run` and `export`. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from draftsmith.drafters.config import (
     SAMPLINGS,
     TARGET_DTYPES,
     TRUST_HELP,
+    Pair,
 )
 from draftsmith.drafters.options import (
     OPTIONS,
@@ -323,3 +324,89 @@ class EvalConfig(SuiteOptions):
     )
     target_offload: str | None = option(None, OFFLOAD_HELP, choices=OFFLOADS)
     trust_remote_code: bool = option(False, TRUST_HELP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorConfig(Pair):
+    target: str | None = option(
+        None, "folder or Hub id of the target [default: the one that the data names]"
+    )
+    data: tuple[str, ...] = option((), "generated datasets to check against both")
+    rows: int = option(256, "rows of the data to read, spread over all of it", limits=AT_LEAST_1)
+    show: int = option(
+        2,
+        "rows of the data to print whole, trained tokens in [[ ]]",
+        limits=NOT_NEGATIVE,
+    )
+    max_length: int = option(
+        2048, "training length in tokens beyond which a row is cut", limits=Limits(2)
+    )
+    sequences: int = option(
+        8, "concurrent sequences that the memory estimate assumes", limits=AT_LEAST_1
+    )
+    target_offload: str | None = option(None, OFFLOAD_HELP, choices=OFFLOADS)
+    url: str | None = option(
+        None, "instead of all else: a running draftsmith server, http://127.0.0.1:8000"
+    )
+    json: bool = option(False, "print the findings as JSON")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    target: str = option(help="the target: a folder, Hub id or GGUF file of a causal LM")
+    data: tuple[str, ...] = option(
+        (),
+        "folders written by `draftsmith generate`, FOLDER[:WEIGHT]: their tokens size the run and "
+        "the draft vocabulary",
+    )
+    families: tuple[str, ...] = option(
+        (), "families to plan [default: that of the recipe, or all]", choices=FAMILIES
+    )
+    recipe: str | None = option(
+        None, "recipe of `train` whose batch, unroll and shape are planned; its length is not"
+    )
+    answers: int = option(50000, "answers to train on, where no data is given", limits=AT_LEAST_1)
+    tokens: int = option(512, "tokens of an answer, where no data is given", limits=AT_LEAST_1)
+    epochs: float = option(1.0, "passes over the data", limits=POSITIVE)
+    target_offload: str | None = option(None, OFFLOAD_HELP, choices=OFFLOADS)
+    trust_remote_code: bool = option(False, TRUST_HELP)
+    json: bool = option(False, "print JSON instead of a table")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    recipe: str = option(
+        help="YAML of settings and stages, such as recipes/pipelines/direct-alignment.yaml",
+        positional=True,
+    )
+    set: tuple[str, ...] = option(
+        (), "a setting of the recipe, target=T, or an option of a stage, pretrain.steps=200"
+    )
+    out: str | None = option(
+        None, "folder of the stages' results and the report [default: runs/RECIPE]"
+    )
+    dry_run: bool = option(
+        False, "check the recipe and print its commands, and which stages would be kept"
+    )
+
+
+LAYOUTS = ("vllm", "sglang", "speculators", "hf", "triton", "gguf", "openvino")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    draft: str = option(help="the draft checkpoint, a folder or a Hub id", positional=True)
+    to: str = option(help="whose layout to write", choices=LAYOUTS)
+    out: str = option(help="folder to write; replaced whole if it is an earlier export")
+    target: str | None = option(
+        None, "folder or Hub id of the target [default: the one the draft was trained for]"
+    )
+    trust_remote_code: bool = option(False, TRUST_HELP)
+    with_target: bool = option(
+        False, "write the target beside the draft, where the layout holds targets (gguf, openvino)"
+    )
+    speculative_tokens: int = option(
+        3, "draft length k that the export recommends to the engine", limits=AT_LEAST_1
+    )
+    push: str | None = option(None, "upload the export to this Hub repository, user/repo")
+    private: bool = option(False, "make the Hub repository private when --push creates it")

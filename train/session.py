@@ -1,12 +1,17 @@
-"""One training session: target, data and draft put together, trained, evaluated, saved."""
+"""One training session: target, data and draft put together, trained, evaluated, saved; the
+Trainer's arguments, and DeepSpeed's checkpoints joined for another number of processes."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers import TrainingArguments
+from transformers.integrations import get_available_reporting_integrations
 
 from draftsmith.config import to_dict
 from draftsmith.drafters import checkpoint
@@ -17,19 +22,17 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.files import atomic_path
 from draftsmith.kernels.divergence.kind import kind_of
-from draftsmith.train import arguments, resolve
-from draftsmith.train.arguments import join_parts
+from draftsmith.train import resolve
 from draftsmith.train.checkpoints import BestDraft, KeptCheckpoint, RunFolder
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data.batches import batches_per_epoch
 from draftsmith.train.data.mixture import Mixture, describe, read_mixture
-from draftsmith.train.evaluate.held_out import HeldOut
-from draftsmith.train.evaluate.measured import Figures
+from draftsmith.train.evaluate.measured import Figures, HeldOut
 from draftsmith.train.objective.outline import load_outline
 from draftsmith.train.objective.prompt_logprobs import LogprobServer, PromptLogprobs
-from draftsmith.train.objective.recompute import recompute_mlps
 from draftsmith.train.objective.stored_teacher import DistributionSource, mixture_source
 from draftsmith.train.objective.teacher import LiveSource, TargetSource
+from draftsmith.train.objective.unrolled_loss import recompute_mlps
 from draftsmith.train.on_policy import KeepTexts, OnPolicy, load_texts
 from draftsmith.train.optim import Clock
 from draftsmith.train.reporting import Reporter, draw_curves, rank_0_s
@@ -173,7 +176,7 @@ def new_trainer(
         parts=corpus.train.parts,
     )
     steps = resolve.total_steps(config, per_epoch, placement.world_size)
-    args = arguments.training_arguments(
+    args = training_arguments(
         config,
         placement,
         folder=folder.training,
@@ -321,3 +324,104 @@ def summary(
     )
     measured = "" if figures is None else f"; held out after the last step: {figures.summary()}"
     return f"{config.family} draft{kept} in {config.out} after {steps} steps{measured}"
+
+
+# DeepSpeed's file that names the folder of the joined state.
+LATEST = "latest_universal"
+
+
+class DraftArguments(TrainingArguments):
+    """`TrainingArguments` of ranks that can go on from a checkpoint on a CPU too."""
+
+    @property
+    def device(self) -> torch.device:
+        """Without an index on a CPU: accelerate calls a rank's device `cpu:0`, and transformers
+        5.16 loads the optimizer to it, which torch refuses."""
+        device = super().device
+        return torch.device("cpu") if device.type == "cpu" else device
+
+
+def training_arguments(
+    config: TrainConfig, placement: Placement, *, folder: Path, max_steps: int, moved: bool = False
+) -> TrainingArguments:
+    """`moved`: the run goes on from a checkpoint of another number of processes."""
+    check_trackers(config.report_to)
+    on_cpu = placement.device.type == "cpu"
+    deepspeed = resolve.deepspeed_config(config.deepspeed)
+    arguments = DraftArguments(
+        output_dir=str(folder),
+        max_steps=max_steps,
+        per_device_train_batch_size=config.batch_size,
+        gradient_accumulation_steps=config.accumulate,
+        learning_rate=config.optim.lr,
+        weight_decay=config.optim.weight_decay,
+        adam_beta2=config.optim.beta2,
+        max_grad_norm=config.optim.max_grad_norm,
+        logging_steps=config.log_every,
+        logging_first_step=True,
+        # A lost run must be seen, not averaged over.
+        logging_nan_inf_filter=False,
+        save_strategy="steps",
+        save_steps=resolve.save_interval(config),
+        # The one before the newest stays, in case a kill cuts the newest short.
+        save_total_limit=2,
+        eval_strategy="steps" if config.eval_every and config.eval_prompts else "no",
+        eval_steps=config.eval_every or None,
+        bf16=placement.bf16,
+        use_cpu=on_cpu,
+        ddp_backend="gloo" if on_cpu and placement.world_size > 1 else None,
+        ddp_find_unused_parameters=False,
+        dataloader_pin_memory=not on_cpu,
+        deepspeed=reads_joined(deepspeed) if deepspeed is not None and moved else deepspeed,
+        seed=config.seed,
+        disable_tqdm=True,
+        report_to=list(config.report_to) or "none",
+        remove_unused_columns=False,
+        log_level="error",
+    )
+    # With several devices and no launcher the Trainer would reach for nn.DataParallel, which splits
+    # batches of tensors only and would not move the target; one device it is. `device` first:
+    # reading it sets the count.
+    if arguments.device.type == "cuda":
+        arguments._n_gpu = 1
+    return arguments
+
+
+def reads_joined(deepspeed: dict[str, Any]) -> dict[str, Any]:
+    """The DeepSpeed config of a run that goes on from joined parts."""
+    return deepspeed | {"checkpoint": {**deepspeed.get("checkpoint", {}), "load_universal": True}}
+
+
+def check_trackers(names: tuple[str, ...]) -> None:
+    installed = get_available_reporting_integrations()
+    for name in names:
+        if name not in installed:
+            raise UserError(
+                f"option 'report_to' names {name!r}, which is no tracker installed here "
+                f"({', '.join(installed) or 'none'})"
+            )
+
+
+def join_parts(checkpoint: Path) -> None:
+    """Joins the parts that each process wrote of a checkpoint. Takes as long as reading and writing
+    the optimizer once; does nothing where it was done before."""
+    if (checkpoint / LATEST).is_file():
+        return
+    parts = checkpoint / (checkpoint / "latest").read_text(encoding="utf-8").strip()
+    command = [
+        sys.executable,
+        "-m",
+        "deepspeed.checkpoint.ds_to_universal",
+        "--inject_missing_state",
+    ]
+    command += ["--input_folder", str(parts), "--output_folder", f"{parts}_universal"]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if done.returncode:
+        lines = (done.stdout.strip() or "no message").split("\n")
+        raise UserError(
+            f"checkpoint {str(checkpoint)!r} cannot be joined for another number of processes "
+            f"({lines[-1]}); start as many as "
+            "wrote it"
+        )

@@ -25,10 +25,9 @@ from draftsmith.train.config import OptimConfig, UnrollConfig
 from draftsmith.train.data.batches import BatchPlan, pack
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.data.mixture import Mixed
-from draftsmith.train.evaluate.held_out import HeldOut
-from draftsmith.train.evaluate.measured import Figures
-from draftsmith.train.objective.depth_weights import step_weighting
+from draftsmith.train.evaluate.measured import Figures, HeldOut
 from draftsmith.train.objective.prompt_logprobs import PromptLogprobs
+from draftsmith.train.objective.rounds_of_text import step_weighting
 from draftsmith.train.objective.teacher import TargetSource
 from draftsmith.train.objective.unrolled_loss import (
     FeatureNoise,

@@ -22,6 +22,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from draftsmith import shared_ring as ring_arrays
+from draftsmith.child_process import CAPACITY, Child
 from draftsmith.distill.buffer import buffer
 from draftsmith.distill.buffer.folder import ShardFolder, forget
 from draftsmith.kernels.sampling.logged import (
@@ -41,10 +43,7 @@ from draftsmith.record import (
     RoundRow,
     SinkCounts,
 )
-from draftsmith.shared_memory import arrays as ring_arrays
-from draftsmith.shared_memory.arrays import CODES, Room, Spec, room_of
-from draftsmith.shared_memory.child import CAPACITY, Child
-from draftsmith.shared_memory.ring import Ring
+from draftsmith.shared_ring import CODES, Ring, Room, Spec, room_of
 
 logger = logging.getLogger("draftsmith.buffer")
 WRITER = "draftsmith.distill.buffer.process_writer"

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from draftsmith.child_process import NICE, REFUSED, end_of_engine
 from draftsmith.distill.buffer.buffer import BufferWriter, Screen
 from draftsmith.distill.buffer.process import (
     DROPPED,
@@ -35,8 +36,7 @@ from draftsmith.distill.buffer.process import (
 from draftsmith.distill.buffer.record_table import tokens_only
 from draftsmith.errors import UserError
 from draftsmith.record import RoundRecord
-from draftsmith.shared_memory.child import NICE, REFUSED, end_of_engine
-from draftsmith.shared_memory.ring import Ring
+from draftsmith.shared_ring import Ring
 
 if TYPE_CHECKING:
     from draftsmith.distill.buffer.redaction import Redactor

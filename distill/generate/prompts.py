@@ -16,13 +16,19 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from draftsmith.chats.answers import AnswerTokenizer, ChatAnswers, Masked
-from draftsmith.chats.messages import Conversation, Message, conversation_of, without_nulls
-from draftsmith.chats.template import source_of, template_takes
+from draftsmith.chat_answers import AnswerTokenizer, ChatAnswers, Masked
+from draftsmith.chats import (
+    Conversation,
+    Message,
+    conversation_of,
+    source_of,
+    template_takes,
+    without_nulls,
+)
 from draftsmith.distill.config import GenerateOptions
 from draftsmith.errors import UserError
 from draftsmith.prompts.corpus import CORPORA, Document, held_out
-from draftsmith.prompts.training import rows_to_train
+from draftsmith.prompts.suites import rows_to_train
 
 # Enough text for any tokenizer to fill a window: a token is seldom longer.
 CHARACTERS_A_TOKEN = 12

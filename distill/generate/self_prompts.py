@@ -19,7 +19,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from draftsmith.chats.answers import ChatAnswers
+from draftsmith.chat_answers import ChatAnswers
 from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate.answers import LOCK, SELF_PROMPTS, AnswerFolder, Processes
 from draftsmith.distill.generate.prompts import Prompt

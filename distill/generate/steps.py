@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.chats.answers import ChatAnswers
+from draftsmith.chat_answers import ChatAnswers
 from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate.answers import AnswerFolder, Arrivals
 from draftsmith.distill.generate.prompts import Prompt, recorded, temperatures

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import httpx
 
-from draftsmith.chats.answers import ChatAnswers
+from draftsmith.chat_answers import ChatAnswers
 from draftsmith.client import bearer
 from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate.prompts import Prompt, way_of

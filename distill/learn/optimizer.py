@@ -11,9 +11,13 @@ from draftsmith.distill.config import LearnConfig
 from draftsmith.distill.learn.teachers import LearningBatch
 from draftsmith.drafters.target.device import fast_at_bf16
 from draftsmith.kernels.divergence.kind import kind_of
-from draftsmith.train.objective.depth_weights import step_weighting
-from draftsmith.train.objective.recompute import recompute_mlps
-from draftsmith.train.objective.unrolled_loss import StepSums, UnrolledLoss, unrolled_loss
+from draftsmith.train.objective.rounds_of_text import step_weighting
+from draftsmith.train.objective.unrolled_loss import (
+    StepSums,
+    UnrolledLoss,
+    recompute_mlps,
+    unrolled_loss,
+)
 from draftsmith.train.optim import MUON_MOMENT, muon_with_adamw, part_of
 
 Trained = dict[str, torch.nn.Parameter]  # by name

@@ -1,5 +1,5 @@
 """An MTP module that a target brought along, read from the target's own folder: MiMo's layout,
-which engines read for dense models and `export` writes (`train/export/layouts/mtp.py`).
+which engines read for dense models and `export` writes (`train/export/mtp.py`).
 transformers leaves the module out when it loads the target.
 """
 

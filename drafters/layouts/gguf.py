@@ -20,8 +20,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.drafters.layouts import demo
-from draftsmith.errors import UserError, first_line
-from draftsmith.extras import missing
+from draftsmith.errors import UserError, first_line, missing
 from draftsmith.files import atomic_folder
 from draftsmith.kernels.host_compiler import cache_folder
 

@@ -11,7 +11,7 @@ import httpx
 import uvicorn
 from prometheus_client import CollectorRegistry, start_http_server
 
-from draftsmith.chats.answers import ChatAnswers
+from draftsmith.chat_answers import ChatAnswers
 from draftsmith.config import check_limits
 from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.errors import UserError
@@ -19,7 +19,7 @@ from draftsmith.fleet.config import ObserveConfig
 from draftsmith.fleet.observe.enrich import EngineProbe, Enrichment, client
 from draftsmith.fleet.observe.exchange import Models, Observer, ProxyCounters, ProxyRecorder
 from draftsmith.fleet.observe.proxy import Proxy
-from draftsmith.stopping import sigterm_ends
+from draftsmith.lock import sigterm_ends
 
 logger = logging.getLogger("draftsmith.observe")
 # What a stopping proxy waits for answers that are passing through.

@@ -10,9 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from draftsmith.chats.answers import AnswerTokenizer
-from draftsmith.chats.messages import conversation_of
-from draftsmith.chats.template import rendered
+from draftsmith.chat_answers import AnswerTokenizer
+from draftsmith.chats import conversation_of, rendered
 
 Body = Mapping[str, Any]
 # As vLLM and `draftsmith serve` name tokens under return_tokens_as_token_ids.

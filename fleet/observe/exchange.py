@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 from prometheus_client.core import CounterMetricFamily, Metric
 
-from draftsmith.chats.answers import ChatAnswers
+from draftsmith.chat_answers import ChatAnswers
 from draftsmith.client import bearer
 from draftsmith.fleet.config import ObserveConfig
 from draftsmith.fleet.engine import FALSE, EngineRequestOptions, request_options

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from draftsmith.chats.answers import ChatAnswers
+from draftsmith.chat_answers import ChatAnswers
 from draftsmith.fleet.config import DefaultSampling
 from draftsmith.fleet.observe.endpoints import Body, Endpoint, Entry, ObservedAnswer
 from draftsmith.record import UNLOGGED, Distribution, RecordHead, RoundRecord, RoundRow

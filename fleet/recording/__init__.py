@@ -7,7 +7,7 @@ Files in reading order:
 - `writer`: the writer process, `python -m draftsmith.fleet.recording.writer`: requests from
   messages to records, and figures
 
-`messages` runs inside an engine and imports nothing of draftsmith outside `fleet` but the chapter
-`shared_memory`; `writer` runs in the writer process alone. `vllm` imports `recorder`, `seam` and
-`messages`.
+`messages` runs inside an engine and imports nothing of draftsmith outside `fleet` but `shared_ring`
+and `child_process`; `writer` runs in the writer process alone. `vllm` imports `recorder`, `seam`
+and `messages`.
 """

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from draftsmith.shared_memory import arrays as ring_arrays
+from draftsmith import shared_ring as ring_arrays
 
 # The writer process, whose job is `EngineJob`. A new one has no request of the one before, whose
 # `generation` is another.

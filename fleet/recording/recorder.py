@@ -17,13 +17,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from draftsmith.child_process import Child
 from draftsmith.fleet.engine import logger, request_options
 from draftsmith.fleet.recording.messages import MessageKind, RequestMeta, StepMeta, meta_array
 from draftsmith.fleet.recording.seam import Seam, Verified
 from draftsmith.kernels.sampling.logged import late_arrays, on_its_way
 from draftsmith.record import ProbArrays
-from draftsmith.shared_memory.arrays import Spec, begin, send
-from draftsmith.shared_memory.child import Child
+from draftsmith.shared_ring import Spec, begin, send
 
 # Part of the ring that one step's raw logits may take.
 STEP_PART = 4

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from draftsmith.child_process import end_of_engine
 from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.distill.buffer.process_writer import begin, end, read_until
 from draftsmith.distill.monitor.monitor import Key, Monitor, name_of
@@ -41,8 +42,7 @@ from draftsmith.record import (
     RoundRow,
     hashed_answer,
 )
-from draftsmith.shared_memory.child import end_of_engine
-from draftsmith.shared_memory.ring import Ring
+from draftsmith.shared_ring import Ring
 
 STATUS_S = 1.0
 # Steps whose drafted tokens wait for sampled ones.

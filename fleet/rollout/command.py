@@ -15,9 +15,8 @@ from draftsmith.fleet.rollout.controller import Controller, ServedTexts
 from draftsmith.fleet.store.layout import StoreError
 from draftsmith.fleet.store.mirror import Damaged, LayoutWriter, Mirror
 from draftsmith.fleet.store.store import VersionStore
-from draftsmith.lock import folder_lock
-from draftsmith.stopping import stopping
-from draftsmith.train.export.config import LAYOUTS
+from draftsmith.lock import folder_lock, stopping
+from draftsmith.train.config import LAYOUTS
 
 
 def run(config: FleetConfig, stop: threading.Event | None = None) -> int:

@@ -326,10 +326,10 @@ class LayoutWriter:
 
     def _export(self, folder: Path, layout: str, out: Path) -> None:
         # Loads torch and transformers: not before the first layout.
+        from draftsmith.train.config import ExportConfig
         from draftsmith.train.export.command import open_source, run
-        from draftsmith.train.export.config import ExportConfig
-        from draftsmith.train.export.layouts.serving import VLLM_SPECULATORS
-        from draftsmith.train.export.layouts.table import WRITERS
+        from draftsmith.train.export.serving import VLLM_SPECULATORS
+        from draftsmith.train.export.table import WRITERS
 
         config = ExportConfig(
             draft=str(folder),

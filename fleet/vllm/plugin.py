@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
+from draftsmith.child_process import Child
 from draftsmith.fleet.engine import around, engine_name, logger, once, port_of, replica_in
 from draftsmith.fleet.recording.messages import WRITER
 from draftsmith.fleet.recording.recorder import EngineRecorder
 from draftsmith.fleet.recording.seam import kind_of
 from draftsmith.fleet.vllm.worker import METHODS, Settings, WorkerState, settings_of
-from draftsmith.shared_memory.child import Child
-from draftsmith.train.export.layouts.vllm_faults import CPU_KERNEL, SHARED_NOISE
+from draftsmith.train.export.vllm_faults import CPU_KERNEL, SHARED_NOISE
 
 # Rules of verification by vLLM's names of them; others keep vLLM's.
 RULES = {"standard": "chain"}

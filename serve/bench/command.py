@@ -25,8 +25,7 @@ from draftsmith.client import with_key
 from draftsmith.config import check_limits, to_dict
 from draftsmith.drafters.config import check_draft_options
 from draftsmith.drafters.tree_shape import parse_tree
-from draftsmith.errors import UserError
-from draftsmith.extras import missing
+from draftsmith.errors import UserError, missing
 from draftsmith.kernels.acceptance import DraftCost
 from draftsmith.progress import Progress
 from draftsmith.prompts.suites import (

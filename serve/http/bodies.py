@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from draftsmith.chats.messages import RESERVED_VARIABLES, decoded, plain_message, plain_tool
+from draftsmith.chats import RESERVED_VARIABLES, decoded, plain_message, plain_tool
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.tools.call_format import LONGEST_NAME, NAME_LETTERS, Tool
 

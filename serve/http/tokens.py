@@ -11,7 +11,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from draftsmith.chats.template import rendered
+from draftsmith.chats import rendered
 from draftsmith.errors import UserError
 from draftsmith.text_stream import BROKEN
 

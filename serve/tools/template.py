@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.chats.template import source_of, template_takes
+from draftsmith.chats import source_of, template_takes
 from draftsmith.errors import UserError
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.tools.answer import (

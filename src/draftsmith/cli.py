@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from draftsmith import config as configuration
 from draftsmith.commands.arguments import collect, parse, parser_for
 from draftsmith.commands.table import COMMANDS, load
-from draftsmith.errors import UserError
-from draftsmith.extras import check_extra, extra_of, missing
+from draftsmith.errors import UserError, check_extra, extra_of, missing
 from draftsmith.version import __version__
 
 

@@ -1,5 +1,6 @@
-"""Locks of folders that one process writes: one learner, one publisher, one training. The kernel
-drops a lock with its process, so a dead one never blocks the next."""
+"""Locks of folders that one process writes: one learner, one publisher, one training; and its end
+by signals, after the work in hand. The kernel drops a lock with its process, so a dead one never
+blocks the next."""
 
 from __future__ import annotations
 
@@ -7,10 +8,13 @@ import errno
 import fcntl
 import json
 import os
+import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from draftsmith.errors import UserError
 
@@ -78,3 +82,32 @@ def _holder(descriptor: int) -> str:
         return f"process {record['pid']} on {record['host']}"
     except (ValueError, KeyError, TypeError):
         return "just starting"
+
+
+@contextmanager
+def stopping(stop: threading.Event) -> Iterator[None]:
+    """Lets SIGTERM, SIGINT and SIGHUP end the loop after the work in hand. Signals are the main
+    thread's only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handled = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup leaves it
+        handled.append(signal.SIGHUP)
+    before = [signal.signal(number, lambda *_: stop.set()) for number in handled]
+    try:
+        yield
+    finally:
+        for number, handler in zip(handled, before, strict=True):
+            signal.signal(number, handler)
+
+
+@contextmanager
+def sigterm_ends(server: Any) -> Iterator[None]:
+    """Lets SIGTERM end a server of uvicorn from now on, before it listens too, and what follows it
+    run: it raises the signal again once it has shut down."""
+    previous = signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

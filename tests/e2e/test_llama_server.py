@@ -169,7 +169,7 @@ def drafting(family: str, draft: Path) -> list[str]:
 
 def test_a_tap_off_by_one_would_be_noticed(workshop: Path, plain: dict[str, Any]) -> None:
     """The negative control: the text stays right, and fewer tokens are accepted."""
-    from draftsmith.train.export.layouts.gguf import write_gguf
+    from draftsmith.train.export.gguf import write_gguf
     from tests.engine_readers.llamacpp import read_gguf
 
     folder = workshop / exported(workshop, "eagle3", "gguf")

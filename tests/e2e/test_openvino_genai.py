@@ -99,7 +99,7 @@ def test_a_draft_accepts_what_was_predicted(
 
 def test_a_tap_off_by_one_would_be_noticed(workshop: Path, plain: dict[str, Any]) -> None:
     """The negative control: the text stays right, and fewer tokens are accepted."""
-    from draftsmith.train.export.layouts.openvino import write_graph
+    from draftsmith.train.export.openvino import write_graph
     from tests.engine_readers.openvino import read_graph
 
     shifted = workshop / "shifted"

@@ -29,8 +29,8 @@ from draftsmith.drafters.options import DflashOptions, DsparkOptions, Eagle3Opti
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.files import read_json
+from draftsmith.train.config import ExportConfig
 from draftsmith.train.export.command import run
-from draftsmith.train.export.config import ExportConfig
 from tests.noise import noisy
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]

@@ -22,7 +22,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from draftsmith.files import read_json, write_json
-from draftsmith.train.export.layouts.serving import vllm_options
+from draftsmith.train.export.serving import vllm_options
 from scripts.bench.fleet.installed import variables as plugin_variables
 from tests.e2e.workshop import (
     MAX_TOKENS,

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from draftsmith.errors import UserError
-from draftsmith.train.export.layouts.gguf import DRAFT, TOKENIZER, Gguf, library
-from draftsmith.train.export.layouts.source import text_config
+from draftsmith.train.export.gguf import DRAFT, TOKENIZER, Gguf, library
+from draftsmith.train.export.source import text_config
 from tests.engine_readers.understood import Shapes, Understood, filled
 
 NAME = "llama.cpp"

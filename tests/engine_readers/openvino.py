@@ -21,8 +21,8 @@ from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.train.export.layouts.openvino import MODEL
-from draftsmith.train.export.layouts.source import text_config
+from draftsmith.train.export.openvino import MODEL
+from draftsmith.train.export.source import text_config
 
 NAME = "OpenVINO GenAI"
 STATES, FED_BACK = "hidden_states", "last_hidden_state"

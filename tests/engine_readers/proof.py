@@ -19,9 +19,9 @@ from draftsmith.drafters.weights import write_weights
 from draftsmith.errors import UserError
 from draftsmith.kernels.acceptance import AcceptanceCounts, overlap
 from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.train.config import ExportConfig
 from draftsmith.train.export.command import open_source, run
-from draftsmith.train.export.config import ExportConfig
-from draftsmith.train.export.layouts.source import ExportSource
+from draftsmith.train.export.source import ExportSource
 from tests.engine_readers.table import READERS
 from tests.engine_readers.understood import Understood
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from draftsmith.drafters.weights import read_config, tensor_names
 from draftsmith.errors import UserError
-from draftsmith.train.export.layouts.source import text_config
+from draftsmith.train.export.source import text_config
 from tests.engine_readers.sglang import NAME
 from tests.engine_readers.understood import Understood
 from tests.engine_readers.vllm_mtp_beside import filled_behind, qwen_module

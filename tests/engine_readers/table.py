@@ -8,7 +8,7 @@ from typing import Any
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
-from draftsmith.train.export.layouts.serving import DRAFT, ENGINE_ARGUMENTS, VERSION
+from draftsmith.train.export.serving import DRAFT, ENGINE_ARGUMENTS, VERSION
 from tests.engine_readers import (
     llamacpp,
     openvino,

@@ -9,7 +9,7 @@ import torch
 
 from draftsmith.drafters.weights import read_config, read_weights
 from draftsmith.errors import UserError
-from draftsmith.train.export.layouts.source import text_config
+from draftsmith.train.export.source import text_config
 from tests.engine_readers import understood
 from tests.engine_readers.understood import Shapes, Understood, block_shapes, filled
 from tests.engine_readers.vllm_taps import NAME, tapped_layers

@@ -13,7 +13,7 @@ from draftsmith.drafters.heads import mtp
 from draftsmith.drafters.heads.mtp_alone import READS_FINAL
 from draftsmith.drafters.weights import read_config, read_weights, tensor_names
 from draftsmith.errors import UserError
-from draftsmith.train.export.layouts.source import text_config
+from draftsmith.train.export.source import text_config
 from tests.engine_readers.understood import (
     LAYER_NORMS,
     Shapes,

@@ -11,7 +11,7 @@ import torch
 
 from draftsmith.drafters.weights import read_weights
 from draftsmith.errors import UserError
-from draftsmith.train.export.layouts.source import text_config
+from draftsmith.train.export.source import text_config
 from tests.engine_readers.understood import (
     BLOCK_NORMS,
     LAYER_NORMS,

@@ -123,9 +123,9 @@ class Engine:
     """A worker with the recorder, whose steps are computed by `next_token`."""
 
     def __init__(self, name: str, versions: str, buffer: str, cache: str):
+        from draftsmith import child_process as child
         from draftsmith.fleet.vllm import plugin
         from draftsmith.fleet.vllm.worker import Settings, WorkerState
-        from draftsmith.shared_memory import child
         from tests.unit.fleet.recording.stand_ins import FirstSampler, Worker
 
         child.LOOK_S = 0.05

@@ -16,8 +16,8 @@ from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.serve.config import EngineConfig
-from draftsmith.train.check.config import DoctorConfig
 from draftsmith.train.check.doctor import run
+from draftsmith.train.config import DoctorConfig
 
 PROMPT = [7, 8, 9] * 5
 OPTIONS = {"temperature": 0, "max_tokens": 120, "ignore_eos": True}

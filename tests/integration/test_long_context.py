@@ -27,7 +27,7 @@ from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.train.data.batches import collate
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.evaluate.teacher_forced import evaluate_draft
-from draftsmith.train.objective.depth_weights import Exponential
+from draftsmith.train.objective.rounds_of_text import Exponential
 from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
 from tests.conftest import SHAPE, make_tokenizer

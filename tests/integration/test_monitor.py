@@ -14,6 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from draftsmith.cli import main
+from draftsmith.client import parse
 from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.daemon import Daemon
@@ -26,7 +27,6 @@ from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
-from draftsmith.metrics_text import parse
 from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine

@@ -21,10 +21,9 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.train.command import run
-from draftsmith.train.config import EvalConfig, OptimConfig, TrainConfig
+from draftsmith.train.config import EvalConfig, ExportConfig, OptimConfig, TrainConfig
 from draftsmith.train.evaluate.command import run as evaluate
 from draftsmith.train.export import command as export
-from draftsmith.train.export.config import ExportConfig
 
 PADDED, OTHERWISE_PADDED = 151_936, 152_064
 PROMPTS = [[5, 6, 7], [9, PADDED - 1, 31, 8]]

@@ -26,7 +26,7 @@ from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.request import Request, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
-from draftsmith.shared_memory.ring import Ring
+from draftsmith.shared_ring import Ring
 from draftsmith.train.data.roles import Role
 
 PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 8, 7, 9, 8], [100, 4, 100, 4, 100, 4, 77]]

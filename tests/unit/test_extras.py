@@ -16,8 +16,7 @@ import pytest
 
 from draftsmith import cli
 from draftsmith.commands import table
-from draftsmith.errors import UserError
-from draftsmith.extras import NEEDED, OPTIONAL, check_extra, extra_of
+from draftsmith.errors import NEEDED, OPTIONAL, UserError, check_extra, extra_of
 from draftsmith.serve.bench.command import check
 from draftsmith.serve.bench.config import BenchConfig
 

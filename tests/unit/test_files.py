@@ -12,7 +12,7 @@ from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.train.checkpoints import BestDraft, RunFolder
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.pipeline.runner import read_record
+from draftsmith.train.pipeline import read_record
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "7", "null", '"run"'])

@@ -49,7 +49,7 @@ ORDER = {
         "published",
         "text",
     ),
-    "train": ("data", "objective", "evaluate", "check", "export", "pipeline"),
+    "train": ("data", "objective", "evaluate", "check", "export"),
     "serve": (
         "sampling",
         "control",
@@ -73,13 +73,10 @@ UPWARD: dict[str, set[tuple[str, str]]] = {}
 ABOVE = ("__init__", "cli", "commands")
 BASE = ROOT / "src" / "draftsmith"
 COMMAND_LINE = BASE / "commands"
-SHARED_MEMORY = BASE / "shared_memory"
-PROMPTS, CHATS = BASE / "prompts", BASE / "chats"
+PROMPTS = BASE / "prompts"
 TESTS = sorted((ROOT / "tests" / "unit").rglob("test_*.py"))
 BASE_FILES = sorted(
-    path
-    for folder in (BASE, COMMAND_LINE, SHARED_MEMORY, PROMPTS, CHATS)
-    for path in folder.glob("*.py")
+    path for folder in (BASE, COMMAND_LINE, PROMPTS) for path in folder.glob("*.py")
 )
 TORCH_FREE = (
     "kernels/constants.py",
@@ -244,7 +241,7 @@ def test_chapters_import_only_chapters_before_them(folder: str) -> None:
 def chapters() -> list[Path]:
     paths = [path for folder in CODE_FOLDERS for path in (ROOT / folder).rglob("*")]
     inner = [path for path in paths if path.is_dir() and path.name != "__pycache__"]
-    return [COMMAND_LINE, SHARED_MEMORY, PROMPTS, CHATS, *inner]
+    return [COMMAND_LINE, PROMPTS, *inner]
 
 
 def test_chapters_hold_3_to_14_files() -> None:
@@ -261,7 +258,7 @@ def test_every_chapter_has_its_tests_in_the_folder_of_its_name() -> None:
     missing = [
         str(folder.relative_to(ROOT))
         for folder in chapters()
-        if folder not in (COMMAND_LINE, SHARED_MEMORY, PROMPTS, CHATS)
+        if folder not in (COMMAND_LINE, PROMPTS)
         and not list((ROOT / "tests" / "unit" / folder.relative_to(ROOT)).glob("test_*.py"))
     ]
     assert missing == []
@@ -274,9 +271,7 @@ def test_every_chapter_has_its_tests_in_the_folder_of_its_name() -> None:
             ".",
             *CODE_FOLDERS,
             "cli",
-            "shared_memory",
             "prompts",
-            "chats",
             "scripts",
         )
     }

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from draftsmith.stopping import sigterm_ends
+from draftsmith.lock import sigterm_ends
 
 
 @pytest.mark.timeout(30)

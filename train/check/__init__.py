@@ -2,7 +2,6 @@
 time; and `draftsmith plan`: the costs of a training.
 
 Files in reading order:
-- `config`: options of both
 - `finding`: results
 - `doctor`: the command, and the order of its checks
 - `models`: the target and the draft

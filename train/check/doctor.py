@@ -12,8 +12,8 @@ from typing import Any
 from draftsmith.drafters.config import check_draft_options
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
-from draftsmith.train.check.config import DoctorConfig
 from draftsmith.train.check.finding import FAIL, Finding, refused, table
+from draftsmith.train.config import DoctorConfig
 from draftsmith.train.data.folders import folders_of
 from draftsmith.train.quiet import quiet
 

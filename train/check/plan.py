@@ -20,11 +20,10 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.files import markdown_table
 from draftsmith.progress import Progress
-from draftsmith.train.check.config import PlanConfig
 from draftsmith.train.check.finding import FAIL
 from draftsmith.train.check.memory import GIB, check_fit, check_training, num_bytes, parts_of
 from draftsmith.train.config import FAMILIES as TRAINED
-from draftsmith.train.config import TrainConfig
+from draftsmith.train.config import PlanConfig, TrainConfig
 from draftsmith.train.data.mixture import read_mixture
 from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.quiet import quiet

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import httpx
 
+from draftsmith.client import Scrape, parse
 from draftsmith.errors import UserError
 from draftsmith.kernels.acceptance import AcceptanceCounts
-from draftsmith.metrics_text import Scrape, parse
 from draftsmith.train.check.finding import Finding, fail, ok, refused, warn
 
 OURS = "draftsmith_rounds_total"

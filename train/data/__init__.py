@@ -1,8 +1,7 @@
 """Training data from disk to batches.
 
 Files in reading order:
-- `dataset`: the data folder as sequences
-- `pieces`: texts cut to length
+- `dataset`: the data folder as sequences, long texts cut or split
 - `folders`: weights of several folders
 - `mixture`: several folders as one
 - `batches`: padding, packing and order

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from draftsmith.chats.answers import ChatAnswers
-from draftsmith.chats.messages import conversation_of
+from draftsmith.chat_answers import ChatAnswers
+from draftsmith.chats import conversation_of
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.progress import Progress

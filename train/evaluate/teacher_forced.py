@@ -27,15 +27,18 @@ from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.vocabulary import scatter_to_target_vocab
 from draftsmith.train.data.batches import collate
 from draftsmith.train.data.dataset import TokenSequence
-from draftsmith.train.evaluate.by_context import (
+from draftsmith.train.evaluate.estimate import (
     Acceptance,
     ByContext,
     ContextFigures,
+    Estimate,
+    Reliability,
     count_by_context,
     merge_contexts,
+    ratio,
+    reached_ratio,
     summarise_contexts,
 )
-from draftsmith.train.evaluate.estimate import Estimate, Reliability, ratio, reached_ratio
 from draftsmith.train.objective.rounds_of_text import answers, deepen, stretches
 from draftsmith.train.objective.unrolled_loss import PredictedStep, Unrollable, scatter, select
 

@@ -2,6 +2,15 @@
 
 Files in reading order:
 - `command`: the command
-- `config`: its options
+- `table`: which family for which engine
+- `source`: the draft and target exported from
+- `portable`: the draft's own tensors, as vLLM, SGLang and transformers read them
+- `speculators`: the layout of the `speculators` library
+- `mtp`: MTP modules inside their target
+- `vllm_faults`: releases of vLLM whose sampled speculation is biased
+- `gguf`: files for llama.cpp
+- `gguf_vocabulary`: tokens in them
+- `openvino`: OpenVINO GenAI
+- `serving`: commands that serve an export, and a repository for NVIDIA Triton
 - `model_card`: README.md of an export
 """

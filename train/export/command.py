@@ -22,15 +22,15 @@ from draftsmith.drafters.vocabulary import tokenizer_difference
 from draftsmith.drafters.weights import read_config
 from draftsmith.errors import UserError, first_line
 from draftsmith.files import atomic_folder, read_json, write_json
-from draftsmith.train.export.config import ExportConfig
-from draftsmith.train.export.layouts.source import ExportSource
-from draftsmith.train.export.layouts.table import (
+from draftsmith.train.config import ExportConfig
+from draftsmith.train.export.model_card import model_card
+from draftsmith.train.export.source import ExportSource
+from draftsmith.train.export.table import (
     HOLD_TARGET,
     needs_target_weights,
     writer,
 )
-from draftsmith.train.export.layouts.vllm_faults import SHARED_NOISE
-from draftsmith.train.export.model_card import model_card
+from draftsmith.train.export.vllm_faults import SHARED_NOISE
 from draftsmith.train.quiet import quiet
 
 

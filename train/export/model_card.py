@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 
 from draftsmith.drafters.checkpoint import RECORD, draft_sampling_of
-from draftsmith.train.export.layouts.gguf import DRAFT, TARGET
-from draftsmith.train.export.layouts.openvino import TARGET as BESIDE
-from draftsmith.train.export.layouts.serving import (
+from draftsmith.train.export.gguf import DRAFT, TARGET
+from draftsmith.train.export.openvino import TARGET as BESIDE
+from draftsmith.train.export.serving import (
     SGLANG_ALGORITHMS,
     VLLM_GREEDY,
     VLLM_METHODS,
@@ -22,8 +22,8 @@ from draftsmith.train.export.layouts.serving import (
     sglang_command,
     vllm_command,
 )
-from draftsmith.train.export.layouts.source import ExportSource
-from draftsmith.train.export.layouts.vllm_faults import SHARED_NOISE
+from draftsmith.train.export.source import ExportSource
+from draftsmith.train.export.vllm_faults import SHARED_NOISE
 from draftsmith.version import __version__
 
 METHODS = {

@@ -6,9 +6,5 @@ Files in reading order:
 - `prompt_logprobs`: the likeliest tokens alone, from an engine
 - `outline`: a target that is not run here
 - `stored_teacher`: the same from stored data
-- `depth_weights`: weights of the depths
-- `rounds_of_text`: rounds expected on teacher-forced text
-- `recompute`: activations that are computed again
-
-Other chapters import `unrolled_loss`, `teacher`, `outline`, `depth_weights` and `recompute`.
+- `rounds_of_text`: rounds expected on teacher-forced text, and weights of the depths
 """

@@ -19,9 +19,8 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.divergence.fused import TargetLogits
 from draftsmith.kernels.sampling.top_tokens import TopProbs
-from draftsmith.train.data.dataset import load_rows
+from draftsmith.train.data.dataset import Lists, load_rows
 from draftsmith.train.data.mixture import Mixture
-from draftsmith.train.data.pieces import Lists
 from draftsmith.train.data.stored_taps import StoredTaps
 from draftsmith.train.objective.teacher import LiveSource, TargetSignals, TargetSource, logits_at
 

@@ -6,19 +6,21 @@ B rows, L tokens per row, S unrolled steps, H hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.utils import checkpoint
 
 from draftsmith.drafters.interface import TextBatch, UnrollBatch, UnrolledStep
+from draftsmith.errors import UserError
 from draftsmith.kernels.divergence.fused import Divergence, divergence
 from draftsmith.kernels.divergence.kind import FORWARD_KL, DivergenceKind
 from draftsmith.kernels.products.float32_products import faster_linears
-from draftsmith.train.objective.depth_weights import DepthStats, StepWeighting, folded
-from draftsmith.train.objective.rounds_of_text import deepen
+from draftsmith.train.objective.rounds_of_text import DepthStats, StepWeighting, deepen, folded
 from draftsmith.train.objective.teacher import TargetSignals, TargetSource
 
 TOKENS_ONLY = DivergenceKind("ce")
@@ -296,3 +298,22 @@ class FeatureNoise:
         generator.manual_seed(seed % (1 << 63))
         unit = torch.rand(taps.shape, generator=generator, device=taps.device, dtype=torch.float32)
         return taps + (self.width * (2 * unit - 1)).to(taps.dtype)
+
+
+def recompute_mlps(drafter: torch.nn.Module, option: str) -> None:
+    """Has each MLP of the draft run again, as the option of this name asks."""
+    mlps = [module for name, module in drafter.named_modules() if name.rpartition(".")[2] == "mlp"]
+    if not mlps:
+        raise UserError(
+            f"option {option!r} has nothing to recompute in a draft of family "
+            f"{drafter.family!r}; leave it out"
+        )
+    for mlp in mlps:
+        again = partial(_in_the_same_products, mlp.forward)
+        mlp.forward = partial(checkpoint.checkpoint, again, use_reentrant=False)
+
+
+def _in_the_same_products(forward: Callable[..., Any], hidden: torch.Tensor, *others: Any) -> Any:
+    # The backward pass is none of the loss's context, and must keep the same tensors.
+    with faster_linears(hidden.device):
+        return forward(hidden, *others)

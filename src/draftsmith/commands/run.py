@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.commands.table import COMMANDS, load
-from draftsmith.extras import check_extra
-from draftsmith.train.pipeline.config import RunConfig
-from draftsmith.train.pipeline.recipe import CommandOptions
+from draftsmith.errors import check_extra
+from draftsmith.train.config import RunConfig
+from draftsmith.train.pipeline import CommandOptions
 
 
 def run(config: RunConfig) -> int:
-    from draftsmith.train.pipeline.recipe import read_recipe, resolve
-    from draftsmith.train.pipeline.runner import run_stages, show
+    from draftsmith.train.pipeline import read_recipe, resolve, run_stages, show
 
     recipe = read_recipe(config.recipe, config.set)
     out = Path(config.out or Path("runs") / recipe.path.stem)

@@ -68,7 +68,7 @@ COMMANDS = {
         "take an answer's records out of a buffer, and out of what learners keep",
     ),
     "export": Command(
-        "draftsmith.train.export.config:ExportConfig",
+        "draftsmith.train.config:ExportConfig",
         "draftsmith.train.export.command:run",
         "write a draft in the layout vLLM, SGLang or transformers load",
         check="draftsmith.train.export.command:check_options",
@@ -87,19 +87,19 @@ COMMANDS = {
         "serve",
     ),
     "doctor": Command(
-        "draftsmith.train.check.config:DoctorConfig",
+        "draftsmith.train.config:DoctorConfig",
         "draftsmith.train.check.doctor:run",
         "what would go wrong with this target, draft and data",
         alone=True,
     ),
     "plan": Command(
-        "draftsmith.train.check.config:PlanConfig",
+        "draftsmith.train.config:PlanConfig",
         "draftsmith.train.check.plan:run",
         "what training a draft takes here: tokens/s, hours, memory, and what to give",
         alone=True,
     ),
     "run": Command(
-        "draftsmith.train.pipeline.config:RunConfig",
+        "draftsmith.train.config:RunConfig",
         "draftsmith.commands.run:run",
         "a pipeline of these commands from one recipe, resumed, with a report",
         alone=True,

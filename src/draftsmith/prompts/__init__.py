@@ -6,6 +6,5 @@
 - `json_values`: values of JSON lines, of an array, or one after the other
 - `sources`: rows of a file, a folder or a data set
 - `published`: suites as their authors publish them, fetched once
-- `suites`: conversations of a suite, by task
-- `training`: public prompts to train on, none of a suite
+- `suites`: conversations of a suite, by task, and public prompts to train on, none of a suite
 """

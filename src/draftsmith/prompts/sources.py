@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from draftsmith.chats.messages import without_nulls
+from draftsmith.chats import without_nulls
 from draftsmith.errors import UserError
 from draftsmith.prompts.corpus import CORPORA
 from draftsmith.prompts.encoded import SUFFIXES, check_characters, open_text

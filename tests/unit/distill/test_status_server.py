@@ -10,10 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from draftsmith.client import parse
 from draftsmith.distill.state import TOTALS
 from draftsmith.distill.status import Status, StatusServer
 from draftsmith.errors import UserError
-from draftsmith.metrics_text import parse
 
 
 class FullDisk(io.StringIO):

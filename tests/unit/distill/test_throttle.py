@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
+from draftsmith.client import parse
 from draftsmith.distill.throttle import (
     LEAST,
     LOOK_S,
@@ -21,7 +22,6 @@ from draftsmith.distill.throttle import (
     scraper,
 )
 from draftsmith.errors import UserError
-from draftsmith.metrics_text import parse
 
 
 class Time:

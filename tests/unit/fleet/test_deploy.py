@@ -16,7 +16,7 @@ from draftsmith import config as configuration
 from draftsmith.commands.arguments import collect, parse, parser_for
 from draftsmith.commands.table import COMMANDS, load
 from draftsmith.fleet.vllm.worker import SECTION, Settings
-from draftsmith.train.export.layouts.serving import VLLM_METHODS
+from draftsmith.train.export.serving import VLLM_METHODS
 
 ROOT = Path(__file__).resolve().parents[3]
 DEPLOY = ROOT / "deploy"

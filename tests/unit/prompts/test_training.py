@@ -10,7 +10,7 @@ import pytest
 from draftsmith.errors import UserError
 from draftsmith.prompts import suites
 from draftsmith.prompts.published import TRAINING, Published, Suite
-from draftsmith.prompts.training import published_rows, rows_to_train
+from draftsmith.prompts.suites import published_rows, rows_to_train
 
 WORDS = [f"word{n}" for n in range(400)]
 

@@ -13,8 +13,8 @@ import pytest
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.target.target import Target
-from draftsmith.train.export.layouts import gguf, openvino
-from draftsmith.train.export.layouts.portable import check_represented
+from draftsmith.train.export import gguf, openvino
+from draftsmith.train.export.portable import check_represented
 from scripts.demo import commands, report, ship_draft
 from scripts.demo.machine import sizes_of
 from scripts.demo.stages import SHIPPED_DRAFT, SHIPPED_TARGET, stages

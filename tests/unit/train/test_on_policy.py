@@ -22,7 +22,7 @@ from draftsmith.train.config import OnPolicyConfig, TrainConfig
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.data.roles import Role, RoleWeights, TrainedRow, padded_rows, roles_of
 from draftsmith.train.evaluate.teacher_forced import evaluate_draft
-from draftsmith.train.objective.depth_weights import Exponential
+from draftsmith.train.objective.rounds_of_text import Exponential
 from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
 from draftsmith.train.on_policy import OnPolicy, load_texts, prefix, rows_of, save_texts

@@ -12,8 +12,8 @@ from draftsmith.drafters.target.device import placement_of
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.train import resolve
-from draftsmith.train.arguments import training_arguments
 from draftsmith.train.config import TrainConfig, UnrollConfig
+from draftsmith.train.session import training_arguments
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 FAMILIES = ("draft-lm", "eagle3", "p-eagle", "mtp", "eagle1", "medusa", "mlp", "dflash", "dspark")

@@ -10,7 +10,7 @@ from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.train.objective.recompute import recompute_mlps
+from draftsmith.train.objective.unrolled_loss import recompute_mlps
 
 
 def gradients(drafter: torch.nn.Module, batch: UnrollBatch) -> tuple[dict[str, torch.Tensor], int]:

@@ -29,7 +29,7 @@ from draftsmith.lock import folder_lock
 from draftsmith.train import optim, reporting, session, trainer
 from draftsmith.train.command import run
 from draftsmith.train.config import OptimConfig, TrainConfig, UnrollConfig
-from draftsmith.train.evaluate import held_out
+from draftsmith.train.evaluate import measured as evaluations
 from draftsmith.train.evaluate.measured import Figures, measure
 from draftsmith.train.objective.prompt_logprobs import LogprobServer
 from draftsmith.train.objective.teacher import LiveSource
@@ -254,8 +254,8 @@ def test_a_run_ends_with_what_passes_its_minutes(slow, steps, elapsed_s, configu
 
     seconds = {name: 100.0 * (slow == name) for name in ("evaluation", "checkpoint")}
     monkeypatch.setattr(trainer, "unrolled_loss", taking(trainer.unrolled_loss, 1.0, []))
-    measure_slowly = taking(held_out.measure, seconds["evaluation"], evaluated)
-    monkeypatch.setattr(held_out, "measure", measure_slowly)
+    measure_slowly = taking(evaluations.measure, seconds["evaluation"], evaluated)
+    monkeypatch.setattr(evaluations, "measure", measure_slowly)
     save = trainer.Trainer._save_checkpoint
     save_slowly = taking(save, seconds["checkpoint"], saved)
     monkeypatch.setattr(trainer.Trainer, "_save_checkpoint", save_slowly)
@@ -269,7 +269,7 @@ def test_held_out_prompts_are_decoded_while_training_and_the_best_draft_is_kept(
 ):
     """Weights that are spoiled late in the run must not be what it leaves."""
     config = configure(steps=30, eval_every=10, **DECODED)
-    measured = held_out.measure
+    measured = evaluations.measure
 
     def spoiling(drafter, *rest, **options):
         if len(seen) == 2:
@@ -280,7 +280,7 @@ def test_held_out_prompts_are_decoded_while_training_and_the_best_draft_is_kept(
         return seen[-1]
 
     seen: list[Figures] = []
-    monkeypatch.setattr(held_out, "measure", spoiling)
+    monkeypatch.setattr(evaluations, "measure", spoiling)
     run(config)
     evaluated = [line for line in metrics(config) if "eval_tau" in line]
     assert [line["step"] for line in evaluated] == [10, 20, 30]

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from draftsmith import child_process as child_module
 from draftsmith import record as record_module
 from draftsmith.distill.buffer import process as process_module
 from draftsmith.distill.buffer import process_writer
@@ -33,8 +34,7 @@ from draftsmith.record import (
     RoundRow,
     SinkCounts,
 )
-from draftsmith.shared_memory import child as child_module
-from draftsmith.shared_memory.ring import Ring
+from draftsmith.shared_ring import Ring
 from tests.waiting import wait_until
 
 VOCAB = 300

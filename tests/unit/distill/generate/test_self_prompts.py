@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from draftsmith.chats.answers import ChatAnswers
+from draftsmith.chat_answers import ChatAnswers
 from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate.command import check
 from draftsmith.distill.generate.self_prompts import KeptPrompts

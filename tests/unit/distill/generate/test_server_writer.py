@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from draftsmith.chats.answers import ChatAnswers
+from draftsmith.chat_answers import ChatAnswers
 from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate.prompts import Prompt
 from draftsmith.distill.generate.writers import MAX_TRIES, ServerWriter, WrittenAnswer

@@ -24,7 +24,7 @@ from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
-from draftsmith.train.export.config import ExportConfig
+from draftsmith.train.config import ExportConfig
 from tests.engine_readers.proof import export_and_prove
 from tests.engine_readers.vllm_mtp import read_mtp
 from tests.noise import noisy

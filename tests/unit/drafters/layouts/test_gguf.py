@@ -19,12 +19,12 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.load import load_config
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
+from draftsmith.train.config import ExportConfig
 from draftsmith.train.export.command import run
-from draftsmith.train.export.config import ExportConfig
 
 pytest.importorskip("gguf", reason="the extra [gguf] is not installed")
 
-from draftsmith.train.export.layouts.gguf import TARGET
+from draftsmith.train.export.gguf import TARGET
 
 
 @pytest.fixture(autouse=True)

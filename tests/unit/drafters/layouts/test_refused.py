@@ -22,8 +22,8 @@ from draftsmith.drafters.options import OPTIONS, Eagle3Options, MedusaOptions, M
 from draftsmith.drafters.registry import FAMILIES, family_of
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.train.check.config import DoctorConfig
 from draftsmith.train.check.doctor import run as doctor
+from draftsmith.train.config import DoctorConfig
 
 Find = Callable[..., str]
 

@@ -23,8 +23,8 @@ from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.load import load_drafter
 from draftsmith.serve.sampling.params import SamplingParams
-from draftsmith.train.check.config import DoctorConfig
 from draftsmith.train.check.doctor import check_models
+from draftsmith.train.config import DoctorConfig
 from tests.first_rounds import first_round
 from tests.foreign_lm import SPACE, write_foreign
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 
+from draftsmith.client import parse
 from draftsmith.distill.buffer.buffer import BufferReader
-from draftsmith.metrics_text import parse
 from tests.forked import Forked, free_port
 from tests.unit.fleet.observe.conftest import VllmLike
 

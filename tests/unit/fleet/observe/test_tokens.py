@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.chats.answers import ChatAnswers
+from draftsmith.chat_answers import ChatAnswers
 from draftsmith.fleet.observe.endpoints import ENDPOINTS, ObservedAnswer, read_answer
 from draftsmith.fleet.observe.rounds import TokenCounter, Unknown, tokens_of
 from tests.chat_templates import tokenizer_of

@@ -15,7 +15,7 @@ from draftsmith.fleet.recording.recorder import EngineRecorder
 from draftsmith.fleet.recording.writer import EngineJob, run
 from draftsmith.fleet.vllm.worker import Settings, WorkerState
 from draftsmith.record import RoundRecord
-from draftsmith.shared_memory.ring import Ring
+from draftsmith.shared_ring import Ring
 
 VOCAB = 48
 

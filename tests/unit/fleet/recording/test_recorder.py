@@ -21,7 +21,7 @@ from draftsmith.fleet.recording.writer import record_name
 from draftsmith.fleet.vllm import plugin
 from draftsmith.fleet.vllm.plugin import expand
 from draftsmith.fleet.vllm.worker import Settings, WorkerState
-from draftsmith.shared_memory.ring import Ring
+from draftsmith.shared_ring import Ring
 from tests.unit.fleet.recording.stand_ins import (
     VOCAB,
     FirstSampler,

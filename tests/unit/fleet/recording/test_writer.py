@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 import torch
 
+from draftsmith import child_process as child_module
+from draftsmith.child_process import Child
 from draftsmith.distill.buffer import process_writer
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.traffic import stitch
@@ -33,10 +35,7 @@ from draftsmith.fleet.recording.messages import (
 from draftsmith.fleet.recording.writer import EngineJob, record_name, run
 from draftsmith.kernels.sampling import logged
 from draftsmith.record import RoundRecord, hashed_answer
-from draftsmith.shared_memory import child as child_module
-from draftsmith.shared_memory.arrays import send
-from draftsmith.shared_memory.child import Child
-from draftsmith.shared_memory.ring import Ring
+from draftsmith.shared_ring import Ring, send
 from tests import forked
 from tests.waiting import wait_until
 

@@ -16,7 +16,7 @@ from draftsmith.files import write_json
 from draftsmith.fleet.store.mirror import LayoutWriter, Mirror
 from draftsmith.fleet.store.store import VersionStore
 from draftsmith.train.export import command
-from draftsmith.train.export.layouts.source import ExportSource
+from draftsmith.train.export.source import ExportSource
 
 
 @pytest.fixture

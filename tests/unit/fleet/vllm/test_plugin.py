@@ -168,13 +168,21 @@ print([name for name in ("transformers", "pyarrow", "fsspec", "vllm") if name in
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
     )
-    # The package itself loads links and version; the rest is settings, the ring to the writer,
+    # The package itself loads version; the rest is settings, the ring to the writer,
     # distributions as records hold them, and a table of releases.
-    ring = [f"shared_memory{part}" for part in ("", ".arrays", ".child", ".ring")]
-    folders = [".".join(("train", "export", "layouts")[:depth]) for depth in (1, 2, 3)]
+    folders = ["train", "train.export"]
     sampling = [f"kernels.sampling{part}" for part in ("", ".logged", ".top_tokens")]
     kernels = ["kernels", "kernels.dispatch", "kernels.host_compiler", *sampling]
     settings = ["config", "errors", "files"]
     faults = f"{folders[-1]}.vllm_faults"
-    base = [*settings, *kernels, "links", "record", *ring, *folders, faults, "version"]
+    base = [
+        "child_process",
+        *settings,
+        *kernels,
+        "record",
+        "shared_ring",
+        *folders,
+        faults,
+        "version",
+    ]
     assert done.stdout.splitlines() == [str([f"draftsmith.{name}" for name in base]), "[]"]

@@ -17,7 +17,7 @@ import pytest
 
 from draftsmith.fleet.recording.seam import FIRST, SECOND
 from draftsmith.fleet.swaps.proposer import V2
-from draftsmith.train.export.layouts.vllm_faults import SHARED_NOISE
+from draftsmith.train.export.vllm_faults import SHARED_NOISE
 
 
 def sources() -> list[Path]:

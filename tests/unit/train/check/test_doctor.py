@@ -25,10 +25,10 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import template_hash, tokenizer_hash
 from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
-from draftsmith.train.check.config import DoctorConfig
 from draftsmith.train.check.data import Row, check_after_end, check_masks, check_start, marked
 from draftsmith.train.check.doctor import run
 from draftsmith.train.check.memory import compare
+from draftsmith.train.config import DoctorConfig
 from scripts.paths import ROOT
 
 

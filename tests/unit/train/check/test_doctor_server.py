@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from draftsmith.cli import main
+from draftsmith.client import Scrape, parse
 from draftsmith.errors import UserError
-from draftsmith.metrics_text import Scrape, parse
 from draftsmith.train.check.finding import Finding
 from draftsmith.train.check.server import check_metrics
 

@@ -13,8 +13,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import tokenizer_record
 from draftsmith.errors import UserError
 from draftsmith.train.data.batches import Batch, BatchPlan, batches_per_epoch, collate, pack
-from draftsmith.train.data.dataset import TokenSequence, check_tokenizer, read_corpus
-from draftsmith.train.data.pieces import Pieces
+from draftsmith.train.data.dataset import Pieces, TokenSequence, check_tokenizer, read_corpus
 
 
 def row(name: str, length: int = 6, **changes: object) -> dict:

@@ -26,7 +26,7 @@ from draftsmith.drafters.options import (
 )
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from draftsmith.train.objective.depth_weights import Exponential
+from draftsmith.train.objective.rounds_of_text import Exponential
 from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
 from tests.noise import noisy

@@ -14,7 +14,7 @@ from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.evaluate.estimate import Reliability
 from draftsmith.train.evaluate.teacher_forced import evaluate_draft
-from draftsmith.train.objective.depth_weights import Exponential
+from draftsmith.train.objective.rounds_of_text import Exponential
 from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
 from tests.noise import noisy

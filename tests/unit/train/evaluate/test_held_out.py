@@ -13,7 +13,7 @@ from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data.dataset import TokenSequence
-from draftsmith.train.evaluate.held_out import HeldOut
+from draftsmith.train.evaluate.measured import HeldOut
 
 
 @pytest.mark.parametrize(

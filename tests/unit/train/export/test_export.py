@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from draftsmith.drafters import checkpoint
 from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
+from draftsmith.train.config import LAYOUTS, ExportConfig
 from draftsmith.train.export.command import run
-from draftsmith.train.export.config import LAYOUTS, ExportConfig
-from draftsmith.train.export.layouts.table import REFUSALS, WRITERS
+from draftsmith.train.export.table import REFUSALS, WRITERS
 from tests.conftest import save_adapter
 
 

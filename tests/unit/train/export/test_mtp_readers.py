@@ -15,8 +15,8 @@ from draftsmith.drafters.heads.mtp import Mtp
 from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
+from draftsmith.train.config import ExportConfig
 from draftsmith.train.export.command import run
-from draftsmith.train.export.config import ExportConfig
 from tests.engine_readers.proof import export_and_prove
 from tests.engine_readers.sglang_mtp import read_mtp as read_sglang
 from tests.engine_readers.vllm_mtp import read_mtp

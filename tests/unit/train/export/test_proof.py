@@ -25,10 +25,10 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
+from draftsmith.train.config import ExportConfig
 from draftsmith.train.export.command import open_source, run
-from draftsmith.train.export.config import ExportConfig
-from draftsmith.train.export.layouts.source import ExportSource
-from draftsmith.train.export.layouts.table import WRITERS
+from draftsmith.train.export.source import ExportSource
+from draftsmith.train.export.table import WRITERS
 from tests.engine_readers import proof
 from tests.engine_readers.table import READERS
 

@@ -9,7 +9,7 @@ from draftsmith.drafters.interface import TextBatch, UnrollBatch
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.train.objective import unrolled_loss as objective
-from draftsmith.train.objective.depth_weights import Exponential
+from draftsmith.train.objective.rounds_of_text import Exponential
 from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
 

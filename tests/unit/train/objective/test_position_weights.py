@@ -16,15 +16,16 @@ from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MedusaOpt
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.config import UnrollConfig
-from draftsmith.train.objective.depth_weights import (
+from draftsmith.train.objective.rounds_of_text import (
     DepthStats,
     DPace,
     ExpectedPrefix,
     Exponential,
+    align_to_position,
+    align_to_round,
     folded,
     step_weighting,
 )
-from draftsmith.train.objective.rounds_of_text import align_to_position, align_to_round
 from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
 from draftsmith.train.trainer import Trainee, num_items_of

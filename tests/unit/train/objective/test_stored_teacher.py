@@ -31,7 +31,7 @@ from draftsmith.train.data.batches import pack
 from draftsmith.train.data.dataset import Corpus, read_corpus
 from draftsmith.train.data.mixture import read_mixture
 from draftsmith.train.data.stored_taps import LARGEST_FP8, tap_file
-from draftsmith.train.objective.depth_weights import Exponential
+from draftsmith.train.objective.rounds_of_text import Exponential
 from draftsmith.train.objective.stored_teacher import (
     DistributionSource,
     TapSource,

@@ -1,0 +1,66 @@
+"""Messages and tools of requests and of rows, in the one form that templates take."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from draftsmith.chats import conversation_of, plain_message, plain_tool
+from draftsmith.errors import UserError
+from draftsmith.serve.http.bodies import FunctionTool, MessageBody
+
+CALL = {
+    "id": "a",
+    "type": "function",
+    "function": {"name": "f", "arguments": '{"x": null}'},
+}
+MESSAGES = [
+    {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning": "why"},
+    {"role": "tool", "content": "1", "tool_call_id": "a"},
+    {"role": "assistant", "content": "c", "reasoning_content": "how"},
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_row_and_a_request_become_the_same_message(message: dict[str, Any]) -> None:
+    plain = plain_message(message)
+    request = MessageBody.model_validate(message).plain()
+    assert json.dumps(plain) == json.dumps(request)  # templates see the order of keys
+
+
+def test_parts_are_one_text_and_arguments_an_object() -> None:
+    assert plain_message(MESSAGES[0])["content"] == "ab"
+    called = plain_message(MESSAGES[1])
+    assert called["content"] == "" and called["reasoning_content"] == "why"
+    assert called["tool_calls"] == [
+        {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": None}}}
+    ]
+    cut = {"name": "f", "arguments": '{"x": '}
+    assert plain_message({"role": "assistant", "tool_calls": [cut]})["tool_calls"] == [
+        {"type": "function", "function": cut}
+    ]
+
+
+def test_a_bare_function_is_a_tool_as_a_request_has_it() -> None:
+    function = {"parameters": {"type": "object"}, "description": "d", "name": "f", "strict": None}
+    request = FunctionTool.model_validate({"type": "function", "function": function})
+    assert json.dumps(plain_tool(function)) == json.dumps(request.plain())
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type 'image_url'"),
+        ({"messages": [{"content": "a"}]}, "KeyError: 'role'"),
+        ({"messages": [{"role": "user", "content": 3}]}, "TypeError"),
+        ({"messages": [{"role": "assistant", "tool_calls": ["x"]}]}, "AttributeError"),
+        ({"messages": [], "tools": [{"type": "function"}]}, "KeyError: 'name'"),
+        ({"messages": [], "chat_template_kwargs": {"tokenize": True}}, "'tokenize' is no variable"),
+    ],
+)
+def test_what_is_no_conversation_is_named(row: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=f"row 1.*{says}"):
+        conversation_of(row, "row 1")

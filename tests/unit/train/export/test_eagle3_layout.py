@@ -1,0 +1,301 @@
+"""EAGLE-3 exports: what is written, what is refused, and what vLLM and SGLang would
+read from it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftsmith.errors import UserError
+from draftsmith.files import write_json
+from draftsmith.train.config import ExportConfig
+from draftsmith.train.export.command import run
+from tests.engine_readers.table import READERS
+from tests.engine_readers.understood import Understood
+
+VOCAB, HIDDEN = 288, 32  # of tiny_target("llama"), which has 4 layers
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "hidden_act": (
+        "silu"
+    ),
+    "rms_norm_eps": 1e-6, "max_position_embeddings": 256, "rope_theta": 10000.0,
+    "vocab_size": VOCAB, "draft_vocab_size": 100,
+    "tie_word_embeddings": False, "attention_bias": False, "target_hidden_size": HIDDEN,
+    "num_aux_hidden_states": 3,
+    "norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False,
+    "dtype": (
+        "float32"
+    ),
+    "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+    "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+}  # fmt: skip
+
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "fc.weight": (HIDDEN, 3 * HIDDEN),
+    "norm.weight": (HIDDEN,),
+    "midlayer.self_attn.q_proj.weight": (32, 2 * HIDDEN),
+    "midlayer.self_attn.k_proj.weight": (16, 2 * HIDDEN),
+    "midlayer.self_attn.v_proj.weight": (16, 2 * HIDDEN),
+    "midlayer.self_attn.o_proj.weight": (HIDDEN, 32),
+    "midlayer.mlp.gate_proj.weight": (48, HIDDEN),
+    "midlayer.mlp.up_proj.weight": (48, HIDDEN),
+    "midlayer.mlp.down_proj.weight": (HIDDEN, 48),
+    "midlayer.input_layernorm.weight": (HIDDEN,),
+    "midlayer.hidden_norm.weight": (HIDDEN,),
+    "midlayer.post_attention_layernorm.weight": (HIDDEN,),
+}
+
+
+def random_tensors(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = SHAPES | {"lm_head.weight": (config["draft_vocab_size"], HIDDEN)}
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    if config["draft_vocab_size"] != config["vocab_size"]:
+        ids = torch.randperm(VOCAB, generator=generator)[: config["draft_vocab_size"]].sort().values
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
+    return tensors
+
+
+@pytest.fixture
+def make_draft(tmp_path: Path, tiny_target: Callable[..., str]) -> Callable[..., Path]:
+    """`make_draft(change)` writes an EAGLE-3 checkpoint after `change(config, tensors)`."""
+
+    def draft(
+        change: Callable[[dict[str, Any], dict[str, torch.Tensor]], object] | None = None,
+    ) -> Path:
+        folder = tmp_path / "draft"
+        folder.mkdir(exist_ok=True)
+        config = copy.deepcopy(CONFIG)
+        tensors = random_tensors(config)
+        if change is not None:
+            change(config, tensors)
+        write_json(folder / "config.json", config)
+        save_file(tensors, folder / "model.safetensors")
+        target = {"name": tiny_target("llama"), "vocab_size": VOCAB}
+        write_json(
+            folder / "draftsmith.json",
+            {"schema": 1, "family": "eagle3", "target": target, "evaluation": {}},
+        )
+        return folder
+
+    return draft
+
+
+def export(draft: Path, engine: str, **options: Any) -> Path:
+    out = draft.parent / f"out-{engine}"
+    assert run(ExportConfig(draft=str(draft), to=engine, out=str(out), **options)) == 0
+    return out
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def read_as(engine: str, folder: Path) -> Understood:
+    understood = READERS["eagle3", engine](folder, {"num_hidden_layers": 4})
+    assert understood is not None
+    return understood
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_both_engines_read_the_portable_layout_alike(
+    make_draft: Callable[..., Path], engine: str
+) -> None:
+    draft = make_draft()
+    out = export(draft, engine)
+    original = load_file(draft / "model.safetensors")
+    for reader in ("vllm", "sglang"):
+        config, tensors, _ = read_as(reader, out)
+        assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+        assert {**tensors, "t2d": original["t2d"]}.keys() == original.keys()
+        assert all(torch.equal(tensor, original[name]) for name, tensor in tensors.items())
+    assert config["draft_vocab_size"] == 100 and config["tie_word_embeddings"] is False
+
+
+def test_the_readers_tell_broken_folders(make_draft: Callable[..., Path]) -> None:
+    out = export(make_draft(), "vllm")
+    tensors, config = load_file(out / "model.safetensors"), read_config(out)
+    save_file({**tensors, "midlayer.q_norm.weight": torch.ones(8)}, out / "model.safetensors")
+    with pytest.raises(UserError, match="vLLM has no parameter"):
+        read_as("vllm", out)
+    read_as("sglang", out)  # passes over it
+    hidden = tensors.pop("midlayer.hidden_norm.weight")
+    save_file({**tensors, "midlayer.hiddennorm.weight": hidden}, out / "model.safetensors")
+    with pytest.raises(
+        UserError,
+        match=r"SGLang finds no weight for its parameter 'model.layers.0.hidden_norm.weight'",
+    ):
+        read_as("sglang", out)
+    # As SpecForge writes it: the older runner of vLLM is off by one, the newer one falls back on
+    # other layers.
+    write_json(
+        out / "config.json",
+        {name: value for name, value in config.items() if not name.startswith("eagle_aux")},
+    )
+    with pytest.raises(UserError, match="vLLM's two runners would tap"):
+        read_as("vllm", out)
+
+
+def test_speculators_layout(
+    make_draft: Callable[..., Path], tiny_target: Callable[..., str]
+) -> None:
+    draft = make_draft()
+    out = export(draft, "speculators", speculative_tokens=5)
+    config, tensors = read_config(out), load_file(out / "model.safetensors")
+    assert config["speculators_model_type"] == "eagle3" and config["norm_before_residual"] is False
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
+    assert config["speculators_config"]["verifier"]["name_or_path"] == tiny_target("llama")
+    assert read_as("speculators", out).config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    original = load_file(draft / "model.safetensors")
+    assert torch.equal(
+        tensors["layers.0.self_attn.q_proj.weight"], original["midlayer.self_attn.q_proj.weight"]
+    )
+    assert not [name for name in tensors if name.startswith("midlayer")]
+
+
+def drop(*names: str) -> Callable[..., None]:
+    def change(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        for name in names:
+            (tensors if name in tensors else config).pop(name)
+
+    return change
+
+
+def assign(**values: Any) -> Callable[..., None]:
+    return lambda config, tensors: config.update(values)
+
+
+def replace(name: str, tensor: torch.Tensor) -> Callable[..., None]:
+    return lambda config, tensors: tensors.update({name: tensor})
+
+
+def with_heads(name: str, sizes: dict[str, int], **values: Any) -> Callable[..., None]:
+    def change(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        config |= values
+        tensors |= {f"midlayer.self_attn.{kind}_{name}": torch.ones(n) for kind, n in sizes.items()}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [drop("eagle_aux_hidden_state_layer_ids"), drop("eagle_config"), drop("num_aux_hidden_states")],
+)
+def test_layers_are_written_for_both_engines_whichever_was_named(
+    make_draft: Callable[..., Path], change: Callable[..., None]
+) -> None:
+    for engine in ("vllm", "sglang"):
+        out = export(make_draft(change), engine)
+        for reader in ("vllm", "sglang"):
+            assert read_as(reader, out).config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        (drop("draft_vocab_size"), "has shape [100, 32] where its config says [288, 32]"),
+        (drop("d2t"), "weight 'd2t' is missing"),
+        (assign(eagle_aux_hidden_state_layer_ids=[2, 1, 3]), "taps layers [2, 1, 3]"),
+        (
+            assign(
+                eagle_aux_hidden_state_layer_ids=[3, 2, 1],
+                eagle_config={
+                    "use_aux_hidden_state": True,
+                    "eagle_aux_hidden_state_layer_ids": [2, 1, 0],
+                },
+            ),
+            "taps layers [3, 2, 1]",
+        ),
+        (
+            assign(
+                eagle_aux_hidden_state_layer_ids=[1, 2, 4],
+                eagle_config={
+                    "use_aux_hidden_state": True,
+                    "eagle_aux_hidden_state_layer_ids": [0, 1, 3],
+                },
+            ),
+            "from 1 to 3 over",
+        ),
+        (
+            with_heads("norm.weight", {"q": 8, "k": 8}),
+            "'Eagle3Qwen3ForCausalLM' is not the portable EAGLE-3 one",
+        ),
+        (
+            with_heads("proj.bias", {"q": 32, "k": 16, "v": 16, "o": 32}, attention_bias=True),
+            "attention_bias=True",
+        ),
+        (
+            replace("fc_norm.0.weight", torch.ones(HIDDEN)),
+            "has no place",
+        ),
+        (assign(vocab_size=300), "vocab_size=300"),
+        (replace("norm.weight", torch.full((HIDDEN,), float("nan"))), "'norm.weight'"),
+        (replace("d2t", torch.zeros(100, dtype=torch.int64) - 1), "does not map draft tokens"),
+        (replace("d2t", torch.full((100,), VOCAB, dtype=torch.int64)), "does not map draft tokens"),
+    ],
+)
+def test_what_no_engine_could_serve_is_refused_in_one_sentence(
+    make_draft: Callable[..., Path], change: Callable[..., None], wanted: str
+) -> None:
+    draft = make_draft(change)
+    with pytest.raises(UserError) as caught:
+        export(draft, "vllm")
+    assert wanted in str(caught.value) and "\n" not in str(caught.value)
+    assert [path.name for path in draft.parent.iterdir()] == ["draft"], (
+        "a refused export leaves nothing behind"
+    )
+
+
+def normed(key: str) -> Callable[..., None]:
+    def change(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        config[key] = True
+        if key == "fc_norm":
+            tensors |= {f"fc_norm.{index}.weight": torch.ones(HIDDEN) for index in range(3)}
+        if key == "norm_before_fc":
+            tensors["input_norm.weight"] = torch.ones(3 * HIDDEN)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "key", ["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"]
+)
+def test_norms_go_where_they_are_read(make_draft: Callable[..., Path], key: str) -> None:
+    draft = make_draft(normed(key))
+    assert read_config(export(draft, "vllm"))[key] is True
+    assert read_config(export(draft, "speculators"))[key] is True
+    if key == "norm_before_residual":
+        with pytest.raises(UserError, match="SGLang cannot express"):
+            export(draft, "sglang")
+    else:
+        assert read_as("sglang", export(draft, "sglang")).config[key] is True
+
+
+def test_targets_with_scaled_embeddings_need_embeddings_in_the_draft(
+    make_draft: Callable[..., Path], tiny_target: Callable[..., str], tmp_path: Path
+) -> None:
+    target = json.loads((Path(tiny_target("llama")) / "config.json").read_text())
+    scaled = {
+        **target,
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "query_pre_attn_scalar": 16,
+    }
+    (tmp_path / "scaled").mkdir()
+    write_json(tmp_path / "scaled" / "config.json", scaled)
+    with pytest.raises(UserError, match="scales its token embeddings"):
+        export(make_draft(), "vllm", target=str(tmp_path / "scaled"))
+    own = make_draft(replace("embed_tokens.weight", torch.zeros(VOCAB, HIDDEN)))
+    export(own, "vllm", target=str(tmp_path / "scaled"))

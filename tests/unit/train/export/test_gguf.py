@@ -1,0 +1,198 @@
+"""GGUF files for llama.cpp: what is written, what is refused, and the target beside the draft."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
+from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.weights import read_weights, write_weights
+from draftsmith.errors import UserError
+from draftsmith.files import read_json, write_json
+from draftsmith.train.config import ExportConfig
+from draftsmith.train.export.command import run
+
+pytest.importorskip("gguf", reason="the extra [gguf] is not installed")
+
+from draftsmith.train.export.gguf import DRAFT, TARGET, file_type, write_gguf
+from draftsmith.train.export.gguf_vocabulary import CONTROL, NORMAL, UNUSED, vocabulary
+from tests.engine_readers import llamacpp
+from tests.engine_readers.llamacpp import read_gguf
+
+EAGLE3 = Eagle3Options(draft_vocab_size=100, taps=(1, 2, 3))
+
+
+@pytest.fixture
+def made(target: Target, tmp_path: Path) -> Callable[..., Path]:
+    """`made(family, options)` is the folder of a fresh draft."""
+
+    def draft(family: str, options: Any) -> Path:
+        counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(5))
+        drafter = FAMILIES[family].create(options, target, seed=0, token_counts=counts)
+        checkpoint.save(drafter, tmp_path / "draft", target)
+        return tmp_path / "draft"
+
+    return draft
+
+
+def export(draft: Path, **options: Any) -> Path:
+    out = draft.with_name("out")
+    run(ExportConfig(draft=str(draft), to="gguf", out=str(out), **options))
+    return out
+
+
+def test_an_eagle3_head_keeps_types_and_gets_absolute_ids(made: Callable[..., Path]) -> None:
+    draft = made("eagle3", EAGLE3)
+    content = read_gguf(export(draft) / DRAFT)
+    assert content.arch == "eagle3" and content.values["target_layers"] == [1, 2, 3]
+    offsets = read_weights(draft)["d2t"]
+    assert content.tensors["d2t"].tolist() == (torch.arange(100) + offsets).tolist()
+    assert content.values["tokenizer.ggml.pre"] == "gpt-2"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"norm_output": True}, "eagle3.norm_output=false"),
+        ({"fc_norm": True}, "eagle3.fc_norm=false"),
+        ({"taps": (1, 3)}, "exactly 3"),
+    ],
+)
+def test_heads_that_llama_cpp_would_read_as_others_are_refused(
+    options: dict[str, Any], reason: str, made: Callable[..., Path]
+) -> None:
+    draft = made("eagle3", Eagle3Options(**{"draft_vocab_size": 100, "taps": (1, 2, 3)} | options))
+    with pytest.raises(UserError, match=reason):
+        export(draft)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_the_target_beside_a_draft_gives_its_own_logits(
+    kind: str, tiny_target: Callable[..., str], tmp_path: Path
+) -> None:
+    folder = tiny_target(kind)
+    target = Target.load(folder, dtype=torch.float32)
+    drafter = FAMILIES["draft-lm"].create(DraftLmOptions(target_layers=(0, 3)), target, seed=0)
+    checkpoint.save(drafter, tmp_path / "draft", target)
+    content = read_gguf(export(tmp_path / "draft", with_target=True) / TARGET)
+    read = llamacpp.understood_model(content)
+    write_weights(tmp_path / "read", read.config, read.tensors)
+    ids = torch.arange(40)[None] + 3
+    with torch.no_grad():
+        ours, theirs = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(ids).logits
+            for path in (folder, tmp_path / "read")
+        )
+    assert torch.allclose(ours, theirs, atol=1e-4)
+
+
+def test_scaled_frequencies_go_into_a_tensor(made: Callable[..., Path], target: Target) -> None:
+    draft = made("draft-lm", DraftLmOptions(num_layers=1))
+    config = read_json(draft / "config.json")
+    scaled = {
+        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    write_json(draft / "config.json", {**config, "rope_parameters": scaled})
+    out = export(draft)
+    factors = read_gguf(out / DRAFT).tensors["rope_freqs.weight"]
+    assert factors[0] == pytest.approx(1.0) and factors[-1] == pytest.approx(8.0)
+    read = llamacpp.read_draft_lm(out, target.config.to_dict())
+    write_weights(draft.with_name("read"), read.config, read.tensors)
+    ids = torch.arange(200)[None]
+    with torch.no_grad():
+        ours, theirs = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(ids).logits
+            for path in (draft, draft.with_name("read"))
+        )
+    assert torch.allclose(ours, theirs, atol=1e-4)
+    write_json(
+        draft / "config.json", {**config, "rope_parameters": {**scaled, "rope_type": "yarn"}}
+    )
+    with pytest.raises(UserError, match="rotary embeddings of type 'yarn'"):
+        export(draft)
+
+
+def test_other_kinds_of_models_are_refused(tiny_target: Callable[..., str], tmp_path: Path) -> None:
+    target = Target.load(tiny_target("gpt2"), dtype=torch.float32)
+    drafter = FAMILIES["draft-lm"].create(DraftLmOptions(target_layers=(0,)), target, seed=0)
+    checkpoint.save(drafter, tmp_path / "draft", target)
+    with pytest.raises(UserError, match="of kind 'gpt2', and draftsmith writes llama, mistral"):
+        export(tmp_path / "draft")
+
+
+def test_with_target_is_refused_where_engines_read_the_target_itself(tmp_path: Path) -> None:
+    config = ExportConfig(draft="d", to="vllm", out=str(tmp_path / "out"), with_target=True)
+    with pytest.raises(UserError, match="--with-target is for gguf"):
+        run(config)
+
+
+def test_half_precision_stays_and_vectors_are_float32(tmp_path: Path) -> None:
+    matrix = torch.randn(4, 8).to(torch.bfloat16)
+    content = llamacpp.Gguf("llama", {"block_count": 1}, {"a": matrix, "b": torch.ones(3).half()})
+    write_gguf(tmp_path / "file.gguf", content, name="x")
+    read = read_gguf(tmp_path / "file.gguf")
+    assert torch.equal(read.tensors["a"], matrix) and file_type({"a": matrix}) == 32
+    assert read.tensors["b"].dtype == torch.float32
+
+
+class TestVocabulary:
+    def test_special_and_missing_tokens_are_marked(self, tiny_target: Callable[..., str]) -> None:
+        folder = Path(tiny_target("llama"))
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        found = vocabulary(folder, 291, trust_remote_code=False)
+        tokens, kinds = found["tokenizer.ggml.tokens"], found["tokenizer.ggml.token_type"]
+        assert tokens[:288] == tokenizer.convert_ids_to_tokens(range(288))
+        assert tokens[290] == "[PAD290]" and kinds[288:] == [UNUSED] * 3
+        assert kinds[0] == CONTROL and kinds[200] == NORMAL
+        assert found["tokenizer.ggml.eos_token_id"] == tokenizer.eos_token_id
+        assert found["tokenizer.ggml.add_bos_token"] is False
+        merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+        assert [tuple(merge.split(" ")) for merge in found["tokenizer.ggml.merges"]] == [
+            tuple(merge) for merge in merges
+        ]
+
+    @pytest.mark.parametrize(
+        ("pattern", "rule"),
+        [
+            (
+                r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+                r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+                "qwen2",
+            ),
+            (
+                r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+                r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+                "llama-bpe",
+            ),
+            (r"\p{L}+", None),
+        ],
+    )
+    def test_the_rule_of_splitting_is_found_by_its_pattern(
+        self, pattern: str, rule: str | None, tmp_path: Path
+    ) -> None:
+        tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(pattern), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        tokenizer.decoder = decoders.ByteLevel()
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+        if rule is None:
+            with pytest.raises(UserError, match="no byte-level BPE that draftsmith writes"):
+                vocabulary(tmp_path, 2, trust_remote_code=False)
+        else:
+            found = vocabulary(tmp_path, 2, trust_remote_code=False)
+            assert found["tokenizer.ggml.pre"] == rule

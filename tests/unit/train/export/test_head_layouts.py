@@ -1,0 +1,194 @@
+"""Layouts as engines load them: names, shapes, and the same draft when it is read back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.init_from_target import output_table
+from draftsmith.drafters.interface import UnrollBatch
+from draftsmith.drafters.options import OPTIONS
+from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
+from draftsmith.files import read_json, write_json
+from draftsmith.train.config import ExportConfig
+from draftsmith.train.export.command import run
+from draftsmith.train.export.table import WRITERS
+from tests.noise import noisy
+
+ENGINES = [
+    (family, engine)
+    for family, writers in WRITERS.items()
+    for engine in writers
+    # A repository around the vllm layout, and files of other engines (test_gguf.py,
+    # test_openvino.py).
+    if engine not in ("triton", "gguf", "openvino")
+    # Of a target's own block alone: test_own_block_layouts.py, test_speculators_layout.py.
+    if (family, engine) not in (("mtp", "sglang"), ("mtp", "speculators"))
+]
+# The layout has blocks whose slots see each other only.
+IN_SPECULATORS = {"dflash": {"causal": False}, "dspark": {"causal": False}}
+
+
+@pytest.fixture
+def make(target: Target, tmp_path: Path):
+    """A saved draft with noise in all its weights."""
+
+    def draft(family: str, of: Target = target, **options: Any) -> Path:
+        drafter = FAMILIES[family].create(OPTIONS[family](**options), of, seed=0)
+        checkpoint.save(noisy(drafter, 1, 0.1), tmp_path / family, of)
+        return tmp_path / family
+
+    return draft
+
+
+def export(draft: Path, engine: str) -> Path:
+    out = draft.with_name(f"{draft.name}-{engine}")
+    run(ExportConfig(draft=str(draft), to=engine, out=str(out)))
+    return out
+
+
+def without_record(folder: Path) -> Path:
+    (folder / "draftsmith.json").unlink()
+    return folder
+
+
+@torch.no_grad()
+def logits(folder: Path, target: Target) -> list[torch.Tensor]:
+    drafter = checkpoint.load(folder, target)
+    ids = torch.randint(3, target.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
+    taps, _ = target.states(ids, torch.ones_like(ids), drafter.taps)
+    batch = UnrollBatch(input_ids=ids, attention_mask=torch.ones_like(ids), taps=taps, num_steps=3)
+    heads = (
+        [drafter.head_at(depth) for depth in range(3)]
+        if drafter.family in ("medusa", "mlp")
+        else [drafter.head_weight()] * 3
+    )
+    return [step.hidden @ head.T for step, head in zip(drafter.unroll(batch), heads, strict=True)]
+
+
+@pytest.mark.parametrize(("family", "engine"), ENGINES)
+def test_read_after_write_is_the_identity(family, engine, make, target):
+    draft = make(family, **(IN_SPECULATORS.get(family, {}) if engine == "speculators" else {}))
+    own = checkpoint.load(draft, target)
+    read = checkpoint.load(without_record(export(draft, engine)), target)
+    assert type(read) is type(own) and read.taps == own.taps
+    state, again = own.state_dict(), read.state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in state.items())
+    # SGLang's EAGLE-1 has a bias, and each head of the original Medusa a copy of the table.
+    table = output_table(target)
+    more = [again[name] for name in again.keys() - state.keys()]
+    assert all(torch.equal(one, table) if one.ndim == 2 else not one.any() for one in more)
+    if hasattr(own, "portable_config") and again.keys() == state.keys():
+        assert read.portable_config() == own.portable_config()
+
+
+def test_a_bias_that_says_something_is_not_dropped(make, target):
+    draft = make("eagle1")
+    tensors = load_file(draft / "model.safetensors")
+    save_file(
+        {**tensors, "fc.bias": torch.ones_like(tensors["fc.weight"][:, 0])},
+        draft / "model.safetensors",
+    )
+    before = logits(draft, target)
+    with pytest.raises(UserError, match="fc has a bias, which vLLM's EAGLE-1 cannot express"):
+        export(draft, "vllm")
+    for own, exported in zip(before, logits(export(draft, "sglang"), target), strict=True):
+        torch.testing.assert_close(own, exported)
+
+
+def test_eagle1_of_a_target_with_scaled_embeddings_brings_its_own(make, tiny_target):
+    gemma = Target.load(tiny_target("gemma"), dtype=torch.float32)
+    draft = make("eagle1", gemma)
+    assert "embed_tokens.weight" in load_file(export(draft, "vllm") / "model.safetensors")
+    tensors = load_file(draft / "model.safetensors")
+    del tensors["embed_tokens.weight"]
+    save_file(tensors, draft / "model.safetensors")
+    with pytest.raises(UserError, match="scales its token embeddings"):
+        export(draft, "sglang")
+
+
+def test_medusa_carries_the_targets_table(make, target, tiny_target):
+    draft = make("medusa")
+    table = output_table(target).detach()
+    assert torch.equal(
+        load_file(export(draft, "vllm") / "model.safetensors")["lm_head.weight"], table
+    )
+    original = load_file(export(draft, "hf") / "medusa_lm_head.safetensors")
+    assert torch.equal(original["3.1.weight"], table) and original["0.0.linear.bias"].shape == (32,)
+    assert read_json(draft.with_name("medusa-hf") / "config.json")["medusa_num_heads"] == 4
+    # Qwen3 here ties the two tables.
+    tied = Target.load(tiny_target("qwen3"), dtype=torch.float32)
+    again = make("medusa", tied)
+    assert torch.equal(
+        load_file(export(again, "vllm") / "model.safetensors")["lm_head.weight"],
+        output_table(tied).detach(),
+    )
+
+
+def test_p_eagle_layers_are_named_as_vllm_names_them(make):
+    draft = make("p-eagle")
+    written = {engine: export(draft, engine) for engine in ("vllm", "speculators")}
+    tensors = {
+        engine: load_file(folder / "model.safetensors") for engine, folder in written.items()
+    }
+    assert {name.split(".")[0] for name in tensors["vllm"]} == {
+        "midlayer",
+        "layers",
+        "fc",
+        "norm",
+        "lm_head",
+        "mask_hidden",
+    }
+    assert not any(name.startswith("midlayer") for name in tensors["speculators"])
+    config = {engine: read_json(folder / "config.json") for engine, folder in written.items()}
+    assert (
+        config["vllm"]["architectures"] == ["LlamaForCausalLMEagle3"]
+        and config["vllm"]["num_hidden_layers"] == 4
+    )
+    assert config["speculators"]["speculators_model_type"] == "peagle"
+    assert config["speculators"]["mask_token_id"] == config["vllm"]["mask_token_id"] is not None
+    with pytest.raises(UserError, match="does not read P-EAGLE's mask_hidden"):
+        export(draft, "sglang")
+    tensors["vllm"].pop("mask_hidden")
+    save_file(tensors["vllm"], draft / "model.safetensors")
+    with pytest.raises(UserError, match="'mask_hidden' is missing"):
+        export(draft, "vllm")
+
+
+def test_a_block_that_is_drafted_otherwise_is_refused(make):
+    draft = make("dspark")
+    config = read_json(draft / "config.json")
+    write_json(draft / "config.json", config | {"markov_head_type": "gated"})
+    with pytest.raises(UserError, match="has markov_head_type='gated', which"):
+        export(draft, "vllm")
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"), [([1, 0], r"taps layers \[2, 1\]"), ([0, 3], "from 1 to 3 over")]
+)
+def test_layers_that_engines_cannot_hand_over_are_refused(layers, words, make):
+    draft = make("dflash")
+    config = read_json(draft / "config.json")
+    config["dflash_config"]["target_layer_ids"] = layers
+    write_json(draft / "config.json", config)
+    with pytest.raises(UserError, match=words):
+        export(draft, "sglang")
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [("eagle1", "vocab_size"), ("mlp", "vocab_size"), ("mlp", "emb_dim"), ("dflash", "vocab_size")],
+)
+def test_a_draft_of_another_target_is_refused(family, key, make):
+    draft = make(family)
+    config = read_json(draft / "config.json")
+    write_json(draft / "config.json", config | {key: 7})
+    with pytest.raises(UserError, match="needed for"):
+        export(draft, next(iter(WRITERS[family])))

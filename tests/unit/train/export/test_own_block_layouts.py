@@ -1,0 +1,159 @@
+"""New MTP modules for targets whose own kind has one: a block of the target's class, exported into
+the target's folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.heads.mtp import Mtp
+from draftsmith.drafters.heads.mtp_deepseek import AppendedMtp
+from draftsmith.drafters.interface import UnrollBatch
+from draftsmith.drafters.options import MtpOptions
+from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
+from draftsmith.train.config import ExportConfig
+from draftsmith.train.export.command import run
+from tests.engine_readers.proof import export_and_prove
+from tests.noise import noisy
+from tests.unit.train.export.conftest import APPENDED
+
+BESIDE = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "ernie4_5_moe")
+IDS = torch.randint(2, 288, (2, 24), generator=torch.Generator().manual_seed(1))
+Find = Callable[..., str]
+
+
+# One that is appended and one beside the target; each of the others loads a target and two engines.
+QUICK = ("deepseek_v3", "qwen3_next")
+KINDS = [
+    kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.long)
+    for kind in (*APPENDED, *BESIDE)
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_module_has_the_targets_block_and_is_exported_into_its_folder(
+    kind: str, without_module: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = without_module(kind)
+    target = Target.load(folder, dtype=torch.float32)
+    drafter = Mtp.create(MtpOptions(), target, seed=3)
+    assert isinstance(drafter, AppendedMtp)
+    noisy(drafter, 0, 0.1)
+    checkpoint.save(drafter, tmp_path / "draft", target)
+    out = tmp_path / "out"
+    export_and_prove(ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(out)))
+
+    weight_map = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    old = load_file(folder / "model.safetensors")
+    new = {name for name, file in weight_map.items() if file == "model-mtp.safetensors"}
+    assert weight_map.keys() == old.keys() | new and new.isdisjoint(old)
+    _, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"]
+    again = Target.load(out, dtype=torch.float32)
+    mask = torch.ones_like(IDS)
+    assert torch.equal(again.states(IDS, mask, ())[1], target.states(IDS, mask, ())[1])
+    if kind != "ernie4_5_moe":  # whose heads vLLM rotates otherwise
+        read = checkpoint.load(out, again)
+        assert read.state_dict().keys() == drafter.state_dict().keys()
+        assert all(
+            torch.equal(one, read.state_dict()[name]) for name, one in drafter.state_dict().items()
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_module_begins_at_numbers_that_learn(
+    kind: str, without_module: Callable[[str], Path]
+) -> None:
+    target = Target.load(without_module(kind), dtype=torch.float32)
+    first, second, other = (Mtp.create(MtpOptions(), target, seed=seed) for seed in (3, 3, 4))
+    for name, parameter in first.named_parameters():
+        assert torch.equal(parameter, second.state_dict()[name])  # nothing is left undrawn
+        if parameter.ndim > 1:
+            assert not torch.equal(parameter, other.state_dict()[name])
+            assert 0.1 < float(parameter.detach().std() * parameter.shape[-1] ** 0.5) < 1
+    mask = torch.ones_like(IDS)
+    taps = target.states(IDS, mask, first.taps)[0]
+    batch = UnrollBatch(input_ids=IDS, attention_mask=mask, taps=taps, num_steps=2)
+    head, losses = first.head_weight(), []
+    optimizer = torch.optim.Adam(first.parameters(), lr=1e-2)
+    for _ in range(12):
+        logits = [step.hidden[:, 1:-2] @ head.T for step in first.unroll(batch)]
+        loss = sum(
+            torch.nn.functional.cross_entropy(one.flatten(0, 1), IDS[:, 3:].flatten())
+            for one in logits
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(one.grad is not None for one in first.layer.self_attn.parameters())
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3", "ernie4_5_moe", "qwen3"])
+def test_modules_that_sglang_runs_otherwise_are_refused(
+    kind: str, tiny_target: Find, without_module: Callable[[str], Path], tmp_path: Path
+) -> None:
+    target = Target.load(tiny_target(kind) if kind == "qwen3" else without_module(kind))
+    checkpoint.save(Mtp.create(MtpOptions(), target, seed=0), tmp_path / "draft", target)
+    with pytest.raises(UserError, match=f"SGLang runs the MTP module of a '{kind}' target"):
+        run(ExportConfig(draft=str(tmp_path / "draft"), to="sglang", out=str(tmp_path / "out")))
+
+
+def test_ernies_heads_are_in_the_order_that_vllm_rotates(
+    without_module: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Scores of two states: pairs rotated here, halves there."""
+    target = Target.load(without_module("ernie4_5_moe"), dtype=torch.float32)
+    drafter = Mtp.create(MtpOptions(), target, seed=3)
+    checkpoint.save(drafter, tmp_path / "draft", target)
+    out = tmp_path / "out"
+    run(ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(out)))
+    theirs = load_file(out / "model-mtp.safetensors")
+    width = drafter.layer.self_attn.head_dim
+    states = torch.randn(2, target.hidden_size, generator=torch.Generator().manual_seed(0))
+    angles = torch.outer(torch.tensor([5.0, 2.0]), 10_000 ** -torch.linspace(0, 1, width // 2))
+    turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+
+    def score(q: torch.Tensor, k: torch.Tensor, *, halves: bool) -> torch.Tensor:
+        rotated = []
+        for weight, state, by in zip((q, k), states, turn):
+            heads = (weight @ state).unflatten(
+                0, (-1, 2, width // 2) if halves else (-1, width // 2, 2)
+            )
+            pairs = heads.transpose(1, 2) if halves else heads
+            rotated.append(torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * by))
+        return (rotated[0][: len(rotated[1])] * rotated[1]).sum(dim=(1, 2))
+
+    attention, name = drafter.layer.self_attn, "model.mtp_block.0.self_attn.{}_proj.weight"
+    torch.testing.assert_close(
+        score(theirs[name.format("q")], theirs[name.format("k")], halves=True),
+        score(attention.q_proj.weight, attention.k_proj.weight, halves=False),
+    )
+
+
+def test_another_width_is_refused(without_module: Callable[[str], Path]) -> None:
+    target = Target.load(without_module("glm4_moe"))
+    with pytest.raises(UserError, match="has a block of the target's own shape; leave it out"):
+        Mtp.create(MtpOptions(intermediate_size=8), target, seed=0)
+
+
+def test_another_targets_module_is_refused(
+    without_module: Callable[[str], Path], tmp_path: Path
+) -> None:
+    target = Target.load(without_module("qwen3_next"))
+    checkpoint.save(Mtp.create(MtpOptions(), target, seed=0), tmp_path / "draft", target)
+    job = ExportConfig(
+        draft=str(tmp_path / "draft"), target=str(without_module("glm4_moe")), to="vllm",
+        out=str(tmp_path / "out"),
+    )  # fmt: skip
+    with pytest.raises(UserError, match="is for a target with model_type='qwen3_next'"):
+        run(job)

@@ -1,0 +1,145 @@
+"""The model repository for NVIDIA Triton's vLLM backend: its folders, the model configuration,
+vLLM's arguments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.options import OPTIONS
+from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
+from draftsmith.files import read_json, write_json
+from draftsmith.train.config import ExportConfig
+from draftsmith.train.export.command import open_source, run
+from draftsmith.train.export.serving import model_name
+from tests.engine_readers.table import draft_folder
+
+
+def parse(text: str) -> dict[str, Any]:
+    """Protobuf's text format as far as a model configuration goes: scalars, messages and lists of
+    messages."""
+    tokens = re.findall(r'"[^"]*"|[\w.-]+|[{}\[\]:,]', re.sub(r"#.*", "", text))
+
+    def message(end: str | None) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        while tokens and tokens[0] != end:
+            name = tokens.pop(0)
+            assert re.fullmatch(r"[a-z_]+", name), name
+            assert name not in found, f"{name} is set twice"
+            if tokens[0] == ":":
+                tokens.pop(0)
+            found[name] = value()
+        assert (tokens.pop(0) if tokens else None) == end
+        return found
+
+    def value() -> Any:
+        token = tokens.pop(0)
+        if token == "{":
+            return message("}")
+        if token == "[":
+            items = []
+            while tokens[0] != "]":
+                items.append(value())
+                if tokens[0] == ",":
+                    tokens.pop(0)
+            tokens.pop(0)
+            return items
+        if token.startswith('"'):
+            return token[1:-1]
+        return int(token) if token.isdigit() else {"true": True, "false": False}.get(token, token)
+
+    return message(None)
+
+
+@pytest.fixture
+def make(tiny_target: Callable[..., str], tmp_path: Path) -> Callable[[str], Path]:
+    def repository(family: str) -> Path:
+        target = Target.load(tiny_target("llama"), dtype=torch.float32)
+        checkpoint.save(
+            FAMILIES[family].create(OPTIONS[family](), target, seed=0), tmp_path / "draft", target
+        )
+        config = ExportConfig(
+            draft=str(tmp_path / "draft"),
+            to="triton",
+            out=str(tmp_path / "models"),
+            speculative_tokens=4,
+        )
+        assert run(config) == 0
+        return tmp_path / "models"
+
+    return repository
+
+
+def test_the_repository_is_a_model_of_one_version(
+    make: Callable[[str], Path], tiny_target: Callable[..., str]
+) -> None:
+    out = make("eagle3")
+    name = Path(tiny_target("llama")).name
+    assert sorted(path.name for path in out.iterdir() if path.is_dir()) == [name]
+    assert sorted(path.name for path in (out / name).iterdir()) == ["1", "config.pbtxt"]
+    config = parse((out / name / "config.pbtxt").read_text())
+    assert config == {
+        "name": name,
+        "backend": "vllm",
+        "max_batch_size": 0,
+        "model_transaction_policy": {"decoupled": True},
+        "instance_group": [{"count": 1, "kind": "KIND_MODEL"}],
+    }
+    draft = (out / name / "1" / "draft").resolve()
+    assert read_json(out / name / "1" / "model.json") == {
+        "model": str(Path(tiny_target("llama")).resolve()),
+        "speculative_config": {
+            "method": "eagle3",
+            "num_speculative_tokens": 4,
+            "draft_sample_method": "probabilistic",
+            "model": str(draft),
+        },
+    }
+    assert read_json(draft / "config.json")["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert "tritonserver --model-repository" in (out / "README.md").read_text()
+
+
+def test_a_stitched_module_is_the_model_itself(make: Callable[[str], Path]) -> None:
+    out = make("mtp")
+    arguments = read_json(next(out.glob("*/1/model.json")))
+    assert arguments["speculative_config"] == {
+        "method": "mtp",
+        "num_speculative_tokens": 4,
+        "draft_sample_method": "probabilistic",
+    }
+    assert Path(arguments["model"]) == draft_folder(out).resolve()
+    assert read_json(draft_folder(out) / "config.json")["architectures"] == ["MiMoForCausalLM"]
+
+
+def test_a_repository_that_names_another_draft_is_refused(make: Callable[[str], Path]) -> None:
+    out = make("eagle3")
+    path = next(out.glob("*/1/model.json"))
+    arguments = read_json(path)
+    arguments["speculative_config"]["model"] = "/elsewhere/draft"
+    write_json(path, arguments)
+    with pytest.raises(UserError, match="which is not in the repository"):
+        draft_folder(out)
+
+
+def test_names_and_refusals(make: Callable[[str], Path], tmp_path: Path) -> None:
+    assert model_name("Qwen/Qwen3-8B") == "Qwen3-8B" and model_name("/data/my model/") == "my-model"
+    make("eagle3")
+    with pytest.raises(UserError, match="names folders of this machine"):
+        run(
+            ExportConfig(
+                draft=str(tmp_path / "draft"),
+                to="triton",
+                out=str(tmp_path / "models"),
+                push="ann/pair",
+            )
+        )
+    config = ExportConfig(draft=str(tmp_path / "draft"), to="triton", out=str(tmp_path / "models"))
+    assert open_source(config).out == tmp_path / "models"

@@ -1,0 +1,115 @@
+"""Table of layouts: the writer of each family for each engine, or the reason why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from draftsmith.errors import UserError
+from draftsmith.train.export import gguf, mtp, openvino, portable
+from draftsmith.train.export.serving import in_repository
+from draftsmith.train.export.source import ExportSource
+from draftsmith.train.export.speculators import write_mtp, write_speculators
+
+Writer = Callable[[ExportSource, Path], None]
+
+# The families that become part of their target's checkpoint; for others its configuration and
+# tokenizer are enough.
+STITCHED = ("mtp",)
+# The families whose export needs some of the target's weights.
+NEED_TARGET_WEIGHTS = (*STITCHED, "medusa")
+# The pairs that need some likewise: the graph of a head holds the target's embeddings, and the
+# speculators library takes them for those of the draft.
+TAKE_EMBEDDINGS = (("eagle3", "openvino"), ("eagle1", "speculators"))
+# The layouts that can hold the target beside the draft.
+HOLD_TARGET = ("gguf", "openvino")
+
+BLOCKS: dict[str, Writer] = {
+    "vllm": portable.write_block,
+    "sglang": portable.write_block,
+    "speculators": write_speculators,
+    "gguf": gguf.write_block,
+}
+WRITERS: dict[str, dict[str, Writer]] = {
+    "eagle3": {
+        "vllm": portable.write_eagle3,
+        "sglang": portable.write_sglang_eagle3,
+        "speculators": write_speculators,
+        "gguf": gguf.write_eagle3,
+        "openvino": openvino.write_eagle3,
+    },
+    "p-eagle": {"vllm": portable.write_eagle3, "speculators": write_speculators},
+    "draft-lm": {
+        "vllm": portable.write_plain,
+        "sglang": portable.write_sglang,
+        "hf": portable.write_plain,
+        "gguf": gguf.write_lm,
+        "openvino": openvino.write_lm,
+    },
+    "mtp": {
+        "vllm": mtp.write_mtp,
+        "sglang": mtp.write_sglang,
+        "speculators": write_mtp,
+    },
+    "eagle1": {
+        "vllm": portable.write_vllm_eagle1,
+        "sglang": portable.write_sglang_eagle1,
+        "speculators": write_speculators,
+    },
+    "medusa": {"vllm": portable.write_vllm_medusa, "hf": portable.write_medusa},
+    "mlp": {"hf": portable.write_ibm},
+    "dflash": {**BLOCKS},
+    "dspark": {**BLOCKS},
+}
+for writers in WRITERS.values():
+    if "vllm" in writers:
+        writers["triton"] = in_repository(writers["vllm"])
+REFUSALS: dict[tuple[str, str], str] = {
+    ("eagle3", "hf"): "transformers cannot draft with EAGLE-3",
+    (
+        "p-eagle",
+        "sglang",
+    ): "SGLang does not read P-EAGLE's mask_hidden and would draft one token after another",
+    ("p-eagle", "hf"): "transformers cannot draft with P-EAGLE",
+    ("draft-lm", "speculators"): "the speculators library has no model for a draft LM",
+    ("mtp", "hf"): "transformers drafts one token with an MTP module, and none with MiMo's",
+    ("eagle1", "hf"): "transformers cannot draft with EAGLE-1",
+    ("medusa", "sglang"): "SGLang does not draft with Medusa",
+    ("medusa", "speculators"): "the speculators library has no Medusa heads",
+    ("mlp", "vllm"): "vLLM does not draft with the MLP speculator any more",
+    ("mlp", "triton"): "Triton's vLLM backend does not draft with the MLP speculator any more",
+    ("mlp", "sglang"): "SGLang does not draft with the MLP speculator",
+    ("dflash", "hf"): "transformers cannot draft with DFlash",
+    ("dspark", "hf"): "transformers cannot draft with DSpark",
+    ("mlp", "speculators"): "the speculators library has no model for an MLP speculator",
+    ("p-eagle", "gguf"): "llama.cpp drafts one token after another with an EAGLE-3 head",
+    ("mtp", "gguf"): "llama.cpp reads MTP modules only as layers of the targets that bring them",
+    ("eagle1", "gguf"): "llama.cpp does not draft with EAGLE-1",
+    ("medusa", "gguf"): "llama.cpp does not draft with Medusa",
+    ("mlp", "gguf"): "llama.cpp does not draft with the MLP speculator",
+    ("p-eagle", "openvino"): "OpenVINO GenAI drafts one token after another with an EAGLE-3 head",
+    ("mtp", "openvino"): "OpenVINO GenAI drafts with MTP modules of Gemma 4 alone",
+    ("eagle1", "openvino"): "OpenVINO GenAI does not draft with EAGLE-1",
+    ("medusa", "openvino"): "OpenVINO GenAI does not draft with Medusa",
+    ("mlp", "openvino"): "OpenVINO GenAI does not draft with the MLP speculator",
+    ("dflash", "openvino"): "draftsmith does not write DFlash to OpenVINO",
+    ("dspark", "openvino"): "OpenVINO GenAI does not draft with DSpark",
+}
+
+
+def needs_target_weights(family: str, engine: str) -> bool:
+    return family in NEED_TARGET_WEIGHTS or (family, engine) in TAKE_EMBEDDINGS
+
+
+def writer(family: str, engine: str) -> Writer:
+    if family not in WRITERS:
+        raise UserError(
+            f"a draft of family {family!r} has no weights to export; exportable are "
+            f"{', '.join(WRITERS)}"
+        )
+    engines = WRITERS[family]
+    if engine not in engines:
+        raise UserError(
+            f"{REFUSALS[family, engine]}; export this {family} draft --to {' or '.join(engines)}"
+        )
+    return engines[engine]
