@@ -107,7 +107,6 @@ RECORD_TAPS_HELP = (
     "of each recorded request, for learn.teacher=recorded; 0: none"
 )
 DEFAULT_K = 4
-K_ALSO = "num_speculative_tokens"  # the name of k in vLLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,7 +286,6 @@ class ServedSpeculation(SpeculationOptions):
         None,
         "draft tokens per round [default: 4], or auto: as many as pay, as measured; a request may "
         "ask for its own number",
-        also=K_ALSO,
     )
 
     def most_drafted(self) -> int:

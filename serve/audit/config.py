@@ -8,7 +8,6 @@ from draftsmith.client import API_KEY_HELP
 from draftsmith.config import AT_LEAST_1, INSIDE, NOT_NEGATIVE, PART, SECONDS, SHARE, option
 from draftsmith.drafters.config import TRUST_HELP
 from draftsmith.prompts.suites import SuiteOptions
-from draftsmith.serve.config import K_ALSO
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +49,6 @@ class AuditConfig(SuiteOptions):
         None,
         "draft tokens per round to audit, asked of a draftsmith server; for others what the "
         "server drafts, 0 for none; default: what the server reports",
-        also=K_ALSO,
         limits=NOT_NEGATIVE,
     )
     bias: float = option(

@@ -8,7 +8,7 @@ from draftsmith.client import API_KEY_HELP
 from draftsmith.config import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SECONDS, SHARE, Limits, option
 from draftsmith.drafters.config import Pair
 from draftsmith.prompts.suites import MOST_HELP, SuiteOptions
-from draftsmith.serve.config import K_ALSO, LookupOptions
+from draftsmith.serve.config import LookupOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class BenchConfig(SuiteOptions, ServedPair):
         factory=lambda: [0.0, 1.0], help="temperatures, each measured apart", limits=NOT_NEGATIVE
     )
     k: int | None = option(
-        None, "draft tokens per round; default: the server's", also=K_ALSO, limits=NOT_NEGATIVE
+        None, "draft tokens per round; default: the server's", limits=NOT_NEGATIVE
     )
     modes: list[str] = option(
         factory=lambda: ["off", "on"],

@@ -65,19 +65,16 @@ def option(
     limits: Limits | None = None,
     factory: Any = None,
     positional: bool = False,
-    also: str | None = None,
     flags: bool = False,
 ) -> Any:
     """A dataclass field with the text `--help` shows. Numbers have `limits`. Give `factory` instead
-    of `default` for mutable values; `also` is a second name of an option that has a flag. A section
-    with `flags` has one for each of its options, which may be given without the section's name
-    too."""
+    of `default` for mutable values. A section with `flags` has one for each of its options, which
+    may be given without the section's name too."""
     metadata = {
         "help": help,
         "choices": choices,
         "limits": limits,
         "positional": positional,
-        "also": also,
         "flags": flags,
     }
     if factory is not None:
@@ -139,12 +136,8 @@ def flag_options(cls: type) -> list[FlagOption]:
 
 
 def short_names(cls: type) -> dict[str, tuple[str, ...]]:
-    """Path of each option by its other spellings: without its section, and by a second name."""
-    names: dict[str, tuple[str, ...]] = {}
-    for path, field, _ in flag_options(cls):
-        spellings = (field.name if len(path) > 1 else None, field.metadata.get("also"))
-        names |= {spelling: path for spelling in spellings if spelling is not None}
-    return names
+    """Path of each option of a section with flags by its name alone."""
+    return {path[-1]: path for path, _, _ in flag_options(cls) if len(path) > 1}
 
 
 def dotted_names(cls: type, prefix: str = "") -> list[str]:
@@ -198,22 +191,19 @@ def at_path(path: Sequence[str], value: Any) -> dict[str, Any]:
     return value
 
 
-def under_first_names(cls: type, values: dict[str, Any]) -> dict[str, Any]:
-    """`values` with every option in its section and under its first name.
+def in_sections(cls: type, values: dict[str, Any]) -> dict[str, Any]:
+    """`values` with every option in its section.
 
     Raises:
-        UserError: an option is given by two of its names.
+        UserError: an option is given with its section and without.
     """
     paths, types_by_name = short_names(cls), field_types(cls)
     placed: dict[str, Any] = {}
     spelled: dict[tuple[str, ...], str] = {}
-    items: list[tuple[tuple[str, ...], str, Any]]
     for key, value in values.items():
-        inner = plain(types_by_name.get(key))
-        if dataclasses.is_dataclass(inner) and isinstance(value, dict):
+        if dataclasses.is_dataclass(plain(types_by_name.get(key))) and isinstance(value, dict):
             placed.setdefault(key, {})
-            under = under_first_names(inner, value)  # type: ignore[arg-type]
-            items = [((key, name), f"{key}.{name}", one) for name, one in under.items()]
+            items = [((key, name), f"{key}.{name}", one) for name, one in value.items()]
         else:
             items = [(paths.get(key, (key,)), key, value)]
         for path, spelling, one in items:
@@ -241,7 +231,7 @@ def build(cls: type[T], values: dict[str, Any], prefix: str = "", *, root: type 
     """An instance of the dataclass `cls`; an unknown key or an ill-typed value raises a `UserError`
     that names the mend. `root` is the configuration that a section belongs to."""
     root = root or cls
-    values = under_first_names(cls, values)
+    values = in_sections(cls, values)
     types_by_name = field_types(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in values:

@@ -103,18 +103,17 @@ def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
 
 def _add_flag(parser: argparse._ActionsContainer, option: configuration.FlagOption) -> None:
     field, wanted = option.field, option.wanted
-    names = [field.name, *filter(None, [field.metadata.get("also")])]
-    flags = ["--" + name.replace("_", "-") for name in names]
+    flag = "--" + field.name.replace("_", "-")
     shared: dict[str, Any] = {"dest": ".".join(option.path), "default": None, "help": _help(field)}
     if wanted is bool:
         # What is off need not be said to be; a recipe's is switched off by `name=false`.
         is_off = field.default is False
         action: Any = "store_true" if is_off else argparse.BooleanOptionalAction
-        parser.add_argument(*flags, **shared, action=action)
+        parser.add_argument(flag, **shared, action=action)
     elif typing.get_origin(wanted) in (list, tuple):
-        parser.add_argument(*flags, **shared, nargs="+", action="extend", metavar="X")
+        parser.add_argument(flag, **shared, nargs="+", action="extend", metavar="X")
     else:
-        parser.add_argument(*flags, **shared, metavar=field.name.upper())
+        parser.add_argument(flag, **shared, metavar=field.name.upper())
 
 
 def _help(field: dataclasses.Field) -> str:
@@ -139,7 +138,7 @@ def collect(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
         if text not in recipes
     ]
     for one in given:
-        values = configuration.merge(values, configuration.under_first_names(cls, one))
+        values = configuration.merge(values, configuration.in_sections(cls, one))
     for path, _, _ in configuration.flag_options(cls):
         if (value := getattr(arguments, ".".join(path), None)) is not None:
             values = configuration.merge(values, configuration.at_path(path, value))

@@ -13,7 +13,6 @@ from draftsmith.drafters.config import Pair
 from draftsmith.errors import UserError
 from draftsmith.serve.config import (
     DEFAULT_K,
-    K_ALSO,
     EngineOptions,
     LookupOptions,
     ServeConfig,
@@ -37,7 +36,6 @@ class GenerateConfig(GenerateOptions, LookupOptions, Pair):
     k: int | None = option(
         None,
         f"draft tokens per round [default: {DEFAULT_K}]",
-        also=K_ALSO,
         limits=Limits(1, MAX_K, "[]"),
     )
 

@@ -12,6 +12,7 @@ NAMES = {
     "verifier-name-or-path": "target",
     "target-model-path": "target",
     "speculative-model": "draft",
+    "num-speculative-tokens": "k",
     "served-model-name": "name",
     "max-model-len": "max_length",
     "max-seq-len": "max_length",

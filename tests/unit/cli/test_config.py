@@ -29,7 +29,7 @@ class Optim:
 class Http:
     port: int = option(80)
     keys: tuple[str, ...] | None = option(None)
-    k: int | None = option(None, also="num_speculative_tokens")
+    k: int | None = option(None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,27 +190,6 @@ def test_merge_changes_neither_input() -> None:
     assert base == {"optim": {"lr": 1, "schedule": "cosine"}} and over == {"optim": {"lr": 2}}
 
 
-@pytest.mark.parametrize(
-    "argv", [("--num-speculative-tokens", "3"), ("--k", "3"), ("num_speculative_tokens=3",)]
-)
-def test_an_option_has_a_second_name(argv: tuple[str, ...]) -> None:
-    assert resolve("a", "--target", "t", *argv).http.k == 3
-
-
-def test_the_later_source_wins_by_either_name(tmp_path: Path) -> None:
-    given = recipe(tmp_path, "target: t\nnum_speculative_tokens: 1\n")
-    assert resolve("a", given).http.k == 1
-    assert resolve("a", given, "k=2").http.k == 2
-    assert resolve("a", given, "num_speculative_tokens=2", "--k", "3").http.k == 3
-
-
-def test_both_names_in_one_recipe_are_one_sentence(tmp_path: Path) -> None:
-    both = recipe(tmp_path, "k: 1\nnum_speculative_tokens: 2\n")
-    assert refusal("a", both) == (
-        "k and num_speculative_tokens are the same option; give one of them"
-    )
-
-
 def test_an_option_of_a_section_with_flags_has_every_spelling(tmp_path: Path) -> None:
     spellings = (("--port", "3"), ("port=3",), ("http.port=3",), ("http: {port: 3}",), ("port: 3",))
     for spelling in spellings:
@@ -240,14 +219,6 @@ def test_both_spellings_in_one_recipe_are_one_sentence(tmp_path: Path) -> None:
         assert "'http' is 3; it must be a mapping" in refusal(
             "a", "--target", "t", recipe(tmp_path, text)
         )
-
-
-@pytest.mark.parametrize("name", ["serve", "bench", "audit"])
-def test_k_has_the_name_that_vllm_gives_it(name: str) -> None:
-    cls = load(COMMANDS[name].config)
-    arguments = parse(parser_for(name, cls), ["--num-speculative-tokens", "5"])
-    given = {"k": "5"}
-    assert collect(cls, arguments) == ({"speculation": given} if name == "serve" else given)
 
 
 def numbers(cls: type, *path: str) -> Iterator[tuple[tuple[str, ...], dataclasses.Field, type]]:
@@ -298,6 +269,8 @@ def test_limits_that_machines_have_are_named() -> None:
          "mtp optim.lr=1e-4 --epochs=2 --out O"),
         ("train", "mtp --learning-rate=1e-4 --ttt-steps 3", "mtp optim.lr=1e-4 unroll.steps=3"),
         ("serve", "--no-enable-prefix-caching", "--no-prefix-cache"),
+        ("serve", "--num-speculative-tokens 5", "--k 5"),
+        ("audit", "--num-speculative-tokens=5", "--k=5"),
         ("generate", "--num-prompts 8 --max-new-tokens 9", "--count 8 --max-tokens 9"),
     ],
 )  # fmt: skip
