@@ -25,7 +25,6 @@ from draftsmith.drafters.config import (
     TARGET_DTYPES,
     TRUST_HELP,
 )
-from draftsmith.drafters.options import LoraOptions
 from draftsmith.kernels.divergence.kind import DIVERGENCE_HELP
 from draftsmith.train.config import WEIGHTS
 
@@ -204,22 +203,11 @@ class LearnConfig:
     )
     divergence: str = option("forward-kl", DIVERGENCE_HELP)
     unroll: LearnUnroll = option(help="training-time unrolling", factory=LearnUnroll)
-    proximal: float = option(
-        0.0,
-        "weight decay towards the live version instead of zero; 10 holds a draft close, 0 is off",
-        limits=NOT_NEGATIVE,
-    )
     average: float = option(
         0.96,
         "decay per step of the mean of the candidate's weights, which is what is scored and "
         "published; 0: the last ones",
         limits=BELOW_1,
-    )
-    lora: LoraOptions | None = option(
-        None, "draft-lm: train adapters on the live version, merged when a version is published"
-    )
-    gradient_checkpointing: bool = option(
-        False, "run the draft's MLPs again in the backward pass: less memory, more time"
     )
     budget: float = option(
         1.0,

@@ -101,7 +101,6 @@ class VersionLifecycle:
         """Restarts error budgets and the watch. A version on trial was compared with another one,
         so its trial ends."""
         self.canary.end()
-        self.learner.live_changed(self.live.draft.state_dict())
         self.live.renew()
 
     def record(

@@ -1,7 +1,7 @@
 """Training on served text.
 
 Files in reading order:
-- `learner`: the learner, and low-rank adapters
+- `learner`: the learner
 - `rehearsal`: texts of the data that a draft was trained on
 - `teachers`: distributions to match, of the running target or of records
 - `text_states`: the target, whose weights may change meanwhile, and its hidden states by text

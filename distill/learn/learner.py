@@ -30,9 +30,6 @@ from draftsmith.distill.learn.teachers import (
     teacher_of,
 )
 from draftsmith.distill.learn.text_states import TextStates, states_of
-from draftsmith.drafters.lm.draft_lm import DraftLm
-from draftsmith.drafters.lm.lora import add_adapters, reset_adapters
-from draftsmith.drafters.options import LoraOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.divergence.kind import kind_of
@@ -125,8 +122,6 @@ class Learner:
         self.reservoir = Reservoir(config.reservoir, self.teacher.keeps_p, taps_share(config))
         self.rehearsal = rehearsal
         self.weights = role_weights(config.positions)
-        if config.lora is not None:
-            adapt(drafter, config.lora, seed=seed)
         self.parameters = trained(drafter)
         self.optimizer = CandidateOptimizer(drafter, config)
         self.updates = 0
@@ -136,27 +131,15 @@ class Learner:
         """Begins at the draft's weights, which are the live version's."""
         self.steps = 0
         self.average: dict[str, torch.Tensor] = {}
-        self.anchor = self._copies() if self.config.proximal else {}
 
     def _copies(self) -> dict[str, torch.Tensor]:
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     def restart(self, live: Mapping[str, torch.Tensor]) -> None:
         """Returns to the live version's weights, with a fresh optimizer."""
-        if self.config.lora is None:
-            self.drafter.load_state_dict(live)
-        else:
-            rebase(self.drafter, live, seed=self.seed)
+        self.drafter.load_state_dict(live)
         self.optimizer.forget()
         self._begin()
-
-    def live_changed(self, live: Mapping[str, torch.Tensor]) -> None:
-        """Adopts another live version, this candidate perhaps, as the one to compare with. Adapters
-        begin anew on it."""
-        if self.config.lora is not None:
-            self.restart(live)
-        elif self.config.proximal:
-            self.anchor = {name: live[name].detach().clone() for name in self.parameters}
 
     def moments(self) -> dict[str, torch.Tensor]:
         """Optimizer state and the mean of the weights, as "<parameter>:<moment>"."""
@@ -261,7 +244,6 @@ class Learner:
         sums = self.optimizer.step(batch, lr=lr)
         if sums is not None:
             self.steps += 1
-            self._pull(lr)
             self._average()
         return sums
 
@@ -294,15 +276,6 @@ class Learner:
             held = self.parameters[name].detach().clone()
             self.parameters[name].copy_(average)
             average.copy_(held)
-
-    @torch.no_grad()
-    def _pull(self, lr: float) -> None:
-        """Moves towards the live version, decoupled from the gradient as AdamW's decay is."""
-        if not self.anchor:
-            return
-        share = min(1.0, lr * self.config.proximal)
-        for name, live in self.anchor.items():
-            self.parameters[name].lerp_(live, share)
 
 
 def taps_share(config: LearnConfig) -> float:
@@ -345,27 +318,3 @@ def check(config: LearnConfig) -> None:
         )
     if not config.positions:
         raise UserError(f"learn.positions is empty; choose from {', '.join(POSITIONS)}")
-
-
-def adapt(drafter: torch.nn.Module, options: LoraOptions, *, seed: int) -> None:
-    """Adds low-rank adapters in place: only they are trained from here on. They mean nothing
-    without the weights under them, which are the live version's: whenever another version goes
-    live, they are merged there or dropped, and begin anew."""
-    if not isinstance(drafter, DraftLm):
-        raise UserError(
-            f"learn.lora is given with a draft of family {drafter.family!r}; only a draft-lm "
-            "takes adapters"
-        )
-    add_adapters(drafter.model, options)
-    reset_adapters(drafter.model, seed=seed)
-
-
-@torch.no_grad()
-def rebase(drafter: torch.nn.Module, weights: Mapping[str, torch.Tensor], *, seed: int) -> None:
-    """Loads weights of a draft without adapters, under adapters that begin anew."""
-    assert isinstance(drafter, DraftLm)
-    own = drafter.state_dict()
-    for name, values in weights.items():
-        module, _, leaf = name.rpartition(".")
-        own[name if name in own else f"{module}.base_layer.{leaf}"].copy_(values)
-    reset_adapters(drafter.model, seed=seed)

@@ -12,12 +12,7 @@ from draftsmith.distill.learn.teachers import LearningBatch
 from draftsmith.drafters.target.device import fast_at_bf16
 from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.train.objective.rounds_of_text import step_weighting
-from draftsmith.train.objective.unrolled_loss import (
-    StepSums,
-    UnrolledLoss,
-    recompute_mlps,
-    unrolled_loss,
-)
+from draftsmith.train.objective.unrolled_loss import StepSums, UnrolledLoss, unrolled_loss
 from draftsmith.train.optim import MUON_MOMENT, muon_with_adamw, part_of
 
 Trained = dict[str, torch.nn.Parameter]  # by name
@@ -34,8 +29,6 @@ class CandidateOptimizer:
         self.weighting = step_weighting(config.unroll.weights, config.unroll.decay)
         self.device = next(drafter.parameters()).device
         self.in_bf16 = computes_in_bf16(config.dtype, self.device)
-        if config.gradient_checkpointing:
-            recompute_mlps(drafter, "learn.gradient_checkpointing")
         self.forget()
 
     def step(self, batch: LearningBatch, *, lr: float) -> StepSums | None:

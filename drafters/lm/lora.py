@@ -28,17 +28,6 @@ def add_adapters(model: PreTrainedModel, options: LoraOptions) -> None:
     inject_adapter_in_model(config, model)
 
 
-def reset_adapters(model: PreTrainedModel, *, seed: int) -> None:
-    """Adapters that change nothing yet, the same ones for the same seed."""
-    from peft.tuners.lora import LoraLayer
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        for module in model.modules():
-            if isinstance(module, LoraLayer):
-                module.reset_lora_parameters("default", init_lora_weights=True)
-
-
 @torch.no_grad()
 def merged_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The state dict of the plain model, with each adapter added into its layer; `model` itself is

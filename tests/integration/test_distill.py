@@ -18,7 +18,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from draftsmith.distill import command as daemon
 from draftsmith.distill.config import GateConfig, LearnConfig
@@ -27,7 +26,6 @@ from draftsmith.distill.gate import scoring
 from draftsmith.distill.state import StateFolder
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import OPTIONS as DEFAULTS
-from draftsmith.drafters.options import LoraOptions
 from draftsmith.drafters.published import versions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
@@ -248,24 +246,6 @@ def test_records_of_another_target_are_left_out(
     assert 0 < status["foreign"] < status["records"]
 
 
-@pytest.mark.long
-def test_adapters_are_published_merged_and_survive_a_restart(loop: Callable[..., Any]) -> None:
-    made = loop("draft-lm")
-    made.serve(100)
-    config = replace(
-        made.config, learn=replace(made.config.learn, lr=1e-2, steps=30, lora=LoraOptions(rank=8))
-    )
-    daemon.run(replace(config, gate=replace(made.config.gate, error=0.4, gain=0.0)))
-    (accepted,) = [one for one in made.decisions() if one["decision"] == "accept"]
-    assert accepted["gain"] > 0
-    published = versions.open_version(made.versions, 2)
-    assert not any("lora" in name for name in load_file(published / "model.safetensors"))
-    assert all("lora_" in name for name in made.state()["candidate"])
-    made.serve(20, seed=1, version=2, folder=published)
-    daemon.run(config)
-    assert made.status()["updates"] == 2
-
-
 def test_a_closed_terminal_saves_and_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGHUP)
     for given, stops in ((signal.SIG_DFL, True), (signal.SIG_IGN, False)):
@@ -312,7 +292,6 @@ def test_sigterm_ends_the_command_cleanly(loop: Callable[..., Any]) -> None:
         ({"draft": "/nowhere/draft"}, "/nowhere/draft"),
         ({"buffer": "nowhere://x"}, "nowhere://x"),
         ({"learn": LearnConfig(positions=("all",))}, "learn.positions"),
-        ({"learn": LearnConfig(lora=LoraOptions())}, "learn.lora"),
         ({"tpot_ms": 20.0}, "server and tpot_ms"),
         ({"server": "localhost", "tpot_ms": 20.0}, "localhost"),
     ],

@@ -60,7 +60,6 @@ def test_ends_belong_to_an_interval_as_they_are_written() -> None:
             "option 'learn.unroll.steps' is 0; it must be at least 1",
         ),
         ({"learn": {"unroll": {"decay": 1.5}}}, "option 'learn.unroll.decay' is 1.5"),
-        ({"learn": {"lora": {"rank": 0}}}, "option 'learn.lora.rank' is 0"),
         ({"poll_s": math.nan}, "option 'poll_s' is nan"),
         ({"threads": 0}, "option 'threads' is 0"),
         (

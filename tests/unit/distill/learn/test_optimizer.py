@@ -82,38 +82,6 @@ def test_a_machine_that_is_fast_at_bfloat16_computes_in_it_unasked(
         assert computes_in_bf16("bfloat16", device) and not computes_in_bf16("float32", device)
 
 
-@pytest.mark.parametrize("family", ["eagle3", "draft-lm"])
-def test_recomputed_activations_give_the_same_step_and_less_is_kept(
-    tiny_target: Callable[..., str], family: str
-) -> None:
-    target = Target.load(tiny_target("llama"))
-    chance = np.random.default_rng(0)
-    rows = [TrainedRow(chance.integers(3, 288, 24).tolist(), np.ones(24, dtype=np.float32))]
-    batch = LiveTeacher(target).batch([LearningRow(row, []) for row in rows])
-    found = []
-    for again in (False, True):
-        drafter = FAMILIES[family].create(OPTIONS[family](), target, seed=0)
-        config = LearnConfig(unroll=LearnUnroll(steps=3), gradient_checkpointing=again)
-        optimizer, kept = CandidateOptimizer(drafter, config), {}
-
-        def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            assert optimizer.step(batch, lr=1e-3) is not None
-        texts = torch.tensor([rows[0].tokens])
-        with torch.inference_mode():  # as the gate scores it
-            taps, _ = target.states(texts, torch.ones_like(texts), drafter.taps)
-            states = [step.hidden for step in drafter.unroll(batch.text.unrolled(taps, 2))]
-        found.append((drafter.state_dict(), states, sum(kept.values())))
-    (plain, scored, much), (other, also_scored, little) = found
-    assert all(torch.equal(plain[name], other[name]) for name in plain)
-    assert all(torch.equal(*both) for both in zip(scored, also_scored, strict=True))
-    assert little < 0.9 * much
-
-
 class Steps:
     """Optimizers of like drafts, and a batch for them."""
 
