@@ -36,15 +36,6 @@ class Comparison(NamedTuple):
     second: float
 
 
-class PredictedGain(NamedTuple):
-    """alpha from the logged distributions alone, without the target: the middles of its bounds."""
-
-    alpha_logged_live: float
-    alpha_logged_candidate: float
-    logged_open: float  # how far alpha of the candidate may lie from it
-    logged_share: float  # of the scored positions
-
-
 def compare(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> Comparison:
     """Compares `second` with `first`, one array per request, the same positions in both.
 
@@ -92,7 +83,6 @@ class Decision:
     comparison: Comparison | None = None
     evidence: float = math.nan  # for this line of candidates, over all looks; see `sequential.py`
     level: float = math.nan  # what its inverse is held against
-    predicted: PredictedGain | None = None
     # rounds of the texts by how their engines draft, which alpha is for
     samplers: Mapping[str, int] = field(default_factory=dict)
     # scores of the candidate on the texts, for the version that it may become
@@ -116,7 +106,6 @@ class Decision:
             "level": self.level,
             "samplers": dict(self.samplers),
             "fresh_requests": self.num_fresh,
-            **(self.predicted._asdict() if self.predicted else {}),
         }
 
 
@@ -178,26 +167,9 @@ def decide(
     value = evidence.look(pairs.differences, config.error)
     return dataclasses.replace(
         weigh(compare(*pairs.alphas), value, config),
-        predicted=predicted(pairs.live, pairs.candidate),
         samplers=samplers_of(pairs.texts),
         judged=judge,
         num_fresh=num_fresh,
-    )
-
-
-def predicted(live: Sequence[Scored], candidate: Sequence[Scored]) -> PredictedGain:
-    """Prediction from the positions where p is logged and both drafts are finite, so that the
-    numbers are about the same text."""
-    first, second = (np.concatenate([one.logged for one in side]) for side in (live, candidate))
-    is_logged = ~(np.isnan(first) | np.isnan(second)).any(-1)
-    if not is_logged.any():
-        return PredictedGain(math.nan, math.nan, math.nan, 0.0)
-    is_open = float(np.diff(second[is_logged]).mean()) / 2
-    return PredictedGain(
-        float(first[is_logged].mean()),
-        float(second[is_logged].mean()),
-        is_open,
-        float(is_logged.mean()),
     )
 
 

@@ -6,8 +6,7 @@ vocabulary under the request's own sampling, with p from the target's states tha
 anyway. q is what the engine of the record draws from, by its `sampler`: one-hot for drafts that are
 the draft's likeliest token, of which alpha is p of that token. The 64 tokens of p that a record
 holds would prove only a lower bound, far too low for a target whose distributions are flat; they
-show whether this target served the text. Where they suffice, the alpha that they give is returned
-beside it: it does not depend on the learner's own target.
+show whether this target served the text.
 
 With an outline of the target alone (learn.teacher=recorded) alpha is the middle of these bounds, at
 positions where p is logged and the states that the draft reads are recorded. Nothing shows whether
@@ -67,26 +66,20 @@ class Scored(NamedTuple):
     kept: np.ndarray  # [n] whether the token that was really offered there was accepted
     version: list[str]  # [n] the draft that really offered it
     is_consistent: bool  # the logged p agrees with this target
-    logged: np.ndarray  # [n, 2] bounds of alpha from the logged p alone; NaN where none is logged
+    least: np.ndarray  # [n] alpha that is certain: below it where only bounds are known
     is_finite: bool = True  # all distributions of the draft
-    is_bounded: bool = False  # alpha is the middle of `logged`
-
-    @property
-    def least(self) -> np.ndarray:
-        """[n] alpha that is certain."""
-        return np.nan_to_num(self.logged[:, 0]) if self.is_bounded else self.alpha
 
 
 # Of a text without a position.
-NOT_SCORED = Scored(np.zeros(0), np.zeros(0), [], True, np.zeros((0, 2)))
+NOT_SCORED = Scored(np.zeros(0), np.zeros(0), [], True, np.zeros(0))
 
 
 class Rows(NamedTuple):
-    """Tensors [n], or [n, 2], on the CPU."""
+    """Tensors [n] on the CPU."""
 
     alpha: torch.Tensor  # NaN where the draft's distribution is not finite
     disagreement: torch.Tensor
-    logged: torch.Tensor
+    least: torch.Tensor
 
 
 class Scorer:
@@ -226,7 +219,7 @@ def _score_batch(
         if not is_outline or position.logged.is_known
     ]
     if not positions:
-        return [[NOT_SCORED._replace(is_bounded=is_outline) for _ in texts] for _ in drafters]
+        return [[NOT_SCORED for _ in texts] for _ in drafters]
     unrolled = read.unrolled(positions, max_depth)
     drafted = [DraftedPositions.of(one, unrolled, positions) for one in drafters]
     parts: list[list[Rows]] = [[] for _ in drafters]
@@ -236,15 +229,12 @@ def _score_batch(
         for one, found in zip(drafted, parts, strict=True):
             found.append(_alphas(one, part, rows, read.target.vocab_size))
     return [
-        [
-            scored._replace(is_bounded=is_outline)
-            for scored in _by_text(
-                len(texts),
-                positions,
-                one.is_drafted.cpu().numpy(),
-                Rows(*(torch.cat(values) for values in zip(*found, strict=True))),
-            )
-        ]
+        _by_text(
+            len(texts),
+            positions,
+            one.is_drafted.cpu().numpy(),
+            Rows(*(torch.cat(values) for values in zip(*found, strict=True))),
+        )
         for one, found in zip(drafted, parts, strict=True)
     ]
 
@@ -253,11 +243,11 @@ def _alphas(drafted: DraftedPositions, part: slice, rows: TargetRows, vocab_size
     logits = scatter_to_target_vocab(drafted.logits(part), drafted.drafter.vocab_map, vocab_size)
     q = probabilities(process(logits, rows.draft_sampling))
     is_finite = has_mass(logits)
-    logged_bounds = torch.where(is_finite.cpu()[:, None], logged_alpha(rows.sampled, q), math.nan)
-    if rows.p is None:
-        return Rows(logged_bounds.mean(-1), rows.disagreement, logged_bounds)
-    alpha = torch.where(is_finite, shared_mass(rows.p, q), math.nan)
-    return Rows(alpha.cpu(), rows.disagreement, logged_bounds)
+    if isinstance(rows.p, SampledTop):
+        bounds = torch.where(is_finite.cpu()[:, None], logged_alpha(rows.p, q), math.nan)
+        return Rows(bounds.mean(-1), rows.disagreement, bounds[:, 0])
+    alpha = torch.where(is_finite, shared_mass(rows.p, q), math.nan).cpu()
+    return Rows(alpha, rows.disagreement, alpha)
 
 
 def has_mass(logits: torch.Tensor) -> torch.Tensor:
@@ -271,7 +261,7 @@ def has_mass(logits: torch.Tensor) -> torch.Tensor:
 def _by_text(
     num_texts: int, positions: Sequence[Position], is_drafted: np.ndarray, found: Rows
 ) -> list[Scored]:
-    alpha, distance, logged = (values.numpy() for values in found)
+    alpha, distance, least = (values.numpy() for values in found)
     row = np.array([position.row for position in positions])
     scored = []
     for text in range(num_texts):
@@ -284,7 +274,7 @@ def _by_text(
                 np.array([one.depth < one.record.accepted for one in records], dtype=np.float64),
                 [one.record.draft_version for one in records],
                 len(mine) == 0 or float(distance[mine].mean()) <= MAX_DISAGREEMENT,
-                logged[mine].astype(np.float64),
+                np.nan_to_num(least[mine].astype(np.float64)),
                 not np.isnan(of_text).any(),
             )
         )
@@ -294,9 +284,9 @@ def _by_text(
 class TargetRows(NamedTuple):
     """Values that n positions of a batch are scored with."""
 
-    sampled: SampledTop
     draft_sampling: SamplingRows
-    p: torch.Tensor | None  # [n, V] probabilities as sampled; None with an outline alone
+    # [n, V] probabilities as sampled; with an outline alone what is logged of them
+    p: torch.Tensor | SampledTop
     disagreement: torch.Tensor  # [n] on the CPU
 
 
@@ -350,16 +340,13 @@ class TargetSide:
     def rows(self, positions: Sequence[Position]) -> TargetRows:
         logged = [position.logged for position in positions]
         device, known = self.ids.device, logged_arrays(logged)
-        p, distance = None, torch.zeros(len(logged))
-        if self.hidden is not None:
-            rows = [position.row for position in positions]
-            before = [position.absolute - 1 for position in positions]
-            logits = self.target.head(self.hidden[rows, before])
-            distance = disagreement(known, logits)
-            p = probabilities(process(logits, sampling_rows(logged, device)))
-        return TargetRows(
-            sampled_top(logged, known, device),
-            draft_rows(logged, device),
-            p,
-            distance,
-        )
+        sampling = draft_rows(logged, device)
+        if self.hidden is None:
+            return TargetRows(
+                sampling, sampled_top(logged, known, device), torch.zeros(len(logged))
+            )
+        rows = [position.row for position in positions]
+        before = [position.absolute - 1 for position in positions]
+        logits = self.target.head(self.hidden[rows, before])
+        p = probabilities(process(logits, sampling_rows(logged, device)))
+        return TargetRows(sampling, p, disagreement(known, logits))

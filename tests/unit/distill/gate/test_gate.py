@@ -103,7 +103,6 @@ def test_drafts_that_are_compared_share_the_targets_pass(
         alone = score(scorer.drafter, target, texts, max_depth=3, max_length=512)
         for one, other in zip(alone, scored, strict=True):
             np.testing.assert_allclose(one.alpha, other.alpha, atol=1e-6)
-            np.testing.assert_allclose(one.logged, other.logged, atol=1e-6)
             assert one.is_consistent == other.is_consistent and one.version == other.version
 
 

@@ -127,7 +127,7 @@ class World:
                     np.array(kept, dtype=np.float64),
                     versions,
                     True,
-                    np.stack([alpha, alpha], -1),
+                    alpha,
                 )
             )
         return found
