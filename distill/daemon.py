@@ -189,7 +189,6 @@ class Daemon:
         has_update = is_rested and self.work()
         if has_update and time.monotonic() - self.saved_s >= self.config.save_s:
             self.save()
-        self.saves.record_files.release()
         self.retain()
         self.show()
         return arrived or has_update or not is_rested

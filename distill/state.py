@@ -16,7 +16,6 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +27,6 @@ from safetensors.torch import load_file, save_file
 from draftsmith import files
 from draftsmith.distill.buffer import record_table
 from draftsmith.distill.buffer.folder import Cursor
-from draftsmith.distill.buffer.record_table import RecordFiles
 from draftsmith.distill.buffer.traffic import ServedText, stitch
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.gate.canary import Trial
@@ -127,7 +125,6 @@ class Restored:
 class StateFolder:
     def __init__(self, versions: str | Path):
         self.root = Path(versions) / LEARNER
-        self.record_files = RecordFiles()
 
     def numbers(self) -> list[int]:
         if not self.root.is_dir():
@@ -155,10 +152,8 @@ class StateFolder:
         """
         files.sweep(self.root)
         number = max(self.numbers(), default=0) + 1
-        place = self.root / f"state-{number:08d}"
-        with files.atomic_folder(place) as folder:
-            write = partial(self.record_files.write, folder)
-            write("open.parquet", open_records if with_records else [])
+        with files.atomic_folder(self.root / f"state-{number:08d}") as folder:
+            _write_records(folder / "open.parquet", open_records if with_records else [])
             values = {
                 "schema": SCHEMA_VERSION,
                 "cursor": cursor,
@@ -168,12 +163,11 @@ class StateFolder:
                 "pool": pool,
                 "monitor": monitor,
                 "lineages": {
-                    name: _save_track(kept, folder, name, write, with_records)
+                    name: _save_track(kept, folder / name, with_records)
                     for name, kept in tracks.items()
                 },
             }
             files.write_json(folder / "state.json", values)
-        self.record_files.written(place)
         for older in self.numbers()[:-1]:
             shutil.rmtree(self.root / f"state-{older:08d}", ignore_errors=True)
 
@@ -227,19 +221,13 @@ class StateFolder:
         )
 
 
-def _save_track(
-    kept: KeptTrack,
-    folder: Path,
-    track: str,
-    write: Callable[[Path, Sequence[RoundRecord]], None],
-    with_records: bool,
-) -> dict[str, Any]:
+def _save_track(kept: KeptTrack, folder: Path, with_records: bool) -> dict[str, Any]:
     learner, state = kept
-    (folder / track).mkdir(exist_ok=True)
-    _save_tensors(learner, folder / track)
+    folder.mkdir(exist_ok=True)
+    _save_tensors(learner, folder)
     kept_texts = state.fresh, state.window, learner.reservoir.texts, learner.reservoir.latest
     for name, texts in zip(TEXTS, kept_texts, strict=True):
-        write(Path(track) / f"{name}.parquet", _flat(texts) if with_records else [])
+        _write_records(folder / f"{name}.parquet", _flat(texts) if with_records else [])
     return {
         "live_version": state.live_version,
         "displaced": state.displaced,
@@ -332,6 +320,10 @@ def _save_tensors(learner: Learner, folder: Path) -> None:
 
 def _flat(texts: Sequence[ServedText]) -> list[RoundRecord]:
     return [record for text in texts for record in text.records]
+
+
+def _write_records(path: Path, records: Sequence[RoundRecord]) -> None:
+    pq.write_table(record_table.to_table(records), path, compression="zstd")
 
 
 def _records(path: Path) -> list[RoundRecord]:

@@ -6,7 +6,7 @@ Files in reading order:
 - `process_writer`: the process
 - `objects`: bytes of a folder or bucket
 - `folder`: shards, cursors, marks of readers and deletions, `draftsmith forget`
-- `record_table`: records as an Arrow table, and files of them in a saved state
+- `record_table`: records as an Arrow table
 - `redaction`: masking before storage
 - `traffic`: records stitched to texts, and the target's states in them
 

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -298,12 +297,3 @@ def test_sigterm_ends_the_command_cleanly(loop: Callable[..., Any]) -> None:
 def test_bad_options_are_one_sentence(loop: Callable[..., Any], changes: dict, says: str) -> None:
     with pytest.raises(UserError, match=says):
         daemon.run(replace(loop().config, **changes))
-
-
-def test_saved_records_are_held_for_a_cycle_at_most(loop: Callable[..., Any]) -> None:
-    made = loop()
-    made.serve(8)
-    learner = learner_of(made.config)
-    learner.saves.record_files.release = Mock()
-    learner.cycle()
-    learner.saves.record_files.release.assert_called_once_with()
