@@ -60,8 +60,7 @@ class Swaps:
         self.matches: bool | None = None
         self.is_asleep = False
         self.last_swap: dict[str, Any] = {}
-        self.num_swaps = self.num_changes = 0
-        self.prefixes: CachedPrefixes | None = None
+        self.num_swaps = 0
         self.holds_ms: dict[str, float] = {"tried": 0.0, "compared": 0.0}
         self.holds_cpu_ms: dict[str, float] = {"tried": 0.0, "compared": 0.0}
         self._before: tuple[str, dict[str, str]] = ("", {})
@@ -81,7 +80,6 @@ class Swaps:
             "asleep": self.is_asleep,
             "swaps": self.num_swaps,
             "last_swap": self.last_swap,
-            "prefixes": self.prefixes.status() if self.prefixes is not None else {},
         }
 
     def prepare(self) -> dict[str, Any]:
@@ -168,7 +166,6 @@ class Swaps:
             pause_ms = 1e3 * (time.perf_counter() - begun_s)
             self.version, self.digests = version, dict(loaded.digests)
             self.applied, self.num_swaps = loaded, self.num_swaps + 1
-            self.num_changes += bool(loaded.changed)
             self.last_swap = {
                 "version": version,
                 "pause_ms": pause_ms,
@@ -234,7 +231,6 @@ class Swaps:
     def forget(self, reason: str) -> None:
         """Something else wrote into the draft: its version is not known any more."""
         self.version, self.digests, self.reason = "", {}, reason
-        self.num_changes += 1
         self.loaded = self.applied = None
         if self.state in ("loaded", "tried", "compared"):
             self.state = "idle"
@@ -325,44 +321,3 @@ def _handle(slots: Slots, name: str) -> Handle:
     slot = slots[name]
     assert isinstance(slot, Handle)
     return slot
-
-
-class CachedPrefixes:
-    """Counts of one worker.
-
-    Attributes:
-        requests: all new ones; `cached_requests` began with cached tokens, `old_requests` with
-            blocks from before the last change of the draft
-    """
-
-    def __init__(self, block_size: int):
-        self.block_size = block_size
-        self.written: dict[int, int] = {}  # by block: changes of the draft before it was written
-        self.requests = self.cached_requests = self.old_requests = self.old_tokens = 0
-
-    def status(self) -> dict[str, int]:
-        return {
-            "requests": self.requests,
-            "cached_requests": self.cached_requests,
-            "old_requests": self.old_requests,
-            "old_tokens": self.old_tokens,
-        }
-
-    def see(self, scheduled: Any, changes: int) -> None:
-        """Count one step's new requests, from vLLM's scheduler output.
-
-        Args:
-            changes: how often the draft changed until now
-        """
-        for new in scheduled.scheduled_new_reqs:
-            blocks = list(new.block_ids[0]) if new.block_ids else []
-            cached = new.num_computed_tokens // self.block_size
-            old = sum(self.written.get(block, 0) < changes for block in blocks[:cached])
-            self.requests += 1
-            self.cached_requests += cached > 0
-            self.old_requests += old > 0
-            self.old_tokens += old * self.block_size
-            self.written.update(dict.fromkeys(blocks[cached:], changes))
-        for groups in getattr(scheduled.scheduled_cached_reqs, "new_block_ids", None) or ():
-            if groups:
-                self.written.update(dict.fromkeys(groups[0], changes))

@@ -1,5 +1,4 @@
-"""Updates of the draft that others make: vLLM's own weight updates, sleep and wake. Steps are
-watched for cached prefixes.
+"""Updates of the draft that others make: vLLM's own weight updates, sleep and wake.
 
 After each, the draft's version is not known until its weights are looked at. An update of vLLM that
 fails half-way, or is not gone on with, leaves tensors without memory in the draft, and the engine's
@@ -11,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from draftsmith.fleet.engine import around, logger, quietly
+from draftsmith.fleet.engine import around
 from draftsmith.fleet.swaps.proposer import Snapshot, restore, snapshot
-from draftsmith.fleet.swaps.swap import CachedPrefixes, Swaps
+from draftsmith.fleet.swaps.swap import Swaps
 
 
 class Watch:
@@ -25,29 +24,9 @@ class Watch:
         around(worker, "start_draft_weight_update", before=self._begin, failed=self._mend)
         around(worker, "update_weights", failed=self._mend)
         around(worker, "finish_weight_update", after=self._finish, failed=self._mend)
-        cache = getattr(worker.vllm_config, "cache_config", None)
-        if block_size := getattr(cache, "block_size", 0):
-            swaps.prefixes = CachedPrefixes(block_size)
-        if callable(getattr(worker, "execute_model", None)):
-            self._before_steps()
+        around(worker, "execute_model", before=self._mend_if_torn)
         around(worker, "sleep", before=self._sleep)
         around(worker, "wake_up", after=self._wake)
-
-    def _before_steps(self) -> None:
-        execute, swaps = self.worker.execute_model, self.swaps
-
-        def execute_model(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.saved:
-                quietly(self._mend_if_torn)
-            if swaps.prefixes is not None:
-                try:
-                    swaps.prefixes.see(scheduled, swaps.num_changes)
-                except Exception:
-                    logger.exception("draftsmith: cached prefixes are not counted any more")
-                    swaps.prefixes = None
-            return execute(scheduled, *args, **kwargs)
-
-        self.worker.execute_model = execute_model
 
     def _begin(self) -> None:
         self.saved = snapshot(self.swaps.proposer.model)
@@ -65,7 +44,7 @@ class Watch:
 
     def _mend_if_torn(self) -> None:
         """A step comes in the midst of an update, whose caller has perhaps died."""
-        if any(one.is_meta for one in self.swaps.proposer.model.parameters()):
+        if self.saved and any(one.is_meta for one in self.swaps.proposer.model.parameters()):
             self._mend()
 
     def _sleep(self) -> None:

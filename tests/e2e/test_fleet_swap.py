@@ -267,24 +267,18 @@ def test_fifty_swaps_in_flight(models: Path, running: Engine) -> None:
     assert running.generate()[1].tau == 4.0
 
 
-def test_prefixes_that_an_older_draft_cached_are_counted_apart(
-    models: Path, running: Engine
-) -> None:
+def test_prefixes_that_an_older_draft_cached_go_with_a_reset(models: Path, running: Engine) -> None:
     """Other prompts are too short for a cached block."""
     prompts = [[20 + (i * 31 + j * 7) % 260 for j in range(300)] for i in range(4)]
     assert running.swap(models / "draft", "50").json()["ok"]
     alone, _ = running.generate(32, prompts)
     assert running.swap(models / "perfect", "51").json()["ok"]
-    before = running.worker()["prefixes"]
     texts, counts = running.generate(32, prompts)
-    after = running.worker()["prefixes"]
     assert texts == alone
-    assert after["old_requests"] - before["old_requests"] == len(prompts)
     assert running.post("/draftsmith/reset-prefix", {}).json() == {"reset": True}
     texts, again = running.generate(32, prompts)
     print(f"tau {counts.tau:.3f} behind an older draft's prefixes, {again.tau:.3f} after the reset")
     assert texts == alone and again.tau == 4.0 and counts.tau < 3.0
-    assert running.worker()["prefixes"]["old_requests"] == after["old_requests"]
 
 
 def publish(root: Path, version: int, source: Path) -> None:
