@@ -15,9 +15,7 @@ from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.learn import learner as learning
 from draftsmith.distill.status import Status, StatusServer
 from draftsmith.distill.throttle import (
-    Guard,
     LatencyGuard,
-    NoGuard,
     Throttle,
     nothing,
     scraper,
@@ -40,10 +38,9 @@ def run(config: DistillConfig, stop: threading.Event | None = None) -> int:
 
 
 def learn(config: DistillConfig, stop: threading.Event) -> None:
-    status, throttle = (
-        Status(config.versions),
-        Throttle(config.learn.budget, guard_of(config), stop),
-    )
+    status, throttle = Status(config.versions), Throttle(config.learn.budget, stop)
+    if config.server is not None and config.tpot_ms is not None:
+        throttle.guard = LatencyGuard(scraper(config.server), config.tpot_ms / 1000).share
     with ExitStack() as closing:
         if config.status_port is not None:
             server = StatusServer(status, config.status_host, config.status_port)
@@ -85,12 +82,6 @@ def begin(config: DistillConfig, status: Status, throttle: Throttle) -> Daemon:
         raise UserError(
             f"the learner cannot begin ({error}); make room, or give another --versions or --buffer"
         ) from error
-
-
-def guard_of(config: DistillConfig) -> Guard:
-    if config.server is None or config.tpot_ms is None:
-        return NoGuard()
-    return LatencyGuard(scraper(config.server), config.tpot_ms / 1000)
 
 
 def check(config: DistillConfig) -> None:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
 
 import httpx
 
@@ -24,40 +23,37 @@ from draftsmith.errors import UserError
 MOST_REST_S = 5.0
 
 
-class Guard(Protocol):
-    def share(self) -> float:
-        """Share of the budget that learning may take now, above 0 and at most 1."""
-        ...
-
-
-class NoGuard:
-    def share(self) -> float:
-        return 1.0
-
-
 def nothing() -> None:
     """Default of `look_up`: no call between pieces of rest."""
 
 
 class Throttle:
-    """Rest after work. `budget` is the most of the wall time, above 0 and at most 1. `look_up` is
-    called within long rests between steps."""
+    """Rest after work.
+
+    Args:
+        budget: most of the wall time, above 0 and at most 1.
+        guard: the share of the budget that learning may take now, above 0 and at most 1.
+
+    Attributes:
+        look_up: called within long rests between steps.
+    """
 
     def __init__(
         self,
         budget: float,
-        guard: Guard,
         stop: threading.Event,
+        *,
+        guard: Callable[[], float] = lambda: 1.0,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self.budget, self.guard, self.stop, self.clock = budget, guard, stop, clock
+        self.budget, self.stop, self.guard, self.clock = budget, stop, guard, clock
         self.look_up: Callable[[], object] = nothing
         self.worked_s = self.rested_s = 0.0
         self.owed_s = 0.0  # work that is not rested for yet
 
     @property
     def share(self) -> float:
-        return self.budget * self.guard.share()
+        return self.budget * self.guard()
 
     def rest(self, worked_s: float) -> None:
         """Rests between the steps of an update, until nothing is owed or a stop is requested."""

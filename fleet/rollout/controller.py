@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,16 +29,12 @@ from draftsmith.fleet.store.layout import EngineStatus, Rollout, cut_for
 from draftsmith.fleet.store.store import VersionStore
 
 logger = logging.getLogger("draftsmith.fleet")
+# Served requests that ended since the last call, of those from a time on, in seconds since 1970.
+StagedTexts = Callable[[float], Iterable[ServedText]]
 # log10 of the monitor's evidence against a lossless engine: honest ones pass it once in a million.
 ALARM = 6.0
 # Shards written a little before the stage may hold records of it by another machine's clock.
 SKEW_S = 60.0
-
-
-class StagedTexts(Protocol):
-    """Source of served requests that ended since the last call, from those of `since_s` on."""
-
-    def __call__(self, since_s: float) -> Iterable[ServedText]: ...
 
 
 class Controller:

@@ -43,13 +43,6 @@ class Damaged(UserError):
     """A versions folder none of whose versions is whole, until the learner's next one."""
 
 
-class Promotion(Protocol):
-    """Receiver of versions that the learner made live and the store has. False while it takes
-    none, such as during a rollout: the version that is live later is offered again."""
-
-    def __call__(self, version: int) -> bool: ...
-
-
 class MirrorWriter(Protocol):
     """Writer of engine layouts; `LayoutWriter`, or another in tests."""
 
@@ -65,8 +58,8 @@ class Mirror:
     """One publisher of one folder; its caller holds the folder's publisher lock.
 
     Args:
-        promote: called for each new live version, again after a kill; by default it becomes
-            `current`.
+        promote: called for each new live version, again after a kill, and again later where it
+            returns False, as during a rollout; by default the version becomes `current`.
         keep: newest versions that stay in the store, beside those in use.
     """
 
@@ -76,7 +69,7 @@ class Mirror:
         store: VersionStore,
         writer: MirrorWriter,
         *,
-        promote: Promotion | None = None,
+        promote: Callable[[int], bool] | None = None,
         keep: int = 20,
         event: Callable[[str], None] = logger.info,
     ):

@@ -11,7 +11,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from draftsmith.fleet.engine import logger, once
 from draftsmith.fleet.store.layout import EngineStatus, StoreError, StoreUnreachable, hashed
@@ -150,14 +150,13 @@ class StoreFollower:
         """Refuse the served version where its own acceptance or losslessness fell."""
         if self.version is None or self.version in self.refused:
             return
-        figures = self.figures()
-        served = acceptance(figures, self.version)
         previous = self.latest_good(before=self.version)
-        before = acceptance(figures, previous)
-        if served is not None and previous is not None:
-            reason = below_floor(served, before, drop=self.floor_drop, requests=self.floor_rounds)
-            if reason:
-                self._refuse(self.version, f"{reason}; back on version {previous}")
+        if previous is None:
+            return
+        figures = self.figures()
+        served, before = figures.get(str(self.version), {}), figures.get(str(previous), {})
+        if reason := below_floor(served, before, drop=self.floor_drop, rounds=self.floor_rounds):
+            self._refuse(self.version, f"{reason}; back on version {previous}")
 
     def _refuse(self, version: int, reason: str) -> None:
         self.refused[version] = reason
@@ -190,19 +189,6 @@ def version_of(answers: Answers) -> int | None:
     versions = {str(answer.get("version") or "") for answer in answers}
     only = versions.pop() if len(versions) == 1 else ""
     return int(only) if only.isdecimal() else None
-
-
-def acceptance(figures: Figures, version: int | None) -> ServedVersions | None:
-    """Acceptance of a version, its rounds in the place of requests."""
-    found = figures.get(str(version))
-    if not found:
-        return None
-    return ServedVersions(
-        requests=int(found.get("rounds", 0)),
-        accepted=int(found.get("accepted", 0)),
-        reached=int(found.get("positions", 0)),
-        is_alarmed=bool(found.get("alarm")),
-    )
 
 
 class Pace:
@@ -272,33 +258,21 @@ def recorders(workers: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [worker.get("records") or {} for worker in workers]
 
 
-class ServedVersions(NamedTuple):
-    """Acceptance of one version on one engine, since it was last swapped in."""
-
-    requests: int
-    accepted: int
-    reached: int  # drafted tokens up to the first rejected one of each round, inclusive
-    is_alarmed: bool = False  # by the losslessness monitor
-
-    @property
-    def alpha(self) -> float:
-        return self.accepted / self.reached if self.reached else 0.0
-
-
 def below_floor(
-    served: ServedVersions, before: ServedVersions | None, *, drop: float = 0.1, requests: int = 64
+    served: Mapping[str, Any], before: Mapping[str, Any], *, drop: float, rounds: int
 ) -> str:
-    """Reason to leave a version for the one `before` it; "" to stay.
+    """Reason to leave a version for the one `before` it, by the figures of both, empty where there
+    are none; "" to stay.
 
-    The floor is for disasters, `drop` in alpha over `requests` of each version; small losses are
-    found by the rollout's paired evidence."""
-    if served.is_alarmed:
+    The floor is for disasters, `drop` in alpha over so many rounds of each version; small losses
+    are found by the rollout's paired evidence."""
+    if served.get("alarm"):
         return "acceptance contradicts the logged probabilities: the losslessness monitor alarms"
-    if before is None or min(served.requests, before.requests) < requests:
+    if min(served.get("rounds", 0), before.get("rounds", 0)) < rounds:
         return ""
-    if served.alpha < before.alpha - drop:
+    if served["alpha"] < before["alpha"] - drop:
         return (
-            f"alpha {served.alpha:.3f} on {served.requests} requests, {before.alpha:.3f} with the "
-            "version before"
+            f"alpha {served['alpha']:.3f} in {served['rounds']} rounds, {before['alpha']:.3f} with "
+            "the version before"
         )
     return ""

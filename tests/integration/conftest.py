@@ -24,7 +24,7 @@ from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig, Le
 from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.state import StateFolder
 from draftsmith.distill.status import Status
-from draftsmith.distill.throttle import NoGuard, Throttle
+from draftsmith.distill.throttle import Throttle
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.adapters.adapters import Adapters
 from draftsmith.drafters.interface import ServingDrafter
@@ -223,7 +223,7 @@ def client(server: LiveServer) -> openai.OpenAI:
 
 def learner_of(config: DistillConfig, log: TextIO | None = None) -> Daemon:
     """A learner whose cycles a test begins."""
-    return Daemon(config, Status(config.versions, log), Throttle(1.0, NoGuard(), threading.Event()))
+    return Daemon(config, Status(config.versions, log), Throttle(1.0, threading.Event()))
 
 
 class Loop:

@@ -37,7 +37,7 @@ from draftsmith.distill.learn.learner import Learner, UpdateReport
 from draftsmith.distill.publisher import Publisher
 from draftsmith.distill.state import StateFolder
 from draftsmith.distill.status import Status
-from draftsmith.distill.throttle import NoGuard, Throttle
+from draftsmith.distill.throttle import Throttle
 from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.published import versions
 from draftsmith.drafters.text.ngram import Ngram
@@ -334,7 +334,7 @@ def test_a_request_whose_records_are_on_their_way_is_waited_for(
     made = loop()
     made.serve(1)
     records = BufferReader(made.config.buffer).read().records
-    throttle = Throttle(1.0, NoGuard(), threading.Event())
+    throttle = Throttle(1.0, threading.Event())
     learner = daemon.begin(made.config, Status(made.versions), throttle)
     (name,) = {record.request for record in records}
 

@@ -27,7 +27,7 @@ from draftsmith.distill.config import (
 )
 from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.status import Status
-from draftsmith.distill.throttle import NoGuard, Throttle
+from draftsmith.distill.throttle import Throttle
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.published import versions
@@ -170,9 +170,7 @@ class World:
         )  # fmt: skip
         self.target, self.root = target, folder / "versions"
         self.log = io.StringIO()
-        self.daemon = Daemon(
-            config, Status(self.root, self.log), Throttle(1.0, NoGuard(), threading.Event())
-        )
+        self.daemon = Daemon(config, Status(self.root, self.log), Throttle(1.0, threading.Event()))
         # the daemon's own target may be an outline, which cannot serve
         live = checkpoint.load(
             versions.folder_of(self.root, self.live), target, dtype=torch.float32

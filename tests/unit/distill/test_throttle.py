@@ -16,7 +16,6 @@ from draftsmith.distill.throttle import (
     LOOK_S,
     MOST_REST_S,
     LatencyGuard,
-    NoGuard,
     Throttle,
     quantile,
     scraper,
@@ -42,18 +41,12 @@ class Time:
         return False
 
 
-class Half:
-    def share(self) -> float:
-        return 0.5
-
-
 @pytest.mark.parametrize(
-    ("budget", "guard", "share"),
-    [(1.0, NoGuard(), 1.0), (0.25, NoGuard(), 0.25), (0.5, Half(), 0.25)],
+    ("budget", "guard", "share"), [(1.0, 1.0, 1.0), (0.25, 1.0, 0.25), (0.5, 0.5, 0.25)]
 )
-def test_work_is_the_budgets_share_of_the_time(budget: float, guard: NoGuard, share: float) -> None:
+def test_work_is_the_budgets_share_of_the_time(budget: float, guard: float, share: float) -> None:
     time = Time()
-    throttle = Throttle(budget, guard, time, clock=time)  # type: ignore[arg-type]
+    throttle = Throttle(budget, time, guard=lambda: guard, clock=time)  # type: ignore[arg-type]
     for worked_s in (1.0, 0.1, 3.0):
         time.now_s += worked_s
         throttle.rest(worked_s)
@@ -71,7 +64,7 @@ def test_work_is_the_budgets_share_of_the_time(budget: float, guard: NoGuard, sh
 def test_within_a_long_rest_somebody_looks_up_and_work_is_owed_the_rest_of_it() -> None:
     """At the least share 26 s of scoring are owed 27 minutes."""
     time = Time()
-    throttle = Throttle(LEAST, NoGuard(), time, clock=time)  # type: ignore[arg-type]
+    throttle = Throttle(LEAST, time, clock=time)  # type: ignore[arg-type]
     looked_s: list[float] = []
     throttle.look_up = lambda: looked_s.append(time.now_s)
     with throttle.work():
@@ -86,11 +79,10 @@ def test_within_a_long_rest_somebody_looks_up_and_work_is_owed_the_rest_of_it() 
 def test_a_rest_is_short_when_the_server_has_time_again() -> None:
     time = Time()
 
-    class Busy:
-        def share(self) -> float:
-            return LEAST if time.now_s < 20 else 1.0
+    def busy() -> float:
+        return LEAST if time.now_s < 20 else 1.0
 
-    throttle = Throttle(1.0, Busy(), time, clock=time)  # type: ignore[arg-type]
+    throttle = Throttle(1.0, time, guard=busy, clock=time)  # type: ignore[arg-type]
     throttle.rest(10.0)
     assert 20 <= time.now_s <= 20 + MOST_REST_S and throttle.owed_s == 0
 
@@ -98,7 +90,7 @@ def test_a_rest_is_short_when_the_server_has_time_again() -> None:
 def test_a_rest_ends_when_the_learner_is_to_stop() -> None:
     stop = threading.Event()
     stop.set()
-    throttle = Throttle(1e-6, NoGuard(), stop)
+    throttle = Throttle(1e-6, stop)
     throttle.rest(10.0)
     assert throttle.rested_s < 1.0
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.fleet.vllm.follower import ServedVersions, below_floor, figures_of, tokens_of
+from draftsmith.fleet.vllm.follower import below_floor, figures_of, tokens_of
 
 
 def worker(replica: int, tokens: int, **versions: dict[str, float]) -> dict[str, Any]:
@@ -37,10 +37,12 @@ def test_ranks_of_a_replica_sample_the_same_tokens() -> None:
     assert tokens_of([worker(0, 100), worker(0, 0), worker(1, 40), {"state": "refused"}]) == 140
 
 
-def test_the_floor_waits_for_requests_and_an_alarm_does_not() -> None:
-    good = ServedVersions(requests=64, accepted=400, reached=1000)
-    assert below_floor(good, good) == "" and below_floor(good, None) == ""
-    assert below_floor(good._replace(accepted=310), good) == ""
-    assert below_floor(good._replace(accepted=290, requests=63), good) == ""
-    assert below_floor(good._replace(accepted=290), good).startswith("alpha 0.290 on 64 requests")
-    assert "monitor alarms" in below_floor(ServedVersions(1, 0, 0, is_alarmed=True), None)
+def test_the_floor_waits_for_rounds_and_an_alarm_does_not() -> None:
+    def reason(alpha: float, rounds: int = 64, **more: float) -> str:
+        served = {"rounds": rounds, "alpha": alpha, **more}
+        return below_floor(served, {"rounds": 64, "alpha": 0.4}, drop=0.1, rounds=64)
+
+    assert reason(0.4) == reason(0.31) == reason(0.29, rounds=63) == ""
+    assert reason(0.29).startswith("alpha 0.290 in 64 rounds")
+    assert below_floor({"rounds": 64, "alpha": 0.29}, {}, drop=0.1, rounds=64) == ""
+    assert "monitor alarms" in reason(0.4, rounds=1, alarm=1.0)
