@@ -320,7 +320,7 @@ def test_an_engine_falls_back_by_itself(
     for version in (1, 2):
         publish(versions, version)
         asyncio.run(follower.once())
-    figures["1"] = {"rounds": 100, "positions": 1000, "accepted": 600}
+    figures["1"] = {"rounds": 100, "positions": 1000, "accepted": 600, "alpha": 0.6}
     figures["2"] = {
         "rounds": 100, "positions": 1000, "accepted": 1000 * alpha, "alarm": alarm,
         "alpha": alpha, "z": -9.0,
