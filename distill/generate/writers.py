@@ -43,7 +43,7 @@ class AskedServer(NamedTuple):
 
 
 class Answers(Protocol):
-    """ChatAnswers of the target, by an engine."""
+    """Answers of the target, by an engine."""
 
     # what they depend on beside the prompts, the options of `generate` and the target
     provenance: dict[str, Any]

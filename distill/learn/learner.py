@@ -19,7 +19,6 @@ import torch
 from draftsmith.config import check_limits
 from draftsmith.distill.buffer.traffic import ServedText, branched, newest_within, without
 from draftsmith.distill.config import POSITIONS, LearnConfig
-from draftsmith.distill.learn.optimizer import CandidateOptimizer, trained
 from draftsmith.distill.learn.rehearsal import Rehearsal, num_rehearsed
 from draftsmith.distill.learn.teachers import (
     DraftedSpan,
@@ -30,11 +29,14 @@ from draftsmith.distill.learn.teachers import (
     teacher_of,
 )
 from draftsmith.distill.learn.text_states import TextStates, states_of
+from draftsmith.drafters.target.device import fast_at_bf16
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.train.data.roles import RoleWeights, branch_row, text_row
-from draftsmith.train.objective.unrolled_loss import StepSums
+from draftsmith.train.objective.rounds_of_text import step_weighting
+from draftsmith.train.objective.unrolled_loss import StepSums, UnrolledLoss, unrolled_loss
+from draftsmith.train.optim import MUON_MOMENT, muon_with_adamw, part_of
 
 # So many steps in a row without a finite gradient mean that the candidate is lost.
 MAX_BROKEN_STEPS = 3
@@ -42,7 +44,6 @@ LATEST = 128  # texts
 MOST_BRANCHES = 16  # rejected continuations of a step
 # Saved among the optimizer's moments.
 AVERAGE = "average"
-
 Rest = Callable[[float], None]  # called with the seconds of a piece of work
 
 
@@ -318,3 +319,103 @@ def check(config: LearnConfig) -> None:
         )
     if not config.positions:
         raise UserError(f"learn.positions is empty; choose from {', '.join(POSITIONS)}")
+
+
+Trained = dict[str, torch.nn.Parameter]  # by name
+BETAS = (0.9, 0.999)
+MAX_GRAD_NORM = 1.0
+
+
+class CandidateOptimizer:
+    """AdamW, or Muon with it, over the trained parameters of `drafter`, whose weights may change
+    between steps."""
+
+    def __init__(self, drafter: torch.nn.Module, config: LearnConfig):
+        self.drafter, self.config = drafter, config
+        self.weighting = step_weighting(config.unroll.weights, config.unroll.decay)
+        self.device = next(drafter.parameters()).device
+        self.in_bf16 = computes_in_bf16(config.dtype, self.device)
+        self.forget()
+
+    def step(self, batch: LearningBatch, *, lr: float) -> StepSums | None:
+        """One step on the batch's token mean. None, and nothing changed, when the gradient is not
+        finite."""
+        self.adam.zero_grad(set_to_none=True)
+        sums = self._backward(batch)
+        norm = torch.nn.utils.clip_grad_norm_(trained(self.drafter).values(), MAX_GRAD_NORM)
+        if not bool(torch.isfinite(norm)):
+            self.adam.zero_grad(set_to_none=True)
+            return None
+        for group in self.adam.param_groups:
+            group["lr"] = lr
+        self.adam.step()
+        return sums
+
+    def _backward(self, batch: LearningBatch) -> StepSums:
+        unrolled = self.unrolled(batch)
+        unrolled.mean(batch.weight).backward()
+        return unrolled.sums
+
+    def unrolled(self, batch: LearningBatch) -> UnrolledLoss:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.in_bf16):
+            return unrolled_loss(
+                self.drafter,
+                batch.source,
+                batch.text,
+                num_steps=self.config.unroll.steps,
+                weighting=self.weighting,
+                kind=kind_of(self.config.divergence),
+            )
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        """Optimizer state as "<parameter>:<moment>", which `fill` takes back."""
+        return {
+            f"{name}:{key}": value
+            for name, parameter in trained(self.drafter).items()
+            for key, value in part_of(self.adam, parameter).state.get(parameter, {}).items()
+        }
+
+    def fill(self, moments: Mapping[str, torch.Tensor]) -> None:
+        """Moments of another optimizer than the one at hand are left out."""
+        self.forget()
+        parameters = trained(self.drafter)
+        for key, value in moments.items():
+            name, _, moment = key.rpartition(":")
+            part = part_of(self.adam, parameters[name])
+            if (moment == MUON_MOMENT) == isinstance(part, torch.optim.Muon):
+                on_host = moment == "step" and not part.param_groups[0].get("fused")
+                device = "cpu" if on_host else parameters[name].device
+                part.state.setdefault(parameters[name], {})[moment] = value.to(device)
+
+    def forget(self) -> None:
+        """Returns to the state before the first step."""
+        if self.config.optimizer == "muon":
+            self.adam: torch.optim.Optimizer = muon_with_adamw(
+                self.drafter,
+                num_tokens=len(self.drafter.head_weight()),
+                lr=self.config.lr,
+                betas=BETAS,
+                weight_decay=0.0,
+            )
+            return
+        self.adam = torch.optim.AdamW(
+            trained(self.drafter).values(),
+            lr=self.config.lr,
+            betas=BETAS,
+            weight_decay=0.0,
+            # One pass over each tensor. On an accelerator torch chooses.
+            fused=True if self.device.type == "cpu" else None,
+        )
+
+
+def computes_in_bf16(dtype: str, device: torch.device) -> bool:
+    """True where the arithmetic of `learn.dtype` is bfloat16."""
+    if dtype == "auto":
+        return fast_at_bf16(device)
+    return dtype == "bfloat16"
+
+
+def trained(drafter: torch.nn.Module) -> Trained:
+    return {
+        name: parameter for name, parameter in drafter.named_parameters() if parameter.requires_grad
+    }

@@ -196,7 +196,7 @@ class ProxyCounters:
 
 
 logger = logging.getLogger("draftsmith.observe")
-# ChatAnswers that wait; beyond it the newest are dropped.
+# Answers that wait; beyond it the newest are dropped.
 MOST_WAITING = 256
 CLOSE_S = 10.0
 AGAIN_S = 60.0  # until a list of models is read again
@@ -241,7 +241,7 @@ class ProxyRecorder:
                 self.counters.leave_out(known)
                 logger.debug("an answer is left out (%s)", reason)
             except Exception:
-                # ChatAnswers are foreign data; none of them may end the recording of others.
+                # Answers are foreign data; none of them may end the recording of others.
                 logger.exception("an answer could not be recorded")
                 self.counters.leave_out("failed")
 

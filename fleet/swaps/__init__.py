@@ -6,6 +6,5 @@ Files in reading order:
 - `packed`: tensors that a module's forward pass reads, kernels' packed ones included
 - `proposer`: the draft of one worker, inputs of its recent steps, and all private names of vLLM
 - `staging`: the second copy, loaded by a thread and tried on recent and fixed inputs
-- `swap`: stages, applies and takes back versions of one worker
-- `watch`: updates of the draft that others make
+- `swap`: stages, applies and takes back versions of one worker; updates of the draft by others
 """

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from draftsmith.errors import first_line
-from draftsmith.fleet.engine import logger
+from draftsmith.fleet.engine import around, logger
 from draftsmith.fleet.swaps.checks import DraftRefused
 from draftsmith.fleet.swaps.packed import (
     Handle,
@@ -31,7 +31,7 @@ from draftsmith.fleet.swaps.packed import (
     tensor_digest,
     tensors_in,
 )
-from draftsmith.fleet.swaps.proposer import SwappedProposer
+from draftsmith.fleet.swaps.proposer import Snapshot, SwappedProposer, restore, snapshot
 from draftsmith.fleet.swaps.staging import Loaded, Staging, derived, trial
 
 LASTING = (DraftRefused, NotSwappable)
@@ -321,3 +321,47 @@ def _handle(slots: Slots, name: str) -> Handle:
     slot = slots[name]
     assert isinstance(slot, Handle)
     return slot
+
+
+class Watch:
+    """Wraps methods of one worker. `on_change` is called when the version is lost."""
+
+    def __init__(self, worker: Any, swaps: Swaps, on_change: Callable[[], None]):
+        self.worker, self.swaps, self.on_change = worker, swaps, on_change
+        self.saved: Snapshot = []
+        around(worker, "start_draft_weight_update", before=self._begin, failed=self._mend)
+        around(worker, "update_weights", failed=self._mend)
+        around(worker, "finish_weight_update", after=self._finish, failed=self._mend)
+        around(worker, "execute_model", before=self._mend_if_torn)
+        around(worker, "sleep", before=self._sleep)
+        around(worker, "wake_up", after=self._wake)
+
+    def _begin(self) -> None:
+        self.saved = snapshot(self.swaps.proposer.model)
+
+    def _finish(self) -> None:
+        if self.saved:
+            self.saved = []
+            self._lost("vLLM's own weight update wrote into the draft")
+
+    def _mend(self) -> None:
+        if self.saved:
+            saved, self.saved = self.saved, []
+            restore(saved)
+            self._lost("vLLM's own weight update of the draft failed; its tensors were put back")
+
+    def _mend_if_torn(self) -> None:
+        """A step comes in the midst of an update, whose caller has perhaps died."""
+        if self.saved and any(one.is_meta for one in self.swaps.proposer.model.parameters()):
+            self._mend()
+
+    def _sleep(self) -> None:
+        self.swaps.is_asleep = True
+
+    def _wake(self) -> None:
+        self.swaps.is_asleep = False
+        self._lost("the engine slept")
+
+    def _lost(self, reason: str) -> None:
+        self.swaps.forget(reason)
+        self.on_change()

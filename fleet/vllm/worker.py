@@ -53,8 +53,7 @@ def draftsmith_swap(worker: Any, step: str, call: str = "", **arguments: str) ->
 def swaps_of(worker: Any, state: WorkerState) -> Any:
     if state.swaps is None:
         from draftsmith.fleet.swaps.proposer import SwappedProposer
-        from draftsmith.fleet.swaps.swap import Swaps
-        from draftsmith.fleet.swaps.watch import Watch
+        from draftsmith.fleet.swaps.swap import Swaps, Watch
 
         swaps = Swaps(SwappedProposer(worker), version=state.version)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from draftsmith.distill.config import LearnConfig, LearnUnroll
-from draftsmith.distill.learn.optimizer import CandidateOptimizer, computes_in_bf16, trained
+from draftsmith.distill.learn.learner import CandidateOptimizer, computes_in_bf16, trained
 from draftsmith.distill.learn.teachers import LearningBatch, LearningRow, LiveTeacher
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES

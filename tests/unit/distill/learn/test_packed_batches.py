@@ -12,7 +12,7 @@ import torch
 
 from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.learn import teachers
-from draftsmith.distill.learn.optimizer import CandidateOptimizer, trained
+from draftsmith.distill.learn.learner import CandidateOptimizer, trained
 from draftsmith.distill.learn.teachers import (
     DraftedSpan,
     LearningBatch,

@@ -16,8 +16,7 @@ import torch
 from draftsmith.fleet.swaps import swap as swap_module
 from draftsmith.fleet.swaps.packed import handles_in
 from draftsmith.fleet.swaps.proposer import SwappedProposer
-from draftsmith.fleet.swaps.swap import Swaps
-from draftsmith.fleet.swaps.watch import Watch
+from draftsmith.fleet.swaps.swap import Swaps, Watch
 from tests.unit.fleet.swaps.stand_in import (
     CONFIG,
     expected_logits,
