@@ -117,7 +117,7 @@ class Restored:
     open: list[RoundRecord]
     tracks: dict[str, TrackState]
     pool: dict[str, Any]
-    monitor: dict[str, Any] | None  # None in a state from before there was one
+    monitor: dict[str, Any] | None
     revisions: list[str]  # that the target had, oldest first, before the one at hand
     is_rebased: bool  # the state is of another one of them: no evidence is left
 
@@ -192,7 +192,7 @@ class StateFolder:
         if values["schema"] != SCHEMA_VERSION:
             raise ValueError(f"schema {values['schema']}, this is {SCHEMA_VERSION}")
         left = values["target_revision"]
-        revisions = [one for one in values.get("revisions", []) if one != target_revision]
+        revisions = [one for one in values["revisions"] if one != target_revision]
         if is_rebased := left != target_revision:
             revisions = [*revisions, left][-MOST_REVISIONS:]
         known = {name: one for name, one in values["lineages"].items() if name in learners}
@@ -215,7 +215,7 @@ class StateFolder:
             records,
             tracks,
             values["pool"],
-            values.get("monitor"),
+            values["monitor"],
             revisions,
             is_rebased,
         )
@@ -287,8 +287,8 @@ def _read_track(
         values["drift"],
         fresh,
         window,
-        values.get("displaced"),
-        values.get("spared", 0),
+        values["displaced"],
+        values["spared"],
     )
     weights, moments = (
         load_file(folder / "candidate.safetensors"),

@@ -115,7 +115,7 @@ class Evidence:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Evidence:
         once = TurningEvidence(**values["once"])
-        return cls(once, values["aside"], dict(values.get("fresh", {})))
+        return cls(once, values["aside"], dict(values["fresh"]))
 
 
 def share_of(look: int) -> float:

@@ -23,7 +23,7 @@ from draftsmith.distill.generate.self_prompts import check_self_prompts, write_p
 from draftsmith.distill.generate.steps import (
     NewAnswers,
     answer_all,
-    check_cost,
+    check_room,
     describe,
     layout_of,
     new_writer,
@@ -66,7 +66,7 @@ def _run(config: GenerateOptions, new_answers: NewAnswers, processes: Processes)
     layout = None
     if config.store_taps is not None:
         layout = layout_of(config, reference.loaded())
-        check_cost(config.out, reference.loaded(), layout, most_tokens(config, prompts))
+        check_room(config.out, layout, most_tokens(config, prompts))
     longest = max(len(prompt.ids) for prompt in prompts) + room
     writer, origin = new_writer(config, reference, new_answers, longest)
     folder = processes.leader_first(

@@ -216,21 +216,8 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-PROBE_TOKENS = 256  # a pass whose time stands for all
 # Of a pass, at most. glibc maps tensors above 32 MiB anew each time, which costs page faults.
 PASS_TOKENS = 4096
-
-
-class Cost(NamedTuple):
-    tokens: int
-    bytes: int
-    seconds: float
-
-    def __str__(self) -> str:
-        return (
-            f"{self.bytes / 1e9:.2f} GB and {self.seconds / 60:.1f} minutes for {self.tokens} "
-            "tokens"
-        )
 
 
 def layout_of(config: GenerateOptions, target: Target) -> TapLayout:
@@ -243,35 +230,21 @@ def layout_of(config: GenerateOptions, target: Target) -> TapLayout:
     return TapLayout(taps, target.hidden_size, config.store_taps or "bf16")
 
 
-def check_cost(folder: str | Path, target: Target, layout: TapLayout, tokens: int) -> Cost:
+def check_room(folder: str | Path, layout: TapLayout, tokens: int) -> None:
     """Prints the most that storing will take, and raises a `UserError` where the disk has less."""
-    cost = Cost(tokens, tokens * layout.bytes_a_token, tokens * seconds_a_token(target, layout))
+    size = tokens * layout.bytes_a_token
     print(
         f"taps {', '.join(map(str, layout.taps))} and final states in {layout.precision} take at "
-        f"most {cost}"
+        f"most {size / 1e9:.2f} GB for {tokens} tokens"
     )
     stored = sum(path.stat().st_size for path in Path(folder).glob("taps-*.safetensors"))
     free = shutil.disk_usage(_existing(Path(folder))).free + stored
-    if cost.bytes > free:
+    if size > free:
         raise UserError(
-            f"stored taps take up to {cost.bytes / 1e9:.2f} GB and the disk of {str(folder)!r} "
+            f"stored taps take up to {size / 1e9:.2f} GB and the disk of {str(folder)!r} "
             f"has {free / 1e9:.2f} GB free; use "
             "--store-taps fp8, fewer --taps, a smaller --count or --max-tokens, or another disk"
         )
-    return cost
-
-
-def seconds_a_token(target: Target, layout: TapLayout) -> float:
-    """Seconds per token of the target's pass; writing is short beside it."""
-    ids = torch.zeros(
-        1, min(PROBE_TOKENS, target.max_positions), dtype=torch.int64, device=target.device
-    )
-    times_s = []
-    for _ in range(2):  # the first pays for what is set up once
-        begun_s = time.perf_counter()
-        target.states(ids, torch.ones_like(ids), layout.taps)[1].cpu()
-        times_s.append(time.perf_counter() - begun_s)
-    return min(times_s) / ids.shape[1]
 
 
 def store_taps(

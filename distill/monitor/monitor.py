@@ -110,7 +110,6 @@ class EvidenceStream:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EvidenceStream:
-        """Reads states of earlier releases too, which had fewer kinds of events."""
         made = cls(
             **{name: values[name] for name in ("number", "positions", "greedy", "violations")}
         )

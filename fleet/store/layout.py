@@ -137,7 +137,6 @@ class EngineStatus:
     z: float | None = None  # of the losslessness monitor
     evidence: float | None = None  # log10 of the monitor's, against a lossless engine
     alarm: bool = False  # the evidence is enough
-    digests: tuple[str, ...] = ()  # of what each rank has loaded, by rank
     refused: Mapping[int, str] = field(default_factory=dict)  # reason by version
     # {"version": ..., "pause_ms": ..., "ok": ...}
     last_swap: Mapping[str, Any] = field(default_factory=dict)
@@ -157,7 +156,6 @@ def parse_status(data: bytes) -> EngineStatus:
         read = {name: value for name, value in values.items() if name in known}
         refused = read.get("refused") or {}
         read["refused"] = {int(version): str(reason) for version, reason in refused.items()}
-        read["digests"] = tuple(str(one) for one in read.get("digests") or ())
         read["at_s"] = float(read.get("at_s") or 0.0)
         return EngineStatus(**read)
     except (AttributeError, TypeError, ValueError) as error:

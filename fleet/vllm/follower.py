@@ -53,7 +53,6 @@ class StoreFollower:
         self.tries: dict[int, int] = {}
         self.refused: dict[int, str] = {}
         self.version: int | None = None
-        self.digests: tuple[str, ...] = ()  # of what the workers have loaded
         self.seen_s: dict[int, float] = {}  # when a version was first seen in the store
         self.history: list[int] = []  # versions that were served here, the latest last
         self.since_s = self.looked_s = clock()
@@ -115,7 +114,6 @@ class StoreFollower:
                 logger.info("draftsmith: version %s is tried again: %s", version, outcome.reason)
             return
         logger.info("draftsmith: serves version %s, paused %.2f ms", version, outcome.pause_ms)
-        self.digests = tuple(str(answer.get("digest") or "") for answer in outcome.answers)
         self._serves(version)
 
     async def _see(self) -> bool:
@@ -127,7 +125,6 @@ class StoreFollower:
         else:
             answers = await self.client.call("status")
         self._serves(version_of(answers))
-        self.digests = tuple(str(answer.get("digest") or "") for answer in answers)
         return not any(answer.get("asleep") for answer in answers)
 
     def _serves(self, version: int | None) -> None:
@@ -175,7 +172,6 @@ class StoreFollower:
             z=figures.get("z"),
             evidence=figures.get("log10_evidence"),
             alarm=bool(figures.get("alarm")),
-            digests=self.digests,
             refused=dict(self.refused),
             last_swap={}
             if last is None

@@ -106,8 +106,6 @@ def test_each_fresh_text_is_bet_on_once_at_the_next_look() -> None:
     evidence.look(window, ERROR)
     stake = sequential.share_of(2) / len(money)
     assert evidence.once.money == pytest.approx([one + stake for one in money])
-    del saved["gate"]["fresh"]  # as saved before there was any
-    assert Ledger.from_dict(saved).gate.fresh == {}
 
 
 def test_fresh_texts_go_with_their_candidate_and_are_bounded() -> None:

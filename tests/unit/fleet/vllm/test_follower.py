@@ -163,7 +163,6 @@ def test_the_wanted_version_is_served_by_all_workers(versions: Path, tmp_path: P
     (status,) = follower.store.engines()
     assert (status.engine, status.version, status.refused) == ("engine-1", 2, {})
     assert status.last_swap == {"version": 2, "pause_ms": 0.5, "ok": True}
-    assert status.digests == ("digest of 2",) * 2
     steps = len(workers[0].steps)
     asyncio.run(follower.once())
     assert len(workers[0].steps) == steps
