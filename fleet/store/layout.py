@@ -179,7 +179,6 @@ class Period(NamedTuple):
 
     pair: int
     half: int  # 0 or 1
-    begin_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +205,7 @@ class Rollout:
 
     def period(self, at_s: float) -> Period:
         number = max(0, int((at_s - self.begun_s) // self.switch_s))
-        return Period(number // 2, number % 2, self.begun_s + number * self.switch_s)
+        return Period(number // 2, number % 2)
 
     def has_candidate(self, engine: str, period: Period) -> bool:
         """True where the period is the candidate's half of its pair."""
