@@ -18,7 +18,6 @@ from draftsmith.drafters.target.segments import stretches_of
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.files import Signature, signature
-from draftsmith.kernels.products.float32_products import LEAST_ROWS, has_kernel
 from draftsmith.train.data.batches import padded, rows_of
 
 Key = tuple[tuple[int, ...], bytes]  # taps, token ids
@@ -35,68 +34,15 @@ class TextState(NamedTuple):
         return self.hidden.nbytes + (0 if self.taps is None else self.taps.nbytes)
 
 
-WHOLE_VECTORS = 32  # numbers of float32 that torch's widest loops take at once
-# Tokens of a pass that several texts share; weights are laid out once for all of its rows.
-MOST_TOKENS = 1024
-
-
-def read_texts(
-    target: Target, texts: Sequence[torch.Tensor], taps: tuple[int, ...]
-) -> list[TextState]:
-    """States of the texts, each [n], in passes that texts share where that changes no bit."""
-    is_apart = rows_are_apart(target)
-    found: list[TextState] = []
-    for some in passes_of(texts, MOST_TOKENS if is_apart else 0):
-        segments = None
-        if is_apart and len(some[0]) >= LEAST_ROWS:
-            # Of a text alone, too: it is attended as in company.
-            numbers = [torch.full_like(ids, number) for number, ids in enumerate(some)]
-            segments = torch.cat(numbers)[None]
-        ids, lengths = torch.cat(some)[None], [len(one) for one in some]
-        tapped, hidden = target.states(ids, torch.ones_like(ids), taps, segments)
-        of_taps = [None] * len(some) if tapped is None else tapped[0].split(lengths)
-        for one, other in zip(of_taps, hidden[0].split(lengths), strict=True):
-            found.append(TextState(None if one is None else _kept(one), _kept(other)))
-    return found
+def read_text(target: Target, ids: torch.Tensor, taps: tuple[int, ...]) -> TextState:
+    """States of a text [n], in a pass of its own: padding and company change bits."""
+    tapped, hidden = target.states(ids[None], torch.ones_like(ids[None]), taps)
+    return TextState(None if tapped is None else _kept(tapped[0]), _kept(hidden[0]))
 
 
 def _kept(part: torch.Tensor) -> torch.Tensor:
-    """Copy on the CPU that holds no other text's memory."""
+    """Copy on the CPU that holds no other memory of the pass."""
     return part.cpu().clone()
-
-
-def passes_of(texts: Sequence[torch.Tensor], most_tokens: int) -> list[list[torch.Tensor]]:
-    """Texts of each pass, in order: neighbours of at least `LEAST_ROWS` tokens share one of up to
-    `most_tokens`."""
-    passes: list[list[torch.Tensor]] = []
-    room = 0
-    for ids in texts:
-        if len(ids) < LEAST_ROWS or len(ids) > room:
-            passes.append([])
-            room = most_tokens if len(ids) >= LEAST_ROWS else 0
-        passes[-1].append(ids)
-        room -= len(ids)
-    return passes
-
-
-def rows_are_apart(target: Target) -> bool:
-    """True where what a token gives in a pass of `LEAST_ROWS` tokens or more does not depend on
-    how many others there are: all products are those of linear layers in float32, by the kernel
-    that adds up each row alone, none is of an expert, which has few rows, and no row ends within a
-    vector, nor at a place between threads, for which activations round otherwise."""
-    if not has_kernel(target.device) or torch.get_num_threads() > 1:
-        return False
-    for name, module in target.model.named_modules():
-        own = list(module.parameters(recurse=False))
-        is_known = type(module) is torch.nn.Linear or isinstance(module, torch.nn.Embedding)
-        held = [*own, *module.buffers(recurse=False)]
-        if "expert" in name or any(one.ndim > 1 and not is_known for one in held):
-            return False
-        if isinstance(module, torch.nn.Linear) and module.out_features % WHOLE_VECTORS:
-            return False
-        if any(one.dtype != torch.float32 or type(one) is not torch.nn.Parameter for one in own):
-            return False
-    return True
 
 
 class TextStates:
@@ -140,7 +86,7 @@ class TextStates:
         keys = [(taps, ids.cpu().numpy().tobytes()) for ids in texts]
         unknown = {key: ids for key, ids in zip(keys, texts, strict=True) if key not in self._known}
         with torch.autocast(self.target.device.type, enabled=False):
-            states = read_texts(self.target, list(unknown.values()), taps)
+            states = [read_text(self.target, ids, taps) for ids in unknown.values()]
         found = dict(zip(unknown, states, strict=True))
         self.num_read += len(found)
         self.num_bytes += sum(one.num_bytes for one in found.values())

@@ -10,26 +10,15 @@ import torch
 from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.gate.scoring import Scorer
-from draftsmith.distill.learn import text_states
 from draftsmith.distill.learn.learner import Learner
-from draftsmith.distill.learn.text_states import (
-    TextStates,
-    passes_of,
-    read_texts,
-    rows_are_apart,
-)
+from draftsmith.distill.learn.text_states import TextStates, read_text
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels.products.float32_products import has_kernel
 from draftsmith.train.data.batches import mask_of, padded
 from draftsmith.train.objective.teacher import LiveSource
-from scripts.paths import ROOT
 from tests.peak_memory import Memory
 
 TAPS = (0, 1)
 GENEROUS = 1 << 30
-KEYS = (
-    16  # width of a tiny target's keys, the only one that is no multiple of 32; none is activated
-)
 
 
 @pytest.fixture
@@ -150,13 +139,6 @@ def test_no_more_than_the_limit_is_held(target: Target) -> None:
     assert 3 * each <= memory.live < 4 * each
 
 
-def test_long_texts_share_passes_and_short_ones_do_not() -> None:
-    texts = [torch.zeros(size) for size in (80, 64, 63, 100, 65, 60, 200, 12)]
-    sizes = [[len(one) for one in some] for some in passes_of(texts, 170)]
-    assert sizes == [[80, 64], [63], [100, 65], [60], [200], [12]]
-    assert [len(some) for some in passes_of(texts, 0)] == [1] * len(texts)
-
-
 def test_a_text_that_is_kept_holds_no_memory_of_others(target: Target) -> None:
     class Together(Target):
         def __init__(self) -> None:
@@ -168,63 +150,6 @@ def test_a_text_that_is_kept_holds_no_memory_of_others(target: Target) -> None:
         def states(self, *of: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return tuple(one.repeat(1, 2, 1)[:, : len(of[0][0])] for one in target.states(*of))
 
-    (found,) = read_texts(Together(), [torch.arange(3, 23)], TAPS)
+    found = read_text(Together(), torch.arange(3, 23), TAPS)
     for part in found:
         assert part.untyped_storage().nbytes() == part.nbytes > 0
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma2"])
-def test_texts_that_share_a_pass_have_the_bits_of_their_own(
-    tiny_target: Callable[..., str], monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    if not has_kernel(torch.device("cpu")):
-        pytest.skip("this processor's products are torch's")
-    monkeypatch.setattr(text_states, "WHOLE_VECTORS", KEYS)
-    target = Target.load(tiny_target(kind), dtype=torch.float32)
-    chance = torch.Generator().manual_seed(1)
-    texts = [torch.randint(3, 280, (size,), generator=chance) for size in (64, 90, 20, 77, 130)]
-    calls = []
-    states = target.states
-    monkeypatch.setattr(target, "states", lambda *of: calls.append(1) or states(*of))
-    together = read_texts(target, texts, TAPS)
-    assert len(calls) == 3
-    for ids, found in zip(texts, together, strict=True):
-        alone = read_texts(target, [ids], TAPS)[0]
-        assert torch.equal(found.hidden, alone.hidden) and torch.equal(found.taps, alone.taps)
-        tapped, hidden = states(ids[None], torch.ones_like(ids[None]), TAPS)
-        if kind in ("llama", "qwen3"):  # without windows and soft caps
-            assert torch.equal(found.hidden, hidden[0]) and torch.equal(found.taps, tapped[0])
-        torch.testing.assert_close(found.hidden, hidden[0], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(found.taps, tapped[0], rtol=1e-4, atol=1e-4)
-
-
-def test_experts_other_types_and_other_devices_are_read_text_by_text(
-    target: Target, tiny_target: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(text_states, "WHOLE_VECTORS", KEYS)
-    assert rows_are_apart(target) == has_kernel(torch.device("cpu"))
-    assert not rows_are_apart(Target.load(tiny_target("qwen3_moe"), dtype=torch.float32))
-    assert not rows_are_apart(Target.load(tiny_target("llama"), dtype=torch.bfloat16))
-    assert not has_kernel(torch.device("meta"))
-    wide = Target.load(tiny_target("llama"), dtype=torch.float32)
-    wide.model.model.layers[0].mlp.up_proj = torch.nn.Linear(32, 72, bias=False)
-    assert not rows_are_apart(wide), "a row of 72 numbers ends within a vector"
-    coded = Target.load(tiny_target("llama"), dtype=torch.float32)
-    coded.model.register_buffer("codes", torch.zeros(4, 4, dtype=torch.int32))
-    assert not rows_are_apart(coded), "a product of its own"
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_texts_have_their_own_bits_with_any_number_of_threads(threads: int) -> None:
-    """Activations of 100 kB and more, which threads share out."""
-    target = Target.load(str(ROOT / "scripts" / "quickstart_target"), dtype=torch.float32)
-    chance = torch.Generator().manual_seed(1)
-    texts = [torch.randint(3, 4000, (size,), generator=chance) for size in (65, 90, 77, 131)]
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        alone = [read_texts(target, [ids], TAPS)[0].hidden for ids in texts]
-        together = [one.hidden for one in read_texts(target, texts, TAPS)]
-    finally:
-        torch.set_num_threads(before)
-    assert all(map(torch.equal, together, alone))
