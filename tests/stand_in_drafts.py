@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from draftsmith.drafters.interface import DraftInputs, Proposal, TrainedDrafter
@@ -10,6 +12,11 @@ from draftsmith.drafters.options import OPTIONS, DraftLmOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.drafters.tree_shape import FixedTree, SampledTree, TreeShape
+from draftsmith.drafters.trees.candidates import TreeDistributions
+from draftsmith.drafters.trees.fixed import FixedLevels, choose_fixed
+from draftsmith.kernels.sampling.filters import process
+from draftsmith.kernels.sampling.random_streams import Purpose, sample_without_replacement
 
 
 class Uncached:
@@ -92,3 +99,101 @@ def unlike(target: Target, seed: int, family: str = "eagle3", **options: object)
                 alpha=float(weight.float().square().mean().sqrt()),
             )
     return drafter.eval()
+
+
+class NearTrees(Uncached):
+    """Trees of the target's own distributions under some noise, so that many drafts are kept and
+    many are not.
+
+    Three children, two of each, one of each: drawn for a tree that is drawn, else the likeliest
+    ones. `lie`: it tells distributions that nothing was drawn from.
+    """
+
+    def __init__(self, target: Target, *, lie: bool = False):
+        self.target, self.lie = target, lie
+        self.known: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        raise AssertionError("a tree was asked for")
+
+    def propose_tree(self, inputs: DraftInputs, shape: TreeShape) -> Proposal:
+        size, draws = len(inputs.num_draft), isinstance(shape, SampledTree)
+        nodes: list[list[tuple[int, int]]] = [[] for _ in range(size)]  # (token, parent)
+        told: list[torch.Tensor] = []
+        q_rows = torch.full((size, 16), -1)
+        level: list[list[tuple[int, tuple[int, ...]]]] = [[(-1, ())] for _ in range(size)]
+        for depth, count in enumerate((3, 2, 1)):
+            slots = [(row, node, path) for row in range(size) for node, path in level[row]]
+            texts = [(*inputs.histories[row], *path) for row, _, path in slots]
+            rows = torch.tensor([row for row, _, _ in slots])
+            distribution = process(
+                torch.stack([self.logits(text) for text in texts]), inputs.sampling.select(rows)
+            )
+            positions = torch.tensor([len(inputs.histories[row]) + depth for row, _, _ in slots])
+            drawn = sample_without_replacement(
+                distribution, inputs.seeds[rows], positions, Purpose.DRAFT, count
+            )
+            children = drawn if draws else distribution.topk(count, dim=1).indices
+            level = [[] for _ in range(size)]
+            for (row, node, path), tokens, q in zip(slots, children.tolist(), distribution):
+                q_rows[row, node + 1] = len(told)
+                told.append(q)
+                for token in tokens:
+                    level[row].append((len(nodes[row]), (*path, token)))
+                    nodes[row].append((token, node))
+        proposal = Proposal(
+            tokens=torch.tensor([[token for token, _ in row] for row in nodes]),
+            lengths=inputs.num_draft.clamp(max=15),
+            logits=None,
+            parents=torch.tensor([[parent for _, parent in row] for row in nodes]),
+        )
+        if not draws:
+            return proposal
+        logits = torch.stack(told)
+        if self.lie:
+            logits = torch.where(logits > -torch.inf, -logits, -torch.inf)
+        return replace(proposal, logits=logits, q_rows=q_rows)
+
+    def logits(self, text: tuple[int, ...]) -> torch.Tensor:
+        if text not in self.known:
+            tokens = torch.tensor([text])
+            _, hidden = self.target.states(tokens, torch.ones_like(tokens), ())
+            logits = self.target.head(hidden[0, -1]).float()
+            generator = torch.Generator().manual_seed(hash(text) % 2**31)
+            noise = torch.randn(logits.shape, generator=generator)
+            # Only tokens that the target may emit, or nothing would ever be kept.
+            self.known[text] = torch.where(
+                logits >= logits.topk(4).values[-1], logits + noise, -torch.inf
+            )
+        return self.known[text]
+
+
+class NearHeads(NearTrees):
+    """The likeliest tokens of each depth behind the likeliest ones before, as heads that do not see
+    each other's drafts may have them; `lie`: it tells them as draws."""
+
+    shapes = (FixedTree,)
+
+    def propose_tree(self, inputs: DraftInputs, shape: TreeShape) -> Proposal:
+        texts = [tuple(history) for history in inputs.histories]
+        told: list[torch.Tensor] = []
+        for _ in range(3):
+            told.append(torch.stack([self.logits(text) for text in texts]))
+            texts = [(*text, int(row.argmax())) for text, row in zip(texts, told[-1], strict=True)]
+        levels = FixedLevels.of(shape, 3, apart=inputs.adjust is not None)
+        tensors = [torch.tensor(column) for column in levels.columns()]
+        distributions = TreeDistributions(
+            inputs, torch.arange(len(texts)), vocab_size=told[0].shape[1], vocab_map=None
+        )
+        proposal = choose_fixed(
+            distributions,
+            told.__getitem__,
+            levels.on_device(tensors),
+            inputs.num_draft,
+            min(int(inputs.num_draft.max()), levels.num_nodes),
+        )
+        if not self.lie:
+            return proposal
+        q_rows = proposal.q_rows.clone()
+        q_rows[:, 0] = torch.arange(len(texts))
+        return replace(proposal, logits=process(told[0], inputs.sampling), q_rows=q_rows)

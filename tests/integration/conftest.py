@@ -197,13 +197,18 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 @pytest.fixture(scope="module")
-def load(tiny_target: Callable[..., str]) -> Callable[[str], Target]:
+def load(
+    tiny_target: Callable[..., str], native_target: Callable[..., Path]
+) -> Callable[[str], Target]:
     """`load(architecture)`: a tiny target, loaded once a module. "llama int8" has weights of 8 bits
-    and states of float32, so that rounding turns no choice."""
+    and states of float32, so that rounding turns no choice; "native glm4_moe" brings an MTP module
+    along."""
 
     @functools.cache
     def get(arch: str) -> Target:
         name, _, dtype = arch.partition(" ")
+        if name == "native":
+            return Target.load(native_target(dtype))
         if not dtype:
             return Target.load(tiny_target(name))
         if not available():

@@ -4,13 +4,19 @@ read without an engine."""
 from __future__ import annotations
 
 import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
 
+from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.drafters.options import OPTIONS, SuffixOptions
+from draftsmith.drafters.published.pool import DraftPool
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
@@ -18,8 +24,12 @@ from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.drafters.tree_shape import GrownShape, TreeShape
 from draftsmith.kernels.sampling.filters import SamplingRows, process
-from draftsmith.kernels.statistics import Fit, chi_square
+from draftsmith.kernels.statistics import Fit, g_test
+from draftsmith.serve.engine.engine import EngineCore
+from draftsmith.serve.requests.route import CANARY, class_draft
 from draftsmith.serve.sampling.params import SamplingParams
+from tests.adjusting import adjusted
+from tests.stand_in_drafts import unlike
 
 TRAINED = [name for name in OPTIONS if name in FAMILIES]
 TEXT = ["ngram", "suffix", "suffix and draft-lm"]
@@ -151,32 +161,97 @@ def assert_same(tokens: list[int], expected: Greedy) -> None:
 
 
 def enumerated(
-    target: Target, prompt: list[int], length: int, allowed: tuple[int, ...] = (), **sampling: Any
+    target: Target, prompt: list[int], params: SamplingParams, length: int
 ) -> Distribution:
-    """Every answer of `length` tokens with its probability, by enumeration under the target."""
-    rows = SamplingRows.of(**{name: [value] for name, value in sampling.items()})
-    others = torch.full((target.vocab_size,), bool(allowed))
-    others[list(allowed)] = False
-    distribution: Distribution = {(): 1.0}
-    for _ in range(length):
-        longer: Distribution = {}
-        for text, mass in distribution.items():
-            tokens = torch.tensor([prompt + list(text)])
-            _, hidden = target.states(tokens, torch.ones_like(tokens), ())
-            logits = target.head(hidden[0, -1:]).float().masked_fill(others, -torch.inf)
-            probs = torch.softmax(process(logits, rows).double(), -1)[0]
-            longer |= {
-                (*text, token): mass * float(probs[token])
-                for token in probs.nonzero()[:, 0].tolist()
-            }
-        distribution = longer
-    return distribution
+    """Every answer, or its first `length` tokens, with its probability, by enumeration under the
+    target and transformers' processors."""
+    rows = SamplingRows.of(
+        [params.temperature], top_k=[params.top_k], top_p=[params.top_p], min_p=[params.min_p]
+    )
+    ends = () if params.ignore_eos else target.eos_token_ids
+    done: Distribution = {}
+    growing: Distribution = {(): 1.0}
+    while growing:
+        answer, mass = growing.popitem()
+        if len(answer) == length or answer[-1:] in [(end,) for end in ends]:
+            done[answer] = mass
+            continue
+        text = [*prompt, *answer]
+        _, hidden = target.states(torch.tensor([text]), torch.ones(1, len(text)), ())
+        scores = adjusted(params, text, len(prompt), ends, target.head(hidden[0, -1]).float())
+        if params.grammar is not None:
+            scores = scores.masked_fill(~grammatical(target, list(answer)), -torch.inf)
+        probs = torch.softmax(process(scores[None], rows).double(), -1)[0]
+        growing |= {
+            (*answer, token): mass * float(probs[token]) for token in probs.nonzero()[:, 0].tolist()
+        }
+    return done
 
 
-def fit(distribution: Distribution, texts: list[list[int]], test: Any = chi_square) -> Fit:
-    """How well the beginnings of texts follow the distribution; all others are one more cell."""
-    places = {text: index for index, text in enumerate(distribution)}
-    length, counts = len(next(iter(distribution))), torch.zeros(len(distribution) + 1)
-    for text in texts:
-        counts[places.get(tuple(text[:length]), len(distribution))] += 1
-    return test(counts, torch.tensor([*distribution.values(), 0.0], dtype=torch.float64))
+# Of the one grammar that is enumerated: its sentences, and their beginnings.
+PATTERN, BEGINNINGS = "[abd]{1,2}c", "[abd]{0,2}|[abd]{1,2}c"
+
+
+def grammatical(target: Target, answer: list[int]) -> torch.Tensor:
+    """[V] bool: which tokens leave a beginning of a sentence, and the end behind a whole one."""
+    tokenizer = target.tokenizer()
+    begun = tokenizer.decode(answer)
+    pieces = [
+        tokenizer.decode([token], skip_special_tokens=True) for token in range(target.vocab_size)
+    ]
+    mask = torch.tensor(
+        [bool(piece and re.fullmatch(BEGINNINGS, begun + piece)) for piece in pieces]
+    )
+    mask[list(target.eos_token_ids)] = bool(re.fullmatch(PATTERN, begun))
+    return mask
+
+
+def fit(distribution: Distribution, texts: Iterable[list[int]]) -> Fit:
+    """How well the beginnings of texts follow the distribution."""
+    length = max(map(len, distribution))
+    counts = Counter(tuple(text[:length]) for text in texts)
+    cells = [*distribution, *(counts.keys() - distribution.keys())]
+    probs = torch.tensor([distribution.get(cell, 0.0) for cell in cells], dtype=torch.float64)
+    return g_test(torch.tensor([counts[cell] for cell in cells]), probs)
+
+
+CLASSES = ("", "code", "prose")
+
+
+class Swaps:
+    """Other weights of every draft of an engine at each call; `alone` the live draft's, else a
+    version on trial and the drafts of two classes are beside it."""
+
+    further = (CANARY, class_draft("code"), class_draft("prose"))
+
+    def __init__(self, engine: EngineCore, family: str, root: Path, *, alone: bool):
+        self.engine, self.rounds, target = engine, 0, engine.runner.target
+        self.folders = [str(root / str(seed)) for seed in (1, 2)]
+        for seed, folder in enumerate(self.folders, 1):
+            checkpoint.save(unlike(target, seed, family, **small(family)), folder, target)
+        if alone:
+            return
+        for number, name in enumerate(self.further):
+            engine.drafts.prepare(self.folders[number % 2], "0", draft=name)
+        engine.step()
+        engine.drafts.router.canary_share = 0.5
+        engine.drafts.router.pool = DraftPool({"code": "c01", "prose": "c02"})
+
+    def __call__(self) -> None:
+        for number, name in enumerate(self.engine.drafts.served):
+            folder = self.folders[(self.rounds + number) % 2]
+            self.engine.drafts.prepare(folder, str(self.rounds), draft=name)
+        self.rounds += 1
+
+
+def small(family: str) -> dict[str, int]:
+    """Options of a family whose defaults would copy the target."""
+    return {"num_layers": 1, "hidden_size": 32} if family == "draft-lm" else {}
+
+
+def finish(engine: EngineCore, between: Callable[[], object] | None = None) -> None:
+    """All rounds until nobody is left, with a call before each."""
+    while engine.busy:
+        if between is not None:
+            between()
+        engine.step()

@@ -1,5 +1,5 @@
-"""Training's own rounds write what the engine writes, round for round, and take as many as teacher
-forcing says."""
+"""Rounds without a server take as many as teacher forcing says and end where they must; that the
+engine writes the same is in `test_served_text.py`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from draftsmith.drafters.speculate import speculate
 from draftsmith.drafters.speculate_trees import speculate_trees
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import parse_tree
-from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.evaluate.teacher_forced import count_documents
 from tests.integration.served import TreeOracle, make_drafter
@@ -27,37 +24,6 @@ def new_draft(family: str, target: Target) -> ServingDrafter:
     # A pruned target agrees often enough for rounds to be kept whole, in part and not at all.
     options = {"target_layers": (0, 1, 2)} if family == "draft-lm" else {}
     return make_drafter(family, target, **options)
-
-
-@pytest.mark.parametrize(
-    ("family", "temperature"),
-    [("draft-lm", 0.0), *((family, 1.0) for family in ("draft-lm", "eagle3", "dflash", "medusa"))],
-)
-def test_the_engine_writes_the_same_text_in_the_same_rounds(family, temperature, target):
-    drafter = new_draft(family, target)
-    params = [
-        SamplingParams(temperature=temperature, max_tokens=TOKENS, seed=seed) for seed in SEEDS
-    ]
-    engine = build_engine(target, drafter, EngineConfig(k=K))
-    served = [engine.generate([prompt], own)[0] for prompt, own in zip(PROMPTS, params)]
-    # The engine draws the first token of an answer without a draft: from there on the two see the
-    # same.
-    begun = [prompt + one.tokens[:1] for prompt, one in zip(PROMPTS, served)]
-    ours = speculate(
-        drafter, target, begun, k=K, temperature=temperature, seeds=SEEDS, max_new_tokens=TOKENS - 1
-    )
-    assert [text.tokens for text in ours.texts] == [
-        prompt + one.tokens for prompt, one in zip(PROMPTS, served)
-    ]
-    for text, one in zip(ours.texts, served):
-        assert [done.committed for done in text.rounds if done.drafted] == one.speculation.committed
-        assert [
-            min(done.accepted, done.committed) for done in text.rounds if done.drafted
-        ] == one.speculation.accepted
-    if family == "draft-lm":
-        assert 0 < sum(ours.counts().accepted) < sum(ours.counts().offered), (
-            "all kinds of rounds must occur"
-        )
 
 
 @pytest.mark.parametrize("family", ["draft-lm", "eagle3"])
@@ -102,37 +68,6 @@ def test_a_prompt_without_tokens_is_refused(target):
             seeds=[0],
             max_new_tokens=4,
         )
-
-
-@pytest.mark.parametrize(
-    ("family", "tree", "temperature"),
-    [
-        ("eagle3", "dynamic:nodes=9,depth=3,width=3", 0.0),
-        ("eagle3", "sampled:3x2x1", 1.0),
-        ("medusa", "medusa", 1.0),
-    ],
-)
-def test_the_engine_writes_the_same_text_in_the_same_rounds_of_trees(
-    family, tree, temperature, target
-):
-    drafter = new_draft(family, target)
-    params = [
-        SamplingParams(temperature=temperature, max_tokens=TOKENS, seed=seed) for seed in SEEDS
-    ]
-    engine = build_engine(target, drafter, EngineConfig(tree=tree))
-    served = [engine.generate([prompt], own)[0] for prompt, own in zip(PROMPTS, params)]
-    begun = [prompt + one.tokens[:1] for prompt, one in zip(PROMPTS, served)]
-    ours = speculate_trees(
-        drafter, target, begun, shape=parse_tree(tree), temperature=temperature, seeds=SEEDS,
-        max_new_tokens=TOKENS - 1,
-    )  # fmt: skip
-    assert [text.tokens for text in ours.texts] == [
-        prompt + one.tokens for prompt, one in zip(PROMPTS, served)
-    ]
-    for text, one in zip(ours.texts, served):
-        drafting = [found for found in text.rounds if found.drafted]
-        assert [found.accepted for found in drafting] == one.speculation.accepted
-        assert [found.committed for found in drafting] == one.speculation.committed
 
 
 def test_trees_that_are_kept_for_some_tokens_leave_greedy_text_alone(target):

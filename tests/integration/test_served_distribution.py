@@ -1,48 +1,144 @@
-"""Sampled text has the target's distribution for every way to draft and verify; the same test
-rejects a drafter that lies about q and a choice that looks at what was drawn."""
+"""Sampled text has the target's distribution for every way to draft, to verify and to ask, with the
+draft's weights swapped too; the same test rejects each planted mistake."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
+from draftsmith.drafters.options import SuffixOptions
 from draftsmith.drafters.recurrent.kept import KeptState
 from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.suffix import Suffix
+from draftsmith.drafters.text.text_first import TextFirst
+from draftsmith.drafters.trees.layout import NodeLayout
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample
 from draftsmith.kernels.statistics import Fit, detectable_bias
+from draftsmith.kernels.verify.verdict import DraftTree, depths
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.control import FixedControl, RoundPlan, RowBudget
+from draftsmith.serve.engine import engine as engine_module
+from draftsmith.serve.engine import propose as drafting
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
+from draftsmith.serve.engine.proposal import Part, RoundProposal, joined
 from draftsmith.serve.engine.round import Round
+from draftsmith.serve.requests.request import Request, RequestOptions, Update
+from draftsmith.serve.sampling.adjustments import Adjustments
+from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.sampling.params import SamplingParams
+from draftsmith.serve.sampling.penalties import CountedTexts
 from tests.integration.served import (
+    CLASSES,
+    PATTERN,
     TEXT,
     TRAINED,
     Around,
     Distribution,
+    Swaps,
     enumerated,
+    finish,
     fit,
     make_drafter,
+    small,
 )
-from tests.stand_in_drafts import near
+from tests.stand_in_drafts import NearHeads, NearTrees, near, unlike
 
 FALSE_ALARM = 1e-6
-NUM_SAMPLES, MANY_SAMPLES = 1536, 14_336
-LONG = [pytest.mark.long, pytest.mark.timeout(900)]
-LENGTH, K = 3, 2  # tokens looked at, and drafted in a round
-ASKED = LENGTH + K  # the last tokens of an answer are drafted less deep
-SAMPLING = {"temperature": 1.2, "top_k": 4}
+FEW_SAMPLES, NUM_SAMPLES = 768, 1536
+# Such that a total variation of 0.05 would be seen, by the number of tokens looked at.
+MANY_SAMPLES = {3: 14_336, 4: 22_000}
+LONG = [pytest.mark.long, pytest.mark.timeout(1800)]
+K = 2
+# Asked for beyond what is looked at, so that drafts are as deep, and trees as large, to its end.
+MORE = 16
 CONFIG: dict[str, Any] = {
-    "k": K, "max_batch": 128, "max_length": 64, "max_round_tokens": 1024, "max_queue": MANY_SAMPLES,
+    "k": K, "max_batch": 128, "max_length": 64, "max_round_tokens": 2048, "max_queue": 99_999,
 }  # fmt: skip
+DYNAMIC: dict[str, Any] = {"tree": "dynamic:nodes=15,depth=3,width=3", "max_batch": 64}
+SAMPLED: dict[str, Any] = {"tree": "sampled:3x2x1", "max_batch": 64}
+CHOICES: dict[str, Any] = {"tree": "choices:0,0.0,1,0.1,2,0.0.0,1.0,0.0.1", "max_batch": 64}
+BLOCK: dict[str, Any] = {"verification": "block"}
+SWAPPED: dict[str, Any] = {"compile": "off"}
+
+FEW_TOKENS = (40, 41, 42, 43, 0)
+# What requests ask for, and how many tokens of an answer are looked at.
+ASKED: dict[str, tuple[SamplingParams, int]] = {
+    "top-k": (SamplingParams(temperature=1.2, top_k=4, ignore_eos=True), 3),
+    "top-k, longer": (SamplingParams(temperature=1.2, top_k=4, ignore_eos=True), 4),
+    # Flat, so that drafts without training are accepted often.
+    "few tokens": (
+        SamplingParams(temperature=2.0, allowed_token_ids=(7, 51, 180), ignore_eos=True), 4,
+    ),
+    "penalties": (
+        SamplingParams(
+            top_p=0.9, repetition_penalty=1.4, presence_penalty=0.7, frequency_penalty=1.2,
+            allowed_token_ids=FEW_TOKENS[:-1],
+        ), 4,
+    ),
+    "bans": (
+        SamplingParams(
+            temperature=1.3, min_p=0.02, allowed_token_ids=FEW_TOKENS, min_tokens=2,
+            bad_words=((40, 41), (42, 42), (43, 40, 43)), logit_bias=((0, 4.0), (41, -1.0)),
+        ), 4,
+    ),
+    "grammar": (
+        SamplingParams(
+            temperature=1.5, top_k=8, grammar=Grammar.regex(PATTERN), frequency_penalty=0.5
+        ), 4,
+    ),
+}  # fmt: skip
+ADJUSTED = ("penalties", "bans", "grammar")
+
+
+class World(NamedTuple):
+    target: Target
+    prompt: list[int]
+    params: SamplingParams
+    distribution: Distribution
+
+    @property
+    def length(self) -> int:
+        return max(map(len, self.distribution))
+
+
+@pytest.fixture(scope="module")
+def world_of(load: Callable[[str], Target]) -> Callable[..., World]:
+    @functools.cache
+    def get(asked: str = "top-k", arch: str = "qwen3") -> World:
+        params, length = ASKED[asked]
+        target = load("llama" if asked in ADJUSTED else arch)
+        prompt = [40, 41, 42, 40] if asked in ADJUSTED else repetitive_prompt(target)
+        distribution = enumerated(target, prompt, params, length)
+        assert abs(sum(distribution.values()) - 1) < 1e-9 and len(distribution) > 5
+        return World(target, prompt, params, distribution)
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def world(world_of: Callable[..., World]) -> World:
+    return world_of()
+
+
+def repetitive_prompt(target: Target) -> list[int]:
+    """One whose likely next tokens occur in it, so that n-gram lookup has something to offer."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(500):
+        tokens = torch.randint(3, target.vocab_size, (30,), generator=generator)
+        _, hidden = target.states(tokens[None], torch.ones(1, 30), ())
+        likeliest = target.head(hidden[0, -1]).topk(4).indices
+        if torch.isin(likeliest, tokens).sum() >= 2:
+            return tokens.tolist()
+    raise AssertionError("no prompt with likely repetitions was found")
 
 
 class Sure(FixedControl):
@@ -50,6 +146,199 @@ class Sure(FixedControl):
 
     def choose(self, wishes: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
         return RoundPlan([wish.most for wish in wishes], least_survival=0.25)
+
+
+def guessing(target: Target) -> ServingDrafter:
+    """DSpark, whose guesses depend on the state and the token before."""
+    drafter: Any = make_drafter("dspark", target)
+    with torch.no_grad():
+        for seed, spread, weight in (
+            (2, 0.1, drafter.confidence_head.proj.weight),
+            (3, 1.0, drafter.markov_head.markov_w1.weight),
+        ):
+            weight.normal_(0.0, spread, generator=torch.Generator().manual_seed(seed))
+    return drafter
+
+
+def sharp(target: Target) -> ServingDrafter:
+    """Close to the target, with states that are more and less sure."""
+    drafter: Any = near(target)
+    with torch.no_grad():
+        drafter.lm.model.model.norm.weight.mul_(1.5)
+    return drafter
+
+
+def text_and_model(target: Target) -> ServingDrafter:
+    model = unlike(target, 0, "draft-lm", **small("draft-lm"))
+    text = SuffixOptions(max_spec_offset=1.0, max_cached_requests=0)
+    return TextFirst(model, Suffix(text), share=0.3)
+
+
+DRAFTS: dict[str, Callable[[Target], ServingDrafter | None]] = {
+    "none": lambda target: None, "near": near, "sharp": sharp, "guessing": guessing,
+    "near trees": NearTrees, "near heads": NearHeads, "text and model": text_and_model,
+    "nearer": functools.partial(near, noise=0.03),
+}  # fmt: skip
+
+
+class Way(NamedTuple):
+    """A draft, how it drafts and is verified, what requests ask for, of which target; `swapped`
+    names the family whose weights are others in every round."""
+
+    draft: str
+    mode: dict[str, Any] = {}  # noqa: RUF012
+    asked: str = "top-k"
+    arch: str = "qwen3"
+    draft_temperature: float | None = None
+    swapped: str = ""
+
+
+# Families draw by one sampler (`test_drawn_distributions.py` holds each to it exactly): one of each
+# kind of proposal, of verification and of parameters.
+ORDINARY = {
+    "without drafts": Way("none", {"k": 0}),
+    "near": Way("near"),
+    "dspark": Way("dspark"),
+    "blocks": Way("near", BLOCK),
+    "greedy drafts": Way("near", {"draft_sampling": "greedy"}),
+    "ended by its own guesses": Way("guessing"),
+    "ended where it is unsure": Way("sharp", {"least_confidence": 0.05}),
+    "states that cannot be rolled back": Way("ngram", arch="lfm2"),
+    "trees of given choices": Way("near heads", CHOICES, "top-k, longer"),
+    "penalties in blocks": Way("nearer", BLOCK | {"k": 3}, "penalties"),
+    "bans in blocks": Way("nearer", BLOCK | {"k": 3}, "bans"),
+    "swapped": Way("unlike eagle3", SWAPPED, "few tokens", swapped="eagle3"),
+}
+RECURRENT = (
+    "nemotron_h", "qwen3_next", "jamba", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "granitemoehybrid",
+    "falcon_h1", "bamba", "mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "kimi_linear", "zamba2", "minimax",
+)  # fmt: skip
+LATER = {
+    "8 bits": Way("near", arch="qwen3 int8"),
+    "answers that cross the end of a chunk": Way("ngram", arch="llama4"),
+    "trees of penalties": Way("eagle3", DYNAMIC, "penalties"),
+    **{arch: Way("ngram", arch=arch) for arch in RECURRENT},
+}
+MANY = {
+    **{name: way for name, way in ORDINARY.items() if name != "swapped"},
+    **{family: Way(family) for family in (*TEXT, *TRAINED)},
+    "drafts at half the temperature": Way("near", draft_temperature=0.5),
+    "blocks ended where it is unsure": Way("sharp", BLOCK | {"least_confidence": 0.05}),
+    **{f"near, {mode['tree']}": Way("near trees", mode, "top-k, longer") for mode in (SAMPLED, DYNAMIC)},
+    **{f"eagle3, {mode['tree']}": Way("eagle3", mode, "top-k, longer") for mode in (SAMPLED, DYNAMIC)},
+    **{asked: Way("nearer", {"k": 3}, asked) for asked in ADJUSTED},
+    **{f"penalties, {mode['tree']}": Way("eagle3", mode, "penalties") for mode in (SAMPLED, DYNAMIC)},
+    **{f"swapped {family}": Way(f"unlike {family}", SWAPPED, "few tokens", swapped=family) for family in TRAINED},
+    "swapped text and model": Way("text and model", SWAPPED, "few tokens", swapped="draft-lm"),
+}  # fmt: skip
+# Drafts of which some end after one token and some do not.
+ENDED = ("guessing", "sharp")
+
+
+def engine_of(world: World, draft: str | ServingDrafter, **options: Any) -> EngineCore:
+    if not isinstance(draft, str):
+        drafter: ServingDrafter | None = draft
+    elif draft.startswith("unlike "):
+        family = draft.removeprefix("unlike ")
+        drafter = unlike(world.target, 0, family, **small(family))
+    else:
+        drafter = (
+            DRAFTS[draft](world.target) if draft in DRAFTS else make_drafter(draft, world.target)
+        )
+    engine = build_engine(world.target, drafter, EngineConfig(**(CONFIG | options)))
+    if draft == "guessing":
+        engine.scheduler.control = Sure()
+    return engine
+
+
+def answers(
+    world: World,
+    engine: EngineCore,
+    num_samples: int,
+    *,
+    between: Callable[[], object] | None = None,
+    **params: Any,
+) -> Fit:
+    """Of the first tokens of answers, which are then cancelled."""
+    asked = replace(world.params, max_tokens=world.length + MORE, **params)
+
+    def stop(request: Request, update: Update) -> None:
+        if len(request.output) >= world.length:
+            engine.cancel(request)
+
+    options = [
+        RequestOptions(text=False, request_class=name, tenant="all alike") for name in CLASSES
+    ]
+    requests = [
+        engine.submit(world.prompt, asked, stop, options=options[number % len(options)])
+        for number in range(num_samples)
+    ]
+    finish(engine, between)
+    return fit(world.distribution, [request.output for request in requests])
+
+
+def check_way(way: Way, world: World, num_samples: int, root: Path) -> None:
+    """The distribution, and that drafts of every depth were offered, some of them kept."""
+    engine = engine_of(world, way.draft, **way.mode)
+    many = num_samples == MANY_SAMPLES[world.length]
+    swaps = Swaps(engine, way.swapped, root, alone=not many) if way.swapped else None
+    found = answers(
+        world, engine, num_samples, between=swaps, draft_temperature=way.draft_temperature
+    )
+    assert found.p_value > FALSE_ALARM, found
+    seen = 0.05 if many else 0.15 if num_samples >= NUM_SAMPLES else 0.25
+    assert detectable_bias(num_samples, found.degrees, FALSE_ALARM) < seen
+    stats = engine.stats
+    assert not stats.fallbacks
+    if swaps is not None:
+        assert stats.num_swaps > (80 if many else 20)
+        assert not many or min(stats.routed[name] for name in swaps.further) > num_samples / 10
+    if way.draft in ENDED:
+        assert 0.1 * stats.offered[0] < stats.offered[1] < 0.9 * stats.offered[0], stats.offered
+    elif way.draft != "none":
+        levels = range(engine.max_draft_depth)
+        assert min(stats.offered[level] for level in levels) > num_samples / 4, stats.offered
+        if "near" in way.draft or world.params.allowed_token_ids:
+            assert min(stats.accepted[level] for level in levels) > num_samples / 50, stats.accepted
+        else:
+            assert stats.accepted[0] > 0
+
+
+@pytest.mark.parametrize(
+    "way",
+    [*ORDINARY.values(), *(pytest.param(way, marks=LONG) for way in LATER.values())],
+    ids=[*ORDINARY, *LATER],
+)
+def test_the_joint_distribution_of_served_tokens_is_the_targets(
+    way: Way, world_of: Callable[..., World], tmp_path: Path
+) -> None:
+    count = FEW_SAMPLES if way.draft in (*ENDED, "near heads") else NUM_SAMPLES
+    check_way(way, world_of(way.asked, way.arch), count, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("way", MANY.values(), ids=MANY)
+def test_the_joint_distribution_of_many_served_tokens(
+    way: Way, world_of: Callable[..., World], tmp_path: Path
+) -> None:
+    """With swaps four drafts share a batch, and the weights of all are others in every round."""
+    world = world_of(way.asked, way.arch)
+    check_way(way, world, MANY_SAMPLES[world.length], tmp_path)
+
+
+@pytest.mark.long
+def test_the_joint_distribution_over_http(world: World, live_server: Callable) -> None:
+    config = EngineConfig(**(CONFIG | {"max_round_tokens": 4096}))
+    server = live_server(world.target, make_drafter("mtp", world.target), config)
+    texts = []
+    for seed in range(0, NUM_SAMPLES, 128):
+        asked = {"n": 128, "max_tokens": world.length + K, "ignore_eos": True, "seed": 1000 * seed}
+        asked |= {"temperature": 1.2, "top_k": 4, "return_token_ids": True}
+        body = server.complete(world.prompt, **asked).json()
+        texts += [choice["token_ids"] for choice in body["choices"]]
+    found = fit(world.distribution, texts)
+    assert found.p_value > FALSE_ALARM and not server.engine.stats.fallbacks, found
 
 
 class Looking(Around):
@@ -80,184 +369,14 @@ class Withdrawing(Looking):
 
 
 class Lying(Looking):
-    """Draws its tokens from one distribution and hands verification another."""
+    """Draws its tokens from one distribution and hands verification another, as weights that are
+    swapped within a round would."""
 
     def propose(self, inputs: DraftInputs) -> Proposal:
         proposal = self.drafter.propose(inputs)
         return replace(
             proposal, logits=torch.where(proposal.logits > -torch.inf, -proposal.logits, -torch.inf)
         )
-
-
-class World(NamedTuple):
-    target: Target
-    prompt: list[int]
-    distribution: Distribution
-
-
-@pytest.fixture(scope="module")
-def world_of(load: Callable[[str], Target]) -> Callable[..., World]:
-    @functools.cache
-    def get(arch: str = "qwen3") -> World:
-        target = load(arch)
-        prompt = repetitive_prompt(target)
-        return World(target, prompt, enumerated(target, prompt, LENGTH, **SAMPLING))
-
-    return get
-
-
-@pytest.fixture(scope="module")
-def world(world_of: Callable[..., World]) -> World:
-    return world_of()
-
-
-def repetitive_prompt(target: Target) -> list[int]:
-    """One whose likely next tokens occur in it, so that n-gram lookup has something to offer."""
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(500):
-        tokens = torch.randint(3, target.vocab_size, (30,), generator=generator)
-        _, hidden = target.states(tokens[None], torch.ones(1, 30), ())
-        likeliest = target.head(hidden[0, -1]).topk(SAMPLING["top_k"]).indices
-        if torch.isin(likeliest, tokens).sum() >= 2:
-            return tokens.tolist()
-    raise AssertionError("no prompt with likely repetitions was found")
-
-
-def engine_of(world: World, drafter: ServingDrafter, **options: Any) -> EngineCore:
-    return build_engine(world.target, drafter, EngineConfig(**(CONFIG | options)))
-
-
-def answers(world: World, engine: EngineCore, num_samples: int, **params: Any) -> Fit:
-    asked = SamplingParams(**SAMPLING, max_tokens=ASKED, ignore_eos=True, **params)
-    found = engine.generate([world.prompt] * num_samples, asked, text=False)
-    return fit(world.distribution, [one.tokens for one in found])
-
-
-def check(world: World, engine: EngineCore, num_samples: int = NUM_SAMPLES, **params: Any) -> None:
-    found = answers(world, engine, num_samples, **params)
-    assert found.p_value > FALSE_ALARM, found
-    seen = 0.05 if num_samples >= MANY_SAMPLES else 0.25 if num_samples < NUM_SAMPLES else 0.15
-    assert detectable_bias(num_samples, found.degrees, FALSE_ALARM) < seen
-    assert not engine.stats.fallbacks
-
-
-def check_rejected(world: World, engine: EngineCore, num_samples: int = NUM_SAMPLES) -> None:
-    found = answers(world, engine, num_samples)
-    assert found.p_value < FALSE_ALARM, found
-
-
-class Way(NamedTuple):
-    family: str
-    arch: str = "qwen3"
-    config: dict[str, Any] = {}  # noqa: RUF012
-    params: dict[str, Any] = {}  # noqa: RUF012
-
-
-# Families draw by one sampler (`test_drawn_distributions.py` holds each to it exactly): one of each
-# kind of proposal.
-ORDINARY = {
-    "ngram": Way("ngram"),
-    "suffix and draft-lm": Way("suffix and draft-lm"),
-    "eagle3": Way("eagle3"),
-    "medusa": Way("medusa"),
-    "dspark": Way("dspark"),
-    "near": Way("near"),
-    "blocks": Way("near", config={"verification": "block"}),
-    "greedy drafts": Way("near", config={"draft_sampling": "greedy"}),
-    "drafts at half the temperature": Way("near", params={"draft_temperature": 0.5}),
-    "states that cannot be rolled back": Way("ngram", "lfm2"),
-    "answers that cross the end of a chunk": Way("ngram", "llama4"),
-}
-# Drawn by what another case draws with.
-SELDOM = [ORDINARY["suffix and draft-lm"], ORDINARY["drafts at half the temperature"]]
-RECURRENT = [
-    "nemotron_h", "qwen3_next", "jamba", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "granitemoehybrid",
-    "falcon_h1", "bamba", "mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "kimi_linear", "zamba2", "minimax",
-]  # fmt: skip
-MANY = ORDINARY | {family: Way(family) for family in (*TEXT, *TRAINED)}
-
-
-def drafter_of(way: Way, target: Target) -> ServingDrafter:
-    return near(target) if way.family == "near" else make_drafter(way.family, target)
-
-
-def check_way(world: World, way: Way, num_samples: int) -> None:
-    engine = engine_of(world, drafter_of(way, world.target), **way.config)
-    check(world, engine, num_samples, **way.params)
-    offered = engine.stats.offered
-    assert min(offered[depth] for depth in range(K)) > num_samples / 4, offered
-
-
-@pytest.mark.parametrize(
-    "way",
-    [
-        *(pytest.param(way, marks=LONG[0]) if way in SELDOM else way for way in ORDINARY.values()),
-        *(pytest.param(Way("ngram", arch), marks=LONG[0]) for arch in RECURRENT),
-        pytest.param(Way("near", "qwen3 int8"), marks=LONG[0]),
-    ],
-    ids=[*ORDINARY, *RECURRENT, "8 bits"],
-)
-def test_the_joint_distribution_of_served_tokens_is_the_targets(
-    way: Way, world_of: Callable[..., World]
-) -> None:
-    check_way(world_of(way.arch), way, NUM_SAMPLES)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("way", MANY.values(), ids=MANY)
-def test_the_joint_distribution_of_many_served_tokens(
-    way: Way, world_of: Callable[..., World]
-) -> None:
-    check_way(world_of(way.arch), way, MANY_SAMPLES)
-
-
-def test_the_joint_distribution_without_drafts(world: World) -> None:
-    check(world, build_engine(world.target, None, EngineConfig(**(CONFIG | {"k": 0}))))
-
-
-def test_the_joint_distribution_over_http(world: World, live_server: Callable) -> None:
-    config = EngineConfig(**(CONFIG | {"max_round_tokens": 4096}))
-    server = live_server(world.target, make_drafter("mtp", world.target), config)
-    texts = []
-    for seed in range(0, NUM_SAMPLES, 128):
-        asked = {"n": 128, "max_tokens": ASKED, "ignore_eos": True, "return_token_ids": True}
-        body = server.complete(world.prompt, **asked, **SAMPLING, seed=1000 * seed).json()
-        texts += [choice["token_ids"] for choice in body["choices"]]
-    found = fit(world.distribution, texts)
-    assert found.p_value > FALSE_ALARM and not server.engine.stats.fallbacks, found
-
-
-def test_a_wrong_q_is_rejected(world: World) -> None:
-    check_rejected(world, engine_of(world, Lying(near(world.target))))
-
-
-def test_a_q_too_sharp_from_the_second_drafted_token_on_is_rejected(world: World) -> None:
-    check_rejected(world, engine_of(world, near(world.target), test_misreport=f"{K}:3"))
-
-
-@pytest.mark.parametrize("num_samples", [NUM_SAMPLES, pytest.param(MANY_SAMPLES, marks=LONG)])
-def test_rounds_ended_by_the_drafters_own_guesses_keep_the_distribution(
-    num_samples: int, world: World
-) -> None:
-    drafter: Any = make_drafter("dspark", world.target)
-    with torch.no_grad():
-        # Guesses that depend on the state and the token before.
-        for seed, spread, weight in (
-            (2, 0.1, drafter.confidence_head.proj.weight),
-            (3, 1.0, drafter.markov_head.markov_w1.weight),
-        ):
-            weight.normal_(0.0, spread, generator=torch.Generator().manual_seed(seed))
-    engine = engine_of(world, drafter)
-    engine.scheduler.control = Sure()
-    check(world, engine, num_samples)
-    # Some rounds ended after one draft, some did not.
-    offered = engine.stats.offered
-    assert 0.1 * num_samples < offered[1] < 0.9 * offered[0], offered
-
-
-def test_a_guess_made_after_the_draw_is_rejected(world: World) -> None:
-    check_rejected(world, engine_of(world, Looking(near(world.target))))
 
 
 class Undecided:
@@ -274,61 +393,146 @@ class Undecided:
             if len(emitted) > 1 or round.proposal is None:
                 continue
             begin = sum(len(chain) + 1 for chain in round.chains[:index])
-            rows = SamplingRows.of([SAMPLING["temperature"]], top_k=[SAMPLING["top_k"]])
+            rows = SamplingRows.of([1.2], top_k=[4])
             position = torch.tensor([row.request.num_tokens])
             seed = torch.tensor([row.request.seed])
             logits = process(round.output.logits[begin : begin + 1], rows)
             emitted[0] = int(sample(logits, seed, position, Purpose.BONUS))
 
 
-def test_a_stop_that_undoes_the_round_it_goes_by_is_rejected(world: World) -> None:
-    engine = engine_of(world, near(world.target), seed=1)
+def undecided(world: World) -> EngineCore:
+    engine = engine_of(world, "near", seed=1)
     engine._verify = Undecided(engine)
-    check_rejected(world, engine, NUM_SAMPLES // 3)
+    return engine
 
 
-def test_a_state_that_rejected_tokens_were_read_into_is_rejected(
-    world_of: Callable[..., World], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def always_ahead(state: KeptState, left: int, drafted: int, accepted: int) -> None:
+Patch = pytest.MonkeyPatch
+
+
+def always_ahead(patch: Patch) -> None:
+    """States that rejected tokens were read into."""
+
+    def verified(state: KeptState, left: int, drafted: int, accepted: int) -> None:
         state.side = 1 - state.side if drafted else state.side
 
-    monkeypatch.setattr(KeptState, "verified", always_ahead)
-    world = world_of("lfm2")
-    check_rejected(world, engine_of(world, make_drafter("ngram", world.target)), NUM_SAMPLES // 2)
+    patch.setattr(KeptState, "verified", verified)
 
 
-def sharp_draft(target: Target) -> ServingDrafter:
-    """Close to the target, with states that are more and less sure."""
-    drafter: Any = near(target)
-    with torch.no_grad():
-        drafter.lm.model.model.norm.weight.mul_(1.5)
-    return drafter
+def blind(patch: Patch) -> None:
+    """Nodes that see their siblings and cousins."""
+
+    def of(tree: DraftTree) -> NodeLayout:
+        return NodeLayout(depths(tree).clamp(min=0), torch.full_like(tree.parents, -1))
+
+    patch.setattr(NodeLayout, "of", of)
+
+
+def unmoved(patch: Patch) -> None:
+    """Keys of kept nodes stay where they were."""
+    patch.setattr(engine_module, "move_kept", lambda *arguments: None)
+
+
+def mixed_up(patch: Patch) -> None:
+    """Distributions of several drafts in one batch, each told as its neighbour's."""
+
+    def roll(parts: list[Part], num_rows: int) -> RoundProposal:
+        drafts = joined(parts, num_rows)
+        assert drafts.logits is not None
+        return drafts._replace(logits=drafts.logits.roll(1, dims=0))
+
+    patch.setattr(drafting, "joined", roll)
+
+
+def unpenalised(patch: Patch) -> None:
+    patch.setattr(CountedTexts, "penalise", lambda self, *given: None)
+
+
+def without_drafted(patch: Patch) -> None:
+    """Drafted tokens are no part of the text that penalties and bans count."""
+    apply = Adjustments.apply
+    patch.setattr(
+        Adjustments,
+        "apply",
+        lambda self, logits, rows, drafted, owners, prefixes: apply(
+            self, logits, rows, drafted[:, :0], owners, [[] for _ in prefixes]
+        ),
+    )
+
+
+def newest_alone(patch: Patch) -> None:
+    """Of the drafted tokens the last one alone, which only grandchildren and later tokens of a block
+    can show."""
+    apply = Adjustments.apply
+
+    def newest(drafted: torch.Tensor) -> torch.Tensor:
+        columns = torch.arange(drafted.shape[1]).expand_as(drafted)
+        last = torch.where(drafted >= 0, columns, -1).amax(dim=1, keepdim=True)
+        return drafted.masked_fill(columns != last, -1)
+
+    patch.setattr(
+        Adjustments,
+        "apply",
+        lambda self, logits, rows, drafted, owners, prefixes: apply(
+            self, logits, rows, newest(drafted), owners, prefixes
+        ),
+    )
+
+
+class Mistake(NamedTuple):
+    """What is planted, in an engine of `way` or one that `make` makes."""
+
+    way: Way = Way("near")
+    make: Callable[[World], EngineCore] | None = None
+    plant: Callable[[Patch], None] | None = None
+    num_samples: int = NUM_SAMPLES
+
+
+MISTAKES = {
+    "a wrong q": Mistake(make=lambda world: engine_of(world, Lying(near(world.target)))),
+    "a q too sharp from the second drafted token on": Mistake(Way("near", {"test_misreport": f"{K}:3"})),
+    "a guess made after the draw": Mistake(make=lambda world: engine_of(world, Looking(near(world.target)))),
+    "a stop that undoes the round it goes by": Mistake(make=undecided, num_samples=NUM_SAMPLES // 3),
+    "a draft withdrawn for its own probability": Mistake(
+        make=lambda world: engine_of(world, Withdrawing(sharp(world.target))), num_samples=FEW_SAMPLES
+    ),
+    "a state that rejected tokens were read into": Mistake(Way("ngram", arch="lfm2"), plant=always_ahead, num_samples=FEW_SAMPLES),
+    "trees of a wrong q": Mistake(
+        Way("", asked="top-k, longer"), lambda world: engine_of(world, NearTrees(world.target, lie=True), **SAMPLED),
+        num_samples=FEW_SAMPLES,
+    ),
+    "given choices told as draws": Mistake(
+        Way("", asked="top-k, longer"), lambda world: engine_of(world, NearHeads(world.target, lie=True), **CHOICES),
+        num_samples=FEW_SAMPLES,
+    ),
+    "a penalty left out": Mistake(Way("nearer", {"k": 3}, "penalties"), plant=unpenalised),
+}  # fmt: skip
+LATER_MISTAKES = {
+    "typical acceptance": Mistake(Way("near", {"verification": "typical", "draft_sampling": "greedy"})),
+    "nodes that see each other": Mistake(Way("near trees", SAMPLED, "top-k, longer"), plant=blind, num_samples=FEW_SAMPLES),
+    "keys left where they were": Mistake(Way("near trees", SAMPLED, "top-k, longer"), plant=unmoved, num_samples=4096),
+    "several drafts mixed up": Mistake(Way("unlike eagle3", SWAPPED, "few tokens", swapped="eagle3"), plant=mixed_up),
+    **{f"{asked} without drafted tokens": Mistake(Way("nearer", {"k": 3}, asked), plant=without_drafted) for asked in ADJUSTED[:2]},
+    "the newest alone in blocks": Mistake(Way("nearer", BLOCK | {"k": 3}, "penalties"), plant=newest_alone, num_samples=FEW_SAMPLES),
+    **{
+        f"the newest alone, {mode['tree']}": Mistake(Way("eagle3", mode, "penalties"), plant=newest_alone, num_samples=FEW_SAMPLES)
+        for mode in (SAMPLED, DYNAMIC)
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("verification", "num_samples"),
-    [
-        ("chain", NUM_SAMPLES // 2),
-        pytest.param("chain", MANY_SAMPLES, marks=LONG),
-        pytest.param("block", MANY_SAMPLES, marks=LONG),
-    ],
+    "mistake",
+    [*MISTAKES.values(), *(pytest.param(one, marks=LONG) for one in LATER_MISTAKES.values())],
+    ids=[*MISTAKES, *LATER_MISTAKES],
 )
-def test_chains_that_end_where_the_draft_is_unsure_keep_the_distribution(
-    verification: str, num_samples: int, world: World
+def test_a_mistake_is_rejected(
+    mistake: Mistake, world_of: Callable[..., World], tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    options = {"least_confidence": 0.05, "verification": verification}
-    engine = engine_of(world, sharp_draft(world.target), **options)
-    check(world, engine, num_samples)
-    offered = engine.stats.offered
-    assert 0.1 * offered[0] < offered[1] < 0.9 * offered[0], offered
-
-
-def test_a_draft_withdrawn_for_its_own_probability_is_rejected(world: World) -> None:
-    engine = engine_of(world, Withdrawing(sharp_draft(world.target)))
-    check_rejected(world, engine, NUM_SAMPLES // 2)
-
-
-def test_typical_acceptance_has_another_distribution(world: World) -> None:
-    options = {"verification": "typical", "draft_sampling": "greedy"}
-    check_rejected(world, engine_of(world, near(world.target), **options))
+    way = mistake.way
+    world = world_of(way.asked, way.arch)
+    if mistake.plant is not None:
+        mistake.plant(monkeypatch)
+    engine = mistake.make(world) if mistake.make else engine_of(world, way.draft, **way.mode)
+    swaps = Swaps(engine, way.swapped, tmp_path, alone=False) if way.swapped else None
+    found = answers(world, engine, mistake.num_samples, between=swaps)
+    assert found.p_value < FALSE_ALARM, found

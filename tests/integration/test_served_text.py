@@ -1,5 +1,6 @@
-"""Served text does not depend on drafting: greedy text is the target's alone, a seeded request has
-its tokens whatever happens around it, for every way to draft and verify."""
+"""Served text does not depend on drafting, whatever happens around a request: greedy text is the
+target's alone, sampled text that of `speculate`, round for round, for every family, every way to
+draft and verify, and with the compiled kernels or without."""
 
 from __future__ import annotations
 
@@ -11,19 +12,26 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.drafters.recurrent.kept import KeptState
+from draftsmith.drafters.speculate import SpeculatedText, speculate
+from draftsmith.drafters.speculate_trees import speculate_trees
 from draftsmith.drafters.target import attention
 from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.kernels.attention.pool import Chunk
+from draftsmith.kernels.sampling import draw as draw_module
+from draftsmith.kernels.verify import chain
+from draftsmith.kernels.verify.chain import _kernel
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.scheduler import Schedule, ScheduledRow, Scheduler
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.sampling.params import SamplingParams
+from tests.foreign_lm import write_foreign
 from tests.integration.served import (
     GREEDY,
     TEXT,
@@ -33,12 +41,22 @@ from tests.integration.served import (
     Oracle,
     TreeOracle,
     assert_same,
+    finish,
     make_drafter,
     plain_greedy,
     prompts,
 )
 
 DYNAMIC, SAMPLED = "dynamic:nodes=12,depth=4,width=3", "sampled:3x2x1"
+MODES: dict[str, dict[str, Any]] = {
+    "chain": {},
+    "not compiled": {"compile": "off"},
+    "block": {"verification": "block"},
+    "dynamic": {"tree": DYNAMIC},
+    "sampled": {"tree": SAMPLED},
+    "mixed": {"tree": f"{DYNAMIC}+{SAMPLED}"},
+    "choices": {"tree": "medusa"},
+}
 # Prompts come in pieces beside answers, and the latest request is put back again and again.
 CROWDED: dict[str, Any] = {
     "k": 3, "max_batch": 3, "max_round_tokens": 11, "num_blocks": 14, "block_size": 8, "max_length": 80,
@@ -46,31 +64,47 @@ CROWDED: dict[str, Any] = {
 TREES: dict[str, Any] = {"max_batch": 5, "block_size": 8, "num_blocks": 18, "max_length": 80}
 
 
-class Case(NamedTuple):
-    """A target's architecture, what drafts for it, and what differs of the engine."""
+class Cell(NamedTuple):
+    """What drafts, how it drafts and is verified, and the target's architecture."""
 
     family: str
+    mode: str = "chain"
     arch: str = "llama"
-    options: dict[str, Any] = {}  # noqa: RUF012
+
+    def __str__(self) -> str:
+        usual = (None, "chain", "llama")
+        return "-".join(name for name, other in zip(self, usual) if name != other)
 
 
-CASES = {
-    **{family: Case(family) for family in (*TEXT, *TRAINED)},
-    "a part of the vocabulary": Case("eagle3 subset"),
-    "blocks": Case("draft-lm", options={"verification": "block"}),
-    "not compiled": Case("eagle3", options={"compile": "off"}),
-    "dynamic trees, windows": Case("eagle3", "mistral", {"tree": DYNAMIC}),
-    "sampled trees, chunks": Case("eagle3", "llama4", {"tree": SAMPLED}),
-    "trees of given choices": Case("medusa", options={"tree": "medusa"}),
-    "8 bits, eagle3": Case("eagle3", "llama int8"),
-    "8 bits, draft-lm": Case("draft-lm", "llama int8"),
-}
-ARCHITECTURES = ["qwen3", "mistral", "gemma", "gpt_neox", "qwen3_moe"]
-LATER = {
-    **{f"{family}, {arch}": Case(family, arch) for arch in ARCHITECTURES for family in ("ngram", "suffix", "eagle3", "mtp", "draft-lm")},
-    "dynamic trees, soft caps": Case("mtp", "gemma2", {"tree": DYNAMIC}),
-    "sampled trees, eagle1": Case("eagle1", options={"tree": SAMPLED}),
-}  # fmt: skip
+# "shipped" is the MTP module that a target brings along.
+CELLS = [
+    *(Cell(family) for family in (*TEXT, *TRAINED, "eagle3 subset", "foreign")),
+    Cell("draft-lm", "block"),
+    Cell("eagle3", "not compiled"),
+    Cell("eagle3", "dynamic", "mistral"),
+    Cell("eagle3", "sampled", "llama4"),
+    Cell("medusa", "choices"),
+    *(Cell(family, arch="llama int8") for family in ("none", "eagle3", "draft-lm")),
+    *(Cell("shipped", arch=f"native {kind}") for kind in ("deepseek_v3", "glm4_moe", "glm4_moe_lite")),
+    Cell("none"),
+    Cell("ngram", arch="lfm2"),
+    Cell("eagle3", arch="qwen3_next"),
+    Cell("ngram", arch="jamba"),
+]  # fmt: skip
+ARCHITECTURES = ("qwen3", "mistral", "gemma", "gpt_neox", "qwen3_moe")
+RECURRENT = (
+    "lfm2", "qwen3_next", "jamba", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "granitemoehybrid", "bamba",
+    "falcon_h1", "nemotron_h", "mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "kimi_linear", "zamba2", "minimax",
+)  # fmt: skip
+LATER = [
+    *(Cell(family, arch=arch) for arch in ARCHITECTURES for family in ("ngram", "suffix", "eagle3", "mtp", "draft-lm")),
+    *(Cell(family, arch=arch) for arch in RECURRENT for family in ("ngram", "eagle3") if Cell(family, arch=arch) not in CELLS),
+    # Drafts across the ends of chunks of 16 tokens, with scales of queries by position.
+    *(Cell(family, arch="llama4") for family in ("ngram", "eagle3", "draft-lm")),
+    Cell("mtp", "dynamic", "gemma2"),
+    Cell("eagle1", "sampled"),
+    Cell("medusa", "block"),
+]  # fmt: skip
 
 
 class Compared(Around):
@@ -122,10 +156,24 @@ class Compared(Around):
         )
 
 
-def drafter_of(case: Case, target: Target) -> ServingDrafter:
-    if case.family == "eagle3 subset":
-        return make_drafter("eagle3", target, draft_vocab_size=200)
-    return make_drafter(case.family, target)
+@pytest.fixture(scope="module")
+def drafter_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ServingDrafter | None]:
+    def make(family: str, target: Target) -> ServingDrafter | None:
+        if family == "none":
+            return None
+        if family == "eagle3 subset":
+            return make_drafter("eagle3", target, draft_vocab_size=200)
+        if family == "shipped":
+            return checkpoint.load(target.name, target)
+        if family == "foreign":
+            folder = tmp_path_factory.mktemp("foreign")
+            write_foreign(folder, target.tokenizer())
+            return checkpoint.load_foreign(str(folder), target)
+        # The target's own weights: nearly every draft is kept, so round ends depend on the draws.
+        options = {"init": target.name} if family == "itself" else {}
+        return make_drafter("draft-lm" if options else family, target, **options)
+
+    return make
 
 
 @pytest.fixture(scope="module")
@@ -134,148 +182,65 @@ def greedy(load: Callable[[str], Target]) -> Callable[[str], list[Greedy]]:
     return functools.cache(lambda arch: plain_greedy(load(arch), prompts(8), 24))
 
 
+Drafters = Callable[..., ServingDrafter | None]
+
+
 @pytest.mark.parametrize(
-    "case",
-    [*CASES.values(), *(pytest.param(case, marks=pytest.mark.long) for case in LATER.values())],
-    ids=[*CASES, *LATER],
+    "cell", [*CELLS, *(pytest.param(cell, marks=pytest.mark.long) for cell in LATER)], ids=str
 )
 def test_greedy_text_is_the_targets_alone(
-    case: Case, load: Callable[[str], Target], greedy: Callable[[str], list[Greedy]]
+    cell: Cell,
+    load: Callable[[str], Target],
+    greedy: Callable[[str], list[Greedy]],
+    drafter_of: Drafters,
 ) -> None:
     """Pieces of prompts, preemption, other rows coming and going, rounds without drafts: text and
-    the draft's own cache stay right."""
-    target, batch, expected = load(case.arch), prompts(8), greedy(case.arch)
+    the draft's own cache stay right; states of layers that cannot be rolled back, too."""
+    target, batch, expected = load(cell.arch), prompts(8), greedy(cell.arch)
     known = [prompt + tokens for prompt, (tokens, _) in zip(batch, expected)]
-    drafter, is_tree = drafter_of(case, target), "tree" in case.options
-    if is_tree:
-        used: Any = TreeOracle(drafter, known)
-    else:
-        compared = Compared(drafter, target) if case.family in TRAINED else drafter
-        used = Oracle(compared, known)
-    config = EngineConfig(**((TREES if is_tree else CROWDED) | case.options))
+    drafter, is_tree = drafter_of(cell.family, target), "tree" in MODES[cell.mode]
+    is_compared = cell.family in TRAINED and not is_tree and not target.state_layers
+    compared = Compared(drafter, target) if is_compared else drafter
+    used = compared and (TreeOracle(compared, known) if is_tree else Oracle(compared, known))
+    config = EngineConfig(**((TREES if is_tree else CROWDED) | MODES[cell.mode]))
     engine = build_engine(target, used, config)
     completions = engine.generate(batch, GREEDY)
     for completion, right in zip(completions, expected):
         assert_same(completion.tokens, right)
     # Every accepted count, or this would say little about caches.
     seen = {accepted for completion in completions for accepted in completion.speculation.accepted}
-    assert seen >= ({0, 1, 2} if is_tree else {0, 1, 2, 3})
-    assert not engine.stats.fallbacks and engine.scheduler.num_preemptions > 0
+    if used is not None:
+        assert seen >= ({0, 1, 2} if is_tree else {0, 1, 2, 3})
+        assert engine.scheduler.num_preemptions > 0
+    assert not engine.stats.fallbacks
     assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_usable
-    if not is_tree and case.family in TRAINED:
+    if is_compared:
         assert compared.compared > 20
 
 
-def test_greedy_text_without_drafts_is_the_targets_alone(
-    load: Callable[[str], Target], greedy: Callable[[str], list[Greedy]]
-) -> None:
-    for arch in ("llama", "lfm2", "llama int8"):
-        engine = build_engine(load(arch), None, EngineConfig(**CROWDED))
-        for completion, right in zip(engine.generate(prompts(8), GREEDY), greedy(arch)):
-            assert_same(completion.tokens, right)
-    # The control: rounded, a target writes another text.
+def test_a_rounded_target_writes_another_text(greedy: Callable[[str], list[Greedy]]) -> None:
+    """The control of the cells of 8 bits."""
     assert greedy("llama") != greedy("llama int8")
 
 
-RECURRENT = ["lfm2", "qwen3_next", "jamba"]
-MORE_RECURRENT = [
-    "lfm2_moe", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "granitemoehybrid", "bamba", "falcon_h1", "nemotron_h",
-    "mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "kimi_linear", "zamba2", "minimax",
-]  # fmt: skip
-SHORT = replace(GREEDY, max_tokens=16)
-FEW_BLOCKS = EngineConfig(**(CROWDED | {"num_blocks": 9, "max_length": 64}))
-
-
-@pytest.mark.parametrize(
-    "arch", [*RECURRENT, *(pytest.param(arch, marks=pytest.mark.long) for arch in MORE_RECURRENT)]
-)
-def test_states_that_cannot_be_rolled_back_do_not_change_greedy_output(
-    arch: str, load: Callable[[str], Target]
-) -> None:
-    target = load(arch)
-    assert target.state_layers
-    batch = prompts(5)
-    expected = plain_greedy(target, batch, 16)
-    known = [prompt + tokens for prompt, (tokens, _) in zip(batch, expected)]
-    rounds = []
-    for family in ("ngram", "eagle3"):
-        engine = build_engine(target, Oracle(make_drafter(family, target), known), FEW_BLOCKS)
-        for completion, right in zip(engine.generate(batch, SHORT), expected):
-            assert_same(completion.tokens, right)
-            rounds += zip(completion.speculation.offered, completion.speculation.accepted)
-        assert not engine.stats.fallbacks and engine.scheduler.num_preemptions > 0
-    # Everything was kept, or a part, which the round after reads again.
-    assert {accepted for offered, accepted in rounds if offered == accepted} >= {1, 3}
-    assert {accepted for offered, accepted in rounds if offered > accepted} >= {0, 1, 2}
-
-
 def test_a_state_that_rejected_tokens_were_read_into_is_noticed(
-    load: Callable[[str], Target], monkeypatch: pytest.MonkeyPatch
+    load: Callable[[str], Target],
+    greedy: Callable[[str], list[Greedy]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The control."""
-    target, batch = load("lfm2"), prompts(3)
-    expected = [tokens for tokens, _ in plain_greedy(target, batch, 16)]
+    target, batch = load("lfm2"), prompts(8)[:3]
+    expected = [tokens for tokens, _ in greedy("lfm2")[:3]]
     known = [prompt + tokens for prompt, tokens in zip(batch, expected)]
 
     def always_ahead(state: KeptState, left: int, drafted: int, accepted: int) -> None:
         state.side = 1 - state.side if drafted else state.side
 
     monkeypatch.setattr(KeptState, "verified", always_ahead)
-    engine = build_engine(target, Oracle(make_drafter("ngram", target), known), FEW_BLOCKS)
+    oracle = Oracle(make_drafter("ngram", target), known)
+    engine = build_engine(target, oracle, EngineConfig(**CROWDED))
     with pytest.raises((AssertionError, StopIteration)):
-        answers = [completion.tokens for completion in engine.generate(batch, SHORT)]
-        assert answers == expected
-
-
-def transformers_greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> Greedy:
-    """`generate` of transformers, and the top-2 margin of every choice."""
-    model.generation_config.eos_token_id = None
-    answer = model.generate(
-        torch.tensor([prompt]),
-        max_new_tokens=num_tokens,
-        do_sample=False,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    best = torch.cat(answer.logits).float().topk(2).values
-    return answer.sequences[0, len(prompt) :].tolist(), (best[:, 0] - best[:, 1]).tolist()
-
-
-def chunked_texts(target: Target, folder: str) -> tuple[list[list[int]], list[Greedy]]:
-    """Prompts of up to three chunks of 16 tokens, and their answers by transformers."""
-    batch = prompts(8)
-    batch.append([*batch[6][:35], 7, 8])  # shares two chunks with another
-    own = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-    expected = [transformers_greedy(own, prompt, 24) for prompt in batch]
-    for (tokens, _), alone in zip(expected, plain_greedy(target, batch, 24), strict=True):
-        assert_same(tokens, alone)
-    return batch, expected
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("family", ["ngram", "eagle3", "draft-lm"])
-def test_chunks_of_attention_do_not_change_greedy_output(
-    family: str, load: Callable[[str], Target], tiny_target: Callable[..., str]
-) -> None:
-    """Llama 4's, with scales of queries by position: drafts across the ends of chunks, blocks that
-    other requests have read."""
-    target = load("llama4")
-    batch, expected = chunked_texts(target, tiny_target("llama4"))
-    known = [prompt + tokens for prompt, (tokens, _) in zip(batch, expected)]
-    drafter = Oracle(make_drafter(family, target), known)
-    engine = build_engine(target, drafter, EngineConfig(**(CROWDED | {"k": 4})))
-    seen, crossed = set(), 0
-    for _ in range(2):
-        for prompt, completion, right in zip(batch, engine.generate(batch, GREEDY), expected):
-            assert_same(completion.tokens, right)
-            begin = len(prompt)
-            for accepted in completion.speculation.accepted:
-                seen.add(accepted)
-                crossed += begin // 16 < (begin + accepted) // 16
-                begin += accepted + 1
-    assert seen >= {0, 1, 2, 3, 4} and crossed > 5
-    assert not engine.stats.fallbacks and engine.scheduler.num_preemptions > 0
-    assert engine.stats.prefix_cache_hits > 32
+        assert [completion.tokens for completion in engine.generate(batch, GREEDY)] == expected
 
 
 @pytest.mark.long
@@ -283,11 +248,10 @@ def test_chunks_of_attention_do_not_change_greedy_output(
 def test_a_chunk_or_scale_that_is_wrong_is_noticed(
     wrong: str,
     load: Callable[[str], Target],
-    tiny_target: Callable[..., str],
+    greedy: Callable[[str], list[Greedy]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    target = load("llama4")
-    batch, expected = chunked_texts(target, tiny_target("llama4"))
+    target, batch, expected = load("llama4"), prompts(8), greedy("llama4")
     if wrong == "scales by place":
         for module in target.model.modules():
             if "forward" in vars(module) and type(module).__name__ == "Llama4TextAttention":
@@ -302,81 +266,126 @@ def test_a_chunk_or_scale_that_is_wrong_is_noticed(
 
 
 PROMPTS = [[5, 60, 7, 200, 9, 33] * 4, [9, 8, 7], [40 + i % 11 for i in range(33)]]
-SEEDED = {
-    "none": Case("none"),
-    "ngram": Case("ngram"),
-    "eagle3": Case("eagle3"),
-    "medusa": Case("medusa"),
-    "dflash": Case("dflash"),
-    "itself": Case("itself"),
-    "itself, by blocks": Case("itself", options={"verification": "block"}),
-    "sampled trees": Case("eagle3", options={"tree": SAMPLED}),
-    "dynamic trees": Case("eagle3", options={"tree": DYNAMIC}),
-}
+SEEDS, TOKENS, K = [100, 101, 102], 24, 3
+SEEDED = [
+    Cell("none"), Cell("ngram"), Cell("eagle3"), Cell("medusa"), Cell("dflash"), Cell("itself"), Cell("itself", "block"),
+    Cell("eagle3", "sampled"), Cell("eagle3", "dynamic"), Cell("medusa", "choices"), Cell("mtp", "mixed"), Cell("eagle3", arch="lfm2"),
+]  # fmt: skip
 
 
-def seeded_drafter(case: Case, target: Target) -> ServingDrafter | None:
-    if case.family == "none":
-        return None
-    # The target's own weights: nearly every draft is kept, so round ends depend on the draws.
-    options = {"init": target.name} if case.family == "itself" else {}
-    return make_drafter("draft-lm" if options else case.family, target, **options)
-
-
-def submitted(engine: EngineCore, indices: list[int]) -> list[Request]:
+def submitted(engine: EngineCore, temperature: float) -> list[Request]:
+    params = SamplingParams(temperature=temperature, max_tokens=TOKENS)
     return [
-        engine.submit(
-            PROMPTS[index],
-            SamplingParams(
-                temperature=0.9, top_k=20, seed=100 + index, max_tokens=24, ignore_eos=True
-            ),
-        )
-        for index in indices
+        engine.submit(prompt, replace(params, seed=seed)) for prompt, seed in zip(PROMPTS, SEEDS)
     ]
 
 
-def finish(
-    engine: EngineCore, requests: list[Request], *, preempt: random.Random | None = None
+def config_of(cell: Cell, **options: Any) -> EngineConfig:
+    return EngineConfig(**({"k": K, "compile": "off"} | MODES[cell.mode] | options))
+
+
+def speculated(
+    cell: Cell, target: Target, drafter: ServingDrafter, temperature: float
+) -> list[SpeculatedText]:
+    """By no engine. The first token of an answer is drawn without a draft: from there on the two
+    see the same."""
+    first = target.answer(PROMPTS, max_new_tokens=1, temperature=temperature, seeds=SEEDS)
+    begun = [prompt + tokens for prompt, tokens in zip(PROMPTS, first)]
+    options: dict[str, Any] = {
+        "temperature": temperature, "seeds": SEEDS, "max_new_tokens": TOKENS - 1,
+    }  # fmt: skip
+    if (tree := MODES[cell.mode].get("tree")) is None:
+        return speculate(drafter, target, begun, k=K, **options).texts
+    if cell.mode == "mixed":
+        tree = SAMPLED if temperature > 0 else DYNAMIC
+    return speculate_trees(drafter, target, begun, shape=parse_tree(tree), **options).texts
+
+
+def alone(
+    cell: Cell, target: Target, drafter: ServingDrafter | None, temperature: float
 ) -> list[list[int]]:
-    while engine.busy:
-        engine.step()
-        if preempt is not None and engine.scheduler.running and preempt.random() < 0.4:
-            engine.scheduler.preempt(engine.scheduler.running[-1])
-    return [request.output for request in requests]
+    """Answers of requests that nobody shares the engine with."""
+    engine = build_engine(target, drafter, config_of(cell, max_batch=1))
+    requests = submitted(engine, temperature)
+    finish(engine)
+    found = [request.output for request in requests]
+    if drafter is None:
+        assert found == target.answer(
+            PROMPTS, max_new_tokens=TOKENS, temperature=temperature, seeds=SEEDS
+        )
+    elif cell.mode != "block":  # which `speculate` does not have
+        texts = speculated(cell, target, drafter, temperature)
+        assert [prompt + own for prompt, own in zip(PROMPTS, found)] == [
+            text.tokens for text in texts
+        ]
+        for text, request in zip(texts, requests):
+            rounds = [one for one in text.rounds if one.drafted]
+            told = request.speculation
+            assert [one.committed for one in rounds] == told.committed
+            assert [min(one.accepted, one.committed) for one in rounds] == told.accepted
+    return found
 
 
-def alone(target: Target, drafter: ServingDrafter | None, case: Case) -> list[list[int]]:
-    outputs = []
-    for index in range(len(PROMPTS)):
-        config = EngineConfig(k=3, max_batch=1, compile="off", **case.options)
-        engine = build_engine(target, drafter, config)
-        outputs += finish(engine, submitted(engine, [index]))
-    return outputs
+class Counted:
+    """Calls of a function, and of those how many it decided."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function, self.calls, self.decided = function, 0, 0
+
+    def __call__(self, *arguments: Any) -> Any:
+        found = self.function(*arguments)
+        self.calls += 1
+        self.decided += found is not None
+        return found
 
 
-@pytest.mark.parametrize("case", SEEDED.values(), ids=SEEDED)
-def test_seeded_tokens_do_not_depend_on_preemption_chunking_or_rows(
-    case: Case, load: Callable[[str], Target]
+@pytest.mark.parametrize("cell", SEEDED, ids=str)
+def test_sampled_text_is_that_of_speculate_whatever_happens_around_it(
+    cell: Cell,
+    load: Callable[[str], Target],
+    drafter_of: Drafters,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever is left behind in caches, the draft's included, would show: the tokens depend on
-    their drafts."""
-    target = load("llama")
-    drafter = seeded_drafter(case, target)
-    expected = alone(target, drafter, case)
-    for chunk, seed, cache in ((17, 2, True), (16, 3, False)):
-        options = {"max_round_tokens": chunk, "prefix_cache": cache, **case.options}
-        config = EngineConfig(k=3, max_batch=4, block_size=8, compile="off", **options)
-        engine = build_engine(target, drafter, config)
+    """Preemption, pieces, other rows, passes that are captured, rounds without the compiled
+    kernels: whatever is left behind in caches, the draft's included, would show, since the tokens
+    depend on their drafts. Greedy requests beside them, where they have trees of their own."""
+    target = load(cell.arch)
+    drafter = drafter_of(cell.family, target)
+    temperatures = (0.9, 0.0) if cell.family == "itself" or cell.mode == "mixed" else (0.9,)
+    expected = [text for one in temperatures for text in alone(cell, target, drafter, one)]
+    verified, drawn = (
+        Counted(chain.verify_logits_compiled),
+        Counted(draw_module.draw_compiled),
+    )
+    for compiled, chunk, seed in ((True, 17, 2), (False, 16, 3)):
+        kernels = (verified, drawn) if compiled else (lambda *_: None,) * 2
+        monkeypatch.setattr(chain, "verify_logits_compiled", kernels[0])
+        monkeypatch.setattr(draw_module, "draw_compiled", kernels[1])
+        options = {"compile": "off" if compiled else "auto", "prefix_cache": compiled}
+        engine = build_engine(
+            target,
+            drafter,
+            config_of(cell, max_batch=4, block_size=8, max_round_tokens=chunk, **options),
+        )
         for k in (0, None):
             engine.submit([50 + seed] * 9, SamplingParams(max_tokens=12, k=k, ignore_eos=True))
-        requests = submitted(engine, [0, 1, 2])
-        assert finish(engine, requests, preempt=random.Random(seed)) == expected
+        requests = [request for one in temperatures for request in submitted(engine, one)]
+        finish(engine, functools.partial(preempt, engine, random.Random(seed)))
+        assert [request.output for request in requests] == expected
         assert sum(request.num_preemptions for request in requests) > 0
         assert not engine.stats.fallbacks
+    if _kernel() is not None and drafter is not None and cell.mode == "chain":
+        assert verified.decided >= 0.9 * verified.calls > 8
+        assert (drawn.decided > 0) == (cell.family != "ngram")
+
+
+def preempt(engine: EngineCore, random: random.Random) -> None:
+    if engine.scheduler.running and random.random() < 0.4:
+        engine.scheduler.preempt(engine.scheduler.running[-1])
 
 
 def test_a_token_decided_while_refilling_would_be_noticed(
-    load: Callable[[str], Target], monkeypatch: pytest.MonkeyPatch
+    load: Callable[[str], Target], drafter_of: Drafters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: without the rule that a refill decides nothing the same request goes on with
     other tokens."""
@@ -387,10 +396,11 @@ def test_a_token_decided_while_refilling_would_be_noticed(
         (schedule.sampling if row.samples else schedule.filling).append(row)
         return row.count
 
-    target = load("llama")
-    drafter = seeded_drafter(SEEDED["itself"], target)
-    expected = alone(target, drafter, SEEDED["itself"])
+    target, cell = load("llama"), Cell("itself")
+    drafter = drafter_of("itself", target)
+    expected = alone(cell, target, drafter, 0.9)
     monkeypatch.setattr(Scheduler, "_piece", deciding)
-    engine = build_engine(target, drafter, EngineConfig(k=3, max_batch=4, compile="off"))
-    requests = submitted(engine, [0, 1, 2])
-    assert finish(engine, requests, preempt=random.Random(1)) != expected
+    engine = build_engine(target, drafter, config_of(cell, max_batch=4))
+    requests = submitted(engine, 0.9)
+    finish(engine, functools.partial(preempt, engine, random.Random(1)))
+    assert [request.output for request in requests] != expected

@@ -170,26 +170,3 @@ def test_who_grows_no_trees_is_refused(load: Callable[[str], Target]) -> None:
         check(ServeConfig(target="t", draft="d", speculation=speculation))
     with pytest.raises(UserError, match="tree is 'round'"):
         build_engine(load("llama"), make("mtp", load("llama")), EngineConfig(tree="round"))
-
-
-def test_greedy_and_sampled_requests_share_rounds_with_trees_of_their_own(
-    load: Callable[[str], Target],
-) -> None:
-    target = load("llama")
-    batch = prompts(6)
-    drafter = make("eagle3", target)
-    wanted = [
-        replace(GREEDY, temperature=temperature, seed=50 + i)
-        for i, temperature in enumerate((0.0, 1.0, 0.0, 0.7, 1.3, 0.0))
-    ]
-    alone = [
-        build_engine(target, drafter, EngineConfig(tree=TREES[params.temperature > 0]))
-        .generate([prompt], params)[0]
-        .tokens
-        for prompt, params in zip(batch, wanted)
-    ]
-    engine = build_engine(target, drafter, EngineConfig(tree=MIXED))
-    requests = [engine.submit(prompt, params) for prompt, params in zip(batch, wanted)]
-    while engine.busy:
-        engine.step()
-    assert [request.output for request in requests] == alone and not engine.stats.fallbacks

@@ -20,9 +20,6 @@ from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.filters import SamplingRows
-from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.sampling.params import SamplingParams
 from tests.first_rounds import first_round
 
 KINDS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
@@ -138,20 +135,6 @@ def test_what_is_drafted_is_what_unrolling_says(target: Target, drafter: Appende
         for depth, step in enumerate(drafter.unroll(batch)):
             logits = step.hidden[:, 10 + depth] @ drafter.head_weight().T
             assert logits.argmax(dim=-1).tolist() == drafted[:, depth].tolist()
-
-
-def test_served_text_is_the_targets(target: Target, drafter: AppendedMtp) -> None:
-    prompts, params = (
-        [IDS[0, :5].tolist(), IDS[0, 3:].tolist()],
-        SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True),
-    )
-    plain, drafted = (
-        build_engine(target, draft, EngineConfig(k=3, compile="off")).generate(
-            prompts, params, text=False
-        )
-        for draft in (None, drafter)
-    )
-    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
 
 
 def test_saved_as_published(

@@ -10,12 +10,10 @@ import torch
 import transformers
 from packaging.version import Version
 
-from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.lm.draft_lm import DraftLm
-from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
+from draftsmith.drafters.options import DraftLmOptions
 from draftsmith.drafters.recurrent.kept import KeptState, num_kept
 from draftsmith.drafters.recurrent.pieces import RowRead, TextPiece, round_waves
-from draftsmith.drafters.speculate import speculate
 from draftsmith.drafters.target.generate import Ways
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
@@ -76,17 +74,6 @@ def test_texts_of_a_packed_row_do_not_share_a_state(target: Target) -> None:
         part = slice(begin, begin + len(text))
         torch.testing.assert_close(packed[:, part], alone, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(taps[:, part], alone_taps, atol=1e-5, rtol=1e-4)
-
-
-def test_speculation_without_a_server_writes_the_same_text(target: Target) -> None:
-    drafter = Eagle3.create(Eagle3Options(), target, seed=1).eval()
-    prompts = [[5, 9, 7, 30, 11], [4], list(range(3, 40))]
-    batch = speculate(
-        drafter, target, prompts, k=3, temperature=0.0, seeds=[0, 1, 2], max_new_tokens=16
-    )
-    answers = target.answer(prompts, max_new_tokens=16)
-    assert [text.tokens[text.num_prompt :] for text in batch.texts] == answers
-    assert any(one.accepted < len(one.drafted) for text in batch.texts for one in text.rounds)
 
 
 def test_what_cannot_be_had_with_a_state_is_refused(
