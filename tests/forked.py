@@ -109,6 +109,22 @@ class Forked:
         self.wait()
 
 
+def cli(*words: Any) -> list[str]:
+    """A command of this project, as `Forked` and `subprocess` take it."""
+    return [sys.executable, "-m", "draftsmith.cli", *map(str, words)]
+
+
+def torchrun(count: int, *words: Any) -> list[str]:
+    """A command or script in `count` processes that torchrun starts."""
+    launcher = [f"--nproc_per_node={count}", f"--master_port={free_port()}"]
+    return [sys.executable, "-m", "torch.distributed.run", *launcher, *map(str, words)]
+
+
+def one_thread(**more: str) -> dict[str, str]:
+    """This environment for a process that shares two cores with others, without a GPU."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | more
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -118,17 +134,17 @@ def free_port() -> int:
 class Ranks:
     """A command in `count` processes of one group, as torchrun starts them."""
 
-    def __init__(self, command: Sequence[Any], count: int, port: int, env: Mapping[str, str]):
-        place = {
+    def __init__(self, command: Sequence[Any], count: int, **env: str):
+        place = one_thread(**env) | {
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": str(count),
             "LOCAL_WORLD_SIZE": str(count),
         }
         self.processes = [
             Forked(
                 command,
-                env={**env, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env={**place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
             )

@@ -12,21 +12,20 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from draftsmith.cli import main
 from scripts.bench.fleet.installed import variables as plugin_variables
+from tests.forked import free_port
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 
@@ -81,9 +80,7 @@ def vllm_server(
         "DRAFTSMITH_VLLM_PYTHON is not set: run scripts/test --all, which installs vLLM for the "
         "CPU and sets it"
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [
         python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
         "--served-model-name", "tiny",
@@ -111,7 +108,8 @@ def vllm_server(
         )
     url = f"http://127.0.0.1:{port}"
     try:
-        wait_for(url, process, log)
+        told = lambda: f"vLLM did not start:\n{log.read_text()[-5000:]}"  # noqa: E731
+        wait_for(f"{url}/health", process, told, timeout_s=START_S)
         yield url
     finally:
         # Its engine is a process of its own, in the session that was made for both.
@@ -122,20 +120,6 @@ def vllm_server(
             with suppress(ProcessLookupError):  # all have gone
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait(timeout=60)
-
-
-def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline_s = time.monotonic() + START_S
-    while True:
-        assert process.poll() is None and time.monotonic() < deadline_s, (
-            f"vLLM did not start:\n{log.read_text()[-5000:]}"
-        )
-        try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass  # not yet
-        time.sleep(1)
 
 
 def audit(url: str, tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:

@@ -9,9 +9,8 @@ hour, so `scripts/test --all` does not install it and these tests are skipped wi
 from __future__ import annotations
 
 import os
-import socket
+import shlex
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +29,8 @@ from tests.e2e.workshop import (
     save_llama,
     texts,
 )
+from tests.forked import free_port
+from tests.waiting import wait_for
 
 pytestmark = [
     pytest.mark.long,
@@ -40,7 +41,6 @@ pytestmark = [
     ),
 ]
 
-START_S = 120
 TYPES = {
     "eagle3": "draft-eagle3",
     "draft-lm": "draft-simple",
@@ -48,26 +48,9 @@ TYPES = {
     "dspark": "draft-dspark",
 }
 # One text at a time, with keys and values as exact as the weights.
-EXACT = [
-    "-t",
-    "1",
-    "-np",
-    "1",
-    "-c",
-    "512",
-    "-fa",
-    "off",
-    "-ctk",
-    "f32",
-    "-ctv",
-    "f32",
-    "-ctkd",
-    "f32",
-    "-ctvd",
-    "f32",
-    "--offline",
-    "--no-ui",
-]
+EXACT = shlex.split(
+    "-t 1 -np 1 -c 512 -fa off -ctk f32 -ctv f32 -ctkd f32 -ctvd f32 --offline --no-ui"
+)
 
 
 @pytest.fixture(scope="module")
@@ -82,33 +65,20 @@ def workshop(tmp_path_factory: pytest.TempPathFactory, tiny_target: Callable[...
 
 @contextmanager
 def server(folder: Path, *options: str) -> Iterator[httpx.Client]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     program = os.environ["DRAFTSMITH_LLAMA_SERVER"]
     command = [program, "-m", str(folder / "target.gguf"), "--port", str(port), *EXACT, *options]
     log = folder / "llama-server.log"
     with log.open("wb") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=stream)
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as client:
-            wait_for(client, process, log)
+        url = f"http://127.0.0.1:{port}"
+        wait_for(f"{url}/health", process, lambda: log.read_text()[-5000:])
+        with httpx.Client(base_url=url, timeout=300) as client:
             yield client
     finally:
         process.terminate()
         process.wait(timeout=60)
-
-
-def wait_for(client: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline_s = time.monotonic() + START_S
-    while True:
-        assert process.poll() is None and time.monotonic() < deadline_s, log.read_text()[-5000:]
-        try:
-            if client.get("/health").status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.2)
 
 
 def answers(client: httpx.Client, folder: Path) -> dict[str, Any]:

@@ -7,11 +7,13 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.forked import free_port
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -152,15 +154,11 @@ print("held")
 def store() -> Iterator[dict[str, str]]:
     """What a process needs in its environment to find the bucket."""
     home = Path(os.environ["DRAFTSMITH_CLIENTS"]) / "moto"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with subprocess.Popen(
         [home / "bin/moto_server", "-p", str(port)], stderr=subprocess.DEVNULL
     ) as server:
-        deadline_s = time.monotonic() + 60
-        while time.monotonic() < deadline_s and not listens(port):
-            time.sleep(0.1)
+        wait_until(lambda: listens(port), 60)
         (packages,) = home.glob("lib/python*/site-packages")
         yield {
             "PYTHONPATH": str(packages),

@@ -9,7 +9,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import DraftLmOptions
 from draftsmith.drafters.registry import FAMILIES
 from tests.foreign_lm import write_foreign
-from tests.forked import Forked, free_port
+from tests.forked import Forked, cli, free_port
 from tests.integration.conftest import Loop
 
 ROOT = Path(__file__).parents[2]
@@ -144,7 +143,7 @@ def process(room: Path, words: list[str]) -> Iterator[tuple[Forked, Callable[[st
     """The command, and a function that waits until it has printed a text."""
     variables = {"DRAFTSMITH_API_KEY": "key"}
     running = Forked(
-        [sys.executable, "-m", "draftsmith.cli", *words],
+        cli(*words),
         cwd=room,
         env=os.environ | variables,
         stdout=subprocess.PIPE,

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tarfile
-import time
 import venv
 import zipfile
 from collections.abc import Callable
@@ -23,6 +22,8 @@ import httpx
 import pytest
 
 from draftsmith.commands.table import COMMANDS
+from tests.forked import free_port
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = ("distill", "drafters", "fleet", "kernels", "serve", "train")
@@ -30,16 +31,7 @@ CODE = ("distill", "drafters", "fleet", "kernels", "serve", "train")
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 INSTALL_S, RUN_S = 1800, 600
 # What the extra `serve` does not bring.
-ABSENT = (
-    "accelerate",
-    "datasets",
-    "deepspeed",
-    "llguidance",
-    "matplotlib",
-    "peft",
-    "pytest",
-    "scipy",
-)
+ABSENT = shlex.split("accelerate datasets deepspeed llguidance matplotlib peft pytest scipy")
 # Of the machine, for commands of an installed wheel: nothing but what a CUDA device may need.
 KEPT = ("CUDA_HOME", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
 TEXT = "def draft{}(self, tokens):"
@@ -59,18 +51,8 @@ def tracked(folder: Path) -> None:
 
 
 def build_wheel(source: Path, out: Path) -> Path:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--wheel-dir",
-        str(out),
-        str(source),
-    ]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+    command = [sys.executable, *shlex.split("-m pip wheel --quiet --no-deps --wheel-dir")]
+    subprocess.run([*command, str(out), str(source)], check=True, capture_output=True, timeout=600)
     return next(out.glob("draftsmith-*.whl"))
 
 
@@ -345,13 +327,11 @@ def test_a_learner_learns_from_what_the_server_recorded(
 
 
 def test_a_proxy_records_what_passes_through_it(serving: Installed, server: Any) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     command = ("observe", "--url", server.url, "--buffer", "seen", "--listen", address)
     proxy = subprocess.Popen(serving.draftsmith(*command), **serving.places())
     try:
-        wait_for(f"http://{address}/health", proxy)
+        wait_for(f"http://{address}/health", proxy, lambda: None, timeout_s=RUN_S)
         body = {"model": "tiny", "prompt": TEXT, "max_tokens": 8, "return_token_ids": True}
         answer = httpx.post(f"http://{address}/v1/completions", json=body, timeout=60)
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8
@@ -359,14 +339,3 @@ def test_a_proxy_records_what_passes_through_it(serving: Installed, server: Any)
         proxy.send_signal(signal.SIGTERM)
         assert proxy.wait(timeout=RUN_S) == 0
     assert list((serving.outside / "seen").rglob("*.parquet")) != []
-
-
-def wait_for(url: str, process: subprocess.Popen[Any]) -> None:
-    deadline_s = time.monotonic() + RUN_S
-    while True:
-        assert process.poll() is None and time.monotonic() < deadline_s
-        try:
-            if httpx.get(url, timeout=10).status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from draftsmith.files import read_json
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
+from tests.forked import cli
 
 K, MAX_TOKENS = 3, 48
 # Heads of 32: vLLM's attention for CPUs has no smaller ones.
@@ -82,11 +82,7 @@ def answer(folder: Path) -> None:
 
 def draftsmith(folder: Path, *arguments: str) -> None:
     finished = subprocess.run(
-        [sys.executable, "-m", "draftsmith.cli", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=900,
+        cli(*arguments), cwd=folder, capture_output=True, text=True, timeout=900
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
 

@@ -9,7 +9,6 @@ import re
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +22,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.http.limits import ServerLimits
+from tests.forked import cli
 
 REPEATS = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
 KEYS = ServerLimits(api_keys=("secret",))
@@ -96,10 +96,10 @@ def test_without_a_key_nobody_sees_more_than_the_empty_page(guarded: Any) -> Non
 
 
 def top(server: Any, **options: Any) -> subprocess.Popen:
-    words = [sys.executable, "-m", "draftsmith.cli", "top", "--url", f"{server.url}/v1"]
+    words = cli("top", "--url", f"{server.url}/v1", "--every-s", "0.1")
     # A shell's background job ignores interrupts and would hand that on.
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    return subprocess.Popen([*words, "--every-s", "0.1"], preexec_fn=heed, **options)
+    return subprocess.Popen(words, preexec_fn=heed, **options)
 
 
 def test_top_prints_a_line_a_refresh_into_a_pipe(server: Any) -> None:

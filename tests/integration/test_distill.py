@@ -7,7 +7,6 @@ import io
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -30,8 +29,9 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
-from tests.forked import Forked
+from tests.forked import Forked, cli
 from tests.integration.conftest import learner_of
+from tests.waiting import wait_until
 
 # Medusa learns too, but on this text, which depends on every drafted token, too little to be told
 # apart live.
@@ -260,21 +260,10 @@ def test_a_closed_terminal_saves_and_stops(monkeypatch: pytest.MonkeyPatch) -> N
 def test_sigterm_ends_the_command_cleanly(loop: Callable[..., Any]) -> None:
     made = loop()
     made.serve(40)
-    command = [
-        sys.executable,
-        "-m",
-        "draftsmith.cli",
-        "distill",
-        "--target",
-        made.config.target,
-        "--draft",
-        made.config.draft,
-    ]
+    command = cli("distill", "--target", made.config.target, "--draft", made.config.draft)
     command += ["--buffer", made.config.buffer, "--versions", str(made.versions), "learn.fresh=8"]
     with Forked(command, stderr=subprocess.PIPE) as process:
-        deadline_s = time.monotonic() + 60
-        while time.monotonic() < deadline_s and not (made.versions / "status.json").exists():
-            time.sleep(0.05)
+        wait_until((made.versions / "status.json").exists)
         time.sleep(0.5)
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=30)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import sys
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,9 +16,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.train.config import EvalConfig
 from draftsmith.train.evaluate.command import run
-from tests.forked import Forked, Ranks
-
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+from tests.forked import Forked, Ranks, cli, one_thread
 
 
 @pytest.fixture
@@ -31,13 +27,12 @@ def words(tiny_target: Callable[..., str], tmp_path: Path) -> list[str]:
     save(FAMILIES["eagle3"].create(Eagle3Options(), target, seed=0), tmp_path / "draft", target)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"def f{n}(a):"}) + "\n" for n in range(6)))
-    command = ["-m", "draftsmith.cli", "generate", "--target", folder, "--prompts", str(prompts)]
-    command += ["--out", str(tmp_path / "data"), "--max-tokens", "12", "--temperature", "0"]
-    finish(Forked([sys.executable, *command, "--dtype", "float32"], env=os.environ | ENVIRONMENT))
-    command = ["-m", "draftsmith.cli", "eval", "--target", folder, "--dtype", "float32"]
-    command += ["--draft", str(tmp_path / "draft"), "--data", str(tmp_path / "data")]
-    command += ["--held-out", "1", "--k", "3", "--max-tokens", "12", "--tree", "dynamic"]
-    return [sys.executable, *command]
+    command = cli("generate", "--target", folder, "--prompts", prompts, "--out", tmp_path / "data")
+    command += shlex.split("--max-tokens 12 --temperature 0 --dtype float32")
+    finish(Forked(command, env=one_thread()))
+    command = cli("eval", "--target", folder, "--draft", tmp_path / "draft")
+    command += ["--data", str(tmp_path / "data"), "--dtype", "float32"]
+    return command + shlex.split("--held-out 1 --k 3 --max-tokens 12 --tree dynamic")
 
 
 def finish(process: Forked | Ranks) -> str:
@@ -49,13 +44,8 @@ def finish(process: Forked | Ranks) -> str:
 @pytest.mark.long
 def test_a_spread_target_gives_the_figures_of_a_whole_one(words: list[str], tmp_path: Path) -> None:
     one, spread = tmp_path / "one.json", tmp_path / "spread.json"
-    environment = os.environ | ENVIRONMENT
-    finish(Forked([*words, "--out", str(one)], env=environment))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = Ranks([*words, "--out", str(spread), "--target-shares", "2"], 2, port, environment)
-    finish(ranks)
+    finish(Forked([*words, "--out", str(one)], env=one_thread()))
+    finish(Ranks([*words, "--out", str(spread), "--target-shares", "2"], 2))
     assert json.loads(spread.read_text()) == json.loads(one.read_text())
 
 

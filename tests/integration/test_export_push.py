@@ -7,9 +7,7 @@ import base64
 import hashlib
 import json
 import os
-import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,6 +22,7 @@ from draftsmith.cli import main
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
 from draftsmith.train.export.command import push
+from tests.forked import cli, free_port
 
 
 class Hub(ThreadingHTTPServer):
@@ -182,18 +181,7 @@ def draft(tmp_path: Path, tiny_target: Callable[..., str]) -> Path:
 
 
 def export(draft: Path, hub: Hub, token: str, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "draftsmith.cli",
-        "export",
-        str(draft),
-        "--to",
-        "hf",
-        "--out",
-        str(draft.parent / "out"),
-        *options,
-    ]
+    command = cli("export", draft, "--to", "hf", "--out", draft.parent / "out", *options)
     environment = {
         **os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "1",
         "HF_HOME": str(draft.parent / "home"),
@@ -317,10 +305,7 @@ def test_a_push_that_fails_is_one_sentence_and_goes_on_later(
 def test_a_hub_that_is_not_there_is_one_sentence(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
     with pytest.raises(UserError, match="the upload to 'ann/draft' failed") as caught:
         pushed(folder)
     assert "\n" not in str(caught.value)

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import resource
+import shlex
 import shutil
 import sys
 import threading
@@ -32,7 +33,7 @@ from draftsmith.lock import folder_lock
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import build
 from tests import forked
-from tests.forked import free_port
+from tests.forked import cli, one_thread
 
 
 def config(target: str, out: Path, **changes: object) -> GenerateConfig:
@@ -48,10 +49,10 @@ def config(target: str, out: Path, **changes: object) -> GenerateConfig:
     return GenerateConfig(target=target, out=str(out), **{**values, **changes})
 
 
-WORDS = [
-    "--prompts", "stdlib:prose", "--count", "22", "--prompt-tokens", "12", "--max-tokens", "16",
-    "--batch", "4", "--shard", "8", "--seed", "5", "--store-taps", "bf16",
-]  # fmt: skip
+WORDS = shlex.split(
+    "--prompts stdlib:prose --count 22 --prompt-tokens 12 --max-tokens 16 --batch 4 --shard 8 "
+    "--seed 5 --store-taps bf16"
+)
 
 
 @pytest.fixture
@@ -207,9 +208,8 @@ def test_processes_of_a_launcher_write_what_one_writes(
 ) -> None:
     """Three shards by two processes, one of which was killed before; states are stored, too."""
     path = tiny_target("llama")
-    words = [sys.executable, "-m", "draftsmith.cli", "generate", "--target", path, *WORDS]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    whole = forked.run([*words, "--out", tmp_path / "whole"], env=environment)
+    words = cli("generate", "--target", path, *WORDS)
+    whole = forked.run([*words, "--out", tmp_path / "whole"], env=one_thread())
     assert whole.returncode == 0
     together = [*words, "--out", tmp_path / "together"]
     # The first process alone: what one that was killed, and its launcher, leave.
@@ -218,7 +218,7 @@ def test_processes_of_a_launcher_write_what_one_writes(
         (tmp_path / "together" / left).unlink()
         (tmp_path / "together" / f"taps-{left[5:10]}.safetensors").unlink()
     before = (tmp_path / "together" / "part-00000.parquet").stat().st_mtime_ns
-    processes = forked.Ranks(together, 2, free_port(), environment)
+    processes = forked.Ranks(together, 2)
     said, _ = processes.communicate(timeout=240)
     assert processes.returncode == 0 and said.count("22 answers") == 1, said
     names = sorted(one.name for one in (tmp_path / "whole").iterdir())
@@ -521,10 +521,9 @@ def talkative(tiny_target: Callable[..., str], tmp_path: Path) -> str:
     return str(path)
 
 
-SELF = [
-    "--self-prompts", "20", "--self-prompts-tokens", "40", "--max-tokens", "4", "--batch", "4",
-    "--shard", "8", "--seed", "5",
-]  # fmt: skip
+SELF = shlex.split(
+    "--self-prompts 20 --self-prompts-tokens 40 --max-tokens 4 --batch 4 --shard 8 --seed 5"
+)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -539,8 +538,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_prompts_that_the_target_writes_are_the_same_after_a_kill_and_by_several_processes(
     talkative: str, tmp_path: Path
 ) -> None:
-    words = [sys.executable, "-m", "draftsmith.cli", "generate", "--target", talkative, *SELF]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    words, environment = cli("generate", "--target", talkative, *SELF), one_thread()
     whole, cut, together = (tmp_path / name for name in ("whole", "cut", "together"))
     said = forked.run([*words, "--out", whole], env=environment, capture_output=True, text=True)
     assert said.returncode == 0 and "20 of " in said.stdout and "20 answers" in said.stdout
@@ -568,7 +566,7 @@ def test_prompts_that_the_target_writes_are_the_same_after_a_kill_and_by_several
     assert killed.returncode == -9, killed.stderr
     assert list((cut / "self-prompts").glob("*.parquet")) and not list(cut.glob("*.parquet"))
     assert forked.run([*words, "--out", cut], env=environment).returncode == 0
-    ranks = forked.Ranks([*words, "--out", together], 2, free_port(), environment)
+    ranks = forked.Ranks([*words, "--out", together], 2)
     told, _ = ranks.communicate(timeout=240)
     assert ranks.returncode == 0 and told.count("20 answers") == 1, told
 

@@ -7,7 +7,6 @@ import itertools
 import json
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import Forked, free_port
+from tests.forked import Forked, cli, free_port
 from tests.made_up import MadeUp
+from tests.waiting import wait_for
 
 STATUSES = {200, 400, 404, 413}
 PATIENCE_S = 120  # of a busy machine; grammars are given up after two seconds of work
@@ -78,13 +78,10 @@ def server(
     folder, port = tmp_path_factory.mktemp("target"), free_port()
     shutil.copytree(tiny_target("llama"), folder, dirs_exist_ok=True)
     (Path(folder) / "chat_template.jinja").write_text(tool_template)
-    flags = ["--ngram", "--port", str(port), "--max-batch", "32", "--no-warm-up"]
-    command = [sys.executable, "-m", "draftsmith.cli", "serve", "--target", folder, *flags]
-    process = Forked(command, stderr=subprocess.PIPE)
-    deadline_s = time.monotonic() + PATIENCE_S
-    while f"http://127.0.0.1:{port}" not in process.stderr.read():
-        assert process.poll() is None and time.monotonic() < deadline_s, process.stderr.read()
-        time.sleep(0.1)
+    flags = ("--ngram", "--port", port, "--max-batch", "32", "--no-warm-up")
+    process = Forked(cli("serve", "--target", folder, *flags), stderr=subprocess.PIPE)
+    url = f"http://127.0.0.1:{port}/health"
+    wait_for(url, process, process.stderr.read, timeout_s=PATIENCE_S)
     yield process, port
     process.terminate()
     assert process.wait(PATIENCE_S) == 0

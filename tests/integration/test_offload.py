@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +25,7 @@ from draftsmith.errors import UserError
 from draftsmith.train.command import run
 from draftsmith.train.config import EvalConfig, OnPolicyConfig, OptimConfig, TrainConfig
 from draftsmith.train.evaluate import command as evaluation
-from tests.forked import Forked
+from tests.forked import Forked, one_thread
 from tests.integration.own_memory import GROWN, large_target
 
 # By kind, of all weights. Embeddings, norm and head stay, and of the layers one matrix of fourteen
@@ -114,8 +113,7 @@ def test_no_more_than_a_part_of_a_layer_is_in_memory(
     assert size > 240e6
     held = sorted(folder.rglob("*"))
     command = [sys.executable, "-c", PEAK, tiny_target("llama"), str(folder)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    process = Forked(command, env=environment, stdout=PIPE)
+    process = Forked(command, env=one_thread(), stdout=PIPE)
     said, _ = process.communicate(timeout=200)
     assert process.returncode == 0, said
     offloaded, whole = map(int, said.split()[-2:])

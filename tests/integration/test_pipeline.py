@@ -7,12 +7,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.forked import cli
 
 RECIPE = """
 settings: {target: null, prompts: null, steps: 40}
@@ -32,8 +33,7 @@ stages:
 
 
 def start(folder: Path, *changes: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "draftsmith.cli", "run", str(folder / "recipe.yaml")]
-    command += ["--out", str(folder / "out"), "--set", *changes]
+    command = cli("run", folder / "recipe.yaml", "--out", folder / "out", "--set", *changes)
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

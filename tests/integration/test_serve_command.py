@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +20,8 @@ import pytest
 from draftsmith.cli import main
 from draftsmith.distill.buffer.buffer import BufferReader
 from draftsmith.serve.bench import command as bench
-from tests.forked import Forked
+from tests.forked import Forked, cli, free_port
+from tests.waiting import wait_for
 
 TIMEOUT_S = 90
 
@@ -31,28 +32,13 @@ def servers_of_bench_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "subprocess", SimpleNamespace(**kept))
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "draftsmith.cli", *arguments]
-
-
 @contextmanager
 def serving(*arguments: str) -> Iterator[tuple[Forked, str]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    process = Forked(command("serve", *arguments, "--port", str(port)), stderr=subprocess.PIPE)
+    port = free_port()
+    process = Forked(cli("serve", *arguments, "--port", port), stderr=subprocess.PIPE)
     try:
         url = f"http://127.0.0.1:{port}"
-        deadline_s = time.monotonic() + TIMEOUT_S
-        while True:
-            assert process.poll() is None and time.monotonic() < deadline_s, process.communicate()[
-                1
-            ]
-            try:
-                if httpx.get(f"{url}/health").status_code == 200:
-                    break
-            except httpx.HTTPError:
-                time.sleep(0.1)
+        wait_for(f"{url}/health", process, process.stderr.read, timeout_s=TIMEOUT_S)
         yield process, url
     finally:
         process.kill()
@@ -63,20 +49,9 @@ def test_sigterm_lets_running_requests_finish_and_flushes_the_records(
     tiny_target: Callable[..., str], tmp_path: Path
 ) -> None:
     buffer = tmp_path / "buffer"
-    with serving(
-        "--target",
-        tiny_target("llama"),
-        "--ngram",
-        "--prompt-lookup-min",
-        "1",
-        "--name",
-        "tiny",
-        "--learn",
-        str(buffer),
-    ) as (
-        process,
-        url,
-    ):
+    drafts = shlex.split("--ngram --prompt-lookup-min 1 --name tiny")
+    arguments = ("--target", tiny_target("llama"), *drafts, "--learn", str(buffer))
+    with serving(*arguments) as (process, url):
         body = {
             "model": "tiny",
             "prompt": [7, 8, 9] * 4,
@@ -212,13 +187,9 @@ def test_bench_starts_a_server_and_compares_off_with_on(
         {"messages": [{"role": "user", "content": "for name in name in name"}]},
     ]
     prompts.write_text("\n".join(json.dumps(line) for line in lines), encoding="utf-8")
-    arguments = [
-        "--target", tiny_target("llama"), "--ngram", "--prompts", str(prompts), "--num-prompts",
-        "4",
-        "--max-tokens", "24", "--repeats", "2", "--concurrency", "2", "--out", str(out), "--png",
-        str(picture),
-    ]  # fmt: skip
-    assert main(["bench", *arguments]) == 0
+    places = f"--target {tiny_target('llama')} --prompts {prompts} --out {out} --png {picture}"
+    sizes = "--ngram --num-prompts 4 --max-tokens 24 --repeats 2 --concurrency 2"
+    assert main(["bench", *places.split(), *sizes.split()]) == 0
     found = json.loads(out.read_text(encoding="utf-8"))
     assert [(case["temperature"], case["mode"]) for case in found["cases"]] == [
         (0, "off"),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.forked import Ranks, free_port
+from tests.forked import Ranks
 from tests.integration.own_memory import GROWN, large_target
 
 # The parts of a process are half of the layers; embeddings, norm and head are whole.
@@ -68,8 +67,7 @@ dist.destroy_process_group()
 
 def told(code: str, *words: object) -> list[str]:
     """Last line of each of two processes."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = Ranks([sys.executable, "-c", code, *map(str, words)], 2, free_port(), environment)
+    run = Ranks([sys.executable, "-c", code, *map(str, words)], 2)
     said, _ = run.communicate(timeout=200)
     assert run.returncode == 0, said
     return [one.stdout.read() for one in run.processes]

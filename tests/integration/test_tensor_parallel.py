@@ -4,11 +4,8 @@ every kind of drafting."""
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,7 +21,8 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.parallel import join
 from tests import forked
-from tests.forked import Forked, free_port
+from tests.forked import Forked, cli, free_port, one_thread
+from tests.waiting import wait_for, wait_until
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], list(range(20, 60)), [9]]
 REQUEST = {"prompt": PROMPTS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -58,41 +56,16 @@ def serve(
         processes: int, options: Sequence[str], *, torchrun: bool = False
     ) -> tuple[str, Forked]:
         port = free_port()
-        launcher = [sys.executable, "-m", "draftsmith.cli"]
-        options = [*options, "--tensor-parallel", str(processes)]
+        command = cli("serve", "--target", target_folder, "--port", port, "--dtype", "float32")
+        command += [*options, "--tensor-parallel", str(processes)]
         if torchrun:
-            launcher = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                f"--nproc_per_node={processes}",
-            ]
-            launcher += [f"--master_port={free_port()}", "-m", "draftsmith.cli"]
-        command = [
-            *launcher,
-            "serve",
-            "--target",
-            target_folder,
-            "--port",
-            str(port),
-            "--dtype",
-            "float32",
-            *options,
-        ]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+            command = forked.torchrun(processes, *command[1:])
         # The processes that share the target are started in any case.
-        server = Forked(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        server = Forked(command, env=one_thread(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         running.append(server)
         url = f"http://127.0.0.1:{port}"
-        deadline_s = time.monotonic() + 180
-        while time.monotonic() < deadline_s and server.poll() is None:
-            try:
-                httpx.get(f"{url}/health", timeout=1.0)
-                return url, server
-            except httpx.TransportError:
-                time.sleep(0.1)
-        server.kill()
-        raise AssertionError(f"no server came up: {server.communicate()[0]}")
+        wait_for(f"{url}/health", server, server.stdout.read, timeout_s=180)
+        return url, server
 
     yield start
     for server in running:
@@ -115,15 +88,11 @@ def answers(url: str, max_tokens: int = 24) -> list[list[int]]:
     return [choice["token_ids"] for choice in body["choices"]]
 
 
-def wait_until_running(url: str) -> None:
-    deadline_s = time.monotonic() + 10
-    while time.monotonic() < deadline_s:
-        if any(
-            line.startswith("vllm:num_requests_running") and not line.endswith(" 0.0")
-            for line in metrics(url)
-        ):
-            return
-    raise AssertionError("no request was seen running")
+def is_running(url: str) -> bool:
+    return any(
+        line.startswith("vllm:num_requests_running") and not line.endswith(" 0.0")
+        for line in metrics(url)
+    )
 
 
 def metrics(url: str) -> list[str]:
@@ -159,7 +128,7 @@ def test_two_processes_answer_as_one(
     # A signal reaches all processes at once; the answer under way is finished all the same.
     with ThreadPoolExecutor() as pool:
         late = pool.submit(answers, url, 64)  # so many that it is seen running
-        wait_until_running(url)
+        wait_until(lambda: is_running(url), 10)
         server.send_signal(signal.SIGTERM)
         assert len(late.result()) == len(PROMPTS)
     said, _ = server.communicate(timeout=60)
@@ -211,16 +180,8 @@ def test_a_rank_that_fails_in_a_pass_ends_all(
     """Left alone, the others would wait in that pass's sum for good."""
     script = tmp_path / "failing.py"
     script.write_text(FAILING, encoding="utf-8")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node=2",
-        f"--master_port={free_port()}",
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command += [str(script), target_folder, str(failing)]
-    ended = forked.run(command, env=environment, capture_output=True, timeout=90)
+    command = forked.torchrun(2, script, target_folder, failing)
+    ended = forked.run(command, env=one_thread(), capture_output=True, timeout=90)
     assert ended.returncode != 0
     assert ended.stdout.split("\n")[:-1] == ["answered 4"]
     assert (
@@ -291,20 +252,10 @@ def test_two_processes_replay_graphs_in_step(
     """By capturers of the test's own, on both; one message a round, whatever is drafted."""
     script = tmp_path / "graphs.py"
     script.write_text(GRAPHS, encoding="utf-8")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node=2",
-        f"--master_port={free_port()}",
-        str(script),
-        target_folder,
-        str(drafts["eagle3"]),
-        json.dumps(PROMPTS),
-        str(tmp_path),
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ended = forked.run(command, env=environment, capture_output=True, timeout=90)
+    words = (script, target_folder, drafts["eagle3"], json.dumps(PROMPTS), tmp_path)
+    ended = forked.run(
+        forked.torchrun(2, *words), env=one_thread(), capture_output=True, timeout=90
+    )
     assert ended.returncode == 0, ended.stderr
     found: dict[str, Any] = {}
     for rank in range(2):

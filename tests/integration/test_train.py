@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import errno
 import json
-import os
+import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +24,8 @@ from draftsmith.errors import UserError
 from draftsmith.train.checkpoints import Checkpoint, RunFolder
 from draftsmith.train.command import run
 from draftsmith.train.config import OptimConfig, TrainConfig
-from tests.forked import Forked, Ranks, free_port
+from tests.forked import Forked, Ranks, cli, one_thread, torchrun
+from tests.waiting import wait_until as eventually
 
 ROOT = Path(__file__).parents[2]
 Process = subprocess.Popen | Forked | Ranks
@@ -48,37 +49,16 @@ def train(target_folder: str, data: Path, tmp_path: Path) -> Callable[..., Proce
         processes: int = 1,
         started: bool = False,
     ) -> Process:
-        ranks = processes > 1 or "--deepspeed" in options
-        command = [
-            "-m",
-            "draftsmith.cli",
-            "train",
-            family,
-            "--target",
-            target_folder,
-            "--data",
-            str(data),
-            "--out",
-            str(tmp_path / name),
-            "--dtype",
-            "float32",
-            *options,
-        ]
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "DS_ACCELERATOR": "cpu",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        if ranks and not started:
-            return Ranks([sys.executable, *command], processes, free_port(), environment)
-        launcher = [f"--nproc_per_node={processes}", f"--master_port={free_port()}"]
-        return (subprocess.Popen if started else Forked)(
-            [
-                sys.executable,
-                *(("-m", "torch.distributed.run", *launcher) if ranks else ()),
-                *command,
-            ],
-            env=environment,
+        command = cli("train", family, "--target", target_folder, "--data", data)
+        command += ["--out", str(tmp_path / name), "--dtype", "float32", *options]
+        if processes == 1 and "--deepspeed" not in options:
+            streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            return Forked(command, env=one_thread(), **streams)
+        if not started:
+            return Ranks(command, processes, DS_ACCELERATOR="cpu")
+        return subprocess.Popen(
+            torchrun(processes, *command[1:]),
+            env=one_thread(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -119,15 +99,8 @@ SHORT = {
     "batch_size": 4,
     "optim": OptimConfig(schedule="constant", warmup=0.0),
 }
-SHORT_FLAGS = (
-    "--eval-prompts",
-    "0",
-    "--log-every",
-    "1",
-    "--batch-size",
-    "4",
-    "optim.schedule=constant",
-    "optim.warmup=0",
+SHORT_FLAGS = shlex.split(
+    "--eval-prompts 0 --log-every 1 --batch-size 4 optim.schedule=constant optim.warmup=0"
 )
 
 
@@ -280,39 +253,11 @@ def test_a_target_spread_over_two_processes_trains_alike(
     family, recipe, train, tmp_path, target_folder, data
 ):
     options = () if family != "draft-lm" else ("draft_lm.target_layers=[0,3]",)
-    finish(
-        train(
-            "one",
-            *SHORT_FLAGS,
-            "--steps",
-            "4",
-            "--accumulate",
-            "2",
-            "--eval-prompts",
-            "4",
-            "--eval-tokens",
-            "8",
-            *options,
-            family=family,
-        )
-    )
+    flags = (*SHORT_FLAGS, "--steps", "4", "--eval-tokens", "8", *options)
+    finish(train("one", *flags, "--accumulate", "2", "--eval-prompts", "4", family=family))
     sharding = () if recipe is None else ("--deepspeed", str(ROOT / f"recipes/{recipe}.json"))
-    finish(
-        train(
-            "spread",
-            *SHORT_FLAGS,
-            "--steps",
-            "4",
-            "--target-shares",
-            "2",
-            "--eval-tokens",
-            "8",
-            *options,
-            *sharding,
-            family=family,
-            processes=2,
-        )
-    )
+    spread = (*flags, "--target-shares", "2", *sharding)
+    finish(train("spread", *spread, family=family, processes=2))
     same_run(metrics(tmp_path / "spread"), metrics(tmp_path / "one"))
 
 
@@ -323,10 +268,8 @@ def test_all_end_with_one_that_is_killed(killed, recipe, train, tmp_path):
     sharding = () if recipe is None else ("--deepspeed", str(ROOT / f"recipes/{recipe}.json"))
     run = train("killed", *SHORT_FLAGS, "--steps", "100000", *sharding, processes=2)
     assert isinstance(run, Ranks)
-    lines, deadline_s = tmp_path / "killed/metrics.jsonl", time.monotonic() + 120
-    while not (lines.exists() and lines.stat().st_size):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+    lines = tmp_path / "killed/metrics.jsonl"
+    eventually(lambda: lines.exists() and lines.stat().st_size)
     run.processes[killed].send_signal(signal.SIGKILL)
     other = run.processes[1 - killed]
     assert other.wait(60) == FAILED
