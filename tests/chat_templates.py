@@ -73,11 +73,9 @@ def thought(word: str) -> dict[str, Any]:
 
 def tooled(content: str, *, as_text: bool) -> list[dict[str, Any]]:
     return [
-        asked("ALPHA"),
-        turn("assistant", content, tool_calls=call("BETACITY", as_text=as_text)),
-        turn("tool", '{"sky": "GAMMA"}', tool_call_id="abcdefghi", name="weather"),
-        said("DELTA"),
-    ]
+        asked("ALPHA"), turn("assistant", content, tool_calls=call("BETACITY", as_text=as_text)),
+        turn("tool", '{"sky": "GAMMA"}', tool_call_id="abcdefghi", name="weather"), said("DELTA"),
+    ]  # fmt: skip
 
 
 ONE = [asked("ALPHA"), said("BETA")]

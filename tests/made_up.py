@@ -9,35 +9,30 @@ from collections.abc import Callable
 from typing import Any
 
 LETTERS = [
-    "a",
-    "b",
-    "x",
-    "é",
-    "\u4e2d",
-    "\U0001f600",
-    "\u200b",
-    "\n",
-    "\t",
-    '"',
-    "\\",
-    "\0",
-    "\ud83d",
+    "a", "b", "x", "é", "\u4e2d", "\U0001f600", "\u200b", "\n", "\t", '"', "\\", "\0", "\ud83d",
     " ",
-]
+]  # fmt: skip
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
 FORMATS = [
-    "date-time",
-    "date",
-    "time",
-    "email",
-    "uri",
-    "uuid",
-    "ipv4",
-    "ipv6",
-    "hostname",
-    "duration",
+    "date-time", "date", "time", "email", "uri", "uuid", "ipv4", "ipv6", "hostname", "duration",
     "odd",
-]
+]  # fmt: skip
+
+NUMBERS = [
+    0, 1, -1, 2, 7, 64, 0.5, 1e300, -1e-300, 2**31, 2**63, -(2**64), 10**30, 1.0, float("nan"),
+    float("inf"),
+]  # fmt: skip
+BROKEN_REGEX = [
+    "(", ")", "[", "{", "*", "\\", "(?=a)", "\\1", "(?<n>a)", "{9,1}", "\\p{Zz", "^", "$",
+]  # fmt: skip
+REGEX_LEAVES = [
+    "a", "b", ".", "[a-z]", "[^ab]", "\\d", "\\w+", "\\s", "\\p{L}", "é", "\\x41", "\\u{1F600}",
+    "(?i:ab)", "\\b", "[\\s\\S]", "[^\\s\\S]", "[[:alpha:]]", "[a&&b]",
+]  # fmt: skip
+ATTRIBUTES = [
+    "[capture]", "[lazy]", "[max_tokens=3]", '[stop="x"]', '[suffix="x"]', "[temperature=0.5]",
+    '[stop=""]', "[max_tokens=0]", '[capture="n"]', "[odd]",
+]  # fmt: skip
 
 
 class MadeUp:
@@ -68,24 +63,7 @@ class MadeUp:
         )
 
     def number(self) -> Any:
-        return self.one(
-            0,
-            1,
-            -1,
-            2,
-            7,
-            64,
-            0.5,
-            1e300,
-            -1e-300,
-            2**31,
-            2**63,
-            -(2**64),
-            10**30,
-            1.0,
-            float("nan"),
-            float("inf"),
-        )
+        return self.one(*NUMBERS)
 
     def value(self, depth: int = 3) -> Any:
         leaves: list[Any] = [None, True, False, "", self.number, self.text, self.word]
@@ -115,48 +93,11 @@ class MadeUp:
         whole = self.one("", "", "", "|").join(parts)
         if self.chance(0.1):
             at = self.random.randint(0, len(whole))
-            whole = (
-                whole[:at]
-                + self.one(
-                    "(",
-                    ")",
-                    "[",
-                    "{",
-                    "*",
-                    "\\",
-                    "(?=a)",
-                    "\\1",
-                    "(?<n>a)",
-                    "{9,1}",
-                    "\\p{Zz",
-                    "^",
-                    "$",
-                )
-                + whole[at:]
-            )
+            whole = whole[:at] + self.one(*BROKEN_REGEX) + whole[at:]
         return whole
 
     def regex_part(self, depth: int) -> str:
-        leaf = self.one(
-            "a",
-            "b",
-            ".",
-            "[a-z]",
-            "[^ab]",
-            "\\d",
-            "\\w+",
-            "\\s",
-            "\\p{L}",
-            "é",
-            "\\x41",
-            "\\u{1F600}",
-            "(?i:ab)",
-            "\\b",
-            "[\\s\\S]",
-            "[^\\s\\S]",
-            "[[:alpha:]]",
-            "[a&&b]",
-        )
+        leaf = self.one(*REGEX_LEAVES)
         if depth > 0 and self.chance(0.4):
             leaf = f"{self.one('(', '(?:', '(?s:')}{self.regex(depth - 1)})"
         return leaf + self.one(
@@ -207,18 +148,7 @@ class MadeUp:
     def attributes(self) -> str:
         if self.chance(0.9):
             return ""
-        return self.one(
-            "[capture]",
-            "[lazy]",
-            "[max_tokens=3]",
-            '[stop="x"]',
-            '[suffix="x"]',
-            "[temperature=0.5]",
-            '[stop=""]',
-            "[max_tokens=0]",
-            '[capture="n"]',
-            "[odd]",
-        )
+        return self.one(*ATTRIBUTES)
 
     def alternatives(self, names: list[str], depth: int) -> str:
         many = [
@@ -400,27 +330,11 @@ class MadeUp:
         if self.chance(0.85):
             return {}
         names = [
-            "n",
-            "stop",
-            "temperature",
-            "seed",
-            "logprobs",
-            "messages",
-            "prompt",
-            "tools",
-            "tool_choice",
-            "response_format",
-            "structured_outputs",
-            "stream",
-            "speculation",
-            "metadata",
-            "bad_words",
-            "max_tokens",
-            "logit_bias",
-            "chat_template_kwargs",
-            "text",
+            "n", "stop", "temperature", "seed", "logprobs", "messages", "prompt", "tools",
+            "tool_choice", "response_format", "structured_outputs", "stream", "speculation",
+            "metadata", "bad_words", "max_tokens", "logit_bias", "chat_template_kwargs", "text",
             "input",
-        ]
+        ]  # fmt: skip
         return {self.one(*names, self.word): self.value() for _ in range(self.count(2) + 1)}
 
     def parameters(self) -> list[tuple[str, Callable[[], Any]]]:

@@ -18,15 +18,9 @@ if __name__ == "__main__":
     save_file(tensors, f"{out}/read.safetensors")
     config = model.config.to_dict()
     kept = (
-        "eagle_aux_hidden_state_layer_ids",
-        "norm_before_residual",
-        "norm_before_fc",
-        "fc_norm",
-        "norm_output",
-        "draft_vocab_size",
-        "aux_hidden_state_layer_ids",
-        "block_size",
+        "eagle_aux_hidden_state_layer_ids", "norm_before_residual", "norm_before_fc", "fc_norm",
+        "norm_output", "draft_vocab_size", "aux_hidden_state_layer_ids", "block_size",
         "sample_from_anchor",
-    )
+    )  # fmt: skip
     with open(f"{out}/read.json", "w", encoding="utf-8") as handle:
         json.dump({"class": type(model).__name__, **{key: config.get(key) for key in kept}}, handle)

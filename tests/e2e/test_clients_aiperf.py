@@ -27,32 +27,18 @@ def test_a_load_is_answered_and_its_drafts_are_read(
         "--draft", near_draft, "--k", "3", "--per-request-spec-decode-metrics", "summary"
     )
     arguments = [
-        "--model",
-        "tiny",
-        "--url",
-        server.url,
-        "--endpoint-type",
-        kind,
-        "--streaming",
-        "--tokenizer",
-        tiny_target("llama"),
-    ]
+        "--model", "tiny", "--url", server.url, "--endpoint-type", kind, "--streaming",
+        "--tokenizer", tiny_target("llama"),
+    ]  # fmt: skip
     arguments += [
-        "--request-count",
-        str(REQUESTS),
-        "--concurrency",
-        "4",
-        "--extra-inputs",
+        "--request-count", str(REQUESTS), "--concurrency", "4", "--extra-inputs",
         "ignore_eos:true",
-    ]
+    ]  # fmt: skip
     arguments += ["--synthetic-input-tokens-mean", "40", "--synthetic-input-tokens-stddev", "0"]
     arguments += [
-        "--output-tokens-mean",
-        str(TOKENS),
-        "--output-tokens-stddev",
-        "0",
+        "--output-tokens-mean", str(TOKENS), "--output-tokens-stddev", "0",
         "--use-server-token-count",
-    ]
+    ]  # fmt: skip
     run_client(
         "aiperf",
         "bin/aiperf",

@@ -68,15 +68,9 @@ def evaluate(run_client: Callable[..., str], url: str, tasks: Path, out: Path) -
     """Scores by task, and what was answered to every item."""
     model = f"base_url={url}/v1/completions,model=tiny,max_length=256,num_concurrent=2,tokenizer_backend=remote"
     arguments = [
-        "--model",
-        "local-completions",
-        "--model_args",
-        model,
-        "--tasks",
-        ",".join(TASKS),
-        "--include_path",
-        str(tasks),
-    ]
+        "--model", "local-completions", "--model_args", model, "--tasks", ",".join(TASKS),
+        "--include_path", str(tasks),
+    ]  # fmt: skip
     run_client(
         "lm-eval",
         "bin/lm_eval",

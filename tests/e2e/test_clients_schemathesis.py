@@ -27,24 +27,13 @@ def test_the_schema_tells_all_that_comes(
     # Spelt so: schemathesis leaves out no other spelling when it tries without a key.
     headers = {"Authorization": "Bearer second"} if flags else {}
     arguments = [
-        "--checks",
-        "all",
-        "--exclude-checks",
-        LEFT_OUT,
-        "--continue-on-failure",
-        "--max-examples",
-        "40",
-        "--seed",
-        "20261121",
-    ]
+        "--checks", "all", "--exclude-checks", LEFT_OUT, "--continue-on-failure", "--max-examples",
+        "40", "--seed", "20261121",
+    ]  # fmt: skip
     arguments += [
-        "--phases",
-        "examples,coverage,fuzzing",
-        "--suppress-health-check",
-        "all",
-        "--request-timeout",
-        "60",
-    ]
+        "--phases", "examples,coverage,fuzzing", "--suppress-health-check", "all",
+        "--request-timeout", "60",
+    ]  # fmt: skip
     for name, value in headers.items():
         arguments += ["--header", f"{name}: {value}"]
     told = run_client(

@@ -32,33 +32,17 @@ def test_its_report_of_drafts_is_the_servers(
     )
     server = start_server("--draft", near_draft, "--k", "3")
     options = [
-        "--backend",
-        "openai",
-        "--base-url",
-        server.url,
-        "--model",
-        "tiny",
-        "--tokenizer",
+        "--backend", "openai", "--base-url", server.url, "--model", "tiny", "--tokenizer",
         tiny_target("llama"),
-    ]
+    ]  # fmt: skip
     options += [
-        "--dataset-name",
-        "random",
-        "--random-input-len",
-        "20",
-        "--random-output-len",
-        str(TOKENS),
+        "--dataset-name", "random", "--random-input-len", "20", "--random-output-len", str(TOKENS),
         "--ignore-eos",
-    ]
+    ]  # fmt: skip
     options += [
-        "--num-prompts",
-        str(REQUESTS),
-        "--max-concurrency",
-        "2",
-        "--save-result",
-        "--result-dir",
+        "--num-prompts", str(REQUESTS), "--max-concurrency", "2", "--save-result", "--result-dir",
         str(tmp_path),
-    ]
+    ]  # fmt: skip
     command = [
         os.environ["DRAFTSMITH_VLLM_PYTHON"],
         "-c",

@@ -34,11 +34,9 @@ CLIENTS = Path(__file__).with_name("load_clients.py")
 # that take turns; each time round, the last one is published with a NaN, which a server must refuse
 DRAFTS = 4
 SHOWN = [
-    "vllm:num_preemptions_total",
-    "draftsmith_swaps_total",
-    "draftsmith_swaps_refused_total",
+    "vllm:num_preemptions_total", "draftsmith_swaps_total", "draftsmith_swaps_refused_total",
     "vllm:generation_tokens_total",
-]
+]  # fmt: skip
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(60 * MINUTES + 600)]
 

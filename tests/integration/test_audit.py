@@ -180,17 +180,9 @@ def test_a_distribution_that_logprobs_do_not_tell_is_held_against_samples_withou
         target, make("draft-lm", target), replace(CONFIG, k=2, verification="block")
     )
     options = (
-        "--top-p",
-        "0.7",
-        "--temperature",
-        "0.2",
-        "--length",
-        "4",
-        "--samples",
-        "1000",
-        "--contexts",
-        "1",
-    )
+        "--top-p", "0.7", "--temperature", "0.2", "--length", "4", "--samples", "1000",
+        "--contexts", "1",
+    )  # fmt: skip
     status, report = audit(server, tmp_path, *options, "--greedy-tokens", "4", "--bias", "0.4")
     assert status == 0 and report["verdict"] == "lossless", report["sentence"]
     assert "tokens at drafted depth 2, against plain samples" in {

@@ -21,15 +21,8 @@ from draftsmith.files import write_json
 from tests import forked
 
 TINY = (
-    "--minutes",
-    "0.005",
-    "--seeds",
-    "1",
-    "--families",
-    "eagle3",
-    "--objectives",
-    "tvd++",
-)
+    "--minutes", "0.005", "--seeds", "1", "--families", "eagle3", "--objectives", "tvd++",
+)  # fmt: skip
 
 
 def test_a_cell_of_an_older_recipe_is_another_one(

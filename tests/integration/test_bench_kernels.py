@@ -22,13 +22,10 @@ VERIFICATIONS = [
 ]
 DIVERGENCES = ("jsd", "tv", "lk-alpha", "reverse-kl", "ce")
 CASES = [
-    *VERIFICATIONS,
-    *(f"{name}, bfloat16" for name in VERIFICATIONS),
-    "chain verification from logits, V 64",
-    "forward-kl, target logits given, V 64",
-    *(f"{name}, from both hidden states, V 64" for name in DIVERGENCES),
-    "paged attention",
-]
+    *VERIFICATIONS, *(f"{name}, bfloat16" for name in VERIFICATIONS),
+    "chain verification from logits, V 64", "forward-kl, target logits given, V 64",
+    *(f"{name}, from both hidden states, V 64" for name in DIVERGENCES), "paged attention",
+]  # fmt: skip
 
 
 @pytest.mark.long

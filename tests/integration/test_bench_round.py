@@ -25,17 +25,9 @@ def test_every_phase_of_a_round_is_told(tiny_target: Callable[..., str], tmp_pat
     checkpoint.save(Eagle3.create(Eagle3Options(), target, seed=0), tmp_path / "eagle3", target)
     sizes = ("--max-tokens", "8", "--repeats", "1", "--streams", "1", "2", "--k", "2")
     command = [
-        sys.executable,
-        "-m",
-        "scripts.bench.serving.round",
-        "--target",
-        str(tmp_path / "target"),
-        "--draft",
-        str(tmp_path / "eagle3"),
-        *sizes,
-        "--out",
-        str(tmp_path / "round.json"),
-    ]
+        sys.executable, "-m", "scripts.bench.serving.round", "--target", str(tmp_path / "target"),
+        "--draft", str(tmp_path / "eagle3"), *sizes, "--out", str(tmp_path / "round.json"),
+    ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads((tmp_path / "round.json").read_text())["rows"]

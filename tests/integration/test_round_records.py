@@ -101,11 +101,8 @@ def test_p_is_the_targets_unprocessed_distribution_and_q_the_distribution_drafte
 
     class Listening:
         family, taps, new_pool, cached_after = (
-            drafter.family,
-            drafter.taps,
-            drafter.new_pool,
-            drafter.cached_after,
-        )
+            drafter.family, drafter.taps, drafter.new_pool, drafter.cached_after,
+        )  # fmt: skip
 
         def propose(self, inputs: DraftInputs) -> Proposal:
             proposal = drafter.propose(inputs)
