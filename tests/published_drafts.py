@@ -45,14 +45,12 @@ class Made:
 
 @dataclass(frozen=True)
 class Layout:
-    """`make` returns the folder's contents for a target of kind `target`."""
+    """`make` returns the folder's contents for the tiny Llama, in `DTYPE`."""
 
     name: str
     family: str
     make: Callable[[Target], Made]
     reference: Reference
-    target: str = "llama"
-    note: str = ""
 
 
 class Noise:

@@ -97,6 +97,7 @@ def depth_name(depth: int) -> str:
     return f"tokens at drafted depth {depth}"
 
 
+@pytest.mark.long
 def test_our_server_is_lossless(target: Target, live_server: Callable, tmp_path: Path) -> None:
     status, report = audit(live_server(target, make("draft-lm", target), CONFIG), tmp_path, *SMALL)
     assert status == 0 and report["verdict"] == "lossless", report["sentence"]

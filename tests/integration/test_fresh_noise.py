@@ -23,7 +23,6 @@ from draftsmith.drafters.blocks.dspark import Dspark
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.options import DsparkOptions, Eagle3Options
-from draftsmith.drafters.states.mlp import Mlp
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.drafters.text.suffix import SuffixDraft
@@ -270,31 +269,6 @@ def ending_dspark(target: Target) -> Dspark:
     return drafter.eval()
 
 
-def overflowing_mlp(target: Target, folder: Path) -> Mlp:
-    """A real draft, saved and loaded, all of whose weights are finite. Behind `A` it offers `C`,
-    which is never kept, then one token of `P`; the third depth reads `A` as 3e38 in every
-    component, which its layer makes infinite, and has no distribution then. Behind `B` it drafts
-    one token of `P`, which is that of the round before should its draw be made again, and `B`."""
-    drafter = Mlp(target, inner_size=16, num_predict=3, tied=False)
-    # by the one component that a normed one-hot row of 16 has
-    reached = torch.nn.functional.gelu(torch.tensor(4.0))
-    with torch.no_grad():
-        for weight in drafter.parameters():
-            weight.zero_()
-        for depth, (token, behind_it, else_) in enumerate(
-            ((A, (0, 0, 1, 0), P), (C, P, (0, 1, 0, 0)), (C, P, P))
-        ):
-            drafter.ln[depth].weight.fill_(1.0)
-            drafter.emb[depth].weight[:, 1] = 1.0
-            drafter.emb[depth].weight[token] = torch.eye(16)[0]
-            drafter.head[depth].weight[:, 0] = logits_of(behind_it) / reached
-            drafter.head[depth].weight[:, 1] = logits_of(else_) / reached
-        drafter.emb[2].weight[A] = 3e38
-    assert all(bool(weight.isfinite().all()) for weight in drafter.parameters())
-    drafter.save(folder)
-    return Mlp.load(folder, target).eval()
-
-
 def uniform_eagle3(target: Target) -> Eagle3:
     drafter = Eagle3.create(Eagle3Options(taps=(1, 2)), target, seed=0)
     with torch.no_grad():
@@ -423,23 +397,3 @@ def test_noise_keyed_by_position_is_caught(
 ) -> None:
     tokens = answers(mechanism.make(target), mechanism.num_answers, mechanism.length)
     assert (found := fit(tokens, mechanism.period, mechanism.before)).p_value < CAUGHT, found
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("noise", ["fresh", "keyed by position"])
-def test_a_draft_that_overflows_behind_a_token_keeps_the_targets_distribution(
-    noise: str, target: Target, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    """As above, with nothing planted but weights: after two such rounds in a row, which begin
-    behind `A`, the draft rests for the one that would have begun behind `B`."""
-    if noise != "fresh":
-        request.getfixturevalue("keyed_by_position")
-    engine = served(target, overflowing_mlp(target, tmp_path))
-    tokens = answers(engine, 8, 1900)
-    assert engine.stats.fallbacks["nan"] > tokens.numel() / 10
-    found = [fit(tokens, 1, before) for before in range(4)]
-    assert (
-        (min(each.p_value for each in found) > FALSE_ALARM)
-        if noise == "fresh"
-        else (found[3].p_value < CAUGHT)
-    ), found

@@ -355,6 +355,7 @@ def test_answers_are_spread_over_temperatures_and_resume_to_the_same(
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("uncaptured")
 def test_an_answer_follows_from_its_prompt_and_seed_whatever_shares_its_batch(
     tiny_target: Callable[..., str], tmp_path: Path
 ) -> None:

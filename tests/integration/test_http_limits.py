@@ -270,7 +270,9 @@ SLOW_WORK = {
 }
 
 
-@pytest.mark.parametrize("kind", ["prompts", pytest.param("grammars", marks=pytest.mark.long)])
+# `test_http_aside.py` sees the same in the ordinary lane.
+@pytest.mark.long
+@pytest.mark.parametrize("kind", SLOW_WORK)
 def test_no_client_keeps_the_others_waiting(
     kind: str, target: Target, live_server: Callable
 ) -> None:

@@ -90,7 +90,7 @@ def server(
 @pytest.mark.parametrize(
     ("first", "count"),
     [
-        (0, 400),
+        (0, 150),
         pytest.param(1_000, 100_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)]),
     ],
 )

@@ -3,25 +3,12 @@ that computes everything."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
-from draftsmith.drafters.blocks.dflash import Dflash
-from draftsmith.drafters.heads.eagle3 import Eagle3
-from draftsmith.drafters.heads.mtp import Mtp
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
-from draftsmith.drafters.lm.draft_lm import DraftLm
-from draftsmith.drafters.options import (
-    DflashOptions,
-    DraftLmOptions,
-    Eagle3Options,
-    MedusaOptions,
-    MtpOptions,
-)
-from draftsmith.drafters.states.medusa import Medusa
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.cache.prefix import PrefixCache
 from draftsmith.serve.config import EngineConfig
@@ -29,29 +16,27 @@ from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.request import LIVE, Request
 from draftsmith.serve.sampling.params import SamplingParams
+from tests.integration.served import Around, make_drafter
 
 SHARED = [20 + i * 7 % 90 for i in range(45)]
 # The second goes on where the first's answer may not; the third leaves the shared text at a block's
 # end, the fourth inside one.
 PROMPTS = [SHARED, [*SHARED, 5, 6, 7], [*SHARED[:32], 99, 98], [*SHARED[:37], 4], SHARED]
-FAMILIES: dict[str, Callable[[Target], ServingDrafter]] = {
-    "eagle3": lambda target: Eagle3.create(Eagle3Options(), target, seed=1).eval(),
-    "mtp": lambda target: Mtp.create(MtpOptions(), target, seed=1).eval(),
-    "medusa": lambda target: Medusa.create(MedusaOptions(), target, seed=1).eval(),
-    "dflash": lambda target: Dflash.create(DflashOptions(), target, seed=1).eval(),
-    "draft-lm": lambda target: DraftLm.create(
-        DraftLmOptions(init=target.name), target, seed=1
-    ).eval(),
-}
+FAMILIES = ("eagle3", "mtp", "medusa", "dflash", "draft-lm")
 
 
-class Witness:
+def drafter_of(family: str, target: Target) -> ServingDrafter:
+    options = {"init": target.name} if family == "draft-lm" else {}
+    return make_drafter(family, target, **options)
+
+
+class Witness(Around):
     """Keeps every proposal under the text it was made for."""
 
     def __init__(self, drafter: ServingDrafter):
-        self.drafter, self.told = drafter, {}
-        self.family, self.taps, self.new_pool = drafter.family, drafter.taps, drafter.new_pool
-        self.cached_after = drafter.cached_after
+        super().__init__(drafter)
+        del self.propose
+        self.told: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self.starts: list[int] = []
 
     def propose(self, inputs: DraftInputs) -> Proposal:
@@ -97,7 +82,7 @@ def assert_same_proposals(one: Witness, other: Witness) -> None:
 def test_hits_change_neither_outputs_nor_proposals(
     family: str, quiet: bool, target: Target
 ) -> None:
-    drafter = FAMILIES[family](target)
+    drafter = drafter_of(family, target)
     config = EngineConfig(k=3, block_size=8, max_round_tokens=20)
     cold, warm = Witness(drafter), Witness(drafter)
     without = serve(build_engine(target, cold, replace(config, prefix_cache=False)), quiet=quiet)
@@ -120,7 +105,7 @@ def test_hits_change_neither_outputs_nor_proposals(
 def test_taps_of_undrafted_text_are_found_again(target: Target) -> None:
     """Drafting pauses while the first request runs; the second drafts from taps that its cached
     blocks carry."""
-    drafter = FAMILIES["eagle3"](target)
+    drafter = drafter_of("eagle3", target)
     cold, warm = Witness(drafter), Witness(drafter)
     engine = build_engine(target, warm, EngineConfig(k=3, block_size=8))
     engine.drafts.live._pause = 10_000
@@ -140,7 +125,7 @@ def test_the_token_after_a_block_is_part_of_its_key(
 ) -> None:
     """The control: a head's last position in a block depends on the token after it. Without that
     token in the key a text that leaves the shared one at a block's end gets other proposals."""
-    drafter = FAMILIES["eagle3"](target)
+    drafter = drafter_of("eagle3", target)
     config = EngineConfig(k=3, block_size=8, max_round_tokens=20)
     cold, warm = Witness(drafter), Witness(drafter)
     serve(build_engine(target, cold, replace(config, prefix_cache=False)), quiet=False)

@@ -31,44 +31,19 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def load_target(tiny_target: Callable[..., str]) -> Callable[[str], Target]:
-    made: dict[str, Target] = {}
-
-    def load(arch: str) -> Target:
-        if arch not in made:
-            made[arch] = Target.load(tiny_target(arch), dtype=DTYPE)
-        return made[arch]
-
-    return load
-
-
-@pytest.fixture(scope="module")
-def plain(load_target: Callable[[str], Target]) -> Callable[[str], list[list[int]]]:
-    """Greedy answers of a target alone."""
-    made: dict[str, list[list[int]]] = {}
-
-    def answers(arch: str) -> list[list[int]]:
-        if arch not in made:
-            engine = build_engine(load_target(arch), None, EngineConfig(compile="off"))
-            made[arch] = [one.tokens for one in engine.generate(PROMPTS, GREEDY, text=False)]
-        return made[arch]
-
-    return answers
+def target(tiny_target: Callable[..., str]) -> Target:
+    return Target.load(tiny_target("llama"), dtype=DTYPE)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_a_published_draft_serves_and_is_evaluated_and_trained(
-    layout: Layout,
-    load_target: Callable[[str], Target],
-    plain: Callable[[str], list[list[int]]],
-    tmp_path: Path,
+    layout: Layout, target: Target, tmp_path: Path
 ) -> None:
-    target = load_target(layout.target)
     layout.make(target).write(tmp_path)
     drafter = checkpoint.load(tmp_path, target)
     engine = build_engine(target, drafter, EngineConfig(k=3, compile="off"))
     served = [one.tokens for one in engine.generate(PROMPTS, GREEDY, text=False)]
-    assert served == plain(layout.target)
+    assert served == target.answer(PROMPTS, max_new_tokens=10, ignore_eos=True)
     assert engine.stats.num_draft_tokens > 0 and not engine.stats.fallbacks
 
     texts = [torch.tensor(prompt + answer) for prompt, answer in zip(PROMPTS, served)]

@@ -25,15 +25,8 @@ TEXT = torch.randint(3, 288, (13,), generator=torch.Generator().manual_seed(1)).
 
 
 @pytest.fixture(scope="module")
-def load_target(tiny_target: Callable[..., str]) -> Callable[[str], Target]:
-    made: dict[str, Target] = {}
-
-    def load(arch: str) -> Target:
-        if arch not in made:
-            made[arch] = Target.load(tiny_target(arch), dtype=DTYPE)
-        return made[arch]
-
-    return load
+def target(tiny_target: Callable[..., str]) -> Target:
+    return Target.load(tiny_target("llama"), dtype=DTYPE)
 
 
 def propose(drafter: TrainedDrafter, target: Target) -> Proposal:
@@ -43,9 +36,8 @@ def propose(drafter: TrainedDrafter, target: Target) -> Proposal:
 @torch.no_grad()
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_a_published_draft_follows_its_formula(
-    layout: Layout, load_target: Callable[[str], Target], tmp_path: Path
+    layout: Layout, target: Target, tmp_path: Path
 ) -> None:
-    target = load_target(layout.target)
     made = layout.make(target)
     made.write(tmp_path / "draft")
     drafter = checkpoint.load(tmp_path / "draft", target)
@@ -70,9 +62,8 @@ def test_a_published_draft_follows_its_formula(
 @torch.no_grad()
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_a_published_draft_unrolls_as_it_drafts(
-    layout: Layout, load_target: Callable[[str], Target], tmp_path: Path
+    layout: Layout, target: Target, tmp_path: Path
 ) -> None:
-    target = load_target(layout.target)
     layout.make(target).write(tmp_path)
     drafter = checkpoint.load(tmp_path, target)
     proposal = propose(drafter, target)
