@@ -234,7 +234,7 @@ def learner_of(config: DistillConfig, log: TextIO | None = None) -> Daemon:
 class Loop:
     """A target, a draft and the three folders between server and learner."""
 
-    def __init__(self, root: Path, target: str, family: str):
+    def __init__(self, root: Path, target: str, family: str, **config: Any):
         """Family "perfect" is the target drafting for itself: what is done to it can
         only be harm."""
         self.root = root
@@ -247,7 +247,7 @@ class Loop:
         self.config = DistillConfig(
             target=target, draft=str(root / "draft"), buffer=str(root / "buffer"),
             versions=str(root / "versions"),
-            until_idle_s=0.3, poll_s=0.05, learn=LEARN, gate=GATE,
+            until_idle_s=0.3, poll_s=0.05, **({"learn": LEARN, "gate": GATE} | config),
         )  # fmt: skip
 
     # Text of a tiny random target is unlike language; at this temperature its distributions fit
@@ -256,7 +256,7 @@ class Loop:
 
     @property
     def versions(self) -> Path:
-        return self.root / "versions"
+        return Path(self.config.versions)
 
     def serve(
         self,
@@ -268,18 +268,13 @@ class Loop:
         record_taps: int = 0,
     ) -> float:
         """Accepted share of the offered tokens. `folder` is served under the name of `version`."""
-        drafter = checkpoint.load(folder or self.root / "draft", self.target)
-        writer = BufferWriter(self.config.buffer, flush_s=60.0, flush_records=10**6)
-        engine = build_engine(
-            self.target,
-            drafter,
-            # To record takes longer than to serve.
-            EngineConfig(k=3, seed=seed, compile="off", record_taps=record_taps),
-            sink=writer,
-            draft_version=str(version),
+        self.record(
+            folder or self.root / "draft",
+            self.prompts(count, seed),
+            seed=seed,
+            version=version,
+            record_taps=record_taps,
         )
-        engine.generate(self.prompts(count, seed), self.sampling, text=False)
-        writer.close()
         records = [
             one
             for one in BufferReader(self.config.buffer).read(max_records=10**6).records
@@ -288,8 +283,32 @@ class Loop:
         accepted = sum(one.accepted for one in records)
         return accepted / sum(min(one.accepted + 1, len(one.drafted)) for one in records)
 
-    def decisions(self) -> list[dict[str, Any]]:
-        return versions.read_decisions(self.versions)
+    def record(
+        self,
+        folder: str | Path,
+        prompts: list[list[int]],
+        *,
+        version: int = 1,
+        prepare: Callable[[EngineCore], object] = lambda engine: None,
+        **options: Any,
+    ) -> None:
+        """Answer the prompts with the draft in a folder, and write their rounds into the buffer."""
+        writer = BufferWriter(self.config.buffer, flush_s=60.0, flush_records=10**6)
+        engine = build_engine(
+            self.target,
+            checkpoint.load(folder, self.target),
+            # To record takes longer than to serve.
+            EngineConfig(k=3, compile="off", **options),
+            sink=writer,
+            draft_version=str(version),
+        )
+        prepare(engine)
+        engine.generate(prompts, self.sampling, text=False)
+        writer.close()
+
+    def decisions(self, kind: str | None = None) -> list[dict[str, Any]]:
+        found = versions.read_decisions(self.versions)
+        return [one for one in found if kind in (None, one["decision"])]
 
     def status(self) -> dict[str, Any]:
         return json.loads((self.versions / "status.json").read_text())

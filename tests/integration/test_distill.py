@@ -51,7 +51,7 @@ def test_learning_from_traffic_raises_live_acceptance(
     assert daemon.run(replace(made.config, learn=replace(made.config.learn, steps=40))) == 0
     newest = versions.latest(made.versions)
     assert newest == 2 and versions.read_manifest(made.versions, newest)["gate"]["gain"] > 0
-    (accepted,) = [one for one in made.decisions() if one["decision"] == "accept"]
+    (accepted,) = made.decisions("accept")
     assert (
         accepted["p_value"] <= accepted["level"]
         and accepted["requests"] >= made.config.gate.requests
@@ -91,7 +91,7 @@ def test_a_draft_lm_learns_from_records_alone(
         status = made.status()
         assert (status["positions_trained"], status["positions_masked"]) == positions
         return
-    (accepted,) = [one for one in made.decisions() if one["decision"] == "accept"]
+    (accepted,) = made.decisions("accept")
     newest = versions.latest(made.versions)
     folder = versions.open_version(made.versions, newest)
     after = made.serve(60, seed=1, version=newest, folder=folder)
@@ -170,7 +170,7 @@ def test_a_version_that_is_worse_live_is_rolled_back_to_the_best_before_it(
     daemon.run(replace(made.config, gate=replace(made.config.gate, every=1000)))
     assert versions.latest(made.versions) == 1
     assert made.status()["rolled_back"] == 1 and made.status()["version"] == 1
-    (rolled,) = [one for one in made.decisions() if one["decision"] == "rolled back"]
+    (rolled,) = made.decisions("rolled back")
     assert (rolled["left"], rolled["version"]) == (4, 1) and rolled["reason"].startswith(
         "the alpha of version 1 is"
     )
@@ -193,7 +193,7 @@ def test_a_version_served_with_other_weights_is_rolled_back(loop: Callable[..., 
     made.serve(60, version=2, folder=made.root / "noise")
     daemon.run(replace(made.config, gate=replace(made.config.gate, every=1000)))
     assert versions.latest(made.versions) == 1
-    (rolled,) = [one for one in made.decisions() if one["decision"] == "rolled back"]
+    (rolled,) = made.decisions("rolled back")
     assert rolled["served_gap"] > 0.3 and rolled["earlier"]["1"]["gain"] == 0.0
 
 

@@ -48,7 +48,7 @@ def test_what_was_learned_goes_on_after_a_rollback_unless_no_gate_has_seen_it(
     made.publish(made.draft, decision=decision)
     made.serve(60, version=2, folder=versions.open_version(made.versions, 2))
     daemon.run(watched_only(made))
-    (rolled,) = [one for one in made.decisions() if one["decision"] == "rolled back"]
+    (rolled,) = made.decisions("rolled back")
     assert (rolled["left"], rolled["version"]) == (2, 1)
     state, is_kept = made.state(), decision == "accept"
     (track,) = state["lineages"].values()

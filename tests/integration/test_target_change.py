@@ -3,24 +3,19 @@ new traffic, and learns."""
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from draftsmith.distill import command as daemon
-from draftsmith.distill.buffer.buffer import BufferWriter
-from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig
+from draftsmith.distill.config import GateConfig, LearnConfig
 from draftsmith.distill.version_lifecycle import LiveVersion
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.lm.draft_lm import DraftLm
-from draftsmith.drafters.options import DraftLmOptions
 from draftsmith.drafters.published import versions
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
@@ -29,30 +24,20 @@ from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.watch import VersionWatcher
+from tests.integration.conftest import Loop
 
-# Text of a tiny random target is unlike language; at this temperature its distributions fit into 64
-# tokens.
-SAMPLING = SamplingParams(max_tokens=16, temperature=0.5)
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+LEARNING = LearnConfig(lr=1e-4, steps=2, fresh=1000, reservoir=1000)
 
 
-class Site:
+class Site(Loop):
     """A target's folder, whose weights change, the draft that its first weights make, and what
     server and learner share."""
 
     def __init__(self, root: Path, first: str):
-        self.root, self.folder = root, str(root / "target")
-        shutil.copytree(first, self.folder)
-        self.target = Target.load(self.folder)
-        self.draft = DraftLm.create(DraftLmOptions(init=first), self.target, seed=0)
-        checkpoint.save(self.draft, root / "draft", self.target)
-        self.config = DistillConfig(
-            target=self.folder, draft=str(root / "draft"), buffer=str(root / "buffer"),
-            versions=str(root / "versions"),
-            until_idle_s=0.3, poll_s=0.05,
-            learn=LearnConfig(lr=1e-4, steps=2, fresh=1000, reservoir=1000),
-            gate=GateConfig(every=1, held_out=0.5),
-        )  # fmt: skip
+        self.folder = shutil.copytree(first, str(root / "target"))
+        gate = GateConfig(every=1, held_out=0.5)
+        super().__init__(root, self.folder, "perfect", learn=LEARNING, gate=gate)
 
     def change(self, noise: float) -> None:
         """New weights in the target's folder."""
@@ -68,25 +53,7 @@ class Site:
         self.target = Target.load(self.folder)
 
     def serve(self, count: int) -> None:
-        writer = BufferWriter(self.config.buffer, flush_s=60.0, flush_records=10**6)
-        drafter = checkpoint.load(self.root / "draft", self.target)
-        engine = build_engine(
-            self.target,
-            drafter,
-            EngineConfig(k=3, seed=0, compile="off"),
-            sink=writer,
-            draft_version="1",
-        )
-        prompts = torch.randint(
-            3, 288, (count, 6), generator=torch.Generator().manual_seed(count)
-        ).tolist()
-        engine.generate(prompts, SAMPLING, text=False)
-        writer.close()
-
-    def decisions(self, kind: str) -> list[dict[str, Any]]:
-        return [
-            one for one in versions.read_decisions(self.config.versions) if one["decision"] == kind
-        ]
+        self.record(self.root / "draft", self.prompts(count, count), seed=0)
 
     def revision(self) -> str:
         live = versions.latest(self.config.versions)
@@ -197,7 +164,7 @@ def test_text_that_is_there_predicts_alpha_under_new_weights_before_any_traffic(
     revision, window, fresh = changed[0]
     assert (told["left"], told["target_revision"]) == (revision, site.target.revision)
     assert f"{window} held-out texts" in told["reason"]
-    status = json.loads((Path(site.config.versions) / "status.json").read_text())
+    status = site.status()
     # Trained on at the end, under the new weights.
     assert (status["window"], status["texts"]) == (window, fresh) and fresh > 0
     assert status["alpha_predicted"] == told["alpha_predicted"]
@@ -231,7 +198,7 @@ def test_rounds_of_earlier_weights_are_texts_and_no_evidence(
     monkeypatch.setattr(daemon.Daemon, "cycle", change_then_cycle)
     monkeypatch.setattr(LiveVersion, "look_for_drift", lambda self, text: evidence.append(text))
     daemon.run(site.config)
-    status = json.loads((Path(site.config.versions) / "status.json").read_text())
+    status = site.status()
     assert status["earlier"] > 0 == status["foreign"] and len(evidence) == 8
     assert status["texts"] + status["window"] == 18 and status["live"] is None
 
