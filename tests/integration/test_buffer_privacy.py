@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -18,10 +19,7 @@ from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.folder import ShardFolder, mark_forgotten
 from draftsmith.distill.buffer.redaction import Redactor
 from draftsmith.distill.buffer.traffic import stitch
-from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig, LearnUnroll
-from draftsmith.drafters import checkpoint
-from draftsmith.drafters.heads.mtp import Mtp
-from draftsmith.drafters.options import MtpOptions
+from draftsmith.distill.config import GateConfig, LearnConfig, LearnUnroll
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.record import hashed_answer
@@ -29,6 +27,7 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.http.limits import ServerLimits
 from draftsmith.serve.sampling.params import SamplingParams
+from tests.waiting import wait_until
 
 BODY = {"model": "tiny", "max_tokens": 8, "ignore_eos": True, "temperature": 1.0}
 
@@ -59,9 +58,7 @@ def test_a_client_has_all_choices_of_its_answer_forgotten(
             record.request for record in BufferReader(str(tmp_path)).read().records if record.last
         ]
 
-    deadline_s = time.monotonic() + 20
-    while len(stored()) < 4 and time.monotonic() < deadline_s:
-        time.sleep(0.02)
+    wait_until(lambda: len(stored()) >= 4)
     path = f"/v1/learn/{first['id']}"
     assert server.http.delete(path).status_code == 401 and len(stored()) == 4
     assert server.http.delete(path, headers=key).status_code == 204
@@ -122,26 +119,19 @@ def memory() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def learn(target: Target, name: str, root: Path, buffer: Path) -> Callable[[], int]:
-    """A draft, traffic in `buffer`, and the daemon's run over what is new there."""
-    draft = Mtp.create(MtpOptions(), target, seed=0)
-    checkpoint.save(draft, root / "draft", target)
-    writer = BufferWriter(str(buffer), flush_s=0.01)
-    engine = build_engine(target, draft.eval(), EngineConfig(k=3), sink=writer)
-    params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
-    engine.generate([[5, 6, 7, number] for number in range(8, 20)], params)
-    writer.close()
-    config = DistillConfig(
-        target=name, draft=str(root / "draft"), buffer=str(buffer), versions=str(root / "versions"),
-        until_idle_s=0.2,
-        poll_s=0.05, learn=LearnConfig(steps=1, fresh=2, batch=2, unroll=LearnUnroll(steps=2)),
-        gate=GateConfig(requests=2, window=4),
-    )  # fmt: skip
-    return lambda: daemon.run(config)
+LEARNING = LearnConfig(steps=1, fresh=2, batch=2, unroll=LearnUnroll(steps=2))
 
 
-def saved(root: Path) -> set[str]:
-    (state,) = (root / "versions" / "learner").glob("state-*")
+def learn(made: Any, buffer: Path) -> Callable[[], int]:
+    """Traffic in `buffer`, and the daemon's run over what is new there."""
+    gate = GateConfig(requests=2, window=4)
+    made.config = replace(made.config, buffer=str(buffer), learn=LEARNING, gate=gate)
+    made.serve(12)
+    return lambda: daemon.run(made.config)
+
+
+def saved(made: Any) -> set[str]:
+    (state,) = (made.versions / "learner").glob("state-*")
     return {
         name
         for path in state.glob("*.parquet")
@@ -150,19 +140,21 @@ def saved(root: Path) -> set[str]:
 
 
 def test_a_learner_drops_what_is_forgotten_from_its_state_on_disk(
-    target: Target, tiny_target: Callable[..., str], tmp_path: Path
+    loop: Callable[..., Any], tmp_path: Path
 ) -> None:
-    run = learn(target, tiny_target("llama"), tmp_path, tmp_path / "buffer")
+    made = loop()
+    run = learn(made, tmp_path / "buffer")
     assert run() == 0
-    held = saved(tmp_path)
+    held = saved(made)
     victim, _, _ = sorted(held)[0].partition("-")
     mark_forgotten(ShardFolder(str(tmp_path / "buffer")), victim)
     assert run() == 0
-    assert saved(tmp_path) == {name for name in held if not name.startswith(victim)} != held
+    assert saved(made) == {name for name in held if not name.startswith(victim)} != held
 
 
 def test_from_a_buffer_in_memory_no_record_reaches_a_disk(
-    target: Target, tiny_target: Callable[..., str], tmp_path: Path, memory: Path
+    loop: Callable[..., Any], memory: Path
 ) -> None:
-    assert learn(target, tiny_target("llama"), tmp_path, memory)() == 0
-    assert saved(tmp_path) == set() and list(memory.glob("*.parquet"))
+    made = loop()
+    assert learn(made, memory)() == 0
+    assert saved(made) == set() and list(memory.glob("*.parquet"))

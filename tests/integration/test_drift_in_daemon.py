@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,14 +15,9 @@ import torch
 from draftsmith.distill.buffer import buffer
 from draftsmith.distill.buffer.folder import ShardFolder
 from draftsmith.distill.buffer.traffic import ServedText
-from draftsmith.distill.config import DistillConfig, DriftConfig, LearnConfig
+from draftsmith.distill.config import DriftConfig, GateConfig, LearnConfig
 from draftsmith.distill.gate.drift import BASELINE
 from draftsmith.distill.gate.gate import Decision
-from draftsmith.drafters import checkpoint
-from draftsmith.drafters.options import MtpOptions
-from draftsmith.drafters.published import versions
-from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.target.target import Target
 from tests.integration.conftest import learner_of
 from tests.round_records import round_record, served_text
 
@@ -36,18 +32,11 @@ def served(number: int, accepted: int, name: str) -> ServedText:
 
 
 def test_learning_rests_without_gains_and_is_woken_by_drift(
-    tmp_path: Path, tiny_target: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tiny_target("llama")
-    target = Target.load(path)
-    draft = FAMILIES["mtp"].create(MtpOptions(), target, seed=0)
-    checkpoint.save(draft, tmp_path / "draft", target)
-    config = DistillConfig(
-        target=path, draft=str(tmp_path / "draft"), buffer=str(tmp_path / "buffer"),
-        versions=str(tmp_path / "versions"),
-        learn=LearnConfig(fresh=4, steps=1), drift=DriftConfig(patience=3),
-    )  # fmt: skip
-    told = io.StringIO()
+    made, told = loop(), io.StringIO()
+    learn, drift = LearnConfig(fresh=4, steps=1), DriftConfig(patience=3)
+    config = replace(made.config, learn=learn, gate=GateConfig(), drift=drift)
     daemon = learner_of(config, told)
     for number in range(BASELINE):
         daemon.sort_in(served(number, 3, "code"))
@@ -69,9 +58,7 @@ def test_learning_rests_without_gains_and_is_woken_by_drift(
     for number in range(BASELINE, BASELINE + 40):
         daemon.sort_in(served(number, 3, "chat"))
         daemon.sort_in(served(number, 0, "code"))
-    (alarm,) = [
-        one for one in versions.read_decisions(config.versions) if one["decision"] == "drift"
-    ]
+    (alarm,) = made.decisions("drift")
     assert (
         alarm["request_class"] == "code"
         and alarm["now"] < alarm["level"]
@@ -111,10 +98,7 @@ def test_learning_rests_without_gains_and_is_woken_by_drift(
     assert again.shared.live.ledger == daemon.shared.live.ledger
     assert str(again.shared.live.drift.kept()) == str(daemon.shared.live.drift.kept())
 
-    versions.publish(
-        config.versions, lambda folder: checkpoint.save(draft, folder, target), family="mtp",
-        target=checkpoint.identity(target), parent=1, data_range={}, gate={},
-    )  # fmt: skip
+    made.publish(made.draft)
     for mark in Path(config.buffer).glob("reader-*.json"):
         mark.unlink()
     monkeypatch.setattr(buffer, "LOOK_S", 0.0)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from draftsmith.commands import generate
 from draftsmith.commands.generate import GenerateConfig
@@ -24,6 +23,8 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.statistics import chi_square_survival
 from draftsmith.serve.engine import build
+from draftsmith.serve.sampling.params import SamplingParams
+from tests.integration.served import enumerated
 
 OPTIONS = {"eagle3": Eagle3Options(), "draft-lm": DraftLmOptions(target_layers=(0, 3))}
 
@@ -141,28 +142,9 @@ def test_sampled_answers_with_a_draft_have_the_targets_distribution(
     target = Target.load(path)
     prompt = target.tokenizer().encode("The target")
     drawn = Counter(tuple(text[len(prompt) :]) for text in texts(tmp_path / "d"))
-    joint = joint_distribution(target, prompt, tokens=3, top_k=3)
+    joint = enumerated(target, prompt, SamplingParams(temperature=1.0, top_k=3), 3)
     assert set(drawn) <= set(joint) and sum(drawn.values()) == count
     assert p_value(drawn, joint) > 1e-6 > p_value(drawn, joint, sharpness=2.0)
-
-
-def joint_distribution(
-    target: Target, prompt: list[int], *, tokens: int, top_k: int
-) -> dict[tuple[int, ...], float]:
-    found: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(tokens):
-        grown = {}
-        for text, chance in found.items():
-            if text and text[-1] in target.eos_token_ids:
-                grown[text] = chance
-                continue
-            with torch.no_grad():
-                logits = target.model(torch.tensor([[*prompt, *text]])).logits[0, -1].double()
-            best = logits.topk(top_k)
-            for token, share in zip(best.indices.tolist(), best.values.softmax(-1).tolist()):
-                grown[(*text, token)] = chance * share
-        found = grown
-    return found
 
 
 def p_value(

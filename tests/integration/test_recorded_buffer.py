@@ -6,19 +6,15 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.distill.buffer.traffic import ServedText
-from draftsmith.distill.config import DistillConfig, DriftConfig, LearnConfig
+from draftsmith.distill.config import DriftConfig, GateConfig, LearnConfig
 from draftsmith.distill.learn.learner import Learner
-from draftsmith.drafters import checkpoint
-from draftsmith.drafters.options import MtpOptions
-from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.target.target import Target
 from draftsmith.record import RoundRecord
 from tests.integration.conftest import learner_of
 from tests.round_records import round_record
@@ -36,16 +32,12 @@ def record(number: int) -> RoundRecord:
 
 @pytest.fixture
 def learned(
-    tmp_path: Path, tiny_target: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., list[list[str]]]:
     """`learned(most_fresh=4)` are the requests of each update of a learner that runs until the
     buffer is read; its reservoir holds fewer than the buffer."""
-    path = tiny_target("llama")
-    target = Target.load(path)
-    checkpoint.save(
-        FAMILIES["mtp"].create(MtpOptions(), target, seed=0), tmp_path / "draft", target
-    )
-    writer = BufferWriter(str(tmp_path / "buffer"), flush_records=SHARD)
+    config = loop().config
+    writer = BufferWriter(config.buffer, flush_records=SHARD)
     for number in range(NUM_REQUESTS):
         writer.put(record(number))
     writer.close()
@@ -60,12 +52,9 @@ def learned(
 
         monkeypatch.setattr(Learner, "update", noted)
         learn = LearnConfig(fresh=FRESH, most_fresh=most_fresh, reservoir=8, steps=1, replay=0)
-        config = DistillConfig(
-            target=path, draft=str(tmp_path / "draft"), buffer=str(tmp_path / "buffer"),
-            versions=str(tmp_path / f"versions-{most_fresh}"), learn=learn, until_idle_s=0.0,
-            poll_s=0.0, drift=DriftConfig(patience=0),
-        )  # fmt: skip
-        daemon = learner_of(config, io.StringIO())
+        drift = DriftConfig(patience=0)
+        asked = replace(config, learn=learn, drift=drift, gate=GateConfig(), until_idle_s=0.0)
+        daemon = learner_of(asked, io.StringIO())
         read = daemon.reader.read
 
         def when_due(**limits: Any) -> Any:
