@@ -20,10 +20,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.cli import main
 from scripts.bench.fleet.installed import variables as plugin_variables
+from tests.e2e.workshop import save_model
 from tests.forked import free_port
 from tests.waiting import wait_for
 
@@ -54,15 +55,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, tiny_target: Callable[..., s
         num_attention_heads=2, num_key_value_heads=1,
         head_dim=32, max_position_embeddings=256, bos_token_id=None, eos_token_id=0, pad_token_id=1,
     )  # fmt: skip
-    torch.manual_seed(0)
-    made = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.normal_(
-                0.0, 2.5 * parameter.shape[-1] ** -0.5
-            ) if parameter.ndim > 1 else parameter.add_(0.1)
-    made.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tiny_target("llama")).save_pretrained(folder)
+    save_model(folder, lambda: LlamaForCausalLM(config), tiny_target, scale=2.5)
     return folder
 
 

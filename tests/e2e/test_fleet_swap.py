@@ -23,13 +23,13 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.fleet.swaps.proposer import NUM_KEPT
 from scripts.bench.fleet.installed import variables as plugin_variables
 from tests.e2e.test_audit_vllm import vllm_server
 from tests.e2e.test_vllm_cpu import speculation
-from tests.e2e.workshop import draftsmith, save_target
+from tests.e2e.workshop import draftsmith, save_model, save_target
 from tests.e2e.workshop import texts as texts_of
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
@@ -124,15 +124,8 @@ def models(tmp_path_factory: pytest.TempPathFactory, tiny_target: Callable[..., 
     """`target`, `draft` of the same shape with other weights, and `perfect`: the target again."""
     folder = tmp_path_factory.mktemp("models")
     for name, seed in (("target", 0), ("draft", 1)):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(LlamaConfig(**SHAPE))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.normal_(
-                    0.0, 1.5 * parameter.shape[-1] ** -0.5
-                ) if parameter.ndim > 1 else parameter.add_(0.1)
-        model.save_pretrained(folder / name)
-        AutoTokenizer.from_pretrained(tiny_target("llama")).save_pretrained(folder / name)
+        make = partial(LlamaForCausalLM, LlamaConfig(**SHAPE))
+        save_model(folder / name, make, tiny_target, seed=seed)
     shutil.copytree(folder / "target", folder / "perfect")
     return folder
 

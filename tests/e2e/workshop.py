@@ -57,19 +57,32 @@ def save_target(
     folder: Path, make: Callable[[], PreTrainedModel], tiny_target: Callable[..., str]
 ) -> None:
     """With weights that are far larger than an untrained model's, and data."""
-    torch.manual_seed(0)
+    save_model(folder / "target", make, tiny_target)
+    answer(folder)
+
+
+def save_model(
+    folder: Path,
+    make: Callable[[], PreTrainedModel],
+    tiny_target: Callable[..., str],
+    *,
+    seed: int = 0,
+    scale: float = 1.5,
+) -> None:
+    """Greedy texts must depend on all that came before, so its weights are large."""
+    torch.manual_seed(seed)
     model = make()
     with torch.no_grad():
-        # Greedy texts must depend on all that came before.
         for name, parameter in model.named_parameters():
             # Ernie's bias of its experts, which vLLM on CPUs takes for another one, stays 0.
-            if "correction_bias" not in name:
-                parameter.normal_(
-                    0.0, 1.5 * parameter.shape[-1] ** -0.5
-                ) if parameter.ndim > 1 else parameter.add_(0.1)
-    model.save_pretrained(folder / "target")
-    AutoTokenizer.from_pretrained(tiny_target("llama")).save_pretrained(folder / "target")
-    answer(folder)
+            if "correction_bias" in name:
+                continue
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, scale * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(0.1)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_target("llama")).save_pretrained(folder)
 
 
 def answer(folder: Path) -> None:

@@ -93,6 +93,12 @@ class LiveServer:
                     return sample.value
         raise KeyError(name)
 
+    def slow(self, seconds: float) -> LiveServer:
+        """So slow a pass that an answer of many tokens is not done while a test looks."""
+        step = self.engine.step
+        self.engine.step = lambda: (time.sleep(seconds), step())[1]
+        return self
+
     def close(self) -> None:
         self.http.close()
         self._server.should_exit = True

@@ -22,13 +22,6 @@ LONG = {"max_tokens": 200, "ignore_eos": True}
 JSON = {"content-type": "application/json"}
 
 
-def slow(server: Any, seconds: float) -> Any:
-    """So slow a pass that an answer of 200 tokens is not done while a test looks."""
-    step = server.engine.step
-    server.engine.step = lambda: (time.sleep(seconds), step())[1]
-    return server
-
-
 def error(response: Any, status: int, code: str | None) -> dict[str, Any]:
     assert response.status_code == status
     body = response.json()["error"]
@@ -89,8 +82,8 @@ def test_a_body_that_is_too_large_is_refused(
 
 
 def test_one_answer_too_many_at_a_time_is_put_off(target: Target, live_server: Callable) -> None:
-    server = slow(
-        live_server(target, None, EngineConfig(), limits=ServerLimits(max_concurrency=1)), 0.02
+    server = live_server(target, None, EngineConfig(), limits=ServerLimits(max_concurrency=1)).slow(
+        0.02
     )
     with server.http.stream(
         "POST", "/v1/completions", json={"model": "tiny", "prompt": "x", "stream": True, **LONG}
@@ -112,7 +105,7 @@ def test_one_answer_too_many_at_a_time_is_put_off(target: Target, live_server: C
 def test_a_full_queue_puts_off_and_what_never_fits_is_refused(
     target: Target, live_server: Callable
 ) -> None:
-    server = slow(live_server(target, None, EngineConfig(max_batch=1, max_queue=2)), 0.03)
+    server = live_server(target, None, EngineConfig(max_batch=1, max_queue=2)).slow(0.03)
     threads = [
         threading.Thread(target=lambda: server.complete("a", **{**LONG, "max_tokens": 25}))
         for _ in range(3)
@@ -132,8 +125,8 @@ def test_a_full_queue_puts_off_and_what_never_fits_is_refused(
 
 
 def test_a_request_that_takes_too_long_is_ended(target: Target, live_server: Callable) -> None:
-    server = slow(
-        live_server(target, None, EngineConfig(), limits=ServerLimits(timeout_s=0.3)), 0.05
+    server = live_server(target, None, EngineConfig(), limits=ServerLimits(timeout_s=0.3)).slow(
+        0.05
     )
     assert error(server.complete("x", **LONG), 408, "timeout")["type"] == "timeout_error"
     body = {"model": "tiny", "prompt": "x", "stream": True, **LONG}
@@ -160,7 +153,7 @@ def test_a_request_that_takes_too_long_is_ended(target: Target, live_server: Cal
 
 
 def test_a_server_that_goes_down_says_so(target: Target, live_server: Callable) -> None:
-    server = slow(live_server(target, None, EngineConfig()), 0.02)
+    server = live_server(target, None, EngineConfig()).slow(0.02)
     body = {"model": "tiny", "prompt": "x", "stream": True, **LONG}
     with server.http.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
@@ -221,7 +214,7 @@ def test_a_head_that_does_not_come_is_given_up(
     assert answer_to(connected(server, sent)) == b""
     assert 1.0 <= time.monotonic() - begun_s < 15
     # Not on a connection that waits for its next request, nor on one that waits for an answer.
-    slow(server, 0.02)
+    server.slow(0.02)
     assert server.complete("x", max_tokens=10).status_code == 200
 
 
@@ -229,7 +222,7 @@ def test_the_time_of_a_request_begins_when_it_arrives(
     target: Target, live_server: Callable
 ) -> None:
     limits = ServerLimits(timeout_s=4.0)
-    server = slow(live_server(target, None, EngineConfig(), limits=limits), 0.05)
+    server = live_server(target, None, EngineConfig(), limits=limits).slow(0.05)
     body = json.dumps({"prompt": "x", **LONG}).encode()
     begun_s = time.monotonic()
     connection = connected(server, head(len(body)) + body[:5])

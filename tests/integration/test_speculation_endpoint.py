@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,10 +22,8 @@ KEY, OTHER = ({"authorization": f"Bearer {key}"} for key in ("first", "second"))
 def server(target: Target, live_server: Callable) -> Any:
     drafter = Eagle3.create(Eagle3Options(), target, seed=1).eval()
     keys = ServerLimits(api_keys=("first", "second"))
-    server = live_server(target, drafter, EngineConfig(k=3, compile="off"), limits=keys)
-    step = server.engine.step
-    server.engine.step = lambda: (time.sleep(0.02), step())[1]
-    return server
+    config = EngineConfig(k=3, compile="off")
+    return live_server(target, drafter, config, limits=keys).slow(0.02)
 
 
 def test_drafting_of_a_running_answer_stops_and_resumes(server: Any, target: Target) -> None:
@@ -108,9 +105,7 @@ def test_a_key_is_asked_for_and_states_are_counted(server: Any) -> None:
 
 
 def test_k_needs_a_drafter(target: Target, live_server: Callable) -> None:
-    server = live_server(target, None, EngineConfig())
-    step = server.engine.step
-    server.engine.step = lambda: (time.sleep(0.02), step())[1]
+    server = live_server(target, None, EngineConfig()).slow(0.02)
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 20, "ignore_eos": True, "stream": True}
     with server.http.stream("POST", "/v1/completions", json=body) as stream:
         lines = stream.iter_lines()  # kept: an iterator that ends early ends the answer
