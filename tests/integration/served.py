@@ -26,7 +26,7 @@ from draftsmith.drafters.tree_shape import GrownShape, TreeShape
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, g_test
 from draftsmith.serve.engine.engine import EngineCore
-from draftsmith.serve.requests.route import CANARY, class_draft
+from draftsmith.serve.requests.request import CANARY, class_draft
 from draftsmith.serve.sampling.params import SamplingParams
 from tests.adjusting import adjusted
 from tests.stand_in_drafts import unlike

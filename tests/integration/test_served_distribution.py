@@ -35,7 +35,7 @@ from draftsmith.serve.requests.request import Request, RequestOptions, Update
 from draftsmith.serve.sampling.adjustments import Adjustments
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.sampling.params import SamplingParams
-from draftsmith.serve.sampling.penalties import CountedTexts
+from draftsmith.serve.sampling.tables import CountedTexts
 from tests.integration.served import (
     CLASSES,
     PATTERN,

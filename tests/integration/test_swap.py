@@ -19,7 +19,7 @@ from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.errors import UserError
 from draftsmith.serve import watch
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.drafts import routing
+from draftsmith.serve.drafts import draft_set
 from draftsmith.serve.drafts.swap import Swap
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.loop import EngineLoop
@@ -81,7 +81,7 @@ def test_after_a_swap_the_engine_drafts_with_the_new_weights(
 def test_greedy_text_is_the_same_with_a_swap_before_every_round(
     alone: bool, family: str, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routing, "PROBES", 0.0)
+    monkeypatch.setattr(draft_set, "PROBES", 0.0)
     config = EngineConfig(k=3, compile="off")
     expected = build_engine(target, None, config).generate(PROMPTS, GREEDY)
     drafter = unlike(target, 0, family, **small(family))
