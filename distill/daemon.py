@@ -32,7 +32,7 @@ from draftsmith.distill.pool.pool import ClassPool
 from draftsmith.distill.state import LEARNER, LearnerContext, LearnerCounters, StateFolder
 from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import Throttle
-from draftsmith.drafters.published.pool import pool_root
+from draftsmith.drafters.pool import pool_root
 from draftsmith.files import sweep
 from draftsmith.record import RoundRecord
 

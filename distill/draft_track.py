@@ -34,7 +34,7 @@ from draftsmith.distill.learn.learner import Learner, UpdateReport, taps_share
 from draftsmith.distill.publisher import Publisher
 from draftsmith.distill.state import KeptTrack, LearnerContext, TrackState
 from draftsmith.distill.version_lifecycle import DecisionLog, LiveVersion, VersionLifecycle
-from draftsmith.drafters.published import versions
+from draftsmith.drafters import versions
 
 
 class DraftTrack:

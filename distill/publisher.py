@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from draftsmith.drafters import checkpoint
+from draftsmith.drafters import checkpoint, versions
 from draftsmith.drafters.interface import TrainedDrafter
-from draftsmith.drafters.published import versions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 

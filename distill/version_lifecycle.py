@@ -20,8 +20,8 @@ from draftsmith.distill.gate.sequential import Ledger
 from draftsmith.distill.learn.learner import Learner
 from draftsmith.distill.publisher import Publisher
 from draftsmith.distill.state import LearnerContext, TrackState
+from draftsmith.drafters import versions
 from draftsmith.drafters.interface import TrainedDrafter
-from draftsmith.drafters.published import versions
 from draftsmith.errors import UserError
 from draftsmith.version import __version__
 

@@ -14,13 +14,13 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from draftsmith import files
+from draftsmith.drafters import versions
 from draftsmith.drafters.config import Pair
 from draftsmith.drafters.interface import Family, TrainedDrafter
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.layouts.gguf import model_folder
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.lm.foreign_lm import ForeignLm
-from draftsmith.drafters.published import versions
 from draftsmith.drafters.registry import FAMILIES, family_of
 from draftsmith.drafters.target.device import DTYPES
 from draftsmith.drafters.target.target import Target

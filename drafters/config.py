@@ -3,6 +3,7 @@ Torch-free."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -56,3 +57,18 @@ def check_draft_options(pair: Pair, *, other_draft: bool = False) -> None:
     name = next((name for name, is_given in given.items() if is_given), None)
     if pair.draft is None and name is not None:
         raise UserError(f"{name} is given without a draft; name the draft too or leave it out")
+
+
+def named_folders(entries: Sequence[str]) -> dict[str, str]:
+    """`["sql=path"]` -> `{"sql": "path"}`. Raises `UserError` for an entry of another form."""
+    found: dict[str, str] = {}
+    for entry in entries:
+        name, separator, folder = entry.partition("=")
+        if not (separator and name.strip() and folder.strip()):
+            raise UserError(
+                f"lora is {entry!r}; give NAME=FOLDER, for example sql=runs/sql-adapter"
+            )
+        if name in found:
+            raise UserError(f"lora names {name!r} twice; give each adapter a name of its own")
+        found[name] = folder
+    return found

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, get_args, runtime_checkable
 
 import torch
 
-from draftsmith.drafters.target.segments import positions_of
+from draftsmith.drafters.target.packed_pass import positions_of
 from draftsmith.drafters.tree_shape import GrownShape, TreeShape
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
@@ -170,7 +170,7 @@ class TokenBatch:
 
     input_ids: torch.Tensor  # [B, L] int64
     attention_mask: torch.Tensor  # [B, L] 1 for real tokens
-    # [B, L] int64: several texts per row, none of which may see another; see segments.py. None:
+    # [B, L] int64: several texts per row, none of which may see another; see packed_pass.py. None:
     # every row is one text
     segments: torch.Tensor | None = None
 

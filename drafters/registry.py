@@ -12,8 +12,7 @@ from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.heads.mtp import Mtp
 from draftsmith.drafters.heads.peagle import Peagle
 from draftsmith.drafters.interface import Family
-from draftsmith.drafters.layouts.causal_lm_names import is_causal_lm
-from draftsmith.drafters.layouts.folder import DraftFolder
+from draftsmith.drafters.layouts.folder import DraftFolder, is_causal_lm
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.states.medusa import Medusa
 from draftsmith.drafters.states.mlp import Mlp

@@ -29,8 +29,8 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter, draft_positions
-from draftsmith.drafters.recurrent.kept import NUM_SIDES, KeptState
-from draftsmith.drafters.recurrent.pieces import RowRead, Split, StatePass, round_waves
+from draftsmith.drafters.quirks.kept_state import NUM_SIDES, KeptState
+from draftsmith.drafters.quirks.recurrent_states import RowRead, Split, StatePass, round_waves
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.kernels.acceptance import AcceptanceCounts

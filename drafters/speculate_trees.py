@@ -15,7 +15,7 @@ from draftsmith.drafters.interface import DraftInputs, GrowsTrees, Proposal, Ser
 from draftsmith.drafters.speculate import SpeculatedBatch, SpeculatedRow, SpeculationBatch, rows_of
 from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.drafters.tree_shape import TreeShape
-from draftsmith.drafters.trees.layout import TreeSpan, tree_pass, tried
+from draftsmith.drafters.trees.nodes import TreeSpan, tree_pass, tried
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.sampling.filters import SamplingRows, process

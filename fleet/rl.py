@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 
 from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.distill.learn.text_states import FILES, WEIGHT_VERSION
-from draftsmith.drafters.published import versions
+from draftsmith.drafters import versions
 from draftsmith.errors import UserError
 from draftsmith.files import atomic_folder, sweep, write_text
 from draftsmith.fleet.engine import logger, once

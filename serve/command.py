@@ -21,7 +21,7 @@ from draftsmith.drafters.target.device import (
     load_target,
     weight_dtype,
 )
-from draftsmith.drafters.target.ranks import LEADER, Channel
+from draftsmith.drafters.target.sharded import LEADER, Channel
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.lock import sigterm_ends

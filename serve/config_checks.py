@@ -4,8 +4,7 @@ that another one makes void. Torch-free."""
 from __future__ import annotations
 
 from draftsmith.config import check_limits
-from draftsmith.drafters.adapters.names import named_folders
-from draftsmith.drafters.config import check_draft_options
+from draftsmith.drafters.config import check_draft_options, named_folders
 from draftsmith.drafters.tree_shape import SampledShape, SampledTree, TreeShape, parse_tree
 from draftsmith.errors import UserError
 from draftsmith.serve.config import (

@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.drafters.adapters.adapters import Adapters
-from draftsmith.drafters.adapters.names import named_folders
 from draftsmith.drafters.checkpoint import load, load_draft
+from draftsmith.drafters.config import named_folders
 from draftsmith.drafters.interface import ServingDrafter
-from draftsmith.drafters.published.versions import open_live
+from draftsmith.drafters.target.adapters import Adapters
 from draftsmith.drafters.target.device import DTYPES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.text.text_first import TextFirst
+from draftsmith.drafters.versions import open_live
 from draftsmith.errors import UserError
 from draftsmith.serve.config import ServeConfig, ServedLookup
 

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from draftsmith.drafters.target import ranks
+from draftsmith.drafters.target import sharded
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.causal_lm import States, whole
-from draftsmith.drafters.target.ranks import Channel, in_step, leave_signals_to_the_leader
+from draftsmith.drafters.target.sharded import Channel, in_step, leave_signals_to_the_leader
 from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
@@ -236,5 +236,5 @@ def join(size: int, device: str) -> RankPlace:
         )
     if device.startswith("cuda"):
         device = f"cuda:{os.environ['LOCAL_RANK']}"
-    ranks.join(torch.device(device))
+    sharded.join(torch.device(device))
     return RankPlace(dist.get_rank(), size, device)

@@ -11,8 +11,8 @@ import logging
 import threading
 from pathlib import Path
 
-from draftsmith.drafters.published.pool import DraftPool, pool_root, read_pool
-from draftsmith.drafters.published.versions import (
+from draftsmith.drafters.pool import DraftPool, pool_root, read_pool
+from draftsmith.drafters.versions import (
     Canary,
     folder_of,
     latest,

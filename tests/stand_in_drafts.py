@@ -13,8 +13,7 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.drafters.tree_shape import FixedTree, SampledTree, TreeShape
-from draftsmith.drafters.trees.candidates import TreeDistributions
-from draftsmith.drafters.trees.fixed import FixedLevels, choose_fixed
+from draftsmith.drafters.trees.candidates import FixedLevels, TreeDistributions, choose_fixed
 from draftsmith.kernels.sampling.filters import process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample_without_replacement
 

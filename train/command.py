@@ -20,7 +20,7 @@ def run(config: TrainConfig) -> int:
     is_first = os.environ.get("RANK", "0") == "0"
     with folder_lock(config.out, "train") if is_first else nullcontext():
         quiet()
-        from draftsmith.drafters.target.ranks import leave_group
+        from draftsmith.drafters.target.sharded import leave_group
         from draftsmith.train.session import train
 
         train(config)

@@ -1,7 +1,7 @@
 """Trial of a version on a share of live requests: accepted as the gate predicted, or less than the
 live version?
 
-A hash of its id assigns each request to the share (`drafters/published/versions.py`), independent
+A hash of its id assigns each request to the share (`drafters/versions.py`), independent
 of everything else. The comparison is therefore randomised, and fair while traffic changes and with
 servers that have not taken the version up. Let x in [0, 1] be the accepted part of a request's
 drafted tokens (of those reached), A whether it is of the share s, and m any prediction made before
@@ -25,8 +25,8 @@ from draftsmith.distill.gate.gate import decide
 from draftsmith.distill.gate.scoring import Scorer
 from draftsmith.distill.gate.sequential import BoundedEvidence, Evidence
 from draftsmith.distill.publisher import Publisher
-from draftsmith.drafters.published import versions
-from draftsmith.drafters.published.versions import (
+from draftsmith.drafters import versions
+from draftsmith.drafters.versions import (
     Canary,
     in_canary,
     read_canary,

@@ -20,7 +20,7 @@ from draftsmith.distill.buffer.traffic import ServedText, samplers_of
 from draftsmith.distill.config import GateConfig
 from draftsmith.distill.gate.scoring import Scored, Scorer, score_together
 from draftsmith.distill.gate.sequential import Evidence
-from draftsmith.drafters.published import versions
+from draftsmith.drafters import versions
 
 
 class Comparison(NamedTuple):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from draftsmith import files
 from draftsmith.distill.config import GenerateOptions
-from draftsmith.drafters.target.ranks import LEADER, PATIENCE, Gone, leave_group, meeting, started
+from draftsmith.drafters.target.sharded import LEADER, PATIENCE, Gone, leave_group, meeting, started
 from draftsmith.errors import UserError
 
 SCHEMA_VERSION = 1

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.distill.config import LearnConfig
-from draftsmith.drafters.target.segments import stretches_of
+from draftsmith.drafters.target.packed_pass import stretches_of
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.files import Signature, signature

@@ -1,5 +1,5 @@
 """Kinds of requests found in traffic without tags: spherical k-means over hashed token counts
-(`drafters/published/prompt_clusters.py`).
+(`drafters/pool.py`).
 
 Counts of a short text are mostly chance, so that its vector is first projected onto the few
 directions in which the traffic differs most (latent semantic analysis); centroids are given back
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from draftsmith.drafters.published.prompt_clusters import PromptClusters, counts, unit
+from draftsmith.drafters.pool import PromptClusters, counts, unit
 
 BUCKETS = 1024
 DIRECTIONS = 8

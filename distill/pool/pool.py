@@ -22,15 +22,15 @@ from draftsmith.distill.gate.scoring import Scored
 from draftsmith.distill.pool.clusters import find_clusters
 from draftsmith.distill.pool.policy import ClassTraffic, PoolMember, PoolMove, moves, resolved
 from draftsmith.distill.state import LearnerContext
-from draftsmith.drafters.published import versions
-from draftsmith.drafters.published.pool import (
+from draftsmith.drafters import versions
+from draftsmith.drafters.pool import (
     DraftPool,
+    cluster_name,
     next_folder,
     pool_root,
     read_pool,
     write_pool,
 )
-from draftsmith.drafters.published.prompt_clusters import cluster_name
 
 # Texts without a tag that are enough to look for clusters in; while no draft goes by clusters, anew
 # each time they have doubled.

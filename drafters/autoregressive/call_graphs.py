@@ -13,10 +13,9 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.drafters.autoregressive.catch_up import Unread
-from draftsmith.drafters.autoregressive.chain_buffers import bucket, for_graphs
-from draftsmith.drafters.autoregressive.draft_loop import DraftLoop
+from draftsmith.drafters.autoregressive.chain import DraftLoop
+from draftsmith.drafters.autoregressive.chain_buffers import GraphShapes, bucket, for_graphs
 from draftsmith.drafters.autoregressive.draft_sampler import DepthPlan, DraftSampler, DraftStep
-from draftsmith.drafters.autoregressive.graph_shapes import GraphShapes
 from draftsmith.drafters.autoregressive.padded_round import (
     WIDTHS,
     PaddedRound,

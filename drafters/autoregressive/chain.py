@@ -6,11 +6,12 @@ R rows that draft, H hidden width, T ragged positions.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 
 from draftsmith.drafters.autoregressive.catch_up import Unread, read_unread
 from draftsmith.drafters.autoregressive.chain_graphs import ChainGraphs
-from draftsmith.drafters.autoregressive.draft_loop import DraftLoop
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, RowsAtDepth
 from draftsmith.drafters.autoregressive.state import (
     ChainState,
@@ -18,10 +19,34 @@ from draftsmith.drafters.autoregressive.state import (
     ReadsCommitted,
     ReadsOwnDrafts,
 )
-from draftsmith.drafters.interface import Capturable, DraftInputs, HoldsGraphs
+from draftsmith.drafters.interface import Capturable, DraftInputs, HoldsGraphs, Proposal
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.cuda_graphs import Capturer
+
+
+class DraftLoop(ABC):
+    vocab_size: int  # of the target
+
+    @property
+    @abstractmethod
+    def vocab_map(self) -> torch.Tensor | None:
+        """[Vd] the target's id of each draft id; None where they are the same."""
+
+    def refresh(self) -> None:
+        """Take over weights that a swap has written in place."""
+        return
+
+    @torch.no_grad()
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        self.refresh()
+        sampler = DraftSampler(inputs, vocab_size=self.vocab_size, vocab_map=self.vocab_map)
+        self.draft(inputs, sampler)
+        return sampler.proposal()
+
+    @abstractmethod
+    def draft(self, inputs: DraftInputs, sampler: DraftSampler) -> None:
+        """Draft as many tokens as each row may, into `sampler`."""
 
 
 class ChainLoop(DraftLoop, ReadsCommitted, Capturable):

@@ -7,15 +7,14 @@ Legend: R rows that draft, S slots of a block, T tokens of a pass, H hidden widt
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from draftsmith.drafters.autoregressive.call_graphs import CallLoop, CallShape
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, DraftStep
 from draftsmith.drafters.autoregressive.padded_round import PaddedRound
-from draftsmith.drafters.blocks.layer_passes import LayerPasses
 from draftsmith.drafters.blocks.shape import BlockShape
 from draftsmith.drafters.interface import DraftInputs
 from draftsmith.drafters.target.attention import AttentionContext
@@ -214,3 +213,24 @@ def context_columns(inputs: DraftInputs) -> tuple[torch.Tensor, torch.Tensor]:
     rows = torch.repeat_interleave(counts)
     offsets = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
     return rows, inputs.starts[rows] + offsets
+
+
+class LayerPasses:
+    """An `AttentionContext`: of each layer, the pass that is causal or not as `is_causal` says."""
+
+    def __init__(self, is_causal: Callable[[int], bool], make: Callable[[bool], AttentionContext]):
+        self.is_causal, self.make = is_causal, make
+        self.passes: dict[bool, AttentionContext] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        **options: Any,
+    ) -> torch.Tensor:
+        causal = self.is_causal(layer)
+        if causal not in self.passes:
+            self.passes[causal] = self.make(causal)
+        return self.passes[causal].attend(layer, query, key, value, **options)

@@ -28,17 +28,18 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
-from draftsmith.drafters.autoregressive.rotary import HasRotary
+from draftsmith.drafters.autoregressive.state import HasRotary
 from draftsmith.drafters.blocks.block_drafting import DraftsBlocks
 from draftsmith.drafters.blocks.block_unroll import BlockPass
 from draftsmith.drafters.blocks.shape import (
     BlockShape,
+    OwnTables,
     block_values,
     check_block,
+    read_tables,
     shape_in,
 )
-from draftsmith.drafters.blocks.tables import OwnTables, read_tables
-from draftsmith.drafters.draft_shape import config_dict, layer_config, shape_of
+from draftsmith.drafters.draft_shape import config_dict, layer_config, shape_of, windows_config
 from draftsmith.drafters.init_from_target import (
     adopt_layers,
     average_taps,
@@ -60,7 +61,6 @@ from draftsmith.drafters.weights import (
     weight_bytes,
     write_weights,
 )
-from draftsmith.drafters.windows import windows_config
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
 

@@ -7,13 +7,9 @@ Files in reading order:
 - `packed_linear`: linear layers of one input as one, on a CPU
 - `rewrite`: rewriting for a CPU that keeps the numbers
 - `kernel_steps`: the kernel calls of a rewritten graph
-- `before`: what comes before the first kernel
 - `one_call`: these as one call, for few tokens
-- `joined_linear`: linear layers of one input as one, on a GPU
-- `rotated_attention`: rotation and attention on a GPU
 - `device_rewrite`: rewriting for a GPU
-- `replay`: the rewritten graph as a function
 - `captured`: the parts of a causal LM, checked against the model
 
-Other chapters import `captured` and `replay`.
+Other chapters import `captured`.
 """

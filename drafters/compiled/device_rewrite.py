@@ -4,19 +4,26 @@ launches.
 A layer of a few tokens is mostly launches, each of which costs more than its numbers. What lies
 between products becomes Triton kernels, products of one input become one, and everything else stays
 torch's. A layer like Llama's is ten launches then, of 41.
+
+Weights of products of one input lie one behind the other, and the model's parameters become views
+of that: no memory is held twice, and whatever is written into a parameter counts at once. Over a
+paged pool one launch normalises and rotates queries and keys and writes keys and values where
+attention reads them.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.fx import Graph, GraphModule, Node
+from torch.nn.functional import linear
 
 from draftsmith.drafters.compiled.capture import attend
-from draftsmith.drafters.compiled.joined_linear import JoinedLinear, joinable
 from draftsmith.drafters.compiled.patterns import (
     call_directly,
     drop_no_operations,
@@ -32,8 +39,20 @@ from draftsmith.drafters.compiled.patterns import (
     stand_in,
     tensor,
 )
-from draftsmith.drafters.compiled.rotated_attention import attend_rotated
-from draftsmith.kernels.products.row_steps_triton import add_normalise, gate, normalise
+from draftsmith.drafters.target.attention import AttentionContext
+from draftsmith.kernels.attention.paged import PagedPass
+from draftsmith.kernels.attention.paged_compiled import CompiledContext
+from draftsmith.kernels.attention.pool import Chunk
+from draftsmith.kernels.products.row_steps_triton import (
+    HeadNorms,
+    Norm,
+    WrittenKeys,
+    add_normalise,
+    gate,
+    normalise,
+    rotate,
+    rotate_and_write,
+)
 
 aten = torch.ops.aten
 _NARROWING = (aten.to.dtype, aten.type_as.default, aten._to_copy.default)
@@ -227,3 +246,132 @@ def join_linears(module: GraphModule) -> list[JoinedLinear]:
 def _bias(module: GraphModule, linear: Node) -> torch.Tensor | None:
     bias = linear.args[2] if len(linear.args) > 2 else None
     return bias and tensor(module, bias)
+
+
+# Weights of query and key, then the numbers of `Norm`.
+Norms = tuple[torch.Tensor, torch.Tensor, float, float, bool]
+
+
+def attend_rotated(
+    context: AttentionContext,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cosine: torch.Tensor,
+    sine: torch.Tensor,
+    norms: Norms | None,
+    layer: int,
+    scaling: float,
+    window: int | None,
+    chunked: bool,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """`capture.attend` of heads that are not yet normalised, where `norms` says so, and rotated."""
+    if type(context) is not PagedPass or isinstance(context.context, CompiledContext):
+        query, key = _rotated(query, key, cosine, sine, norms)
+        return attend(context, query, key, value, layer, scaling, window, chunked, softcap, sinks)
+    keys, values = context.pool.keys[layer], context.pool.values[layer]
+    written = WrittenKeys(key, value, keys, values, context.slots)
+    head_norms = None if norms is None else HeadNorms(*norms)
+    query = rotate_and_write(query, written, cosine, sine, head_norms)
+    out = context.context.attend(
+        query,
+        keys,
+        values,
+        scaling=scaling,
+        window=Chunk(window) if window and chunked else window,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    return out.unsqueeze(0)
+
+
+def _rotated(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cosine: torch.Tensor,
+    sine: torch.Tensor,
+    norms: Norms | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if norms is None:
+        return rotate(query, cosine, sine), rotate(key, cosine, sine)
+    query_weight, key_weight, eps, offset, wide = norms
+    norm = Norm(eps, offset, wide)
+    return (
+        rotate(query, cosine, sine, query_weight, norm),
+        rotate(key, cosine, sine, key_weight, norm),
+    )
+
+
+class JoinedLinear:
+    """`weights` are `[out_i, in]` of one dtype, `biases` their `[out_i]` or None. The tensors stay
+    the caller's objects, their memory becomes part of the joined one's. `refresh` joins anew what
+    was given other memory since."""
+
+    def __init__(self, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]):
+        self.weights, self.biases = list(weights), list(biases)
+        self.sizes = [len(weight) for weight in weights]
+        self._weight = joined(self.weights)
+        self._bias = self._joined_bias()
+
+    def refresh(self) -> None:
+        if not _follow(self.weights, self._weight):
+            self._weight = joined(self.weights)
+        given = [bias for bias in self.biases if bias is not None]
+        if self._bias is not None and any(not _within(bias, self._bias) for bias in given):
+            self._bias = self._joined_bias()
+
+    @torch.inference_mode(False)
+    def _joined_bias(self) -> torch.Tensor | None:
+        if all(bias is None for bias in self.biases):
+            return None
+        whole = self._weight.new_zeros(len(self._weight))
+        for part, bias in zip(whole.split(self.sizes), self.biases):
+            if bias is not None:
+                bias.data = part.copy_(bias.detach())
+        return whole
+
+    def __call__(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        """[..., in] -> [..., out_i] of every weight, views of one tensor."""
+        return torch.split_with_sizes(linear(rows, self._weight, self._bias), self.sizes, -1)
+
+
+def joinable(weight: torch.Tensor) -> bool:
+    """True for plain weights of numbers: no quantised, sharded or otherwise special tensor."""
+    plain = type(weight) in (torch.Tensor, nn.Parameter)
+    return plain and weight.ndim == 2 and weight.is_floating_point()
+
+
+# Not as tensors of inference: parameters are written in place outside of it too.
+@torch.inference_mode(False)
+def joined(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All rows of `weights` as one tensor, of which each becomes a view; nothing is copied where
+    they lie one behind the other already."""
+    first = weights[0].detach()
+    shape = (sum(len(weight) for weight in weights), first.shape[1])
+    end = first.storage_offset() + shape[0] * shape[1]
+    if end * first.element_size() <= first.untyped_storage().nbytes():
+        there = first.as_strided(shape, (shape[1], 1))
+        if _follow(weights, there):
+            return there
+    whole = torch.cat([weight.detach() for weight in weights])
+    begin = 0
+    for weight in weights:
+        weight.data = whole[begin : begin + len(weight)]
+        begin += len(weight)
+    return whole
+
+
+def _follow(weights: Sequence[torch.Tensor], whole: torch.Tensor) -> bool:
+    """True where the rows of `weights` are those of `whole`, in order, in its memory."""
+    place = whole.data_ptr()
+    for weight in weights:
+        if weight.data_ptr() != place or not weight.is_contiguous():
+            return False
+        place += weight.numel() * weight.element_size()
+    return True
+
+
+def _within(part: torch.Tensor, whole: torch.Tensor) -> bool:
+    return part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()

@@ -32,7 +32,7 @@ from draftsmith.drafters.compiled.patterns import (
     stand_in,
     tensor,
 )
-from draftsmith.drafters.int8_linear import int8_linear
+from draftsmith.drafters.target.int8_linear import int8_linear
 from draftsmith.kernels.products.int8_rows import Int8Rows, Int8Weight
 from draftsmith.kernels.products.row_steps import RowSteps, row_steps
 

@@ -24,12 +24,19 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from draftsmith.drafters.draft_shape import check_fits, config_dict, llama_config, shape_of
+from draftsmith.drafters.draft_shape import (
+    Windows,
+    check_fits,
+    config_dict,
+    llama_config,
+    new_windows,
+    shape_of,
+    windows_config,
+    windows_in,
+)
 from draftsmith.drafters.heads.feature_head import FeatureHead, HeadStep
 from draftsmith.drafters.init_from_target import output_table, shares_embeddings
-from draftsmith.drafters.layouts.causal_lm_names import is_causal_lm
-from draftsmith.drafters.layouts.folder import DraftFolder
-from draftsmith.drafters.layouts.speculators import flattened, renamed
+from draftsmith.drafters.layouts.folder import DraftFolder, flattened, is_causal_lm, renamed
 from draftsmith.drafters.options import Eagle1Options
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.taps import FINAL
@@ -40,7 +47,6 @@ from draftsmith.drafters.weights import (
     read_weights,
     write_weights,
 )
-from draftsmith.drafters.windows import Windows, new_windows, windows_config, windows_in
 
 # vLLM's name for the layout without a bias, then SGLang's, which always has one.
 ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLMEagle")

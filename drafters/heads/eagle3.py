@@ -24,16 +24,26 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from draftsmith.drafters.draft_shape import check_fits, llama_config, shape_of
-from draftsmith.drafters.heads.eagle3_layer import Eagle3Layer, Norms, TapNorms
-from draftsmith.drafters.heads.feature_head import FeatureHead, HeadStep
-from draftsmith.drafters.heads.layer_kinds import (
+from draftsmith.drafters.draft_shape import (
+    Windows,
+    check_fits,
+    llama_config,
+    new_windows,
+    shape_of,
+    windows_config,
+    windows_in,
+)
+from draftsmith.drafters.heads.eagle3_layer import (
+    Eagle3Layer,
+    Norms,
+    TapNorms,
     cache_shape,
     config_of,
     config_values,
     kind_in,
     kind_of,
 )
+from draftsmith.drafters.heads.feature_head import FeatureHead, HeadStep
 from draftsmith.drafters.init_from_target import (
     adopt_layer,
     average_taps,
@@ -42,8 +52,7 @@ from draftsmith.drafters.init_from_target import (
     output_table,
     shares_embeddings,
 )
-from draftsmith.drafters.layouts.folder import DraftFolder
-from draftsmith.drafters.layouts.speculators import flattened, renamed
+from draftsmith.drafters.layouts.folder import DraftFolder, flattened, renamed
 from draftsmith.drafters.options import Eagle3Options, default_taps
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.taps import check_draft_taps
@@ -54,7 +63,6 @@ from draftsmith.drafters.weights import (
     read_weights,
     write_weights,
 )
-from draftsmith.drafters.windows import Windows, new_windows, windows_config, windows_in
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import LayerShape
 

@@ -16,18 +16,18 @@ from torch.nn.functional import linear
 from transformers import LlamaConfig
 
 from draftsmith.drafters.autoregressive.chain import ChainLoop
-from draftsmith.drafters.autoregressive.rotary import HasRotary
-from draftsmith.drafters.autoregressive.state import HeadStep
+from draftsmith.drafters.autoregressive.state import HasRotary, HeadStep
 from draftsmith.drafters.compiled.capture import NUM_TOKENS
 from draftsmith.drafters.compiled.captured import (
     PIECES,
+    Replay,
     attempt,
     compare,
     log_level,
     pass_over,
     steps_for,
 )
-from draftsmith.drafters.compiled.replay import Replay
+from draftsmith.drafters.draft_shape import WindowedContext, Windows
 from draftsmith.drafters.interface import (
     DraftInputs,
     ForwardCapturable,
@@ -42,7 +42,6 @@ from draftsmith.drafters.trees.growth import grow, read_for_trees
 from draftsmith.drafters.trees.level_graphs import LevelGraphs
 from draftsmith.drafters.unrolled.unroll import UnrollPass
 from draftsmith.drafters.weights import ReadBytes, weight_bytes
-from draftsmith.drafters.windows import WindowedContext, Windows
 from draftsmith.kernels.attention.pool import LayerShape, PagedPool
 from draftsmith.kernels.cuda_graphs import Capturer
 

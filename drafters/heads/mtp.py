@@ -3,7 +3,11 @@ module (`mtp_deepseek.py` has the others), and those that came in MiMo's layout.
 
 The recursion feeds back the module's own state after its norm, as vLLM's MiMo model does. A module
 that is stitched into its target reads the target's last state before the final norm, as there; one
-that stands beside it (`mtp_alone.py`) the state after it, which engines hand to a draft.
+that stands beside it the state after it, which engines hand to a draft.
+
+MiMo's layout puts the module into the checkpoint of a target of Qwen2's block. Every other target
+gets one in a folder of its own, in the same layout. vLLM builds its block, Qwen2's, from the
+target's numbers, with heads of hidden_size / num_attention_heads.
 """
 
 from __future__ import annotations
@@ -20,14 +24,27 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from draftsmith.drafters.draft_shape import check_fits, config_dict, llama_config, shape_of
-from draftsmith.drafters.heads.mtp_alone import READS_FINAL, block_heads, is_stitched
-from draftsmith.drafters.heads.mtp_deep import DeepMtp
-from draftsmith.drafters.heads.mtp_deepseek import AppendedMtp
+from draftsmith.drafters.draft_shape import (
+    Windows,
+    check_fits,
+    config_dict,
+    llama_config,
+    new_windows,
+    shape_of,
+    windows_config,
+    windows_in,
+)
+from draftsmith.drafters.heads.mtp_deepseek import AppendedMtp, DeepMtp
 from draftsmith.drafters.heads.mtp_head import MtpHead
-from draftsmith.drafters.heads.mtp_layouts import LAYOUTS, layout_of, num_modules, text_values
-from draftsmith.drafters.heads.mtp_mimo import ARCHITECTURE as MIMO_ARCHITECTURE
-from draftsmith.drafters.heads.mtp_mimo import is_native, read_native
+from draftsmith.drafters.heads.mtp_layouts import ARCHITECTURE as MIMO_ARCHITECTURE
+from draftsmith.drafters.heads.mtp_layouts import (
+    LAYOUTS,
+    is_native,
+    layout_of,
+    num_modules,
+    read_native,
+    text_values,
+)
 from draftsmith.drafters.init_from_target import fitted_norm
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.options import MtpOptions
@@ -38,7 +55,6 @@ from draftsmith.drafters.weights import (
     read_weights,
     write_weights,
 )
-from draftsmith.drafters.windows import Windows, new_windows, windows_config, windows_in
 from draftsmith.errors import UserError
 
 ARCHITECTURE = "DraftsmithMtp"
@@ -186,3 +202,29 @@ def check_modules(options: MtpOptions, target: Target) -> None:
 def check_shape(values: dict[str, Any], target: Target, folder: Path) -> None:
     sizes = {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size}
     check_fits(values, sizes, target, folder)
+
+
+# Same block as Qwen2 up to the biases. Others differ in what the tensors mean (Gemma's norms), not
+# only in which there are.
+STITCHED = ("llama", "mistral", "qwen2", "mimo")
+# Key of a module's config: it reads the state that the head multiplies.
+READS_FINAL = "reads_final_state"
+
+
+def is_stitched(target: Target) -> bool:
+    config = target.config.to_dict()
+    if config["model_type"] not in STITCHED or uses_window(config):
+        return False
+    width = config["hidden_size"] // config["num_attention_heads"]
+    return (config.get("head_dim") or width) == width and not config.get("mlp_bias")
+
+
+def uses_window(config: dict[str, Any]) -> bool:
+    windowed = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
+    return windowed or "sliding_attention" in (config.get("layer_types") or ())
+
+
+def block_heads(shape: dict[str, Any]) -> dict[str, Any]:
+    """Width of the heads of an engine's block, which has as many as the target."""
+    width = shape["hidden_size"] // shape["num_attention_heads"]
+    return {"head_dim": max(2, width - width % 2)}

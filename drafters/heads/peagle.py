@@ -30,8 +30,7 @@ from draftsmith.drafters.interface import (
     UnrollBatch,
     UnrolledStep,
 )
-from draftsmith.drafters.layouts.folder import DraftFolder
-from draftsmith.drafters.layouts.speculators import flattened
+from draftsmith.drafters.layouts.folder import DraftFolder, flattened
 from draftsmith.drafters.options import PeagleOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import ReadBytes, read_config

@@ -1,9 +1,8 @@
 """Models and drafts as others publish them.
 
 Files in reading order:
-- `folder`: configuration and tensor names, before the family is known
-- `causal_lm_names`: architectures that transformers builds as a causal LM, and MiMo-7B's
-- `speculators`: the layout of the `speculators` library
+- `folder`: configuration and tensor names, before the family is known; architectures that
+  transformers builds as a causal LM; the layout of the `speculators` library
 - `fp8`: weights stored in FP8 with scales
 - `demo`: the model of demonstrations
 - `gguf`: models in a GGUF file

@@ -1,8 +1,7 @@
 """Draft language models.
 
 Files in reading order:
-- `draft_lm`: a causal LM over the target's token ids
-- `pruned`: one cut out of its target
+- `draft_lm`: a causal LM over the target's token ids, or one cut out of its target
 - `lora`: low-rank adapters on one
 - `foreign_lm`: one with another tokenizer
 

@@ -3,9 +3,7 @@
 Files in reading order:
 - `state_head`: shared by all of them
 - `medusa`: Medusa
-- `mlp`: the MLP speculator
-- `mlp_layout`: its folders as others publish them
-- `mlp_lstm`: its LSTM kind
+- `mlp`: the MLP speculator, its folders as others publish them, and its LSTM kind
 
 Other chapters import families through `drafters/registry.py`.
 """

@@ -26,8 +26,7 @@ from draftsmith.drafters.options import MedusaOptions
 from draftsmith.drafters.states.state_head import StateHead, newest_columns
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import FixedTree, TreeShape
-from draftsmith.drafters.trees.candidates import TreeDistributions
-from draftsmith.drafters.trees.fixed import FixedLevels, choose_fixed
+from draftsmith.drafters.trees.candidates import FixedLevels, TreeDistributions, choose_fixed
 from draftsmith.drafters.trees.nodes import no_trees
 from draftsmith.drafters.weights import (
     ReadBytes,

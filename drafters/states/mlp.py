@@ -7,11 +7,22 @@ state over the drafted tokens.
 `mix` balances the two so that neither dies out over the depths. With tied weights all depths share
 emb, head, ln and, from the second on, proj; that is what is made here, other checkpoints are read,
 and trained further.
+
+The LSTM kind (Snowflake's Arctic, `method: sum_lstm`) has gates between the states of the depths,
+from projection and embedding added up:
+
+    f, i, o, c = proj_s(state_{s-1}) + mix * emb(x_{t+1+s}) repeated four times,   state_{-1} = h_t
+    cell_s  = cell_{s-1} * sigmoid(f) + gelu(cell_ln(c)) * sigmoid(i),             cell_{-1} = 0
+    state_s = gelu(state_ln(cell_s)) * sigmoid(o)
+    logits of x_{t+2+s} = head(state_s)
+
+All depths share everything but the first projection. State and cell are handed on side by side.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,18 +31,9 @@ import torch
 from torch import nn
 
 from draftsmith.drafters.autoregressive.state import HeadStep
+from draftsmith.drafters.draft_shape import check_fits
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.options import MlpOptions
-from draftsmith.drafters.states.mlp_layout import (
-    LSTM,
-    PREFIX,
-    ScaledNorm,
-    check_config,
-    normed,
-    own_names,
-    sizes_in,
-)
-from draftsmith.drafters.states.mlp_lstm import MlpLstm
 from draftsmith.drafters.states.state_head import StateHead
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import (
@@ -42,6 +44,7 @@ from draftsmith.drafters.weights import (
     weight_bytes,
     write_weights,
 )
+from draftsmith.errors import UserError
 
 ARCHITECTURE = "MLPSpeculatorPreTrainedModel"
 
@@ -201,3 +204,166 @@ def without_copies(tensors: Mapping[str, torch.Tensor], names: Any) -> dict[str,
         if name in names or original not in tensors or not torch.equal(tensor, tensors[original]):
             kept[name] = tensor
     return kept
+
+
+PREFIX = "speculator."
+EPS = 1e-6
+RNN, LSTM = "sum_rnn", "sum_lstm"
+SIZES = ("emb_dim", "inner_dim", "proj_dim")
+# Snowflake's modules are sequences, of one entry where a size is one number.
+SEQUENCE = re.compile(r"(emb|proj|ln)\.(\d+)\.0\.(\w+)")
+
+
+class ScaledNorm(nn.Module):
+    """An RMS norm with gain and shift."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.weight * normed(states) + self.bias
+
+
+def normed(states: torch.Tensor) -> torch.Tensor:
+    wide = states.float() if states.dtype in (torch.bfloat16, torch.float16) else states
+    return (wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + EPS)).to(states.dtype)
+
+
+def own_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    named = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+    return {SEQUENCE.sub(r"\1.\2.\3", name): tensor for name, tensor in named.items()}
+
+
+def sizes_in(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The config with numbers for sizes, which Snowflake writes as text. There `emb_dim` is the
+    width of the embeddings, and `input_hidden_dim` that of the target; IBM's `emb_dim` is the
+    latter and `inner_dim` both others."""
+    found = dict(values)
+    for key in SIZES:
+        size = found.get(key)
+        if isinstance(size, str):
+            if not size.isdigit():
+                raise UserError(
+                    f"draft {str(folder)!r} has {key}={size!r}, layers within a layer, which "
+                    "draftsmith does not serve; use a draft with one size"
+                )
+            found[key] = int(size)
+    found["method"] = found.get("method") or RNN
+    if found["method"] not in (RNN, LSTM):
+        raise UserError(
+            f"draft {str(folder)!r} has method={found['method']!r}; draftsmith reads {RNN} and "
+            f"{LSTM}, so use a draft of one of these"
+        )
+    found["inner_dim"] = found.get("inner_dim") or found.get("emb_dim")
+    found["emb_dim"] = found.pop("input_hidden_dim", found.get("emb_dim"))
+    return found
+
+
+def check_config(values: Mapping[str, Any], target: Target, folder: Path) -> None:
+    sizes = {"vocab_size": target.vocab_size, "emb_dim": target.hidden_size}
+    check_fits(values, sizes, target, folder)
+    if not isinstance(values.get("n_predict"), int) or values["n_predict"] < 1:
+        raise UserError(
+            f"draft {str(folder)!r} has n_predict={values.get('n_predict')!r}; restore config.json"
+        )
+
+
+class MlpLstm(StateHead):
+    family = "mlp"
+    has_own_heads = False
+
+    def __init__(self, target: Target, *, inner_size: int, num_predict: int, scale_input: bool):
+        super().__init__()
+        self.state_size, self.inner_size = target.hidden_size, inner_size
+        self.vocab_size, self.max_depth = target.vocab_size, num_predict
+        self.scale_input = scale_input
+        self.forget_emb = nn.ModuleList([nn.Embedding(target.vocab_size, inner_size)])
+        self.projs = nn.ModuleList(
+            nn.Linear(size, 4 * inner_size, bias=False) for size in (self.state_size, inner_size)
+        )
+        self.cell_ln = nn.ModuleList([ScaledNorm(inner_size)])
+        self.state_ln = nn.ModuleList([ScaledNorm(inner_size)])
+        self.head = nn.ModuleList([nn.Linear(inner_size, target.vocab_size, bias=False)])
+        state_weight = 0.5 ** (0.5 / num_predict)
+        self.mix = math.sqrt((1 - state_weight**2) * (inner_size / 2)) / state_weight
+        self.to(target.device)
+
+    def begin(self, taps: torch.Tensor) -> torch.Tensor:
+        taps = taps.to(self.head[0].weight.dtype)
+        state = normed(taps) / math.sqrt(2) if self.scale_input else taps
+        return torch.cat([state, state.new_zeros(*state.shape[:-1], self.inner_size)], dim=-1)
+
+    def advance(self, state: torch.Tensor, tokens: torch.Tensor, depth: int) -> HeadStep:
+        size = self.inner_size
+        before, cell = state[..., :-size], state[..., -size:]
+        token = self.forget_emb[0](tokens).repeat(*[1] * tokens.ndim, 4)
+        mixed = self.projs[min(depth, 1)](before) + self.mix * token
+        forget, take, give, candidate = mixed.split(size, dim=-1)
+        taken = nn.functional.gelu(self.cell_ln[0](candidate)) * torch.sigmoid(take)
+        cell = cell * torch.sigmoid(forget) + taken
+        out = nn.functional.gelu(self.state_ln[0](cell)) * torch.sigmoid(give)
+        return HeadStep(next_hidden=torch.cat([out, cell], dim=-1), head_input=out)
+
+    def head_at(self, depth: int) -> torch.Tensor:
+        return self.head[0].weight
+
+    def head_weight(self) -> torch.Tensor:
+        return self.head[0].weight
+
+    def read_bytes(self) -> ReadBytes:
+        """The second projection's; the first is another by its width alone."""
+        parts = [self.projs[-1], self.cell_ln, self.state_ln, self.head]
+        return ReadBytes(proposal=0, token=weight_bytes(parts))
+
+    def save(self, folder: Path) -> None:
+        tensors = {PREFIX + name: tensor for name, tensor in self.state_dict().items()}
+        write_weights(Path(folder), self.portable_config(), tensors)
+
+    def portable_config(self) -> dict[str, Any]:
+        return {
+            "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"],
+            "model_type": "mlp_speculator",
+            "method": LSTM,
+            "vocab_size": self.vocab_size,
+            "input_hidden_dim": self.state_size,
+            **{f"{kind}_dim": str(self.inner_size) for kind in ("emb", "inner", "proj")},
+            "n_predict": self.max_depth,
+            "top_k_tokens_per_head": [1] * self.max_depth,
+            "tie_weights": True,
+            "tie_lstm_embs": True,
+            "scale_input": self.scale_input,
+            "dtype": str(self.head[0].weight.dtype).removeprefix("torch."),
+        }
+
+    @classmethod
+    def read(cls, folder: Path, values: Mapping[str, Any], target: Target) -> MlpLstm:
+        """`values` as `sizes_in` gives them."""
+        for key in ("tie_weights", "tie_lstm_embs"):
+            if not values.get(key):
+                raise UserError(
+                    f"draft {str(folder)!r} is an LSTM speculator with {key}="
+                    f"{values.get(key)!r}, which nothing serves; use one with tied weights"
+                )
+        drafter = cls(
+            target,
+            inner_size=values["inner_dim"],
+            num_predict=values["n_predict"],
+            scale_input=bool(values.get("scale_input")),
+        )
+        tensors = {
+            name: tensor
+            for name, tensor in own_names(read_weights(folder)).items()
+            if not is_copy(name)
+        }
+        drafter.to(next(iter(tensors.values())).dtype)
+        load_into(drafter, tensors, str(folder))
+        return drafter
+
+
+def is_copy(name: str) -> bool:
+    """True for the head of a later depth, which tied weights repeat, and the copies that an engine
+    keeps of it in FP8."""
+    module, depth, *_ = name.split(".")
+    return module == "qhead" or (module == "head" and depth != "0")

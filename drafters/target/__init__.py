@@ -3,21 +3,19 @@
 Files in reading order:
 - `load`: loading a model, tokenizer or configuration through transformers
 - `quantised`: libraries of quantised weights, and their values as numbers
+- `int8_linear`: linear layers with weights of 8 bits, made on a CPU
+- `limits`: lengths up to which texts are served
 - `causal_lm`: any causal LM as body and head
 - `probe`: checks made when a model is loaded
-- `limits`: lengths up to which texts are served
 - `taps`: hidden states read by hooks
 - `attention`: the attention function given to transformers
 - `packed_pass`: several texts in one row
-- `segments`: which token belongs to which text
 - `target`: the target
-- `generate`: batched generation
-- `sharded`: weights spread over processes
-- `ranks`: processes of one launcher
+- `adapters`: LoRA adapters of it, applied token by token, so that requests of several share a pass
+- `offload`: layers that are read for every pass
+- `sharded`: weights spread over processes, and the processes of one launcher
 - `device`: device and dtype of every command
 
-A folder within: `offload` (a target whose layers are read for every pass).
-
-Other chapters import `target`, `causal_lm`, `load`, `quantised`, `taps`, `attention`, `segments`,
-`device`.
+Other chapters import `target`, `causal_lm`, `load`, `quantised`, `taps`, `attention`,
+`packed_pass`, `adapters` and `device`.
 """

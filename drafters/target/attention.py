@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from draftsmith.drafters.patches.current import current
+from draftsmith.drafters.quirks.patches import current
 from draftsmith.kernels.attention.paged_torch import reference_attention
 from draftsmith.kernels.attention.pool import Chunk, Window
 

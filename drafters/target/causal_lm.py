@@ -16,15 +16,13 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from draftsmith.drafters.patches.current import running
-from draftsmith.drafters.patches.table import patch
-from draftsmith.drafters.recurrent.mixers import StateLayers
-from draftsmith.drafters.recurrent.slots import StateSlots
+from draftsmith.drafters.quirks.patches import patch, running
+from draftsmith.drafters.quirks.recurrent import StateLayers
+from draftsmith.drafters.quirks.recurrent_states import StateSlots
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.limits import lengthen, rope_limit
-from draftsmith.drafters.target.packed_pass import PackedPass
+from draftsmith.drafters.target.packed_pass import PackedPass, positions_of
 from draftsmith.drafters.target.quantised import effective_weight, has_numbers
-from draftsmith.drafters.target.segments import positions_of
 from draftsmith.drafters.target.taps import FINAL, body_name, captured, check_taps, decoder_layers
 from draftsmith.drafters.weights import weight_bytes
 from draftsmith.kernels.attention.pool import LayerShape, PagedPool

@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from draftsmith.drafters.config import DTYPES as NAMES
 from draftsmith.drafters.config import TARGET_DTYPES
-from draftsmith.drafters.recurrent.find import keeps_states
+from draftsmith.drafters.quirks.recurrent import keeps_states
 from draftsmith.drafters.target.load import build_model, load_config, own_dtype
 from draftsmith.drafters.target.probe import check_weights
 from draftsmith.drafters.target.quantised import quantisation

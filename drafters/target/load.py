@@ -38,13 +38,11 @@ from transformers.core_model_loading import (
 )
 from transformers.distributed import DistributedConfig
 
-from draftsmith.drafters.layouts.causal_lm_names import register_mimo
+from draftsmith.drafters.layouts.folder import register_mimo
 from draftsmith.drafters.layouts.gguf import model_folder
-from draftsmith.drafters.patches.table import implementation
+from draftsmith.drafters.quirks.patches import implementation
 from draftsmith.drafters.target.attention import register
-from draftsmith.drafters.target.offload.device_map import device_map
-from draftsmith.drafters.target.offload.hooks import keep_needed_hooks
-from draftsmith.drafters.target.offload.layer_files import LayerFiles
+from draftsmith.drafters.target.offload import LayerFiles, device_map, keep_needed_hooks
 from draftsmith.drafters.target.probe import TOLERANCE
 from draftsmith.drafters.target.quantised import check_quantisation, quantisation
 from draftsmith.errors import UserError, first_line

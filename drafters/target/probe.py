@@ -7,9 +7,8 @@ import itertools
 
 import torch
 
-from draftsmith.drafters.recurrent.find import state_layers
-from draftsmith.drafters.recurrent.pieces import Split, StatePass, TextPiece
-from draftsmith.drafters.recurrent.slots import NotedStates
+from draftsmith.drafters.quirks.recurrent import state_layers
+from draftsmith.drafters.quirks.recurrent_states import NotedStates, Split, StatePass, TextPiece
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.causal_lm import CausalLM, PassProbe
 from draftsmith.drafters.target.packed_pass import PackedPass

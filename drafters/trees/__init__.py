@@ -1,13 +1,11 @@
 """Trees of drafted tokens grown by a head.
 
 Files in reading order:
-- `candidates`: distributions at the nodes and the children drawn from them
-- `nodes`: the table of nodes
-- `layout`: positions of trees in a target pass
+- `candidates`: distributions at the nodes and the children drawn from them; trees of given
+  choices
+- `nodes`: the table of nodes, and their positions in a target pass
 - `level_graphs`: CUDA graphs of a level
-- `tree_reader`: reads a level of nodes in one pass
-- `growth`: dynamic and sampled trees
-- `fixed`: trees of given choices
+- `growth`: dynamic and sampled trees, a level in one pass
 
-Other chapters import `growth`, `fixed`, `nodes` and `layout`.
+Other chapters import `growth`, `candidates` and `nodes`.
 """

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.drafters.autoregressive.chain_buffers import bucket
-from draftsmith.drafters.autoregressive.graph_shapes import GraphShapes
+from draftsmith.drafters.autoregressive.chain_buffers import GraphShapes, bucket
 from draftsmith.drafters.autoregressive.state import ReadsOwnDrafts
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout

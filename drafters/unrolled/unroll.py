@@ -25,10 +25,15 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from draftsmith.drafters.target.segments import Sight, Sights, begins_of, chunks
+from draftsmith.drafters.target.packed_pass import Sight, Sights, begins_of, chunks
 from draftsmith.drafters.unrolled.flex import LimitReached, Sees, block_mask, can_flex, flex
-from draftsmith.drafters.unrolled.fused_parts import Geometry, KeySpan, can_fuse, spans_of
-from draftsmith.drafters.unrolled.fused_unroll import fused_attention
+from draftsmith.drafters.unrolled.fused_unroll import (
+    Geometry,
+    KeySpan,
+    can_fuse,
+    fused_attention,
+    spans_of,
+)
 from draftsmith.kernels.attention.pool import Chunk, Window
 
 # A chunk of queries skips the step-0 keys that none of them may see.

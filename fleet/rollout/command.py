@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from draftsmith.drafters.published import versions
+from draftsmith.drafters import versions
 from draftsmith.errors import UserError
 from draftsmith.fleet.config import FleetConfig
 from draftsmith.fleet.rollout.controller import Controller, ServedTexts

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from draftsmith.drafters.published import versions
+from draftsmith.drafters import versions
 from draftsmith.errors import UserError
 from draftsmith.files import plain, sweep
 from draftsmith.fleet.store.layout import (

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.drafters.interface import ServingDrafter
-from draftsmith.drafters.recurrent.kept import NUM_SIDES
+from draftsmith.drafters.quirks.kept_state import NUM_SIDES
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig

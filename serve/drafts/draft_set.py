@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 import torch
 
 from draftsmith.drafters.interface import ServingDrafter
-from draftsmith.drafters.published.pool import DraftPool
-from draftsmith.drafters.published.versions import in_canary
+from draftsmith.drafters.pool import DraftPool
 from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.versions import in_canary
 from draftsmith.errors import UserError
 from draftsmith.record import hashed
 from draftsmith.serve.drafts.served import ServedDraft

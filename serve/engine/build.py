@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from draftsmith.drafters.adapters.adapters import Adapters
 from draftsmith.drafters.compiled.captured import capture_forwards
 from draftsmith.drafters.interface import ForwardCapturable, ServingDrafter, draft_positions
-from draftsmith.drafters.recurrent.kept import NUM_SIDES
+from draftsmith.drafters.quirks.kept_state import NUM_SIDES
+from draftsmith.drafters.target.adapters import Adapters
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.errors import UserError

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Collection, Sequence
 
-from draftsmith.drafters.recurrent.mixers import StateLayers
+from draftsmith.drafters.quirks.recurrent import StateLayers
 from draftsmith.serve.control.control import RoundResult, RowResult
 from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.engine.output import (

@@ -21,7 +21,7 @@ import torch
 
 from draftsmith.drafters.interface import Capturable, ServingDrafter
 from draftsmith.drafters.target.target import Target, TargetOutput
-from draftsmith.drafters.trees.layout import NodeLayout
+from draftsmith.drafters.trees.nodes import NodeLayout
 from draftsmith.errors import first_line
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout

@@ -13,7 +13,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from draftsmith.drafters.published.pool import DraftPool
+from draftsmith.drafters.pool import DraftPool
 from draftsmith.errors import UserError
 from draftsmith.kernels.dispatch import use_device
 from draftsmith.serve.drafts.swap import Swap, SwapLate

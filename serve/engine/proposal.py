@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from draftsmith.drafters.interface import Proposal
-from draftsmith.drafters.trees.layout import node_depths
+from draftsmith.drafters.trees.nodes import node_depths
 from draftsmith.kernels.constants import MAX_NODES
 from draftsmith.kernels.dispatch import read_freely, sent
 from draftsmith.kernels.verify.verdict import Drafts, DraftTree, chain_tree, paths

@@ -11,13 +11,18 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.drafters.adapters.adapters import Adapters
-from draftsmith.drafters.recurrent.mixers import StateLayers
-from draftsmith.drafters.recurrent.pieces import RowRead, Split, StatePass, round_waves
-from draftsmith.drafters.recurrent.slots import StateSlots
+from draftsmith.drafters.quirks.recurrent import StateLayers
+from draftsmith.drafters.quirks.recurrent_states import (
+    RowRead,
+    Split,
+    StatePass,
+    StateSlots,
+    round_waves,
+)
+from draftsmith.drafters.target.adapters import Adapters
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.target import Target, TargetOutput
-from draftsmith.drafters.trees.layout import NodeLayout
+from draftsmith.drafters.trees.nodes import NodeLayout
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.constants import NULL_BLOCK

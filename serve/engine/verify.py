@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from draftsmith.drafters.trees.layout import tried
+from draftsmith.drafters.trees.nodes import tried
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.dispatch import Reading, sent
 from draftsmith.kernels.sampling.filters import process

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 
-from draftsmith.drafters.published.pool import DraftPool, pool_root, read_pool
-from draftsmith.drafters.published.versions import (
+from draftsmith.drafters.pool import DraftPool, pool_root, read_pool
+from draftsmith.drafters.versions import (
     latest,
     read_decisions,
     read_manifest,

@@ -15,7 +15,7 @@ from random import Random
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from draftsmith.drafters.published.prompt_clusters import is_cluster_name
+from draftsmith.drafters.pool import is_cluster_name
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.random_streams import WORD, signed

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from draftsmith.drafters.recurrent.kept import KeptState
+from draftsmith.drafters.quirks.kept_state import KeptState
 from draftsmith.record import RecordHead
 from draftsmith.serve.sampling.params import SamplingParams
 

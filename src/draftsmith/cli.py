@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         if (os.environ.get("WORLD_SIZE") or "1") != "1":
             # Late: torch is imported where it raised this.
-            from draftsmith.drafters.target.ranks import end_if_lost
+            from draftsmith.drafters.target.sharded import end_if_lost
 
             end_if_lost(error, saves=COMMANDS[words[0]].saves)
         raise

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from draftsmith.drafters.published.versions import publish, record_decision
+from draftsmith.drafters.versions import publish, record_decision
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 

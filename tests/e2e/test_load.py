@@ -21,10 +21,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith.drafters import checkpoint
+from draftsmith.drafters import checkpoint, versions
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.options import Eagle3Options
-from draftsmith.drafters.published import versions
 from draftsmith.drafters.target.target import Target
 
 MINUTES = float(os.environ.get("DRAFTSMITH_LOAD_MINUTES", "10"))

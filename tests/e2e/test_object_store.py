@@ -90,7 +90,7 @@ FLEET = """
 import subprocess, sys, time
 from pathlib import Path
 import fsspec
-from draftsmith.drafters.published import versions
+from draftsmith.drafters import versions
 from draftsmith.fleet.store.mirror import LayoutWriter
 from draftsmith.fleet.store.mirror import Mirror
 from draftsmith.fleet.rollout.show import view_of

@@ -10,7 +10,7 @@ import torch
 
 from draftsmith.drafters.draft_shape import rope_of
 from draftsmith.drafters.heads import mtp
-from draftsmith.drafters.heads.mtp_alone import READS_FINAL
+from draftsmith.drafters.heads.mtp import READS_FINAL
 from draftsmith.drafters.weights import read_config, read_weights, tensor_names
 from draftsmith.errors import UserError
 from draftsmith.train.export.source import text_config

@@ -25,14 +25,13 @@ from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.state import StateFolder
 from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import Throttle
-from draftsmith.drafters import checkpoint
-from draftsmith.drafters.adapters.adapters import Adapters
+from draftsmith.drafters import checkpoint, versions
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.options import OPTIONS as DEFAULTS
 from draftsmith.drafters.options import DraftLmOptions
-from draftsmith.drafters.published import versions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target import target as target_module
+from draftsmith.drafters.target.adapters import Adapters
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import tokenizer_hash
 from draftsmith.files import write_json

@@ -217,7 +217,7 @@ def engine(name: str, address: str, versions: str, buffer: str, cache: str) -> N
 
 
 def learner(root: str, every_s: str) -> None:
-    from draftsmith.drafters.published import versions
+    from draftsmith.drafters import versions
     from draftsmith.lock import folder_lock
 
     def save(folder: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.drafters.options import OPTIONS, SuffixOptions
-from draftsmith.drafters.published.pool import DraftPool
+from draftsmith.drafters.pool import DraftPool
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram

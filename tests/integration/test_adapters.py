@@ -11,10 +11,10 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draftsmith.drafters.adapters.adapters import Adapters
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
+from draftsmith.drafters.target.adapters import Adapters
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.errors import UserError

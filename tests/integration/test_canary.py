@@ -13,9 +13,8 @@ import torch
 from draftsmith.distill import command as daemon
 from draftsmith.distill.buffer.buffer import BufferReader
 from draftsmith.distill.config import GateConfig
-from draftsmith.drafters import checkpoint
-from draftsmith.drafters.published import versions
-from draftsmith.drafters.published.versions import Canary, read_canary, write_canary
+from draftsmith.drafters import checkpoint, versions
+from draftsmith.drafters.versions import Canary, read_canary, write_canary
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.request import CANARY
 from tests.integration.conftest import LEARN, Loop

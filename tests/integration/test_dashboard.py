@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from draftsmith.cli import main
-from draftsmith.drafters.published.versions import publish, record_decision
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.drafters.versions import publish, record_decision
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.http.limits import ServerLimits
 from tests.forked import cli

@@ -22,9 +22,8 @@ from draftsmith.distill.config import GateConfig, LearnConfig
 from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.gate import scoring
 from draftsmith.distill.state import StateFolder
-from draftsmith.drafters import checkpoint
+from draftsmith.drafters import checkpoint, versions
 from draftsmith.drafters.options import OPTIONS as DEFAULTS
-from draftsmith.drafters.published import versions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig

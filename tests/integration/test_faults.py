@@ -38,8 +38,8 @@ from draftsmith.distill.publisher import Publisher
 from draftsmith.distill.state import StateFolder
 from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import Throttle
+from draftsmith.drafters import versions
 from draftsmith.drafters.interface import TextBatch
-from draftsmith.drafters.published import versions
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.errors import UserError
 from draftsmith.kernels.divergence.fused import SharedLogits, TargetLogits

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.drafters.published import versions
+from draftsmith.drafters import versions
 from draftsmith.fleet.store.layout import StoreError
 from draftsmith.fleet.store.store import VersionStore
 from scripts.bench.fleet.answers import recorded

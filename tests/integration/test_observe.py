@@ -19,8 +19,7 @@ import pytest
 from draftsmith.distill import command as daemon
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.traffic import stitch
-from draftsmith.drafters import checkpoint
-from draftsmith.drafters.published import versions
+from draftsmith.drafters import checkpoint, versions
 from draftsmith.fleet.config import ObserveConfig
 from draftsmith.fleet.observe import command
 from draftsmith.fleet.observe.enrich import EngineProbe, Enrichment, client

@@ -23,11 +23,10 @@ from draftsmith.distill.config import (
 )
 from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.pool import pool
-from draftsmith.drafters import checkpoint
+from draftsmith.drafters import checkpoint, versions
 from draftsmith.drafters.interface import TrainedDrafter, UnrollBatch
 from draftsmith.drafters.options import DraftLmOptions
-from draftsmith.drafters.published import versions
-from draftsmith.drafters.published.pool import DraftPool, read_pool
+from draftsmith.drafters.pool import DraftPool, read_pool
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.record import RoundRecord

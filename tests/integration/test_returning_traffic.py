@@ -19,8 +19,7 @@ from draftsmith.distill.config import DistillConfig, LearnConfig
 from draftsmith.distill.draft_track import DraftTrack
 from draftsmith.distill.gate.gate import Decision, decide
 from draftsmith.distill.gate.sequential import Evidence
-from draftsmith.drafters import checkpoint
-from draftsmith.drafters.published import versions
+from draftsmith.drafters import checkpoint, versions
 from tests.integration.conftest import learner_of
 
 

@@ -14,11 +14,11 @@ import torch
 
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.drafters.options import SuffixOptions
-from draftsmith.drafters.recurrent.kept import KeptState
+from draftsmith.drafters.quirks.kept_state import KeptState
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.text.text_first import TextFirst
-from draftsmith.drafters.trees.layout import NodeLayout
+from draftsmith.drafters.trees.nodes import NodeLayout
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample
 from draftsmith.kernels.statistics import Fit, detectable_bias

@@ -15,7 +15,7 @@ import torch
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
-from draftsmith.drafters.recurrent.kept import KeptState
+from draftsmith.drafters.quirks.kept_state import KeptState
 from draftsmith.drafters.speculate import SpeculatedText, speculate
 from draftsmith.drafters.speculate_trees import speculate_trees
 from draftsmith.drafters.target import attention

@@ -12,16 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftsmith.drafters import checkpoint
+from draftsmith.drafters import checkpoint, versions
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.options import SuffixOptions
-from draftsmith.drafters.published import versions
-from draftsmith.drafters.published.pool import DraftPool, pool_root, write_pool
-from draftsmith.drafters.published.versions import Canary, remove_canary, write_canary
+from draftsmith.drafters.pool import DraftPool, pool_root, write_pool
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.text.text_first import TextFirst
+from draftsmith.drafters.versions import Canary, remove_canary, write_canary
 from draftsmith.errors import UserError
 from draftsmith.record import RoundRecord, hashed
 from draftsmith.serve.config import EngineConfig

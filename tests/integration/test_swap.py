@@ -9,11 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith.drafters import checkpoint
+from draftsmith.drafters import checkpoint, versions
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.heads.mtp import Mtp
 from draftsmith.drafters.options import Eagle3Options, MtpOptions
-from draftsmith.drafters.published import versions
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.errors import UserError

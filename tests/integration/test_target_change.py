@@ -15,8 +15,7 @@ import torch
 from draftsmith.distill import command as daemon
 from draftsmith.distill.config import GateConfig, LearnConfig
 from draftsmith.distill.version_lifecycle import LiveVersion
-from draftsmith.drafters import checkpoint
-from draftsmith.drafters.published import versions
+from draftsmith.drafters import checkpoint, versions
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.drafts.served import PROBE

@@ -142,7 +142,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.loop import EngineLoop
-from draftsmith.drafters.target.ranks import LEADER, Channel
+from draftsmith.drafters.target.sharded import LEADER, Channel
 from draftsmith.serve.parallel import LeadingTarget, follow, join
 from draftsmith.serve.requests.request import SamplingParams
 import threading
@@ -195,7 +195,7 @@ import json
 import sys
 from pathlib import Path
 from draftsmith.drafters.checkpoint import load
-from draftsmith.drafters.target.ranks import LEADER, Channel, leave_group
+from draftsmith.drafters.target.sharded import LEADER, Channel, leave_group
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine

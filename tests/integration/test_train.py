@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draftsmith.drafters.target.ranks import FAILED
+from draftsmith.drafters.target.sharded import FAILED
 from draftsmith.errors import UserError
 from draftsmith.train.checkpoints import Checkpoint, RunFolder
 from draftsmith.train.command import run

@@ -301,6 +301,6 @@ def converged(fleet: Fleet, limit_s: float) -> float | None:
 
 
 def learned(fleet: Fleet) -> int | None:
-    from draftsmith.drafters.published import versions
+    from draftsmith.drafters import versions
 
     return versions.latest(fleet.learned)

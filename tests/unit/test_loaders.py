@@ -12,7 +12,7 @@ CODE = ("kernels", "drafters", "train", "serve", "distill", "fleet", "src/drafts
 # A file without a folder's code, of which no class is asked for it.
 OF_FILES = ROOT / "drafters" / "layouts" / "gguf.py"
 # Gives transformers a class of ours for a name; chooses none by a folder.
-REGISTERS = ROOT / "drafters" / "layouts" / "causal_lm_names.py"
+REGISTERS = ROOT / "drafters" / "layouts" / "folder.py"
 LOADERS = ("from_pretrained", "from_config")
 # They read numbers and options from JSON; what they read can hold no code.
 WITHOUT_CODE = (

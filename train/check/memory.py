@@ -10,9 +10,9 @@ from typing import NamedTuple, Protocol
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.drafters.recurrent.kept import NUM_SIDES
+from draftsmith.drafters.quirks.kept_state import NUM_SIDES
 from draftsmith.drafters.target.load import build_model, load_config, own_dtype
-from draftsmith.drafters.target.offload.layer_files import converted_parameters
+from draftsmith.drafters.target.offload import converted_parameters
 from draftsmith.drafters.target.quantised import quantisation
 from draftsmith.drafters.target.taps import body_name, decoder_layers
 from draftsmith.drafters.target.target import Target

@@ -11,7 +11,7 @@ from draftsmith.drafters.checkpoint import RECORD, locate, read_metadata
 from draftsmith.drafters.compiled.captured import capture_lm
 from draftsmith.drafters.config import Pair
 from draftsmith.drafters.interface import TrainedDrafter
-from draftsmith.drafters.layouts.speculators import flattened
+from draftsmith.drafters.layouts.folder import flattened
 from draftsmith.drafters.target.taps import FINAL
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import read_config

@@ -16,8 +16,7 @@ from draftsmith.config import check_limits
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.checkpoint import draft_sampling_of
 from draftsmith.drafters.target.device import device_of, load_target
-from draftsmith.drafters.target.ranks import join, leave_group
-from draftsmith.drafters.target.sharded import check_offload
+from draftsmith.drafters.target.sharded import check_offload, join, leave_group
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.drafters.weights import TellsReads

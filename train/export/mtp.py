@@ -12,9 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.drafters.draft_shape import rope_of
-from draftsmith.drafters.heads.mtp_alone import READS_FINAL, STITCHED, uses_window
-from draftsmith.drafters.heads.mtp_layouts import MIMO, QWEN, is_appended, layout_of, text_values
-from draftsmith.drafters.heads.mtp_mimo import swapped
+from draftsmith.drafters.heads.mtp import READS_FINAL, STITCHED, uses_window
+from draftsmith.drafters.heads.mtp_layouts import (
+    MIMO,
+    QWEN,
+    is_appended,
+    layout_of,
+    swapped,
+    text_values,
+)
 from draftsmith.drafters.init_from_target import shares_embeddings
 from draftsmith.drafters.weights import read_weights, write_weights
 from draftsmith.errors import UserError

@@ -19,11 +19,10 @@ import torch
 from safetensors.torch import save_file
 
 from draftsmith.drafters.heads.eagle1 import ARCHITECTURES as EAGLE1
-from draftsmith.drafters.heads.layer_kinds import LLAMA
+from draftsmith.drafters.heads.eagle3_layer import LLAMA
 from draftsmith.drafters.init_from_target import shares_embeddings
 from draftsmith.drafters.states.medusa import engine_name
-from draftsmith.drafters.states.mlp import Mlp
-from draftsmith.drafters.states.mlp_lstm import MlpLstm
+from draftsmith.drafters.states.mlp import Mlp, MlpLstm
 from draftsmith.drafters.target.load import load_tokenizer
 from draftsmith.drafters.vocabulary import check_same_ids
 from draftsmith.drafters.weights import MEDUSA, read_weights, write_weights

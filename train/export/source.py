@@ -14,10 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from draftsmith.drafters.checkpoint import locate, one_sentence
-from draftsmith.drafters.heads.mtp_alone import READS_FINAL
+from draftsmith.drafters.draft_shape import windows_in
+from draftsmith.drafters.heads.mtp import READS_FINAL
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.load import adapter_base, build_model, load_config
-from draftsmith.drafters.windows import windows_in
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.train.objective.outline import TargetOutline

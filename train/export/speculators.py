@@ -11,9 +11,14 @@ import torch
 
 from draftsmith.drafters.draft_shape import rope_of
 from draftsmith.drafters.heads.mtp_deepseek import stacked_experts
-from draftsmith.drafters.heads.mtp_layouts import SPECULATORS, layout_of, own_names, text_values
-from draftsmith.drafters.heads.mtp_mimo import module_tensors
-from draftsmith.drafters.layouts.speculators import NESTED, renamed
+from draftsmith.drafters.heads.mtp_layouts import (
+    SPECULATORS,
+    layout_of,
+    module_tensors,
+    own_names,
+    text_values,
+)
+from draftsmith.drafters.layouts.folder import NESTED, renamed
 from draftsmith.drafters.weights import write_weights
 from draftsmith.errors import UserError
 from draftsmith.train.export import portable

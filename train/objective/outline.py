@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 
 from draftsmith.drafters.checkpoint import locate
 from draftsmith.drafters.init_from_target import shares_embeddings
-from draftsmith.drafters.int8_linear import int8_revision
-from draftsmith.drafters.patches.table import implementation
+from draftsmith.drafters.quirks.patches import implementation
 from draftsmith.drafters.target.attention import register
 from draftsmith.drafters.target.causal_lm import CausalLM, PassProbe
 from draftsmith.drafters.target.device import device_of
+from draftsmith.drafters.target.int8_linear import int8_revision
 from draftsmith.drafters.target.load import adapter_base, build_model, load_config, load_model
 from draftsmith.drafters.target.target import (
     FIRST,

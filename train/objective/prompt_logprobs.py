@@ -21,7 +21,7 @@ import torch
 
 from draftsmith.client import VARIABLE, bearer
 from draftsmith.drafters.interface import TextBatch
-from draftsmith.drafters.target.segments import stretches_of
+from draftsmith.drafters.target.packed_pass import stretches_of
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.top_tokens import TopProbs
 from draftsmith.train.objective.teacher import TargetSignals

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import torch
 
 from draftsmith.drafters.interface import TextBatch
-from draftsmith.drafters.target.segments import stretches_of
+from draftsmith.drafters.target.packed_pass import stretches_of
 from draftsmith.drafters.target.taps import FINAL
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.distill.monitor.monitor import look
-from draftsmith.drafters.published import versions
+from draftsmith.drafters import versions
 from draftsmith.files import write_json
 from draftsmith.fleet.store.layout import EngineStatus
 from draftsmith.fleet.store.store import VersionStore

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from draftsmith.drafters.lm.pruned import pruned_target
+from draftsmith.drafters.lm.draft_lm import pruned_target
 from draftsmith.drafters.target.target import Target
 from draftsmith.files import atomic_folder, write_json
 from draftsmith.progress import Progress

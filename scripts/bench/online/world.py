@@ -28,9 +28,8 @@ from draftsmith.distill.config import (
 from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import Throttle
-from draftsmith.drafters import checkpoint
+from draftsmith.drafters import checkpoint, versions
 from draftsmith.drafters.interface import ServingDrafter
-from draftsmith.drafters.published import versions
 from draftsmith.drafters.target.target import Target
 from draftsmith.record import RecordSink, RoundRecord, SinkCounts
 from draftsmith.serve.config import EngineConfig

@@ -14,12 +14,11 @@ from draftsmith.distill.config import DistillConfig, GateConfig, RetentionConfig
 from draftsmith.distill.gate.gate import Decision
 from draftsmith.distill.publisher import Publisher
 from draftsmith.distill.version_lifecycle import VersionLifecycle
-from draftsmith.drafters import checkpoint
+from draftsmith.drafters import checkpoint, versions
 from draftsmith.drafters.options import MtpOptions
-from draftsmith.drafters.published import versions
-from draftsmith.drafters.published.versions import Canary, read_canary
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.versions import Canary, read_canary
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from draftsmith.drafters import checkpoint
+from draftsmith.drafters.draft_shape import windows_config, windows_in
 from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.windows import windows_config, windows_in
 from draftsmith.errors import UserError
 from tests.noise import noisy
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerControl, Tr
 from transformers.trainer_callback import CallbackHandler
 
 from draftsmith.distill.learn.text_states import TargetFolder
-from draftsmith.drafters.published import versions
+from draftsmith.drafters import versions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.fleet.rl import FollowPolicy, Handover, PolicyRevisions, VllmServer, is_sharded

@@ -17,10 +17,9 @@ from draftsmith.distill.buffer import buffer
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.traffic import OpenRequests, ServedText
 from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig
-from draftsmith.drafters import checkpoint
+from draftsmith.drafters import checkpoint, versions
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.options import DraftLmOptions
-from draftsmith.drafters.published import versions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.fleet.rl import Rollouts

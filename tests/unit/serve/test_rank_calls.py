@@ -10,7 +10,7 @@ import torch
 
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.target.ranks import FRAME, Channel
+from draftsmith.drafters.target.sharded import FRAME, Channel
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.attention.pool import TreeLayout
 from draftsmith.serve.config import EngineConfig

@@ -20,7 +20,7 @@ from draftsmith.commands.run import options_of
 from draftsmith.commands.table import COMMANDS, load
 from draftsmith.config import build
 from draftsmith.drafters.checkpoint import locate
-from draftsmith.drafters.published.versions import CURRENT
+from draftsmith.drafters.versions import CURRENT
 from draftsmith.errors import UserError
 from draftsmith.train.pipeline import files_of, read_recipe, resolve
 

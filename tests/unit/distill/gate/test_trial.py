@@ -14,7 +14,7 @@ import pytest
 from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.distill.config import GateConfig
 from draftsmith.distill.gate.canary import MOST_LEVELS, PATIENCE, CanaryTrial, Trial
-from draftsmith.drafters.published.versions import in_canary
+from draftsmith.drafters.versions import in_canary
 from tests.round_records import round_record, served_text
 
 CONFIG = GateConfig()

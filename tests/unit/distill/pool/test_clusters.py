@@ -15,8 +15,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from draftsmith.distill.pool.clusters import find_clusters
-from draftsmith.drafters.published.pool import DraftPool, read_pool, write_pool
-from draftsmith.drafters.published.prompt_clusters import PromptClusters
+from draftsmith.drafters.pool import DraftPool, PromptClusters, read_pool, write_pool
 from draftsmith.prompts.corpus import stdlib_code, stdlib_prose
 
 TOKENS, PROMPT = 96, 48

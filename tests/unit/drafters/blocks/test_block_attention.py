@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention
 
-from draftsmith.drafters.blocks import block_unroll, fused_blocks
+from draftsmith.drafters.blocks import block_unroll
 from draftsmith.drafters.blocks.block_unroll import BlockPass
-from draftsmith.drafters.target.segments import begins_of
-from draftsmith.drafters.unrolled import fused_parts
+from draftsmith.drafters.target.packed_pass import begins_of
+from draftsmith.drafters.unrolled import fused_unroll
 from tests.peak_memory import Memory, memory_of
 
 HEADS, KV_HEADS, WIDTH, SLOTS = 4, 2, 8, 3
@@ -106,7 +106,7 @@ def check(
 @pytest.fixture(autouse=True)
 def as_of_long_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_unroll, "LONG", 0)
-    monkeypatch.setattr(fused_parts, "BAND", 16)
+    monkeypatch.setattr(fused_unroll, "BAND", 16)
 
 
 @pytest.fixture(params=["fused", "flex", "dense", "recomputed"])
@@ -177,8 +177,8 @@ def test_only_fused_attention_reads_the_bounds_of_texts(
 ) -> None:
     """That waits for the device."""
     asked = []
-    true = fused_blocks.spans_of
-    monkeypatch.setattr(fused_blocks, "spans_of", lambda *given: asked.append(1) or true(*given))
+    true = block_unroll.spans_of
+    monkeypatch.setattr(block_unroll, "spans_of", lambda *given: asked.append(1) or true(*given))
     check(states(80, 0, own_context=False), SEGMENTS, 0, 20, causal=True)
     assert not asked
 
@@ -202,7 +202,7 @@ def test_values_may_be_of_another_width(value_width: int, way: None) -> None:
 
 
 def test_the_reference_finds_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    true = fused_blocks.fused_blocks
+    true = block_unroll.fused_blocks
     monkeypatch.setattr(
         block_unroll,
         "fused_blocks",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx import Graph, Node
 
-from draftsmith.drafters.compiled.before import PositionTables, deciding, part_of
+from draftsmith.drafters.compiled.one_call import PositionTables, deciding, part_of
 
 RATES, ROWS = torch.tensor([1.0, 0.5]), torch.arange(12.0).view(6, 2)
 

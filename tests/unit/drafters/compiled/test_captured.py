@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.drafters.compiled import captured as captured_module
 from draftsmith.drafters.compiled.capture import NUM_TOKENS, capture
-from draftsmith.drafters.compiled.captured import Mismatch, capture_lm, compare
-from draftsmith.drafters.compiled.replay import Replay
+from draftsmith.drafters.compiled.captured import Mismatch, Replay, capture_lm, compare
 from draftsmith.drafters.target.load import load_model
 from draftsmith.drafters.target.target import FINAL, Target
 from draftsmith.kernels.attention.paged import PagedPass

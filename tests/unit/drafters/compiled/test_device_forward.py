@@ -13,9 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.drafters.compiled import captured as captured_module
 from draftsmith.drafters.compiled import device_rewrite
-from draftsmith.drafters.compiled.captured import capture_lm, steps_for
-from draftsmith.drafters.compiled.joined_linear import JoinedLinear
-from draftsmith.drafters.compiled.replay import Replay
+from draftsmith.drafters.compiled.captured import Replay, capture_lm, steps_for
+from draftsmith.drafters.compiled.device_rewrite import JoinedLinear
 from draftsmith.drafters.target.attention import register
 from draftsmith.drafters.target.target import FINAL, Target
 from draftsmith.kernels.attention import paged_triton

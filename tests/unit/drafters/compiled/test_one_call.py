@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from draftsmith.drafters.compiled import kernel_steps
-from draftsmith.drafters.compiled.captured import capture_lm
+from draftsmith.drafters.compiled.captured import Replay, capture_lm
 from draftsmith.drafters.compiled.one_call import OneCall
-from draftsmith.drafters.compiled.replay import Replay
 from draftsmith.drafters.target.packed_pass import PackedPass
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.attention.paged import PagedPass

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.heads.mtp import Mtp
-from draftsmith.drafters.heads.mtp_deep import DeepMtp
+from draftsmith.drafters.heads.mtp_deepseek import DeepMtp
 from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch
 from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.speculate import speculate

@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.layouts.causal_lm_names import is_causal_lm
-from draftsmith.drafters.layouts.folder import DraftFolder
+from draftsmith.drafters.layouts.folder import DraftFolder, is_causal_lm
 from draftsmith.drafters.options import OPTIONS, Eagle3Options, MedusaOptions, MlpOptions
 from draftsmith.drafters.registry import FAMILIES, family_of
 from draftsmith.drafters.target.target import Target

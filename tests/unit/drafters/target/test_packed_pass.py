@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftsmith.drafters.target.packed_pass import PackedPass
-from draftsmith.drafters.target.segments import begins_of
+from draftsmith.drafters.target.packed_pass import PackedPass, begins_of
 from tests.peak_memory import memory_of
 
 SEGMENTS = torch.tensor([[0] * 290 + [1] * 3 + [2] * 100 + [-1] * 7, [0] * 20 + [1] * 380])

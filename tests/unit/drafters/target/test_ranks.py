@@ -8,14 +8,14 @@ import pytest
 import torch.distributed as dist
 
 from draftsmith import cli
-from draftsmith.drafters.target import ranks
+from draftsmith.drafters.target import sharded
 
 
 @pytest.mark.parametrize(
     "error, told, traced",
     [
-        (ranks.Gone("Connection closed"), "another process has (Connection closed)", False),
-        (ranks.Gone(), "another process has ()", False),
+        (sharded.Gone("Connection closed"), "another process has (Connection closed)", False),
+        (sharded.Gone(), "another process has ()", False),
         (RuntimeError("Connection reset by peer. Advice"), "(Connection reset by peer)", False),
         (
             RuntimeError("[/a/pair.cc:553] Connection closed by peer [::1]:1. Advice"),
@@ -37,11 +37,11 @@ def test_a_rank_that_ends_says_why(
         raise SystemExit(status)
 
     monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(ranks.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(sharded.logging, "shutdown", lambda: None)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    with pytest.raises(SystemExit) as left, ranks.in_step():
+    with pytest.raises(SystemExit) as left, sharded.in_step():
         raise error
-    assert left.value.code == ranks.FAILED and told in caplog.text
+    assert left.value.code == sharded.FAILED and told in caplog.text
     assert ("Traceback" in caplog.text) == traced
 
 
@@ -60,19 +60,19 @@ def test_a_process_gone_at_a_message_of_the_first_one_gives_a_sentence(
         raise SystemExit(status)
 
     def fail(_: object) -> int:
-        with ranks.meeting():
+        with sharded.meeting():
             raise RuntimeError("Socket closed. Advice")
 
     monkeypatch.setattr(os, "_exit", end)
     monkeypatch.setattr(cli, "_dispatch", fail)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises((SystemExit, ranks.Gone)) as left:
+    with pytest.raises((SystemExit, sharded.Gone)) as left:
         cli.main([command])
     said = capsys.readouterr().err
     assert (
         isinstance(left.value, SystemExit)
-        and left.value.code == ranks.FAILED
+        and left.value.code == sharded.FAILED
         and said.count("\n") == 1
     )
     assert "rank 0 ends because another process has (Socket closed)" in said
@@ -103,7 +103,7 @@ def test_a_command_whose_group_loses_a_process_ends_with_a_sentence(
     with pytest.raises((SystemExit, RuntimeError)) as left:
         cli.main(["train"])
     said = capsys.readouterr().err
-    assert isinstance(left.value, SystemExit) and left.value.code == ranks.FAILED
+    assert isinstance(left.value, SystemExit) and left.value.code == sharded.FAILED
     assert said.count("\n") == 1
     assert said.startswith("draftsmith: error: rank 3 ends because another process has (Connection")
     assert said.endswith(SAVED)

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from draftsmith.drafters.interface import Remembering
 from draftsmith.drafters.options import SuffixOptions
-from draftsmith.drafters.text.suffix import Suffix
-from draftsmith.drafters.text.suffix_index import MAX_OCCURRENCES, SuffixIndex
+from draftsmith.drafters.text.suffix import MAX_OCCURRENCES, Suffix, SuffixIndex
 from draftsmith.errors import UserError
 from tests.first_rounds import text_round
 

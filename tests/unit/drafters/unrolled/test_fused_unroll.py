@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention
 
-from draftsmith.drafters.target.segments import positions_of
+from draftsmith.drafters.target.packed_pass import positions_of
 from draftsmith.drafters.unrolled import unroll
 from draftsmith.drafters.unrolled.unroll import UnrollPass
 from tests.peak_memory import Memory, memory_of

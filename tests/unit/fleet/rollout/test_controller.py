@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from draftsmith.distill.buffer.traffic import ServedText
-from draftsmith.drafters.published import versions
+from draftsmith.drafters import versions
 from draftsmith.fleet.config import FleetConfig, RolloutConfig
 from draftsmith.fleet.rollout.command import controller_of
 from draftsmith.fleet.rollout.controller import (

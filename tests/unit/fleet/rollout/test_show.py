@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from draftsmith.cli import main
-from draftsmith.drafters.published import versions
+from draftsmith.drafters import versions
 from draftsmith.fleet.rollout import show
 from draftsmith.fleet.rollout.show import html, view_of
 from draftsmith.fleet.store.layout import EngineStatus, Rollout, StoreUnreachable

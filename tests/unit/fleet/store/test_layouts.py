@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoModelForCausalLM
 
-from draftsmith.drafters.published import versions
+from draftsmith.drafters import versions
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
 from draftsmith.fleet.store.mirror import LayoutWriter, Mirror

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.drafters.published import versions
+from draftsmith.drafters import versions
 from draftsmith.errors import UserError
 from draftsmith.fleet.config import FleetConfig
 from draftsmith.fleet.rollout import command

@@ -6,9 +6,8 @@ import random
 
 import numpy as np
 
-from draftsmith.drafters.published.pool import DraftPool
-from draftsmith.drafters.published.prompt_clusters import PromptClusters, vector
-from draftsmith.drafters.published.versions import in_canary
+from draftsmith.drafters.pool import DraftPool, PromptClusters, vector
+from draftsmith.drafters.versions import in_canary
 from draftsmith.serve.drafts.draft_set import FEWEST, PROBES, WINDOW, Router, is_probe
 from draftsmith.serve.requests.request import CANARY, LIVE, Route, class_draft
 

@@ -9,7 +9,7 @@ import pytest
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.options import Eagle3Options
-from draftsmith.drafters.published.pool import DraftPool
+from draftsmith.drafters.pool import DraftPool
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.text.text_first import TextFirst

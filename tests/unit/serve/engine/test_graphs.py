@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from draftsmith.drafters.target.target import Target, TargetOutput
-from draftsmith.drafters.trees.layout import NodeLayout
+from draftsmith.drafters.trees.nodes import NodeLayout
 from draftsmith.kernels import dispatch
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from draftsmith.drafters.interface import DraftInputs, Proposal
-from draftsmith.drafters.published.pool import DraftPool
+from draftsmith.drafters.pool import DraftPool
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.record import RoundRecord

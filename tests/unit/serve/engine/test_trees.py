@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.drafters.interface import Proposal
-from draftsmith.drafters.trees.layout import NodeLayout, TreeSpan, tree_pass
+from draftsmith.drafters.trees.nodes import NodeLayout, TreeSpan, tree_pass
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.dispatch import sent
 from draftsmith.kernels.verify.verdict import DraftTree

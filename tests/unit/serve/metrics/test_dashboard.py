@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from draftsmith.drafters.published.pool import DraftPool, write_pool
-from draftsmith.drafters.published.versions import publish, record_decision, rollback
+from draftsmith.drafters.pool import DraftPool, write_pool
+from draftsmith.drafters.versions import publish, record_decision, rollback
 from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.serve.metrics.dashboard import (
     DECISIONS_SHOWN,

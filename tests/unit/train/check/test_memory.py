@@ -18,8 +18,7 @@ from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.device import load_target
-from draftsmith.drafters.target.offload.hooks import weights_of_hooks
-from draftsmith.drafters.target.offload.layer_files import Converted
+from draftsmith.drafters.target.offload import Converted, weights_of_hooks
 from draftsmith.drafters.target.taps import body_name, decoder_layers
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.check import memory

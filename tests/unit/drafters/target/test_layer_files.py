@@ -1,0 +1,120 @@
+"""Layers that stay in their files: what is read when, and files that do not allow it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers.core_model_loading import MergeModulelist
+
+from draftsmith.drafters.target.load import load_model
+from draftsmith.drafters.target.offload import (
+    Converted,
+    LayerFiles,
+    device_map,
+    weights_here,
+    weights_of_hooks,
+)
+from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
+
+
+def opened(folder: str) -> Any:
+    return load_model(folder, trust_remote_code=False, dtype=torch.float32, offload="disk")
+
+
+def test_experts_are_joined_when_they_are_read_and_not_before(
+    tiny_target: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_target("mixtral")
+    whole = load_model(folder, trust_remote_code=False, dtype=torch.float32)
+    read: list[str] = []
+    own_read = LayerFiles._read
+
+    def noted(self: LayerFiles, key: str, name: str, device: str) -> torch.Tensor:
+        read.extend([key] if device != "meta" else [])
+        return own_read(self, key, name, device)
+
+    monkeypatch.setattr(LayerFiles, "_read", noted)
+    held = sorted(Path(folder).rglob("*"))
+    model = opened(folder)
+    assert read == [] and type(model) is type(whole)
+    experts = model.model.layers[1].mlp.experts
+    joined = whole.model.layers[1].mlp.experts
+    assert all(own.is_meta for own in experts.parameters())
+    with weights_here(experts):
+        assert torch.equal(experts.gate_up_proj, joined.gate_up_proj)
+        assert torch.equal(experts.down_proj, joined.down_proj)
+    assert len(read) == 3 * model.config.num_local_experts
+    assert {key.split(".")[2] for key in read} == {"1"}
+    assert all(own.is_meta for own in experts.parameters())
+    assert sorted(Path(folder).rglob("*")) == held, "no second copy of the weights"
+
+
+def test_files_without_conversions_are_read_as_they_are(tiny_target: Callable[..., str]) -> None:
+    plain, mixed = (opened(tiny_target(kind)) for kind in ("llama", "mixtral"))
+    found = [{type(one.dataset) for one in weights_of_hooks(model)} for model in (plain, mixed)]
+    assert Converted not in found[0] and found[1] == {Converted}
+    places = device_map(plain, "cpu", "disk")
+    assert places["model.layers"] == "disk" and set(places.values()) == {"cpu", "disk"}
+    assert all(
+        any(name == place or name.startswith(f"{place}.") for place in places)
+        for name, _ in plain.named_parameters()
+    )
+
+
+def test_a_conversion_that_cannot_be_made_alone_is_refused(
+    tiny_target: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(self: Any, *values: Any, **named: Any) -> Any:
+        raise RuntimeError("needs the whole model")
+
+    monkeypatch.setattr(MergeModulelist, "convert", failing)
+    with pytest.raises(UserError, match=r"experts.* cannot be made of the tensors in its files"):
+        opened(tiny_target("mixtral"))
+
+
+def test_a_lacking_expert_and_other_formats_are_refused(
+    tiny_target: Callable[..., str], tmp_path: Path
+) -> None:
+    from safetensors.torch import save_file
+
+    folder = tmp_path / "damaged"
+    shutil.copytree(tiny_target("mixtral"), folder)
+    tensors = load_file(folder / "model.safetensors")
+    (lost, *_) = [key for key in tensors if ".experts.0." in key]
+    save_file(
+        {key: value for key, value in tensors.items() if key != lost},
+        folder / "model.safetensors", metadata={"format": "pt"},
+    )  # fmt: skip
+    with pytest.raises(UserError, match="cannot be made of the tensors in its files"):
+        opened(str(folder))
+    kept = {key: value for key, value in tensors.items() if "layers.1.input_layernorm" not in key}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lacks 1 of its weights, .*layers\.1\.input_layernorm"):
+        opened(str(folder))
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match="are no safetensors"):
+        opened(str(folder))
+
+
+def test_a_module_that_reads_weights_of_another_is_refused_with_the_mend(
+    tiny_target: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As RecurrentGemma reads its convolution's: outside of that one's forward they are in the
+    files."""
+    model = opened(tiny_target("llama"))
+    mlp = model.model.layers[1].mlp
+    own = mlp.forward
+    monkeypatch.setattr(mlp, "forward", lambda given: own(given) * mlp.down_proj.weight[:, 0])
+    with pytest.raises(
+        UserError, match=r"with target_offload: .*; leave target_offload out"
+    ) as told:
+        Target(model, "reader")
+    assert "another model" not in str(told.value) and "\n" not in str(told.value)
