@@ -7,6 +7,8 @@ The longest matching n wins, then the earliest occurrence (as in vLLM): [1, 2, 3
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import numpy as np
 import torch
 
@@ -16,20 +18,14 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
 
 
-class Ngram:
-    """The whole text is searched, or the last `window` tokens of it.
+class CopiesText(ABC):
+    """A drafter without weights and cache, whose drafts are pieces of texts."""
 
-    A round costs one comparison with every token of the text; the tokens themselves are read once.
-    """
-
-    family = "ngram"
     taps: tuple[int, ...] = ()
 
-    def __init__(self, *, min_n: int = 2, max_n: int = 4, window: int | None = None):
-        if not 1 <= min_n <= max_n:
-            raise UserError(f"n-gram lengths {min_n} to {max_n} are no range; give 1 <= min <= max")
-        self.min_n, self.max_n, self.window = min_n, max_n, window
-        self._texts: dict[str, GrowingText] = {}  # of requests that have not ended
+    @abstractmethod
+    def copied(self, inputs: DraftInputs) -> list[list[int]]:
+        """At most `num_draft` tokens for each row."""
 
     def new_pool(
         self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
@@ -37,11 +33,8 @@ class Ngram:
         return None
 
     def propose(self, inputs: DraftInputs) -> Proposal:
-        names = inputs.request_ids or [""] * len(inputs.histories)
-        rows = zip(names, inputs.histories, inputs.num_draft.tolist(), strict=True)
-        drafts = [self._continuation(name, history, k) for name, history, k in rows]
-        width = int(inputs.num_draft.max())
-        device = inputs.tokens.device
+        drafts = self.copied(inputs)
+        width, device = int(inputs.num_draft.max()), inputs.tokens.device
         tokens = torch.tensor(
             [draft + [-1] * (width - len(draft)) for draft in drafts],
             dtype=torch.int64,
@@ -55,6 +48,26 @@ class Ngram:
 
     def read_bytes(self) -> ReadBytes:
         return ReadBytes(0, 0)
+
+
+class Ngram(CopiesText):
+    """The whole text is searched, or the last `window` tokens of it.
+
+    A round costs one comparison with every token of the text; the tokens themselves are read once.
+    """
+
+    family = "ngram"
+
+    def __init__(self, *, min_n: int = 2, max_n: int = 4, window: int | None = None):
+        if not 1 <= min_n <= max_n:
+            raise UserError(f"n-gram lengths {min_n} to {max_n} are no range; give 1 <= min <= max")
+        self.min_n, self.max_n, self.window = min_n, max_n, window
+        self._texts: dict[str, GrowingText] = {}  # of requests that have not ended
+
+    def copied(self, inputs: DraftInputs) -> list[list[int]]:
+        names = inputs.request_ids or [""] * len(inputs.histories)
+        rows = zip(names, inputs.histories, inputs.num_draft.tolist(), strict=True)
+        return [self._continuation(name, history, k) for name, history, k in rows]
 
     def finished(self, request_id: str, tokens: list[int]) -> None:
         self._texts.pop(request_id, None)

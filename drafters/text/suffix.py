@@ -20,13 +20,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from draftsmith.config import check_limits
-from draftsmith.drafters.interface import DraftInputs, Proposal
+from draftsmith.drafters.interface import DraftInputs
 from draftsmith.drafters.options import SuffixOptions
-from draftsmith.drafters.weights import ReadBytes
-from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.drafters.text.ngram import CopiesText
 
 # The part of a request's own text that is searched: about 9 MB of index where a text is as long.
 WINDOW = 131_072
@@ -39,12 +37,11 @@ class SuffixDraft(NamedTuple):
     score: float  # tokens expected to be accepted
 
 
-class Suffix:
+class Suffix(CopiesText):
     """Suffix decoding. Text shared between requests is bounded by `max_cached_requests` and
     `max_cached_tokens`; the oldest goes first."""
 
     family = "suffix"
-    taps: tuple[int, ...] = ()
 
     def __init__(self, options: SuffixOptions | None = None):
         self.options = options or SuffixOptions()
@@ -54,33 +51,14 @@ class Suffix:
         )
         self._own: dict[str, OwnText] = {}
 
-    def new_pool(
-        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
-    ) -> PagedPool | None:
-        return None
-
-    def propose(self, inputs: DraftInputs) -> Proposal:
-        drafts = [draft.tokens for draft in self.drafts(inputs)]
-        width, device = int(inputs.num_draft.max()), inputs.tokens.device
-        tokens = torch.tensor(
-            [draft + [-1] * (width - len(draft)) for draft in drafts],
-            dtype=torch.int64,
-            device=device,
-        )
-        lengths = torch.tensor([len(draft) for draft in drafts], device=device)
-        return Proposal(tokens=tokens.view(len(drafts), width), lengths=lengths, logits=None)
+    def copied(self, inputs: DraftInputs) -> list[list[int]]:
+        return [draft.tokens for draft in self.drafts(inputs)]
 
     def drafts(self, inputs: DraftInputs) -> list[SuffixDraft]:
         names = inputs.request_ids or [""] * len(inputs.histories)
         shares = inputs.shares or [True] * len(inputs.histories)
         rows = zip(names, inputs.histories, inputs.num_draft.tolist(), shares, strict=True)
         return [self._draft(name, history, k, shared) for name, history, k, shared in rows]
-
-    def cached_after(self, last: int, drafted: int, accepted: int) -> int:
-        return last + 1
-
-    def read_bytes(self) -> ReadBytes:
-        return ReadBytes(0, 0)
 
     def finished(self, request_id: str, tokens: list[int]) -> None:
         self._own.pop(request_id, None)
