@@ -49,11 +49,54 @@ from draftsmith.errors import UserError
 ARCHITECTURE = "MLPSpeculatorPreTrainedModel"
 
 
-class Mlp(StateHead):
-    """Modules are numbered by depth; the last of each serves all later depths, so tied weights are
-    lists of one (proj: two)."""
+class RecurrentHead(StateHead):
+    """Sizes, tables and layout of both kinds."""
 
     family = "mlp"
+    head: nn.ModuleList  # of every depth, or one for all
+
+    def __init__(self, target: Target, *, inner_size: int, num_predict: int, scale_input: bool):
+        super().__init__()
+        self.state_size, self.inner_size = target.hidden_size, inner_size
+        self.vocab_size, self.max_depth = target.vocab_size, num_predict
+        self.scale_input = scale_input
+        state_weight = 0.5 ** (0.5 / num_predict)
+        self.mix = math.sqrt((1 - state_weight**2) * (inner_size / 2)) / state_weight
+
+    def begin(self, taps: torch.Tensor) -> torch.Tensor:
+        taps = taps.to(self.head[0].weight.dtype)
+        return normed(taps) / math.sqrt(2) if self.scale_input else taps
+
+    def head_at(self, depth: int) -> torch.Tensor:
+        return at(self.head, depth).weight
+
+    @property
+    def has_own_heads(self) -> bool:
+        return len(self.head) > 1
+
+    def head_weight(self) -> torch.Tensor:
+        return self.head[0].weight
+
+    def save(self, folder: Path) -> None:
+        write_weights(Path(folder), self.portable_config(), self.portable_tensors())
+
+    def portable_tensors(self) -> dict[str, torch.Tensor]:
+        return {PREFIX + name: value for name, value in self.state_dict().items()}
+
+    def portable_config(self) -> dict[str, Any]:
+        return {
+            "model_type": "mlp_speculator",
+            "vocab_size": self.vocab_size,
+            "n_predict": self.max_depth,
+            "top_k_tokens_per_head": [1] * self.max_depth,
+            "scale_input": self.scale_input,
+            "dtype": str(self.head[0].weight.dtype).removeprefix("torch."),
+        }
+
+
+class Mlp(RecurrentHead):
+    """Modules are numbered by depth; the last of each serves all later depths, so tied weights are
+    lists of one (proj: two)."""
 
     def __init__(
         self,
@@ -64,15 +107,10 @@ class Mlp(StateHead):
         tied: bool = True,
         scale_input: bool = False,
     ):
-        super().__init__()
-        size = target.hidden_size
-        self.vocab_size, self.max_depth = target.vocab_size, num_predict
-        self.inner_size, self.tied, self.scale_input, self.state_size = (
-            inner_size,
-            tied,
-            scale_input,
-            size,
+        super().__init__(
+            target, inner_size=inner_size, num_predict=num_predict, scale_input=scale_input
         )
+        size, self.tied = target.hidden_size, tied
         copies = 1 if tied else num_predict
         self.emb = nn.ModuleList(nn.Embedding(target.vocab_size, inner_size) for _ in range(copies))
         sizes = [size, *[inner_size] * (min(2, num_predict) - 1 if tied else num_predict - 1)]
@@ -81,8 +119,6 @@ class Mlp(StateHead):
         self.head = nn.ModuleList(
             nn.Linear(inner_size, target.vocab_size, bias=False) for _ in range(copies)
         )
-        state_weight = 0.5 ** (0.5 / num_predict)
-        self.mix = math.sqrt((1 - state_weight**2) * (inner_size / 2)) / state_weight
         self.to(target.device)
 
     @classmethod
@@ -113,24 +149,10 @@ class Mlp(StateHead):
                     nn.init.normal_(module.weight, 0.0, inner_size**-0.5)
         return drafter
 
-    def begin(self, taps: torch.Tensor) -> torch.Tensor:
-        taps = taps.to(self.head[0].weight.dtype)
-        return normed(taps) / math.sqrt(2) if self.scale_input else taps
-
     def advance(self, state: torch.Tensor, tokens: torch.Tensor, depth: int) -> HeadStep:
         mixed = at(self.proj, depth)(state) + self.mix * at(self.emb, depth)(tokens)
         state = nn.functional.gelu(at(self.ln, depth)(mixed))
         return HeadStep(next_hidden=state, head_input=state)
-
-    def head_at(self, depth: int) -> torch.Tensor:
-        return at(self.head, depth).weight
-
-    @property
-    def has_own_heads(self) -> bool:
-        return len(self.head) > 1
-
-    def head_weight(self) -> torch.Tensor:
-        return self.head[0].weight
 
     def read_bytes(self) -> ReadBytes:
         """The mean over its depths, whose modules may be their own."""
@@ -141,30 +163,14 @@ class Mlp(StateHead):
         ]
         return ReadBytes(proposal=0, token=sum(read) // self.max_depth)
 
-    def save(self, folder: Path) -> None:
-        write_weights(
-            Path(folder),
-            self.portable_config(),
-            self.portable_tensors(),
-        )
-
-    def portable_tensors(self) -> dict[str, torch.Tensor]:
-        return {PREFIX + name: value for name, value in self.state_dict().items()}
-
     def portable_config(self) -> dict[str, Any]:
         """Config of IBM's checkpoints, which vLLM read while it served them."""
-        return {
+        return super().portable_config() | {
             "architectures": [ARCHITECTURE],
-            "model_type": "mlp_speculator",
-            "vocab_size": self.vocab_size,
             "emb_dim": self.state_size,
             "inner_dim": self.inner_size,
-            "n_predict": self.max_depth,
             "n_candidates": self.max_depth,
-            "top_k_tokens_per_head": [1] * self.max_depth,
             "tie_weights": self.tied,
-            "scale_input": self.scale_input,
-            "dtype": str(self.head[0].weight.dtype).removeprefix("torch."),
         }
 
     @classmethod
@@ -270,15 +276,11 @@ def check_config(values: Mapping[str, Any], target: Target, folder: Path) -> Non
         )
 
 
-class MlpLstm(StateHead):
-    family = "mlp"
-    has_own_heads = False
-
+class MlpLstm(RecurrentHead):
     def __init__(self, target: Target, *, inner_size: int, num_predict: int, scale_input: bool):
-        super().__init__()
-        self.state_size, self.inner_size = target.hidden_size, inner_size
-        self.vocab_size, self.max_depth = target.vocab_size, num_predict
-        self.scale_input = scale_input
+        super().__init__(
+            target, inner_size=inner_size, num_predict=num_predict, scale_input=scale_input
+        )
         self.forget_emb = nn.ModuleList([nn.Embedding(target.vocab_size, inner_size)])
         self.projs = nn.ModuleList(
             nn.Linear(size, 4 * inner_size, bias=False) for size in (self.state_size, inner_size)
@@ -286,13 +288,10 @@ class MlpLstm(StateHead):
         self.cell_ln = nn.ModuleList([ScaledNorm(inner_size)])
         self.state_ln = nn.ModuleList([ScaledNorm(inner_size)])
         self.head = nn.ModuleList([nn.Linear(inner_size, target.vocab_size, bias=False)])
-        state_weight = 0.5 ** (0.5 / num_predict)
-        self.mix = math.sqrt((1 - state_weight**2) * (inner_size / 2)) / state_weight
         self.to(target.device)
 
     def begin(self, taps: torch.Tensor) -> torch.Tensor:
-        taps = taps.to(self.head[0].weight.dtype)
-        state = normed(taps) / math.sqrt(2) if self.scale_input else taps
+        state = super().begin(taps)
         return torch.cat([state, state.new_zeros(*state.shape[:-1], self.inner_size)], dim=-1)
 
     def advance(self, state: torch.Tensor, tokens: torch.Tensor, depth: int) -> HeadStep:
@@ -306,35 +305,19 @@ class MlpLstm(StateHead):
         out = nn.functional.gelu(self.state_ln[0](cell)) * torch.sigmoid(give)
         return HeadStep(next_hidden=torch.cat([out, cell], dim=-1), head_input=out)
 
-    def head_at(self, depth: int) -> torch.Tensor:
-        return self.head[0].weight
-
-    def head_weight(self) -> torch.Tensor:
-        return self.head[0].weight
-
     def read_bytes(self) -> ReadBytes:
         """The second projection's; the first is another by its width alone."""
         parts = [self.projs[-1], self.cell_ln, self.state_ln, self.head]
         return ReadBytes(proposal=0, token=weight_bytes(parts))
 
-    def save(self, folder: Path) -> None:
-        tensors = {PREFIX + name: tensor for name, tensor in self.state_dict().items()}
-        write_weights(Path(folder), self.portable_config(), tensors)
-
     def portable_config(self) -> dict[str, Any]:
-        return {
+        return super().portable_config() | {
             "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"],
-            "model_type": "mlp_speculator",
             "method": LSTM,
-            "vocab_size": self.vocab_size,
             "input_hidden_dim": self.state_size,
             **{f"{kind}_dim": str(self.inner_size) for kind in ("emb", "inner", "proj")},
-            "n_predict": self.max_depth,
-            "top_k_tokens_per_head": [1] * self.max_depth,
             "tie_weights": True,
             "tie_lstm_embs": True,
-            "scale_input": self.scale_input,
-            "dtype": str(self.head[0].weight.dtype).removeprefix("torch."),
         }
 
     @classmethod
