@@ -316,16 +316,6 @@ class ForwardCapturable(ABC):
         """Called once before serving. The drafter's weights may be written in place afterwards."""
 
 
-class HoldsGraphs(Protocol):
-    @property
-    def num_graphs(self) -> int: ...
-
-    @property
-    def broken(self) -> bool:
-        """True once something could not be captured: it runs without graphs from then on."""
-        ...
-
-
 class Capturable(ABC):
     """A drafter whose steps can be captured as CUDA graphs."""
 
@@ -335,8 +325,3 @@ class Capturable(ABC):
     ) -> None:
         """Called once before serving from `pool`, where the drafter keeps keys and values, on an
         accelerator. Weights may be written in place afterwards."""
-
-    @property
-    def graphs(self) -> tuple[HoldsGraphs, ...]:
-        """Holders of what was captured so far."""
-        return ()

@@ -22,7 +22,7 @@ from draftsmith.drafters.autoregressive.padded_round import (
     RoundInputs,
     numbers_of,
 )
-from draftsmith.drafters.interface import Capturable, DraftInputs, HoldsGraphs
+from draftsmith.drafters.interface import Capturable, DraftInputs
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.cuda_graphs import Capturer, row_buckets
 from draftsmith.kernels.sampling.filters import Passes
@@ -51,14 +51,6 @@ class CallGraphs:
         self.rows = row_buckets(max_batch)
         self.shapes = GraphShapes[CallShape, list[DraftStep]](capturer, "drafting calls")
         self._inputs: RoundInputs | None = None
-
-    @property
-    def num_graphs(self) -> int:
-        return self.shapes.num_graphs
-
-    @property
-    def broken(self) -> bool:
-        return self.shapes.broken
 
     def draft(self, inputs: DraftInputs, sampler: DraftSampler, most: int | None) -> bool:
         """Draft up to `most` depths into `sampler`. False, and nothing done, where they must be
@@ -121,10 +113,6 @@ class CallLoop(DraftLoop, Capturable):
         self._calls = CallGraphs(
             self, pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer
         )
-
-    @property
-    def graphs(self) -> tuple[HoldsGraphs, ...]:
-        return () if self._calls is None else (self._calls,)
 
     def draft(self, inputs: DraftInputs, sampler: DraftSampler) -> None:
         if self._calls is None or not self._calls.draft(inputs, sampler, self.max_depth):

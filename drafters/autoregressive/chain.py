@@ -19,7 +19,7 @@ from draftsmith.drafters.autoregressive.state import (
     ReadsCommitted,
     ReadsOwnDrafts,
 )
-from draftsmith.drafters.interface import Capturable, DraftInputs, HoldsGraphs, Proposal
+from draftsmith.drafters.interface import Capturable, DraftInputs, Proposal
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.cuda_graphs import Capturer
@@ -62,10 +62,6 @@ class ChainLoop(DraftLoop, ReadsCommitted, Capturable):
         self._graphs = ChainGraphs(
             self, pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer
         )
-
-    @property
-    def graphs(self) -> tuple[HoldsGraphs, ...]:
-        return () if self._graphs is None else (self._graphs,)
 
     def draft(self, inputs: DraftInputs, sampler: DraftSampler) -> None:
         unread = Unread.of(inputs, self.ahead)

@@ -112,10 +112,6 @@ class GraphShapes(Generic[Shape, Output]):
         self._graphs: dict[Shape, tuple[Graph, Output]] = {}
         self._left_out: set[Shape] = set()
 
-    @property
-    def num_graphs(self) -> int:
-        return len(self._graphs)
-
     def __contains__(self, shape: Shape) -> bool:
         """True where `shape` has a graph."""
         return shape in self._graphs

@@ -69,14 +69,6 @@ class ChainGraphs:
         self.catch_ups = CatchUpGraphs(drafter, pool, self.rows, max_blocks, capturer)
         self._buffers: ChainBuffers | None = None
 
-    @property
-    def num_graphs(self) -> int:
-        return self.steps.num_graphs + self.catch_ups.shapes.num_graphs
-
-    @property
-    def broken(self) -> bool:
-        return self.steps.broken or self.catch_ups.shapes.broken
-
     def draft_round(
         self, inputs: DraftInputs, unread: Unread, plan: DepthPlan, sampler: DraftSampler
     ) -> bool:

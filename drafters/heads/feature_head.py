@@ -31,7 +31,6 @@ from draftsmith.drafters.draft_shape import WindowedContext, Windows
 from draftsmith.drafters.interface import (
     DraftInputs,
     ForwardCapturable,
-    HoldsGraphs,
     Proposal,
     UnrollBatch,
     UnrolledStep,
@@ -183,10 +182,6 @@ class FeatureHead(HasRotary, ForwardCapturable, ChainLoop):
         sizes = {"max_batch": max_batch, "max_blocks": max_blocks}
         super().capture(pool, capturer=capturer, **sizes)
         self.level_graphs = LevelGraphs(self, pool, capturer=capturer, **sizes)
-
-    @property
-    def graphs(self) -> tuple[HoldsGraphs, ...]:
-        return super().graphs if self.level_graphs is None else (*super().graphs, self.level_graphs)
 
     def read_committed(
         self,

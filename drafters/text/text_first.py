@@ -16,7 +16,6 @@ from draftsmith.drafters.interface import (
     DraftInputs,
     EndsChains,
     ForwardCapturable,
-    HoldsGraphs,
     Proposal,
     ServingDrafter,
     draft_positions,
@@ -55,10 +54,6 @@ class TextFirst(ForwardCapturable, Capturable):
     ) -> None:
         if isinstance(self.model, Capturable):
             self.model.capture(pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer)
-
-    @property
-    def graphs(self) -> tuple[HoldsGraphs, ...]:
-        return self.model.graphs if isinstance(self.model, Capturable) else ()
 
     def new_pool(
         self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype

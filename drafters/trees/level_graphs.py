@@ -63,16 +63,8 @@ class LevelGraphs:
         self.shapes = GraphShapes[tuple[int, int], LevelOutput](capturer, "levels of trees")
         self._static: dict[tuple[int, int], LevelInputs] = {}
 
-    @property
-    def num_graphs(self) -> int:
-        return self.shapes.num_graphs
-
-    @property
-    def broken(self) -> bool:
-        return self.shapes.broken
-
     def read(self, inputs: LevelInputs, pool: PagedPool) -> LevelOutput | None:
-        if self.broken or pool is not self.pool:
+        if self.shapes.broken or pool is not self.pool:
             return None
         num_rows, width = inputs.tokens.shape
         rows = bucket(self.rows, num_rows)

@@ -37,11 +37,10 @@ from draftsmith.drafters.tree_shape import (
     SampledTree,
     TreeShape,
 )
-from draftsmith.drafters.trees.level_graphs import LevelGraphs
 from draftsmith.kernels.attention import paged as paged_attention
 from draftsmith.kernels.attention.paged_torch import reference_attention
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
-from draftsmith.kernels.cuda_graphs import CudaCapturer
+from draftsmith.kernels.cuda_graphs import CountedCapturer, CudaCapturer
 from draftsmith.kernels.dispatch import sent
 from draftsmith.kernels.sampling.filters import SamplingRows
 from tests.device_traffic import ReplayingGraph, StandInCapturer, Traffic
@@ -313,7 +312,7 @@ def assert_equal(found: Proposal, expected: Proposal) -> None:
 
 def assert_captured_rounds_are_the_plain_ones(
     kind: str, target: Target, capturer: Any, distribution: dict
-) -> Any:
+) -> None:
     """Rounds of other rows, k and, half way, other weights. A drafter that was not captured makes
     the plain ones."""
     drafter, eager = make_drafter(kind, target), make_drafter(kind, target)
@@ -333,32 +332,30 @@ def assert_captured_rounds_are_the_plain_ones(
         for one, other in zip((*captured.keys, *captured.values), (*plain.keys, *plain.values)):
             # All but the null block, which rows that are done write.
             torch.testing.assert_close(one[BLOCK:], other[BLOCK:], atol=1e-4, rtol=1e-4)
-    (graphs,) = drafter.graphs[:1]
-    return graphs
 
 
 @pytest.mark.parametrize("kind, distribution", PAIRS[len(CHAINS) :], ids=[*KINDS][len(CHAINS) :])
 def test_captured_calls_draft_the_same(kind: str, target: Target, distribution: dict) -> None:
-    capturer = StandInCapturer()
+    capturer = CountedCapturer(StandInCapturer())
     with torch.inference_mode():
-        graphs = assert_captured_rounds_are_the_plain_ones(kind, target, capturer, distribution)
+        assert_captured_rounds_are_the_plain_ones(kind, target, capturer, distribution)
     # Five kinds of rounds, of which a drafter of few tokens takes some for one.
-    assert 2 <= capturer.captures == graphs.num_graphs <= 5 and not graphs.broken
+    assert 2 <= capturer.num_graphs <= 5 and not capturer.broken
 
 
 @pytest.mark.parametrize("kind, distribution", PAIRS[: len(CHAINS)], ids=CHAINS)
 def test_captured_steps_draft_the_same(kind: str, target: Target, distribution: dict) -> None:
-    capturer = StandInCapturer()
+    capturer = CountedCapturer(StandInCapturer())
     with torch.inference_mode():
-        graphs = assert_captured_rounds_are_the_plain_ones(kind, target, capturer, distribution)
-    # Three, two or one rows; a batch that happens to be all greedy has graphs of its own.
-    assert capturer.captures == graphs.num_graphs and not graphs.broken
-    assert 0 < graphs.steps.num_graphs <= 4 and 0 < graphs.catch_ups.shapes.num_graphs <= 4
+        assert_captured_rounds_are_the_plain_ones(kind, target, capturer, distribution)
+    # Three, two or one rows, of beginnings and of steps; a batch that happens to be all greedy has
+    # graphs of its own.
+    assert 2 <= capturer.num_graphs <= 8 and not capturer.broken
 
 
 def assert_captured_trees_are_the_plain_ones(
     kind: str, target: Target, capturer: Any, shape: TreeShape, distribution: dict
-) -> LevelGraphs:
+) -> None:
     drafter = make_drafter(kind, target)
     plain, captured = new_pool(drafter, target), new_pool(drafter, target)
     drafter.capture(captured, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=capturer)
@@ -385,7 +382,6 @@ def assert_captured_trees_are_the_plain_ones(
                 found.logits.softmax(-1), expected.logits.softmax(-1), atol=1e-4, rtol=1e-4
             )
         assert found.has_mass.all() and expected.has_mass.all()
-    return drafter.level_graphs
 
 
 @pytest.mark.parametrize("shape", BRANCHED)
@@ -393,13 +389,11 @@ def assert_captured_trees_are_the_plain_ones(
 def test_captured_levels_grow_the_same_trees(
     kind: str, target: Target, shape: TreeShape, distribution: dict
 ) -> None:
-    capturer = StandInCapturer()
+    capturer = CountedCapturer(StandInCapturer())
     with torch.inference_mode():
-        graphs = assert_captured_trees_are_the_plain_ones(
-            kind, target, capturer, shape, distribution
-        )
+        assert_captured_trees_are_the_plain_ones(kind, target, capturer, shape, distribution)
     # Three, two or one rows, and levels of two widths.
-    assert capturer.captures == graphs.num_graphs <= 6
+    assert 0 < capturer.num_graphs <= 6 and not capturer.broken
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "dflash"])
@@ -452,28 +446,27 @@ class Full(StandInCapturer):
 def test_a_shape_without_memory_is_left_out(
     target: Target, caplog: pytest.LogCaptureFixture
 ) -> None:
-    drafter, capturer = make_drafter("eagle3", target), Full()
+    drafter, capturer = make_drafter("eagle3", target), CountedCapturer(Full())
     pool = new_pool(drafter, target)
     drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=capturer)
     for starts in ((3, 0), (3, 0), (3, 0, 5), (3, 0, 5)):
         k = [3] * len(starts)
         proposal = drafter.propose(inputs_for(drafter, target, starts, k, GREEDY, pool))
         assert proposal.lengths.tolist() == k
-    graphs = drafter._graphs
-    assert (graphs.steps.num_graphs, graphs.catch_ups.shapes.num_graphs) == (1, 1)
-    assert not graphs.broken and caplog.text.count("no memory") == 1
+    assert capturer.num_graphs == 2 and not capturer.broken
+    assert caplog.text.count("no memory") == 1
 
 
 def test_levels_narrower_than_one_without_memory_have_graphs(
     target: Target, caplog: pytest.LogCaptureFixture
 ) -> None:
     drafter, shape = make_drafter("eagle3", target), BRANCHED[0]
-    pool = new_pool(drafter, target)
-    drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=Full())
+    pool, capturer = new_pool(drafter, target), CountedCapturer(Full())
+    drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=capturer)
     for budget in (12, 5, 12, 5):
         inputs = inputs_for(drafter, target, (3, 0), (budget, budget), GREEDY, pool)
         drafter.propose_tree(inputs, shape)
-    assert drafter.level_graphs.num_graphs == 1 and not drafter.level_graphs.broken
+    assert capturer.num_graphs == 1 and not capturer.broken
     assert caplog.text.count("no memory") == 1
 
 
@@ -483,11 +476,10 @@ def test_cuda_graphs_draft_the_same(
     kind: str, tiny_target: Callable[..., str], distribution: dict
 ) -> None:
     target = Target.load(tiny_target("llama"), dtype=torch.float32, device="cuda")
+    capturer = CountedCapturer(CudaCapturer())
     with torch.inference_mode():
-        graphs = assert_captured_rounds_are_the_plain_ones(
-            kind, target, CudaCapturer(), distribution
-        )
-    assert graphs.num_graphs > 0 and not graphs.broken
+        assert_captured_rounds_are_the_plain_ones(kind, target, capturer, distribution)
+    assert capturer.num_graphs > 0 and not capturer.broken
 
 
 @pytest.mark.gpu
@@ -497,11 +489,10 @@ def test_cuda_graphs_grow_the_same_trees(
     tiny_target: Callable[..., str], shape: TreeShape, distribution: dict
 ) -> None:
     target = Target.load(tiny_target("llama"), dtype=torch.float32, device="cuda")
+    capturer = CountedCapturer(CudaCapturer())
     with torch.inference_mode():
-        graphs = assert_captured_trees_are_the_plain_ones(
-            "eagle3", target, CudaCapturer(), shape, distribution
-        )
-    assert graphs.num_graphs > 0 and not graphs.broken
+        assert_captured_trees_are_the_plain_ones("eagle3", target, capturer, shape, distribution)
+    assert capturer.num_graphs > 0 and not capturer.broken
 
 
 @pytest.mark.gpu
