@@ -69,10 +69,7 @@ def load_spread(
 def share_mesh(device: torch.device, shares: int) -> DeviceMesh:
     """The processes that hold one copy with this one; joins the process group where there is none
     yet."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    join(device)
     copies = dist.get_world_size() // shares
     return init_device_mesh(device.type, (copies, shares), mesh_dim_names=("copy", "share"))[
         "share"
