@@ -2,7 +2,7 @@
 modules differ in what they compute.
 
 MiMo's is read from the target's own folder: engines read it for dense models, and `export` writes
-it (`train/export/layouts/mtp.py`). transformers leaves the module out when it loads the target.
+it (`train/export/mtp.py`). transformers leaves the module out when it loads the target.
 """
 
 from __future__ import annotations
