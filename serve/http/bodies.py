@@ -5,6 +5,7 @@ to ignore is to honour; messages, as OpenAI has them and as chat templates take 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -48,7 +49,14 @@ class StrictModel(BaseModel):
         return {key: value for key, value in body.items() if value is not None or key in known}
 
 
-KINDS = ("json", "regex", "choice", "grammar", "json_object")
+# Kinds of formats by vLLM's names, as the grammars they are.
+KINDS: dict[str, Callable[[Any], Grammar]] = {
+    "json": Grammar.json_schema,
+    "regex": Grammar.regex,
+    "choice": Grammar.choice,
+    "grammar": Grammar.lark,
+    "json_object": lambda _: Grammar.json_object(),
+}
 
 
 class TextFormat(StrictModel):
@@ -92,8 +100,7 @@ class StructuredOutputs(StrictModel):
 
     @model_validator(mode="after")
     def _one_kind(self) -> StructuredOutputs:
-        given = [kind for kind, value in zip(KINDS, self._values()) if value is not None]
-        if len(given) != 1:
+        if len(given := self._given()) != 1:
             raise ValueError(
                 f"structured_outputs holds {len(given)} of {', '.join(KINDS)}; give exactly one"
             )
@@ -101,21 +108,13 @@ class StructuredOutputs(StrictModel):
             _parsed(self.json_)
         return self
 
-    def _values(self) -> tuple[object, ...]:
-        return (self.json_, self.regex, self.choice, self.grammar, self.json_object)
+    def _given(self) -> dict[str, Any]:
+        values = (self.json_, self.regex, self.choice, self.grammar, self.json_object)
+        return {kind: value for kind, value in zip(KINDS, values) if value is not None}
 
     def to_grammar(self) -> Grammar:
-        if self.json_ is not None:
-            return Grammar.json_schema(
-                _parsed(self.json_) if isinstance(self.json_, str) else self.json_
-            )
-        if self.regex is not None:
-            return Grammar.regex(self.regex)
-        if self.choice is not None:
-            return Grammar.choice(self.choice)
-        if self.grammar is not None:
-            return Grammar.lark(self.grammar)
-        return Grammar.json_object()
+        ((kind, value),) = self._given().items()
+        return KINDS[kind](_parsed(value) if kind == "json" and isinstance(value, str) else value)
 
 
 def _parsed(text: str) -> dict[str, Any]:
@@ -128,18 +127,6 @@ def _parsed(text: str) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise ValueError("structured_outputs.json is no JSON object; give a schema")
     return schema
-
-
-def grammar_of(
-    response_format: BaseModel | None, structured: StructuredOutputs | None
-) -> Grammar | None:
-    if structured is not None:
-        return structured.to_grammar()
-    if isinstance(response_format, JsonObjectFormat):
-        return Grammar.json_object()
-    if isinstance(response_format, JsonSchemaFormat):
-        return Grammar.json_schema(response_format.json_schema.schema_)
-    return None
 
 
 class FormatFields(StrictModel):
@@ -175,15 +162,15 @@ class FormatFields(StrictModel):
         return next(iter(self._formats()), "response_format")
 
     def answer_grammar(self) -> Grammar | None:
-        if isinstance(self.guided_json, dict):
-            return Grammar.json_schema(self.guided_json)
-        if self.guided_regex is not None:
-            return Grammar.regex(self.guided_regex)
-        if self.guided_choice is not None:
-            return Grammar.choice(self.guided_choice)
-        if self.guided_grammar is not None:
-            return Grammar.lark(self.guided_grammar)
-        return grammar_of(self.response_format, self.structured_outputs)
+        for kind in ("json", "regex", "choice", "grammar"):
+            if (value := getattr(self, f"guided_{kind}")) is not None:
+                return KINDS[kind](value)
+        if self.structured_outputs is not None:
+            return self.structured_outputs.to_grammar()
+        if isinstance(self.response_format, JsonSchemaFormat):
+            return Grammar.json_schema(self.response_format.json_schema.schema_)
+        is_json = isinstance(self.response_format, JsonObjectFormat)
+        return Grammar.json_object() if is_json else None
 
 
 def _is_off(value: bool) -> bool:

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from draftsmith.serve.http.bodies import (
     AcceptedFields,
+    Function,
     JsonObject,
     JsonObjectFormat,
-    Name,
+    JsonSchema,
+    NamedFunction,
     Off,
     StrictModel,
     Text,
@@ -70,27 +72,16 @@ class ReasoningItem(Item):
 InputItem = MessageItem | CallItem | CallOutputItem | ReasoningItem
 
 
-class ResponseFunctionTool(StrictModel):
+class ResponseFunctionTool(Function):
     type: Literal["function"]
-    name: Name
-    description: Text | None = None
-    parameters: JsonObject | None = None
-    strict: bool | None = None
 
 
-class ResponseNamedChoice(StrictModel):
+class ResponseNamedChoice(NamedFunction):
     type: Literal["function"]
-    name: Text
 
 
-class SchemaFormat(StrictModel):
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
-
+class SchemaFormat(JsonSchema):
     type: Literal["json_schema"]
-    name: Text
-    schema_: JsonObject = Field(alias="schema")
-    description: Text | None = None
-    strict: bool | None = None
 
 
 class TextOptions(StrictModel):

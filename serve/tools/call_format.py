@@ -121,10 +121,6 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def choice(rule: str, count: int) -> str:
-    return " | ".join(f"{rule}_{index}" for index in range(count))
-
-
 def partial(text: str, starts: Collection[str]) -> int:
     """Length of the longest end of `text` that begins one of `starts`."""
     longest = min(len(text), max(map(len, starts)) - 1)

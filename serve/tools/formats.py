@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from draftsmith.serve.tools.call_format import (
     LONGEST_NAME,
@@ -15,7 +15,6 @@ from draftsmith.serve.tools.call_format import (
     Mark,
     OpenedCall,
     ToolCallText,
-    choice,
     items,
     members,
     quoted,
@@ -24,12 +23,10 @@ from draftsmith.serve.tools.call_format import (
 )
 
 HERMES_BEGIN, HERMES_END = "<tool_call>", "</tool_call>"
-HERMES_CALL = re.compile(
-    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
-)
 LLAMA_TAG = "<|python_tag|>"
-LLAMA_CALL = re.compile(
-    r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+# A call as an object, up to its arguments.
+OBJECT = re.compile(
+    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 BEGIN, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 NAME = re.compile(
@@ -66,17 +63,15 @@ class Hermes(CallFormat):
         return Found([call], len(text.text)) if text.final else None
 
     def opened(self, text: CallText) -> OpenedCall | None:
-        match = HERMES_CALL.match(text.text, len(HERMES_BEGIN))
+        match = OBJECT.match(text.text, len(HERMES_BEGIN))
         return None if match is None else OpenedCall(json.loads(match[1]), match.end())
 
     def calls(self, names: Sequence[str], mark: Mark, *, parallel: bool) -> str:
-        rules = [f"calls: one{' (' + quoted(chr(10)) + ' one)*' if parallel else ''}"]
-        rules += [f"one: {mark(HERMES_BEGIN)} body", f"body: {choice('body', len(names))}"]
-        for index, name in enumerate(names):
-            opening = f'\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
-            parts = [quoted(opening), f"args_{index}", quoted("}\n"), mark(HERMES_END)]
-            rules.append(f"body_{index}: {' '.join(parts)}")
-        return "\n".join(rules) + "\n"
+        again = f" ({quoted(chr(10))} one)*" if parallel else ""
+        bodies = rules_of(
+            "body", names, lambda *call: f"{written(*call, chr(10))} {mark(HERMES_END)}"
+        )
+        return f"calls: one{again}\none: {mark(HERMES_BEGIN)} body\n{bodies}"
 
     def free(self, names: Sequence[str], mark: Mark, *, parallel: bool) -> str:
         rule = "free: (head body)* ANY\n" if parallel else "free: ANY | head body\n"
@@ -117,18 +112,15 @@ class Llama(CallFormat):
                 return Found(calls, len(text.text))
 
     def opened(self, text: CallText) -> OpenedCall | None:
-        match = LLAMA_CALL.match(text.text)
+        match = OBJECT.match(text.text)
         if match is None or (name := json.loads(match[1])) not in text.names:
             return None  # another name makes it JSON that is no call
         return OpenedCall(name, match.end())
 
     def calls(self, names: Sequence[str], mark: Mark, *, parallel: bool) -> str:
-        rules = [f"calls: one{' (' + quoted('; ') + ' one)*' if parallel else ''}"]
-        rules.append(f"one: {choice('one', len(names))}")
-        for index, name in enumerate(names):
-            opening = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "parameters": '
-            rules.append(f"one_{index}: {quoted(opening)} args_{index} {quoted('}')}")
-        return "\n".join(rules) + "\n"
+        again = f" ({quoted('; ')} one)*" if parallel else ""
+        ones = rules_of("one", names, lambda *call: written(*call, key="parameters"))
+        return f"calls: one{again}\n{ones}"
 
     def free(self, names: Sequence[str], mark: Mark, *, parallel: bool) -> str:
         # What begins like a call is one.
@@ -187,20 +179,14 @@ class Mistral(CallFormat):
 
     def _rules(self, names: Sequence[str], mark: Mark, *, parallel: bool) -> str:
         """Rules of `more`: calls behind the first marker."""
-        rules = [f"one: {choice('one', len(names))}"]
         if self.arrays:
             again = f" ({quoted(', ')} one)*" if parallel else ""
-            rules.append(f"more: {quoted('[')} one{again} {quoted(']')}")
-        else:
-            rules.append("more: one" + (f" ({mark(BEGIN)} one)*" if parallel else ""))
-        for index, name in enumerate(names):
-            written = json.dumps(name, ensure_ascii=False)
-            opening = quoted(f'{{"name": {written}, "arguments": ')
-            parts = [opening, f"args_{index}", quoted("}")]
-            if not self.arrays:
-                parts = [quoted(name), mark(ARGS), f"args_{index}"]
-            rules.append(f"one_{index}: {' '.join(parts)}")
-        return "\n".join(rules) + "\n"
+            more = f"more: {quoted('[')} one{again} {quoted(']')}\n"
+            return more + rules_of("one", names, written)
+        more = "more: one" + (f" ({mark(BEGIN)} one)*" if parallel else "") + "\n"
+        return more + rules_of(
+            "one", names, lambda name, arguments: f"{quoted(name)} {mark(ARGS)} {arguments}"
+        )
 
     def free(self, names: Sequence[str], mark: Mark, *, parallel: bool) -> str:
         return (
@@ -208,6 +194,21 @@ class Mistral(CallFormat):
             + mark.head("head", BEGIN)
             + self._rules(names, mark, parallel=parallel)
         )
+
+
+def rules_of(rule: str, names: Sequence[str], call: Callable[[str, str], str]) -> str:
+    """Rules of `rule`, which is a call of one of `names`: each `call(name, rule of its arguments)`,
+    as it is written."""
+    rules = [f"{rule}: {' | '.join(f'{rule}_{index}' for index in range(len(names)))}\n"]
+    for index, name in enumerate(names):
+        rules.append(f"{rule}_{index}: {call(name, f'args_{index}')}\n")
+    return "".join(rules)
+
+
+def written(name: str, arguments: str, around: str = "", *, key: str = "arguments") -> str:
+    """A call as an object, with `around` on both sides."""
+    opening = f'{around}{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": '
+    return f"{quoted(opening)} {arguments} {quoted('}' + around)}"
 
 
 def calls_of_array(text: str) -> list[ToolCallText]:
