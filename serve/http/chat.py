@@ -14,12 +14,11 @@ from draftsmith.serve.http.protocol import ChatRequest
 from draftsmith.serve.http.responses import (
     Body,
     Responder,
-    ResponseOptions,
     finish_name,
     finite,
 )
 from draftsmith.serve.http.server import Server
-from draftsmith.serve.http.tokens import Templated, TokenPrompt, Vocabulary, templated
+from draftsmith.serve.http.tokens import Templated, templated
 from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.tools.answer import AnswerForm, AnswerParser, Thinking, joined, thinking_after
@@ -129,6 +128,9 @@ def _variables(server: Server, body: ChatRequest) -> dict[str, Any]:
 
 @dataclass
 class ChatResponder(Responder):
+    prefix: str = "chatcmpl"
+    whole: str = "chat.completion"
+    piece: str = "chat.completion.chunk"
     form: AnswerForm = field(default_factory=AnswerForm)
     parsers: dict[int, AnswerParser] = field(default_factory=dict)  # of streamed choices
     call_ids: dict[tuple[int, int], str] = field(default_factory=dict)  # by choice and call
@@ -246,24 +248,3 @@ def _content_choice(index: int, text: str) -> Body:
 def new_call_id() -> str:
     # Nine letters or digits are what templates of Mistral ask for.
     return uuid.uuid4().hex[:9]
-
-
-def chat_responder(
-    model: str,
-    vocabulary: Vocabulary,
-    options: ResponseOptions,
-    prompt: TokenPrompt,
-    num_choices: int,
-    form: AnswerForm,
-) -> Responder:
-    return ChatResponder(
-        model,
-        vocabulary,
-        options,
-        [prompt],
-        num_choices,
-        prefix="chatcmpl",
-        whole="chat.completion",
-        piece="chat.completion.chunk",
-        form=form,
-    )

@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from draftsmith.errors import UserError
-from draftsmith.serve.http.chat import ChatPlan, chat_plan, chat_responder
+from draftsmith.serve.http.chat import ChatPlan, ChatResponder, chat_plan
 from draftsmith.serve.http.errors import (
     Refusal,
     as_refusal,
@@ -22,11 +22,7 @@ from draftsmith.serve.http.errors import (
 )
 from draftsmith.serve.http.limits import arrival_of
 from draftsmith.serve.http.protocol import ChatRequest, CompletionRequest, Generation
-from draftsmith.serve.http.responses import (
-    Responder,
-    ResponseOptions,
-    completion_responder,
-)
+from draftsmith.serve.http.responses import CompletionResponder, Responder, ResponseOptions
 from draftsmith.serve.http.schema import (
     ANSWER_STATUSES,
     ChatBody,
@@ -60,7 +56,7 @@ def add_completion_endpoints(app: FastAPI, server: Server) -> None:
                 most_characters=most,
             ),
         )
-        responder = completion_responder(
+        responder = CompletionResponder(
             model, server.vocabulary, response_options(server, body), prompts, body.n or 1
         )
         return await answer(server, request, body, prompts, responder)
@@ -72,13 +68,13 @@ def add_completion_endpoints(app: FastAPI, server: Server) -> None:
         model = server.check_model(body.model)
         plan = await server.take_in(request, lambda: chat_plan(server, body))
         prompt = TokenPrompt(plan.tokens, None)
-        responder = chat_responder(
+        responder = ChatResponder(
             model,
             server.vocabulary,
             response_options(server, body),
-            prompt,
+            [prompt],
             body.n or 1,
-            plan.form,
+            form=plan.form,
         )
         return await answer(server, request, body, [prompt], responder, plan)
 

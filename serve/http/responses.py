@@ -348,13 +348,3 @@ def finish_name(reason: FinishReason | None) -> str | None:
 
 def finite(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
-
-
-def completion_responder(
-    model: str,
-    vocabulary: Vocabulary,
-    options: ResponseOptions,
-    prompts: Sequence[TokenPrompt],
-    num_choices: int,
-) -> Responder:
-    return CompletionResponder(model, vocabulary, options, prompts, num_choices)

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.serve.http.chat import chat_responder
+from draftsmith.serve.http.chat import ChatResponder
 from draftsmith.serve.http.responses import (
+    CompletionResponder,
     Responder,
     ResponseOptions,
-    completion_responder,
 )
 from draftsmith.serve.http.tokens import TokenPrompt, TokenTexts
 from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
@@ -46,11 +46,11 @@ def updates(logprobs: int | None) -> list[Update]:
 
 def responder(kind: str, options: ResponseOptions) -> Responder:
     if kind == "completion":
-        return completion_responder('a "model"', Letters(), options, [PROMPT], 2)
+        return CompletionResponder('a "model"', Letters(), options, [PROMPT], 2)
     form = AnswerForm()
     if kind == "chat that reasons":
         form = AnswerForm(reasoning=ReasoningFormat("<a>", "</a>"), thinking=Thinking.MAYBE)
-    return chat_responder('a "model"', Letters(), options, PROMPT, 2, form)
+    return ChatResponder('a "model"', Letters(), options, [PROMPT], 2, form=form)
 
 
 @pytest.mark.parametrize("kind", ["completion", "chat", "chat that reasons"])
@@ -102,7 +102,7 @@ def answered(text: str, prompt: str, kind: str, sizes: list[int], stop: str = ""
     params = SamplingParams(logprobs=0)
     of = Request("r", [*context, *tokens], len(context), params, seed=0, k=0, max_tokens=99)
     whole, pieces = (
-        completion_responder("m", tokenizer, options, [TokenPrompt(context, prompt)], 1)
+        CompletionResponder("m", tokenizer, options, [TokenPrompt(context, prompt)], 1)
         for _ in range(2)
     )
     stream = TextStream(tokenizer, context=context, stop=[stop] if stop else ())
@@ -158,7 +158,7 @@ def test_bytes_of_tokens_join_to_the_text(kind: str) -> None:
 
 
 def test_entries_of_chat_logprobs_have_the_bytes_of_parts_of_characters() -> None:
-    answer = chat_responder("m", TOKENIZER, ResponseOptions(), PROMPT, 1, AnswerForm())
+    answer = ChatResponder("m", TOKENIZER, ResponseOptions(), [PROMPT])
     of = request(logprobs=1)
     tokens = TOKENIZER("😀", add_special_tokens=False)["input_ids"]
     entries = [TokenLogprob(token, -1.0, [(token, -1.0)]) for token in tokens]
