@@ -67,10 +67,9 @@ class Hermes(CallFormat):
         return None if match is None else OpenedCall(json.loads(match[1]), match.end())
 
     def calls(self, names: Sequence[str], mark: Mark, *, parallel: bool) -> str:
-        again = f" ({quoted(chr(10))} one)*" if parallel else ""
-        bodies = rules_of(
-            "body", names, lambda *call: f"{written(*call, chr(10))} {mark(HERMES_END)}"
-        )
+        line, end = "\n", mark(HERMES_END)
+        again = f" ({quoted(line)} one)*" if parallel else ""
+        bodies = rules_of("body", names, lambda *call: f"{written(*call, around=line)} {end}")
         return f"calls: one{again}\none: {mark(HERMES_BEGIN)} body\n{bodies}"
 
     def free(self, names: Sequence[str], mark: Mark, *, parallel: bool) -> str:
@@ -205,7 +204,7 @@ def rules_of(rule: str, names: Sequence[str], call: Callable[[str, str], str]) -
     return "".join(rules)
 
 
-def written(name: str, arguments: str, around: str = "", *, key: str = "arguments") -> str:
+def written(name: str, arguments: str, *, around: str = "", key: str = "arguments") -> str:
     """A call as an object, with `around` on both sides."""
     opening = f'{around}{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": '
     return f"{quoted(opening)} {arguments} {quoted('}' + around)}"

@@ -1,7 +1,12 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
+from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine.build import build_engine
+from draftsmith.serve.engine.engine import EngineCore
+from draftsmith.serve.metrics.engine import EngineCollector
 from draftsmith.serve.metrics.log_line import Occupancy, Snapshot, lines
 
 IDLE = Occupancy(0, 0, 0.0)
@@ -33,3 +38,23 @@ def test_both_lines_in_the_words_of_vllm() -> None:
 def test_no_line_about_drafts_where_there_were_none() -> None:
     after = dataclasses.replace(BEFORE, time_s=101.0, generated=25)
     assert len(lines(BEFORE, after, IDLE)) == 1
+
+
+def gauges(engine: EngineCore) -> dict[str, float]:
+    """Of CUDA graphs."""
+    return {
+        sample.labels.get("what", "broken"): sample.value
+        for family in EngineCollector(engine, "model").collect()
+        for sample in family.samples
+        if sample.name.startswith("draftsmith_graphs")
+    }
+
+
+def test_graphs_of_target_and_drafts_and_whether_any_could_not_be_captured(target):
+    engine = build_engine(target, None, EngineConfig(compile="off"))
+    assert gauges(engine) == {"target": 0, "draft": 0, "broken": 0}  # on a CPU
+    engine.runner.graphs = SimpleNamespace(num_graphs=25, broken=False)
+    engine.draft_graphs = SimpleNamespace(num_graphs=7, broken=False)
+    assert gauges(engine) == {"target": 25, "draft": 7, "broken": 0}
+    engine.draft_graphs.broken = True
+    assert gauges(engine) == {"target": 25, "draft": 7, "broken": 1}
