@@ -54,17 +54,10 @@ class ServedLookup(LookupOptions):
     suffix_share: float = option(
         0.8, "beside a draft: be sure of this share of k tokens", limits=PART
     )
-    suffix_max_tree_depth: int = option(24, "longest context matched", limits=AT_LEAST_1)
     suffix_max_cached_requests: int = option(
         10000,
         "finished requests searched, the oldest forgotten first; 0 shares nothing",
         limits=NOT_NEGATIVE,
-    )
-    suffix_max_spec_factor: float = option(
-        1.0, "drafted tokens per token of matching context", limits=NOT_NEGATIVE
-    )
-    suffix_min_token_prob: float = option(
-        0.1, "a draft ends before the chance of having come so far falls below this", limits=SHARE
     )
     fallback: str = option(
         "none",
@@ -73,12 +66,7 @@ class ServedLookup(LookupOptions):
     )
 
     def suffix_options(self) -> SuffixOptions:
-        return SuffixOptions(
-            max_tree_depth=self.suffix_max_tree_depth,
-            max_cached_requests=self.suffix_max_cached_requests,
-            max_spec_factor=self.suffix_max_spec_factor,
-            min_token_prob=self.suffix_min_token_prob,
-        )
+        return SuffixOptions(max_cached_requests=self.suffix_max_cached_requests)
 
 
 TREE_HELP = (

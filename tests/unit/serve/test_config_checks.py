@@ -64,8 +64,8 @@ def test_an_engine_is_not_made_of(options, words):
         ({"draft_dtype": "bfloat16"}, "draft_dtype is given without a draft"),
         ({"ngram": True, "fallback": "suffix"}, "fallback is given without a trained draft"),
         (
-            {"draft": "d", "suffix_max_tree_depth": 3},
-            "suffix_max_tree_depth is 3 but nothing drafts by suffix",
+            {"draft": "d", "suffix_max_cached_requests": 3},
+            "suffix_max_cached_requests is 3 but nothing drafts by suffix",
         ),
         (
             {"suffix": True, "prompt_lookup_max": 3},

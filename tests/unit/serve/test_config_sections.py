@@ -16,7 +16,7 @@ RECIPES = Path(__file__).parents[3] / "recipes" / "serve"
 WORDS = [
     *("--target", "t", "--draft", "d", "--lora", "a=b", "c=d", "--k", "auto", "--max-length", "99"),
     *("--no-prefix-cache", "--learn", "b", "--api-key", "x", "y", "--port", "0"),
-    *("--fallback", "suffix", "--suffix-max-tree-depth", "3", "--synthetic-acceptance", "0.5"),
+    *("--fallback", "suffix", "--suffix-max-cached-requests", "3", "--synthetic-acceptance", "0.5"),
 ]
 
 
