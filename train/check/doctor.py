@@ -101,7 +101,7 @@ def check_models(config: DoctorConfig) -> list[Finding]:
         findings.append(check_training(target, draft, config.max_length, offload=offload))
     folders = [folder.path for folder in folders_of(config.data)]
     for folder in folders:
-        found = check_folder(config, folder, target, draft)
+        found = check_folder(config, folder, target)
         findings += found if len(folders) == 1 else [of_folder(one, folder) for one in found]
     return findings
 
@@ -111,7 +111,7 @@ def of_folder(finding: Finding, folder: str) -> Finding:
     return finding._replace(what=f"{folder}: {finding.what}")
 
 
-def check_folder(config: DoctorConfig, folder: str, target: Any, draft: Any) -> list[Finding]:
+def check_folder(config: DoctorConfig, folder: str, target: Any) -> list[Finding]:
     from draftsmith.train.check.data import check_data, check_distribution, read_sample
 
     try:
@@ -120,7 +120,7 @@ def check_folder(config: DoctorConfig, folder: str, target: Any, draft: Any) -> 
         return [refused("data.reads", error)]
     findings = check_data(sample, target, config.max_length)
     if not any(finding.status == FAIL for finding in findings):
-        findings += check_distribution(sample, target, draft)
+        findings += check_distribution(sample, target)
     return findings
 
 

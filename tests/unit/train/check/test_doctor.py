@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.heads.eagle3 import Eagle3
-from draftsmith.drafters.lm.draft_lm import DraftLm
-from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
+from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import template_hash, tokenizer_hash
 from draftsmith.errors import UserError
@@ -119,7 +118,7 @@ def test_sound_input_has_no_complaint(
 ) -> None:
     found = diagnose(draft=save_eagle3(tmp_path / "draft", target), data=make_data())
     complaints = {check for check, finding in found.items() if finding["status"] != "ok"}
-    assert complaints <= {"draft.alpha"}, found
+    assert not complaints, found
     assert {
         "target.loads",
         "kernels.compiler",
@@ -170,16 +169,6 @@ def test_other_weights_taps_out_of_order_and_too_few_positions_are_warned_of(
     found = diagnose(draft=str(draft))
     assert {found[f"draft.{one}"]["status"] for one in ("target", "taps", "positions")} == {"warn"}
     assert "[3, 2, 1]" in found["draft.taps"]["what"] and "128" in found["draft.positions"]["what"]
-
-
-def test_alpha_of_the_target_as_its_own_draft_is_one(
-    diagnose: Callable[..., Any], target: Target, make_data: Callable[..., str], tmp_path: Path
-) -> None:
-    checkpoint.save(
-        DraftLm.create(DraftLmOptions(init=target.name), target, seed=0), tmp_path / "draft", target
-    )
-    found = diagnose(draft=str(tmp_path / "draft"), data=make_data())
-    assert "alpha_1 is 1.000" in found["draft.alpha"]["what"]
 
 
 @pytest.mark.long
