@@ -200,6 +200,7 @@ def in_sections(cls: type, values: dict[str, Any]) -> dict[str, Any]:
     paths, types_by_name = short_names(cls), field_types(cls)
     placed: dict[str, Any] = {}
     spelled: dict[tuple[str, ...], str] = {}
+    items: list[tuple[tuple[str, ...], str, Any]]
     for key, value in values.items():
         if dataclasses.is_dataclass(plain(types_by_name.get(key))) and isinstance(value, dict):
             placed.setdefault(key, {})
