@@ -7,13 +7,12 @@ import logging
 from collections.abc import Callable, Sequence
 from operator import attrgetter, getitem
 from time import perf_counter
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from draftsmith.drafters.compiled.capture import NUM_TOKENS, capture
-from draftsmith.drafters.compiled.device_rewrite import JoinedLinear
 from draftsmith.drafters.compiled.one_call import one_call
 from draftsmith.drafters.compiled.packed_linear import PackedLinear
 from draftsmith.drafters.compiled.patterns import Product, multiply
@@ -27,6 +26,9 @@ from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.dispatch import choose
 from draftsmith.kernels.host_memory import affordable_copies
+
+if TYPE_CHECKING:
+    from draftsmith.drafters.compiled.device_rewrite import JoinedLinear
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
