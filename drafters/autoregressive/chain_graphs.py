@@ -17,7 +17,6 @@ are read without graphs: they are long enough to keep a device busy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -48,9 +47,6 @@ from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.constants import NULL_BLOCK
 from draftsmith.kernels.cuda_graphs import Capturer, Graph, row_buckets
 from draftsmith.kernels.sampling.filters import Passes
-
-if TYPE_CHECKING:
-    from draftsmith.drafters.autoregressive.state import ChainState, ReadsCommitted
 
 
 class ChainGraphs:
