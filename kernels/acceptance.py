@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from draftsmith.kernels.dispatch import reads_freely
+
 Z_95 = 1.959963984540054
 
 
@@ -45,7 +47,7 @@ def probabilities(logits: torch.Tensor) -> torch.Tensor:
     """Probabilities [..., V] of processed logits; 0 in a row that is no distribution."""
     probs = torch.softmax(_widen(logits), dim=-1)
     # Such a row is NaN throughout.
-    if probs.device.type == "cpu" and not bool(probs[..., :1].isnan().any()):
+    if reads_freely(probs.device) and not bool(probs[..., :1].isnan().any()):
         return probs
     return probs.nan_to_num(nan=0.0)
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from draftsmith.kernels.host_compiler import compiled
+from draftsmith.kernels.host_compiler import function_of
 
 SOURCE = Path(__file__).with_name("call_list_cpu.cpp")
 _MOST_PLACES, _MOST_NUMBERS, _MOST_REALS = 4, 12, 2
@@ -99,13 +99,9 @@ class _Rows(ctypes.Structure):
 
 @cache
 def _run() -> Any:
-    library = compiled(SOURCE)
-    if library is None:
-        return None
-    library.run.argtypes = [ctypes.c_void_p, _number, ctypes.c_void_p, _number]
-    library.run.argtypes += [ctypes.c_void_p, ctypes.c_int]
-    library.run.restype = ctypes.c_int
-    return library.run
+    pointer = ctypes.c_void_p
+    arguments = [pointer, _number, pointer, _number, pointer, ctypes.c_int]
+    return function_of(SOURCE, "run", arguments, ctypes.c_int)
 
 
 class CallList:

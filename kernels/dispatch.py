@@ -1,13 +1,19 @@
-"""Choice of the implementation, for all kernels."""
+"""The one choice of what computes an operation, and what a device lets the host do.
+
+An operation is a reference in torch, whole, under `operation`. `BACKENDS` names what stands beside
+it. Products are chosen among by their times (`measured`), FlashAttention by `chooses_flash`.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar
+from types import ModuleType
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -19,6 +25,76 @@ FLASH_MODULE = "flash_attn_interface"  # FlashAttention-3's
 
 Params = ParamSpec("Params")
 Output = TypeVar("Output")
+
+
+class Backend(NamedTuple):
+    """Functions below `draftsmith.kernels` that take the arguments of an operation; empty where
+    there is none. One that returns None leaves the call to the reference."""
+
+    triton: str = ""
+    cpu: str = ""  # compiled, for a CPU with a C++ compiler
+
+
+# By the names of the references.
+BACKENDS = {
+    "verify_chain": Backend("verify.chain_triton:verify_chain_triton"),
+    "verify_logits": Backend(
+        "verify.chain_triton:verify_logits_triton", "verify.chain:verify_logits_compiled"
+    ),
+    "verify_block": Backend("verify.block_triton:verify_block_triton"),
+    "verify_tree": Backend("verify.tree_triton:verify_tree_triton"),
+    "process": Backend("sampling.draw_triton:process_triton"),
+    "draw": Backend("sampling.draw_triton:draw_triton", "sampling.draw:draw_compiled"),
+    "draw_several": Backend("sampling.draw_triton:draw_several_triton"),
+    "uniforms": Backend(cpu="sampling.random_streams:uniforms_compiled"),
+    "prob_arrays": Backend(cpu="sampling.logged:prob_arrays_compiled"),
+    "attention_context": Backend(
+        "attention.paged_triton:triton_context", "attention.paged_compiled:compiled_context"
+    ),
+    "divergence_terms": Backend(
+        "divergence.rows_triton:divergence_rows_triton",
+        "divergence.rows_compiled:divergence_rows_compiled",
+    ),
+}
+
+
+def operation(reference: Callable[Params, Output]) -> Callable[Params, Output]:
+    """Decorator of a reference, whose `impl` says what computes it: "auto", "triton" or "torch",
+    which is the reference itself. The device and the dtype are those of its first tensor."""
+    of = reference.__name__
+
+    @functools.wraps(reference)
+    def run(*args: Params.args, **kwargs: Params.kwargs) -> Output:
+        impl = str(kwargs.pop("impl", "auto"))
+        if impl != "torch":
+            first = args[0] if isinstance(args[0], torch.Tensor) else _first_tensor(args)
+            chosen = backend_of(impl, first.device, first.dtype)
+            name = "" if chosen == "torch" else getattr(BACKENDS[of], chosen)
+            found = _function(name)(*args, **kwargs) if name else None
+            if found is not None:
+                return found
+        return reference(*args, **kwargs)
+
+    return run
+
+
+def _function(name: str) -> Callable[..., Any]:
+    module, function = _place(name)
+    return getattr(module, function)
+
+
+@functools.cache
+def _place(name: str) -> tuple[ModuleType, str]:
+    module, _, function = name.partition(":")
+    return importlib.import_module(f"draftsmith.kernels.{module}"), function
+
+
+def backend_of(
+    impl: str, device: torch.device, dtype: torch.dtype
+) -> Literal["triton", "cpu", "torch"]:
+    """As `choose`; `"auto"` on a CPU is what is compiled for it."""
+    chosen = choose(impl, device, dtype)
+    return "cpu" if chosen == "torch" and impl == "auto" and reads_freely(device) else chosen
 
 
 def choose(impl: str, device: torch.device, dtype: torch.dtype) -> Literal["triton", "torch"]:
@@ -72,6 +148,19 @@ def pins(device: torch.device) -> bool:
     """True where work and copies from and to page-locked memory run while the host goes on, and
     graphs hold them: on CUDA."""
     return device.type == "cuda"
+
+
+def autocast(
+    device: torch.device, dtype: torch.dtype | None = None, *, enabled: bool = True
+) -> torch.autocast:
+    return torch.autocast(device.type, dtype, enabled=enabled)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The type of products under autocast; None without it."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return None
 
 
 def sent(device: torch.device, *columns: Sequence[int] | torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -13,8 +13,10 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from draftsmith.files import cache_folder
 
@@ -39,6 +41,19 @@ def compiled(source: Path) -> ctypes.CDLL | None:
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         log.info("%s is not compiled (%s); torch's operations serve", source.name, error)
         return None
+
+
+def function_of(
+    source: Path, name: str, arguments: Sequence[Any], result: Any = None
+) -> Any | None:
+    """A function of the library of `source`, its types as ctypes has them; None where the library
+    cannot be made."""
+    library = compiled(source)
+    if library is None:
+        return None
+    function = getattr(library, name)
+    function.argtypes, function.restype = arguments, result
+    return function
 
 
 def _load(source: Path) -> ctypes.CDLL:

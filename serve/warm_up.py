@@ -13,6 +13,7 @@ from functools import partial
 from draftsmith.drafters.autoregressive.padded_round import WIDTHS
 from draftsmith.errors import first_line
 from draftsmith.kernels.cuda_graphs import sizes_up_to
+from draftsmith.kernels.dispatch import pins
 from draftsmith.progress import Progress
 from draftsmith.serve.control.control import FixedControl
 from draftsmith.serve.engine.engine import EngineCore
@@ -47,7 +48,7 @@ UNSEEN = RequestOptions(text=False, learn=False, cache_salt="warm-up")
 def warm_up(engine: EngineCore) -> None:
     """Capture and compile, on the caller's thread, before the engine has one. Nothing on a CPU, nor
     where the option is off."""
-    if engine.config.warm_up and engine.target.device.type == "cuda":
+    if engine.config.warm_up and pins(engine.target.device):
         rehearse(engine)
 
 

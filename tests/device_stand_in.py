@@ -275,15 +275,15 @@ def kernel(device: StandIn, name: str, function: Callable[..., Any]) -> Callable
 @contextmanager
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     """The stand-in, entered, with attention on it."""
-    stand_in, contexts = StandIn(), paged._context
+    stand_in, context = StandIn(), paged.attention_context
     with monkeypatch.context() as patch, PythonCalls(stand_in), stand_in:
         patch.setattr(
             paged,
-            "_context",
-            lambda impl, keys: (
-                partial(HostAttention, contexts("torch", keys.held))
+            "attention_context",
+            lambda keys, *given, impl: (
+                HostAttention(partial(context, keys.held, impl="torch"), *given)
                 if isinstance(keys, DeviceTensor)
-                else contexts(impl, keys)
+                else context(keys, *given, impl=impl)
             ),
         )
         patch.setattr(dispatch, "_obstacle", lambda device: "")

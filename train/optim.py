@@ -17,6 +17,7 @@ import torch
 from torch.optim import AdamW, Muon, Optimizer
 
 from draftsmith.errors import UserError
+from draftsmith.kernels.dispatch import pins
 from draftsmith.kernels.products.float32_products import multiply
 from draftsmith.train.config import OptimConfig
 
@@ -85,7 +86,7 @@ def orthogonal(matrix: torch.Tensor, coefficients: tuple[float, float, float]) -
     elsewhere in float32 or the type of a wider matrix."""
     a, b, c = coefficients
     wide = torch.promote_types(matrix.dtype, torch.float32)
-    found = matrix.to(torch.bfloat16 if matrix.is_cuda else wide)
+    found = matrix.to(torch.bfloat16 if pins(matrix.device) else wide)
     is_tall = len(matrix) > matrix.shape[1]
     found = found.T.contiguous() if is_tall else found
     found = found / found.norm().clamp(min=1e-7)

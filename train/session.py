@@ -21,6 +21,7 @@ from draftsmith.drafters.target.device import Placement, load_target, placement_
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.files import atomic_path
+from draftsmith.kernels.dispatch import pins, reads_freely
 from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.train import resolve
 from draftsmith.train.checkpoints import BestDraft, KeptCheckpoint, RunFolder
@@ -338,7 +339,7 @@ class DraftArguments(TrainingArguments):
         """Without an index on a CPU: accelerate calls a rank's device `cpu:0`, and transformers
         5.16 loads the optimizer to it, which torch refuses."""
         device = super().device
-        return torch.device("cpu") if device.type == "cpu" else device
+        return torch.device("cpu") if reads_freely(device) else device
 
 
 def training_arguments(
@@ -346,7 +347,7 @@ def training_arguments(
 ) -> TrainingArguments:
     """`moved`: the run goes on from a checkpoint of another number of processes."""
     check_trackers(config.report_to)
-    on_cpu = placement.device.type == "cpu"
+    on_cpu = reads_freely(placement.device)
     deepspeed = resolve.deepspeed_config(config.deepspeed)
     arguments = DraftArguments(
         output_dir=str(folder),
@@ -382,7 +383,7 @@ def training_arguments(
     # With several devices and no launcher the Trainer would reach for nn.DataParallel, which splits
     # batches of tensors only and would not move the target; one device it is. `device` first:
     # reading it sets the count.
-    if arguments.device.type == "cuda":
+    if pins(arguments.device):
         arguments._n_gpu = 1
     return arguments
 

@@ -32,6 +32,7 @@ from draftsmith.distill.learn.text_states import TextStates, states_of
 from draftsmith.drafters.target.device import fast_at_bf16
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
+from draftsmith.kernels.dispatch import autocast, reads_freely
 from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.train.data.roles import RoleWeights, branch_row, text_row
 from draftsmith.train.objective.rounds_of_text import step_weighting
@@ -357,7 +358,7 @@ class CandidateOptimizer:
         return unrolled.sums
 
     def unrolled(self, batch: LearningBatch) -> UnrolledLoss:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.in_bf16):
+        with autocast(self.device, torch.bfloat16, enabled=self.in_bf16):
             return unrolled_loss(
                 self.drafter,
                 batch.source,
@@ -404,7 +405,7 @@ class CandidateOptimizer:
             betas=BETAS,
             weight_decay=0.0,
             # One pass over each tensor. On an accelerator torch chooses.
-            fused=True if self.device.type == "cpu" else None,
+            fused=True if reads_freely(self.device) else None,
         )
 
 

@@ -18,6 +18,7 @@ from draftsmith.drafters.target.packed_pass import stretches_of
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.files import Signature, signature
+from draftsmith.kernels.dispatch import autocast
 from draftsmith.train.data.batches import padded, rows_of
 
 Key = tuple[tuple[int, ...], bytes]  # taps, token ids
@@ -85,7 +86,7 @@ class TextStates:
     def _of(self, texts: Sequence[torch.Tensor], taps: tuple[int, ...]) -> list[TextState]:
         keys = [(taps, ids.cpu().numpy().tobytes()) for ids in texts]
         unknown = {key: ids for key, ids in zip(keys, texts, strict=True) if key not in self._known}
-        with torch.autocast(self.target.device.type, enabled=False):
+        with autocast(self.target.device, enabled=False):
             states = [read_text(self.target, ids, taps) for ids in unknown.values()]
         found = dict(zip(unknown, states, strict=True))
         self.num_read += len(found)

@@ -40,6 +40,7 @@ from draftsmith.drafters.unrolled.fused_unroll import (
     spans_of,
 )
 from draftsmith.kernels.attention.pool import Chunk, Window
+from draftsmith.kernels.dispatch import autocast
 
 # Of longer texts no scores are kept: fused attention on a CPU and `flex_attention` on a CUDA device
 # do not make them, and otherwise they are recomputed in the backward pass. Of 160 columns fused
@@ -291,7 +292,7 @@ def fused_blocks(
     """Scaled queries [B, heads, N * S, D], own keys and values [B, kv_heads, N * S, D], and the
     context's [B, kv_heads, L, D] -> [B, heads, N * S, D]."""
     # Autocast would take the products of a block's own slots, which are in more digits, for others.
-    with torch.autocast(query.device.type, enabled=False):
+    with autocast(query.device, enabled=False):
         return _Fused.apply(query, *own, *context, blocks)
 
 

@@ -24,7 +24,7 @@ from draftsmith.drafters.target.taps import FINAL
 from draftsmith.errors import first_line
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.kernels.dispatch import choose
+from draftsmith.kernels.dispatch import backend_of
 from draftsmith.kernels.host_memory import affordable_copies
 
 if TYPE_CHECKING:
@@ -56,9 +56,8 @@ def steps_for(
     device: torch.device, dtype: torch.dtype, impl: str = "auto"
 ) -> Literal["cpu", "triton"] | None:
     """The choice of what a captured forward is made of; None: nothing is captured there."""
-    if choose(impl, device, dtype) == "triton":
-        return "triton"
-    return "cpu" if device.type == "cpu" else None
+    found = backend_of(impl, device, dtype)
+    return None if found == "torch" else found
 
 
 def capture_lm(lm: CausalLM, impl: str = "auto") -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from draftsmith.kernels.dispatch import reads_freely
 from draftsmith.kernels.host_compiler import HEADER
 from draftsmith.kernels.measured import CHOICES, Choices, Way
 from draftsmith.kernels.products.few_rows import MOST_ROWS, SOURCE, FewRows, few_rows, gated_rows
@@ -187,7 +188,7 @@ def packable(weight: torch.Tensor) -> bool:
     """True for weights that oneDNN takes: 2-D, on a CPU, of a dtype it multiplies."""
     return (
         torch.backends.mkldnn.is_available()
-        and weight.device.type == "cpu"
+        and reads_freely(weight.device)
         and weight.ndim == 2
         and weight.dtype in (torch.float32, torch.bfloat16)
     )

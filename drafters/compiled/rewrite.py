@@ -33,6 +33,7 @@ from draftsmith.drafters.compiled.patterns import (
     tensor,
 )
 from draftsmith.drafters.target.int8_linear import int8_linear
+from draftsmith.kernels.dispatch import reads_freely
 from draftsmith.kernels.products.int8_rows import Int8Rows, Int8Weight
 from draftsmith.kernels.products.row_steps import RowSteps, row_steps
 
@@ -125,7 +126,7 @@ def _narrow_norm(x: Node, eps: float, inner: list[Node], root: Node) -> _Norm | 
 def _steps(node: Node) -> RowSteps | None:
     """Steps that a compiled kernel takes of the node's rows."""
     value = stand_in(node)
-    return row_steps(value.dtype) if value.device.type == "cpu" else None
+    return row_steps(value.dtype) if reads_freely(value.device) else None
 
 
 def rms_norm(

@@ -34,6 +34,7 @@ from draftsmith.drafters.target.load import can_prepare, load_model
 from draftsmith.drafters.target.offload import weights_here
 from draftsmith.drafters.target.taps import body_name, decoder_layers
 from draftsmith.errors import UserError
+from draftsmith.kernels.dispatch import pins, use_device
 
 
 def load_spread(
@@ -275,10 +276,9 @@ def leave_signals_to_the_leader() -> None:
 
 def join(device: torch.device) -> None:
     """The group of the processes that torchrun started, each with a device of its own."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    use_device(device)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("nccl" if pins(device) else "gloo")
 
 
 def leave_group() -> None:

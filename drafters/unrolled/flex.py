@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from draftsmith.kernels.dispatch import pins
+
 log = logging.getLogger(__name__)
 
 # (row, head, query, key), tensors of indices -> True where the query sees the key.
@@ -33,7 +35,7 @@ class LimitReached(Exception):
 
 def can_flex(query: torch.Tensor, value: torch.Tensor) -> bool:
     return (
-        query.device.type == "cuda"
+        pins(query.device)
         and min(query.shape[-1], value.shape[-1]) >= NARROWEST
         and not _limit_reached.is_set()
     )
@@ -71,7 +73,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fitting(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    return _compiled(function) if device.type == "cuda" else function
+    return _compiled(function) if pins(device) else function
 
 
 def block_mask(sees: Sees, rows: int | None, queries: torch.Tensor, keys: int) -> BlockMask:

@@ -19,6 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from draftsmith.drafters.target.packed_pass import band_mask, bands, stretches_of
+from draftsmith.kernels.dispatch import reads_freely
 
 
 def fused_attention(
@@ -165,7 +166,7 @@ class KeyPart(NamedTuple):
 
 def can_fuse(query: torch.Tensor, value: torch.Tensor) -> bool:
     """Fused attention takes values as wide as keys; the sums of other devices are not asked for."""
-    return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
+    return reads_freely(query.device) and query.shape[-1] == value.shape[-1]
 
 
 def spans_of(segments: torch.Tensor | None, length: int) -> list[KeySpan]:

@@ -21,6 +21,7 @@ from draftsmith.child_process import Child
 from draftsmith.fleet.engine import logger, request_options
 from draftsmith.fleet.recording.messages import MessageKind, RequestMeta, StepMeta, meta_array
 from draftsmith.fleet.recording.seam import Seam, Verified
+from draftsmith.kernels.dispatch import reads_freely
 from draftsmith.kernels.sampling.logged import late_arrays, on_its_way
 from draftsmith.record import ProbArrays
 from draftsmith.shared_ring import Spec, begin, send
@@ -322,7 +323,7 @@ def reduced(
 
 def crosses_raw(logits: torch.Tensor) -> bool:
     """True on a CPU, where copying a row costs a hundredth of finding its likeliest tokens."""
-    return logits.device.type == "cpu"
+    return reads_freely(logits.device)
 
 
 def _ints(values: Sequence[int]) -> np.ndarray:

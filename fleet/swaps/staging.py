@@ -28,6 +28,7 @@ from draftsmith.fleet.swaps.packed import (
     tensors_in,
 )
 from draftsmith.fleet.swaps.proposer import NUM_KEPT, SwappedProposer, restore, snapshot
+from draftsmith.kernels.dispatch import pins
 
 # Time for the engine's thread after each tensor, and the longest that it waits for Python's lock.
 REST_S = 0.001
@@ -156,7 +157,7 @@ def short_turns() -> Iterator[None]:
 @contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
     """On a GPU a stream of its own, finished at the end."""
-    if device.type != "cuda":
+    if not pins(device):
         yield
         return
     torch.cuda.set_device(device)

@@ -9,17 +9,16 @@ position, each has a kv index of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 
 from draftsmith.errors import UserError
-from draftsmith.kernels.attention.paged_compiled import CompiledContext, kernel
+from draftsmith.kernels.attention.paged_compiled import CompiledContext
 from draftsmith.kernels.attention.paged_torch import GatheredContext
 from draftsmith.kernels.attention.pool import PagedPool, PassLayout, TreeLayout, Window
-from draftsmith.kernels.dispatch import FLASH, choose, chooses_flash
+from draftsmith.kernels.dispatch import FLASH, chooses_flash, operation, reads_freely
 
 if TYPE_CHECKING:
     from draftsmith.kernels.attention.paged_flash import FlashContext
@@ -55,9 +54,9 @@ class PagedPass:
         self.layout = PassLayout(block_tables, lengths, tree)
         self._kv_indices = positions if tree is None else tree.kv_indices
         layout = (pool.block_size, block_tables, positions, lengths)
-        self.context = _flash_context(impl, pool.keys[0], *layout, tree) or _context(
-            impl, pool.keys[0]
-        )(*layout, tree)
+        self.context = _flash_context(impl, pool.keys[0], *layout, tree) or attention_context(
+            pool.keys[0], *layout, tree, impl=impl
+        )
         if not isinstance(self.context, CompiledContext):
             _ = self.slots  # within the pass, where a graph may capture it
 
@@ -128,7 +127,7 @@ def _flash_context(
     """FlashAttention's context for the pass; None where another attends it."""
     if impl == FLASH and tree is not None:
         raise UserError("impl 'flash' cannot attend trees; use impl 'triton'")
-    if tree is not None or (impl == "auto" and keys.device.type == "cpu"):
+    if tree is not None or (impl == "auto" and reads_freely(keys.device)):
         return None
     is_decoding = len(positions) == len(lengths)
     if not chooses_flash(impl, keys.device, keys.dtype, is_decoding=is_decoding):
@@ -140,11 +139,16 @@ def _flash_context(
     )
 
 
-def _context(impl: str, keys: torch.Tensor) -> Callable[..., GatheredContext | TritonContext]:
-    """Attention context class for the passes of a pool."""
-    if choose(impl, keys.device, keys.dtype) == "torch":
-        compiled = impl == "auto" and keys.device.type == "cpu" and kernel(keys.dtype) is not None
-        return CompiledContext if compiled else GatheredContext
-    from draftsmith.kernels.attention.paged_triton import TritonContext
-
-    return TritonContext.of
+@operation
+def attention_context(
+    keys: torch.Tensor,
+    block_size: int,
+    block_tables: torch.Tensor,
+    positions: torch.Tensor,
+    lengths: torch.Tensor,
+    tree: TreeLayout | None,
+    *,
+    impl: str = "auto",
+) -> GatheredContext | TritonContext:
+    """Context of a pass over a pool with such `keys`; the other arguments as `PagedPass`."""
+    return GatheredContext(block_size, block_tables, positions, lengths, tree)

@@ -18,7 +18,7 @@ import torch
 from draftsmith.kernels.attention.paged_torch import GatheredContext
 from draftsmith.kernels.attention.pool import Chunk, TreeLayout, Window, size_of
 from draftsmith.kernels.call_list import RowAddresses
-from draftsmith.kernels.host_compiler import compiled
+from draftsmith.kernels.host_compiler import function_of
 
 SOURCE = Path(__file__).with_name("paged_cpu.cpp")
 NAMES = {torch.float32: "attend_float32", torch.bfloat16: "attend_bfloat16"}
@@ -34,12 +34,8 @@ _ARGUMENTS = [_pointer] * 10 + [_number] * 16 + [ctypes.c_float, ctypes.c_int]
 @cache
 def kernel(dtype: torch.dtype) -> Any:
     """The compiled function for keys of that dtype; None where there is none."""
-    library = compiled(SOURCE) if dtype in NAMES else None
-    if library is None:
-        return None
-    function = getattr(library, NAMES[dtype])
-    function.argtypes, function.restype = _ARGUMENTS, ctypes.c_bool
-    return function
+    name = NAMES.get(dtype)
+    return function_of(SOURCE, name, _ARGUMENTS, ctypes.c_bool) if name else None
 
 
 class CompiledContext(GatheredContext):
@@ -170,6 +166,20 @@ class CompiledContext(GatheredContext):
                     part, query, keys, values, scaling, softcap, sinks
                 )
         return out
+
+
+def compiled_context(
+    keys: torch.Tensor,
+    block_size: int,
+    block_tables: torch.Tensor,
+    positions: torch.Tensor,
+    lengths: torch.Tensor,
+    tree: TreeLayout | None,
+) -> CompiledContext | None:
+    """As `paged.attention_context`; None where there is no kernel for the type of `keys`."""
+    if kernel(keys.dtype) is None:
+        return None
+    return CompiledContext(block_size, block_tables, positions, lengths, tree)
 
 
 def _of_stride_one(states: torch.Tensor) -> torch.Tensor:

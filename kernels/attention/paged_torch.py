@@ -17,6 +17,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from draftsmith.kernels.attention.pool import Window, oldest_seen
+from draftsmith.kernels.dispatch import reads_freely
 
 if TYPE_CHECKING:
     from draftsmith.kernels.attention.pool import TreeLayout
@@ -237,7 +238,7 @@ class GatheredContext:
     def _neighbours(self, run: _Run, start: int) -> slice | None:
         """The slots of a lone row's kv indices from `start` on, if its blocks lie side by side."""
         # On an accelerator asking would cost a synchronisation, and gathering is cheap.
-        if run.num_rows > 1 or self.block_tables.is_cuda:
+        if run.num_rows > 1 or not reads_freely(self.block_tables.device):
             return None
         size = self.block_size
         blocks = self.block_tables[run.first_row, start // size : -(-run.context // size)].tolist()

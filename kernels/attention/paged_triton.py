@@ -429,6 +429,18 @@ class TritonContext:
         return out
 
 
+def triton_context(
+    keys: torch.Tensor,
+    block_size: int,
+    block_tables: torch.Tensor,
+    positions: torch.Tensor,
+    lengths: torch.Tensor,
+    tree: TreeLayout | None,
+) -> TritonContext:
+    """As `paged.attention_context`."""
+    return TritonContext.of(block_size, block_tables, positions, lengths, tree)
+
+
 def _num_splits(num_programs: int, max_context: int, num_multiprocessors: int) -> int:
     """Two programs a multiprocessor where the context can be cut so far; a power of two, so that
     splits are of similar length."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.errors import UserError
+from draftsmith.kernels.dispatch import pins
 
 # Queries of a tile (tokens times grouped heads): tensor cores need 16 at least, registers hold
 # results for no more than 64, and no more than so many numbers of all of them.
@@ -119,7 +120,7 @@ def next_power_of_2(number: int) -> int:
 
 @lru_cache(maxsize=16)
 def limits_of(device: torch.device) -> DeviceLimits:
-    if device.type != "cuda":
+    if not pins(device):
         return DeviceLimits(1, 227 * 1024)
     properties = torch.cuda.get_device_properties(device)
     return DeviceLimits(properties.multi_processor_count, properties.shared_memory_per_block_optin)

@@ -16,16 +16,14 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.kernels.dispatch import choose
+from draftsmith.kernels.dispatch import autocast_dtype, reads_freely
 from draftsmith.kernels.divergence.kind import DivergenceKind
 from draftsmith.kernels.divergence.rows import (
     RowInputs,
     RowTerms,
-    divergence_rows,
-    divergence_rows_blocked,
+    divergence_terms,
     draft_columns,
 )
-from draftsmith.kernels.divergence.rows_compiled import divergence_rows_compiled
 from draftsmith.kernels.divergence.sparse import check_sparse, sparse_rows
 from draftsmith.kernels.products.float32_products import is_faster, multiply
 from draftsmith.kernels.sampling.top_tokens import TopProbs
@@ -121,9 +119,8 @@ def divergence(
         check_sparse(kind, target, vocab_map, len(draft_hidden), len(draft_head))
         rows, tokens = _from_distribution(kind, target, weights, vocab_map), None
     else:
-        function = _row_function(impl, draft_hidden.device, dtype)
         columns = None if tokens is None else draft_columns(tokens, vocab_map)
-        rows = _from_logits(kind, target, weights, vocab_map, columns, function)
+        rows = _from_logits(kind, target, weights, vocab_map, columns, impl)
     chunk_size = chunk_size or default_chunk_size(draft_hidden.device, len(draft_head), dtype)
     job = _Job(rows, weights, dtype, chunk_size, tokens is not None)
     return Divergence(*_Fused.apply(draft_hidden, draft_head, job))
@@ -132,35 +129,16 @@ def divergence(
 def default_chunk_size(
     device: torch.device, vocab_size: int, dtype: torch.dtype = torch.float32
 ) -> int:
-    if device.type == "cpu":
+    if reads_freely(device):
         return max(CPU_CHUNK_ROWS, CPU_CHUNK_ELEMENTS // vocab_size)
     rows = CHUNK_BYTES // (vocab_size * dtype.itemsize)
     return max(1, rows // 128 * 128 if rows > 128 else rows)
 
 
 def _product_dtype(hidden: torch.Tensor) -> torch.dtype:
-    device_type = hidden.device.type
-    if hidden.dtype != torch.float64 and torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
+    if hidden.dtype != torch.float64 and (narrow := autocast_dtype(hidden.device)) is not None:
+        return narrow
     return hidden.dtype
-
-
-RowFunction = Callable[[DivergenceKind, RowInputs], RowTerms]
-
-
-def _row_function(impl: str, device: torch.device, dtype: torch.dtype) -> RowFunction:
-    if choose(impl, device, dtype) == "triton":
-        from draftsmith.kernels.divergence.rows_triton import divergence_rows_triton
-
-        return divergence_rows_triton
-    if device.type != "cpu":
-        return divergence_rows
-    return _compiled_or_blocked if impl == "auto" else divergence_rows_blocked
-
-
-def _compiled_or_blocked(kind: DivergenceKind, rows: RowInputs) -> RowTerms:
-    found = divergence_rows_compiled(kind, rows)
-    return divergence_rows_blocked(kind, rows) if found is None else found
 
 
 def _from_logits(
@@ -169,17 +147,15 @@ def _from_logits(
     weights: torch.Tensor,
     vocab_map: torch.Tensor | None,
     columns: torch.Tensor | None,
-    function: RowFunction,
+    impl: str,
 ) -> ChunkRows:
     def rows(draft_logits: torch.Tensor, part: slice) -> RowTerms:
         found = target(part)
         logits, which = found if isinstance(found, SharedLogits) else (found, None)
         _check_sizes(draft_logits, logits, which, vocab_map)
         of_part = None if columns is None else columns[part]
-        return function(
-            kind,
-            RowInputs(draft_logits, logits.detach(), weights[part], vocab_map, of_part, which),
-        )
+        given = RowInputs(draft_logits, logits.detach(), weights[part], vocab_map, of_part, which)
+        return divergence_terms(kind, given, impl=impl)
 
     return rows
 
@@ -270,7 +246,7 @@ def _add_product(total: torch.Tensor, grad: torch.Tensor, states: torch.Tensor) 
     if total.dtype == states.dtype and not is_faster(grad.T, states):
         total.addmm_(grad.T, states)
         return
-    on_cpu = states.device.type == "cpu"
+    on_cpu = reads_freely(states.device)
     elements = min(PRODUCT_ELEMENTS, CPU_PRODUCT_ELEMENTS) if on_cpu else PRODUCT_ELEMENTS
     step = max(1, elements // states.shape[-1])
     for begin in range(0, len(total), step):

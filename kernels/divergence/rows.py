@@ -46,6 +46,7 @@ from typing import NamedTuple
 
 import torch
 
+from draftsmith.kernels.dispatch import operation, reads_freely
 from draftsmith.kernels.divergence.kind import DivergenceKind
 
 LOG_ZERO = -1e30  # stands in for log 0 where it meets a zero weight; 0 * -inf would be NaN
@@ -232,9 +233,12 @@ def _finish(
     return torch.where(counted, push.loss, 0.0), grad
 
 
-def divergence_rows_blocked(kind: DivergenceKind, rows: RowInputs) -> RowTerms:
-    """`divergence_rows` for a CPU, a few rows at a time; the gradient lies over the
-    draft logits."""
+@operation
+def divergence_terms(kind: DivergenceKind, rows: RowInputs, *, impl: str = "auto") -> RowTerms:
+    """`divergence_rows`; the gradient may lie over the draft logits. A few rows at a time where
+    they are read from a cache."""
+    if not reads_freely(rows.draft_logits.device):
+        return divergence_rows(kind, rows)
     step = max(1, CPU_BLOCK_ELEMENTS // rows.draft_logits.shape[-1])
     blocks = []
     for begin in range(0, len(rows.weights), step):

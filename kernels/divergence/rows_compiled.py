@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from draftsmith.kernels.dispatch import reads_freely
 from draftsmith.kernels.divergence.kind import DivergenceKind
 from draftsmith.kernels.divergence.rows import RowInputs, RowTerms
-from draftsmith.kernels.host_compiler import compiled
+from draftsmith.kernels.host_compiler import function_of
 
 SOURCE = Path(__file__).with_name("rows_cpu.cpp")
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -29,12 +30,9 @@ _ARGUMENTS += [ctypes.c_double, *[_number] * 4, *[_pointer] * 4, ctypes.c_int]
 
 @cache
 def _kernel(draft: torch.dtype, target: torch.dtype) -> Any:
-    library = compiled(SOURCE) if draft in NAMES and target in NAMES else None
-    if library is None:
+    if not (draft in NAMES and target in NAMES):
         return None
-    function = getattr(library, f"diverge_{NAMES[draft]}_{NAMES[target]}")
-    function.argtypes, function.restype = _ARGUMENTS, None
-    return function
+    return function_of(SOURCE, f"diverge_{NAMES[draft]}_{NAMES[target]}", _ARGUMENTS)
 
 
 def divergence_rows_compiled(kind: DivergenceKind, rows: RowInputs) -> RowTerms | None:
@@ -82,7 +80,7 @@ def divergence_rows_compiled(kind: DivergenceKind, rows: RowInputs) -> RowTerms 
 
 def _are_readable(rows: RowInputs) -> bool:
     draft, target, weights, vocab_map, columns, which = rows
-    if any(one is not None and one.device.type != "cpu" for one in rows):
+    if any(one is not None and not reads_freely(one.device) for one in rows):
         return False
     if draft.ndim != 2 or target.ndim != 2 or weights.dtype != torch.float32:
         return False

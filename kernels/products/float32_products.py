@@ -21,7 +21,8 @@ import torch
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
-from draftsmith.kernels.host_compiler import HEADER, compiled
+from draftsmith.kernels.dispatch import reads_freely
+from draftsmith.kernels.host_compiler import HEADER, function_of
 from draftsmith.kernels.measured import CHOICES, Choices, Way
 from draftsmith.kernels.products.few_rows import SOURCE
 
@@ -39,13 +40,8 @@ _pointer, _number = ctypes.c_void_p, ctypes.c_int64
 @cache
 def _function() -> Any:
     """None where there is no compiler."""
-    library = compiled(SOURCE)
-    if library is None:
-        return None
-    function = library.multiply_plain_float32
-    function.argtypes = [_pointer] * 4 + [_number] * 3 + [ctypes.c_int] * 2
-    function.restype = None
-    return function
+    arguments = [_pointer] * 4 + [_number] * 3 + [ctypes.c_int] * 2
+    return function_of(SOURCE, "multiply_plain_float32", arguments)
 
 
 _chosen: dict[int, bool] = {}  # by the number of threads
@@ -102,7 +98,7 @@ def is_faster(a: torch.Tensor, b: torch.Tensor) -> bool:
 def has_kernel(device: torch.device) -> bool:
     """True where linear layers in float32 on `device` are the kernel's from `LEAST_ROWS` rows on,
     within `faster_linears`."""
-    return device.type == "cpu" and _has_kernel()
+    return reads_freely(device) and _has_kernel()
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -138,7 +134,7 @@ def faster_linears(
     Other types, autocast and few rows stay torch's; on another device than a CPU, and where it
     begins under autocast, all do, and the context is empty: its mode costs a microsecond per call
     of torch."""
-    is_plain = device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+    is_plain = reads_freely(device) and not torch.is_autocast_enabled("cpu")
     if not is_plain or not (has_kernel(device) or widens(dtype)):
         return nullcontext()
     return _Linears()
@@ -188,7 +184,8 @@ def _is_float32(a: torch.Tensor, b: torch.Tensor) -> bool:
     # Subclasses, as those of spread tensors, may hold no memory.
     return (
         a.dtype == b.dtype == torch.float32
-        and a.device.type == b.device.type == "cpu"
+        and reads_freely(a.device)
+        and reads_freely(b.device)
         and {type(a), type(b)} <= PLAIN
     )
 

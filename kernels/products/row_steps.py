@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from draftsmith.kernels.host_compiler import compiled
+from draftsmith.kernels.host_compiler import function_of
 
 SOURCE = Path(__file__).with_name("row_steps_cpu.cpp")
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 _pointer, _number, _real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_ARGUMENTS = {
+_ARGUMENTS: dict[str, list[Any]] = {
     "normalise": [_pointer] * 3 + [_number] * 2 + [_real] * 2 + [ctypes.c_int],
     "rotate": [_pointer] * 4 + [_number] * 5 + [ctypes.c_int],
     "gate": [_pointer] * 3 + [_number] * 4 + [ctypes.c_int],
@@ -98,12 +98,10 @@ class RowSteps:
 @cache
 def row_steps(dtype: torch.dtype) -> RowSteps | None:
     """None where that is not possible: no C++ compiler, another dtype than float32 and bfloat16."""
-    library = compiled(SOURCE) if dtype in NAMES else None
-    if library is None:
+    if dtype not in NAMES:
         return None
-    found = {}
-    for name, arguments in _ARGUMENTS.items():
-        function = getattr(library, f"{name}_{NAMES[dtype]}")
-        function.argtypes, function.restype = arguments, None
-        found[name] = function
-    return RowSteps(found)
+    found = {
+        name: function_of(SOURCE, f"{name}_{NAMES[dtype]}", arguments)
+        for name, arguments in _ARGUMENTS.items()
+    }
+    return None if None in found.values() else RowSteps(found)

@@ -8,7 +8,7 @@ value or a shape that depends on one, so that a CUDA graph can hold them.
 3. `_finish`, one program per row: filters what `_narrow` has left and runs its race; otherwise
    finds the winner of the blocks.
 
-`draw.draw_torch` is the reference. Tokens and filtered sets are its own but for float32 rounding:
+`draw.draw` has the reference. Tokens and filtered sets are its own but for float32 rounding:
 of exponentials where a mass reaches 1 - top_p nearly, of logarithms where two tokens arrive at
 nearly the same time.
 """
@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 
 from draftsmith.kernels.dispatch import on_its_device
+from draftsmith.kernels.sampling.draw import Drawn
+from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.filters_triton import (
     LARGEST,
     MINUS_INF,
@@ -29,6 +31,7 @@ from draftsmith.kernels.sampling.filters_triton import (
     key_of,
     tile,
 )
+from draftsmith.kernels.sampling.random_streams import Purpose, first_arrivals
 from draftsmith.kernels.sampling.random_streams_triton import log_noise, stream_key
 
 BLOCK = 4096
@@ -40,8 +43,6 @@ FILTERING = {"num_warps": 16, "maxnreg": 128}
 # What differs from call to call makes no variants of its own: parts of a batch begin anywhere.
 _VECTORS = ["temperature", "top_k", "top_p", "min_p", "seeds", "positions"]
 
-# Temperature, top-k, top-p and min-p of N rows, as `filters.SamplingRows` holds them.
-Options = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Streams = tuple[torch.Tensor, torch.Tensor, int]  # seeds [N] and positions [N] int64, a purpose
 
 
@@ -285,9 +286,14 @@ def _score(
 
 
 @on_its_device
-def scores_triton(processed: torch.Tensor, streams: Streams) -> torch.Tensor:
-    """Minus the logs of the times at which tokens arrive, of processed logits [N, V]; -inf for one
-    that never does."""
+def draw_several_triton(
+    processed: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    purpose: Purpose,
+    count: int,
+) -> torch.Tensor:
+    """`draw.draw_several`."""
     num_rows, num_tokens = processed.shape
     processed = processed if processed.stride(-1) == 1 else processed.contiguous()
     scores = torch.empty(processed.shape, dtype=torch.float32, device=processed.device)
@@ -296,47 +302,38 @@ def scores_triton(processed: torch.Tensor, streams: Streams) -> torch.Tensor:
         _score[(num_rows, triton.cdiv(num_tokens, block))](
             processed,
             processed.stride(0),
-            streams[0].contiguous(),
-            streams[1].contiguous(),
-            streams[2],
+            seeds.contiguous(),
+            positions.contiguous(),
+            int(purpose),
             scores,
             num_tokens,
             BLOCK=block,
             num_warps=8,
         )
-    return scores
+    return first_arrivals(scores, count)
 
 
-def process_triton(
-    logits: torch.Tensor, options: Options, *, greedy: bool, filtered: bool, block: int = BLOCK
-) -> torch.Tensor:
-    """`filters.process`. `greedy` and `filtered`: whether some row may be. `block` tokens of the
-    vocabulary per program."""
-    return _launch(logits, options, None, greedy, filtered, block)[1]
+def process_triton(logits: torch.Tensor, rows: SamplingRows, *, block: int = BLOCK) -> torch.Tensor:
+    """`filters.process`; `block` tokens of the vocabulary per program."""
+    return _launch(logits, rows, None, block).logits
 
 
 def draw_triton(
     logits: torch.Tensor,
-    options: Options,
-    streams: Streams,
+    rows: SamplingRows,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    purpose: Purpose,
     *,
-    greedy: bool,
-    filtered: bool,
     block: int = BLOCK,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`draw.draw`: (tokens [N], processed logits [N, V])."""
-    return _launch(logits, options, streams, greedy, filtered, block)
+) -> Drawn:
+    """`draw.draw`; `block` tokens of the vocabulary per program."""
+    return _launch(logits, rows, (seeds, positions, int(purpose)), block)
 
 
 @on_its_device
-def _launch(
-    logits: torch.Tensor,
-    options: Options,
-    streams: Streams | None,
-    greedy: bool,
-    filtered: bool,
-    block: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _launch(logits: torch.Tensor, rows: SamplingRows, streams: Streams | None, block: int) -> Drawn:
+    options, greedy, filtered = rows.options, rows.passes.greedy, rows.passes.filtered
     num_rows, num_tokens = logits.shape
     block = min(block, max(triton.next_power_of_2(num_tokens), 2))
     group = min(GROUP, block // 2)
@@ -349,7 +346,7 @@ def _launch(
 
     processed, tokens = empty(num_tokens), empty(dtype=torch.int64)
     if num_rows == 0:
-        return tokens, processed
+        return Drawn(tokens, processed)
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     # Without streams nothing is read of what stands in their place; without filters neither of
     # maxima and what is laid side by side.
@@ -393,4 +390,4 @@ def _launch(
             PART=max(min(block, TILE) // blocks, 1),
             **(FILTERING if filtered else {"num_warps": 1}),
         )
-    return tokens, processed
+    return Drawn(tokens, processed)

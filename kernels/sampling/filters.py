@@ -16,7 +16,7 @@ import torch
 
 from draftsmith.errors import UserError
 from draftsmith.kernels.constants import MIN_TEMPERATURE
-from draftsmith.kernels.dispatch import choose, reads_freely, sent_tensor
+from draftsmith.kernels.dispatch import operation, reads_freely, sent_tensor
 
 # Nearly always enough tokens to reach top-p, and far cheaper to find than an order of the whole
 # vocabulary.
@@ -159,24 +159,15 @@ def _check(name: str, values: Sequence[float], low: float, high: float) -> None:
             raise UserError(f"{name} is {value}; it must be between {low} and {high}")
 
 
+@operation
 def process(logits: torch.Tensor, rows: SamplingRows, *, impl: str = "auto") -> torch.Tensor:
     """Raw logits [N, V] -> processed float32 logits [N, V], a new tensor: divided by temperature,
     filtered tokens at -inf.
 
     A greedy row becomes 0 at its argmax (the lowest id on a tie) and -inf elsewhere. NaN counts as
     -inf, +inf as the largest float. Every filter keeps one of the likeliest tokens, so a row is all
-    -inf only when its input is. `impl` is "auto", "triton" or "torch".
+    -inf only when its input is.
     """
-    if choose(impl, logits.device, logits.dtype) == "triton":
-        from draftsmith.kernels.sampling.draw_triton import process_triton
-
-        kinds = {"greedy": rows.passes.greedy, "filtered": rows.passes.filtered}
-        return process_triton(logits, rows.options, **kinds)
-    return process_torch(logits, rows)
-
-
-def process_torch(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """The reference."""
     processed = clean(logits.float())
     passes, greedy = rows.passes, rows.temperature == 0
     if passes.all_greedy:

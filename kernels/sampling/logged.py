@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from draftsmith.config import TOP
-from draftsmith.kernels.dispatch import Reading, pins, sent, sent_tensor
-from draftsmith.kernels.host_compiler import compiled
+from draftsmith.kernels.dispatch import Reading, operation, pins, reads_freely, sent, sent_tensor
+from draftsmith.kernels.host_compiler import compiled, function_of
 from draftsmith.kernels.sampling.top_tokens import top_probs
 from draftsmith.record import ProbArrays, RoundRow
 
@@ -29,13 +29,13 @@ from draftsmith.record import ProbArrays, RoundRow
 COPIED = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@operation
 def prob_arrays(
     logits: torch.Tensor, tokens: Sequence[int], temperatures: Sequence[float] | None = None
 ) -> ProbArrays:
     """Arrays of logits [n, V] with the logprobs of the drafted `tokens` and, for p, the norms under
     `temperatures`."""
-    made = compiled_arrays(logits, tokens, temperatures, TOP)
-    return _unpacked(_packed(logits, tokens, temperatures).cpu()) if made is None else made
+    return _unpacked(_packed(logits, tokens, temperatures).cpu())
 
 
 def late_arrays(
@@ -183,7 +183,7 @@ class LoggedRound:
 
 
 def _can_copy(logits: torch.Tensor) -> bool:
-    return logits.is_cpu and logits.dtype in COPIED
+    return reads_freely(logits.device) and logits.dtype in COPIED
 
 
 def _copy(logits: torch.Tensor, runs: list[tuple[int, int]]) -> Copy:
@@ -222,12 +222,8 @@ _ARGUMENTS = [_pointer, _number, *[_pointer] * 2, *[_number] * 3, *[_pointer] * 
 
 @cache
 def _kernel(dtype: torch.dtype) -> Any:
-    library = compiled(SOURCE) if dtype in NAMES else None
-    if library is None:
-        return None
-    function = getattr(library, f"reduce_{NAMES[dtype]}")
-    function.argtypes, function.restype = _ARGUMENTS, None
-    return function
+    name = NAMES.get(dtype)
+    return function_of(SOURCE, f"reduce_{name}", _ARGUMENTS) if name else None
 
 
 def prepare_arrays() -> None:
@@ -235,18 +231,17 @@ def prepare_arrays() -> None:
     compiled(SOURCE)
 
 
-def compiled_arrays(
+def prob_arrays_compiled(
     logits: torch.Tensor,
     tokens: Sequence[int],
-    temperatures: Sequence[float] | None,
+    temperatures: Sequence[float] | None = None,
     most: int = TOP,
 ) -> ProbArrays | None:
     """Arrays of the `most` likeliest tokens of logits [n, V], with the logprobs of the drafted
     `tokens` (one that is not known counts as token 0) and, where a temperature is neither 0 nor 1,
     the norm under it; None where no kernel can read them or keep that many. Raises `IndexError` for
     a token beyond the vocabulary."""
-    is_readable = logits.device.type == "cpu" and logits.stride(-1) == 1
-    kernel = _kernel(logits.dtype) if is_readable else None
+    kernel = _kernel(logits.dtype) if logits.stride(-1) == 1 else None
     if kernel is None:
         return None
     count, vocab_size = logits.shape

@@ -22,8 +22,8 @@ from typing import Any, Protocol
 
 import torch
 
-from draftsmith.kernels.dispatch import reads_freely
-from draftsmith.kernels.host_compiler import compiled
+from draftsmith.kernels.dispatch import operation, reads_freely
+from draftsmith.kernels.host_compiler import function_of
 
 WORD = (1 << 64) - 1
 
@@ -215,12 +215,13 @@ def _scores(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 def _every_noise(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """`token_noise` of all tokens of logits [N, V]."""
     offsets = _token_offsets(logits.shape[-1], logits.device)
-    found = None
-    if logits.device.type == "cpu" and logits.dtype == torch.float32:
-        found = compiled_uniforms(keys, offsets)
-    if found is None:
-        return token_noise(keys[:, None], offsets, logits.dtype)
-    return _log_exponential_(found)
+    return _log_exponential_(uniforms(keys, offsets, logits.dtype))
+
+
+@operation
+def uniforms(keys: torch.Tensor, offsets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Draws of each key [N] and token [V], int64, in (0, 1) -> [N, V]."""
+    return _unit_interval(_mix_(keys[:, None] + offsets), dtype)
 
 
 def _sparse_scores(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
@@ -287,22 +288,18 @@ SOURCE = Path(__file__).with_name("noise_cpu.cpp")
 
 @cache
 def _kernel() -> Any:
-    library = compiled(SOURCE)
-    if library is None:
-        return None
-    function = library.uniforms_float32
-    function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 2
-    function.restype = None
-    return function
+    return function_of(SOURCE, "uniforms_float32", [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 2)
 
 
-def compiled_uniforms(keys: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor | None:
-    """Draws of each key [N] and token [V], int64, in (0, 1) -> [N, V] float32; None where there is
-    no compiler."""
-    kernel = _kernel()
+def uniforms_compiled(
+    keys: torch.Tensor, offsets: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """The bits of `uniforms`, in one operation in place of seventeen; None for another type than
+    float32, and where there is no compiler."""
+    kernel = _kernel() if dtype == torch.float32 else None
     if kernel is None:
         return None
     keys, offsets = keys.contiguous(), offsets.contiguous()
-    out = torch.empty((len(keys), len(offsets)), dtype=torch.float32)
+    out = torch.empty((len(keys), len(offsets)), dtype=dtype)
     kernel(keys.data_ptr(), offsets.data_ptr(), out.data_ptr(), len(keys), len(offsets))
     return out

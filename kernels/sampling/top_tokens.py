@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from draftsmith.config import TOP
+from draftsmith.kernels.dispatch import reads_freely
 
 # Tokens that are looked at as one while the likeliest are searched.
 GROUP = 8
@@ -41,7 +42,7 @@ def top_probs(logits: torch.Tensor, k: int = TOP) -> TopProbs:
 
 def _likeliest(logits: torch.Tensor, k: int) -> torch.Tensor:
     """[N, k] ids, the largest first."""
-    if logits.device.type != "cpu" or k == logits.shape[-1]:
+    if not reads_freely(logits.device) or k == logits.shape[-1]:
         return torch.topk(logits, k, dim=-1).indices
     chosen = _best(logits, k)
     order = np.argsort(-logits.gather(-1, chosen).detach().numpy(), axis=-1)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.kernels.dispatch import choose
+from draftsmith.kernels.dispatch import operation
 from draftsmith.kernels.sampling.filters import clean
 from draftsmith.kernels.sampling.random_streams import STREAMS, Draws, Purpose
 from draftsmith.kernels.verify.chain import verify_chain
@@ -35,39 +35,6 @@ from draftsmith.kernels.verify.residual import (
     wide,
 )
 from draftsmith.kernels.verify.verdict import Verdict
-
-
-def verify_block(
-    p_logits: torch.Tensor,
-    draft_tokens: torch.Tensor,
-    lengths: torch.Tensor,
-    q_logits: torch.Tensor | None,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    *,
-    sizes: torch.Tensor | None = None,
-    impl: str = "auto",
-) -> Verdict:
-    """`verify_chain`, with the same arguments and edge cases, that judges each row's drafted tokens
-    as one block.
-
-    The drafts must come from `round_seeds(seeds, positions)` or from a generator of their own. A
-    token that its distribution could not have drawn ends its row's block. Test i has number i of
-    the ACCEPT stream at the row's first position.
-    """
-    if q_logits is None or draft_tokens.shape[1] == 0:
-        return verify_chain(
-            p_logits, draft_tokens, lengths, q_logits, seeds, positions, sizes=sizes, impl=impl
-        )
-    if choose(impl, p_logits.device, p_logits.dtype) == "triton":
-        from draftsmith.kernels.verify.block_triton import verify_block_triton
-
-        return verify_block_triton(
-            p_logits, draft_tokens, lengths, q_logits, seeds, positions, sizes=sizes
-        )
-    return verify_block_torch(
-        p_logits, draft_tokens, lengths, q_logits, seeds, positions, sizes=sizes
-    )
 
 
 class BlockDistribution(NamedTuple):
@@ -108,19 +75,31 @@ def block_distribution(
     return BlockDistribution(log_reach, torch.where(places <= last[:, None], stop, 0), last)
 
 
-def verify_block_torch(
+@operation
+def verify_block(
     p_logits: torch.Tensor,
     draft_tokens: torch.Tensor,
     lengths: torch.Tensor,
-    q_logits: torch.Tensor,
+    q_logits: torch.Tensor | None,
     seeds: torch.Tensor,
     positions: torch.Tensor,
     *,
     draws: Draws = STREAMS,
     sizes: torch.Tensor | None = None,
+    impl: str = "auto",
 ) -> Verdict:
-    """The reference. Computes in the dtype of the logits, float32 at least; random numbers come
-    from `draws`."""
+    """`verify_chain`, with the same arguments and edge cases, that judges each row's drafted tokens
+    as one block.
+
+    The drafts must come from `round_seeds(seeds, positions)` or from a generator of their own. A
+    token that its distribution could not have drawn ends its row's block. Test i has number i of
+    the ACCEPT stream at the row's first position.
+    """
+    if q_logits is None or draft_tokens.shape[1] == 0:
+        return verify_chain(
+            p_logits, draft_tokens, lengths, None, seeds, positions,
+            draws=draws, sizes=sizes, impl="torch",
+        )  # fmt: skip
     num_rows, num_draft = draft_tokens.shape
     device = p_logits.device
     first_rows = rows_before(lengths, sizes)

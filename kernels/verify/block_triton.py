@@ -12,7 +12,7 @@ rows once more.
   E.
 6. `emit`: the winner of the blocks, and the row of output tokens.
 
-What is kept is O(rows x blocks). `verify_block.verify_block_torch` is the reference.
+What is kept is O(rows x blocks). `block.verify_block` has the reference.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from draftsmith.kernels.sampling.random_streams_triton import (
     stream_key,
     uniform,
 )
+from draftsmith.kernels.verify.chain_triton import verify_chain_triton
 from draftsmith.kernels.verify.residual import rows_before
 from draftsmith.kernels.verify.rows_triton import (
     FEWEST_DEPTHS,
@@ -243,14 +244,18 @@ def verify_block_triton(
     p_logits: torch.Tensor,
     draft_tokens: torch.Tensor,
     lengths: torch.Tensor,
-    q_logits: torch.Tensor,
+    q_logits: torch.Tensor | None,
     seeds: torch.Tensor,
     positions: torch.Tensor,
     *,
     sizes: torch.Tensor | None = None,
     block: int = BLOCK,
 ) -> Verdict:
-    """`verify_block.verify_block` in float32; `block` tokens of the vocabulary per program."""
+    """`block.verify_block` in float32; `block` tokens of the vocabulary per program."""
+    if q_logits is None or draft_tokens.shape[1] == 0:
+        return verify_chain_triton(
+            p_logits, draft_tokens, lengths, None, seeds, positions, sizes=sizes, block=block
+        )
     num_requests, num_draft = draft_tokens.shape
     num_tokens = p_logits.shape[-1]
     block = min(block, triton.next_power_of_2(num_tokens))

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from draftsmith.kernels.dispatch import choose
-from draftsmith.kernels.host_compiler import compiled
+from draftsmith.kernels.dispatch import operation
+from draftsmith.kernels.host_compiler import function_of
 from draftsmith.kernels.sampling.draw import ROWS, SOURCE, rows_of, takes
 from draftsmith.kernels.sampling.filters import SamplingRows, clean, process
 from draftsmith.kernels.sampling.random_streams import STREAMS, Draws, Purpose
@@ -40,6 +40,7 @@ from draftsmith.kernels.verify.residual import (
 from draftsmith.kernels.verify.verdict import Drafts, Verdict
 
 
+@operation
 def verify_chain(
     p_logits: torch.Tensor,
     draft_tokens: torch.Tensor,
@@ -48,6 +49,7 @@ def verify_chain(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     *,
+    draws: Draws = STREAMS,
     sizes: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> Verdict:
@@ -66,37 +68,14 @@ def verify_chain(
         positions: [B] int64, absolute position of each row's first drafted token.
         sizes: [B] int64, at least the lengths, which they are where none are given: drafted tokens
         that the pass had of each row.
-        impl: "auto", "triton" or "torch".
+        draws: source of random numbers; the reference alone takes another than its own.
 
     NaN counts as -inf. A token with p(x) = 0 or q(x) = 0 is never kept. A token that its
     distribution could not have drawn (negative, or q(x) = 0) counts as no draft: what replaces it
     is drawn from p. A residual without mass (p = q up to rounding) falls back to p. When the
     deciding row of p is all -inf there is no distribution to draw from and the emitted token is -1.
+    Computes in the dtype of the logits, float32 at least.
     """
-    if choose(impl, p_logits.device, p_logits.dtype) == "triton":
-        from draftsmith.kernels.verify.chain_triton import verify_chain_triton
-
-        return verify_chain_triton(
-            p_logits, draft_tokens, lengths, q_logits, seeds, positions, sizes=sizes
-        )
-    return verify_chain_torch(
-        p_logits, draft_tokens, lengths, q_logits, seeds, positions, sizes=sizes
-    )
-
-
-def verify_chain_torch(
-    p_logits: torch.Tensor,
-    draft_tokens: torch.Tensor,
-    lengths: torch.Tensor,
-    q_logits: torch.Tensor | None,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    *,
-    draws: Draws = STREAMS,
-    sizes: torch.Tensor | None = None,
-) -> Verdict:
-    """The reference. Computes in the dtype of the logits, float32 at least; random numbers come
-    from `draws`."""
     num_rows, num_draft = draft_tokens.shape
     device = p_logits.device
     log_p = log_distribution(p_logits)
@@ -132,6 +111,7 @@ def verify_chain_torch(
     return Verdict(accepted, assemble(draft_tokens, accepted, emitted))
 
 
+@operation
 def verify_logits(
     logits: torch.Tensor,
     rows: SamplingRows,
@@ -151,45 +131,12 @@ def verify_logits(
         drafts: of the first D of them.
         seeds, positions: [B] int64, as `verify_chain` takes them.
     """
-    if choose(impl, logits.device, logits.dtype) == "triton":
-        return _verify_triton(logits, rows, drafts, seeds, positions)
-    found = None
-    if impl == "auto":
-        found = verify_logits_compiled(logits, rows, drafts, seeds, positions)
-    return verify_logits_torch(logits, rows, drafts, seeds, positions) if found is None else found
-
-
-def _verify_triton(
-    logits: torch.Tensor,
-    rows: SamplingRows,
-    drafts: Drafts | None,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-) -> torch.Tensor:
-    from draftsmith.kernels.verify.chain_triton import verify_logits_triton
-
     drafts = no_drafts(logits) if drafts is None else drafts
-    temperatures = rows.temperature
-    if rows.passes.filtered:
-        # What is filtered is made first; the rest is left to the launch.
-        logits = process(logits, rows.select(owners(drafts, len(seeds), len(logits))))
-        temperatures = torch.ones_like(temperatures)
-    return verify_logits_triton(logits, temperatures, drafts, seeds, positions)
-
-
-def verify_logits_torch(
-    logits: torch.Tensor,
-    rows: SamplingRows,
-    drafts: Drafts | None,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-) -> torch.Tensor:
-    """The reference."""
-    drafts = no_drafts(logits) if drafts is None else drafts
-    processed = process(logits, rows.select(owners(drafts, len(seeds), len(logits))))
+    own = rows.select(owners(drafts, len(seeds), len(logits)))
+    processed = process(logits, own, impl="torch")
     tokens, lengths, q_logits, sizes = drafts.padded(len(seeds))
-    verdict = verify_chain_torch(
-        processed, tokens, lengths, q_logits, seeds, positions, sizes=sizes
+    verdict = verify_chain(
+        processed, tokens, lengths, q_logits, seeds, positions, sizes=sizes, impl="torch"
     )
     return torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1)
 
@@ -206,20 +153,14 @@ def no_drafts(logits: torch.Tensor) -> Drafts:
 
 
 _pointer, _number = ctypes.c_void_p, ctypes.c_int64
-_ARGUMENTS: list[Any] = [*ROWS, *[_pointer] * 4, *[_number] * 2, *[_pointer] * 3, *[_number] * 2]
-
-
-_ARGUMENTS += [ctypes.c_int]
+_ARGUMENTS: list[Any] = [
+    *ROWS, *[_pointer] * 4, *[_number] * 2, *[_pointer] * 3, *[_number] * 2, ctypes.c_int,
+]  # fmt: skip
 
 
 @cache
 def _kernel() -> Any:
-    library = compiled(SOURCE)
-    if library is None:
-        return None
-    library.verify_chains.argtypes = _ARGUMENTS
-    library.verify_chains.restype = ctypes.c_bool
-    return library.verify_chains
+    return function_of(SOURCE, "verify_chains", _ARGUMENTS, ctypes.c_bool)
 
 
 def verify_logits_compiled(

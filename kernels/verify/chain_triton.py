@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from draftsmith.kernels.dispatch import on_its_device
+from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.filters_triton import LARGEST, MINUS_INF, clean
 from draftsmith.kernels.sampling.random_streams_triton import (
     ACCEPT,
@@ -27,6 +28,7 @@ from draftsmith.kernels.sampling.random_streams_triton import (
     stream_key,
     uniform,
 )
+from draftsmith.kernels.verify.chain import no_drafts, owners
 from draftsmith.kernels.verify.rows_triton import (
     FEWEST_DEPTHS,
     contiguous_rows,
@@ -252,12 +254,29 @@ def verify_chain_triton(
     """`chain.verify_chain` in float32; `block` tokens of the vocabulary per program."""
     ones = torch.ones(len(seeds), dtype=torch.float32, device=seeds.device)
     drafts = Drafts(draft_tokens, lengths, q_logits, lengths if sizes is None else sizes)
-    verdicts = verify_logits_triton(p_logits, ones, drafts, seeds, positions, block=block)
+    verdicts = verify_tempered(p_logits, ones, drafts, seeds, positions, block=block)
     return Verdict(verdicts[:, 0], verdicts[:, 1:])
 
 
-@on_its_device
 def verify_logits_triton(
+    logits: torch.Tensor,
+    rows: SamplingRows,
+    drafts: Drafts | None,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """`chain.verify_logits` in float32."""
+    drafts = no_drafts(logits) if drafts is None else drafts
+    temperatures = rows.temperature
+    if rows.passes.filtered:
+        # What is filtered is made first; the rest is left to the launch.
+        logits = process(logits, rows.select(owners(drafts, len(seeds), len(logits))))
+        temperatures = torch.ones_like(temperatures)
+    return verify_tempered(logits, temperatures, drafts, seeds, positions)
+
+
+@on_its_device
+def verify_tempered(
     logits: torch.Tensor,
     temperatures: torch.Tensor,
     drafts: Drafts,
@@ -266,8 +285,7 @@ def verify_logits_triton(
     *,
     block: int | None = None,
 ) -> torch.Tensor:
-    """As `chain.verify_logits`, of temperatures [B] float32 alone; `block` tokens of the
-    vocabulary per program."""
+    """As `verify_logits_triton`, of temperatures [B] float32 alone."""
     num_requests, (num_drafting, num_draft) = len(seeds), drafts.tokens.shape
     num_tokens = logits.shape[-1]
     block = min(block or BLOCK, triton.next_power_of_2(num_tokens))

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.kernels.constants import MAX_NODES
-from draftsmith.kernels.dispatch import choose, reads_freely
+from draftsmith.kernels.dispatch import operation, reads_freely
 from draftsmith.kernels.sampling.filters import clean
 from draftsmith.kernels.sampling.random_streams import STREAMS, Draws, Purpose
 from draftsmith.kernels.verify.residual import (
@@ -36,46 +36,6 @@ from draftsmith.kernels.verify.residual import (
     wide,
 )
 from draftsmith.kernels.verify.verdict import DraftTree, TreeVerdict, ancestors
-
-
-def verify_tree(
-    p_logits: torch.Tensor,
-    tree: DraftTree,
-    q_logits: torch.Tensor | None,
-    q_rows: torch.Tensor | None,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    *,
-    impl: str = "auto",
-) -> TreeVerdict:
-    """Keeps a path of each row's tree and draws the token after it.
-
-    Args:
-        p_logits: [R, V] processed target logits; row b owns `lengths[b] + 1` consecutive ones, of
-        the root and of each node.
-        tree: tokens, parents and lengths, see `DraftTree`.
-        q_logits: [Q, V] processed draft logits; None when all drafting was deterministic.
-        q_rows: [B, N + 1] int64: row of `q_logits` that the children of a slot (0 = root, i + 1 =
-        node i) were drawn from
-            without replacement, in their order; -1 where there are none, or where they are
-            deterministic.
-        seeds: [B] int64.
-        positions: [B] int64, absolute position of a child of the root.
-        impl: "auto", "triton" or "torch".
-
-    A child that its distribution could not have drawn is passed over, as if it were not there: a
-    negative token, one without mass in q, one that a sibling before it had. (So siblings drawn with
-    replacement are welcome, too: the first occurrences are a draw without replacement.) NaN counts
-    as -inf. A residual without mass falls back to p. When the deciding row of p is all -inf there
-    is no distribution to draw from and the emitted token is -1. Sibling j of a node at depth d is
-    tested with number j of the ACCEPT stream at position d, so that a chain is verified as
-    `verify_chain` does.
-    """
-    if choose(impl, p_logits.device, p_logits.dtype) == "triton":
-        from draftsmith.kernels.verify.tree_triton import verify_tree_triton
-
-        return verify_tree_triton(p_logits, tree, q_logits, q_rows, seeds, positions)
-    return verify_tree_torch(p_logits, tree, q_logits, q_rows, seeds, positions)
 
 
 def verify_tree_greedy(logits: torch.Tensor, tree: DraftTree) -> TreeVerdict:
@@ -128,7 +88,8 @@ def reject(left: Siblings, tokens: torch.Tensor, is_drawn: torch.Tensor) -> Sibl
     )
 
 
-def verify_tree_torch(
+@operation
+def verify_tree(
     p_logits: torch.Tensor,
     tree: DraftTree,
     q_logits: torch.Tensor | None,
@@ -137,12 +98,34 @@ def verify_tree_torch(
     positions: torch.Tensor,
     *,
     draws: Draws = STREAMS,
+    impl: str = "auto",
 ) -> TreeVerdict:
-    """The reference. Computes in the dtype of the logits, float32 at least; random numbers come
-    from `draws`.
+    """Keeps a path of each row's tree and draws the token after it.
 
-    One walk over the nodes in their topological order does for all rows: whichever node a row
-    stands at, its children come later, in the order of their tests.
+    Args:
+        p_logits: [R, V] processed target logits; row b owns `lengths[b] + 1` consecutive ones, of
+        the root and of each node.
+        tree: tokens, parents and lengths, see `DraftTree`.
+        q_logits: [Q, V] processed draft logits; None when all drafting was deterministic.
+        q_rows: [B, N + 1] int64: row of `q_logits` that the children of a slot (0 = root, i + 1 =
+        node i) were drawn from
+            without replacement, in their order; -1 where there are none, or where they are
+            deterministic.
+        seeds: [B] int64.
+        positions: [B] int64, absolute position of a child of the root.
+        draws: source of random numbers; the reference alone takes another than its own.
+
+    A child that its distribution could not have drawn is passed over, as if it were not there: a
+    negative token, one without mass in q, one that a sibling before it had. (So siblings drawn with
+    replacement are welcome, too: the first occurrences are a draw without replacement.) NaN counts
+    as -inf. A residual without mass falls back to p. When the deciding row of p is all -inf there
+    is no distribution to draw from and the emitted token is -1. Sibling j of a node at depth d is
+    tested with number j of the ACCEPT stream at position d, so that a chain is verified as
+    `verify_chain` does.
+
+    Computes in the dtype of the logits, float32 at least. One walk over the nodes in their
+    topological order does for all rows: whichever node a row stands at, its children come later, in
+    the order of their tests.
     """
     walk = _Walk(p_logits, tree, q_logits, q_rows)
     lengths, parents = tree.lengths.tolist(), tree.parents.tolist()

@@ -19,7 +19,7 @@ may be tiny in q. A is held as log A minus the normaliser of q, and added to log
 relative to the largest logit of q: large logits would round it away. The residual of deterministic
 children is p without them.
 
-`verify_tree.verify_tree_torch` is the reference; it takes residuals of residuals, row by row.
+The reference, `tree.verify_tree`, takes residuals of residuals, row by row.
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ def verify_tree_triton(
     *,
     block: int = BLOCK,
 ) -> TreeVerdict:
-    """`verify_tree.verify_tree` in float32; `block` tokens of the vocabulary per program
+    """`tree.verify_tree` in float32; `block` tokens of the vocabulary per program
     or step."""
     num_requests, num_nodes = tree.tokens.shape
     num_tokens = p_logits.shape[-1]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.kernels.dispatch import choose
+from draftsmith.kernels.dispatch import choose, reads_freely
 from draftsmith.kernels.sampling.random_streams import (
     Purpose,
     round_seeds,
@@ -201,7 +201,7 @@ def note(impl: str, device: torch.device) -> str:
             "kernels, which one on CUDA runs, were not: audit with --device cuda there, or with "
             "--impl triton and TRITON_INTERPRET=1 in the environment here"
         )
-    if device.type == "cpu":
+    if reads_freely(device):
         return (
             "the Triton kernels ran interpreted and decided single rounds beside the reference, "
             "which made the texts; compiled they are audited with --device cuda"
@@ -216,7 +216,7 @@ def text_fit(
     logits as they are. Samples of unlike `stream` have no seed in common."""
     device, count = case.p_logits.device, kernel.depth + 1
     # Whole texts by interpreted kernels would take days: the reference makes them there.
-    impl = "torch" if device.type == "cpu" else config.impl
+    impl = "torch" if reads_freely(device) else config.impl
     p = case.p_logits.double().softmax(dim=-1)
     generator = torch.Generator(device).manual_seed(config.seed + stream)
     powers = VOCAB_SIZE ** torch.arange(count, device=device).flip(0)
@@ -241,7 +241,7 @@ def text_fit(
 def reference_check(kernel: Kernel, case: Case, impl: str) -> Check:
     """The kernel's decisions beside those of the reference in float64."""
     device = case.p_logits.device
-    is_interpreted = impl == "triton" and device.type == "cpu"
+    is_interpreted = impl == "triton" and reads_freely(device)
     rows = INTERPRETED_ROWS if is_interpreted else COMPILED_ROWS
     given = kernel.arguments(case, torch.arange(rows, device=device))
 

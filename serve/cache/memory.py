@@ -12,6 +12,7 @@ from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.quirks.kept_state import NUM_SIDES
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
+from draftsmith.kernels.dispatch import pins
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.config_checks import check_engine
 
@@ -99,9 +100,7 @@ def most_kept(
 
 def allowed_bytes(device: torch.device) -> int:
     """Most bytes of the pools where no option gives them."""
-    return (
-        CPU_BYTES if device.type != "cuda" else int(GPU_SHARE * torch.cuda.mem_get_info(device)[0])
-    )
+    return int(GPU_SHARE * torch.cuda.mem_get_info(device)[0]) if pins(device) else CPU_BYTES
 
 
 def state_bytes(target: Target, config: EngineConfig) -> int:

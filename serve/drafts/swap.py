@@ -20,6 +20,7 @@ from draftsmith.drafters.interface import ServingDrafter, TrainedDrafter
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.errors import UserError
+from draftsmith.kernels.dispatch import pins
 from draftsmith.serve.requests.request import LIVE
 
 
@@ -138,7 +139,7 @@ def apply_swap(swap: Swap) -> float:
     begun_s = perf_counter()
     for live, values in swap.pairs:
         live.copy_(values)
-    if swap.pairs and swap.pairs[0][0].is_cuda:
-        torch.cuda.synchronize(swap.pairs[0][0].device)
+    if swap.pairs and pins(device := swap.pairs[0][0].device):
+        torch.cuda.synchronize(device)
     swap.pause_s = perf_counter() - begun_s
     return swap.pause_s

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from draftsmith.kernels.verify.block import verify_block_torch
-from draftsmith.kernels.verify.chain import verify_chain_torch
+from draftsmith.kernels.verify.block import verify_block
+from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.residual import log_distribution, residual_distribution
-from draftsmith.kernels.verify.tree import verify_tree_torch
+from draftsmith.kernels.verify.tree import verify_tree
 from draftsmith.kernels.verify.verdict import DraftTree, TreeVerdict, Verdict
 from tests.kernel_audit.enumerate import (
     Chosen,
@@ -65,7 +65,7 @@ DISTRIBUTIONS = (
 
 
 def chain_error(
-    distribution: Distribution, seed: int, *, verify: VerifyChain = verify_chain_torch
+    distribution: Distribution, seed: int, *, verify: VerifyChain = verify_chain
 ) -> float:
     """Largest error of a probability of the K + 1 tokens of a round; `verify` takes `draws`, and a
     control has its own."""
@@ -73,7 +73,7 @@ def chain_error(
 
 
 def block_error(
-    distribution: Distribution, seed: int, *, verify: VerifyChain = verify_block_torch
+    distribution: Distribution, seed: int, *, verify: VerifyChain = verify_block
 ) -> float:
     return _chain_error(distribution, seed, verify, shape=(1, CHAIN.depth))
 
@@ -104,7 +104,7 @@ def tree_error(
     seed: int,
     shape: Shape = TREES["tree, children under every child"],
     *,
-    verify: VerifyTree = verify_tree_torch,
+    verify: VerifyTree = verify_tree,
 ) -> float:
     world = shape.world(distribution, seed)
     drafts = all_drafts(world, shape.parents, deterministic=distribution.deterministic)
@@ -183,7 +183,7 @@ def without_residual(
     *,
     draws: Chosen,
 ) -> Verdict:
-    verdict = verify_chain_torch(p_logits, drafts, lengths, q_logits, seeds, positions, draws=draws)
+    verdict = verify_chain(p_logits, drafts, lengths, q_logits, seeds, positions, draws=draws)
     draws.token(by_target(p_logits, lengths, verdict.accepted), seeds, positions, seeds)
     return verdict
 
@@ -198,7 +198,7 @@ def with_chains_residual(
     *,
     draws: Chosen,
 ) -> Verdict:
-    verdict = verify_block_torch(p_logits, drafts, lengths, q_logits, seeds, positions, draws=draws)
+    verdict = verify_block(p_logits, drafts, lengths, q_logits, seeds, positions, draws=draws)
     draws.token(
         by_chains_residual(p_logits, lengths, q_logits, verdict.accepted), seeds, positions, seeds
     )
@@ -213,7 +213,7 @@ def with_warmer_q(
     draws: Chosen,
 ) -> TreeVerdict:
     """Siblings verified as drawn from a flatter distribution than they were."""
-    return verify_tree_torch(p_logits, tree, q_logits * 0.5, *rest, draws=draws)
+    return verify_tree(p_logits, tree, q_logits * 0.5, *rest, draws=draws)
 
 
 def by_target(

@@ -17,6 +17,7 @@ from draftsmith.drafters.target.quantised import quantisation
 from draftsmith.drafters.target.taps import body_name, decoder_layers
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.kernels.dispatch import pins, reads_freely
 from draftsmith.kernels.host_memory import host_bytes
 from draftsmith.train.check.finding import Finding, fail, ok, warn
 
@@ -99,7 +100,7 @@ def check_fit(
     needed, available = parts.on_device(offload=offload), available_bytes(device)
     what = (
         f"{parts.whole / GIB:.3g} GiB of weights, {needed / GIB:.3g} GiB of them at a time on "
-        f"{device.type}, which has {available / GIB:.3g} GiB"
+        f"{device}, which has {available / GIB:.3g} GiB"
     )
     if needed >= available:
         ways = ways_to_fit(parts, device, offloads=offload is None)
@@ -116,7 +117,7 @@ def ways_to_fit(
     """Options with which a target leaves room for `beside` bytes more on the device; empty where
     none does. Processes on one CPU share its memory."""
     room = available_bytes(device) - beside
-    is_cpu = device.type == "cpu"
+    is_cpu = reads_freely(device)
     ways = []
     fitting = [shares for shares in SHARES if parts.on_device(shares=shares) < room]
     if fitting:
@@ -196,7 +197,7 @@ def check_training(
 
 def compare(check: str, what: str, needed: float, device: torch.device, mend: str) -> Finding:
     available = available_bytes(device)
-    what += f"; {available / GIB:.1f} GiB on {device.type}"
+    what += f"; {available / GIB:.1f} GiB on {device}"
     return ok(check, what) if needed < available else warn(check, what, mend)
 
 
@@ -221,6 +222,6 @@ def bytes_per_token(pooled: PooledMemory, target: Target) -> float:
 
 def available_bytes(device: torch.device) -> int:
     """Memory of the whole device: what runs on it now may be gone when the server starts."""
-    if device.type == "cuda":
+    if pins(device):
         return torch.cuda.get_device_properties(device).total_memory
     return host_bytes()

@@ -16,6 +16,7 @@ from draftsmith.drafters.target.taps import FINAL
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import read_config
 from draftsmith.errors import UserError
+from draftsmith.kernels.dispatch import reads_freely
 from draftsmith.kernels.host_compiler import compiler_path
 from draftsmith.kernels.measured import CHOICES
 from draftsmith.train.check.finding import Finding, fail, ok, refused, warn
@@ -94,7 +95,7 @@ def check_compiler() -> Finding:
 def check_ways(target: Target) -> list[Finding]:
     """On a CPU, the fastest ways to do the work of a pass, which are timed here where they are not
     known yet."""
-    if target.device.type != "cpu":
+    if not reads_freely(target.device):
         return []
     capture_lm(target)
     return [ok("cpu.ways", line) for line in CHOICES.lines()]

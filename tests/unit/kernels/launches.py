@@ -26,9 +26,11 @@ from draftsmith.kernels.products.row_steps_triton import (
     normalise,
     rotate_and_write,
 )
-from draftsmith.kernels.sampling.draw_triton import draw_triton, process_triton, scores_triton
+from draftsmith.kernels.sampling.draw_triton import draw_several_triton, draw_triton, process_triton
+from draftsmith.kernels.sampling.filters import Passes, SamplingRows
+from draftsmith.kernels.sampling.random_streams import Purpose
 from draftsmith.kernels.verify.block_triton import verify_block_triton
-from draftsmith.kernels.verify.chain_triton import verify_logits_triton
+from draftsmith.kernels.verify.chain_triton import verify_tempered
 from draftsmith.kernels.verify.tree_triton import verify_tree_triton
 from draftsmith.kernels.verify.verdict import Drafts, DraftTree
 
@@ -168,7 +170,7 @@ def verify(
         verify_block_triton(p, drafts, lengths, q, seeds, positions)
     else:
         temperatures = vector(dtype=F32)
-        verify_logits_triton(p, temperatures, Drafts(drafts, lengths, q, lengths), seeds, positions)
+        verify_tempered(p, temperatures, Drafts(drafts, lengths, q, lengths), seeds, positions)
 
 
 def diverge(name: str, dtype: torch.dtype, *, has_map: bool, has_tokens: bool, vocab: int) -> None:
@@ -188,12 +190,14 @@ def draw(
 ) -> None:
     """Of four rows, with scores of all tokens; or their filters alone."""
     options = (empty(4, dtype=F32), empty(4), empty(4, dtype=F32), empty(4, dtype=F32))
-    logits, streams = empty(4, vocab, dtype=dtype), (empty(4), empty(4), 0)
+    passes = Passes(True, False, True, 50 if filtered else 0, filtered, filtered)
+    rows, streams = SamplingRows(*options, passes), (empty(4), empty(4), Purpose.DRAFT)
+    logits = empty(4, vocab, dtype=dtype)
     if drawn:
-        draw_triton(logits, options, streams, greedy=True, filtered=filtered)
-        scores_triton(empty(4, vocab, dtype=F32), streams)
+        draw_triton(logits, rows, *streams)
+        draw_several_triton(empty(4, vocab, dtype=F32), *streams, 1)
     else:
-        process_triton(logits, options, greedy=True, filtered=filtered)
+        process_triton(logits, rows)
 
 
 class Sizes(NamedTuple):

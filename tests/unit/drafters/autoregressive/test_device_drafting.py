@@ -176,7 +176,9 @@ def new_pool(drafter: Any, target: Target) -> PagedPool | None:
 
 @pytest.fixture
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_attention, "_context", lambda impl, keys: BlindContext)
+    monkeypatch.setattr(
+        paged_attention, "attention_context", lambda keys, *given, impl: BlindContext(*given)
+    )
 
 
 # Each kind with one distribution and each distribution with several kinds.

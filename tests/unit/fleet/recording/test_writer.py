@@ -108,13 +108,13 @@ def test_the_likeliest_tokens_are_found_by_the_compiled_kernel(
 ) -> None:
     prepared: list[bool] = []
     read: list[int] = []
-    real = logged.compiled_arrays
+    real = logged.prob_arrays_compiled
 
     def prob_arrays(logits: torch.Tensor, *arguments: Any) -> Any:
         read.append(len(logits))
         return real(logits, *arguments)
 
-    monkeypatch.setattr(logged, "compiled_arrays", prob_arrays)
+    monkeypatch.setattr(logged, "prob_arrays_compiled", prob_arrays)
     monkeypatch.setattr(writer_module, "prepare_arrays", lambda: prepared.append(not read))
 
     def act(engine: Engine) -> None:

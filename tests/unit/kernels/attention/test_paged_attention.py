@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.kernels.attention import paged_torch
+from draftsmith.kernels.attention import paged_compiled, paged_torch
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.paged_compiled import MOST_QUERIES, CompiledContext, kernel
 from draftsmith.kernels.attention.paged_torch import GatheredContext
@@ -181,15 +181,13 @@ def test_threads_share_the_rows() -> None:
 
 
 def test_without_a_compiler_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    from draftsmith.kernels.attention import paged
-
     def context(**options: str) -> type:
         return type(pass_of([3], torch.float32, **options)[0].context)
 
     assert context(impl="torch") is GatheredContext
-    monkeypatch.setattr(paged, "kernel", lambda dtype: object())
+    monkeypatch.setattr(paged_compiled, "kernel", lambda dtype: object())
     assert context() is CompiledContext
-    monkeypatch.setattr(paged, "kernel", lambda dtype: None)
+    monkeypatch.setattr(paged_compiled, "kernel", lambda dtype: None)
     assert context() is GatheredContext
 
 

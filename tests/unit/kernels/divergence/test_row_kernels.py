@@ -12,13 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.kernels.divergence import fused, rows_compiled
+from draftsmith.kernels.divergence import rows_compiled
 from draftsmith.kernels.divergence.fused import SharedLogits, divergence
 from draftsmith.kernels.divergence.kind import PARAMETERS, DivergenceKind, kind_of
 from draftsmith.kernels.divergence.rows import (
     RowInputs,
     RowTerms,
     divergence_rows,
+    divergence_terms,
     draft_columns,
 )
 from draftsmith.kernels.divergence.rows_compiled import CODES, divergence_rows_compiled
@@ -276,7 +277,7 @@ def test_what_no_kernel_computes_is_left_to_torch() -> None:
     strided = case.rows._replace(draft_logits=torch.randn(37, 7).T)
     assert divergence_rows_compiled(tv, strided) is None
     with pytest.raises(ValueError, match="needs the tokens"):
-        fused._compiled_or_blocked(kind_of("ce"), case.rows._replace(columns=None))
+        divergence_terms(kind_of("ce"), case.rows._replace(columns=None))
 
 
 @compiler

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.drafters.autoregressive.draft_sampler import draw_tokens
 from draftsmith.errors import UserError
+from draftsmith.kernels import dispatch
 from draftsmith.kernels.sampling import draw as draw_module
 from draftsmith.kernels.sampling import draw_triton as draw_triton_module
 from draftsmith.kernels.sampling import filters
@@ -27,10 +28,6 @@ from tests.sampled_rows import logits_of, options, rows_of, streams
 # Of a mass, by which sums and exponentials in float32 may be off; of a probability twenty times.
 OFF = 1e-6
 LOOKS = {"_local_scalar_dense", "nonzero", "sort", "item", "masked_select", "unique"}
-
-
-def kinds(rows: SamplingRows) -> dict[str, bool]:
-    return {"greedy": rows.passes.greedy, "filtered": rows.passes.filtered}
 
 
 def kept_in_float64(row: torch.Tensor, rows: SamplingRows, off: float) -> torch.Tensor:
@@ -105,13 +102,7 @@ def test_sets_and_tokens_are_the_references(
     rows, logits = rows_of([values]), adversarial(kind, seed, size)
     random = streams(1, seed=seed)
     block = max(block, size // 16)
-    tokens, found = draw_triton(
-        logits,
-        rows.options,
-        (*random, int(purpose)),
-        block=1 << (block - 1).bit_length(),
-        **kinds(rows),
-    )
+    tokens, found = draw_triton(logits, rows, *random, purpose, block=1 << (block - 1).bit_length())
     expected = draw(logits, rows, *random, purpose, impl="torch")
     scaled = process(logits, SamplingRows.of([values["temperature"]]), impl="torch")
     fewest, most = (kept_in_float64(scaled[0], rows, off) for off in (OFF, -OFF))
@@ -277,8 +268,8 @@ def test_a_drafter_draws_by_the_kernels_where_they_run(monkeypatch: pytest.Monke
         asked.append(impl)
         return "triton"
 
-    monkeypatch.setattr(draw_module, "choose", on_cuda)
-    monkeypatch.setattr(draw_module, "draw_torch", None)
+    monkeypatch.setattr(dispatch, "choose", on_cuda)
+    monkeypatch.setattr(draw_module, "process", None)
     found = draw_tokens(*arguments)
     assert asked == ["auto"]
     assert torch.equal(found.tokens, expected.tokens)

@@ -13,7 +13,7 @@ from draftsmith.kernels.sampling.logged import NAMES, prob_arrays
 from draftsmith.record import ProbArrays
 
 compiler = pytest.mark.skipif(
-    logged.compiled_arrays(torch.zeros(1, 1), [0], None) is None,
+    logged.prob_arrays_compiled(torch.zeros(1, 1), [0], None) is None,
     reason="there is no C++ compiler",
 )
 STEP = 1 / 1024  # of a stored logprob, in nats
@@ -24,7 +24,7 @@ def logits_of(num_tokens: int, *, rows: int = 6, seed: int = 0) -> torch.Tensor:
 
 
 def compiled(logits: torch.Tensor, tokens: list[int], temperatures: list[float]) -> ProbArrays:
-    found = logged.compiled_arrays(logits, tokens, temperatures)
+    found = logged.prob_arrays_compiled(logits, tokens, temperatures)
     assert found is not None
     return found
 
@@ -117,10 +117,10 @@ def test_a_row_depends_on_no_other_and_lies_anywhere_in_its_table() -> None:
 def test_what_the_kernel_cannot_read_is_left_to_torch() -> None:
     logits = logits_of(300)
     for other in (logits.double(), logits.half(), logits.T.contiguous().T):
-        assert logged.compiled_arrays(other, [0] * 6, None) is None
+        assert logged.prob_arrays_compiled(other, [0] * 6, None) is None
     most = logged.MOST_KEPT
-    assert logged.compiled_arrays(logits, [0] * 6, None, most) is not None
-    assert logged.compiled_arrays(logits, [0] * 6, None, most + 1) is None
+    assert logged.prob_arrays_compiled(logits, [0] * 6, None, most) is not None
+    assert logged.prob_arrays_compiled(logits, [0] * 6, None, most + 1) is None
     with pytest.raises(IndexError, match="token 300 is beyond a vocabulary of 300"):
         compiled(logits[:1], [300], [1.0])
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, round_seeds, sample, uniform
 from draftsmith.kernels.statistics import g_test
-from draftsmith.kernels.verify.chain import _kernel, verify_logits_compiled, verify_logits_torch
+from draftsmith.kernels.verify.chain import _kernel, verify_logits, verify_logits_compiled
 from draftsmith.kernels.verify.verdict import Drafts
 
 pytestmark = pytest.mark.skipif(_kernel() is None, reason="there is no C++ compiler")
@@ -36,7 +36,7 @@ class Case(NamedTuple):
         return None if found is None else found.tolist()
 
     def reference(self, logits: torch.Tensor | None = None) -> list[list[int]]:
-        return verify_logits_torch(self._logits(logits), *self[1:]).tolist()
+        return verify_logits(self._logits(logits), *self[1:], impl="torch").tolist()
 
     def _logits(self, logits: torch.Tensor | None) -> torch.Tensor:
         return self.logits if logits is None else logits

@@ -9,7 +9,7 @@ import torch
 
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.verify import chain_triton
-from draftsmith.kernels.verify.chain import verify_logits, verify_logits_torch
+from draftsmith.kernels.verify.chain import verify_logits
 from draftsmith.kernels.verify.verdict import Drafts
 
 SIZE, DEPTH, SIZES = 50, 3, [3, 2, 3]  # of three requests with drafts; a fourth has none
@@ -96,9 +96,8 @@ def test_rows_without_drafts_draw_bonus_tokens_of_their_own() -> None:
     rows = SamplingRows.of(**DISTRIBUTIONS["sampled"])
     logits, drafts, *streams = round_of(5, [3, 2, 3], drawn=True)
     together = assert_equal(rows, logits, drafts, *streams)
-    alone = verify_logits_torch(
-        logits[-1:], rows.select(slice(3, 4)), None, *(stream[3:] for stream in streams)
-    )
+    last = rows.select(slice(3, 4)), None, *(stream[3:] for stream in streams)
+    alone = verify_logits(logits[-1:], *last, impl="torch")
     assert together[3][:2] == alone[0].tolist()
 
 

@@ -14,13 +14,16 @@ from hypothesis import strategies as st
 
 from draftsmith.kernels.sampling.random_streams import Purpose, round_seeds, sample, uniform
 from draftsmith.kernels.statistics import g_test
-from draftsmith.kernels.verify.block import verify_block, verify_block_torch
-from draftsmith.kernels.verify.chain import verify_chain, verify_chain_torch
-from draftsmith.kernels.verify.tree import verify_tree_torch
+from draftsmith.kernels.verify.block import verify_block
+from draftsmith.kernels.verify.chain import verify_chain
+from draftsmith.kernels.verify.tree import verify_tree
 from draftsmith.kernels.verify.verdict import TreeVerdict, Verdict, chain_tree
 
 Verify = Callable[..., Verdict]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # hypothesis takes no fixture
+
+
+chain_torch, block_torch = (partial(rule, impl="torch") for rule in (verify_chain, verify_block))
 
 
 def chain_triton(*arguments: torch.Tensor | None) -> Verdict:
@@ -62,11 +65,11 @@ def of_a_chain(
 
 
 WAYS: dict[str, Verify] = {
-    "chain": verify_chain_torch,
+    "chain": chain_torch,
     "chain, triton": chain_triton,
-    "block": verify_block_torch,
+    "block": block_torch,
     "block, triton": block_triton,
-    "tree": partial(of_a_chain, verify_tree_torch),
+    "tree": partial(of_a_chain, partial(verify_tree, impl="torch")),
     "tree, triton": partial(of_a_chain, tree_triton),
 }
 
@@ -171,9 +174,9 @@ def test_every_way_decides_as_its_reference(verify: Verify, way: str, size: int)
     after a draft that a chain rejects."""
     arguments = random_rounds(size, 24, 3, size)
     arguments[1][3, 1] = -1
-    reference = chain = verify_chain_torch(*arguments)
+    reference = chain = chain_torch(*arguments)
     if "block" in way:
-        reference = verify_block_torch(*arguments)
+        reference = block_torch(*arguments)
         assert (reference.accepted > chain.accepted).any()
     ours = verify(*arguments)
     assert torch.equal(ours.accepted, reference.accepted)
@@ -185,7 +188,7 @@ def test_deterministic_drafts_are_one_hot_distributions(verify: Verify, way: str
     p, drafts, lengths, _, seeds, positions = random_rounds(21, 12, 3, 40)
     drafts[::2, :2] = p[(lengths + 1).cumsum(0) - 1].argmax(-1)[::2, None]
     one_hot = torch.full((12, 3, 40), -math.inf).scatter_(-1, drafts[..., None], 0.0)
-    chain = verify_chain_torch(p, drafts, lengths, None, seeds, positions)
+    chain = chain_torch(p, drafts, lengths, None, seeds, positions)
     assert set(chain.accepted.tolist()) >= {0, 1}
     if "block" in way:
         found = verify_block(p, drafts, lengths, None, seeds, positions)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample, sample_without_replacement
 from draftsmith.kernels.statistics import g_test
 from draftsmith.kernels.verify.residual import one_hot_logits
-from draftsmith.kernels.verify.tree import verify_tree, verify_tree_greedy, verify_tree_torch
+from draftsmith.kernels.verify.tree import verify_tree, verify_tree_greedy
 from draftsmith.kernels.verify.verdict import DraftTree, TreeVerdict
 
 Verify = Callable[..., TreeVerdict]
@@ -32,7 +33,7 @@ def triton_small_blocks(*arguments: object) -> TreeVerdict:
 
 @pytest.fixture(params=["torch", "triton"])
 def verify(request: pytest.FixtureRequest, device: torch.device, poisoned_empty: None) -> Verify:
-    chosen = verify_tree_torch if request.param == "torch" else triton_small_blocks
+    chosen = partial(verify_tree, impl="torch") if request.param == "torch" else triton_small_blocks
 
     def on_device(p: torch.Tensor, tree: DraftTree, *others: torch.Tensor | None) -> TreeVerdict:
         moved = (None if tensor is None else tensor.to(device) for tensor in others)
@@ -200,7 +201,7 @@ def test_triton_decides_as_the_reference(
         positions.to(device),
     )
     # The seeds are such that no draw lies within rounding of its threshold.
-    reference, ours = verify_tree_torch(*arguments), triton_small_blocks(*arguments)
+    reference, ours = verify_tree(*arguments, impl="torch"), triton_small_blocks(*arguments)
     same(ours, reference)
     assert (reference.accepted > 0).any() and (reference.accepted < tree.lengths.to(device)).any()
 
@@ -423,7 +424,7 @@ def test_greedy_trees_are_decided_as_those_of_one_hot_distributions(
             logits[-1] += -math.inf
         streams = torch.arange(len(forest)), torch.arange(len(forest))
         one_hot = process(logits, SamplingRows.of([0.0] * len(logits)))
-        expected = verify_tree_torch(one_hot, tree, None, None, *streams)
+        expected = verify_tree(one_hot, tree, None, None, *streams)
         moved = DraftTree(*(part.to(DEVICE) for part in tree))
         found = verify_tree_greedy(logits.to(DEVICE), moved)
         assert [part.tolist() for part in found] == [part.tolist() for part in expected]

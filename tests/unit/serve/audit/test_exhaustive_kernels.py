@@ -81,7 +81,7 @@ def test_a_test_that_is_no_threshold_is_seen() -> None:
 
     def folded(*arguments: torch.Tensor, draws: Chosen) -> Verdict:
         unfolded = Chosen((draws.uniforms + 0.5) % 1)
-        verdict = verify.verify_chain_torch(*arguments, draws=unfolded)
+        verdict = verify.verify_chain(*arguments, draws=unfolded)
         draws.probs = unfolded.probs
         return verdict
 

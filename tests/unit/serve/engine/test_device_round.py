@@ -4,6 +4,7 @@ those of a round on a CPU."""
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,19 +18,13 @@ from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.kernels import dispatch
 from draftsmith.kernels.dispatch import sent
 from draftsmith.kernels.sampling.filters import SamplingRows
-from draftsmith.kernels.verify import (
-    block,
-    block_triton,
-    chain,
-    chain_triton,
-    tree,
-    tree_triton,
-)
-from draftsmith.kernels.verify.block import verify_block_torch
-from draftsmith.kernels.verify.chain import verify_logits_torch
-from draftsmith.kernels.verify.tree import verify_tree_torch
+from draftsmith.kernels.verify import block_triton, chain_triton, tree_triton
+from draftsmith.kernels.verify.block import verify_block
+from draftsmith.kernels.verify.chain import verify_logits
+from draftsmith.kernels.verify.tree import verify_tree
 from draftsmith.record import RecordedRound, RoundRecord, SinkCounts
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
@@ -144,7 +139,8 @@ class Served:
 
 
 def tempered(logits: torch.Tensor, temperatures: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return verify_logits_torch(logits, SamplingRows.of(temperatures.tolist()), *rest)
+    rows = SamplingRows.of(temperatures.tolist())
+    return verify_logits(logits, rows, *rest, impl="torch")
 
 
 def _triton_elsewhere(impl: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -168,17 +164,17 @@ def both(
         expected = Served(tiny_target("llama"), family).answers(*values, sink=sinks[0], **options)
         served = Served(tiny_target("llama"), family)
         with monkeypatch.context() as patch, device_stand_in.device(monkeypatch) as device:
-            patch.setattr(chain, "choose", _triton_elsewhere)
+            kept = {name: one for name, one in dispatch.BACKENDS.items() if "verify" in name}
+            patch.setattr(dispatch, "BACKENDS", defaultdict(dispatch.Backend, kept))
+            patch.setattr(dispatch, "choose", _triton_elsewhere)
             patch.setattr(
-                chain_triton, "verify_logits_triton", kernel(device, "verify_logits", tempered)
+                chain_triton, "verify_tempered", kernel(device, "verify_logits", tempered)
             )
             for module, name, reference in (
-                (tree_triton, "verify_tree_triton", verify_tree_torch),
-                (block_triton, "verify_block_triton", verify_block_torch),
+                (tree_triton, "verify_tree_triton", verify_tree),
+                (block_triton, "verify_block_triton", verify_block),
             ):
                 patch.setattr(module, name, kernel(device, name, reference))
-            for module in (tree, block):
-                patch.setattr(module, "choose", _triton_elsewhere)
             served.move(device)
             assert served.answers(*values, sink=sinks[1], **options) == expected
         run.expected, run.sinks = expected, sinks  # type: ignore[attr-defined]
