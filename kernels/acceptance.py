@@ -69,23 +69,10 @@ def expected_rounds(keep: torch.Tensor) -> float:
     expected_rounds.
 
     `keep[i, s]` [n, K] is the chance that the token at i + s is kept at depth s of a round that
-    starts at i, given that it was emitted (`keep_probability`, or 0 and 1 for greedy). R(i) = 1 +
-    sum_a P(a kept at i) R(i + a + 1), R = 0 past the end; the last round may run past the text. K =
-    0 is one round a token.
+    starts at i, given that it was emitted (`keep_probability`, or 0 and 1 for greedy). The last
+    round may run past the text. K = 0 is one round a token.
     """
-    num_tokens, depth = keep.shape
-    reach = torch.cat(
-        [torch.ones(num_tokens, 1, dtype=torch.float64), keep.double().cpu().cumprod(dim=1)], dim=1
-    )
-    # P(exactly a kept): reached a and failed there; the last depth cannot fail.
-    exactly = reach.clone()
-    exactly[:, :-1] -= reach[:, 1:]
-    rounds = [0.0] * (num_tokens + depth + 1)
-    for start, weights in zip(range(num_tokens - 1, -1, -1), reversed(exactly.tolist())):
-        rounds[start] = 1.0 + sum(
-            weight * rounds[start + kept + 1] for kept, weight in enumerate(weights)
-        )
-    return rounds[0]
+    return float(walk_rounds(keep).rounds.sum())
 
 
 class WalkedRounds(NamedTuple):
@@ -107,6 +94,7 @@ def walk_rounds(keep: torch.Tensor) -> WalkedRounds:
     num_tokens, depth = keep.shape
     keep = keep.double().cpu()
     reach = torch.cat([torch.ones(num_tokens, 1, dtype=torch.float64), keep.cumprod(dim=1)], dim=1)
+    # P(exactly a kept): reached a and failed there; the last depth cannot fail.
     exactly = reach.clone()
     exactly[:, :-1] -= reach[:, 1:]
     starts = [1.0] + [0.0] * (num_tokens + depth)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftsmith.kernels.acceptance import expected_rounds, walk_rounds
+from draftsmith.kernels.acceptance import walk_rounds
 from draftsmith.train.objective.rounds_of_text import answers, deepen, predicted_tau, stretches
 
 
@@ -29,7 +29,6 @@ def test_walked_rounds_match_a_simulation():
     keep = torch.rand(9, 3, generator=generator)
     walked = walk_rounds(keep)
     expected_num = float(walked.rounds.sum())
-    assert expected_num == pytest.approx(expected_rounds(keep), abs=1e-12)
     runs = [simulate(keep, generator) for _ in range(4000)]
     rounds = torch.tensor([run[0] for run in runs], dtype=torch.float64)
     # Five standard errors of each simulated mean.
@@ -44,7 +43,6 @@ def test_walked_rounds_commit_the_text_and_no_more():
     keep = torch.rand(9, 3, generator=torch.Generator().manual_seed(1))
     walked = walk_rounds(keep)
     assert float(walked.committed.sum()) == pytest.approx(9, abs=1e-12)
-    assert float(walked.rounds.sum()) == pytest.approx(expected_rounds(keep), abs=1e-12)
     # Rounds begin at 0, 4 and 8; the last has one token left of its four.
     assert walk_rounds(torch.ones(9, 3)).committed.tolist() == [4, 0, 0, 0, 4, 0, 0, 0, 1]
 
