@@ -38,8 +38,8 @@ from draftsmith.drafters.options import (
 from draftsmith.kernels.divergence.kind import DIVERGENCE_HELP
 from draftsmith.prompts.suites import MOST_HELP, SuiteOptions
 
-BY_DRAFT = "expected-prefix"  # from the draft's acceptance of the text, with whole distributions
-WEIGHTS = ("uniform", "exponential", BY_DRAFT)
+WEIGHTS = ("uniform", "exponential", "d-pace", "expected-prefix")
+BY_DRAFT = WEIGHTS[2:]  # from the draft's acceptance of the text, with whole distributions
 FAMILIES = tuple(OPTIONS)
 
 
@@ -75,12 +75,17 @@ class UnrollConfig:
     steps: int = option(4, "draft positions unrolled in training", limits=POSITIVE)
     weights: str = option(
         "exponential",
-        "weights of the steps: uniform; exponential in `decay`; expected-prefix by the draft's "
-        "present acceptance of the text, for one more pass through both heads",
+        "weights of the steps: uniform; exponential in `decay`; d-pace or expected-prefix by the "
+        "draft's present acceptance of the text, for one more pass through both heads",
         choices=WEIGHTS,
     )
     decay: float = option(
         0.8, "weight of a step relative to the one before it (exponential)", limits=POSITIVE
+    )
+    noise: float = option(
+        0.0,
+        "uniform noise up to this on the target's states that the draft trains on; EAGLE has 0.1",
+        limits=NOT_NEGATIVE,
     )
 
 

@@ -174,8 +174,14 @@ def check_init(init: str, config: TrainConfig) -> None:
 
 
 def check_objective(config: TrainConfig) -> None:
-    """Checks the options of on-policy training."""
-    if config.on_policy.accepted + config.on_policy.first_rejected == 0:
+    """Checks the options of noise and of on-policy training."""
+    noise, own = config.unroll.noise, config.on_policy
+    if noise and config.family == "draft-lm":
+        raise UserError(
+            f"option 'unroll.noise' is {noise} but a draft-lm reads no states of the target; "
+            "remove it"
+        )
+    if own.accepted + own.first_rejected == 0:
         raise UserError(
             "options 'on_policy.accepted' and 'first_rejected' are 0; raise one of them"
         )
@@ -195,7 +201,7 @@ def check_sparse(config: TrainConfig, why: str, mend: str) -> None:
     """Refuses options that need more than the likeliest tokens and their tail."""
     refused = {
         "divergence": config.divergence.startswith("ce"),
-        "unroll.weights": config.unroll.weights == BY_DRAFT,
+        "unroll.weights": config.unroll.weights in BY_DRAFT,
         "on_policy.share": config.on_policy.share > 0,
     }
     for name, is_wrong in refused.items():

@@ -165,7 +165,7 @@ def new_trainer(
     placement, target, corpus = material
     spare = new_drafter(config, *material) if resolve.zero_stage(config.deepspeed) == 3 else None
     kind = kind_of(config.divergence)
-    trainee = Trainee(drafter, source, config.unroll, kind=kind, mean=config.mean)
+    trainee = Trainee(drafter, source, config.unroll, kind=kind, mean=config.mean, seed=config.seed)
     folder = RunFolder(config.out)
     folder.make()
     row_length = config.max_length if config.packing else None

@@ -30,6 +30,7 @@ from draftsmith.train.objective.prompt_logprobs import PromptLogprobs
 from draftsmith.train.objective.rounds_of_text import step_weighting
 from draftsmith.train.objective.teacher import TargetSource
 from draftsmith.train.objective.unrolled_loss import (
+    FeatureNoise,
     Unrollable,
     UnrolledLoss,
     unrolled_loss,
@@ -61,21 +62,25 @@ class Trainee(torch.nn.Module):
         *,
         kind: DivergenceKind = FORWARD_KL,
         mean: str = "token",
+        seed: int = 0,
     ):
-        """`mean` is over "token" or "sample", texts."""
+        """`mean` is over "token" or "sample", texts; `seed` is of the noise."""
         super().__init__()
         self.drafter = drafter
         self.unroll = unroll
         self.weighting = step_weighting(unroll.weights, unroll.decay)
         self.kind = kind
         self.mean = mean
+        self.seed = seed
         self.source = source
 
     def forward(
         self,
         text: TextBatch,
         num_items_in_batch: torch.Tensor,
+        step: int = 0,
     ) -> dict[str, torch.Tensor | UnrolledLoss]:
+        """`step` is the number of optimizer steps done."""
         if self.mean == "sample":
             text = replace(text, weights=per_sample(text.weights, text.segments))
         drafter: Unrollable = self.drafter
@@ -86,6 +91,7 @@ class Trainee(torch.nn.Module):
             num_steps=self.unroll.steps,
             weighting=self.weighting,
             kind=self.kind,
+            noise=FeatureNoise(self.unroll.noise, self.seed, step) if self.unroll.noise else None,
         )
         return {"loss": unrolled.mean(num_items_in_batch), "unrolled": unrolled}
 
@@ -207,7 +213,9 @@ class DraftTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor | UnrolledLoss]]:
-        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        outputs = model(
+            **inputs, num_items_in_batch=num_items_in_batch, step=self.state.global_step
+        )
         self.window.add(outputs["unrolled"], is_of_data(inputs["text"]))
         # Data-parallel ranks average their gradients, and `num_items_in_batch` already counts the
         # tokens of all.

@@ -220,7 +220,7 @@ def check_teacher(config: LearnConfig) -> None:
         return
     whole = {
         "divergence": config.divergence.startswith("ce"),
-        "unroll.weights": config.unroll.weights == BY_DRAFT,
+        "unroll.weights": config.unroll.weights in BY_DRAFT,
     }
     for name, is_wrong in whole.items():
         if is_wrong:

@@ -88,7 +88,8 @@ class DepthStats(NamedTuple):
     without gradients."""
 
     keep: torch.Tensor  # chance that the token is kept, given that the target wrote it
-    # bool: the token is trained at this depth; elsewhere `keep` means nothing
+    confidence: torch.Tensor  # q of the token
+    # bool: the token is trained at this depth; elsewhere the other two mean nothing
     known: torch.Tensor
     begun: torch.Tensor  # bool: the round that drafts it at this depth begins in the same text
 
@@ -143,12 +144,32 @@ class ExpectedPrefix:
         return float(num_steps)
 
 
+@dataclass(frozen=True)
+class DPace:
+    """D-PACE (arXiv:2605.18810): the derivative of the expected accepted length by the
+    log-probability of the token, the sum over m >= s of the products of confidences up to m, each
+    confidence c smoothed to (1 - a) c + a."""
+
+    smoothing: float = 0.5  # a, as published
+
+    def factors(self, like: torch.Tensor, num_steps: int, read_stats: ReadStats) -> torch.Tensor:
+        stats = read_stats()
+        smooth = (1 - self.smoothing) * stats.confidence + self.smoothing
+        reached = align_to_round(torch.where(stats.known, smooth, 1.0)).cumprod(dim=-1)
+        reached = reached * align_to_round(stats.known)
+        return stats.weighted(reached.flip(-1).cumsum(dim=-1).flip(-1), like)
+
+    def scale(self, num_steps: int) -> float:
+        return float(num_steps)
+
+
 def step_weighting(name: str, decay: float) -> StepWeighting:
     """Weighting by its name in `UnrollConfig.weights`; `decay` is of the exponential one."""
     weightings: dict[str, StepWeighting] = {
         "uniform": Exponential(1.0),
         "exponential": Exponential(decay),
         "expected-prefix": ExpectedPrefix(),
+        "d-pace": DPace(),
     }
     return weightings[name]
 

@@ -7,6 +7,7 @@ B rows, L tokens per row, S unrolled steps, H hidden width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -82,13 +83,19 @@ def unrolled_loss(
     num_steps: int,
     weighting: StepWeighting,
     kind: DivergenceKind = FORWARD_KL,
+    noise: FeatureNoise | None = None,
 ) -> UnrolledLoss:
     """Loss over the unroll. The target's signals are read once, the draft runs once per step.
     Gradients reach the draft only."""
     with torch.no_grad():
         signals = source.read(text, drafter.taps)
+        taps = (
+            signals.taps
+            if noise is None or signals.taps is None
+            else noise.added(signals.taps, text.input_ids)
+        )
     with faster_linears(text.input_ids.device):
-        steps = list(drafter.unroll(text.unrolled(signals.taps, num_steps)))
+        steps = list(drafter.unroll(text.unrolled(taps, num_steps)))
         predicted = [select(step, text) for step in steps]
         factors = weighting.factors(
             text.weights,
@@ -162,6 +169,8 @@ def depth_stats(
         drafter, signals, predicted, torch.cat([one.weights for one in predicted]), TOKENS_ONLY
     )
     assert result.keep is not None  # its tokens were given
+    # Cross entropy is 0, not infinite, outside the draft vocabulary, where nothing is kept.
+    confidence = torch.where(result.keep > 0, torch.exp(-result.rows), 0.0)
     sizes = [len(one.weights) for one in predicted]
 
     def spread(values: torch.Tensor) -> torch.Tensor:
@@ -173,7 +182,7 @@ def depth_stats(
 
     known = spread(torch.ones_like(result.keep)) > 0
     begun = text.positions[..., None] >= torch.arange(num_steps, device=known.device)
-    return DepthStats(spread(result.keep), known & begun, begun)
+    return DepthStats(spread(result.keep), spread(confidence), known & begun, begun)
 
 
 def _divergence(
@@ -267,6 +276,28 @@ def confidence_loss(
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     losses = binary_cross_entropy_with_logits(logits, alpha.to(logits.dtype), reduction="none")
     return (weights * losses).sum()
+
+
+@dataclass(frozen=True)
+class FeatureNoise:
+    """Noise on the taps that a draft trains on, so that it tolerates the inexact states it will
+    feed itself (EAGLE, arXiv:2401.15077): uniform on [-width, width], in the units of the target's
+    states; published with width 0.1.
+
+    What is drawn depends on seed, step and the batch's tokens alone: a resumed run draws the same.
+    """
+
+    width: float
+    seed: int
+    step: int  # optimizer steps done
+
+    def added(self, taps: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+        """taps [B, L, n * H] and the tokens [B, L] they were read at -> noisy taps."""
+        generator = torch.Generator(device=taps.device)
+        seed = (self.seed * 1_000_003 + self.step) * 1_000_003 + int(input_ids.sum())
+        generator.manual_seed(seed % (1 << 63))
+        unit = torch.rand(taps.shape, generator=generator, device=taps.device, dtype=torch.float32)
+        return taps + (self.width * (2 * unit - 1)).to(taps.dtype)
 
 
 def recompute_mlps(drafter: torch.nn.Module, option: str) -> None:

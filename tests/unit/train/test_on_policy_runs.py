@@ -1,4 +1,4 @@
-"""Whole runs with on-policy text, in this process, on a tiny target."""
+"""Whole runs with on-policy text and with noise, in this process, on a tiny target."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from draftsmith.errors import UserError
+from draftsmith.train import resolve
 from draftsmith.train.command import run
 from draftsmith.train.config import OnPolicyConfig, OptimConfig, TrainConfig, UnrollConfig
+from draftsmith.train.objective.unrolled_loss import FeatureNoise
 
 STEADY = OptimConfig(lr=5e-3, schedule="constant", warmup=0.0)
 OWN = OnPolicyConfig(share=0.5, refresh=3, k=3, tokens=8)
@@ -61,7 +64,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     [
         pytest.param("eagle3", {"on_policy": OWN}, marks=pytest.mark.long),
         ("draft-lm", {"on_policy": replace(OWN, share=1.0), "accumulate": 2, "mean": "sample"}),
-        ("mtp", {"unroll": UnrollConfig(weights="expected-prefix")}),
+        ("mtp", {"unroll": UnrollConfig(noise=0.1, weights="d-pace")}),
     ],
 )
 def test_a_resumed_run_is_the_straight_one_to_the_bit(family: str, changes: dict, configure):
@@ -79,8 +82,11 @@ def test_a_resumed_run_is_the_straight_one_to_the_bit(family: str, changes: dict
     assert losses(plain)[0] != losses(straight)[0]
 
 
-def test_a_run_of_another_seed_sees_other_texts(configure):
-    first, second = (configure(f"seed-{seed}", on_policy=OWN, steps=2) for seed in (0, 1))
+def test_a_run_of_another_seed_sees_other_texts_and_other_noise(configure):
+    first, second = (
+        configure(f"seed-{seed}", on_policy=OWN, unroll=UnrollConfig(noise=0.1), steps=2)
+        for seed in (0, 1)
+    )
     run(first)
     run(replace(second, seed=1))
     assert losses(first) != losses(second)
@@ -100,3 +106,28 @@ def test_a_step_without_any_position_that_counts_trains_nothing(mean, configure)
     run(found)
     assert 0.0 in losses(found)  # the case occurs
     assert all(weight.isfinite().all() for weight in weights(found).values())
+
+
+def test_noise_is_uniform_and_a_function_of_seed_step_and_text():
+    ids = torch.randint(3, 288, (2, 40), generator=torch.Generator().manual_seed(0))
+    taps = torch.zeros(2, 40, 64)
+    noisy = FeatureNoise(0.1, 0, 5).added(taps, ids)
+    assert noisy.abs().max() <= 0.1 and noisy.abs().max() > 0.099
+    # 5,120 draws of variance width^2 / 3: the mean lies within five standard errors.
+    assert abs(float(noisy.mean())) < 5 * 0.1 / (3 * 5120) ** 0.5
+    assert noisy.var().item() == pytest.approx(0.1**2 / 3, rel=0.1)
+    assert torch.equal(noisy, FeatureNoise(0.1, 0, 5).added(taps, ids))
+    for other in (
+        FeatureNoise(0.1, 1, 5).added(taps, ids),
+        FeatureNoise(0.1, 0, 6).added(taps, ids),
+    ):
+        assert not torch.equal(noisy, other)
+    assert not torch.equal(noisy, FeatureNoise(0.1, 0, 5).added(taps, ids + 1))
+
+
+@pytest.mark.parametrize(
+    ("family", "noise"), [("draft-lm", 0.1), ("eagle3", -0.1), ("eagle3", float("nan"))]
+)
+def test_noise_that_cannot_be_is_refused_in_one_sentence(family: str, noise: float, configure):
+    with pytest.raises(UserError, match=r"unroll\.noise"):
+        resolve.check(configure("refused", family, unroll=UnrollConfig(noise=noise)))

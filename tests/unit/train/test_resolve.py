@@ -82,7 +82,7 @@ def test_a_record_read_back_is_the_same_run_but_for_what_may_change():
 
 
 def test_a_record_older_than_an_option_had_its_default():
-    noisy = config(eagle3=Eagle3Options(taps=(1, 2)), unroll=UnrollConfig(decay=0.1), packing=True)
+    noisy = config(eagle3=Eagle3Options(taps=(1, 2)), unroll=UnrollConfig(noise=0.1), packing=True)
     recorded = json.loads(json.dumps(to_dict(noisy)))
     for section, name in (
         (recorded["unroll"], "weights"),
@@ -92,10 +92,10 @@ def test_a_record_older_than_an_option_had_its_default():
     ):
         del section[name]
     assert resolve.different_from(noisy, recorded) is None
-    del recorded["unroll"]["decay"], recorded["packing"]
+    del recorded["unroll"]["noise"], recorded["packing"]
     assert resolve.different_from(noisy, recorded) == "packing: False -> True"
     recorded["packing"] = True
-    assert resolve.different_from(noisy, recorded) == "unroll.decay: 0.8 -> 0.1"
+    assert resolve.different_from(noisy, recorded) == "unroll.noise: 0.0 -> 0.1"
 
 
 def test_an_option_of_the_record_that_is_none_any_more_is_named():

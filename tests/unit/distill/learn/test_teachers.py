@@ -216,7 +216,7 @@ def test_a_learner_trains_on_the_outline_of_a_target_and_goes_on_after_a_restart
         ({"teacher": "both"}, "learn.teacher is 'both'; it must be one of live, recorded"),
         ({"divergence": "ce"}, "option 'learn.divergence' needs whole distributions"),
         (
-            {"unroll": LearnUnroll(weights="expected-prefix")},
+            {"unroll": LearnUnroll(weights="d-pace")},
             "option 'learn.unroll.weights' needs whole distributions",
         ),
         ({"positions": ("bonus",)}, "learn.positions is 'bonus' alone"),

@@ -18,6 +18,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.train.config import UnrollConfig
 from draftsmith.train.objective.rounds_of_text import (
     DepthStats,
+    DPace,
     ExpectedPrefix,
     Exponential,
     align_to_position,
@@ -30,16 +31,16 @@ from draftsmith.train.objective.unrolled_loss import unrolled_loss
 from draftsmith.train.trainer import Trainee, num_items_of
 
 ROWS, LENGTH, DEPTHS = 2, 7, 4
-BY_DRAFT = "expected-prefix"
+ADAPTIVE = ["expected-prefix", "d-pace"]
 
 
 def judged(seed: int = 0) -> DepthStats:
     """A prompt of two tokens, a hole in the middle, a short second row."""
     generator = torch.Generator().manual_seed(seed)
-    keep = torch.rand(ROWS, LENGTH, DEPTHS, generator=generator, dtype=torch.float64)
+    keep, confidence = torch.rand(2, ROWS, LENGTH, DEPTHS, generator=generator, dtype=torch.float64)
     trained = torch.ones(ROWS, LENGTH, DEPTHS, dtype=torch.bool)
     trained[:, :2], trained[0, 4], trained[1, 5:] = False, False, False
-    return DepthStats(keep, trained, begun(LENGTH, DEPTHS))
+    return DepthStats(keep, confidence, trained, begun(LENGTH, DEPTHS))
 
 
 def begun(length: int, depths: int) -> torch.Tensor:
@@ -70,24 +71,42 @@ def test_the_expected_prefix_is_the_product_of_what_was_kept_before():
         assert weights[row, position, depth] == pytest.approx(max(expected, 1e-6), rel=1e-12)
 
 
+def test_d_pace_is_the_derivative_of_the_expected_length_by_the_log_of_the_confidence():
+    known = judged()
+    weights = factors(DPace(), known)
+    compared = 0
+    for row, position, depth in in_rounds():
+        first = position - depth
+        trained = [
+            first + s < LENGTH and bool(known.known[row, first + s, s]) for s in range(DEPTHS)
+        ]
+        if not trained[depth]:
+            continue  # its weight is not read
+        chances = [
+            0.5 * float(known.confidence[row, first + s, s]) + 0.5 if trained[s] else 1.0
+            for s in range(DEPTHS)
+        ]
+        logs = torch.tensor(chances, dtype=torch.float64).log().requires_grad_()
+        length = (logs.cumsum(0).exp() * torch.tensor(trained)).sum()
+        expected = torch.autograd.grad(length, logs)[0][depth]
+        assert weights[row, position, depth] == pytest.approx(float(expected), rel=1e-12)
+        compared += 1
+    assert compared > 10
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.floats(0.05, 1.0), st.integers(1, 6))
 def test_what_is_kept_alike_everywhere_is_weighted_exponentially(chance: float, depths: int):
     same = torch.full((1, 8, depths), chance, dtype=torch.float64)
     inside = begun(8, depths)
-    known = DepthStats(same, torch.ones_like(same, dtype=torch.bool), inside)
+    known = DepthStats(same, same, torch.ones_like(same, dtype=torch.bool), inside)
     like = torch.zeros(1, 8, dtype=torch.float64)
     adaptive = ExpectedPrefix().factors(like, depths, lambda: known)
     fixed = Exponential(chance).factors(like, depths, lambda: known).expand(1, 8, depths)
     assert torch.allclose(adaptive[0][inside], fixed[0][inside].clamp(min=1e-6), rtol=1e-12)
     # Negative control: the property tells weightings apart.
-    assert (
-        depths == 1
-        or chance > 0.99
-        or not torch.allclose(
-            Exponential(1.0).factors(like, depths, lambda: known).expand(1, 8, depths)[0][inside],
-            fixed[0][inside],
-        )
+    assert depths == 1 or not torch.allclose(
+        DPace().factors(like, depths, lambda: known)[0][inside], fixed[0][inside]
     )
 
 
@@ -126,7 +145,7 @@ def target(tiny_target) -> Target:
     return Target.load(tiny_target("llama"), dtype=torch.float64)
 
 
-def by_hand(drafter, target: Target, batch: TextBatch) -> torch.Tensor:
+def by_hand(drafter, target: Target, batch: TextBatch, name: str) -> torch.Tensor:
     """Forward KL, round by round, with the weights left out of the gradient."""
     _, hidden = target.states(batch.input_ids, batch.attention_mask, ())
     p = target.head(hidden).softmax(dim=-1)
@@ -143,7 +162,7 @@ def by_hand(drafter, target: Target, batch: TextBatch) -> torch.Tensor:
             ]
             tokens = [int(batch.input_ids[row, at]) for at in positions]
             total = total + of_round(
-                distributions, tokens, [float(batch.weights[row, at]) for at in positions]
+                distributions, tokens, [float(batch.weights[row, at]) for at in positions], name
             )
     return total
 
@@ -152,16 +171,27 @@ def of_round(
     distributions: list[tuple[torch.Tensor, torch.Tensor]],
     tokens: list[int],
     weights: list[float],
+    name: str,
 ) -> torch.Tensor:
     chances = []
     for (target_distribution, draft_distribution), token, weight in zip(
         distributions, tokens, weights
     ):
-        keep = min(1.0, float(draft_distribution[token].detach() / target_distribution[token]))
-        chances.append(1.0 if weight == 0 else keep)
+        keep, smooth = (
+            min(1.0, float(draft_distribution[token].detach() / target_distribution[token])),
+            0.5 * float(draft_distribution[token].detach()) + 0.5,
+        )
+        chances.append(1.0 if weight == 0 else keep if name == "expected-prefix" else smooth)
     total = torch.zeros((), dtype=torch.float64)
     for depth, (target_distribution, draft_distribution) in enumerate(distributions):
-        factor = max(math.prod(chances[:depth]), 1e-6)
+        if name == "expected-prefix":
+            factor = max(math.prod(chances[:depth]), 1e-6)
+        else:
+            factor = sum(
+                math.prod(chances[: m + 1])
+                for m in range(depth, len(distributions))
+                if weights[m] > 0
+            )
         total = (
             total
             + factor
@@ -171,12 +201,15 @@ def of_round(
     return total
 
 
-def test_the_weighted_loss_and_its_gradient_equal_the_plain_computation(target, table_drafter):
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_the_weighted_loss_and_its_gradient_equal_the_plain_computation(
+    name, target, table_drafter
+):
     drafter, batch = table_drafter(288).double(), text(0)
     unrolled = unrolled_loss(
-        drafter, LiveSource(target), batch, num_steps=DEPTHS, weighting=ExpectedPrefix()
+        drafter, LiveSource(target), batch, num_steps=DEPTHS, weighting=step_weighting(name, 0.8)
     )
-    expected = by_hand(drafter, target, batch)
+    expected = by_hand(drafter, target, batch, name)
     assert unrolled.total.item() == pytest.approx(expected.item(), rel=1e-9)
     ours = torch.autograd.grad(unrolled.total, [drafter.table, drafter.head])
     theirs = torch.autograd.grad(expected, [drafter.table, drafter.head])
@@ -193,7 +226,7 @@ def test_the_weighted_loss_and_its_gradient_equal_the_plain_computation(target, 
     assert abs(alike.total.item() - expected.item()) > 1e-3
 
 
-@pytest.mark.parametrize("name", [BY_DRAFT, "uniform", "exponential"])
+@pytest.mark.parametrize("name", [*ADAPTIVE, "uniform", "exponential"])
 def test_texts_apart_add_up_to_texts_together(name, target, table_drafter):
     """No weight depends on what else is in a batch, so accumulation and ranks change nothing."""
     drafter, batch, weighting = table_drafter(288).double(), text(1), step_weighting(name, 0.8)
@@ -212,7 +245,8 @@ def test_texts_apart_add_up_to_texts_together(name, target, table_drafter):
 
 
 @pytest.mark.parametrize("family", ["eagle3", "draft-lm", "medusa"])
-def test_packed_texts_weigh_what_they_weigh_apart(family, target):
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_packed_texts_weigh_what_they_weigh_apart(name, family, target):
     """Also where a language model's one step stands for rounds that would have begun in the text
     before."""
     options = {
@@ -230,9 +264,9 @@ def test_packed_texts_weigh_what_they_weigh_apart(family, target):
     ]
 
     def total(text: TextBatch) -> float:
-        teacher = LiveSource(target)
+        teacher, weighting = LiveSource(target), step_weighting(name, 0.8)
         return unrolled_loss(
-            drafter, teacher, text, num_steps=DEPTHS, weighting=ExpectedPrefix()
+            drafter, teacher, text, num_steps=DEPTHS, weighting=weighting
         ).total.item()
 
     def one_row(
@@ -286,7 +320,7 @@ def test_a_language_models_token_counts_for_every_round_that_reaches_it(target):
 
 
 @pytest.mark.parametrize("mean", ["token", "sample"])
-@pytest.mark.parametrize("name", [BY_DRAFT, "exponential"])
+@pytest.mark.parametrize("name", ["d-pace", "exponential"])
 def test_token_and_sample_means_are_the_same_packed_apart_and_accumulated(name, mean, target):
     """Three texts: a row each, all in one row, and one pass each, divided by what all of them
     count."""

@@ -322,7 +322,7 @@ def test_training_from_stored_signals_learns(target, shared, tmp_path, signal):
     if "top_logprobs" in signal:
         for wrong in (
             {"divergence": "ce"},
-            {"divergence": "forward-kl", "unroll": {"weights": "expected-prefix"}},
+            {"divergence": "forward-kl", "unroll": {"weights": "d-pace"}},
         ):
             with pytest.raises(UserError, match="needs whole distributions"):
                 run(build(TrainConfig, to_dict(config) | wrong | {"out": str(tmp_path / "other")}))
