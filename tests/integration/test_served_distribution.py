@@ -168,6 +168,16 @@ def sharp(target: Target) -> ServingDrafter:
     return drafter
 
 
+@torch.no_grad()
+def middling(drafter: Any, world: World) -> float:
+    """A confidence that the draft reaches behind some of the likely first tokens and not behind
+    others."""
+    firsts = sorted({answer[0] for answer in world.distribution})
+    ids = torch.tensor([[*world.prompt, first] for first in firsts])
+    best = drafter.lm.model(ids).logits[:, -1].softmax(dim=-1).amax(dim=-1).sort().values
+    return float(best[len(best) // 2 - 1 : len(best) // 2 + 1].mean())
+
+
 def text_and_model(target: Target) -> ServingDrafter:
     model = unlike(target, 0, "draft-lm", **small("draft-lm"))
     text = SuffixOptions(max_spec_offset=1.0, max_cached_requests=0)
@@ -202,7 +212,7 @@ ORDINARY = {
     "blocks": Way("near", BLOCK),
     "greedy drafts": Way("near", {"draft_sampling": "greedy"}),
     "ended by its own guesses": Way("guessing"),
-    "ended where it is unsure": Way("sharp", {"least_confidence": 0.05}),
+    "ended where it is unsure": Way("sharp"),
     "states that cannot be rolled back": Way("ngram", arch="lfm2"),
     "trees of given choices": Way("near heads", CHOICES, "top-k, longer"),
     "penalties in blocks": Way("nearer", BLOCK | {"k": 3}, "penalties"),
@@ -223,7 +233,7 @@ MANY = {
     **{name: way for name, way in ORDINARY.items() if name != "swapped"},
     **{family: Way(family) for family in (*TEXT, *TRAINED)},
     "drafts at half the temperature": Way("near", draft_temperature=0.5),
-    "blocks ended where it is unsure": Way("sharp", BLOCK | {"least_confidence": 0.05}),
+    "blocks ended where it is unsure": Way("sharp", BLOCK),
     **{f"near, {mode['tree']}": Way("near trees", mode, "top-k, longer") for mode in (SAMPLED, DYNAMIC)},
     **{f"eagle3, {mode['tree']}": Way("eagle3", mode, "top-k, longer") for mode in (SAMPLED, DYNAMIC)},
     **{asked: Way("nearer", {"k": 3}, asked) for asked in ADJUSTED},
@@ -245,6 +255,8 @@ def engine_of(world: World, draft: str | ServingDrafter, **options: Any) -> Engi
         drafter = (
             DRAFTS[draft](world.target) if draft in DRAFTS else make_drafter(draft, world.target)
         )
+    if draft == "sharp":
+        options["least_confidence"] = middling(drafter, world)
     engine = build_engine(world.target, drafter, EngineConfig(**(CONFIG | options)))
     if draft == "guessing":
         engine.scheduler.control = Sure()
@@ -303,7 +315,7 @@ def check_way(way: Way, world: World, num_samples: int, root: Path) -> None:
         if "near" in way.draft or world.params.allowed_token_ids:
             assert min(stats.accepted[level] for level in levels) > num_samples / 50, stats.accepted
         else:
-            assert stats.accepted[0] > 0
+            assert stats.accepted[0] > 0 or way.draft in TEXT
 
 
 @pytest.mark.parametrize(
