@@ -106,14 +106,10 @@ def _add_flag(parser: argparse._ActionsContainer, option: configuration.FlagOpti
     flag = "--" + field.name.replace("_", "-")
     shared: dict[str, Any] = {"dest": ".".join(option.path), "default": None, "help": _help(field)}
     if wanted is bool:
-        # What is the default need not be given; a recipe's is changed back by `name=true` or false.
-        actions: dict[Any, Any] = {
-            False: "store_true",
-            True: "store_false",
-            None: argparse.BooleanOptionalAction,
-        }
-        flag = "--no-" + flag.removeprefix("--") if field.default is True else flag
-        parser.add_argument(flag, **shared, action=actions[field.default])
+        # What is off need not be said to be; a recipe's is switched off by `name=false`.
+        is_off = field.default is False
+        action: Any = "store_true" if is_off else argparse.BooleanOptionalAction
+        parser.add_argument(flag, **shared, action=action)
     elif typing.get_origin(wanted) in (list, tuple):
         parser.add_argument(flag, **shared, nargs="+", action="extend", metavar="X")
     else:

@@ -21,7 +21,7 @@ NAMES = {
     "max-num-batched-tokens": "max_round_tokens",
     "max-new-tokens": "max_tokens",
     "max-concurrency": "concurrency",
-    "enable-prefix-caching": "engine.prefix_cache=true",
+    "enable-prefix-caching": "prefix_cache",
     "no-enable-prefix-caching": "no_prefix_cache",
     "tensor-parallel-size": "tensor_parallel",
     "num-prompts": "count",
@@ -66,13 +66,11 @@ def in_our_names(argv: Sequence[str], flags: Collection[str], keys: Collection[s
         name, is_joined, value = word.partition("=")
         ours = "" if name in flags or name in keys else ours_of(name)
         flag = "--" + ours.replace("_", "-")
-        if not ours or not (flag in flags or ours.split("=")[0] in keys):
+        if not ours or not (flag in flags or ours in keys):
             found.append(word)
             continue
         if flag in flags:
             found.append(f"{flag}={value}" if is_joined else flag)
-        elif "=" in ours:
-            found.append(ours)
         elif is_joined or words:
             found.append(f"{ours}={value if is_joined else words.pop(0)}")
         else:

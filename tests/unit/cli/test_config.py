@@ -269,7 +269,6 @@ def test_limits_that_machines_have_are_named() -> None:
          "mtp optim.lr=1e-4 --epochs=2 --out O"),
         ("train", "mtp --learning-rate=1e-4 --ttt-steps 3", "mtp optim.lr=1e-4 unroll.steps=3"),
         ("serve", "--no-enable-prefix-caching", "--no-prefix-cache"),
-        ("serve", "--enable-prefix-caching", "engine.prefix_cache=true"),
         ("serve", "--num-speculative-tokens 5", "--k 5"),
         ("audit", "--num-speculative-tokens=5", "--k=5"),
         ("generate", "--num-prompts 8 --max-new-tokens 9", "--count 8 --max-tokens 9"),
