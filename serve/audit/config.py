@@ -70,6 +70,7 @@ class AuditConfig(SuiteOptions):
         "a greedy divergence at a smaller top-2 logprob margin counts as numerical noise",
         limits=NOT_NEGATIVE,
     )
+    choices: int = option(16, "continuations asked for in one request; its n", limits=AT_LEAST_1)
     concurrency: int = option(8, "requests in flight", limits=AT_LEAST_1)
     timeout_s: float = option(120.0, "most seconds that one answer may take", limits=SECONDS)
     seeded: bool = option(

@@ -31,7 +31,6 @@ from draftsmith.serve.audit.config import AuditConfig
 from draftsmith.serve.audit.reference import Path, Text
 from draftsmith.serve.audit.report import Check, fit_check
 
-CHOICES = 16  # continuations asked for in one request; its n
 CONTEXT_TOKENS = 16
 MARGIN = 1  # the bonus token of a round
 UNKNOWN_K = 8  # where the server does not report how many tokens it drafts
@@ -110,7 +109,7 @@ def draw_samples(
     body |= {"top_k": config.top_k} if config.top_k else {}
     body |= {"top_p": config.top_p} if config.top_p < 1 else {}
     body |= {"min_p": config.min_p} if config.min_p else {}
-    each = -(-config.samples // (len(contexts) * CHOICES))
+    each = -(-config.samples // (len(contexts) * config.choices))
     progress = Progress("samples", total=each * len(contexts), unit="requests")
     for number, context in enumerate(contexts):
         answers: list[AuditCompletion] = []
@@ -122,8 +121,8 @@ def draw_samples(
             ) -> list[AuditCompletion]:
                 # vLLM gives choice i the seed plus i: requests in a row would repeat one another's
                 # choices.
-                seed = _seed(config, 1_000_003 * (number + 1) + index * CHOICES)
-                return client.choices(list(context), n=CHOICES, **body, **seed)
+                seed = _seed(config, 1_000_003 * (number + 1) + index * config.choices)
+                return client.choices(list(context), n=config.choices, **body, **seed)
 
             answers += [choice for choices in client.map(ask, numbers) for choice in choices]
             progress.update(number * each + begin + len(numbers))
