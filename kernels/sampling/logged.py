@@ -235,17 +235,17 @@ def prob_arrays_compiled(
     logits: torch.Tensor,
     tokens: Sequence[int],
     temperatures: Sequence[float] | None = None,
-    most: int = TOP,
+    most: int | None = None,
 ) -> ProbArrays | None:
-    """Arrays of the `most` likeliest tokens of logits [n, V], with the logprobs of the drafted
-    `tokens` (one that is not known counts as token 0) and, where a temperature is neither 0 nor 1,
-    the norm under it; None where no kernel can read them or keep that many. Raises `IndexError` for
-    a token beyond the vocabulary."""
+    """Arrays of the `most` (else `TOP`) likeliest tokens of logits [n, V], with the logprobs of the
+    drafted `tokens` (one that is not known counts as token 0) and, where a temperature is neither 0
+    nor 1, the norm under it; None where no kernel can read them or keep that many. Raises
+    `IndexError` for a token beyond the vocabulary."""
     kernel = _kernel(logits.dtype) if logits.stride(-1) == 1 else None
     if kernel is None:
         return None
     count, vocab_size = logits.shape
-    kept = min(most, vocab_size)
+    kept = min(TOP if most is None else most, vocab_size)
     if kept > MOST_KEPT:
         return None
     drafted = np.maximum(np.asarray(tokens, dtype=np.int64), 0)
