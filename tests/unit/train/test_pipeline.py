@@ -24,7 +24,7 @@ from draftsmith.drafters.versions import CURRENT
 from draftsmith.errors import UserError
 from draftsmith.train.pipeline import files_of, read_recipe, resolve
 
-SHIPPED = sorted((Path(__file__).parents[4] / "recipes" / "pipelines").glob("*.yaml"))
+SHIPPED = sorted((Path(__file__).parents[3] / "recipes" / "pipelines").glob("*.yaml"))
 # Appends its stage to `calls`, makes the result, and fails where a file `broken` lies.
 STAND_IN = """#!/bin/sh
 for word; do case "$word" in out=*) out="${word#out=}";; versions=*) out="${word#versions=}";; esac; done

@@ -8,7 +8,7 @@ import pytest
 
 from draftsmith.train.export.vllm_faults import FAULTS, Fault
 
-GUIDE = Path(__file__).resolve().parents[5] / "docs/guides/vllm.md"
+GUIDE = Path(__file__).resolve().parents[4] / "docs/guides/vllm.md"
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: str(fault.issue))
