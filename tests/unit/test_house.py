@@ -88,6 +88,8 @@ TORCH_FREE = (
     ),
     *(str(path.relative_to(BASE)) for path in BASE_FILES),
 )
+# What may ask which kind of device it has.
+PLACEMENT = {"kernels/dispatch.py", "drafters/target/device.py", "drafters/target/sharded.py"}
 # Of README.md and docs/, the generated reference apart.
 WORDS = 25_000
 HEAVY = (
@@ -438,6 +440,17 @@ def test_no_two_classes_have_one_name() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_the_package_keeps_its_budgets() -> None:
+    paths = [path for folder in (*CODE_FOLDERS, "src/draftsmith") for path in sources(folder)]
+    assert len(paths) <= 420
+    switches = {
+        str(path.relative_to(ROOT))
+        for path in paths
+        if re.search(r"\bdevice\.type\b|\.is_cuda\b", path.read_text(encoding="utf-8"))
+    }
+    assert switches <= PLACEMENT
 
 
 def test_laboratory_documents_and_changelog_keep_their_budgets() -> None:
