@@ -479,6 +479,8 @@ def newest_alone(patch: Patch) -> None:
     apply = Adjustments.apply
 
     def newest(drafted: torch.Tensor) -> torch.Tensor:
+        if drafted.shape[1] == 0:
+            return drafted
         columns = torch.arange(drafted.shape[1]).expand_as(drafted)
         last = torch.where(drafted >= 0, columns, -1).amax(dim=1, keepdim=True)
         return drafted.masked_fill(columns != last, -1)
