@@ -42,17 +42,6 @@ def g_test(counts: torch.Tensor, probs: torch.Tensor, *, min_expected: float = M
     return _fit(statistic, expected, counts)
 
 
-def chi_square(
-    counts: torch.Tensor, probs: torch.Tensor, *, min_expected: float = MIN_EXPECTED
-) -> Fit:
-    """Pearson's test of counts [C] against a distribution probs [C]. A count where the distribution
-    has no mass gives p-value 0."""
-    pooled_counts, expected = _pool(counts, probs, min_expected)
-    if pooled_counts is None:
-        return Fit(math.inf, 1, 0.0, int(counts.sum()))
-    return _fit(((pooled_counts - expected) ** 2 / expected).sum().item(), expected, counts)
-
-
 def homogeneity(
     first: torch.Tensor, second: torch.Tensor, *, min_expected: float = MIN_EXPECTED
 ) -> Fit:

@@ -72,16 +72,9 @@ class PagedPool:
         size = self.block_size
         return block_tables[rows, kv_indices // size] * size + kv_indices % size
 
-    def move(
-        self, block_table: torch.Tensor, sources: torch.Tensor, kv_indices: torch.Tensor
-    ) -> None:
-        """Copy keys and values of a row's kv indices `sources` [n] to `kv_indices` [n] in every
-        layer; the two may overlap."""
-        tables = block_table[None]
-        self.move_slots(self.slots_of(tables, 0, sources), self.slots_of(tables, 0, kv_indices))
-
     def move_slots(self, sources: torch.Tensor, slots: torch.Tensor) -> None:
-        """The same for slots [n] of any rows; no two of `slots` are equal."""
+        """Copy keys and values of slots `sources` [n] to `slots` [n] in every layer; the two may
+        overlap, but no two of `slots` are equal."""
         for tensor in (*self.keys, *self.values):
             # All is read before anything is written.
             tensor.index_copy_(0, slots, tensor.index_select(0, sources))

@@ -95,12 +95,6 @@ def is_faster(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def has_kernel(device: torch.device) -> bool:
-    """True where linear layers in float32 on `device` are the kernel's from `LEAST_ROWS` rows on,
-    within `faster_linears`."""
-    return reads_freely(device) and _has_kernel()
-
-
 def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [m, k] @ b [k, n], of any layout and type, without gradients."""
     return _product(a, b, None) if is_faster(a, b) else a @ b
@@ -135,7 +129,7 @@ def faster_linears(
     begins under autocast, all do, and the context is empty: its mode costs a microsecond per call
     of torch."""
     is_plain = reads_freely(device) and not torch.is_autocast_enabled("cpu")
-    if not is_plain or not (has_kernel(device) or widens(dtype)):
+    if not is_plain or not (_has_kernel() or widens(dtype)):
         return nullcontext()
     return _Linears()
 

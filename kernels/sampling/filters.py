@@ -130,11 +130,6 @@ class SamplingRows:
             greedy,
         )
 
-    def repeat(self, counts: Sequence[int]) -> SamplingRows:
-        """Row b becomes `counts[b]` consecutive rows."""
-        rows = [row for row, count in enumerate(counts) for _ in range(count)]
-        return self.select(torch.tensor(rows, device=self.temperature.device))
-
     @property
     def options(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """As the Triton kernels take them."""

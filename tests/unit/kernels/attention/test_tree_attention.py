@@ -217,11 +217,11 @@ def test_kept_nodes_move_to_consecutive_places() -> None:
     table = torch.tensor([4, 1, 3])
     # Places 6 and 7 are read by one and written by another.
     sources, places = torch.tensor([6, 7, 10]), torch.tensor([5, 6, 7])
-    pool.move(table, sources, places)
     slot = {
         place: int(pool.slots_of(table[None], 0, torch.tensor([place]))[0]) for place in range(12)
     }
     assert (slot[0], slot[5], slot[10]) == (16, 5, 14)
+    pool.move_slots(*(pool.slots_of(table[None], 0, of) for of in (sources, places)))
     for old, new in zip(before, (*pool.keys, *pool.values)):
         wanted = old.clone()
         for source, place in zip(sources.tolist(), places.tolist()):

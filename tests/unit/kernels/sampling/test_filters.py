@@ -176,5 +176,3 @@ def test_nothing_is_read_back_from_a_device() -> None:
     rows = SamplingRows.of(temperature, top_k=top_k, top_p=top_p, min_p=min_p, device="meta")
     logits = torch.empty(len(temperature), 700, device="meta")
     assert process(logits, rows.ranking()).shape == process(logits, rows).shape == logits.shape
-    repeated = rows.repeat([2] + [1] * (len(temperature) - 1))
-    assert len(repeated.temperature) == len(temperature) + 1 and repeated.passes == rows.passes
