@@ -331,6 +331,24 @@ for module in {modules!r}:
     python(code)
 
 
+@pytest.mark.long
+def test_only_what_a_gpu_runs_needs_triton() -> None:
+    """Triton is required on Linux alone."""
+    names = [".".join(("draftsmith", *parts)) for parts in modules(*CODE_FOLDERS)]
+    on_gpus = {
+        name
+        for name in names
+        if name.endswith("_triton") or name.rpartition(".")[2] in ("paged_flash", "device_rewrite")
+    }
+    code = f"""
+import importlib, sys
+sys.modules["triton"] = None
+for name in {sorted(set(names) - on_gpus)!r}:
+    importlib.import_module(name)
+"""
+    python(code)
+
+
 def test_help_of_every_command_answers_at_once_without_torch() -> None:
     seconds = {}
     for arguments in ([], *([name] for name in COMMANDS)):
