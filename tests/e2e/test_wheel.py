@@ -273,11 +273,8 @@ def test_commands_without_an_extra_run_without_training(
     assert ", 0 fail" in serving.run("doctor", *target, "--draft", near_draft).stdout
     serving.run("export", near_draft, "--to", "vllm", *target, "--out", "exported")
     assert (serving.outside / "exported" / "config.json").is_file()
-    # It times rounds on this machine: one family, one length and short texts keep that short.
-    short = ("--families", "eagle3", "--k", "1", "--streams", "1", "--context", "16")
-    planned = serving.run("plan", *target, *short)
-    # Whether training is advised depends on the times measured.
-    assert "1 stream, a plain round" in planned.stdout and "eagle3" in planned.stdout
+    planned = serving.run("plan", *target, "--families", "eagle3")
+    assert "| eagle3 " in planned.stdout and "draftsmith train eagle3" in planned.stdout
     assert "plan: 1/1 drafts" in planned.stderr
 
 
