@@ -9,11 +9,11 @@ from typing import Any
 from draftsmith.commands.table import COMMANDS, load
 from draftsmith.errors import check_extra
 from draftsmith.train.config import RunConfig
-from draftsmith.train.pipeline import CommandOptions
+from draftsmith.train.stages import CommandOptions, read_recipe, resolve
 
 
 def run(config: RunConfig) -> int:
-    from draftsmith.train.pipeline import read_recipe, resolve, run_stages, show
+    from draftsmith.train.pipeline import run_stages, show
 
     recipe = read_recipe(config.recipe, config.set)
     out = Path(config.out or Path("runs") / recipe.path.stem)

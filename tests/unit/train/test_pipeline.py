@@ -22,7 +22,8 @@ from draftsmith.config import build
 from draftsmith.drafters.checkpoint import locate
 from draftsmith.drafters.versions import CURRENT
 from draftsmith.errors import UserError
-from draftsmith.train.pipeline import files_of, read_recipe, resolve
+from draftsmith.train.pipeline import files_of
+from draftsmith.train.stages import read_recipe, resolve
 
 SHIPPED = sorted((Path(__file__).parents[3] / "recipes" / "pipelines").glob("*.yaml"))
 # Appends its stage to `calls`, makes the result, and fails where a file `broken` lies.
