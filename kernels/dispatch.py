@@ -67,7 +67,9 @@ def operation(reference: Callable[Params, Output]) -> Callable[Params, Output]:
     def run(*args: Params.args, **kwargs: Params.kwargs) -> Output:
         impl = str(kwargs.pop("impl", "auto"))
         if impl != "torch":
-            first = args[0] if isinstance(args[0], torch.Tensor) else _first_tensor(args)
+            first = args[0] if args else None
+            if not isinstance(first, torch.Tensor):
+                first = _first_tensor((*args, *kwargs.values()))
             chosen = backend_of(impl, first.device, first.dtype)
             name = "" if chosen == "torch" else getattr(BACKENDS[of], chosen)
             found = _function(name)(*args, **kwargs) if name else None
@@ -282,7 +284,7 @@ def on_its_device(launcher: Callable[Params, Output]) -> Callable[Params, Output
 
     @functools.wraps(launcher)
     def launch(*args: Params.args, **kwargs: Params.kwargs) -> Output:
-        with torch.cuda.device_of(_first_tensor(args)):
+        with torch.cuda.device_of(_first_tensor((*args, *kwargs.values()))):
             return launcher(*args, **kwargs)
 
     return launch
@@ -295,7 +297,7 @@ def _first_tensor(args: Iterable[Any]) -> torch.Tensor:
         for member in members:
             if isinstance(member, torch.Tensor):
                 return member
-    raise TypeError("a launcher of Triton kernels takes its first tensor by position")
+    raise TypeError("no tensor is given")
 
 
 def _obstacle(device: torch.device) -> str:

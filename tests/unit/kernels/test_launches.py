@@ -83,5 +83,5 @@ def test_the_first_tensor_may_lie_in_a_tuple() -> None:
         return len(args)
 
     assert launch("jsd", ("name", 1.0), (None, torch.ones(1))) == 3
-    with pytest.raises(TypeError, match="by position"):
+    with pytest.raises(TypeError, match="no tensor"):
         launch("jsd", 2)
