@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from draftsmith.serve.http.errors import Refusal, overloaded, timed_out
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 OPEN_PATHS = (
@@ -41,6 +43,7 @@ class ServerLimits:
     max_body_bytes: int = 16 * 2**20
     max_concurrency: int | None = None  # answers being made at the same time, waiting ones included
     timeout_s: float | None = None  # from a request's arrival to the end of its answer
+    unread_s: float = 5.0  # and then until a client has read it
 
 
 PIECE_S = 20.0  # in which the next piece of a body comes
@@ -106,8 +109,11 @@ class RequestLimits:
         arrival = Arrival(at_s, self.limits.timeout_s, len(body))
         scope.setdefault("state", {})["arrival"] = arrival
         self.load.num_answering += answering
+        most_s = self.limits.timeout_s and self.limits.timeout_s + self.limits.unread_s
         try:
-            await self.app(scope, _replayed(body, receive), send)
+            await asyncio.wait_for(self.app(scope, _replayed(body, receive), send), most_s)
+        except asyncio.TimeoutError:
+            log.warning("%s: an answer was not read to its end in time", scope["path"])
         finally:
             self.load.num_answering -= answering
 
