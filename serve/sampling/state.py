@@ -63,6 +63,19 @@ class TokenCounts:
         return self._order
 
 
+class Bias(NamedTuple):
+    ids: torch.Tensor  # [n] int64
+    values: torch.Tensor  # [n] float64
+
+    @classmethod
+    def of(cls, biases: Sequence[tuple[int, float]]) -> Bias:
+        ids, values = zip(*biases) if biases else ((), ())
+        return cls(torch.tensor(ids, dtype=torch.int64), torch.tensor(values, dtype=torch.float64))
+
+
+NO_BIAS = Bias.of(())
+
+
 class SamplingState:
     """Belongs to the engine's thread once its request is queued; `follow` brings it up to date
     before every round."""
@@ -100,7 +113,8 @@ class SamplingState:
             forbidden = torch.ones(vocab_size, dtype=torch.bool)
             forbidden[list(params.allowed_token_ids)] = False
             self.forbidden = sent_tensor(device, forbidden)
-        self.single = [word[0] for word in params.bad_words if len(word) == 1]
+        self.single = list(dict.fromkeys(word[0] for word in params.bad_words if len(word) == 1))
+        self.bias = Bias.of(params.logit_bias)
         # By the token before the last one, so that only words that could be completed now are
         # looked at.
         self._longer: dict[int, list[tuple[int, ...]]] = {}

@@ -3,7 +3,7 @@ ids, worked out there from drafted tokens that the host need not have.
 
 Legend: B requests, R rows of logits, D drafted tokens before a row, M distinct tokens of all
 penalised texts, N pairs of a row and a token. Rows of a table are padded with their own first
-entry, so that what is written twice is equal.
+entry, so that what is written twice is equal; those of biases with a bias of 0.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.kernels.dispatch import reads_freely, sent
-from draftsmith.serve.sampling.state import SamplingState, TokenCounts
+from draftsmith.serve.sampling.state import NO_BIAS, SamplingState, TokenCounts
 
 NONE = (1.0, 0.0, 0.0)  # penalties that change nothing
 ID_BITS = 32  # of a key
@@ -45,15 +46,15 @@ class AdjustmentTables(NamedTuple):
         if on_host and not any(map(_needs_table, known)):
             return cls(seen=CountedTexts.of(states))
         columns: list[list[list[int]] | torch.Tensor] = []
-        biases = [[] if state is None else list(state.params.logit_bias) for state in states]
+        biases = [NO_BIAS if state is None else state.bias for state in states]
         single = [[] if state is None else state.single for state in states]
         # A list without tokens is padded with token 0, which must not be banned.
         least = [state.least_left if state is not None and state.ends else 0 for state in states]
         failed = [state is not None and bool(state.error) for state in states]
         lists = [state.forbidden for state in known if state.forbidden is not None]
         columns += [
-            _padded([[token for token, _ in one] for one in biases]),
-            _bits([[value for _, value in one] for one in biases]),
+            pad_sequence([one.ids for one in biases], batch_first=True),
+            pad_sequence([one.values for one in biases], batch_first=True).view(torch.int64),
             _padded(single),
             [[len(one)] for one in single],
             _padded([
@@ -133,13 +134,6 @@ def _ban(logits: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor) -> None
 def _padded(lists: Sequence[Sequence[int]]) -> list[list[int]]:
     width = max(map(len, lists), default=0)
     return [[*one, *[one[0] if one else 0] * (width - len(one))] for one in lists]
-
-
-def _bits(lists: Sequence[Sequence[float]]) -> torch.Tensor:
-    """Numbers, padded with 0, as the integers of the same bits."""
-    width = max(map(len, lists), default=0)
-    rows = [[*one, *[0.0] * (width - len(one))] for one in lists]
-    return torch.tensor(rows, dtype=torch.float64).view(torch.int64)
 
 
 def numbered(flags: Sequence[bool]) -> list[int]:
