@@ -4,17 +4,28 @@ to ignore is to honour; messages, as OpenAI has them and as chat templates take 
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from draftsmith.chats import RESERVED_VARIABLES, decoded, plain_message, plain_tool
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.tools.call_format import LONGEST_NAME, NAME_LETTERS, Tool
 
 T = TypeVar("T")
+# A list of which the first bad member is the error: one for each would be megabytes.
+Many = Annotated[list[T], Field(fail_fast=True)]
+DEEPEST = 200  # levels within levels; pydantic writes 255, a body's own included
 
 
 def writable(value: T) -> T:
@@ -27,6 +38,12 @@ def writable(value: T) -> T:
         ) from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it cannot be written as JSON ({error}); mend it") from error
+    level: list[Any] = [value]
+    for _ in range(DEEPEST + 1):
+        level = [part for one in level if isinstance(one, (dict, list))
+                 for part in (one.values() if isinstance(one, dict) else one)]  # fmt: skip
+    if level:
+        raise ValueError(f"it is nested more than {DEEPEST} levels deep; send a flatter one")
     return value
 
 
@@ -36,17 +53,22 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(writable)]
 
 class StrictModel(BaseModel):
     """Part of a request body: no value is converted, no key ignored. To give null is to leave a key
-    out, one that is not known here too."""
+    out, one that is not known here too. Of unknown ones the first is the error."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def _without_null(cls, body: Any) -> Any:
-        if not isinstance(body, dict) or None not in body.values():
+        if not isinstance(body, dict) or not (unknown := body.keys() - _keys(cls)):
             return body
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        return {key: value for key, value in body.items() if value is not None or key in known}
+        first = next((key for key in body if key in unknown and body[key] is not None), None)
+        return {key: body[key] for key in body if key not in unknown or key == first}
+
+
+@functools.cache
+def _keys(model: type[BaseModel]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in model.model_fields.items())
 
 
 # Kinds of formats by vLLM's names, as the grammars they are.
@@ -94,7 +116,7 @@ class StructuredOutputs(StrictModel):
 
     json_: JsonObject | Text | None = Field(None, alias="json")
     regex: Text | None = None
-    choice: list[Text] | None = None
+    choice: Many[Text] | None = None
     grammar: Text | None = None
     json_object: Literal[True] | None = None
 
@@ -137,7 +159,7 @@ class FormatFields(StrictModel):
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonObject | Text | None = None
     guided_regex: Text | None = None
-    guided_choice: list[Text] | None = None
+    guided_choice: Many[Text] | None = None
     guided_grammar: Text | None = None
 
     @field_validator("guided_json")
@@ -196,7 +218,7 @@ class AcceptedFields(StrictModel):
 
 
 class AcceptedChatFields(AcceptedFields):
-    modalities: list[Literal["text"]] | None = None
+    modalities: Many[Literal["text"]] | None = None
     prediction: JsonObject | None = None  # of the answer's text, a hint about speed
 
 
@@ -227,14 +249,14 @@ class MadeCall(StrictModel):
 
 class MessageBody(StrictModel):
     role: Text
-    content: Text | list[TextPart] | None = None
+    content: Text | Many[TextPart] | None = None
     name: Text | None = None
-    tool_calls: list[MadeCall] | None = None  # of an assistant
+    tool_calls: Many[MadeCall] | None = None  # of an assistant
     tool_call_id: Text | None = None  # of a tool
     reasoning_content: Text | None = None  # of an assistant
     reasoning: Text | None = None  # vLLM's name of it
     # of an assistant, where a client sends an answer back as it came
-    annotations: list[JsonObject] | None = None
+    annotations: Many[JsonObject] | None = None
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> MessageBody:
@@ -266,7 +288,7 @@ class MessageBody(StrictModel):
 class ConversationBody(StrictModel):
     """Messages, and options of the chat template that makes a prompt of them."""
 
-    messages: Annotated[list[MessageBody], Field(min_length=1)]
+    messages: Annotated[Many[MessageBody], Field(min_length=1)]
     add_generation_prompt: bool | None = None  # default: true unless the final message is continued
     continue_final_message: bool = False
     add_special_tokens: bool = False
@@ -329,7 +351,7 @@ class ToolChoice(NamedTuple):
 
 
 class ToolFields(StrictModel):
-    tools: list[FunctionTool] | None = None
+    tools: Many[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: None = None

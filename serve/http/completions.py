@@ -46,6 +46,7 @@ def add_completion_endpoints(app: FastAPI, server: Server) -> None:
     )
     async def completions(body: CompletionRequest, request: Request) -> Response:
         model = server.check_model(body.model)
+        _check_count(server, body.num_prompts(), body.n or 1)
         most = server.most_characters if body.truncate_prompt_tokens is None else None
         prompts = await server.take_in(
             request,
@@ -148,16 +149,14 @@ async def _submit(
     answer: str,
     plan: ChatPlan | None = None,
 ) -> None:
-    num_choices = body.n or 1
-    bad_words = await server.take_in(
-        request, lambda: bad_word_tokens(body.bad_words or (), server.tokenizer)
+    params = await server.take_in(
+        request, lambda: body.sampling(bad_word_tokens(body.bad_words or (), server.tokenizer))
     )
-    params = [body.sampling(index, bad_words) for index in range(num_choices)]
     if plan is not None:
         params = [replace(one, grammar=plan.grammar) for one in params]
     longest = server.loop.engine.max_length
     await streams.submit(
-        [prompt.tokens for prompt in prompts for _ in range(num_choices)],
+        [prompt.tokens for prompt in prompts for _ in params],
         [body.within(one, longest - len(prompt.tokens)) for prompt in prompts for one in params],
         RequestOptions(
             request_class=body.request_class,

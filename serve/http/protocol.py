@@ -20,6 +20,7 @@ from draftsmith.serve.http.bodies import (
     AcceptedFields,
     ConversationBody,
     FormatFields,
+    Many,
     Off,
     StrictModel,
     Text,
@@ -27,7 +28,11 @@ from draftsmith.serve.http.bodies import (
 )
 from draftsmith.serve.sampling.params import SamplingParams
 
-TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
+TokenIds = Many[Annotated[int, Field(ge=0, lt=2**31)]]
+# What is looked through for every token.
+MOST_STOPS, LONGEST_STOP, MOST_WORDS = 128, 1024, 1024
+Stop = Annotated[Text, Field(max_length=LONGEST_STOP)]
+SEED_STEP = 0x9E3779B97F4A7C15  # between the choices of a request
 
 
 class Speculation(StrictModel):
@@ -56,15 +61,17 @@ class Generation(FormatFields, AcceptedFields):
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stop: Text | list[Text] | None = None
-    stop_token_ids: TokenIds | None = None
+    stop: Stop | Annotated[Many[Stop], Field(max_length=MOST_STOPS)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MOST_WORDS)] | None = None
     ignore_eos: bool | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, lt=1e30)] | None = None
     logit_bias: dict[Text, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    bad_words: list[Annotated[Text, Field(min_length=1)]] | None = None
+    bad_words: (
+        Annotated[Many[Annotated[Text, Field(min_length=1)]], Field(max_length=MOST_WORDS)] | None
+    ) = None
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     # as vLLM: of the prompt's tokens, this many alternatives each
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -94,12 +101,18 @@ class Generation(FormatFields, AcceptedFields):
             raise ValueError("it is 0, which keeps no token; give at least 1, or -1")
         return value
 
-    @field_validator("logit_bias")
+    @field_validator("logit_bias", mode="before")
     @classmethod
-    def _bias_names_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        for key in value or ():
+    def _bias_names_ids(cls, value: Any) -> Any:
+        """Stops at the first that is wrong, as a list's members do."""
+        for key, bias in value.items() if isinstance(value, dict) else ():
             if not (key.isascii() and key.isdigit() and len(key) < 19):
-                raise ValueError(f"{key!r} is no token id; name tokens by their ids")
+                raise ValueError(f"{reprlib.repr(key)} is no token id; name tokens by their ids")
+            if type(bias) not in (int, float) or not -100 <= bias <= 100:
+                said = reprlib.repr(bias)
+                raise ValueError(
+                    f"the bias of token {key} is {said}; give a number from -100 to 100"
+                )
         return value
 
     @model_validator(mode="after")
@@ -151,11 +164,11 @@ class Generation(FormatFields, AcceptedFields):
         """True when the prompt is part of the answer."""
         return False
 
-    def sampling(self, index: int, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingParams:
-        """Sampling parameters of the `index`-th of n choices; each choice draws from its own
-        streams. `bad_words` are the tokens of the words asked for."""
+    def sampling(self, bad_words: tuple[tuple[int, ...], ...] = ()) -> list[SamplingParams]:
+        """Sampling parameters of the n choices, each of which draws from its own streams.
+        `bad_words` are the tokens of the words asked for."""
         most = self.most_tokens()
-        return SamplingParams(
+        first = SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=max(self.top_k or 0, 0),
             top_p=1.0 if self.top_p is None else self.top_p,
@@ -163,7 +176,7 @@ class Generation(FormatFields, AcceptedFields):
             # An echo of nothing but the prompt: the engine gives one token, which is not shown.
             max_tokens=1 if most == 0 else most,
             min_tokens=self.min_tokens or 0,
-            seed=None if self.seed is None else self.seed + index * 0x9E3779B97F4A7C15,
+            seed=self.seed,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
@@ -183,14 +196,17 @@ class Generation(FormatFields, AcceptedFields):
             else tuple(self.allowed_token_ids),
             grammar=self.answer_grammar(),
         )
+        if self.seed is None:
+            return [first] * (self.n or 1)
+        return [replace(first, seed=self.seed + index * SEED_STEP) for index in range(self.n or 1)]
 
 
 class CompletionRequest(Generation):
     prompt: (
         Text
-        | Annotated[list[Text], Field(min_length=1)]
+        | Annotated[Many[Text], Field(min_length=1)]
         | Annotated[TokenIds, Field(min_length=1)]
-        | Annotated[list[TokenIds], Field(min_length=1)]
+        | Annotated[Many[TokenIds], Field(min_length=1)]
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
@@ -220,6 +236,10 @@ class CompletionRequest(Generation):
             )
         return self
 
+    def num_prompts(self) -> int:
+        several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+        return len(self.prompt) if several else 1
+
     def alternatives(self) -> int | None:
         return self.logprobs
 
@@ -245,7 +265,7 @@ class ChatRequest(Generation, ConversationBody, ToolFields, AcceptedChatFields):
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError(
                 "top_logprobs is given without logprobs; set logprobs to true or leave it out"
             )

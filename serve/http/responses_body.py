@@ -15,6 +15,7 @@ from draftsmith.serve.http.bodies import (
     JsonObject,
     JsonObjectFormat,
     JsonSchema,
+    Many,
     NamedFunction,
     Off,
     StrictModel,
@@ -28,8 +29,8 @@ from draftsmith.serve.http.protocol import ChatRequest, Speculation
 class TextContent(StrictModel):
     type: Literal["input_text", "output_text", "text"]
     text: Text
-    annotations: list[JsonObject] | None = None
-    logprobs: list[JsonObject] | None = None
+    annotations: Many[JsonObject] | None = None
+    logprobs: Many[JsonObject] | None = None
 
 
 class Item(StrictModel):
@@ -42,7 +43,7 @@ class Item(StrictModel):
 class MessageItem(Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Text | list[TextContent]
+    content: Text | Many[TextContent]
 
 
 class CallItem(Item):
@@ -55,7 +56,7 @@ class CallItem(Item):
 class CallOutputItem(Item):
     type: Literal["function_call_output"]
     call_id: Text
-    output: Text | list[TextContent]
+    output: Text | Many[TextContent]
 
 
 class ReasoningText(StrictModel):
@@ -65,8 +66,8 @@ class ReasoningText(StrictModel):
 
 class ReasoningItem(Item):
     type: Literal["reasoning"]
-    summary: list[JsonObject] = Field(default_factory=list)
-    content: list[ReasoningText] | None = None
+    summary: Many[JsonObject] = Field(default_factory=list)
+    content: Many[ReasoningText] | None = None
 
 
 InputItem = MessageItem | CallItem | CallOutputItem | ReasoningItem
@@ -103,18 +104,18 @@ class ResponseStreamOptions(StrictModel):
 
 class ResponsesRequest(AcceptedFields):
     model: Text | None = None
-    input: Text | Annotated[list[InputItem], Field(min_length=1)]
+    input: Text | Annotated[Many[InputItem], Field(min_length=1)]
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     text: TextOptions | None = None
-    tools: list[ResponseFunctionTool] | None = None
+    tools: Many[ResponseFunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseNamedChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     # encrypted reasoning is asked for by clients that send it back; here it is sent as it is
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    include: Many[Literal["reasoning.encrypted_content"]] | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     truncation: Literal["disabled"] | None = None
@@ -177,7 +178,7 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
 
 
 def messages_of(body: ResponsesRequest) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
+    messages: Many[dict[str, Any]] = []
     if body.instructions is not None:
         messages.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
@@ -191,7 +192,7 @@ def messages_of(body: ResponsesRequest) -> list[dict[str, Any]]:
     return messages
 
 
-def _add(messages: list[dict[str, Any]], item: InputItem) -> None:
+def _add(messages: Many[dict[str, Any]], item: InputItem) -> None:
     """Items of one answer are one message: its reasoning, then its text, then its calls."""
     if isinstance(item, CallOutputItem):
         output = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
@@ -211,7 +212,7 @@ def _add(messages: list[dict[str, Any]], item: InputItem) -> None:
         messages.append({"role": item.role, "content": _text(item.content)})
 
 
-def _assistant(messages: list[dict[str, Any]], fresh: Sequence[str] = ()) -> dict[str, Any]:
+def _assistant(messages: Many[dict[str, Any]], fresh: Sequence[str] = ()) -> dict[str, Any]:
     """The assistant's message at the end; a new one where there is none, or where it has what
     `fresh` names."""
     last = messages[-1] if messages else {"role": ""}

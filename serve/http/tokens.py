@@ -135,12 +135,12 @@ def bad_word_tokens(
 ) -> tuple[tuple[int, ...], ...]:
     """The tokens of each word at the beginning of a text and, as vLLM has it, of those after a
     space where that is another first token and as many of them."""
+    if not words:
+        return ()
     sequences: list[tuple[int, ...]] = []
-    for word in words:
-        first, spaced = (
-            tuple(encode(space + word.lstrip(), tokenizer, add_special_tokens=False))
-            for space in ("", " ")
-        )
+    texts = [space + word.lstrip() for word in words for space in ("", " ")]
+    ids = iter(map(tuple, tokenizer(texts, add_special_tokens=False)["input_ids"]))
+    for word, first, spaced in zip(words, ids, ids):
         if not first:
             raise UserError(f"bad_words holds {word!r}, which has no tokens; leave it out")
         sequences.append(first)

@@ -127,6 +127,10 @@ def test_a_stop_string_is_not_part_of_the_answer(server: Any) -> None:
     assert streamed == choice["text"]
 
 
+NESTED: dict = {}
+for _ in range(300):
+    NESTED = {"a": NESTED}
+
 BAD = [
     ({"flavour": 1}, "flavour"),
     ({"temperature": -1}, "temperature"),
@@ -183,6 +187,11 @@ BAD = [
     ({"\ud800": 1}, None),
     ({"logprobs": 50}, "logprobs"),
     ({"stop": [""]}, "stop"),
+    ({"stop": ["a"] * 129}, "stop"),
+    ({"stop": "a" * 1025}, "stop"),
+    ({"bad_words": ["a"] * 1025}, "bad_words"),
+    ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
+    ({"metadata": NESTED}, "metadata"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"speculation": {"depth": 3}}, "speculation"),
     ({"speculation": {"k": 100}}, "speculation"),
@@ -224,6 +233,7 @@ def test_bad_input_is_an_openai_error_of_one_sentence(
 
 
 CHAT_BAD = [
+    ({"messages": [{"role": "assistant", "content": "x", "annotations": [NESTED]}]}, "messages"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, "messages"),
     ({"messages": [{"role": "user", "content": "x" * 1000}]}, "messages"),

@@ -74,7 +74,7 @@ CHANGES = [
 
 @pytest.mark.parametrize("said, meant", CHANGES, ids=[str(said)[:50] for said, _ in CHANGES])
 def test_every_parameter_reaches_the_engine(said: dict, meant: dict) -> None:
-    assert CompletionRequest(**BASE, **said).sampling(0) == SamplingParams(
+    assert CompletionRequest(**BASE, **said).sampling()[0] == SamplingParams(
         **{"max_tokens": 16, **meant}
     )
 
@@ -90,19 +90,19 @@ OURS_ALONE = {"logits_processors"}
 
 def test_choices_of_a_seed_differ_and_repeat() -> None:
     body = CompletionRequest(**BASE, seed=3, n=3)
-    seeds = [body.sampling(index).seed for index in range(3)]
-    assert len(set(seeds)) == 3 and seeds == [body.sampling(index).seed for index in range(3)]
+    seeds = [one.seed for one in body.sampling()]
+    assert len(set(seeds)) == 3 and seeds == [one.seed for one in body.sampling()]
 
 
 def test_a_chat_answers_until_the_context_ends_unless_told() -> None:
     messages = [{"role": "user", "content": "x"}]
-    assert ChatRequest(model="m", messages=messages).sampling(0).max_tokens is None
+    assert ChatRequest(model="m", messages=messages).sampling()[0].max_tokens is None
     assert (
-        ChatRequest(model="m", messages=messages, max_completion_tokens=5).sampling(0).max_tokens
+        ChatRequest(model="m", messages=messages, max_completion_tokens=5).sampling()[0].max_tokens
         == 5
     )
     chat = ChatRequest(model="m", messages=messages, logprobs=True)
-    assert chat.sampling(0).logprobs == 0
+    assert chat.sampling()[0].logprobs == 0
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert (
         ChatRequest(model="m", messages=[{"role": "user", "content": parts}])
@@ -124,9 +124,9 @@ def test_nothing_is_converted(change: dict) -> None:
 def test_bad_words_are_banned_at_the_beginning_and_after_a_space() -> None:
     tokens = {"a": [5], " a": [6], "ab": [5, 7], " ab": [8], "c": [9], " c": [9], "": [], " ": [4]}
 
-    def tokenizer(text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+    def tokenizer(texts: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
         assert not add_special_tokens
-        return {"input_ids": tokens[text]}
+        return {"input_ids": [tokens[text] for text in texts]}
 
     # Of as many tokens and with another first one: banned after a space too.
     assert bad_word_tokens([" a", "ab", "c"], tokenizer) == ((5,), (6,), (5, 7), (9,))
@@ -147,3 +147,19 @@ def test_the_report_of_a_request_without_drafts_divides_by_nothing() -> None:
         and report["tau"] is None
         and report["mean_acceptance_length"] == 1.0
     )
+
+
+MANY = [
+    {"logit_bias": {str(token): "x" for token in range(1000)}},
+    {"prompt": [{}] * 1000},
+    {"stop": [0] * 100},
+    {f"name {number}": 1 for number in range(1000)},
+]
+
+
+@pytest.mark.parametrize("change", MANY, ids=["bias", "prompt", "stop", "unknown"])
+def test_of_many_wrong_members_the_first_is_the_error(change: dict) -> None:
+    with pytest.raises(ValidationError) as refused:
+        CompletionRequest(**{**BASE, **change})
+    # One for each form that a value may have.
+    assert refused.value.error_count() <= 2
