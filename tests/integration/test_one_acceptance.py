@@ -15,6 +15,7 @@ import torch
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.options import Eagle3Options
+from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
@@ -23,6 +24,8 @@ from draftsmith.train.command import run
 from draftsmith.train.config import OptimConfig, TrainConfig
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.evaluate.teacher_forced import count_documents
+
+pytestmark = pytest.mark.long
 
 K = 3
 
@@ -41,16 +44,10 @@ def some_prompts(count: int, seed: int) -> list[list[int]]:
     ]
 
 
-LATER = [
-    pytest.param(family, marks=pytest.mark.long)
-    for family in ("p-eagle", "eagle1", "medusa", "mlp", "dflash", "dspark")
-]
-
-
 WINDOWED = Eagle3Options(window=5)  # less than a prompt
 
 
-@pytest.fixture(scope="module", params=["eagle3", "eagle3 window", "mtp", "draft-lm", *LATER])
+@pytest.fixture(scope="module", params=["eagle3 window", *FAMILIES])
 def pair(
     request: pytest.FixtureRequest,
     tiny_target: Callable[..., str],
@@ -117,14 +114,12 @@ def expected(
     return torch.tensor([rounds[sequence.name] for sequence in sequences], dtype=torch.float64)
 
 
-@pytest.mark.long
 def test_greedy_rounds_are_the_same_number(pair):
     sequences, rounds = speculate(pair, 0.0, 12)
     assert rounds.sum() < 12 * 20, "something must be accepted for this to say anything"
     assert expected(pair, sequences, 0.0).tolist() == pytest.approx(rounds.tolist())
 
 
-@pytest.mark.long
 def test_sampled_rounds_have_the_expected_mean(pair):
     """Given a text, its rounds are random with the walk's mean: the paired difference has mean
     zero."""

@@ -28,7 +28,6 @@ from draftsmith.train.export import command as export
 PADDED, OTHERWISE_PADDED = 151_936, 152_064
 PROMPTS = [[5, 6, 7], [9, PADDED - 1, 31, 8]]
 DRAFTS = {
-    "eagle3": {},
     "eagle3 subset": {"eagle3": Eagle3Options(draft_vocab_size=200)},
     "draft-lm": {"draft_lm": DraftLmOptions(init="small")},
 }
@@ -79,9 +78,7 @@ def workshop(tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "name", [pytest.param("eagle3", marks=pytest.mark.long), "eagle3 subset", "draft-lm"]
-)
+@pytest.mark.parametrize("name", DRAFTS)
 def test_a_draft_over_a_padded_vocabulary(
     name: str, workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,11 +110,7 @@ def drafted(url: str) -> float:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "family, torchrun",
-    [
-        ("eagle3", False),
-        pytest.param("mtp", False, marks=pytest.mark.long),
-        pytest.param(None, True, marks=pytest.mark.long),
-    ],
+    [("eagle3", False), ("mtp", False), (None, True)],
 )
 def test_two_processes_answer_as_one(
     family: str | None, torchrun: bool, target_folder: str, drafts: dict[str, Path], serve: Callable
@@ -173,7 +169,7 @@ for max_tokens in (4, 24):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_fails_in_a_pass_ends_all(
     failing: int, target_folder: str, tmp_path: Path
 ) -> None:

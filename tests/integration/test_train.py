@@ -199,7 +199,7 @@ def same_run(ranks: list[dict], one_process: list[dict]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stage", [1, 2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_on_two_processes_equals_one(stage, train, tmp_path, one_process):
     recipe = str(ROOT / f"recipes/zero{stage}.json")
     # What is computed again is the same, also of weights that were put away in between.
@@ -247,7 +247,7 @@ def test_another_step_is_another_loss(one_process):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "recipe"),
-    [("eagle3", None), ("mtp", "zero2"), pytest.param("draft-lm", "zero3", marks=pytest.mark.long)],
+    [("eagle3", None), ("mtp", "zero2"), ("draft-lm", "zero3")],
 )
 def test_a_target_spread_over_two_processes_trains_alike(
     family, recipe, train, tmp_path, target_folder, data
@@ -262,8 +262,7 @@ def test_a_target_spread_over_two_processes_trains_alike(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", [None, "zero2"])
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize(("killed", "recipe"), [(0, None), (1, "zero2")])
 def test_all_end_with_one_that_is_killed(killed, recipe, train, tmp_path):
     sharding = () if recipe is None else ("--deepspeed", str(ROOT / f"recipes/{recipe}.json"))
     run = train("killed", *SHORT_FLAGS, "--steps", "100000", *sharding, processes=2)
@@ -280,12 +279,11 @@ def test_all_end_with_one_that_is_killed(killed, recipe, train, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
-    "counts", [(1, 2), (2, 1), (2, 2)], ids=["one to two", "two to one", "two to two"]
+    ("stage", "counts"), [(1, (2, 1)), (2, (1, 2)), (2, (2, 2)), (3, (1, 2)), (3, (2, 1))]
 )
 def test_a_deepspeed_run_goes_on_with_any_number_of_processes(
-    counts, stage, train, tmp_path, one_process
+    stage, counts, train, tmp_path, one_process
 ):
     recipe = str(ROOT / f"recipes/zero{stage}.json")
     for steps, processes in zip((4, 8), counts):
