@@ -250,7 +250,7 @@ ROLES = {"engine": engine, "learner": learner, "publisher": publisher}
 
 
 class Started:
-    """A fork of the process that has everything imported, as `supervisor.Process`."""
+    """A fork of the process that has everything imported."""
 
     def __init__(self, pid: int):
         self.pid = pid

@@ -4,81 +4,297 @@ served, and all engines end on the learner's version by themselves."""
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import signal
+import threading
 import time
 import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from draftsmith.distill.buffer.traffic import is_whole, stitch
 from draftsmith.drafters import versions
-from draftsmith.fleet.store.layout import StoreError
+from draftsmith.fleet.store.layout import MANIFEST, StoreError, folder_of
 from draftsmith.fleet.store.store import VersionStore
+from draftsmith.record import hashed_answer
 from scripts.bench.fleet.answers import recorded
-from tests.integration.fleet_stand_ins import NAMES, Nursery, answer_to, ask, listens
-from tests.storm import survived
-from tests.storm.kills import PLANTED, Answer, Fleet, Kill, Storm, converged
-from tests.storm.places import FolderPlace
-from tests.storm.supervisor import Part, wait_for_end
+from tests.integration.fleet_stand_ins import NAMES, Nursery, Started, answer_to, ask, listens
 
 ENGINES = ("engine-1", "engine-2")
 TOKENS = 24
 QUESTIONS = [[1 + random.Random(n).randrange(40) for _ in range(5)] for n in range(12)]
+# What is killed, and of which engine; the store is away for a while.
 KILLS = [
-    Kill("publisher"), Kill("server", "engine-1"), Kill("store"), Kill("server", "engine-2"),
-    Kill("writer", "engine-1"), Kill("learner"),
+    ("publisher", ""), ("server", "engine-1"), ("store", ""), ("server", "engine-2"),
+    ("writer", "engine-1"), ("learner", ""),
 ]  # fmt: skip
+PLANTED_BEFORE = 4
+# A version of which one byte was changed on its way: far from the learner's numbers.
+PLANTED = 900
 # Ten times the writers' flush: other tests may have all cores.
 UNFLUSHED_S = 1.0
 PATIENCE_S = 120.0
+LOOK_S = 0.05
 
 
-class Asked:
-    """Clients' side; `served` are the digests of what answered, by version."""
+@dataclass
+class Absence:
+    """Of what was killed, until it was there again. Times are seconds since 1970."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.served: set[tuple[str, str]] = set()
+    what: str
+    engine: str
+    at_s: float
+    back_s: float | None = None
 
-    def __call__(self, engine: str, question: int) -> Answer | None:
-        begun_s, name = time.time(), f"cmpl-{uuid.uuid4().hex}"
-        body = {"id": name, "prompt": QUESTIONS[question], "max_tokens": TOKENS}
-        found = ask(str(self.folder / engine), body)
-        if found is None:
-            return None
-        self.served.add((found["version"], found["sha256"]))
-        return Answer(
-            name, QUESTIONS[question], found["tokens"], engine, question, begun_s, time.time()
+
+class Part:
+    """A process that is started again when it ends, as systemd or Kubernetes do."""
+
+    def __init__(self, start: Callable[[], Started], is_up: Callable[[], bool]):
+        self.start, self.is_up = start, is_up
+        self.process, self.starts = start(), 1
+        self.absence: Absence | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._keep, daemon=True)
+        self._thread.start()
+
+    def kill(self, absence: Absence) -> None:
+        pid = self.process.pid
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not is_running(pid))
+        self.absence = absence
+
+    def stop(self) -> None:
+        """End it for good: a signal, then a kill of all that it left."""
+        self._ended.set()
+        self._thread.join()
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGTERM)
+        until(lambda: self.process.poll() is not None)
+        self._sweep()
+
+    def _keep(self) -> None:
+        while not self._ended.wait(LOOK_S):
+            if self.process.poll() is not None:
+                self._sweep()
+                if self._ended.wait(10 * LOOK_S):
+                    return
+                self.process, self.starts = self.start(), self.starts + 1
+            elif self.absence is not None and self.is_up():
+                self.absence.back_s, self.absence = time.time(), None
+
+    def _sweep(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+class Place:
+    """A link to a folder of versions and records. While it is away the link leads to a file, so that
+    nothing can be read or written through it, by no user."""
+
+    def __init__(self, root: Path):
+        self.link, self.there, self.away = root / "shared", root / "there", root / "away"
+        self.there.mkdir()
+        self.away.touch()
+        self.lead_to(self.there)
+
+    def lead_to(self, path: Path) -> None:
+        new = self.link.with_name("shared.new")
+        new.symlink_to(path)
+        new.replace(self.link)
+
+
+class Asked(NamedTuple):
+    id: str
+    engine: str
+    question: int
+    begun_s: float
+    ended_s: float
+    found: dict[str, Any] | None  # the answer, where the client got it whole
+
+    @property
+    def text(self) -> list[int]:
+        return [*QUESTIONS[self.question], *(self.found or {})["tokens"]]
+
+
+class Fleet:
+    """A running fleet, what its clients asked, and what was killed."""
+
+    def __init__(self, folder: Path, nursery: Nursery):
+        self.folder, self.learned, self.place = folder, folder / "learned", Place(folder)
+        self.learned.mkdir()
+        store, self.buffer = str(self.place.link / "store"), str(self.place.link / "buffer")
+        self.store = VersionStore(store)
+        begin: dict[str, tuple[Any, ...]] = {
+            "learner": ("learner", self.learned, 0.4),
+            "publisher": ("publisher", self.learned, store),
+            **{
+                name: ("engine", name, folder / name, store, self.buffer, folder / f"cache-{name}")
+                for name in ENGINES
+            },
+        }
+        self.parts = {
+            name: Part(
+                partial(nursery.start, *words),
+                lambda name=name: name not in ENGINES or listens(str(folder / name)),
+            )
+            for name, words in begin.items()
+        }
+        self.asked: list[Asked] = []
+        self.absences: list[Absence] = []
+        self.over = threading.Event()
+
+    @property
+    def answers(self) -> list[Asked]:
+        return [one for one in self.asked if one.found is not None]
+
+    def client(self, seed: int) -> None:
+        """Asks engines at random."""
+        draws = random.Random(seed)
+        while not self.over.is_set():
+            engine, question = draws.choice(ENGINES), draws.randrange(len(QUESTIONS))
+            name, begun_s = f"cmpl-{uuid.uuid4().hex}", time.time()
+            body = {"id": name, "prompt": QUESTIONS[question], "max_tokens": TOKENS}
+            found = ask(str(self.folder / engine), body)
+            self.asked.append(Asked(name, engine, question, begun_s, time.time(), found))
+            if found is None:
+                time.sleep(LOOK_S)
+
+    def strike(self, what: str, engine: str, away_s: float) -> None:
+        """A kill; what it hit is there again some time after it."""
+        if what == "store":
+            absence = Absence(what, engine, time.time())
+            self.place.lead_to(self.place.away)
+            threading.Timer(away_s, self.come_back, [absence]).start()
+        elif what == "writer":
+            until(lambda: self.writers_of(engine))
+            absence, (pid,) = Absence(what, engine, time.time()), self.writers_of(engine)
+            os.kill(pid, signal.SIGKILL)
+            until(lambda: set(self.writers_of(engine)) - {pid})
+            absence.back_s = time.time()
+        else:
+            part = self.parts[engine or what]
+            until(lambda: part.process.poll() is None and part.is_up())
+            absence = Absence(what, engine, time.time())
+            part.kill(absence)
+        self.absences.append(absence)
+
+    def come_back(self, absence: Absence) -> None:
+        self.place.lead_to(self.place.there)
+        absence.back_s = time.time()
+
+    def writers_of(self, engine: str) -> list[int]:
+        parent = self.parts[engine].process.pid
+        return [pid for pid, own in named(NAMES["writer"]).items() if own == parent]
+
+    def are_back(self) -> bool:
+        return all(one.back_s is not None for one in self.absences)
+
+    def plant(self) -> None:
+        """A spoilt version becomes `current`, as by a bad upload past the publisher."""
+        until(lambda: all(one.back_s for one in self.absences if one.what == "store"))
+        live = self.store.current()
+        assert live is not None
+        manifest = self.store.manifest(live) | {"version": PLANTED}
+        for name in self.store.sizes(live):
+            data = self.store.objects.read(f"{folder_of(live)}/{name}")
+            if name.endswith("model.safetensors"):
+                data = data[:-1] + bytes([data[-1] ^ 1])
+            if name != MANIFEST:
+                self.store.objects.put(f"{folder_of(PLANTED)}/{name}", data)
+        self.store.put_manifest(PLANTED, json.dumps(manifest).encode())
+        self.store.put_current(PLANTED)
+
+    def planted_is_refused(self) -> bool:
+        """True once an engine has refused the planted version. It becomes `current` again where the
+        learner's next one came before any engine saw it."""
+        if any(PLANTED in one.refused for one in self.store.engines()):
+            return True
+        if self.store.current() != PLANTED:
+            self.store.put_current(PLANTED)
+        return False
+
+    def is_at_one(self, since_s: float) -> bool:
+        """Whether all engines, in statuses from then on, serve the learner's live version."""
+        served = {one.engine: one.version for one in self.store.engines() if one.at_s > since_s}
+        live = {self.store.current(), versions.latest(self.learned)}
+        return {served.get(name) for name in ENGINES} == live and len(live) == 1
+
+    def was_away(self, one: Asked) -> bool:
+        """Whether the engine was down while a client asked it."""
+        return any(
+            absence.what == "server"
+            and absence.engine == one.engine
+            and one.begun_s <= (absence.back_s or 0.0)
+            and one.ended_s >= absence.at_s
+            for absence in self.absences
+        )
+
+    def was_unflushed(self, one: Asked, unflushed_s: float) -> bool:
+        """Whether an answer was in no file yet when its engine's writer was killed, or came before
+        another one read."""
+        return any(
+            absence.what == "writer"
+            and absence.engine == one.engine
+            and one.ended_s >= absence.at_s - unflushed_s
+            and one.begun_s <= (absence.back_s or 0.0) + 0.5
+            for absence in self.absences
         )
 
 
-def fleet_of(folder: Path, nursery: Nursery, place: FolderPlace) -> Fleet:
-    learned = folder / "learned"
-    learned.mkdir()
-    store, buffer = place.url("store"), place.url("buffer")
-    starts: dict[str, tuple[Any, ...]] = {
-        "learner": ("learner", learned, 0.4),
-        "publisher": ("publisher", learned, store),
-        **{
-            name: ("engine", name, folder / name, store, buffer, folder / f"cache-{name}")
-            for name in ENGINES
-        },
-    }
-    parts = {
-        name: Part(
-            name,
-            partial(nursery.start, *words),
-            (lambda name=name: name not in ENGINES or listens(str(folder / name))),
-        )
-        for name, words in starts.items()
-    }
-    processes = {"writer": NAMES["writer"]}
-    return Fleet(
-        place, VersionStore(store), learned, parts, ENGINES, processes, Asked(folder)
-    )  # fmt: skip
+def named(name: str) -> dict[int, int]:
+    """Parents of the processes with a short name that have not ended."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            own, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(")")
+            state, parent = rest.split()[:2]
+            if own == name and state != "Z":
+                found[int(folder.name)] = int(parent)
+    return found
+
+
+def is_running(pid: int) -> bool:
+    try:
+        _, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+    except OSError:
+        return False
+    return rest.split()[0] not in ("Z", "X")
+
+
+def until(holds: Callable[[], Any]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            if holds():
+                return
+        except Exception as error:  # the store is away
+            print(error)
+        assert time.monotonic() < deadline_s
+        time.sleep(LOOK_S)
+
+
+def storm(fleet: Fleet, draws: random.Random) -> None:
+    """All kills, while clients ask, and the return of what they hit."""
+    for number, (what, engine) in enumerate(KILLS):
+        time.sleep(draws.uniform(0.08, 0.4))
+        if number == PLANTED_BEFORE:
+            fleet.plant()
+        fleet.strike(what, engine, draws.uniform(0.3, 0.6))
+    until(fleet.are_back)
+    back_s = time.time()
+    until(lambda: {one.engine for one in fleet.answers if one.begun_s > back_s} == set(ENGINES))
+    until(fleet.planted_is_refused)
+    until(lambda: fleet.store.current_or_none() != PLANTED)
 
 
 @pytest.mark.long
@@ -86,56 +302,40 @@ def test_a_storm_of_kills_loses_nothing_finished_and_all_come_to_one_version(
     tmp_path: Path,
 ) -> None:
     nursery = Nursery(tmp_path / "log.txt")
-    fleet = fleet_of(tmp_path, nursery, FolderPlace(tmp_path))
+    fleet = Fleet(tmp_path, nursery)
     try:
-        until(lambda: all(fleet.parts[name].up for name in ENGINES))
-        storm = Storm(
-            fleet, questions=len(QUESTIONS), clients=3, seed=1, pause_s=0.4, away_s=0.6,
-            patience_s=PATIENCE_S,
-        )  # fmt: skip
-        until(lambda: all(storm.log.reported.get(name) for name in ENGINES))
-        until(lambda: len(storm.log.answers) > 30)
-        storm.strike(KILLS, plant_after=4)
-        until(lambda: storm.answered() == set(ENGINES))
-        until(storm.planted_is_refused)
-        until(lambda: fleet.store.current_or_none() != PLANTED)
-        storm.end_traffic()
+        until(lambda: all(fleet.parts[name].is_up() for name in ENGINES))
+        with ThreadPoolExecutor(3) as pool:
+            clients = [pool.submit(fleet.client, seed) for seed in range(3)]
+            try:
+                until(lambda: len([one for one in fleet.store.engines() if one.version]) == 2)
+                until(lambda: len(fleet.answers) > 30)
+                storm(fleet, random.Random(1))
+            finally:
+                fleet.over.set()
+        for one in clients:
+            one.result()
         fleet.parts["learner"].stop()
-        seconds = converged(fleet, PATIENCE_S)
-        storm.end()
-        verified = versions.versions(fleet.learned)
-        digests = digests_of(fleet.store, verified)
+        until(partial(fleet.is_at_one, time.time()))
+        digests = digests_of(fleet.store, versions.versions(fleet.learned))
     finally:
         for part in fleet.parts.values():
             part.stop()
         nursery.close()
-    assert wait_for_end(NAMES["writer"], PATIENCE_S), "writers flush and end with their engines"
-    log = (tmp_path / "log.txt").read_text()
-    records = recorded(fleet.place.url("buffer"), len(storm.log.answers), patience_s=0.0)
-    unflushed_s = UNFLUSHED_S + 2 * max(0.0, survived.behind(storm.log, records))
-    found = survived.texts(storm.log, records, unflushed_s)
-    failed = survived.failures(storm.log)
-    print(found, failed, seconds, unflushed_s, log[-3000:])
-    assert seconds is not None
-    assert [one.kill for one in storm.log.struck] == KILLS
-    assert all(one.has_hit and one.back_s is not None for one in storm.log.struck)
+    until(lambda: not named(NAMES["writer"]))  # writers flush and end with their engines
+    assert {name for name, part in fleet.parts.items() if part.starts > 1} == fleet.parts.keys()
+    expected = [prompt + answer_to(prompt, TOKENS) for prompt in QUESTIONS]
+    assert all(one.text == expected[one.question] for one in fleet.answers)
+    failed = [one for one in fleet.asked if one.found is None]
     # Two servers were killed under three clients.
-    assert failed["failed"] > 0 and failed["failed_elsewhere"] == []
-    assert found["changed"] == found["lost_elsewhere"] == []
-    assert found["recorded"] > 50 and found["oldest_lost_s"] <= unflushed_s
-    expected = {number: answer_to(prompt, TOKENS) for number, prompt in enumerate(QUESTIONS)}
-    assert all(one.tokens == expected[one.question] for one in storm.log.answers)
-    seen = survived.versions_of(storm.log, records, verified)
-    assert seen["unverified"] == [] and len(seen["reported"]) > 1
-    nothing = [one for one in fleet.ask.served if not one[0]]  # type: ignore[attr-defined]
-    served = fleet.ask.served - set(nothing)  # type: ignore[attr-defined]
+    assert failed and [one for one in failed if not fleet.was_away(one)] == []
+    served = {(one.found["version"], one.found["sha256"]) for one in fleet.answers if one.found}
+    served = {one for one in served if one[0]}  # not those of no version yet
     assert served and served <= digests
-    assert {part.name for part in fleet.parts.values() if part.starts > 1} >= {
-        "learner", "publisher", *ENGINES,
-    }  # fmt: skip
+    check_records(fleet, recorded(fleet.buffer, len(fleet.answers), patience_s=0.0))
 
 
-def digests_of(store: VersionStore, verified: list[int]) -> set[tuple[str, str]]:
+def digests_of(store: VersionStore, verified: Sequence[int]) -> set[tuple[str, str]]:
     """Digests by version, of those that are whole in the store: a publisher was killed, and what it
     had half uploaded may not be live any more."""
     found = set()
@@ -146,13 +346,24 @@ def digests_of(store: VersionStore, verified: list[int]) -> set[tuple[str, str]]
     return found
 
 
-def until(holds: Any) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            if holds():
-                return
-        except Exception as error:  # the store is away
-            print(error)
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+def check_records(fleet: Fleet, records: dict[str, Any]) -> None:
+    """Every answer is there as its client got it, but for what a killed writer had not flushed."""
+    kept = {one.id: records.get(hashed_answer(one.id), []) for one in fleet.answers}
+    # How far writers were behind on a machine that had other work.
+    behind_s = [
+        max(record.time_s for record in kept[one.id]) - one.ended_s
+        for one in fleet.answers
+        if kept[one.id]
+    ]
+    unflushed_s, lost = UNFLUSHED_S + 2 * max(0.0, *behind_s), []
+    for one in fleet.answers:
+        text = stitch(kept[one.id])
+        tokens = text.tokens if text is not None else []
+        assert tokens == one.text[: len(tokens)], "what is recorded is what was answered"
+        if not is_whole(kept[one.id]) or tokens != one.text:
+            lost.append(one)
+    assert [one for one in lost if not fleet.was_unflushed(one, unflushed_s)] == []
+    assert len(fleet.answers) - len(lost) > 50
+    drafted = {one.draft_version for own in records.values() for one in own if one.drafted} - {""}
+    assert {int(one) for one in drafted} <= set(versions.versions(fleet.learned))
+    assert len(drafted) > 1
