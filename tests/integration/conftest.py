@@ -13,8 +13,6 @@ from typing import Any, TextIO
 
 import httpx
 import openai
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -33,8 +31,6 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target import target as target_module
 from draftsmith.drafters.target.adapters import Adapters
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.vocabulary import tokenizer_hash
-from draftsmith.files import write_json
 from draftsmith.kernels.products.int8_rows import available
 from draftsmith.record import Sink
 from draftsmith.serve.command import bind
@@ -50,6 +46,7 @@ from draftsmith.serve.metrics.dashboard import History, Source
 from draftsmith.serve.metrics.server import ServerMetrics
 from draftsmith.serve.requests.request import FinishReason
 from draftsmith.serve.sampling.params import SamplingParams
+from tests.data_folders import rows_of, sampled_from, write_rows
 
 MODEL = "tiny"
 DEFAULT_LIMITS = ServerLimits()
@@ -120,29 +117,8 @@ def data(tmp_path_factory: pytest.TempPathFactory, target_folder: str) -> Path:
         for number in range(48)
     ]
     answers = target.answer(prompts, max_new_tokens=16, temperature=1.0, batch_size=48)
-    rows = [
-        {
-            "name": f"document {number}",
-            "split": "held-out" if number % 6 == 0 else "train",
-            "input_ids": prompt + answer,
-            "loss_mask": [0] * len(prompt) + [1] * len(answer),
-        }
-        for number, (prompt, answer) in enumerate(zip(prompts, answers))
-    ]
-    folder = tmp_path_factory.mktemp("data")
-    pq.write_table(pa.Table.from_pylist(rows), folder / "part-00000.parquet")
-    provenance = {
-        "target": target_folder,
-        "target_revision": target.revision,
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-    }
-    write_json(
-        folder / "provenance.json",
-        provenance | {"tokenizer_hash": tokenizer_hash(target.tokenizer())},
-    )
-    return folder
+    rows = rows_of(prompts, answers, held_out=range(0, len(prompts), 6))
+    return write_rows(tmp_path_factory.mktemp("data"), rows, sampled_from(target))
 
 
 @pytest.fixture(scope="module")

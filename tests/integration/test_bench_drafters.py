@@ -10,15 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.vocabulary import tokenizer_hash
-from draftsmith.files import write_json
 from tests import forked
+from tests.data_folders import rows_of, sampled_from, write_rows
 
 TINY = (
     "--minutes", "0.005", "--seeds", "1", "--families", "eagle3", "--objectives", "tvd++",
@@ -59,27 +56,8 @@ def run_folder(tiny_target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = Target.load(folder / "target")
     prompts = [[3 + number, 5, 7] for number in range(40)]
     answers = target.answer(prompts, max_new_tokens=12, temperature=1.0, batch_size=40)
-    rows = [
-        {
-            "name": str(number), "split": "held-out" if number < 4 else "train",
-            "input_ids": prompt + answer,
-            "loss_mask": [0] * len(prompt) + [1] * len(answer),
-        }
-        for number, (prompt, answer) in enumerate(zip(prompts, answers))
-    ]  # fmt: skip
-    (folder / "data").mkdir()
-    pq.write_table(pa.Table.from_pylist(rows), folder / "data" / "part-00000.parquet")
-    provenance = {
-        "target": str(folder / "target"),
-        "target_revision": target.revision,
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-    }
-    write_json(
-        folder / "data" / "provenance.json",
-        provenance | {"tokenizer_hash": tokenizer_hash(target.tokenizer())},
-    )
+    rows = rows_of(prompts, answers, held_out=range(4))
+    write_rows(folder / "data", rows, sampled_from(target))
     return folder
 
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -24,6 +22,7 @@ from draftsmith.train.command import run
 from draftsmith.train.config import OptimConfig, TrainConfig
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.evaluate.teacher_forced import count_documents
+from tests.data_folders import rows_of, write_rows
 
 pytestmark = pytest.mark.long
 
@@ -57,21 +56,13 @@ def pair(
     a third of the time."""
     target = Target.load(tiny_target("llama"))
     folder: Path = tmp_path_factory.mktemp(request.param)
-    rows = []
+    prompts, rows = some_prompts(32, seed=0), []
     for temperature in (0.0, 1.0):
-        prompts = some_prompts(32, seed=0)
         answers = target.answer(
             prompts, max_new_tokens=16, temperature=temperature, ignore_eos=True, batch_size=32
         )
-        rows += [
-            {
-                "name": f"{prompt}",
-                "input_ids": prompt + answer,
-                "loss_mask": [0] * len(prompt) + [1] * len(answer),
-            }
-            for prompt, answer in zip(prompts, answers)
-        ]
-    pq.write_table(pa.Table.from_pylist(rows), folder / "part-00000.parquet")
+        rows += rows_of(prompts, answers)
+    write_rows(folder, rows)
     config = TrainConfig(
         family=request.param.split()[0],
         eagle3=WINDOWED if "window" in request.param else None,

@@ -7,8 +7,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -24,6 +22,7 @@ from draftsmith.train.command import run
 from draftsmith.train.config import EvalConfig, ExportConfig, OptimConfig, TrainConfig
 from draftsmith.train.evaluate.command import run as evaluate
 from draftsmith.train.export import command as export
+from tests.data_folders import rows_of, write_rows
 
 PADDED, OTHERWISE_PADDED = 151_936, 152_064
 PROMPTS = [[5, 6, 7], [9, PADDED - 1, 31, 8]]
@@ -64,16 +63,7 @@ def workshop(tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPathF
     target = Target.load(folder / "target")
     prompts = PROMPTS * 4
     answers = target.answer(prompts, max_new_tokens=12, temperature=1.0, ignore_eos=True)
-    rows = [
-        {
-            "name": str(number),
-            "input_ids": prompt + answer,
-            "loss_mask": [0] * len(prompt) + [1] * len(answer),
-        }
-        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
-    ]
-    (folder / "data").mkdir()
-    pq.write_table(pa.Table.from_pylist(rows), folder / "data" / "part-00000.parquet")
+    write_rows(folder / "data", rows_of(prompts, answers))
     return folder
 
 

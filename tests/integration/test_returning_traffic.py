@@ -8,8 +8,6 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -20,6 +18,7 @@ from draftsmith.distill.draft_track import DraftTrack
 from draftsmith.distill.gate.gate import Decision, decide
 from draftsmith.distill.gate.sequential import Evidence
 from draftsmith.drafters import checkpoint, versions
+from tests.data_folders import rows_of, write_rows
 from tests.integration.conftest import learner_of
 
 
@@ -172,18 +171,8 @@ def test_the_draft_for_all_requests_is_rehearsed_and_no_drafts_of_classes(
     loop: Callable[..., Any],
 ) -> None:
     made = loop()
-    data = made.root / "data"
-    data.mkdir()
-    rows = [
-        {
-            "name": str(number),
-            "split": "train",
-            "input_ids": [5, 6, 7 + number, 8, 9],
-            "loss_mask": [0, 0, 0, 1, 1],
-        }
-        for number in range(20)
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), data / "part-00000.parquet")
+    prompts = [[5, 6, 7 + number] for number in range(20)]
+    data = write_rows(made.root / "data", rows_of(prompts, [[8, 9]] * 20, held_out=()))
     learner = learner_of(replace(made.config, learn=replace(LearnConfig(), rehearse=(str(data),))))
     rehearsal = learner.shared.learner.rehearsal
     assert rehearsal is not None

@@ -7,16 +7,14 @@ import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
 from draftsmith.drafters.target.target import Target
-from draftsmith.files import write_json
 from draftsmith.train import session
 from draftsmith.train.config import OptimConfig, TrainConfig
+from tests.data_folders import rows_of, write_rows
 
 FAST = OptimConfig(lr=1e-2)
 
@@ -63,13 +61,6 @@ def table_drafter() -> Callable[..., TableDrafter]:
     return TableDrafter
 
 
-def write_rows(folder: Path, rows: list[dict], provenance: dict) -> Path:
-    folder.mkdir(parents=True)
-    pq.write_table(pa.Table.from_pylist(rows), folder / "part-00000.parquet")
-    write_json(folder / "provenance.json", provenance)
-    return folder
-
-
 @pytest.fixture
 def write_data(tmp_path: Path) -> Callable[..., Path]:
     """`write_data(rows)` writes a data folder; each row a dict of columns."""
@@ -95,10 +86,7 @@ def answered(
         generator = torch.Generator().manual_seed(0)
         prompts = [torch.randint(3, 288, (5,), generator=generator).tolist() for _ in range(count)]
         answers = target.answer(prompts, max_new_tokens=12, temperature=1.0, batch_size=count)
-        rows = [
-            {"name": f"{n}", "input_ids": prompt + answer, "loss_mask": [0] * 5 + [1] * len(answer)}
-            for n, (prompt, answer) in enumerate(zip(prompts, answers))
-        ]
+        rows = rows_of(prompts, answers)
         provenance = {
             "target_revision": target.revision, "temperature": 1.0, "top_k": 0, "top_p": 1.0,
         }  # fmt: skip
