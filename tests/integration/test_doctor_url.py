@@ -1,12 +1,9 @@
-"""`draftsmith doctor --url` of servers that run: a good one, one with a strange draft, one that
-is not ours."""
+"""`draftsmith doctor --url` of servers that run: a good one, one with a strange draft."""
 
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
@@ -73,33 +70,4 @@ def test_a_draft_that_knows_nothing_fails(
     assert (
         findings["drafting.payoff"]["status"] == "warn"
         and "at best 0." in findings["drafting.payoff"]["what"]
-    )
-
-
-class Other(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        bodies = {"/version": {"version": "1"}, "/v1/models": {"data": [{"id": "x"}]}}
-        body = (
-            b"# TYPE up gauge\nup 1\n"
-            if self.path == "/metrics"
-            else json.dumps(bodies.get(self.path, {})).encode()
-        )
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *ignored: object) -> None:
-        pass
-
-
-def test_another_server_is_told_apart(ask: Callable) -> None:
-    with HTTPServer(("127.0.0.1", 0), Other) as other:
-        thread = threading.Thread(target=other.serve_forever, daemon=True)
-        thread.start()
-        findings = ask(f"http://127.0.0.1:{other.server_port}")
-        other.shutdown()
-    assert findings.keys() == {"server.metrics"}
-    assert (
-        findings["server.metrics"]["status"] == "fail"
-        and "no draftsmith server" in findings["server.metrics"]["what"]
     )

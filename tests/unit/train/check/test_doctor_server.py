@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import pytest
 
 from draftsmith.cli import main
 from draftsmith.client import Scrape, parse
 from draftsmith.errors import UserError
 from draftsmith.train.check.finding import Finding
-from draftsmith.train.check.server import check_metrics
+from draftsmith.train.check.server import check_metrics, read_metrics
 
 # A pair that does well. A key is a sample's name and labels, as in the exposition; its model_name
 # is left out.
@@ -172,6 +173,13 @@ def test_counters_are_judged_over_the_time_watched_and_gauges_as_they_are() -> N
     assert between.total("vllm:request_queue_time_seconds_sum") == 0
     with pytest.raises(UserError, match="restarted"):
         before.since(after)
+
+
+def test_another_server_is_told_apart() -> None:
+    answer = httpx.Response(200, text="# TYPE up gauge\nup 1\n")
+    other = httpx.Client(transport=httpx.MockTransport(lambda _: answer), base_url="http://x")
+    with other, pytest.raises(UserError, match="no draftsmith server"):
+        read_metrics(other)
 
 
 def test_what_is_no_exposition_is_refused_in_one_sentence() -> None:
