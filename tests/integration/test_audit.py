@@ -173,16 +173,6 @@ def test_a_distribution_that_logprobs_do_not_tell_is_held_against_samples_withou
     }
 
 
-def test_a_server_made_wrong_says_so(target: Target, live_server: Callable) -> None:
-    server = liar(live_server, target, "draft-lm", 2)
-    assert server.http.get("/health").headers["x-draftsmith-lossless"] == "false"
-    assert server.metric("draftsmith_lossless") == 0
-    assert server.http.get("/v1/models").json()["data"][0]["lossless"] is False
-    assert server.complete("hello", max_tokens=2).json()["lossless"] is False
-    with pytest.raises(UserError, match="DEPTH:FACTOR"):
-        build_engine(target, Ngram(), replace(CONFIG, test_misreport="deep"))
-
-
 @pytest.mark.long
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(

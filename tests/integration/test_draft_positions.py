@@ -17,6 +17,7 @@ from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
+from tests.integration.served import make_drafter
 
 POSITIONS, NUM_NEW = 40, 40
 PROMPTS = [[5, 9, 13, 200, 31], list(range(20, 56)), list(range(100, 145))]
@@ -91,3 +92,22 @@ def test_a_draft_lm_is_not_trained_beyond_its_positions(tiny_target):
     unroll((ids > 20).long())  # two texts in a row, neither of which is too long
     with pytest.raises(UserError, match="a text of 41 tokens is longer than the 40 positions"):
         unroll(None)
+
+
+def test_texts_end_at_the_models_last_position_and_at_their_length(target):
+    drafter = make_drafter("draft-lm", target, target_layers=(0, 1, 2))
+    long = [3 + place % 285 for place in range(target.max_positions - 3)]
+    played = speculate(
+        drafter, target, [long, [5, 6]], k=8, temperature=1.0, seeds=[1, 2], max_new_tokens=5
+    )
+    assert len(played.texts[0].tokens) <= target.max_positions and len(played.texts[1].tokens) <= 7
+    assert all(
+        sum(one.committed for one in text.rounds) == len(text.tokens) - text.num_prompt
+        for text in played.texts
+    )
+
+
+def test_a_prompt_without_tokens_is_refused(target):
+    drafter = make_drafter("draft-lm", target)
+    with pytest.raises(ValueError, match="without tokens"):
+        speculate(drafter, target, [[]], k=2, temperature=0.0, seeds=[0], max_new_tokens=4)

@@ -1,5 +1,5 @@
-"""Typical acceptance changes answers: every response, the metrics and the audit say so, and nobody
-says it without."""
+"""Typical acceptance and a wrong q change answers: every response, the metrics and the audit say so,
+and nobody says it without."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import pytest
 
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.errors import UserError
 from draftsmith.serve.audit.client import AuditClient
 from draftsmith.serve.audit.command import declared
 from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.engine.build import build_engine
+from tests.stand_in_drafts import near
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -38,11 +41,16 @@ def answers(server: Any) -> list[dict[str, Any]]:
     return bodies
 
 
-def test_a_lossy_server_says_so_everywhere(target: Target, live_server: Callable) -> None:
-    server = live_server(target, Ngram(), EngineConfig(k=2, verification="typical", compile="off"))
+@pytest.mark.parametrize("wrong", [{"verification": "typical"}, {"test_misreport": "2:3"}], ids=str)
+def test_a_lossy_server_says_so_everywhere(
+    wrong: dict[str, str], target: Target, live_server: Callable
+) -> None:
+    server = live_server(target, near(target), EngineConfig(k=2, compile="off", **wrong))
     bodies = answers(server)
     assert len(bodies) > 4 and all(body["lossless"] is False for body in bodies)
     assert server.metric("draftsmith_lossless") == 0
+    assert server.http.get("/health").headers["x-draftsmith-lossless"] == "false"
+    assert server.http.get("/v1/models").json()["data"][0]["lossless"] is False
     assert "lossless" not in server.complete("hello", max_tokens=2, speculation={"k": 0}).json()
     (check,) = declared(connect(server))
     assert not check.passed and check.kind == "check"
@@ -56,3 +64,8 @@ def test_where_nothing_can_be_lossy_nothing_says_so(
     assert not any("lossless" in body for body in answers(server))
     assert server.metric("draftsmith_lossless") == 1
     assert declared(connect(server)) == []
+
+
+def test_a_wrong_q_is_asked_for_by_depth_and_factor(target: Target) -> None:
+    with pytest.raises(UserError, match="DEPTH:FACTOR"):
+        build_engine(target, Ngram(), EngineConfig(test_misreport="deep"))

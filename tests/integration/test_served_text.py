@@ -195,7 +195,8 @@ def test_greedy_text_is_the_targets_alone(
     drafter_of: Drafters,
 ) -> None:
     """Pieces of prompts, preemption, other rows coming and going, rounds without drafts: text and
-    the draft's own cache stay right; states of layers that cannot be rolled back, too."""
+    the draft's own cache stay right; states of layers that cannot be rolled back, too. Trees are
+    grown without an engine as well."""
     target, batch, expected = load(cell.arch), prompts(8), greedy(cell.arch)
     known = [prompt + tokens for prompt, (tokens, _) in zip(batch, expected)]
     drafter, is_tree = drafter_of(cell.family, target), "tree" in MODES[cell.mode]
@@ -207,6 +208,14 @@ def test_greedy_text_is_the_targets_alone(
     completions = engine.generate(batch, GREEDY)
     for completion, right in zip(completions, expected):
         assert_same(completion.tokens, right)
+    if is_tree:
+        played = speculate_trees(
+            TreeOracle(drafter, known), target, batch, shape=parse_tree(MODES[cell.mode]["tree"]),
+            temperature=0.0, seeds=list(range(len(batch))), max_new_tokens=24,
+        )  # fmt: skip
+        for text, whole in zip(played.texts, known):
+            assert text.tokens == whole[: len(text.tokens)]
+        assert {one.accepted for text in played.texts for one in text.rounds} >= {0, 1, 2}
     # Every accepted count, or this would say little about caches.
     seen = {accepted for completion in completions for accepted in completion.speculation.accepted}
     if used is not None:
