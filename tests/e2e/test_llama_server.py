@@ -24,8 +24,9 @@ from tests.e2e.workshop import (
     MAX_TOKENS,
     K,
     check_accepted,
+    check_plain,
+    check_shifted,
     exported,
-    predicted_tau,
     save_llama,
     texts,
 )
@@ -104,15 +105,7 @@ def answers(client: httpx.Client, folder: Path) -> dict[str, Any]:
 def plain(workshop: Path) -> dict[str, Any]:
     with server(workshop) as client:
         check_tokenizer(client, workshop)
-        found = answers(client, workshop)
-    same = sum(
-        theirs == ours[: len(theirs)] and len(theirs) >= len(ours) - 1
-        for theirs, (_, ours) in zip(found["tokens"], texts(workshop), strict=True)
-    )
-    # Two implementations round differently; a greedy text forks where two logits agree to the last
-    # digits.
-    assert same >= 22
-    return found
+        return check_plain(workshop, answers(client, workshop))
 
 
 def check_tokenizer(client: httpx.Client, folder: Path) -> None:
@@ -138,7 +131,6 @@ def drafting(family: str, draft: Path) -> list[str]:
 
 
 def test_a_tap_off_by_one_would_be_noticed(workshop: Path, plain: dict[str, Any]) -> None:
-    """The negative control: the text stays right, and fewer tokens are accepted."""
     from draftsmith.train.export.gguf import write_gguf
     from tests.engine_readers.llamacpp import read_gguf
 
@@ -155,6 +147,4 @@ def test_a_tap_off_by_one_would_be_noticed(workshop: Path, plain: dict[str, Any]
     )
     with server(workshop, *drafting("eagle3", shifted)) as client:
         found = answers(client, workshop)
-    assert found["tokens"] == plain["tokens"]
-    tau = 1 + found["accepted"] / found["rounds"]
-    assert tau < 0.95 * predicted_tau(workshop, "eagle3")["value"]
+    check_shifted(workshop, found, plain)

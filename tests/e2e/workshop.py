@@ -199,3 +199,23 @@ def check_accepted(engine: str, folder: Path, family: str, found: dict[str, Any]
     # The rounds are the same: engines that draft the same need as many. What is left is rounding,
     # which may fork a text.
     assert abs(found["rounds"] / here.rounds - 1) < 0.02
+
+
+def check_plain(folder: Path, found: dict[str, Any]) -> dict[str, Any]:
+    """What another engine generates without a draft, which must be the answers in the data, or a
+    prediction from those would mean nothing. Two implementations round differently: a greedy text
+    forks where two logits agree to the last digits. One may end it a token earlier."""
+    same = sum(
+        theirs[: len(ours)] == ours[: len(theirs)] and abs(len(theirs) - len(ours)) <= 1
+        for theirs, (_, ours) in zip(found["tokens"], texts(folder), strict=True)
+    )
+    assert same >= 22
+    return found
+
+
+def check_shifted(folder: Path, found: dict[str, Any], plain: dict[str, Any]) -> None:
+    """The negative control of `check_accepted`, an EAGLE-3 export with its taps off by one: the text
+    stays right, and fewer tokens are accepted."""
+    assert found["tokens"] == plain["tokens"]
+    tau = 1 + found["accepted"] / found["rounds"]
+    assert tau < 0.95 * predicted_tau(folder, "eagle3")["value"]
