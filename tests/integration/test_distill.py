@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from draftsmith.distill import command as daemon
 from draftsmith.distill.config import GateConfig, LearnConfig
@@ -26,8 +25,6 @@ from draftsmith.drafters import checkpoint, versions
 from draftsmith.drafters.options import OPTIONS as DEFAULTS
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.build import build_engine
 from tests.forked import Forked, cli
 from tests.integration.conftest import learner_of
 from tests.waiting import wait_until
@@ -106,24 +103,6 @@ def test_no_more_updates_than_max_updates_are_made(loop: Callable[..., Any]) -> 
     assert made.status()["updates"] == most and made.status()["fresh"] > 0
     assert daemon.run(replace(made.config, max_updates=most, learn=learn)) == 0
     assert made.status()["updates"] == most
-
-
-@pytest.mark.long
-def test_running_engine_takes_a_published_version(loop: Callable[..., Any]) -> None:
-    made = loop()
-    made.serve(60)
-    daemon.run(made.config)
-    newest = versions.latest(made.versions)
-    drafter = checkpoint.load(versions.open_version(made.versions, 1), made.target)
-    engine = build_engine(made.target, drafter, EngineConfig(k=3), draft_version="1")
-    engine.drafts.prepare(str(versions.open_version(made.versions, newest)), str(newest))
-    engine.generate(made.prompts(2, 3), made.sampling, text=False)
-    assert engine.stats.draft_version == str(newest)
-    published = checkpoint.load(versions.open_version(made.versions, newest), made.target)
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(drafter.state_dict().values(), published.state_dict().values(), strict=True)
-    )
 
 
 @pytest.mark.long

@@ -168,17 +168,6 @@ def test_a_hole_is_counted_and_nothing_behind_it_is_recorded(
     assert len(known_taps(text.records, drafter.taps)) == known
 
 
-def test_requests_over_http_are_recorded_with_states(
-    target: Target, live_server: Callable, records: list[RoundRecord]
-) -> None:
-    drafter = new_draft("eagle3", target)
-    config = EngineConfig(k=3, seed=1, compile="off", record_taps=MOST)
-    server = live_server(target, drafter, config, sink=records)
-    server.complete(prompts(1)[0], max_tokens=12, ignore_eos=True, temperature=0.5)
-    (text,) = texts_of(records)
-    check_whole(text, target, drafter.taps)
-
-
 def test_a_draft_that_reads_no_states_has_none_to_record(target: Target) -> None:
     with pytest.raises(UserError, match="record_taps is 64 with a ngram drafter"):
         build_engine(target, Ngram(), EngineConfig(record_taps=64))
