@@ -80,6 +80,14 @@ class LiveServer:
             "/v1/completions", json={"model": MODEL, "prompt": prompt, **parameters}
         )
 
+    def events(self, path: str, **body: object) -> list[dict[str, Any]]:
+        """Values of a stream, which has to end as OpenAI's do."""
+        whole = {"model": MODEL, "stream": True, **body}
+        with self.http.stream("POST", path, json=whole) as response:
+            lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+        assert response.status_code == 200 and lines.pop() == "[DONE]"
+        return [json.loads(line) for line in lines]
+
     def metric(self, name: str, **labels: str) -> float:
         from prometheus_client.parser import text_string_to_metric_families
 

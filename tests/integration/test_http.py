@@ -118,12 +118,8 @@ def test_a_stop_string_is_not_part_of_the_answer(server: Any) -> None:
     stop = next(c for c in whole[2:] if c.isascii() and c.isprintable())
     choice = server.complete(PROMPT, **GREEDY, stop=[stop]).json()["choices"][0]
     assert choice["finish_reason"] == "stop" and choice["text"] == whole[: whole.index(stop)]
-    streamed = ""
-    body = {"model": "tiny", "prompt": PROMPT, **GREEDY, "stop": stop, "stream": True}
-    with server.http.stream("POST", "/v1/completions", json=body) as response:
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                streamed += json.loads(line[6:])["choices"][0]["text"]
+    events = server.events("/v1/completions", prompt=PROMPT, **GREEDY, stop=stop)
+    streamed = "".join(event["choices"][0]["text"] for event in events)
     assert streamed == choice["text"]
 
 

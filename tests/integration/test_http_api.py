@@ -26,15 +26,6 @@ def server(target: Target, live_server: Callable) -> Any:
     return live_server(target, Ngram(min_n=1, max_n=3), EngineConfig(k=3, max_batch=4))
 
 
-def events(server: Any, path: str, **body: object) -> list[dict[str, Any]]:
-    with server.http.stream(
-        "POST", path, json={"model": "tiny", "stream": True, **body}
-    ) as response:
-        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
-
-
 def test_echo_puts_the_prompt_before_the_answer(server: Any, target: Target) -> None:
     plain = server.complete(PROMPT, **GREEDY).json()["choices"][0]["text"]
     echoed = server.complete([PROMPT, "import os"], **GREEDY, echo=True, n=2).json()
@@ -42,13 +33,13 @@ def test_echo_puts_the_prompt_before_the_answer(server: Any, target: Target) -> 
     assert all(c["text"].startswith("import os") for c in echoed["choices"][2:])
     ids = target.tokenizer()(PROMPT)["input_ids"]
     assert server.complete(ids, **GREEDY, echo=True).json()["choices"][0]["text"] == PROMPT + plain
-    streamed = events(server, "/v1/completions", prompt=PROMPT, **GREEDY, echo=True)
+    streamed = server.events("/v1/completions", prompt=PROMPT, **GREEDY, echo=True)
     assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == PROMPT + plain
 
 
 def test_line_ends_of_unicode_do_not_cut_events(server: Any) -> None:
     prompt = "one\x85two\u2028three\u2029four"
-    streamed = events(server, "/v1/completions", prompt=prompt, **GREEDY, echo=True)
+    streamed = server.events("/v1/completions", prompt=prompt, **GREEDY, echo=True)
     assert "".join(chunk["choices"][0]["text"] for chunk in streamed).startswith(prompt)
 
 
@@ -77,7 +68,7 @@ def test_echo_with_logprobs_judges_the_prompt(server: Any, target: Target) -> No
         assert "".join(told["tokens"][: len(ids)]) == PROMPT and told["text_offset"][1] == len(
             told["tokens"][0]
         )
-    chunks = events(server, "/v1/completions", prompt=PROMPT, **GREEDY, echo=True, logprobs=1)
+    chunks = server.events("/v1/completions", prompt=PROMPT, **GREEDY, echo=True, logprobs=1)
     joined = [
         value for chunk in chunks for value in chunk["choices"][0]["logprobs"]["token_logprobs"]
     ]
@@ -99,7 +90,7 @@ def test_echo_of_the_prompt_alone(server: Any) -> None:
     assert body["usage"]["completion_tokens"] == 0 and body["usage"]["prompt_tokens"] == len(
         choice["prompt_token_ids"]
     )
-    streamed = events(server, "/v1/completions", prompt=PROMPT, echo=True, max_tokens=0)
+    streamed = server.events("/v1/completions", prompt=PROMPT, echo=True, max_tokens=0)
     assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == PROMPT
 
 
@@ -147,8 +138,7 @@ def test_obfuscation_of_streams_is_off_and_stays_off(server: Any) -> None:
 
 def test_usage_of_a_stream(server: Any) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = events(
-        server,
+    chunks = server.events(
         "/v1/completions",
         prompt=PROMPT,
         **GREEDY,
@@ -160,15 +150,15 @@ def test_usage_of_a_stream(server: Any) -> None:
         counted += len(chunk["choices"][0]["token_ids"])
         assert chunk["usage"]["completion_tokens"] == counted
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 12 == counted
-    without = events(
-        server, "/v1/completions", prompt=PROMPT, **GREEDY, stream_options={"include_usage": True}
+    without = server.events(
+        "/v1/completions", prompt=PROMPT, **GREEDY, stream_options={"include_usage": True}
     )
     assert (
         all(chunk["usage"] is None for chunk in without[:-1])
         and without[-1]["usage"]["total_tokens"] == chunks[-1]["usage"]["total_tokens"]
     )
     assert all(
-        "usage" not in chunk for chunk in events(server, "/v1/completions", prompt=PROMPT, **GREEDY)
+        "usage" not in chunk for chunk in server.events("/v1/completions", prompt=PROMPT, **GREEDY)
     )
 
 
@@ -248,8 +238,7 @@ def test_text_with_its_stop_string_and_its_special_tokens(server: Any, target: T
 
 
 def test_a_chunk_holds_all_tokens_of_a_round(server: Any) -> None:
-    chunks = events(
-        server,
+    chunks = server.events(
         "/v1/completions",
         prompt=[7, 8, 9] * 5,
         **{**GREEDY, "max_tokens": 40},
@@ -274,7 +263,7 @@ def test_token_ids_of_prompt_and_answer(
     assert len(ids) == body["usage"]["prompt_tokens"] and len(choice["token_ids"]) == 12
     text = choice["text"] if path == "/v1/completions" else choice["message"]["content"]
     assert target.tokenizer().decode(choice["token_ids"]) == text
-    chunks = events(server, path, **prompt, **GREEDY, return_token_ids=True)
+    chunks = server.events(path, **prompt, **GREEDY, return_token_ids=True)
     told = [
         chunk.get("prompt_token_ids", chunk["choices"][0].get("prompt_token_ids"))
         for chunk in chunks
@@ -315,13 +304,13 @@ def test_the_server_reports_drafts_of_every_request_as_told(
     assert server.complete(prompt, **options, n=2).json()["metrics"] == {
         "speculative_decoding": None
     }
-    chunks = events(
-        server, "/v1/completions", prompt=prompt, **options, stream_options={"include_usage": True}
+    chunks = server.events(
+        "/v1/completions", prompt=prompt, **options, stream_options={"include_usage": True}
     )
     assert chunks[-1]["metrics"]["speculative_decoding"] == report and "metrics" not in chunks[-2]
     assert all(
         "metrics" not in chunk
-        for chunk in events(server, "/v1/completions", prompt=prompt, **options)
+        for chunk in server.events("/v1/completions", prompt=prompt, **options)
     )
 
 
@@ -451,7 +440,7 @@ def test_bans_that_leave_no_token_are_the_requests_fault(
     letter = target.tokenizer()("a")["input_ids"][0]
     body = {"structured_outputs": {"regex": "b+"}, "allowed_token_ids": [letter], "max_tokens": 5}
     if stream:
-        error = events(server, "/v1/completions", prompt=PROMPT, **body)[-1]["error"]
+        error = server.events("/v1/completions", prompt=PROMPT, **body)[-1]["error"]
     else:
         response = server.complete(PROMPT, **body)
         assert response.status_code == 400

@@ -255,14 +255,12 @@ def test_a_stream_that_cannot_be_built_ends_with_an_error(
     path: str, server: Any, scripted: Callable
 ) -> None:
     scripted("abc" + HALF + "def")
-    body = {"/v1/completions": {"prompt": "x"}, "/v1/responses": {"input": "x"}}
-    body = body.get(path, {"messages": CHAT}) | {"stream": True}
-    events = server.http.post(path, json=body).text.strip().split("\n\n")
     if path == "/v1/responses":
-        assert events[-1].startswith("event: error")
+        told = server.http.post(path, json={"input": "x", "stream": True}).text
+        assert told.strip().split("\n\n")[-1].startswith("event: error")
     else:
-        assert events[-1] == "data: [DONE]"
-        assert json.loads(events[-2].removeprefix("data: "))["error"]["type"] == "server_error"
+        prompt = {"prompt": "x"} if path == "/v1/completions" else {"messages": CHAT}
+        assert server.events(path, **prompt)[-1]["error"]["type"] == "server_error"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -275,13 +273,13 @@ def test_a_message_that_is_continued_within_its_reasoning_goes_on_with_it(
         "continue_final_message": True,
         "stream": stream,
     }
-    response = server.http.post("/v1/chat/completions", json=body)
-    told = {"reasoning_content": "", "content": ""}
     if stream:
-        lines = [line[6:] for line in response.text.split("\n") if line.startswith("data: {")]
-        parts = [json.loads(line)["choices"][0]["delta"] for line in lines]
+        events = server.events("/v1/chat/completions", **body)
+        parts = [event["choices"][0]["delta"] for event in events]
     else:
+        response = server.http.post("/v1/chat/completions", json=body)
         parts = [response.json()["choices"][0]["message"]]
+    told = {"reasoning_content": "", "content": ""}
     for part in parts:
         for name in told:
             told[name] += part.get(name) or ""

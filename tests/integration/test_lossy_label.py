@@ -3,7 +3,6 @@ and nobody says it without."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -32,12 +31,9 @@ def answers(server: Any) -> list[dict[str, Any]]:
         ("/v1/completions", {"prompt": "hello"}),
         ("/v1/chat/completions", {"messages": MESSAGES}),
     ):
-        body = {"model": "tiny", "max_tokens": 3, "ignore_eos": True, **prompt}
+        body = {"max_tokens": 3, "ignore_eos": True, **prompt}
         bodies.append(server.http.post(path, json=body).json())
-        lines = server.http.post(path, json=body | {"stream": True}).text.splitlines()
-        bodies += [
-            json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")
-        ]
+        bodies += server.events(path, **body)
     return bodies
 
 
