@@ -62,6 +62,17 @@ def uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "capture_forwards", lambda *given: None)
 
 
+def cut_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt behind so many answers."""
+    write = TargetWriter.write
+
+    def some(self: TargetWriter, prompts: list, seeds: list) -> Texts:
+        yield from itertools.islice(write(self, prompts, seeds), count)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TargetWriter, "write", some)
+
+
 def rows(folder: Path) -> list[dict]:
     opened = datasets.load_dataset(
         "parquet",
@@ -327,14 +338,8 @@ def test_answers_are_spread_over_temperatures_and_resume_to_the_same(
     path = tiny_target("llama")
     changes: dict = {"temperature": (0.0, 0.7, 1.0), "count": 9, "max_tokens": 6, "top_logprobs": 2}
     generate.run(config(path, tmp_path / "whole", **changes))
-    write = TargetWriter.write
-
-    def fail_later(self: TargetWriter, prompts: list, seeds: list) -> Texts:
-        yield from itertools.islice(write(self, prompts, seeds), 5)
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(TargetWriter, "write", fail_later)
+        cut_after(5, patched)
         generate.run(config(path, tmp_path / "cut", **changes))
     # An interrupt, unlike a kill, costs no finished answer.
     kept = [pq.read_metadata(one).num_rows for one in (tmp_path / "cut").glob("*.parquet")]

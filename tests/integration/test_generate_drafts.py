@@ -3,7 +3,6 @@ ones."""
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -15,24 +14,20 @@ import pytest
 from draftsmith.commands import generate
 from draftsmith.commands.generate import GenerateConfig
 from draftsmith.config import build as build_config
-from draftsmith.distill.generate.writers import TargetWriter, Texts
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.statistics import chi_square_survival
-from draftsmith.serve.engine import build
 from draftsmith.serve.sampling.params import SamplingParams
 from tests.integration.served import enumerated
+from tests.integration.test_generate import cut_after, uncaptured
 
+pytestmark = pytest.mark.usefixtures("uncaptured")
+
+__all__ = ["uncaptured"]  # the fixture
 OPTIONS = {"eagle3": Eagle3Options(), "draft-lm": DraftLmOptions(target_layers=(0, 3))}
-
-
-@pytest.fixture(autouse=True)
-def uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forwards run as the model has them: capturing takes longer than these answers."""
-    monkeypatch.setattr(build, "capture_forwards", lambda *given: None)
 
 
 @pytest.fixture(scope="module")
@@ -66,16 +61,6 @@ def config(path: str, out: Path, **changes: object) -> GenerateConfig:
 def texts(folder: Path) -> list[list[int]]:
     parts = sorted(folder.glob("part-*.parquet"))
     return [text for part in parts for text in pq.read_table(part)["input_ids"].to_pylist()]
-
-
-def cut_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = TargetWriter.write
-
-    def some(self: TargetWriter, prompts: list, seeds: list) -> Texts:
-        yield from itertools.islice(write(self, prompts, seeds), count)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(TargetWriter, "write", some)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from draftsmith.train.objective.rounds_of_text import Exponential
 from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
 from tests.conftest import SHAPE, make_tokenizer
+from tests.first_rounds import text_round
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -98,8 +99,9 @@ def served(drafter: Any, case: tuple[Target, list[int], list[int]]) -> list[list
 def test_text_drafts_see_all_of_it(case):
     _, prompt, _ = case
     quoted = prompt[QUOTED : QUOTED + 3]
-    assert Ngram()._continuation("", prompt, 3) == quoted
-    assert Suffix()._draft("", prompt, 3, False).tokens == quoted
+    for drafter in (Ngram(), Suffix()):
+        asked = text_round([prompt], [3], request_ids=["r"], shares=[False])
+        assert drafter.propose(asked).tokens[0].tolist() == quoted
     served(Ngram(min_n=1, max_n=4), case)
 
 
