@@ -153,38 +153,24 @@ def z_of(buffer: Path) -> dict[str, float]:
     return {name: counts.z for name, counts in found.counts.items()}
 
 
-@pytest.fixture(scope="module")
-def greedy_alone(
-    model: Path, draft: Path, tmp_path_factory: pytest.TempPathFactory
-) -> list[list[int]]:
+def greedy_alone(model: Path, draft: Path, log: Path) -> list[list[int]]:
     """Greedy tokens of vLLM with speculation and without the plugin."""
     speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": K}
-    log = tmp_path_factory.mktemp("alone") / "log.txt"
     with vllm_server(model, log, speculative) as url:
         return [answer.tokens for answer in ask(url, requests(24, greedy=True))]
 
 
-def test_an_idle_plugin_changes_no_greedy_token(
-    model: Path, draft: Path, tmp_path: Path, greedy_alone: list[list[int]]
-) -> None:
-    with engine(model, draft, tmp_path / "run", {"engine": "idle"}) as url:
-        found = ask(url, requests(24, greedy=True))
-        status = httpx.get(f"{url}/draftsmith/status", timeout=60).json()
-    assert [answer.tokens for answer in found] == greedy_alone
-    assert status["engine"] == "idle" and status["workers"][0]["records"] is None
-
-
 def test_recorded_texts_are_those_of_the_clients_and_lossless(
-    model: Path, draft: Path, tmp_path: Path, greedy_alone: list[list[int]]
+    model: Path, draft: Path, tmp_path: Path
 ) -> None:
-    buffer = tmp_path / "buffer"
+    buffer, expected = tmp_path / "buffer", greedy_alone(model, draft, tmp_path / "alone.txt")
     settings = {
         "buffer": str(buffer), "version": "7", "engine": "e2e", "mend_expand_kernel": True,
         "admin": True,
     }  # fmt: skip
     with engine(model, draft, tmp_path / "run", settings, "--enable-prefix-caching") as url:
         greedy = ask(url, requests(24, greedy=True))
-        assert [answer.tokens for answer in greedy] == greedy_alone
+        assert [answer.tokens for answer in greedy] == expected
         answers = ask(url, requests(200))
         asked = requests(4)
         asked[0][1]["vllm_xargs"] = {"draftsmith_record": 0}
