@@ -18,8 +18,8 @@ import pytest
 
 from draftsmith.distill.buffer.traffic import stitch
 from draftsmith.record import RoundRecord, hashed_answer
+from scripts.bench.fleet.answers import recorded
 from tests.e2e.test_fleet_swap import SHAPE, Engine, draft_lm, engine, models, with_nan
-from tests.e2e.test_fleet_vllm import recorded
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 
@@ -67,13 +67,13 @@ def swapped_and_recorded(found: Engine, models: Path, folder: Path) -> dict[str,
     assert {one["version"] for one in workers(found)} == {"2"}
     answers = [(prompt, *ask(found, prompt)) for prompt in prompts()]
     expected = len(answers) + 2 * len(greedy)
-    records = recorded(folder / "buffer", expected)
+    records = recorded(str(folder / "buffer"), expected, patience_s=120.0)
     assert len(records) == expected
-    by_answer = {name.partition("-")[0]: own for name, own in records.items()}
     for prompt, name, tokens in answers:
-        text = stitch(by_answer[hashed_answer(name)])
+        own = records[hashed_answer(name)]
+        text = stitch(own)
         assert text is not None and text.tokens == prompt + tokens
-        assert len(text.records) == len(by_answer[hashed_answer(name)])
+        assert len(text.records) == len(own)
         assert {one.draft_version for one in text.records if one.drafted} == {"2"}
     return records
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,10 +21,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from draftsmith.distill.buffer.buffer import BufferReader
 from draftsmith.distill.buffer.traffic import ServedText, stitch
 from draftsmith.distill.monitor.monitor import look
 from draftsmith.record import RoundRecord, hashed_answer
+from scripts.bench.fleet.answers import recorded
 from scripts.bench.fleet.installed import variables as plugin_variables
 from tests.e2e.test_audit_vllm import model, vllm_server
 
@@ -115,26 +114,13 @@ def abort(url: str) -> None:
             pass
 
 
-def recorded(buffer: Path, count: int) -> dict[str, list[RoundRecord]]:
-    """Records by request once `count` requests have their last."""
-    deadline_s = time.monotonic() + 120
-    while True:
-        found: dict[str, list[RoundRecord]] = {}
-        for one in BufferReader(str(buffer)).read(max_records=1 << 30).records:
-            found.setdefault(one.request, []).append(one)
-        if sum(any(one.last for one in own) for own in found.values()) >= count:
-            return found
-        assert time.monotonic() < deadline_s, f"{len(found)} of {count} requests"
-        time.sleep(1)
-
-
 def texts_of(records: dict[str, list[RoundRecord]]) -> dict[str, ServedText]:
     """Texts by the hash of their answer's id."""
     texts = {}
     for name, own in records.items():
         text = stitch(own)
         assert text is not None and len(text.records) == len(own)
-        texts[name.partition("-")[0]] = text
+        texts[name] = text
     return texts
 
 
@@ -178,7 +164,7 @@ def test_recorded_texts_are_those_of_the_clients_and_lossless(
         asked[2][1]["stop_token_ids"] = list(range(3, VOCAB, 4))
         apart = ask(url, asked)
         abort(url)
-        records = recorded(buffer, len(greedy) + len(answers) + 3)
+        records = recorded(str(buffer), len(greedy) + len(answers) + 3, patience_s=120.0)
         status = httpx.get(f"{url}/draftsmith/status", timeout=60).json()["workers"][0]["records"]
     texts = texts_of(records)
     check_texts([*greedy, *answers, apart[2], apart[3]], texts)
