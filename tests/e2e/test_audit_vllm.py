@@ -35,8 +35,6 @@ START_S = 600
 SAMPLED = ("--no-seeded", "--contexts", "1", "--samples", "4000", "--greedy-tokens", "32")
 # Short texts share their prefixes, so that many of them need few distributions.
 ALL_DEPTHS = ("--no-seeded", "--contexts", "1", "--samples", "6000", "--length", "1")
-# Standard deviations of a weight.
-NOISE = 0.02
 GREEDY = ("--no-seeded", "--temperature", "0", "--contexts", "4", "--greedy-tokens", "32")
 NGRAM = {
     "method": "ngram",
@@ -159,15 +157,19 @@ def test_with_speculation_it_is_lossless_greedily_and_lossy_in_what_it_samples(
 
 @pytest.fixture(scope="module")
 def draft(model: Path) -> Path:
-    """The model with noise in its weights, of which most drafted tokens are accepted."""
-    folder = model.with_name("draft")
+    """Most of its drafted tokens are accepted."""
+    return with_noise(model, model.with_name("draft"), 0.02)
+
+
+def with_noise(model: Path, folder: Path, share: float) -> Path:
+    """A copy of a model with noise of a share of its weights' spread."""
     shutil.copytree(model, folder)
     noisy = LlamaForCausalLM.from_pretrained(model)
     torch.manual_seed(1)
     with torch.no_grad():
         for weight in noisy.parameters():
             if weight.ndim > 1:
-                weight.add_(torch.randn_like(weight) * NOISE * weight.std())
+                weight.add_(torch.randn_like(weight) * share * weight.std())
     noisy.save_pretrained(folder)
     return folder
 

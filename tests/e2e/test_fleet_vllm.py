@@ -26,7 +26,7 @@ from draftsmith.distill.monitor.monitor import look
 from draftsmith.record import RoundRecord, hashed_answer
 from scripts.bench.fleet.answers import recorded
 from scripts.bench.fleet.installed import variables as plugin_variables
-from tests.e2e.test_audit_vllm import model, vllm_server
+from tests.e2e.test_audit_vllm import model, vllm_server, with_noise
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 
@@ -43,18 +43,8 @@ class Answer(NamedTuple):
 
 @pytest.fixture(scope="module")
 def draft(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target with noise: accepted often, not always."""
-    folder = tmp_path_factory.mktemp("draft")
-    near = AutoModelForCausalLM.from_pretrained(model)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in near.parameters():
-            if parameter.ndim > 1:
-                parameter.add_(torch.randn_like(parameter) * parameter.std() * 0.2)
-    near.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((model / name).read_bytes())
-    return folder
+    """Accepted often, not always."""
+    return with_noise(model, tmp_path_factory.mktemp("noisy") / "draft", 0.2)
 
 
 @contextmanager
