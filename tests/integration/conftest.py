@@ -310,12 +310,14 @@ class Loop:
             "candidate": load_file(folder / "candidate.safetensors")
         }
 
-    def publish(self, drafter: torch.nn.Module, *, parent: int = 1, decision: str = "none") -> int:
+    def publish(
+        self, drafter: torch.nn.Module, *, parent: int = 1, decision: str = "none", **more: Any
+    ) -> int:
         """By hand, whatever it is worth."""
         return versions.publish(
             self.versions, lambda folder: checkpoint.save(drafter, folder, self.target),
-            family="draft-lm", target={},
             parent=parent, data_range={}, gate={"decision": decision, "reason": "by hand"},
+            **({"family": "draft-lm", "target": {}} | more),
         )  # fmt: skip
 
     @staticmethod

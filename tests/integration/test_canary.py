@@ -99,11 +99,7 @@ def test_a_version_that_is_served_wrongly_is_taken_back_before_all_get_it(
     held = replace(made.config, gate=replace(made.config.gate, every=1000))
     daemon.run(held)
     draft = checkpoint.load(tmp_path / "draft", made.target)
-    assert versions.publish(
-        made.versions, lambda folder: checkpoint.save(draft, folder, made.target), family="draft-lm",
-        target={}, parent=1,
-        data_range={}, gate={}, live=False,
-    ) == 2  # fmt: skip
+    assert made.publish(draft, live=False) == 2
     write_canary(made.versions, Canary(2, 0.5))
 
     def spoil(module: torch.nn.Module) -> None:

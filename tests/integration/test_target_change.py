@@ -227,13 +227,7 @@ def test_a_server_in_quarantine_drafts_seldom_until_a_version_for_its_target_is_
         drafted, rounds = engine.stats.rounds_by_k[3], engine.stats.num_rounds
         assert [engine.drafts.live.take_turn() for _ in range(2 * PROBE)].count(True) == 2
         # One that fits neither is no better.
-        versions.publish(
-            site.config.versions, lambda folder: checkpoint.save(drafter, folder, site.target),
-            family=(
-                "draft-lm"
-            ),
-            target={"revision": "another"}, parent=1, data_range={}, gate={},
-        )  # fmt: skip
+        site.publish(drafter, target={"revision": "another"})
         assert not watcher.look() and "stays out" in caplog.text
     assert rounds and drafted
     site.serve(40)
