@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,8 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.waiting import wait_until
 
 START_S = 120
 
@@ -95,13 +96,9 @@ def start_server(
 
 
 def _address(process: subprocess.Popen[bytes], log: Path) -> str:
-    deadline_s = time.monotonic() + START_S
-    while "serving 'tiny' on " not in (text := log.read_text()):
-        assert process.poll() is None and time.monotonic() < deadline_s, (
-            f"the server did not start:\n{text}"
-        )
-        time.sleep(0.1)
-    return text.split("serving 'tiny' on ")[1].split()[0]
+    told = "serving 'tiny' on "
+    wait_until(lambda: told in log.read_text(), START_S, process=process, said=log.read_text)
+    return log.read_text().split(told)[1].split()[0]
 
 
 @pytest.fixture(scope="session")

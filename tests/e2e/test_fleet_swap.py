@@ -12,7 +12,6 @@ import json
 import re
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -31,6 +30,7 @@ from tests.e2e.test_audit_vllm import vllm_server
 from tests.e2e.test_vllm_cpu import speculation
 from tests.e2e.workshop import draftsmith, save_model, save_target
 from tests.e2e.workshop import texts as texts_of
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 
@@ -290,13 +290,6 @@ def publish(root: Path, version: int, source: Path) -> None:
     (root / "current").write_text(f"{version}\n")
 
 
-def until(condition: Callable[[], bool], what: str, log: Path, seconds: float = 120) -> None:
-    deadline_s = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline_s, what + log.read_text()[-5000:]
-        time.sleep(0.5)
-
-
 def test_an_engine_follows_the_store_and_a_restart_too(models: Path, tmp_path: Path) -> None:
     root = tmp_path / "versions"
     root.mkdir()
@@ -308,23 +301,26 @@ def test_an_engine_follows_the_store_and_a_restart_too(models: Path, tmp_path: P
         path = root / "engines" / "one.json"
         return json.loads(path.read_text()) if path.is_file() else {}
 
+    def until(holds: Callable[[], object]) -> None:
+        wait_until(holds, 120, said=lambda: running.log.read_text()[-5000:], pause_s=0.5)
+
     with engine(models / "target", tmp_path, draft_lm(models), settings) as running:
-        until(lambda: bool(status()), "no status", running.log)
+        until(status)
         publish(root, 1, models / "perfect")
-        until(lambda: status()["version"] == 1, "version 1 is not served", running.log)
+        until(lambda: status()["version"] == 1)
         assert running.generate()[1].tau == 4.0
         with_nan(shutil.copytree(models / "draft", tmp_path / "bad"))
         publish(root, 2, tmp_path / "bad")
-        until(lambda: "2" in status()["refused"], "version 2 is not refused", running.log)
+        until(lambda: "2" in status()["refused"])
         assert status()["version"] == 1 and running.generate()[1].tau == 4.0
         publish(root, 3, models / "draft")
-        until(lambda: status()["version"] == 3, "version 3 is not served", running.log)
+        until(lambda: status()["version"] == 3)
         assert running.generate()[1].tau < 1.5
         publish(root, 4, models / "perfect")
-        until(lambda: status()["version"] == 4, "version 4 is not served", running.log)
+        until(lambda: status()["version"] == 4)
     (root / "engines" / "one.json").unlink()
     with engine(models / "target", tmp_path, draft_lm(models), settings) as running:
-        until(lambda: status().get("version") == 4, "version 4 is not served", running.log)
+        until(lambda: status().get("version") == 4)
         assert running.generate()[1].tau == 4.0
 
 

@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from draftsmith.drafters import checkpoint, versions
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
+from tests.waiting import wait_until
 
 MINUTES = float(os.environ.get("DRAFTSMITH_LOAD_MINUTES", "2.5"))
 LEAST = 10 * MINUTES  # of everything that must have happened
@@ -137,15 +137,6 @@ def run_clients(quiet_url: str, url: str, folder: Path) -> dict[str, Any]:
     return json.loads(finished.stdout)
 
 
-def wait_until_idle(server: Any) -> None:
-    deadline_s = time.monotonic() + 120
-    while (
-        server.metric("vllm:num_requests_running") + server.metric("vllm:num_requests_waiting") > 0
-    ):
-        assert time.monotonic() < deadline_s, "requests are still running after everybody has left"
-        time.sleep(0.2)
-
-
 def test_a_crowd_leaves_nothing_behind(
     start_server: Callable, drafts: tuple[Target, list[Eagle3]], tmp_path: Path
 ) -> None:
@@ -167,7 +158,8 @@ def test_a_crowd_leaves_nothing_behind(
     )
     with publisher, MemoryLog(server.process.pid) as memory:
         seen = run_clients(alone.url, server.url, tmp_path)
-    wait_until_idle(server)
+    kinds = ("running", "waiting")
+    wait_until(lambda: not any(server.metric(f"vllm:num_requests_{kind}") for kind in kinds), 120)
     print(
         seen,
         f"{publisher.num_published} versions, memory {memory.growth():+.2%} of "

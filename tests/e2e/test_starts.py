@@ -9,7 +9,6 @@ import re
 import shlex
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +28,7 @@ from draftsmith.drafters.registry import FAMILIES
 from tests.foreign_lm import write_foreign
 from tests.forked import Forked, cli, free_port
 from tests.integration.conftest import Loop
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 STARTS = Path(__file__).with_name("starts.txt")
@@ -151,10 +151,8 @@ def process(room: Path, words: list[str]) -> Iterator[tuple[Forked, Callable[[st
     )
 
     def wait(text: str) -> None:
-        deadline_s = time.monotonic() + START_S
-        while text not in running.stdout.read():
-            assert running.poll() is None and time.monotonic() < deadline_s, running.stdout.read()
-            time.sleep(0.05)
+        said = running.stdout.read
+        wait_until(lambda: text in said(), START_S, process=running, said=said)
 
     try:
         yield running, wait

@@ -7,13 +7,13 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.forked import cli
+from tests.waiting import wait_until
 
 RECIPE = """
 settings: {target: null, prompts: null, steps: 40}
@@ -55,10 +55,12 @@ def test_a_killed_pipeline_goes_on_where_it_was(
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     changes = (f"target={tiny_target('llama')}", f"prompts={prompts_in(tmp_path)}")
     process = start(tmp_path, *changes)
-    deadline_s = time.monotonic() + 600
-    while not list(tmp_path.glob("out/draft/training/checkpoint-*/complete.json")):
-        assert process.poll() is None and time.monotonic() < deadline_s, process.communicate()[0]
-        time.sleep(0.05)
+    wait_until(
+        lambda: list(tmp_path.glob("out/draft/training/checkpoint-*/complete.json")),
+        600,
+        process=process,
+        said=lambda: process.communicate()[0],
+    )
     left = json.loads((tmp_path / "out" / "run.lock").read_text())["pid"]
     os.kill(left, signal.SIGSTOP)
     metrics = tmp_path / "out" / "draft" / "metrics.jsonl"

@@ -25,7 +25,7 @@ from draftsmith.train.checkpoints import Checkpoint, RunFolder
 from draftsmith.train.command import run
 from draftsmith.train.config import OptimConfig, TrainConfig
 from tests.forked import Forked, Ranks, cli, one_thread, torchrun
-from tests.waiting import wait_until as eventually
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 Process = subprocess.Popen | Forked | Ranks
@@ -120,11 +120,12 @@ def test_kills_at_any_moment_cost_at_most_one_save_interval(train, tmp_path):
     for moment in ("in a save", "any", "in a save"):
         before = folder.newest()
         killed = train("killed", *options)
-        wait_until(killed, partial(goes_on, folder, before))
+        wait = partial(wait_until, process=killed, said=killed.stdout.read)
+        wait(partial(goes_on, folder, before))
         if moment == "any":
             time.sleep(chance.uniform(0.0, 0.4))
         else:
-            wait_until(killed, partial(in_a_save, folder.training), pause_s=0.0)
+            wait(partial(in_a_save, folder.training), pause_s=0.0)
         killed.send_signal(signal.SIGKILL)
         killed.wait()
         assert not (folder.out / "draftsmith.json").exists(), (
@@ -147,12 +148,6 @@ def test_kills_at_any_moment_cost_at_most_one_save_interval(train, tmp_path):
 def goes_on(folder: RunFolder, before: Checkpoint | None) -> bool:
     newest = folder.newest()
     return newest is not None and newest != before
-
-
-def wait_until(process: Process, happened: Callable[[], bool], *, pause_s: float = 0.002) -> None:
-    while not happened():
-        assert process.poll() is None, process.stdout.read()
-        time.sleep(pause_s)
 
 
 def test_a_full_disk_costs_the_checkpoint_being_written(target_folder, data, tmp_path, monkeypatch):
@@ -268,7 +263,7 @@ def test_all_end_with_one_that_is_killed(killed, recipe, train, tmp_path):
     run = train("killed", *SHORT_FLAGS, "--steps", "100000", *sharding, processes=2)
     assert isinstance(run, Ranks)
     lines = tmp_path / "killed/metrics.jsonl"
-    eventually(lambda: lines.exists() and lines.stat().st_size)
+    wait_until(lambda: lines.exists() and lines.stat().st_size)
     run.processes[killed].send_signal(signal.SIGKILL)
     other = run.processes[1 - killed]
     assert other.wait(60) == FAILED
