@@ -17,10 +17,9 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 from prometheus_client.parser import text_string_to_metric_families
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.e2e.workshop import with_noise
 from tests.waiting import wait_until
 
 START_S = 120
@@ -53,17 +52,9 @@ class ServerProcess:
 
 @pytest.fixture(scope="session")
 def near_draft(tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A draft LM that agrees with the tiny target often but not always: its weights with a little
-    noise."""
-    folder = tmp_path_factory.mktemp("near-draft")
-    model = AutoModelForCausalLM.from_pretrained(tiny_target("llama"))
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.06 * parameter.std() * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tiny_target("llama")).save_pretrained(folder)
-    return str(folder)
+    """A draft LM that agrees with the tiny target often but not always."""
+    folder = tmp_path_factory.mktemp("near-draft") / "model"
+    return str(with_noise(Path(tiny_target("llama")), folder, 0.06))
 
 
 @pytest.fixture(scope="module")

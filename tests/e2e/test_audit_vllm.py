@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.cli import main
 from scripts.bench.fleet.installed import variables as plugin_variables
-from tests.e2e.workshop import save_model
+from tests.e2e.workshop import save_model, with_noise
 from tests.forked import free_port
 from tests.waiting import wait_for
 
@@ -159,19 +157,6 @@ def test_with_speculation_it_is_lossless_greedily_and_lossy_in_what_it_samples(
 def draft(model: Path) -> Path:
     """Most of its drafted tokens are accepted."""
     return with_noise(model, model.with_name("draft"), 0.02)
-
-
-def with_noise(model: Path, folder: Path, share: float) -> Path:
-    """A copy of a model with noise of a share of its weights' spread."""
-    shutil.copytree(model, folder)
-    noisy = LlamaForCausalLM.from_pretrained(model)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for weight in noisy.parameters():
-            if weight.ndim > 1:
-                weight.add_(torch.randn_like(weight) * share * weight.std())
-    noisy.save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize("is_mended", [True, False])

@@ -26,7 +26,8 @@ from draftsmith.distill.monitor.monitor import look
 from draftsmith.record import RoundRecord, hashed_answer
 from scripts.bench.fleet.answers import recorded
 from scripts.bench.fleet.installed import variables as plugin_variables
-from tests.e2e.test_audit_vllm import model, vllm_server, with_noise
+from tests.e2e.test_audit_vllm import model, vllm_server
+from tests.e2e.workshop import with_noise
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 

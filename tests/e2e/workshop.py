@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Callable
 from functools import partial
@@ -45,6 +46,19 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
     "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1,
 }  # fmt: skip
+
+
+def with_noise(model: Path, folder: Path, share: float) -> Path:
+    """A copy of a model with noise of a share of its weights' spread."""
+    shutil.copytree(model, folder)
+    noisy = LlamaForCausalLM.from_pretrained(model)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in noisy.parameters():
+            if weight.ndim > 1:
+                weight.add_(torch.randn_like(weight) * share * weight.std())
+    noisy.save_pretrained(folder)
+    return folder
 
 
 def save_llama(folder: Path, tiny_target: Callable[..., str]) -> None:
