@@ -6,8 +6,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,7 +20,7 @@ from draftsmith.cli import main
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
 from draftsmith.train.export.command import push
-from tests.forked import cli, free_port
+from tests.forked import free_port
 
 
 class Hub(ThreadingHTTPServer):
@@ -180,21 +178,28 @@ def draft(tmp_path: Path, tiny_target: Callable[..., str]) -> Path:
     return folder
 
 
-def export(draft: Path, hub: Hub, token: str, *options: str) -> subprocess.CompletedProcess[str]:
-    command = cli("export", draft, "--to", "hf", "--out", draft.parent / "out", *options)
-    environment = {
-        **os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "1",
-        "HF_HOME": str(draft.parent / "home"),
-        "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1",
-    }  # fmt: skip
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+@pytest.fixture
+def client(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client in this process that knows the hub: it reads the environment once only."""
+    for name, value in {
+        "ENDPOINT": hub.url,
+        "HF_HUB_DISABLE_XET": True,
+        "HF_HUB_OFFLINE": False,
+    }.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setenv("HF_TOKEN", "hf_good")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
-@pytest.mark.long
-def test_push_uploads_the_whole_export(draft: Path, hub: Hub) -> None:
-    finished = export(draft, hub, "hf_good", "--push", "ann/draft", "--private")
-    assert finished.returncode == 0, finished.stderr
-    assert f"{hub.url}/ann/draft" in finished.stdout
+def export(draft: Path, *options: str) -> int:
+    return main(["export", str(draft), "--to", "hf", "--out", str(draft.parent / "out"), *options])
+
+
+def test_push_uploads_the_whole_export(
+    draft: Path, hub: Hub, client: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export(draft, "--push", "ann/draft", "--private") == 0
+    assert f"{hub.url}/ann/draft" in capsys.readouterr().out
     # "visibility" since huggingface_hub 2, "private" before.
     [created] = hub.created
     assert created.get("visibility") == "private" or created.get("private") is True
@@ -215,19 +220,6 @@ def test_push_uploads_the_whole_export(draft: Path, hub: Hub) -> None:
     assert "base_model" not in front, "a local path is not a Hub id"
 
 
-@pytest.fixture
-def client(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client in this process that knows the hub: it reads the environment once only."""
-    for name, value in {
-        "ENDPOINT": hub.url,
-        "HF_HUB_DISABLE_XET": True,
-        "HF_HUB_OFFLINE": False,
-    }.items():
-        monkeypatch.setattr(constants, name, value)
-    monkeypatch.setenv("HF_TOKEN", "hf_good")
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-
-
 def test_a_refused_push_keeps_the_export_and_says_so(
     draft: Path,
     hub: Hub,
@@ -236,13 +228,11 @@ def test_a_refused_push_keeps_the_export_and_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_bad")
-    out = draft.parent / "out"
-    words = ["--to", "hf", "--out", str(out), "--push", "ann/draft"]
-    assert main(["export", str(draft), *words]) == 2
+    assert export(draft, "--push", "ann/draft") == 2
     said = capsys.readouterr().err
     assert "the upload to 'ann/draft' failed" in said and "401" in said
     assert "Traceback" not in said
-    assert (out / "model.safetensors").is_file()
+    assert (draft.parent / "out" / "model.safetensors").is_file()
     assert hub.files == {}
 
 
@@ -314,10 +304,6 @@ def test_a_hub_that_is_not_there_is_one_sentence(
 def test_a_malformed_repository_name_is_refused_before_any_work(
     draft: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = draft.parent / "out"
-    assert (
-        main(["export", str(draft), "--to", "hf", "--out", str(out), "--push", "ann/draft/extra"])
-        == 2
-    )
+    assert export(draft, "--push", "ann/draft/extra") == 2
     assert "'ann/draft/extra' is not a Hub repository name" in capsys.readouterr().err
-    assert not out.exists()
+    assert not (draft.parent / "out").exists()
