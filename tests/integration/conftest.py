@@ -47,6 +47,7 @@ from draftsmith.serve.metrics.server import ServerMetrics
 from draftsmith.serve.requests.request import FinishReason
 from draftsmith.serve.sampling.params import SamplingParams
 from tests.data_folders import rows_of, sampled_from, write_rows
+from tests.integration.served import publish
 
 MODEL = "tiny"
 DEFAULT_LIMITS = ServerLimits()
@@ -313,12 +314,8 @@ class Loop:
     def publish(
         self, drafter: torch.nn.Module, *, parent: int = 1, decision: str = "none", **more: Any
     ) -> int:
-        """By hand, whatever it is worth."""
-        return versions.publish(
-            self.versions, lambda folder: checkpoint.save(drafter, folder, self.target),
-            parent=parent, data_range={}, gate={"decision": decision, "reason": "by hand"},
-            **({"family": "draft-lm", "target": {}} | more),
-        )  # fmt: skip
+        gate = {"decision": decision, "reason": "by hand"}
+        return publish(self.versions, drafter, self.target, parent=parent, gate=gate, **more)
 
     @staticmethod
     def prompts(count: int, seed: int) -> list[list[int]]:

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import torch
 
-from draftsmith.drafters import checkpoint
+from draftsmith.drafters import checkpoint, versions
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.drafters.options import OPTIONS, SuffixOptions
 from draftsmith.drafters.pool import DraftPool
@@ -56,6 +56,13 @@ def make_drafter(family: str, target: Target, **options: Any) -> ServingDrafter:
     counts = torch.arange(target.vocab_size).flip(0)
     made = FAMILIES[family].create(OPTIONS[family](**options), target, seed=1, token_counts=counts)
     return made.to(device=target.device, dtype=target.dtype).eval()
+
+
+def publish(root: Path, drafter: Any, of: Target, **record: Any) -> int:
+    """By hand, whatever the draft is worth; `record` is what else is written down of the version."""
+    known = {"family": drafter.family, "target": checkpoint.identity(of), "parent": None}
+    whole = {"data_range": {}, "gate": {}} | known | record
+    return versions.publish(root, lambda folder: checkpoint.save(drafter, folder, of), **whole)
 
 
 class Around:

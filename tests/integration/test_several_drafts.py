@@ -38,6 +38,7 @@ from draftsmith.serve.requests.request import (
 )
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.watch import VersionWatcher
+from tests.integration.served import publish
 from tests.stand_in_drafts import unlike
 from tests.waiting import wait_until
 
@@ -309,26 +310,14 @@ def test_a_draft_that_does_not_fit_does_not_come_beside_the_live_one(
     assert list(engine.drafts.served) == [LIVE] and engine.stats.num_swaps_refused == 1
 
 
-def publish(root: Path, target: Target, seed: int, revision: str = "") -> int:
-    return versions.publish(
-        root,
-        lambda folder: checkpoint.save(unlike(target, seed), folder, target),
-        family="eagle3",
-        target={"revision": revision or target.revision},
-        parent=None,
-        data_range={},
-        gate={},
-    )
-
-
 def test_the_watcher_follows_trials_and_pools(
     target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for seed in (1, 2, 3):
-        publish(tmp_path, target, seed)
-    strange = publish(tmp_path, target, 4, revision="another")
+        publish(tmp_path, unlike(target, seed), target)
+    strange = publish(tmp_path, unlike(target, 4), target, target={"revision": "another"})
     versions.rollback(tmp_path, 1, "a test")
-    publish(pool_root(tmp_path) / "c01", target, 5)
+    publish(pool_root(tmp_path) / "c01", unlike(target, 5), target)
     engine = build_engine(target, unlike(target, 0), CONFIG, draft_version="0")
     loop = EngineLoop(engine).start()
     watcher, router = VersionWatcher(loop, tmp_path), engine.drafts.router
@@ -359,8 +348,8 @@ def test_the_watcher_follows_trials_and_pools(
         write_pool(tmp_path, DraftPool({"code": "c01", "prose": "c02"}))
         served({LIVE: "1", CODE: "code/1"})
         assert set(router.pool.classes) == {"code", "prose"}
-        publish(pool_root(tmp_path) / "c02", target, 6)
-        publish(pool_root(tmp_path) / "c01", target, 7)
+        publish(pool_root(tmp_path) / "c02", unlike(target, 6), target)
+        publish(pool_root(tmp_path) / "c01", unlike(target, 7), target)
         served({LIVE: "1", CODE: "code/2", PROSE: "prose/1"})
         # A file that cannot be read changes nothing, and is told once.
         (pool_root(tmp_path) / "pool.json").write_text("{", encoding="utf-8")

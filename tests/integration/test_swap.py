@@ -25,7 +25,7 @@ from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.requests.request import FinishReason, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.watch import VersionWatcher
-from tests.integration.served import CLASSES, Swaps, finish, small
+from tests.integration.served import CLASSES, Swaps, finish, publish, small
 from tests.stand_in_drafts import unlike
 from tests.waiting import wait_until
 
@@ -138,18 +138,6 @@ def test_only_a_trained_draft_can_be_swapped(target: Target, folders: list[str])
             build_engine(target, drafter, EngineConfig()).drafts.prepare(folders[0], "1")
 
 
-def publish(root: Path, target: Target, drafter: Eagle3, parent: int | None) -> int:
-    return versions.publish(
-        root,
-        lambda folder: checkpoint.save(drafter, folder, target),
-        family="eagle3",
-        target=checkpoint.identity(target),
-        parent=parent,
-        data_range={},
-        gate={},
-    )
-
-
 def test_the_watcher_follows_new_versions_and_rollbacks_under_load(
     target: Target, tmp_path: Path
 ) -> None:
@@ -167,8 +155,8 @@ def test_the_watcher_follows_new_versions_and_rollbacks_under_load(
     try:
         for number, act in enumerate(
             [
-                lambda: publish(tmp_path, target, first, None),
-                lambda: publish(tmp_path, target, second, 1),
+                lambda: publish(tmp_path, first, target),
+                lambda: publish(tmp_path, second, target, parent=1),
                 lambda: versions.rollback(tmp_path, 1, "a test"),
             ]
         ):
@@ -208,7 +196,7 @@ def test_the_watcher_leaves_a_corrupt_version_alone_until_its_files_change_and_t
     watcher = VersionWatcher(loop, tmp_path)
     try:
         assert not watcher.look()
-        publish(tmp_path, target, new_eagle3(target, 1), None)
+        publish(tmp_path, new_eagle3(target, 1), target)
         weights = versions.folder_of(tmp_path, 1) / "model.safetensors"
         good = weights.read_bytes()
         weights.write_bytes(good + b"x")
@@ -217,7 +205,7 @@ def test_the_watcher_leaves_a_corrupt_version_alone_until_its_files_change_and_t
         assert opened == [1], "gigabytes are not read anew every second"
         weights.write_bytes(good)
         assert watcher.look() and engine.stats.draft_version == "1" and opened == [1, 1]
-        publish(tmp_path, target, new_eagle3(target, 2), None)
+        publish(tmp_path, new_eagle3(target, 2), target)
         assert watcher.look() and engine.stats.draft_version == "2"
         (tmp_path / "current").write_text("one", encoding="utf-8")
         assert not watcher.look()
@@ -243,7 +231,7 @@ def test_a_failure_nobody_foresaw_does_not_end_the_watching(
 
     monkeypatch.setattr(engine.drafts, "prepare", failing)
     loop = EngineLoop(engine).start()
-    publish(tmp_path, target, new_eagle3(target, 1), None)
+    publish(tmp_path, new_eagle3(target, 1), target)
     watcher = VersionWatcher(loop, tmp_path, poll_s=0.01).start()
     try:
         wait_until(lambda: engine.stats.draft_version == "1")
