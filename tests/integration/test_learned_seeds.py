@@ -156,24 +156,6 @@ def passes_by_heart(target: Target, folder: Path, *, seeded: bool) -> tuple[floa
     )
 
 
-def test_seeded_answers_reach_no_learner_and_others_do(target: Target, tmp_path: Path) -> None:
-    engine, writer = engine_of(target, ByHeart(target.vocab_size), tmp_path)
-    asked = prompts(12)
-    for number, prompt in enumerate(asked):
-        params = [
-            PARAMS,
-            replace(PARAMS, seed=number),
-            replace(PARAMS, seed=number, temperature=0.0),
-        ][number % 3]
-        engine.submit(prompt, params, options=RequestOptions(text=False))
-    while engine.busy:
-        engine.step()
-    told = recorded(writer, tmp_path)
-    left = [prompt for number, prompt in enumerate(asked) if number % 3 != 1]
-    assert sorted(text[:PROMPT_TOKENS] for text in told) == sorted(left)
-    assert all(len(text) == PROMPT_TOKENS + 4 for text in told)
-
-
 @pytest.mark.long
 def test_answers_asked_for_again_have_the_targets_distribution(
     target: Target, tmp_path: Path
