@@ -161,6 +161,13 @@ class Ranks:
         return "\n".join(process.communicate(timeout)[0] or "" for process in self.processes), None
 
 
+def finish(process: Any) -> str:
+    """What the command says until it ends, as it should."""
+    said, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    return said
+
+
 class Output:
     """What a process has written so far."""
 

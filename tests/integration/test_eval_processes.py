@@ -16,7 +16,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.train.config import EvalConfig
 from draftsmith.train.evaluate.command import run
-from tests.forked import Forked, Ranks, cli, one_thread
+from tests.forked import Forked, Ranks, cli, finish, one_thread
 
 
 @pytest.fixture
@@ -33,12 +33,6 @@ def words(tiny_target: Callable[..., str], tmp_path: Path) -> list[str]:
     command = cli("eval", "--target", folder, "--draft", tmp_path / "draft")
     command += ["--data", str(tmp_path / "data"), "--dtype", "float32"]
     return command + shlex.split("--held-out 1 --k 3 --max-tokens 12 --tree dynamic")
-
-
-def finish(process: Forked | Ranks) -> str:
-    said, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, said
-    return said
 
 
 @pytest.mark.long

@@ -25,7 +25,7 @@ from draftsmith.errors import UserError
 from draftsmith.train.command import run
 from draftsmith.train.config import EvalConfig, OnPolicyConfig, OptimConfig, TrainConfig
 from draftsmith.train.evaluate import command as evaluation
-from tests.forked import Forked, one_thread
+from tests.forked import Forked, finish, one_thread
 from tests.integration.own_memory import GROWN, large_target
 
 # By kind, of all weights. Embeddings, norm and head stay, and of the layers one matrix of fourteen
@@ -113,9 +113,7 @@ def test_no_more_than_a_part_of_a_layer_is_in_memory(
     assert size > 240e6
     held = sorted(folder.rglob("*"))
     command = [sys.executable, "-c", PEAK, tiny_target("llama"), str(folder)]
-    process = Forked(command, env=one_thread(), stdout=PIPE)
-    said, _ = process.communicate(timeout=200)
-    assert process.returncode == 0, said
+    said = finish(Forked(command, env=one_thread(), stdout=PIPE))
     offloaded, whole = map(int, said.split()[-2:])
     assert offloaded <= MOST[kind] * size
     assert whole > 0.8 * size, "negative control"

@@ -16,7 +16,7 @@ from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.request import LIVE, Request
 from draftsmith.serve.sampling.params import SamplingParams
-from tests.integration.served import Around, make_drafter
+from tests.integration.served import Around, finish, make_drafter
 
 SHARED = [20 + i * 7 % 90 for i in range(45)]
 # The second goes on where the first's answer may not; the third leaves the shared text at a block's
@@ -63,8 +63,7 @@ def serve(engine: EngineCore, *, quiet: bool) -> list[Request]:
     requests = []
     for index, prompt in enumerate(PROMPTS):
         requests.append(engine.submit(prompt, params(index, k=0 if quiet and index == 0 else None)))
-        while engine.busy:
-            engine.step()
+        finish(engine)
     return requests
 
 

@@ -40,6 +40,7 @@ from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.train.objective import outline as target_outline
 from draftsmith.train.objective.outline import TargetOutline, load_outline
+from tests.integration.served import finish
 
 READING = ["eagle3", "mtp", "medusa", "dspark"]  # a family of each kind of unroll
 # Its distributions fit into the 64 tokens of a record.
@@ -143,8 +144,7 @@ def test_a_request_that_pauses_its_drafting_is_read_again_and_recorded_whole(
         for _ in range(3):
             engine.step()
         engine.set_k(request, k)
-    while engine.busy:
-        engine.step()
+    finish(engine)
     (text,) = texts_of(records)
     assert request.num_preemptions == 1 and engine.recorder.num_untapped == 0
     check_whole(text, target, drafter.taps)
@@ -161,8 +161,7 @@ def test_a_hole_is_counted_and_nothing_behind_it_is_recorded(
     states = torch.zeros(1, len(drafter.taps) * target.hidden_size)
     for _ in range(2):
         engine.recorder.keep_taps(request, known + 5, states)
-    while engine.busy:
-        engine.step()
+    finish(engine)
     assert engine.recorder.num_untapped == 1
     (text,) = texts_of(records)
     assert len(known_taps(text.records, drafter.taps)) == known

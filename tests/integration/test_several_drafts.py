@@ -38,7 +38,7 @@ from draftsmith.serve.requests.request import (
 )
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.watch import VersionWatcher
-from tests.integration.served import publish
+from tests.integration.served import finish, publish
 from tests.stand_in_drafts import unlike
 from tests.waiting import wait_until
 
@@ -73,11 +73,6 @@ def pooled(engine: EngineCore, *classes: str) -> None:
     engine.drafts.router.pool = DraftPool(
         {name: f"c{number:02d}" for number, name in enumerate(classes, 1)}
     )
-
-
-def drain(engine: EngineCore) -> None:
-    while engine.busy:
-        engine.step()
 
 
 KINDS = {
@@ -135,12 +130,12 @@ def test_a_row_is_drafted_as_if_its_draft_were_alone(
         take_in(together, str(folder), "1", name)
     pooled(together, "code", "prose")
     requests = [[ask(together, number, seed) for seed in range(4)] for number in range(3)]
-    drain(together)
+    finish(together)
     told = []
     for number, mine in enumerate(requests):
         alone = engine_of(folders[number])
         again = [ask(alone, number, seed) for seed in range(4)]
-        drain(alone)
+        finish(alone)
         assert {request.route.draft for request in mine} == {names[number]}
         assert [one.output for one in mine] == [one.output for one in again]
         told.append([one.speculation for one in mine])
@@ -164,7 +159,7 @@ def test_records_and_counts_name_the_version_that_drafted(
     engine.drafts.router.canary_share = 0.0
     engine.drafts.prepare(folders[2], "code/4", draft=CODE)
     later = engine.submit(PROMPT, GREEDY)
-    drain(engine)
+    finish(engine)
     assert [one.route.draft for one in (trial, code, later)] == [CANARY, CODE, LIVE]
     assert trial.output == code.output == later.output
     drafted = [record for record in records if record.drafted]
@@ -195,7 +190,7 @@ def test_no_draft_reads_what_another_left_in_the_prefix_cache(
     hits = []
     for request_class in ("", "code", "", "code"):
         engine.submit(PROMPT * 3, short, options=RequestOptions(request_class=request_class))
-        drain(engine)
+        finish(engine)
         hits.append(engine.stats.prefix_cache_hits)
     assert hits[0] == hits[1] == 0 < hits[2] < hits[3]
 
@@ -240,9 +235,9 @@ def test_a_bad_version_on_trial_pauses_alone(how: str, target: Target, folders: 
         late = engine.submit(PROMPT, GREEDY)
         engine.step()
         assert late.route.draft == LIVE, "nobody new for a draft that rests"
-    drain(engine)
+    finish(engine)
     other, sound = begin()
-    drain(other)
+    finish(other)
     assert engine.stats.fallbacks[how] >= 2 and set(engine.stats.fallbacks) == {how}
     assert [one.output for one in requests] == [one.output for one in sound]
     # The live draft's rows were drafted in every round, as if nothing had happened.
@@ -277,7 +272,7 @@ def test_a_retired_draft_goes_when_its_last_request_has_ended(
     assert list(engine.drafts.served) == [LIVE] == list(engine.stats.draft_versions)
     # To its end: its first token comes without drafts, and the last round may have no room for any.
     assert len(long.speculation.offered) >= long.speculation.num_passes - 2
-    drain(engine)
+    finish(engine)
     take_in(engine, folders[1], "code/2", CODE)
     assert engine.drafts.ready == [LIVE, CODE]
     engine.drafts.retire(CODE)

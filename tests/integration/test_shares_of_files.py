@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import Ranks
+from tests.forked import Ranks, finish
 from tests.integration.own_memory import GROWN, large_target
 
 # The parts of a process are half of the layers; embeddings, norm and head are whole.
@@ -68,8 +68,7 @@ dist.destroy_process_group()
 def told(code: str, *words: object) -> list[str]:
     """Last line of each of two processes."""
     run = Ranks([sys.executable, "-c", code, *map(str, words)], 2)
-    said, _ = run.communicate(timeout=200)
-    assert run.returncode == 0, said
+    finish(run)
     return [one.stdout.read() for one in run.processes]
 
 

@@ -24,7 +24,7 @@ from draftsmith.errors import UserError
 from draftsmith.train.checkpoints import Checkpoint, RunFolder
 from draftsmith.train.command import run
 from draftsmith.train.config import OptimConfig, TrainConfig
-from tests.forked import Forked, Ranks, cli, one_thread, torchrun
+from tests.forked import Forked, Ranks, cli, finish, one_thread, torchrun
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -76,12 +76,6 @@ def config(target_folder: str, data: Path, out: Path, **changes: object) -> Trai
         "out": str(out),
     }
     return TrainConfig(**values | changes)
-
-
-def finish(process: Process) -> str:
-    said, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, said
-    return said
 
 
 def metrics(folder: Path) -> list[dict]:

@@ -21,6 +21,7 @@ from tests.integration.served import (
     GREEDY,
     TreeOracle,
     assert_same,
+    finish,
     make_drafter,
     plain_greedy,
     prompts,
@@ -51,8 +52,7 @@ def test_rows_of_all_kinds_share_a_round(load: Callable[[str], Target]) -> None:
             engine.submit(prompt, replace(GREEDY, k=k, max_tokens=length))
             for prompt, k, length in zip(batch, ks, lengths)
         ]
-        while engine.busy:
-            engine.step()
+        finish(engine)
         for request, (tokens, margins), length in zip(requests, expected, lengths):
             assert_same(request.output, (tokens[:length], margins[:length]))
         offered = [request.speculation.offered for request in requests]
@@ -148,8 +148,7 @@ def test_broken_weights_cost_only_speed(load: Callable[[str], Target]) -> None:
         for prompt in prompts(3)
         for temperature in (0.0, 1.0)
     ]
-    while engine.busy:
-        engine.step()
+    finish(engine)
     assert engine.stats.fallbacks["nan"] > 0 and engine.stats.num_accepted_tokens == 0
     assert all(len(request.output) == 12 for request in requests)
     for request, right in zip(requests[::2], plain_greedy(target, prompts(3), 12)):
