@@ -112,61 +112,6 @@ def test_answers_distributions_and_provenance(
     assert provenance["target_revision"] == target.revision
 
 
-KILLED = """
-import os, sys
-from pathlib import Path
-from draftsmith.commands import generate
-from draftsmith.distill.generate import answers
-from draftsmith.commands.generate import GenerateConfig
-from draftsmith.serve.engine import build
-build.capture_forwards = lambda *given: None
-add, batches = answers.AnswerFolder.add, 0
-def add_then_die(self, shard, rows):
-    global batches
-    if batches == int(sys.argv[3]):
-        print("dying", flush=True)
-        os.kill(os.getpid(), 9)
-    add(self, shard, rows)
-    batches += 1
-answers.AnswerFolder.add = add_then_die
-values = dict(prompts="stdlib:prose", count=22, prompt_tokens=12, max_tokens=16, batch=4, shard=8, seed=5)
-generate.run(GenerateConfig(target=sys.argv[1], out=sys.argv[2], **values))
-"""
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("uncaptured")
-def test_killed_generation_resumes_to_the_same_answers(
-    tiny_target: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tiny_target("llama")
-    generate.run(config(path, tmp_path / "whole"))
-    killed = forked.run(
-        [sys.executable, "-c", KILLED, path, str(tmp_path / "cut"), "3"],
-        capture_output=True,
-        text=True,
-    )
-    assert killed.returncode == -9 and "dying" in killed.stdout, killed.stderr
-    assert not json.loads((tmp_path / "cut" / "provenance.json").read_text())["complete"]
-    on_disk = sum(pq.read_metadata(one).num_rows for one in (tmp_path / "cut").glob("*.parquet"))
-    assert 3 <= on_disk < 22
-    answered: list[int] = []
-    write = TargetWriter.write
-
-    def counted(self: TargetWriter, prompts: list, seeds: list) -> Texts:
-        answered.append(len(prompts))
-        return write(self, prompts, seeds)
-
-    monkeypatch.setattr(TargetWriter, "write", counted)
-    generate.run(config(path, tmp_path / "cut"))
-    # What was on disk is neither repeated nor lost.
-    assert sum(answered) == 22 - on_disk
-    assert rows(tmp_path / "cut") == rows(tmp_path / "whole")
-    generate.run(config(path, tmp_path / "cut"))
-    assert sum(answered) == 22 - on_disk
-    assert not list((tmp_path / "cut").glob(".batch-*"))
-
-
 @pytest.mark.usefixtures("uncaptured", "capsys")  # What is printed goes to no file.
 def test_a_full_disk_is_one_sentence_and_costs_what_was_not_written(
     tiny_target: Callable[..., str], tmp_path: Path
@@ -281,10 +226,13 @@ def test_what_several_processes_cannot_do_is_refused(
 
 
 @pytest.mark.usefixtures("uncaptured")
-@pytest.mark.parametrize("point", ["before the rename", "between the deletions"])
-def test_kill_while_a_shard_is_joined(
+@pytest.mark.parametrize(
+    "point", ["before the rename", "between the deletions", "in a shard's file"]
+)
+def test_generation_goes_on_where_it_was_cut_off(
     tiny_target: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
+    """While a shard is joined, or by a file that is half there afterwards."""
     path = tiny_target("llama")
     generate.run(config(path, tmp_path / "whole"))
     real = Path.unlink
@@ -303,32 +251,33 @@ def test_kill_while_a_shard_is_joined(
             raise KeyboardInterrupt
         pq_write(*args, **options)
 
-    pq_write = pq.write_table
-    with monkeypatch.context() as patch:
-        if point == "before the rename":
-            patch.setattr(pq, "write_table", write_table)
-        else:
-            patch.setattr(Path, "unlink", unlink)
-        with pytest.raises(KeyboardInterrupt):
+    pq_write, part = pq.write_table, tmp_path / "cut" / "part-00001.parquet"
+    if point == "in a shard's file":
+        shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+        part.write_bytes(part.read_bytes()[:-50])
+    else:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            if point == "before the rename":
+                patch.setattr(pq, "write_table", write_table)
+            else:
+                patch.setattr(Path, "unlink", unlink)
             generate.run(config(path, tmp_path / "cut"))
-    generate.run(config(path, tmp_path / "cut"))
+    files = [one for one in (tmp_path / "cut").glob("*.parquet") if one != part]
+    kept = {index for one in files for index in pq.read_table(one)["index"].to_pylist()}
+    assert 8 <= len(kept) < 22
+    answered: list[int] = []
+    write = TargetWriter.write
+
+    def counted(self: TargetWriter, prompts: list, seeds: list) -> Texts:
+        answered.append(len(prompts))
+        return write(self, prompts, seeds)
+
+    monkeypatch.setattr(TargetWriter, "write", counted)
+    for _ in range(2):
+        generate.run(config(path, tmp_path / "cut"))
+        assert sum(answered) == 22 - len(kept), "what was on disk is neither repeated nor lost"
     assert rows(tmp_path / "cut") == rows(tmp_path / "whole")
-
-
-@pytest.mark.usefixtures("uncaptured")
-def test_damaged_part_is_answered_again(tiny_target: Callable[..., str], tmp_path: Path) -> None:
-    path = tiny_target("llama")
-    generate.run(config(path, tmp_path / "d"))
-    before = rows(tmp_path / "d")
-    part = tmp_path / "d" / "part-00001.parquet"
-    part.write_bytes(part.read_bytes()[:-50])
-    generate.run(config(path, tmp_path / "d"))
-    after = [
-        row
-        for file in sorted((tmp_path / "d").glob("part-*.parquet"))
-        for row in pq.read_table(file).to_pylist()
-    ]
-    assert after == before
+    assert not list((tmp_path / "cut").glob(".batch-*"))
 
 
 @pytest.mark.usefixtures("uncaptured")
@@ -532,6 +481,24 @@ SELF = shlex.split(
 )
 
 
+KILLED = """
+import os, sys
+from draftsmith import cli
+from draftsmith.distill.generate.answers import AnswerFolder
+from draftsmith.serve.engine import build
+build.capture_forwards = lambda *given: None
+add, batches = AnswerFolder.add, 0
+def add_then_die(self, shard, rows):
+    global batches
+    if batches == 3:
+        os.kill(os.getpid(), 9)
+    add(self, shard, rows)
+    batches += 1
+AnswerFolder.add = add_then_die
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {
         str(one.relative_to(folder)): one.read_bytes()
@@ -561,13 +528,8 @@ def test_prompts_that_the_target_writes_are_the_same_after_a_kill_and_by_several
     assert record["prompts"] == "self-prompts" and record["self_prompts"]["count"] == 20
     assert record["complete"] and record["self_prompts"]["dropped"]
 
-    die = KILLED[: KILLED.index("values =")] + (
-        "from draftsmith import cli\n"
-        "sys.exit(cli.main(['generate', '--target', sys.argv[1], '--out', sys.argv[2], "
-        f"*{SELF!r}]))\n"
-    )
     killed = forked.run(
-        [sys.executable, "-c", die, talkative, str(cut), "3"], capture_output=True, text=True
+        [sys.executable, "-c", KILLED, *words[3:], "--out", cut], capture_output=True, text=True
     )
     assert killed.returncode == -9, killed.stderr
     assert list((cut / "self-prompts").glob("*.parquet")) and not list(cut.glob("*.parquet"))
