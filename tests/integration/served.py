@@ -58,6 +58,18 @@ def make_drafter(family: str, target: Target, **options: Any) -> ServingDrafter:
     return made.to(device=target.device, dtype=target.dtype).eval()
 
 
+def by_transformers(model: Any, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+    """Greedy tokens by whole passes without a cache, with the log-probability of each choice."""
+    ids, logprobs = list(prompt), []
+    with torch.no_grad():
+        for _ in range(count):
+            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+            row = torch.log_softmax(logits, dim=-1)
+            ids.append(int(row.argmax()))
+            logprobs.append(float(row.max()))
+    return ids[len(prompt) :], logprobs
+
+
 def publish(root: Path, drafter: Any, of: Target, **record: Any) -> int:
     """By hand, whatever the draft is worth; `record` is what else is written down of the version."""
     known = {"family": drafter.family, "target": checkpoint.identity(of), "parent": None}

@@ -25,6 +25,7 @@ from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.request import Request, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
 from tests.conftest import Records, save_adapter
+from tests.integration.served import by_transformers
 
 PROMPT = [*range(40, 75), 9]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
@@ -53,13 +54,7 @@ def alone(tiny_target, folders) -> dict[str, tuple[list[int], list[float]]]:
         model = AutoModelForCausalLM.from_pretrained(tiny_target("llama")).eval()
         if name:
             model = PeftModel.from_pretrained(model, folders[name]).eval()
-        ids, logprobs = list(PROMPT), []
-        with torch.no_grad():
-            for _ in range(GREEDY.max_tokens or 0):
-                row = torch.log_softmax(model(torch.tensor([ids])).logits[0, -1], dim=-1)
-                ids.append(int(row.argmax()))
-                logprobs.append(float(row.max()))
-        found[name] = (ids[len(PROMPT) :], logprobs)
+        found[name] = by_transformers(model, PROMPT, GREEDY.max_tokens or 0)
     return found
 
 

@@ -26,6 +26,7 @@ from draftsmith.train.check.models import check_target
 from draftsmith.train.config import EvalConfig, TrainConfig
 from draftsmith.train.evaluate.command import run as evaluate
 from draftsmith.train.session import load_corpus
+from tests.integration.served import NOISE, by_transformers
 from tests.stand_in_drafts import Junk
 
 ORIGINAL, LONGEST, VOCAB_SIZE = 32, 256, 288
@@ -49,8 +50,6 @@ TARGETS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
     },
 }  # fmt: skip
-# The largest gap of the two best logits that rounding in another batch shape could turn round.
-NOISE = 1e-4
 
 
 @pytest.fixture
@@ -107,15 +106,6 @@ def ways(
     )
 
 
-def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
-    """By whole passes of transformers alone, without a cache."""
-    ids = list(prompt)
-    with torch.no_grad():
-        for _ in range(count):
-            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
-
-
 def differ(target: Target, prompt: list[int], answer: list[int], expected: list[int]) -> bool:
     """Whether they part at a token that was no tie within rounding."""
     for at, (token, right) in enumerate(zip(answer, expected, strict=True)):
@@ -147,7 +137,7 @@ def test_the_same_text_every_way_beyond_the_original_length(compile, load, tmp_p
     long = AutoConfig.from_pretrained(tmp_path / "longrope")
     long.rope_parameters["short_factor"] = long.rope_parameters["long_factor"]
     alone = AutoModelForCausalLM.from_pretrained(tmp_path / "longrope", config=long).eval()
-    expected = [greedy(alone, text, 12) for text in texts]
+    expected = [by_transformers(alone, text, 12)[0] for text in texts]
     for way, found in ways(target, texts, 12, compile=compile, max_length=LONGEST):
         for text, answer, right in zip(texts, found, expected, strict=True):
             assert not differ(target, text, answer, right), f"{way}: {answer} in place of {right}"

@@ -23,6 +23,7 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
 from tests.conftest import SHAPE, make_tokenizer
+from tests.integration.served import by_transformers
 
 NUM_NEW = 12
 PROMPTS = [[5, 9, 13, 200, 31], list(range(20, 64))]
@@ -120,14 +121,6 @@ def published(tmp_path_factory) -> Callable[[str], tuple[str, Any]]:
     return make
 
 
-@torch.no_grad()
-def greedy(model: Any, prompt: list[int]) -> list[int]:
-    ids = list(prompt)
-    for _ in range(NUM_NEW):
-        ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
-
-
 @pytest.mark.parametrize(
     "kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.long) for kind in MORE)]
 )
@@ -138,7 +131,7 @@ def test_text_is_that_of_the_full_class(published, kind):
     assert not [name for name in names if "vision" in name or "visual" in name or name == "proj"]
     engine = build_engine(target, Ngram(min_n=1, max_n=3), CONFIG)
     found = [answer.tokens for answer in engine.generate(PROMPTS, GREEDY)]
-    expected = [greedy(model, prompt) for prompt in PROMPTS]
+    expected = [by_transformers(model, prompt, NUM_NEW)[0] for prompt in PROMPTS]
     assert found == expected
     assert target.answer(PROMPTS, max_new_tokens=NUM_NEW, ignore_eos=True) == expected
     assert len({*found[0], *found[1]}) > 4
@@ -159,6 +152,6 @@ def test_drafts_are_trained_and_served_for_the_language_part(published, tmp_path
     assert grads and all(torch.isfinite(grad).all() for grad in grads)
     engine = build_engine(target, drafter.eval(), replace(CONFIG, compile="auto"))
     (answer,) = engine.generate(PROMPTS[:1], GREEDY)
-    assert answer.tokens == greedy(model, PROMPTS[0])
+    assert answer.tokens == by_transformers(model, PROMPTS[0], NUM_NEW)[0]
     DraftLm.create(DraftLmOptions(target_layers=(0, 3)), target, seed=0).save(tmp_path)
     assert DraftLm.load(tmp_path, target).lm.num_layers == 2
