@@ -1,6 +1,5 @@
 """Stand-ins of a fleet's processes: an engine without a model, with the real recorder, writer and
-follower, a learner and a publisher. One process has everything imported and makes the others by
-forks: `python -m tests.integration.fleet_stand_ins` reads what to start from its standard input."""
+follower, a learner and a publisher. `python -m tests.integration.fleet_stand_ins ROLE ...` is one."""
 
 from __future__ import annotations
 
@@ -15,12 +14,13 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 import uuid
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from tests.forked import Forked
 
 VOCAB = 48
 NAMES = {"engine": "standin-server", "writer": "standin-writer"}
@@ -74,7 +74,7 @@ class Draft:
     trial = compare = look = keep = prepare
 
 
-class Forked:
+class Writer:
     """In place of `subprocess.Popen` for a writer: a fork, which has everything imported."""
 
     def __init__(self, command: list[str], **_: Any):
@@ -83,6 +83,7 @@ class Forked:
         self.pid = os.fork()
         if self.pid == 0:
             os.dup2(reading, 0)
+            sys.stdin = os.fdopen(0)
             # As `Popen` does: a client's connection ends with its engine.
             ring = int(command[-2])
             os.closerange(3, ring)
@@ -130,7 +131,7 @@ class Engine:
 
         child.LOOK_S = 0.05
         child.subprocess = SimpleNamespace(  # type: ignore[assignment]
-            Popen=Forked, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
+            Popen=Writer, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
         )
         self.settings = Settings(
             versions=versions, buffer=buffer, engine=name, cache=cache, poll_s=0.1
@@ -249,41 +250,8 @@ def publisher(root: str, url: str) -> None:
 ROLES = {"engine": engine, "learner": learner, "publisher": publisher}
 
 
-class Started:
-    """A fork of the process that has everything imported."""
-
-    def __init__(self, pid: int):
-        self.pid = pid
-
-    def poll(self) -> int | None:
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return -1
-        return None
-
-
-class Nursery:
-    def __init__(self, log: Path):
-        self.output = log.open("ab")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self.output, text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)])},
-        )  # fmt: skip
-        self._lock = threading.Lock()
-
-    def start(self, role: str, *arguments: Any) -> Started:
-        with self._lock:
-            assert self.process.stdin is not None and self.process.stdout is not None
-            self.process.stdin.write(json.dumps([role, *map(str, arguments)]) + "\n")
-            self.process.stdin.flush()
-            return Started(int(self.process.stdout.readline()))
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.output.close()
+def started(log: Any, role: str, *arguments: Any) -> Forked:
+    return Forked([sys.executable, "-m", __name__, role, *arguments], stdout=log, stderr=log)
 
 
 def end_with(parent: int) -> None:
@@ -315,36 +283,14 @@ def ask(address: str, body: dict[str, Any]) -> dict[str, Any] | None:
     return found
 
 
-def main() -> None:
+def main(role: str, *arguments: str) -> None:
     import torch
 
-    import draftsmith.fleet.recording.recorder
-    import draftsmith.fleet.recording.writer
-    import draftsmith.fleet.rollout.command
-    import draftsmith.fleet.vllm.endpoint  # noqa: F401
-
-    with suppress(ImportError):  # for a bucket, where there is one
-        import s3fs  # noqa: F401
-
     torch.set_num_threads(1)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    for line in sys.stdin:
-        role, *arguments = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            os.setsid()
-            threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
-            os.dup2(2, 1)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            try:
-                ROLES[role](*arguments)  # type: ignore[operator]
-            except Exception:
-                traceback.print_exc()
-            finally:
-                os._exit(1)
-        print(pid, flush=True)
+    os.setsid()
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    ROLES[role](*arguments)  # type: ignore[operator]
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

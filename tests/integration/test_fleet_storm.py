@@ -27,7 +27,8 @@ from draftsmith.fleet.store.layout import MANIFEST, StoreError, folder_of
 from draftsmith.fleet.store.store import VersionStore
 from draftsmith.record import hashed_answer
 from scripts.bench.fleet.answers import recorded
-from tests.integration.fleet_stand_ins import NAMES, Nursery, Started, answer_to, ask, listens
+from tests.forked import Forked
+from tests.integration.fleet_stand_ins import NAMES, answer_to, ask, listens, started
 
 ENGINES = ("engine-1", "engine-2")
 TOKENS = 24
@@ -59,7 +60,7 @@ class Absence:
 class Part:
     """A process that is started again when it ends, as systemd or Kubernetes do."""
 
-    def __init__(self, start: Callable[[], Started], is_up: Callable[[], bool]):
+    def __init__(self, start: Callable[[], Forked], is_up: Callable[[], bool]):
         self.start, self.is_up = start, is_up
         self.process, self.starts = start(), 1
         self.absence: Absence | None = None
@@ -129,11 +130,11 @@ class Asked(NamedTuple):
 class Fleet:
     """A running fleet, what its clients asked, and what was killed."""
 
-    def __init__(self, folder: Path, nursery: Nursery):
+    def __init__(self, folder: Path):
         self.folder, self.learned, self.place = folder, folder / "learned", Place(folder)
         self.learned.mkdir()
         store, self.buffer = str(self.place.link / "store"), str(self.place.link / "buffer")
-        self.store = VersionStore(store)
+        self.store, self.log = VersionStore(store), (folder / "log.txt").open("ab")
         begin: dict[str, tuple[Any, ...]] = {
             "learner": ("learner", self.learned, 0.4),
             "publisher": ("publisher", self.learned, store),
@@ -144,7 +145,7 @@ class Fleet:
         }
         self.parts = {
             name: Part(
-                partial(nursery.start, *words),
+                partial(started, self.log, *words),
                 lambda name=name: name not in ENGINES or listens(str(folder / name)),
             )
             for name, words in begin.items()
@@ -301,8 +302,7 @@ def storm(fleet: Fleet, draws: random.Random) -> None:
 def test_a_storm_of_kills_loses_nothing_finished_and_all_come_to_one_version(
     tmp_path: Path,
 ) -> None:
-    nursery = Nursery(tmp_path / "log.txt")
-    fleet = Fleet(tmp_path, nursery)
+    fleet = Fleet(tmp_path)
     try:
         until(lambda: all(fleet.parts[name].is_up() for name in ENGINES))
         with ThreadPoolExecutor(3) as pool:
@@ -321,7 +321,7 @@ def test_a_storm_of_kills_loses_nothing_finished_and_all_come_to_one_version(
     finally:
         for part in fleet.parts.values():
             part.stop()
-        nursery.close()
+        fleet.log.close()
     until(lambda: not named(NAMES["writer"]))  # writers flush and end with their engines
     assert {name for name, part in fleet.parts.items() if part.starts > 1} == fleet.parts.keys()
     expected = [prompt + answer_to(prompt, TOKENS) for prompt in QUESTIONS]
