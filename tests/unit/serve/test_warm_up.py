@@ -26,27 +26,9 @@ from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.graphs import PassGraphs
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.warm_up import rehearse, warm_up
+from tests.device_traffic import StandInCapturer
 
 MAX_BATCH, K = 4, 3
-
-
-class ReplayingGraph:
-    """Runs on the tensors it was captured with, and writes those that the capture gave out."""
-
-    def __init__(self, run: Callable[[], Any], output: Any):
-        self.run, self.output = run, output
-
-    def replay(self) -> None:
-        again = self.run()
-        for kept, new in zip(self.output or (), again or (), strict=True):
-            if kept is not None:
-                kept.copy_(new)
-
-
-class FakeCapturer:
-    def capture(self, run: Callable[[], Any]) -> tuple[ReplayingGraph, Any]:
-        output = run()
-        return ReplayingGraph(run, output), output
 
 
 def make_engine(target: Target, *, captured: bool = True, **options: Any) -> EngineCore:
@@ -58,7 +40,7 @@ def make_engine(target: Target, *, captured: bool = True, **options: Any) -> Eng
     engine = build_engine(target, drafter, config, draft_version="0")
     if captured:
         max_blocks = engine.tables.host.shape[1]
-        engine.draft_graphs = CountedCapturer(FakeCapturer())
+        engine.draft_graphs = CountedCapturer(StandInCapturer())
         drafter.capture(
             engine.proposer.pool,
             max_batch=MAX_BATCH,
@@ -70,7 +52,7 @@ def make_engine(target: Target, *, captured: bool = True, **options: Any) -> Eng
             engine.runner.pool,
             max_batch=MAX_BATCH,
             max_blocks=max_blocks,
-            capturer=FakeCapturer(),
+            capturer=StandInCapturer(),
             per_row=1 + most_drafted(engine.proposer, config),
             taps=engine.proposer.taps,
         )
