@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,24 +45,6 @@ class Answer(NamedTuple):
 def draft(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Accepted often, not always."""
     return with_noise(model, tmp_path_factory.mktemp("noisy") / "draft", 0.2)
-
-
-@contextmanager
-def engine(
-    model: Path,
-    draft: Path,
-    folder: Path,
-    settings: dict[str, Any],
-    *options: str,
-) -> Iterator[str]:
-    """A vLLM with the plugin installed and set up."""
-    folder.mkdir()
-    speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": K}
-    words = [*options, "--additional-config", json.dumps({"draftsmith": settings})]
-    variables = plugin_variables(folder / "installed")
-    log = folder / "log.txt"
-    with vllm_server(model, log, speculative, options=words, variables=variables) as url:
-        yield url
 
 
 def requests(count: int, *, greedy: bool = False) -> list[tuple[list[int], dict[str, Any]]]:
@@ -130,10 +111,13 @@ def z_of(buffer: Path) -> dict[str, float]:
     return {name: counts.z for name, counts in found.counts.items()}
 
 
+def drafting(draft: Path) -> dict[str, Any]:
+    return {"method": "draft_model", "model": str(draft), "num_speculative_tokens": K}
+
+
 def greedy_alone(model: Path, draft: Path, log: Path) -> list[list[int]]:
     """Greedy tokens of vLLM with speculation and without the plugin."""
-    speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": K}
-    with vllm_server(model, log, speculative) as url:
+    with vllm_server(model, log, drafting(draft)) as url:
         return [answer.tokens for answer in ask(url, requests(24, greedy=True))]
 
 
@@ -145,7 +129,14 @@ def test_recorded_texts_are_those_of_the_clients_and_lossless(
         "buffer": str(buffer), "version": "7", "engine": "e2e", "mend_expand_kernel": True,
         "admin": True,
     }  # fmt: skip
-    with engine(model, draft, tmp_path / "run", settings, "--enable-prefix-caching") as url:
+    options = [
+        "--enable-prefix-caching",
+        "--additional-config",
+        json.dumps({"draftsmith": settings}),
+    ]
+    variables = plugin_variables(tmp_path / "installed")
+    log = tmp_path / "log.txt"
+    with vllm_server(model, log, drafting(draft), options=options, variables=variables) as url:
         greedy = ask(url, requests(24, greedy=True))
         assert [answer.tokens for answer in greedy] == expected
         answers = ask(url, requests(200))

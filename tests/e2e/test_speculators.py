@@ -46,30 +46,20 @@ SHAPES = {
 }
 
 
+def noised(drafter: TrainedDrafter, target: Target, folder: Path) -> Path:
+    """An export of the draft, with weights that no default gives."""
+    checkpoint.save(noisy(drafter, 1, 0.1), folder / "draft", target)
+    run(ExportConfig(draft=str(folder / "draft"), to="speculators", out=str(folder / "out")))
+    return folder / "out"
+
+
 @pytest.fixture
 def exported(tiny_target: Callable[..., str], tmp_path: Path) -> Callable[..., Path]:
     def export(shape: str, family: str = "eagle3") -> Path:
         target = Target.load(tiny_target("llama"), dtype=torch.float32)
         counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(0))
         drafter = FAMILIES[family].create(SHAPES[shape], target, seed=0, token_counts=counts)
-        with torch.no_grad():
-            for parameter in drafter.parameters():
-                parameter.add_(
-                    0.1
-                    * torch.randn(
-                        parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())
-                    )
-                )
-        checkpoint.save(drafter, tmp_path / "draft", target)
-        assert (
-            run(
-                ExportConfig(
-                    draft=str(tmp_path / "draft"), to="speculators", out=str(tmp_path / "out")
-                )
-            )
-            == 0
-        )
-        return tmp_path / "out"
+        return noised(drafter, target, tmp_path)
 
     return export
 
@@ -139,13 +129,6 @@ def test_a_wrong_name_would_be_noticed(exported: Callable[[str], Path]) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     _, read = read_back(folder)
     assert differing(folder, read) == ["layers.0.hiddennorm.weight"]
-
-
-def noised(drafter: TrainedDrafter, target: Target, folder: Path) -> Path:
-    """An export of the draft, with weights that no default gives."""
-    checkpoint.save(noisy(drafter, 1, 0.1), folder / "draft", target)
-    run(ExportConfig(draft=str(folder / "draft"), to="speculators", out=str(folder / "out")))
-    return folder / "out"
 
 
 @torch.no_grad()
