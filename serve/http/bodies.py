@@ -4,7 +4,6 @@ to ignore is to honour; messages, as OpenAI has them and as chat templates take 
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
@@ -60,15 +59,11 @@ class StrictModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_null(cls, body: Any) -> Any:
-        if not isinstance(body, dict) or not (unknown := body.keys() - _keys(cls)):
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        if not isinstance(body, dict) or not (unknown := body.keys() - known):
             return body
         first = next((key for key in body if key in unknown and body[key] is not None), None)
         return {key: body[key] for key in body if key not in unknown or key == first}
-
-
-@functools.cache
-def _keys(model: type[BaseModel]) -> frozenset[str]:
-    return frozenset(field.alias or name for name, field in model.model_fields.items())
 
 
 # Kinds of formats by vLLM's names, as the grammars they are.
