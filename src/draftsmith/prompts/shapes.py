@@ -18,6 +18,7 @@ ASKED = ("prompt", "instruction", "question", "query", "problem", "input")
 GIVEN = ("input", "context")  # what an instruction or a question is about
 ANSWERS = ("completion", "response", "output", "answer", "solution", "chosen")
 SYSTEM = ("system", "system_prompt", "system_message")
+SPEAKS = ("role", "from")  # of a turn
 # A row with one of them is no object that holds the rows of a file.
 NAMES = frozenset((*CONVERSATIONS, *ASKED, *ANSWERS, *SYSTEM, "turns", "text", "tools"))
 # Speakers of ShareGPT and what was made after it.
@@ -88,8 +89,9 @@ def _conversation(row: Row) -> Row | None:
         return None
     turns = _turns(row, name)
     if name == "prompt":
-        answer = next((one for one in ANSWERS if one in row), None)
-        if answer is not None:
+        # Others are what a program checks an answer by, as a number is.
+        given = (one for one in ANSWERS if isinstance(row.get(one), str) or _listed(row, one))
+        if answer := next(given, None):
             turns = _joined(turns, row, answer)
     elif name == "chosen" and isinstance(row.get("prompt"), str):
         turns = _joined([{"role": "user", "content": row["prompt"]}], row, name)
@@ -99,7 +101,7 @@ def _conversation(row: Row) -> Row | None:
 def _joined(asked: list[Row], row: Row, name: str) -> list[Row]:
     """Conversation of a prompt and its answer, which may hold the prompt too."""
     if not _listed(row, name):
-        return [*asked, {"role": "assistant", "content": _texts(row, (name,))[name]}]
+        return [*asked, {"role": "assistant", "content": row[name]}]
     answer = _turns(row, name)
     whole = bool(answer) and answer[0].get("role") != "assistant"
     return answer if whole else [*asked, *answer]
@@ -153,7 +155,7 @@ def _texts(row: Row, names: tuple[str, ...]) -> dict[str, str]:
 
 
 def _listed(row: Row, name: str) -> bool:
-    """True where the field holds turns, also as text of a list or as columns."""
+    """True where the field holds turns, also as text of a list or as columns, or a lone one."""
     value = row.get(name)
     if name in CONVERSATIONS:
         return value is not None
@@ -162,7 +164,11 @@ def _listed(row: Row, name: str) -> bool:
             value = parsed(value)
         except ValueError:
             return False
-    return isinstance(value, list)
+    return isinstance(value, list) or _is_turn(value)
+
+
+def _is_turn(value: Any) -> bool:
+    return isinstance(value, dict) and any(isinstance(value.get(one), str) for one in SPEAKS)
 
 
 def parsed(value: Any) -> Any:
@@ -184,6 +190,8 @@ def _turns(row: Row, name: str) -> list[Row]:
     if isinstance(value, dict) and value and all(isinstance(one, list) for one in value.values()):
         # Columns of turns, as older data sets hold a list of objects.
         value = [dict(zip(value, cells)) for cells in zip(*value.values(), strict=True)]
+    if _is_turn(value):
+        value = [value]
     if not isinstance(value, list):
         raise ValueError(f"holds {_kind(value)} as `{name}`")
     if name in CONVERSATIONS[1:] and all(isinstance(turn, str) for turn in value):

@@ -49,6 +49,9 @@ QA = {"messages": turns("q", "a")}
     {"conversation": [{"input": "q", "output": "a"}]},
     {"prompt": turns("q"), "completion": turns("", "a")[1:]},
     {"prompt": turns("q"), "completion": "a"},
+    {"prompt": turns("q"), "answer": 72, "response": "a"},
+    {"prompt": turns("q"), "completion": turns("", "a")[1]},
+    {"prompt": turns("q")[0], "completion": said(("gpt", "a"))[0]},
     {"prompt": turns("q"), "chosen": turns("", "a")[1:], "rejected": turns("", "b")[1:]},
     {"prompt": turns("q"), "chosen": turns("q", "a")},
     {"prompt": "q", "chosen": turns("q", "a"), "rejected": turns("q", "b")},
@@ -89,6 +92,11 @@ def test_questions_in_every_shape(row: Any, prompt: str, completion: str | None)
     assert one(row) == {"prompt": prompt} | (
         {} if completion is None else {"completion": completion}
     )
+
+
+@pytest.mark.parametrize("answer", [72, True, 0.5, {"value": 72}])
+def test_a_prompt_of_turns_is_asked_where_its_answer_is_no_text(answer: Any) -> None:
+    assert one({"prompt": turns("q"), "answer": answer}) == {"messages": turns("q")}
 
 
 def test_a_text_is_one_only_where_nothing_is_asked() -> None:
