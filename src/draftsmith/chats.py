@@ -155,6 +155,8 @@ def plain_text(content: Any) -> str:
     """Content, of which text parts are one text."""
     if content is None or isinstance(content, str):
         return content or ""
+    if not isinstance(content, list):
+        raise ValueError(f"it holds {content!r:.40} as its content, which is no text")
     parts = [{"text": part} if isinstance(part, str) else part for part in content]
     for part in parts:
         if part.get("type") not in (None, "text") or not isinstance(part.get("text"), str):

@@ -55,7 +55,9 @@ def test_a_bare_function_is_a_tool_as_a_request_has_it() -> None:
     [
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type 'image_url'"),
         ({"messages": [{"content": "a"}]}, "KeyError: 'role'"),
-        ({"messages": [{"role": "user", "content": 3}]}, "TypeError"),
+        ({"messages": [{"role": "user", "content": 3}]}, "3 as its content, which is no text"),
+        ({"messages": [{"role": "tool", "content": {"temp": 20}}]}, "which is no text"),
+        ({"messages": [{"role": "user", "content": {"type": "text", "text": "a"}}]}, "no text"),
         ({"messages": [{"role": "assistant", "tool_calls": ["x"]}]}, "AttributeError"),
         ({"messages": [], "tools": [{"type": "function"}]}, "KeyError: 'name'"),
         ({"messages": [], "chat_template_kwargs": {"tokenize": True}}, "'tokenize' is no variable"),
