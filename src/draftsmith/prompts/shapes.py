@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from draftsmith.chats import THOUGHTS
 from draftsmith.errors import UserError
 
 Row = dict[str, Any]
@@ -19,6 +20,8 @@ GIVEN = ("input", "context")  # what an instruction or a question is about
 ANSWERS = ("completion", "response", "output", "answer", "solution", "chosen")
 SYSTEM = ("system", "system_prompt", "system_message")
 SPEAKS = ("role", "from")  # of a turn
+SAID = ("content", "value", "text", "parts")
+WITHOUT_TEXT = ("tool_calls", "function_call", *THOUGHTS)  # of an assistant
 # A row with one of them is no object that holds the rows of a file.
 NAMES = frozenset((*CONVERSATIONS, *ASKED, *ANSWERS, *SYSTEM, "turns", "text", "tools"))
 # Speakers of ShareGPT and what was made after it.
@@ -215,8 +218,10 @@ def _turn(turn: Row, place: str) -> list[Row]:
             return [_said({**turn, "from": role}, place)]
         if spoken in ("user", "assistant", "system"):
             role = spoken
-        content = {} if "content" in turn or "value" not in turn else {"content": turn["value"]}
-        return [{**turn, "role": role, **content}]
+        said = _text_of(turn)
+        if said is None and not any(turn.get(one) for one in WITHOUT_TEXT):
+            raise ValueError(f"holds no content as {place}")
+        return [{**turn, "role": role, "content": said}]
     if "from" in turn:
         return [_said(turn, place)]
     if {"input", "output"} <= turn.keys():
@@ -224,12 +229,16 @@ def _turn(turn: Row, place: str) -> list[Row]:
     raise ValueError(f"holds {', '.join(map(str, turn)) or 'nothing'} as {place}")
 
 
+def _text_of(turn: Row) -> Any:
+    return next((turn[name] for name in SAID if turn.get(name) is not None), None)
+
+
 def _said(turn: Row, place: str) -> Row:
     """A turn of ShareGPT."""
     speaker = str(turn["from"]).lower()
     if speaker not in SPEAKERS:
         raise ValueError(f"holds {turn['from']!r} as the speaker of {place}")
-    said = next((turn[name] for name in ("value", "content", "text") if name in turn), None)
+    said = _text_of(turn)
     rest = {
         name: value for name, value in turn.items() if name in ("tool_calls", "reasoning_content")
     }

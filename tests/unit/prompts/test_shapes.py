@@ -157,6 +157,15 @@ def test_calls_of_tools_are_kept() -> None:
     assert one({"messages": whole}) == {"messages": whole}
 
 
+@pytest.mark.parametrize("said", [
+    {"text": "q"}, {"content": None, "text": "q"}, {"value": "q"}, {"parts": [{"text": "q"}]},
+])  # fmt: skip
+@pytest.mark.parametrize("speaker", ["role", "from"])
+def test_what_is_said_is_found_by_its_names(speaker: str, said: dict[str, Any]) -> None:
+    (turn,) = one({"messages": [{speaker: "user", **said}]})["messages"]
+    assert turn["role"] == "user" and turn["content"] == [*said.values()][-1]
+
+
 def test_an_empty_conversation_gives_no_row() -> None:
     assert list(normalised({"conversations": [], "id": "x"}, "x")) == []
 
@@ -171,6 +180,8 @@ def test_an_empty_conversation_gives_no_row() -> None:
     ({"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "b"}, "holds chosen (a text), rejected (a text);"),
     ({"messages": ["x", {"role": "user"}]}, "holds a text as turn 1 of `messages`;"),
     ({"messages": ["x", "y"]}, "holds a text as turn 1 of `messages`;"),
+    ({"messages": [{"role": "user", "body": "q"}]}, "holds no content as turn 1 of `messages`;"),
+    ({"messages": [*turns("q"), {"role": "assistant", "content": None}]}, "holds no content as turn 2 of `messages`;"),
     ({"prompt": ["x", "y"]}, "holds a text as turn 1 of `prompt`;"),
     ({"messages": "hello"}, "holds 'hello' where a list"),
     ({"messages": "[{'role': "}, "where a list or an object belongs;"),
