@@ -10,10 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from draftsmith.chats import ARGUMENTS
+
 CALL_FORMATS = ("hermes", "llama3_json", "mistral")  # vLLM's names
 # Of a tool's name: OpenAI's letters, and what names of tool servers hold besides.
 NAME_LETTERS, LONGEST_NAME = "A-Za-z0-9_.:/-", 128
-ARGUMENTS = ("arguments", "parameters")
 _MARKS = re.compile(r'["\\{}\[\]]')
 _SPACE = re.compile(r"[ \t\n\r]*")
 

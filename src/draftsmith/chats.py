@@ -117,6 +117,9 @@ def template_takes(source: str, variable: str) -> bool:
 Message = dict[str, Any]
 # A template reads one of them.
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+ARGUMENTS = ("arguments", "parameters")  # of a call
+# Of a tool: OpenAI's name, Anthropic's, and that of tool servers.
+PARAMETERS = ("parameters", "input_schema", "inputSchema")
 # Parameters of apply_chat_template itself: they must not be set through the variables of a
 # template.
 RESERVED_VARIABLES = (
@@ -169,7 +172,7 @@ def plain_text(content: Any) -> str:
 def plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call.get("function") or call
     known = {} if call.get("id") is None else {"id": call["id"]}
-    arguments = function.get("arguments")
+    arguments = next((function[one] for one in ARGUMENTS if function.get(one) is not None), None)
     if arguments is None or isinstance(arguments, str):
         arguments = decoded(arguments)
     return known | {
@@ -199,7 +202,12 @@ def plain_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     function: dict[str, Any] = {"name": given["name"]}
     if given.get("description") is not None:
         function["description"] = given["description"]
-    function["parameters"] = given.get("parameters") or {"type": "object", "properties": {}}
+    schema = next((given[name] for name in PARAMETERS if given.get(name)), None)
+    if isinstance(schema, str):  # as Parquet holds objects of several kinds
+        schema = decoded(schema)
+    if not isinstance(schema, Mapping | None):
+        raise ValueError(f"tool {given['name']!r} has parameters that are no object")
+    function["parameters"] = schema or {"type": "object", "properties": {}}
     return {"type": "function", "function": function}
 
 

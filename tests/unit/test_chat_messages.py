@@ -50,6 +50,21 @@ def test_a_bare_function_is_a_tool_as_a_request_has_it() -> None:
     assert json.dumps(plain_tool(function)) == json.dumps(request.plain())
 
 
+@pytest.mark.parametrize("given", [
+    {"parameters": '{"type": "object"}'}, {"input_schema": {"type": "object"}},
+    {"inputSchema": {"type": "object"}, "parameters": None},
+])  # fmt: skip
+def test_parameters_of_a_tool_have_several_names(given: dict[str, Any]) -> None:
+    tool = plain_tool({"name": "f", **given})
+    assert tool["function"] == {"name": "f", "parameters": {"type": "object"}}
+
+
+def test_arguments_of_a_call_have_two_names() -> None:
+    call = {"name": "f", "parameters": {"city": "Oslo"}}
+    (plain,) = plain_message({"role": "assistant", "tool_calls": [call]})["tool_calls"]
+    assert plain["function"] == {"name": "f", "arguments": {"city": "Oslo"}}
+
+
 @pytest.mark.parametrize(
     ("row", "says"),
     [
@@ -60,6 +75,7 @@ def test_a_bare_function_is_a_tool_as_a_request_has_it() -> None:
         ({"messages": [{"role": "user", "content": {"type": "text", "text": "a"}}]}, "no text"),
         ({"messages": [{"role": "assistant", "tool_calls": ["x"]}]}, "AttributeError"),
         ({"messages": [], "tools": [{"type": "function"}]}, "KeyError: 'name'"),
+        ({"messages": [], "tools": [{"name": "f", "parameters": "x"}]}, "'f' has parameters that"),
         ({"messages": [], "chat_template_kwargs": {"tokenize": True}}, "'tokenize' is no variable"),
     ],
 )

@@ -136,7 +136,7 @@ def _asked(row: Row) -> Row | None:
     answer = next((texts[one] for one in ANSWERS if one in texts and not turns), None)
     system = next((texts[one] for one in SYSTEM if texts.get(one)), None)
     history = _pairs(row.get("history") or [])
-    if not (system or history or row.get("tools") or row.get("chat_template_kwargs")):
+    if not (system or history or _tools(row) or row.get("chat_template_kwargs")):
         return {"prompt": prompt} | ({} if answer is None else {"completion": answer})
     messages = [{"role": "system", "content": system}] if system else []
     messages += [*history, {"role": "user", "content": prompt}]
@@ -267,13 +267,17 @@ def _pairs(history: Any) -> list[Row]:
     ]
 
 
+def _tools(row: Row) -> Any:
+    return row.get("tools") or row.get("functions") or None  # the latter: OpenAI's former name
+
+
 def _with_options(messages: list[Row], row: Row) -> Row:
     """Conversation with the system text, tools and template variables that stand beside it."""
     system = next((row[one] for one in SYSTEM if row.get(one)), None)
     if isinstance(system, str) and messages and messages[0]["role"] not in ("system", "developer"):
         messages = [{"role": "system", "content": system}, *messages]
     found: Row = {"messages": messages}
-    tools = parsed(row.get("tools") or None)
+    tools = parsed(_tools(row))
     if tools:
         if not isinstance(tools, list):
             raise ValueError(f"holds {_kind(tools)} as `tools`")

@@ -132,6 +132,10 @@ def test_tools_and_template_variables_are_kept(asked: Any, tools: Any, variables
     assert found == {"messages": turns("q"), "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}}  # fmt: skip
 
 
+def test_tools_are_kept_by_their_former_name() -> None:
+    assert one({"prompt": "q", "functions": [TOOL]})["tools"] == [TOOL]
+
+
 def test_calls_of_tools_are_kept() -> None:
     call = {"name": "weather", "arguments": {"city": "Oslo"}}
     row = one({
