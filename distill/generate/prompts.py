@@ -142,8 +142,8 @@ def _read(
             f"prompts {config.prompts!r} hold messages but target {config.target!r} has no chat "
             "template; give plain prompts"
         )
-    # Tables give each row the keys of the others.
-    return conversation_of(without_nulls(row), where)
+    # Tables give each turn the keys of the others. A tool's null may be its default value.
+    return conversation_of({**row, "messages": without_nulls(row["messages"])}, where)
 
 
 def _with_answers(

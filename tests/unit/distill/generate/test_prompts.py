@@ -30,7 +30,8 @@ class Letters:
         return "".join(map(chr, token_ids))
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> str:
-        turns = "".join(f"<{turn['role']}>{turn['content']}" for turn in conversation)
+        turns = json.dumps(options["tools"]) if options.get("tools") else ""
+        turns += "".join(f"<{turn['role']}>{turn['content']}" for turn in conversation)
         return turns + "<assistant>" * options.get("add_generation_prompt", False)
 
 
@@ -195,6 +196,15 @@ def test_lines_of_a_text_are_kept_as_they_are_beside_a_template(tmp_path: Path) 
 def test_a_prompt_without_an_answer_has_none_to_keep(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"line 1 of .* holds no answer"):
         kept(tmp_path / "a.jsonl", [{"prompt": "x"}])
+
+
+@pytest.mark.parametrize("write", [json.dumps, list])
+def test_a_null_of_a_tool_is_in_the_prompt_as_it_is_served(tmp_path: Path, write: Any) -> None:
+    schema = {"type": "object", "properties": {"unit": {"type": "string", "default": None}}}
+    row = {"messages": CHAT[:1], "tools": write([{"name": "f", "parameters": schema}])}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    (prompt,) = load(tmp_path / "a.jsonl", template="{{ tools }}")
+    assert json.dumps(schema) in text(prompt)
 
 
 def test_the_target_answers_the_last_question_of_a_chat_that_was_answered(tmp_path: Path) -> None:
