@@ -143,7 +143,8 @@ def _read(
             "template; give plain prompts"
         )
     # Tables give each turn the keys of the others. A tool's null may be its default value.
-    return conversation_of({**row, "messages": without_nulls(row["messages"])}, where)
+    row = {**row, "messages": without_nulls(row["messages"])}
+    return conversation_of(row, where, source_of(tokenizer.chat_template))
 
 
 def _with_answers(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from draftsmith.chat_answers import AnswerTokenizer
-from draftsmith.chats import conversation_of, rendered
+from draftsmith.chats import conversation_of, rendered, source_of
 
 Body = Mapping[str, Any]
 # As vLLM and `draftsmith serve` name tokens under return_tokens_as_token_ids.
@@ -89,13 +89,15 @@ class Chat:
     path = "/v1/chat/completions"
 
     def prompt(self, body: Body, tokenizer: AnswerTokenizer) -> list[int] | None:
-        chat = conversation_of(body, "a request")
+        chat = conversation_of(body, "a request", source_of(tokenizer.chat_template))
+        continued = bool(body.get("continue_final_message"))
+        prompted = body.get("add_generation_prompt")
         text = rendered(
             chat.messages,
             tokenizer,
             tools=chat.tools,
-            add_generation_prompt=body.get("add_generation_prompt", True),
-            continue_final_message=body.get("continue_final_message", False),
+            add_generation_prompt=not continued if prompted is None else prompted,
+            continue_final_message=continued,
             variables=chat.variables,
         )
         return tokenizer.encode(text, add_special_tokens=bool(body.get("add_special_tokens")))

@@ -46,6 +46,8 @@ OFF: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"),
     "response_format": ({"type": "text"},),
 }
+# Fields by which a server makes another prompt.
+OTHER_PROMPT = ("documents", "chat_template", "functions")
 
 
 class ObservedStep(NamedTuple):
@@ -182,9 +184,7 @@ def tokens_of(
     endpoint: Endpoint, request: Body, answer: ObservedAnswer, form: ChatAnswers | None
 ) -> TokenCounter:
     """Raises `Unknown` where neither the server nor the tokenizer gives the tokens."""
-    prompt = answer.prompt_ids or endpoint.given_prompt(request)
-    if prompt is None:
-        prompt = _prompt(endpoint, request, answer, form)
+    prompt = answer.prompt_ids or _prompt(endpoint, request, answer, form)
     given = answer.token_ids
     if given is not None and answer.completion_tokens not in (None, len(given)):
         raise Unknown("token ids that are not all")
@@ -194,8 +194,23 @@ def tokens_of(
 def _prompt(
     endpoint: Endpoint, request: Body, answer: ObservedAnswer, form: ChatAnswers | None
 ) -> list[int]:
+    prompt = endpoint.given_prompt(request)
+    if prompt is None:
+        prompt = _encoded(endpoint, request, form)
+    # Servers differ in whether they show tools that may not be called.
+    hidden = request.get("tool_choice") == "none" and request.get("tools")
+    if answer.prompt_tokens is None and (hidden or request.get("truncate_prompt_tokens")):
+        raise Unknown("prompts without a count")
+    if answer.prompt_tokens not in (None, len(prompt)):
+        raise Unknown("prompts of another length")
+    return prompt
+
+
+def _encoded(endpoint: Endpoint, request: Body, form: ChatAnswers | None) -> list[int]:
     if form is None:
         raise Unknown("no token ids")
+    if any(request.get(name) for name in OTHER_PROMPT):
+        raise Unknown("prompts that the server makes otherwise")
     try:
         prompt = endpoint.prompt(request, form.tokenizer)
     except Exception as error:
@@ -203,8 +218,6 @@ def _prompt(
         raise Unknown("prompts without a template") from error
     if prompt is None:
         raise Unknown("several prompts")
-    if answer.prompt_tokens not in (None, len(prompt)):
-        raise Unknown("prompts of another length")
     return prompt
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from draftsmith.errors import UserError
+from draftsmith.chats import request_variables
 from draftsmith.serve.http.bodies import ConversationBody
 from draftsmith.serve.http.protocol import ChatRequest
 from draftsmith.serve.http.responses import (
@@ -42,7 +42,7 @@ def chat_plan(server: Server, body: ChatRequest) -> ChatPlan:
         server,
         body,
         [tool.plain() for tool in body.offered()],
-        _variables(server, body),
+        request_variables(dict(body), template.source),
         server.most_characters if body.truncate_prompt_tokens is None else None,
     )
     reasoning, thinking = template.reasoning, Thinking.DONE
@@ -100,30 +100,6 @@ def chat_prompt(
         variables=body.chat_template_kwargs if variables is None else variables,
         most_characters=most_characters,
     )
-
-
-def _variables(server: Server, body: ChatRequest) -> dict[str, Any]:
-    """Variables of the template: those given as such, and fields that it takes."""
-    variables = dict(body.chat_template_kwargs or {})
-    effort, template = body.reasoning_effort, server.template
-    if effort is not None:
-        if template.takes("reasoning_effort"):
-            variables.setdefault("reasoning_effort", effort)
-        elif effort == "none" and template.takes("enable_thinking"):
-            variables.setdefault("enable_thinking", False)
-        else:
-            raise UserError(
-                f"reasoning_effort is {effort!r}, which this model's chat template does not take; "
-                "leave it out or set its variables by chat_template_kwargs"
-            )
-    if body.verbosity not in (None, "medium"):
-        if not template.takes("verbosity"):
-            raise UserError(
-                f"verbosity is {body.verbosity!r}, which this model's chat template does not take; "
-                "leave it out"
-            )
-        variables.setdefault("verbosity", body.verbosity)
-    return variables
 
 
 @dataclass

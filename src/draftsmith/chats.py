@@ -211,19 +211,50 @@ def plain_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def conversation_of(row: Mapping[str, Any], where: str) -> Conversation:
-    """`messages` of a row, or of a request, with its `tools` and `chat_template_kwargs`.
+def request_variables(fields: Mapping[str, Any], source: str, where: str = "") -> dict[str, Any]:
+    """Variables of the chat template whose text is `source`: those given as such, and fields of a
+    request that it takes.
+
+    Raises:
+        UserError: it does not take a field.
+    """
+    variables = dict(fields.get("chat_template_kwargs") or {})
+    effort, verbosity = fields.get("reasoning_effort"), fields.get("verbosity")
+    if effort is not None:
+        if template_takes(source, "reasoning_effort"):
+            variables.setdefault("reasoning_effort", effort)
+        elif effort == "none" and template_takes(source, "enable_thinking"):
+            variables.setdefault("enable_thinking", False)
+        else:
+            raise UserError(
+                f"{where}reasoning_effort is {effort!r}, which this model's chat template does not "
+                "take; leave it out or set its variables by chat_template_kwargs"
+            )
+    if verbosity not in (None, "medium"):
+        if not template_takes(source, "verbosity"):
+            raise UserError(
+                f"{where}verbosity is {verbosity!r}, which this model's chat template does not "
+                "take; leave it out"
+            )
+        variables.setdefault("verbosity", verbosity)
+    return variables
+
+
+def conversation_of(row: Mapping[str, Any], where: str, source: str = "") -> Conversation:
+    """`messages` of a row, or of a request, with the tools that it shows the model and the
+    variables of the chat template whose text is `source`.
 
     Raises:
         UserError: it is no conversation; `where` names the row.
     """
-    variables = dict(row.get("chat_template_kwargs") or {})
+    variables = request_variables(row, source, f"{where}: ")
     if wrong := sorted(variables.keys() & set(RESERVED_VARIABLES)):
         raise UserError(f"{where}: {wrong[0]!r} is no variable of a chat template; leave it out")
+    tools = None if row.get("tool_choice") == "none" else row.get("tools")
     try:
         return Conversation(
             [plain_message(message) for message in row["messages"]],
-            [plain_tool(tool) for tool in row.get("tools") or ()],
+            [plain_tool(tool) for tool in tools or ()],
             variables,
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -66,6 +66,26 @@ def test_arguments_of_a_call_have_two_names() -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "source", "variables"),
+    [
+        ({"reasoning_effort": "high"}, "{{ reasoning_effort }}", {"reasoning_effort": "high"}),
+        ({"reasoning_effort": "none"}, "{{ enable_thinking }}", {"enable_thinking": False}),
+        ({"verbosity": "low"}, "{{ verbosity }}", {"verbosity": "low"}),
+        ({"verbosity": "medium", "reasoning_effort": None}, "", {}),
+    ],
+)
+def test_fields_of_a_request_are_variables_that_its_template_takes(
+    fields: dict[str, Any], source: str, variables: dict[str, Any]
+) -> None:
+    assert conversation_of({"messages": [], **fields}, "row 1", source).variables == variables
+
+
+def test_tools_that_may_not_be_called_are_not_shown() -> None:
+    row = {"messages": [], "tools": [{"name": "f"}], "tool_choice": "none"}
+    assert conversation_of(row, "row 1").tools == []
+
+
+@pytest.mark.parametrize(
     ("row", "says"),
     [
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type 'image_url'"),
@@ -76,6 +96,8 @@ def test_arguments_of_a_call_have_two_names() -> None:
         ({"messages": [{"role": "assistant", "tool_calls": ["x"]}]}, "AttributeError"),
         ({"messages": [], "tools": [{"type": "function"}]}, "KeyError: 'name'"),
         ({"messages": [], "tools": [{"name": "f", "parameters": "x"}]}, "'f' has parameters that"),
+        ({"messages": [], "reasoning_effort": "high"}, "reasoning_effort is 'high', which"),
+        ({"messages": [], "verbosity": "low"}, "verbosity is 'low', which"),
         ({"messages": [], "chat_template_kwargs": {"tokenize": True}}, "'tokenize' is no variable"),
     ],
 )

@@ -22,6 +22,7 @@ SYSTEM = ("system", "system_prompt", "system_message")
 SPEAKS = ("role", "from")  # of a turn
 SAID = ("content", "value", "text", "parts")
 WITHOUT_TEXT = ("tool_calls", "function_call", *THOUGHTS)  # of an assistant
+STEERING = ("reasoning_effort", "verbosity", "tool_choice")  # of the prompt, by a request
 # A row with one of them is no object that holds the rows of a file.
 NAMES = frozenset((*CONVERSATIONS, *ASKED, *ANSWERS, *SYSTEM, "turns", "text", "tools"))
 # Speakers of ShareGPT and what was made after it.
@@ -78,6 +79,8 @@ def _instances(value: Any) -> Iterator[Row]:
     row = {str(name).strip().lower(): item for name, item in value.items() if item is not None}
     if isinstance(row.get("body"), dict) and "custom_id" in row:  # a request of a batch
         row = row["body"]
+    else:  # a column of such a name is about the row
+        row = {name: item for name, item in row.items() if name not in STEERING}
     instances = row.get("instances")
     if "instruction" in row and isinstance(instances, list):
         yield from ({**row, **instance} for instance in instances if isinstance(instance, dict))
@@ -277,6 +280,7 @@ def _with_options(messages: list[Row], row: Row) -> Row:
     if isinstance(system, str) and messages and messages[0]["role"] not in ("system", "developer"):
         messages = [{"role": "system", "content": system}, *messages]
     found: Row = {"messages": messages}
+    found |= {name: row[name] for name in STEERING if isinstance(row.get(name), str)}
     tools = parsed(_tools(row))
     if tools:
         if not isinstance(tools, list):

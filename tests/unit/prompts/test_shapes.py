@@ -132,6 +132,13 @@ def test_tools_and_template_variables_are_kept(asked: Any, tools: Any, variables
     assert found == {"messages": turns("q"), "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}}  # fmt: skip
 
 
+def test_fields_that_steer_the_prompt_are_those_of_a_request() -> None:
+    steered = {"reasoning_effort": "high", "verbosity": "low", "tool_choice": "none"}
+    body = {"messages": turns("q"), **steered, "tools": [TOOL]}
+    assert one({"custom_id": "1", "body": body}) == body
+    assert one(body) == {"messages": turns("q"), "tools": [TOOL]}
+
+
 def test_tools_are_kept_by_their_former_name() -> None:
     assert one({"prompt": "q", "functions": [TOOL]})["tools"] == [TOOL]
 

@@ -83,6 +83,34 @@ def test_others_are_left_out_by_reason(
         tokens_of(COMPLETIONS, request_, ObservedAnswer(**{"finish": "length", **given}), FORM)
 
 
+CHATTED = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize("field", [
+    {"reasoning_effort": "high"}, {"documents": [{"text": "x"}]}, {"chat_template": "x"},
+    {"truncate_prompt_tokens": 2}, {"tools": [{"name": "f"}], "tool_choice": "none"}, {"functions": [{"name": "f"}]},
+])  # fmt: skip
+def test_a_prompt_that_the_server_may_have_made_otherwise_is_left_out(field: Any) -> None:
+    with pytest.raises(Unknown, match="prompts"):
+        found({**CHATTED, **field}, CHAT, text="b")
+
+
+def test_ids_that_the_server_cuts_are_no_prompt() -> None:
+    cut = {"prompt": [7, 8, 9], "truncate_prompt_tokens": 2}
+    for counted in (None, 2):
+        with pytest.raises(Unknown, match="prompts"):
+            found(cut, text="b", prompt_tokens=counted)
+    assert found(cut, text="b", prompt_tokens=3).prompt == [7, 8, 9]
+
+
+def test_fields_of_a_request_are_in_its_prompt() -> None:
+    tokenizer = tokenizer_of("{{ reasoning_effort }}:{% if add_generation_prompt %}go{% endif %}")
+    form = ChatAnswers(tokenizer, [tokenizer.eos_token_id])
+    asked = {**CHATTED, "reasoning_effort": "high", "add_generation_prompt": None}
+    tokens = tokens_of(CHAT, asked, ObservedAnswer(finish="length", text="b"), form)
+    assert tokenizer.decode(tokens.prompt) == "high:go"
+
+
 def test_without_a_tokenizer_there_are_none() -> None:
     with pytest.raises(Unknown, match="no token ids"):
         tokens_of(COMPLETIONS, {"prompt": "a"}, ObservedAnswer(text="b"), None)
