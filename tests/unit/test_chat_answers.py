@@ -3,12 +3,14 @@ up to its end."""
 
 from __future__ import annotations
 
+import unicodedata
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import normalizers
 
 from draftsmith.chat_answers import ChatAnswers
 from draftsmith.chats import conversation_of, without_nulls
@@ -241,6 +243,16 @@ def test_a_prompt_keeps_its_tokens_where_the_text_has_others() -> None:
     assert ids[: len(prompt)] == prompt and mask == [0] * len(prompt) + [1] * (
         len(ids) - len(prompt)
     )
+
+
+@pytest.mark.parametrize("said", ["cafe\u0301", "5 \u212b", "\u2126", "\u095c"])
+def test_an_answer_that_the_tokenizer_normalises_is_trained(said: str) -> None:
+    form = answers_of(CLOSED)
+    form.tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    chat = conversation_of({"messages": [ONE[0], turn("assistant", said)]}, "row 1")
+    ((ids, mask),) = form.texts(chat, "row 1")
+    answer = form.tokenizer.decode([one for one, is_said in zip(ids, mask) if is_said])
+    assert answer == unicodedata.normalize("NFC", said) + "<|im_end|>"
 
 
 @pytest.mark.parametrize(
