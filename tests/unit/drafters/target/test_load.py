@@ -117,6 +117,13 @@ def test_the_terminal_would_be_asked_by_a_call_that_says_nothing(own_code):
     assert own_code.has_run and own_code.was_asked
 
 
+def test_a_tokenizer_of_an_unknown_kind_is_refused_in_one_sentence(tmp_path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "Nope"}}')
+    with pytest.raises(UserError, match=r"no tokenizer can be loaded from .*; add its files"):
+        load_tokenizer(tmp_path, trust_remote_code=False)
+
+
 @pytest.mark.parametrize(
     ("operations", "by_rows"),
     [

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from draftsmith.drafters.config import named_folders
 from draftsmith.drafters.target.adapters import Adapters
+from draftsmith.drafters.target.load import load_model
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from tests.conftest import save_adapter
@@ -35,6 +38,17 @@ def test_other_folders_are_refused_in_one_sentence(tiny_target, tmp_path):
     with pytest.raises(UserError, match="it does not load"):
         other = save_adapter(tiny_target("qwen3"), tmp_path / "other")
         Adapters.load(Target.load(tiny_target("llama")), {"one": other})
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_model.bin"])
+def test_torn_weights_are_refused_in_one_sentence(tiny_target, tmp_path, name):
+    folder = Path(save_adapter(tiny_target("llama"), tmp_path))
+    (folder / "adapter_model.safetensors").unlink()
+    (folder / name).write_bytes(b"torn")
+    with pytest.raises(UserError, match="it does not load"):
+        Adapters.load(Target.load(tiny_target("llama")), {"one": str(folder)})
+    with pytest.raises(UserError, match=r"cannot be merged into .*; check its files"):
+        load_model(folder, trust_remote_code=False)
 
 
 def test_names_are_given_once_and_with_a_folder():
