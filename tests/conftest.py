@@ -8,10 +8,12 @@ import gc
 import io
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -602,6 +604,17 @@ def save_adapter(target: str, folder: str | Path, **settings: Any) -> str:
     adapted = get_peft_model(model, LoraConfig(**(values | settings)))
     adapted.save_pretrained(str(folder))
     return str(folder)
+
+
+@contextmanager
+def small_files(most_bytes: int) -> Iterator[None]:
+    """A disk without room for longer files."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, limit[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from draftsmith.errors import UserError
+from draftsmith.files import named
 from draftsmith.kernels.divergence.kind import DivergenceKind
 from draftsmith.progress import Progress
 from draftsmith.train.checkpoints import RunFolder
@@ -194,7 +195,7 @@ class MetricsFile:
 
     def write(self, record: dict[str, Any]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a", encoding="utf-8") as handle:
+        with named(self.path), open(self.path, "a", encoding="utf-8") as handle:
             handle.write(json.dumps(record) + "\n")
 
 

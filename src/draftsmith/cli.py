@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from draftsmith import config as configuration
 from draftsmith.commands.arguments import collect, parse, parser_for
 from draftsmith.commands.table import COMMANDS, load
-from draftsmith.errors import UserError, check_extra, extra_of, missing
+from draftsmith.errors import UserError, check_extra, extra_of, first_line, missing
+from draftsmith.files import is_full
 from draftsmith.version import __version__
 
 
@@ -30,13 +31,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"draftsmith: error: {error}", file=sys.stderr)
         return 2
-    except RuntimeError as error:
-        if (os.environ.get("WORLD_SIZE") or "1") != "1":
+    except Exception as error:
+        command = COMMANDS.get("".join(words[:1]))
+        saves = command is not None and command.saves
+        if isinstance(error, RuntimeError) and (os.environ.get("WORLD_SIZE") or "1") != "1":
             # Late: torch is imported where it raised this.
             from draftsmith.drafters.target.sharded import end_if_lost
 
-            end_if_lost(error, saves=COMMANDS[words[0]].saves)
-        raise
+            end_if_lost(error, saves=saves)
+        if not is_full(error):
+            raise
+        kept = "the run goes on from what it saved" if saves else "what was there before is kept"
+        said = f"there is no room to write ({first_line(error)}); make some and start again: {kept}"
+        print(f"draftsmith: error: {said}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(
             "draftsmith: interrupted; what was finished is kept, run the same command to go on",

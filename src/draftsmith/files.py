@@ -3,6 +3,7 @@ and renamed."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -14,9 +15,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 
 Signature = list[tuple[str, int, int]]
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Temporary files that killed writers leave.
 LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.(tmp|old)")
 
@@ -29,6 +31,26 @@ def cache_folder() -> Path:
     return folder
 
 
+def is_full(error: BaseException) -> bool:
+    """True of an error of a disk without room, in whatever class a library raises it."""
+    return any(os.strerror(number) in str(error) for number in FULL)
+
+
+@contextmanager
+def named(path: str | Path) -> Iterator[None]:
+    """Gives the error of a full disk the name of the file, which writes leave out."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not is_full(error) or getattr(error, "filename", None) is not None:
+            raise
+        reason = getattr(error, "strerror", None) or first_line(error)
+        number = getattr(error, "errno", None) or errno.ENOSPC
+        raise OSError(number, reason, str(path)) from error
+
+
 @contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
     """Yields a temporary path in the same folder; on success it is synced and renamed to `path`, on
@@ -37,9 +59,10 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        yield temporary
-        with open(temporary, "rb") as handle:
-            os.fsync(handle.fileno())
+        with named(path):
+            yield temporary
+            with open(temporary, "rb") as handle:
+                os.fsync(handle.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -55,11 +78,12 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     temporary.mkdir()
     try:
-        yield temporary
-        for file in temporary.rglob("*"):
-            if file.is_file():
-                with open(file, "rb") as handle:
-                    os.fsync(handle.fileno())
+        with named(path):
+            yield temporary
+            for file in temporary.rglob("*"):
+                if file.is_file():
+                    with open(file, "rb") as handle:
+                        os.fsync(handle.fileno())
         if path.exists():
             old = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old")
             os.replace(path, old)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import resource
 import shlex
 import shutil
 import sys
@@ -33,6 +32,7 @@ from draftsmith.lock import folder_lock
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import build
 from tests import forked
+from tests.conftest import small_files
 from tests.forked import cli, one_thread
 
 
@@ -128,14 +128,10 @@ def test_a_full_disk_is_one_sentence_and_costs_what_was_not_written(
         ),
         (36_000, ["part-00000.parquet", "provenance.json"]),
     )
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    says = r"written to '.*/full' \(.*File too large"
     for most_bytes, written in failures:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, limit[1]))
-        try:
-            with pytest.raises(UserError, match=r"written to '.*/full' \(.*File too large"):
-                generate.run(given)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        with pytest.raises(UserError, match=says), small_files(most_bytes):
+            generate.run(given)
         assert sorted(one.name for one in (tmp_path / "full").iterdir()) == written
     generate.run(given)
     generate.run(replace(given, out=str(tmp_path / "whole")))

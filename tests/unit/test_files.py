@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from draftsmith.errors import UserError
-from draftsmith.files import read_json
+from draftsmith.files import atomic_path, is_full, read_json, write_text
 from draftsmith.train.checkpoints import BestDraft, RunFolder
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.pipeline import read_record
+from draftsmith.train.reporting import MetricsFile
+from tests.conftest import small_files
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "7", "null", '"run"'])
@@ -24,6 +28,22 @@ def test_json_that_is_no_object_is_one_sentence(tmp_path: Path, text: str) -> No
     ) as error:
         read_json(path, "record of the run")
     assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "write", [write_text, lambda path, text: MetricsFile(path).write({text: text})]
+)
+def test_the_error_of_a_full_disk_names_the_file(tmp_path: Path, write: Any) -> None:
+    path = tmp_path / "run.json"
+    with small_files(8), pytest.raises(OSError, match="File too large") as error:
+        write(path, "x" * 99)
+    assert is_full(error.value) and error.value.filename == str(path)
+
+
+def test_other_errors_keep_their_words(tmp_path: Path) -> None:
+    with pytest.raises(ConnectionError) as error, atomic_path(tmp_path / "a"):
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
+    assert error.value.filename is None and not is_full(error.value)
 
 
 def resume(root: Path) -> None:

@@ -103,7 +103,7 @@ FILES = ("openvino_tokenizer.xml", "openvino_detokenizer.xml")
 
 def write_tokenizer(source: ExportSource, out: Path) -> None:
     """The target's tokenizer: one graph for each direction."""
-    tokenizers, ov = library("openvino_tokenizers"), library()
+    tokenizers = library("openvino_tokenizers")
     tokenizer = load_tokenizer(source.target, trust_remote_code=source.trust_remote_code)
     try:
         graphs = tokenizers.convert_tokenizer(tokenizer, with_detokenizer=True)
@@ -113,7 +113,7 @@ def write_tokenizer(source: ExportSource, out: Path) -> None:
             f"converts ({first_line(error)}); export the draft --to vllm"
         ) from error
     for graph, name in zip(graphs, FILES, strict=True):
-        ov.save_model(graph, out / name, compress_to_fp16=False)
+        write_graph(graph, out, name=name, half=False)
     copy_tokenizer(source.target, out)
 
 
@@ -285,9 +285,12 @@ def begin_empty(graph: Any) -> None:
     graph.validate_nodes_and_infer_types()
 
 
-def write_graph(graph: Any, folder: Path, *, half: bool) -> None:
+def write_graph(graph: Any, folder: Path, *, half: bool, name: str = MODEL) -> None:
     """`half` weights are stored in float16, which holds those of 16-bit checkpoints."""
-    library().save_model(graph, folder / MODEL, compress_to_fp16=half)
+    try:
+        library().save_model(graph, folder / name, compress_to_fp16=half)
+    except RuntimeError as error:
+        raise OSError(f"{name}: {first_line(error)}") from error
 
 
 READER = Reader(

@@ -33,6 +33,7 @@ from draftsmith.train.evaluate import measured as evaluations
 from draftsmith.train.evaluate.measured import Figures, measure
 from draftsmith.train.objective.prompt_logprobs import LogprobServer
 from draftsmith.train.objective.teacher import LiveSource
+from tests.conftest import small_files
 from tests.vllm_stand_in import StandIn
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -490,6 +491,14 @@ def test_what_is_damaged_or_cannot_be_written_is_one_sentence(configure, tmp_pat
             file.write_bytes(content)
     shutil.rmtree(newest)
     run(replace(config, steps=3))
+
+
+def test_a_full_disk_is_one_sentence_that_names_the_file(configure, capsys):
+    config = configure()
+    words = ("mtp", "--target", config.target, "--data", *config.data, "--out", config.out)
+    with small_files(200):
+        said = error_of(capsys, *words)
+    assert "run.json'); make some and start again: the run goes on from what it saved" in said
 
 
 def test_bad_folders_are_one_sentence(configure, capsys, tmp_path):

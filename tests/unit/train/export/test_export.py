@@ -3,7 +3,6 @@ refusals."""
 
 from __future__ import annotations
 
-import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from draftsmith.files import read_json, write_json
 from draftsmith.train.config import LAYOUTS, ExportConfig
 from draftsmith.train.export.command import run
 from draftsmith.train.export.table import REFUSALS, WRITERS
-from tests.conftest import save_adapter
+from tests.conftest import save_adapter, small_files
 
 
 @pytest.fixture
@@ -116,13 +115,9 @@ def test_a_target_may_be_an_adapter(
 
 @pytest.mark.usefixtures("capsys")  # What is printed goes to no file.
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(draft: Path) -> None:
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     for most_bytes in (200, 6_000):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, limit[1]))
-        try:
+        with small_files(most_bytes):
             said = refusal(draft, out="full")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         assert "full' cannot be written (" in said and "File too large" in said
         assert not (draft.parent / "full").exists()
     assert (export(draft, out="full") / "README.md").is_file()
