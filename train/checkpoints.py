@@ -38,13 +38,31 @@ class Checkpoint(NamedTuple):
     def check(self) -> None:
         """Raises a `UserError` for one that has lost a file, or a part of one, since it was
         written."""
-        for name, size in self.files.items():
-            path = self.path / name
-            if not path.is_file() or path.stat().st_size != size:
-                raise torn(self.path, f"{name} is {'not whole' if path.is_file() else 'missing'}")
-            if path.suffix == ".json":
-                with whole(self.path):
-                    read_json(path)
+        if reason := damage(self.path, self.files):
+            raise torn(self.path, reason)
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """Bytes of each file but the marker, by its path in the folder."""
+    return {
+        str(path.relative_to(folder)): path.stat().st_size
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != MARKER
+    }
+
+
+def damage(folder: Path, files: Mapping[str, int]) -> str | None:
+    """First difference from what `sizes` found; None where all is as it was."""
+    for name, size in files.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size:
+            return f"{name} is {'not whole' if path.is_file() else 'missing'}"
+        if path.suffix == ".json":
+            try:
+                read_json(path)
+            except UserError as error:
+                return first_line(error)
+    return None
 
 
 def torn(checkpoint: str | Path, reason: object) -> UserError:
@@ -93,6 +111,7 @@ class RunFolder:
             )
         self._check_processes(config, newest, int(os.environ.get("WORLD_SIZE", "1")))
         newest.check()
+        BestDraft(self.training).check(newest.step)
 
     def _check_processes(self, config: TrainConfig, newest: Checkpoint, processes: int) -> None:
         """Allows another number of processes where optimizer steps stay as large as they were."""
@@ -172,13 +191,8 @@ class RunFolder:
     def complete(self, *, step: int, elapsed_s: float, processes: int, passes: int) -> None:
         """Marks checkpoint-`step` as whole."""
         folder = self.training / f"checkpoint-{step}"
-        files = {
-            str(path.relative_to(folder)): path.stat().st_size
-            for path in sorted(folder.rglob("*"))
-            if path.is_file() and path.name != MARKER
-        }
         record = {"step": step, "elapsed_s": elapsed_s, "processes": processes, "passes": passes}
-        write_json(folder / MARKER, record | {"files": files})
+        write_json(folder / MARKER, record | {"files": sizes(folder)})
 
 
 def keep_until(metrics: Path, step: int) -> None:
@@ -213,6 +227,7 @@ class KeptCheckpoint(NamedTuple):
     step: int
     tau: float
     evaluation: list[dict[str, Any]]
+    files: Mapping[str, int]  # as `sizes` has them
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -245,6 +260,7 @@ class BestDraft:
             "step": step,
             "tau": tau,
             "evaluation": evaluation,
+            "files": sizes(path),
         }
         write_json(self.record, values)
         for other in self.training.glob("best-*"):
@@ -255,9 +271,22 @@ class BestDraft:
         if not self.record.is_file():
             return None
         found = read_json(self.record, "record of the best draft")
-        path = self.training / found["folder"]
-        return (
-            KeptCheckpoint(found["family"], path, found["step"], found["tau"], found["evaluation"])
-            if os.path.isdir(path)
-            else None
-        )
+        path = self.training / found.pop("folder")
+        found.setdefault("files", {})
+        return KeptCheckpoint(path=path, **found) if path.is_dir() else None
+
+    def check(self, step: int) -> None:
+        """Raises a `UserError` where the best draft until `step`, or a part of it, is lost."""
+        found = self.read()
+        if found is not None:
+            reason = damage(found.path, found.files)
+        else:
+            # A kill leaves the folder of a later step without its record.
+            kept = [int(path.name[5:]) for path in self.training.glob("best-[0-9]*")]
+            lost = self.record.is_file() or any(one <= step for one in kept)
+            reason = "its folder or its record is missing" if lost else None
+        if reason:
+            raise UserError(
+                f"the best draft in {str(self.training)!r} cannot be read ({reason}); restore it, "
+                f"or delete best-* and {self.record.name} there to go on without"
+            )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from draftsmith.errors import UserError
-from draftsmith.train.checkpoints import RunFolder
+from draftsmith.train.checkpoints import BestDraft, RunFolder
+from draftsmith.train.config import TrainConfig
 
 
 def test_a_run_goes_on_with_the_texts_that_it_began_with(tmp_path: Path) -> None:
@@ -26,6 +29,53 @@ def test_a_run_goes_on_with_the_texts_that_it_began_with(tmp_path: Path) -> None
     # Of a run from before there was such a record.
     (folder.training / "data.json").unlink()
     folder.keep_data(lengths)
+
+
+class Draft:
+    family = "mtp"
+
+    def save(self, folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"weights")
+        (folder / "config.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("damaged", "says"),
+    [
+        (lambda best: (best / "model.safetensors").unlink(), "model.safetensors is missing"),
+        (lambda best: (best / "model.safetensors").write_bytes(b"w"), "is not whole"),
+        (lambda best: (best / "config.json").write_bytes(bytes(2)), "config.json' is not valid"),
+        (lambda best: shutil.rmtree(best), "its folder or its record is missing"),
+        (lambda best: (best.parent / "best.json").unlink(), "its folder or its record is missing"),
+    ],
+)
+def test_a_run_does_not_go_on_with_a_best_draft_that_is_damaged(
+    tmp_path: Path, damaged: Callable[[Path], object], says: str
+) -> None:
+    folder = RunFolder(tmp_path)
+    config = TrainConfig(family="mtp", target="t", data=("d",), out=str(tmp_path))
+    folder.make()
+    folder.open(config)
+    folder.check(config)
+    best = BestDraft(folder.training)
+    best.offer(Draft(), step=2, tau=1.5, evaluation=[])
+    folder.complete(step=1, elapsed_s=0.0, processes=1, passes=config.accumulate)
+    folder.complete(step=2, elapsed_s=0.0, processes=1, passes=config.accumulate)
+    folder.check(config)
+    damaged(folder.training / "best-2")
+    with pytest.raises(UserError, match=f"the best draft in .* cannot be read .*{says}"):
+        folder.check(config)
+    for path in folder.training.glob("best*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    folder.check(config)
+
+
+def test_a_run_goes_on_from_a_kill_before_the_record_of_its_best_draft(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.make()
+    BestDraft(folder.training).offer(Draft(), step=4, tau=1.5, evaluation=[])
+    (folder.training / "best.json").unlink()
+    BestDraft(folder.training).check(2)
 
 
 def test_a_run_goes_on_with_the_target_that_it_began_with(tmp_path: Path) -> None:
