@@ -22,6 +22,7 @@ from draftsmith.files import read_json, write_json
 from draftsmith.train.config import ExportConfig
 from draftsmith.train.export.command import open_source, run
 from draftsmith.train.export.source import ExportSource
+from tests.conftest import small_files
 from tests.engine_readers.proof import prove
 
 pytest.importorskip("openvino_genai", reason="the extra [openvino] is not installed")
@@ -69,6 +70,12 @@ def written(graph: Any, draft: Path) -> Path:
     wrong.mkdir()
     write_graph(graph, wrong, half=False)
     return wrong
+
+
+def test_a_graph_without_room_is_an_error_of_the_disk(tmp_path: Path) -> None:
+    graph = library().Model([library("openvino.opset13").constant(numpy.ones(999))], [])
+    with small_files(200), pytest.raises(OSError, match=MODEL):
+        write_graph(graph, tmp_path, half=False)
 
 
 def computed(folder: Path, ids: torch.Tensor, mask: torch.Tensor, cuts: list[int]) -> torch.Tensor:
