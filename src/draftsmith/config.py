@@ -156,6 +156,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise UserError(f"recipe {str(path)!r} does not exist; give the path of a YAML file")
     try:
         values = parse_yaml(path.read_text(encoding="utf-8")) or {}
+    except UnicodeDecodeError as error:
+        raise UserError(f"recipe {str(path)!r} is not UTF-8 ({error}); save it so") from error
     except yaml.YAMLError as error:
         raise UserError(
             f"recipe {str(path)!r} is not valid YAML ({first_line(error)}); mend that line"

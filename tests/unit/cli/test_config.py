@@ -175,6 +175,13 @@ def test_a_broken_recipe_is_one_sentence(tmp_path: Path, text: str, wanted: str)
     assert wanted in refusal("a", "--target", "t", recipe(tmp_path, text))
 
 
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_a_recipe_in_another_encoding_is_one_sentence(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("target: caf\u00e9\n", encoding=encoding)
+    assert "recipe.yaml' is not UTF-8 (" in refusal("a", str(path))
+
+
 def test_days_and_switches_are_text_but_for_options_that_are_true_or_false(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text("target: 2026-11-23\noptim: {schedule: constant}\nlearn: on\n")
