@@ -49,6 +49,18 @@ def read_values(text: TextIO, name: str) -> Iterator[Placed]:
             yield where, value
 
 
+def begins_json(head: str, *, is_whole: bool) -> bool:
+    """True where the head of a text, or all of it, is of a JSON text, which may be cut."""
+    try:
+        _, end = DECODER.raw_decode(head.lstrip())
+    except json.JSONDecodeError as error:
+        room = 0 if is_whole else MOST_CUT
+        return error.pos + room >= len(head.strip()) or error.msg.startswith("Unterminated")
+    except (ValueError, RecursionError):
+        return True  # to be refused as such
+    return head.lstrip()[end:].lstrip(" \t")[:1] in ("", "\n", ",", "{", "[")
+
+
 def _next_line(text: TextIO, number: int, most: int = -1) -> tuple[int, str]:
     """Next line that is not blank, with its number; "" at the end."""
     for line in iter(lambda: text.readline(most), ""):
@@ -62,7 +74,7 @@ def _invalid(where: str, error: Exception) -> UserError:
     reason = getattr(error, "msg", None) or str(error)
     return UserError(
         f"{where} is not valid JSON ({reason}); mend or delete it, or name the file .txt where its "
-        "lines are plain prompts"
+        "lines are plain prompts and the first is no JSON"
     )
 
 

@@ -16,7 +16,7 @@ from draftsmith.chats import without_nulls
 from draftsmith.errors import UserError
 from draftsmith.prompts.corpus import CORPORA
 from draftsmith.prompts.encoded import SUFFIXES, check_characters, open_text
-from draftsmith.prompts.json_values import Placed, read_values
+from draftsmith.prompts.json_values import Placed, begins_json, read_values
 from draftsmith.prompts.shapes import NAMES, Row, normalised
 
 PLAIN = (".txt", ".text", ".md")
@@ -25,6 +25,7 @@ PARQUET = (".parquet", ".pq")
 JSON = (".json", ".jsonl", ".ndjson", ".jsonlines", ".jl")
 # Records beside the data of a data set.
 IGNORED = ("config.json", "dataset_info.json", "dataset_infos.json", "provenance.json")
+HEAD = 1 << 16  # characters by which a file is known
 LOOKS_LIKE_JSON = re.compile(r'\s*(\{\s*("|$)|\[\s*(\{|\[|"|$))')
 SPLITS = {
     "train": "train|training",
@@ -168,8 +169,8 @@ def _split_of(name: str) -> str | None:
 
 def _begins_like_json(path: Path) -> bool:
     with open_text(path) as text:
-        first = next((line for line in text if line.strip()), "")
-    return bool(LOOKS_LIKE_JSON.match(first))
+        head = text.read(HEAD)
+    return bool(LOOKS_LIKE_JSON.match(head)) and begins_json(head, is_whole=len(head) < HEAD)
 
 
 def _is_parquet(path: Path) -> bool:
