@@ -31,6 +31,7 @@ from draftsmith.distill.generate.writers import (
     seed_of,
 )
 from draftsmith.drafters.options import default_taps
+from draftsmith.drafters.target.causal_lm import NO_POSITIONS
 from draftsmith.drafters.target.device import load_target
 from draftsmith.drafters.target.load import load_config, load_end_ids, load_tokenizer
 from draftsmith.drafters.target.taps import check_taps
@@ -81,11 +82,8 @@ def open_reference(config: GenerateOptions) -> Reference:
             target.tokenizer(), target.max_positions, target.eos_token_ids, revision, target
         )
     trust = config.trust_remote_code
-    limit = (
-        load_config(config.target, trust_remote_code=trust)
-        .get_text_config()
-        .max_position_embeddings
-    )
+    settings = load_config(config.target, trust_remote_code=trust).get_text_config()
+    limit = getattr(settings, "max_position_embeddings", NO_POSITIONS)
     tokenizer = load_tokenizer(config.target, trust_remote_code=trust)
     ends = load_end_ids(config.target, trust_remote_code=trust)
     return Reference(tokenizer, limit, ends, None, None)

@@ -10,12 +10,16 @@ from typing import Any
 
 import httpx
 import pytest
+from transformers import BloomConfig
 
 from draftsmith.chat_answers import ChatAnswers
 from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate.prompts import Prompt
+from draftsmith.distill.generate.steps import open_reference
 from draftsmith.distill.generate.writers import MAX_TRIES, ServerWriter, WrittenAnswer
+from draftsmith.drafters.target.causal_lm import NO_POSITIONS
 from draftsmith.errors import UserError
+from tests.chat_templates import tokenizer_of
 
 PROMPTS = [Prompt("a", False, [5, 6]), Prompt("b", False, [7])]
 
@@ -67,6 +71,13 @@ def writer(server: Server, **options: Any) -> ServerWriter:
 
 def written(writing: ServerWriter, prompts: list[Prompt], seeds: list[int]) -> list[WrittenAnswer]:
     return [text for _, text in sorted(writing.write(prompts, seeds))]
+
+
+def test_a_target_may_name_no_number_of_positions(tmp_path):
+    tokenizer_of("{{ messages }}").save_pretrained(tmp_path)
+    BloomConfig(vocab_size=300, hidden_size=8, n_layer=1, n_head=1).save_pretrained(tmp_path)
+    config = GenerateOptions(target=str(tmp_path), prompts="p", out="o", url="http://host:1/v1")
+    assert open_reference(config).max_positions == NO_POSITIONS
 
 
 def test_token_ids_go_and_come(tmp_path):
