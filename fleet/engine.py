@@ -107,7 +107,7 @@ def request_options(extra: Mapping[str, Any] | None) -> EngineRequestOptions:
         record = record.strip().lower() not in FALSE
     try:
         number = None if share is None else float(share)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         return EngineRequestOptions(record=False)
     if number is not None and not 0 <= number <= 1:
         return EngineRequestOptions(record=False)

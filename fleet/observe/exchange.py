@@ -101,9 +101,14 @@ class Exchange:
     def begin(self, body: bytes) -> bytes | None:
         """Reads a request; returns the enriched one, None where it is to be sent as it is."""
         try:
-            request = json.loads(body)
-        except ValueError:
-            return None  # the server's to refuse
+            return self._begun(body)
+        except Exception:
+            # Whatever a client sends is the server's to refuse.
+            self._is_wanted, self._added = False, frozenset()
+            return None
+
+    def _begun(self, body: bytes) -> bytes | None:
+        request = json.loads(body)
         if not isinstance(request, dict):
             return None
         self.request = request

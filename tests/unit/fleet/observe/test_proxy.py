@@ -237,6 +237,16 @@ def test_requests_that_opt_out_are_not_read(both: tuple[httpx.Client, Any]) -> N
     assert len(proxy.exchanges) == before
 
 
+HUGE = b'{"prompt": "a", "vllm_xargs": {"draftsmith_share": 1%s}}' % (b"0" * 400)
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, HUGE, b"\xff"], ids=["deep", "huge", "bytes"])
+def test_a_request_that_cannot_be_read_is_the_servers(
+    both: tuple[httpx.Client, Any], body: bytes
+) -> None:
+    assert both[1].http.post("/v1/completions", content=body).json() == COMPLETION
+
+
 def test_a_server_that_closes_kept_connections_is_no_bad_gateway(
     observed: Callable[..., Any], closing: Callable[[int], Any]
 ) -> None:
