@@ -3,6 +3,7 @@ server."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from contextlib import ExitStack, suppress
@@ -56,9 +57,24 @@ def run(config: ObserveConfig) -> int:
     return 0
 
 
-def server(proxy: Proxy) -> uvicorn.Server:
+class DrainingServer(uvicorn.Server):
+    """At its end answers that pass through get `drain_s`; then their connections are closed."""
+
+    drain_s: float = DRAIN_S
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.get_running_loop().call_later(self.drain_s, self._abort)
+        await super().shutdown(sockets)
+        ending.cancel()
+
+    def _abort(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+def server(proxy: Proxy) -> DrainingServer:
     # The server's own headers pass; this one adds none.
-    return uvicorn.Server(
+    return DrainingServer(
         uvicorn.Config(
             proxy,
             log_config=None,
@@ -67,7 +83,8 @@ def server(proxy: Proxy) -> uvicorn.Server:
             date_header=False,
             proxy_headers=False,
             ws="none",
-            timeout_graceful_shutdown=DRAIN_S,
+            # uvicorn's own end answers with an error of its own.
+            timeout_graceful_shutdown=None,
         )
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import logging
 import socket
 import threading
 import time
@@ -14,7 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
-from draftsmith.fleet.observe.exchange import Exchange
+from draftsmith.fleet.observe import command
+from draftsmith.fleet.observe.exchange import Exchange, Observer, ProxyCounters
+from draftsmith.fleet.observe.proxy import Proxy
+from tests.unit.fleet.observe.conftest import CONFIG
 
 COMPLETION = {"id": "cmpl-1", "model": "m", "choices": [{"text": "b", "finish_reason": "stop"}]}
 PACKED = gzip.compress(b"hello", mtime=0)
@@ -81,6 +85,11 @@ class Mirror:
     async def endless(self, scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.disconnected.set()
+
+    async def silent(self, scope: Any, receive: Any, send: Any) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         self.disconnected.set()
@@ -199,6 +208,27 @@ def test_an_absent_server_is_a_bad_gateway(observed: Callable[..., Any]) -> None
         answer = proxy.http.request(method, path, json={})
         assert answer.status_code == 502 and url in answer.json()["error"]["message"]
     assert proxy.exchanges == []
+
+
+@pytest.mark.parametrize("path", ["endless", "silent"])
+def test_an_answer_that_outlasts_the_end_breaks_off(
+    mirror: Mirror, served: Callable[[Any], str], caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    """And is none of the proxy's own."""
+    mirror.disconnected.clear()
+    observer = Observer(CONFIG, ProxyCounters(), lambda: 1.0, lambda exchange: None)
+    listener = command.bind("127.0.0.1:0")
+    server = command.server(Proxy(served(mirror), observer))
+    server.drain_s = 0.2
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    ending = threading.Timer(0.5, setattr, (server, "should_exit", True))
+    ending.start()
+    with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
+        httpx.get(f"http://127.0.0.1:{listener.getsockname()[1]}/{path}", timeout=20)
+    thread.join(20)
+    assert not thread.is_alive() and mirror.disconnected.wait(20)
+    assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
 
 
 def settled(proxy: Any, count: int) -> list[Exchange]:
