@@ -1,7 +1,7 @@
 """The one choice of what computes an operation, and what a device lets the host do.
 
 An operation is a reference in torch, whole, under `operation`. `BACKENDS` names what stands beside
-it. Products are chosen among by their times (`measured`), FlashAttention by `chooses_flash`.
+it. Products are chosen among by their times (`measured`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ import torch
 from draftsmith.errors import UserError
 
 IMPLS = ("auto", "triton", "torch")
-FLASH = "flash"  # of attention only
-FLASH_MODULE = "flash_attn_interface"  # FlashAttention-3's
 
 Params = ParamSpec("Params")
 Output = TypeVar("Output")
@@ -116,23 +114,6 @@ def choose(impl: str, device: torch.device, dtype: torch.dtype) -> Literal["trit
     if impl == "auto" and obstacle:
         return "torch"
     return "triton"
-
-
-def chooses_flash(
-    impl: str, device: torch.device, dtype: torch.dtype, *, is_decoding: bool
-) -> bool:
-    """True where FlashAttention-3 attends a pass without trees. Asking for it where it cannot run
-    raises a `UserError`.
-
-    `"auto"` takes it for decoding only, one token a row: where masked values are multiplied by
-    zero, one drafted token whose values are not finite would spoil the tokens before it.
-    """
-    if impl != FLASH and (impl != "auto" or device.type != "cuda" or not is_decoding):
-        return False
-    obstacle = _flash_obstacle(device, dtype)
-    if impl == FLASH and obstacle:
-        raise UserError(f"impl 'flash' cannot run on {device}: {obstacle}")
-    return not obstacle
 
 
 def reads_freely(device: torch.device) -> bool:
@@ -307,22 +288,3 @@ def _obstacle(device: torch.device) -> str:
     if device.type != "cuda" and not interpreted():
         return "it needs a CUDA tensor, or TRITON_INTERPRET=1 set before the start"
     return ""
-
-
-def _flash_obstacle(device: torch.device, dtype: torch.dtype) -> str:
-    """Reason why FlashAttention-3 cannot run there; empty when it can."""
-    if device.type != "cuda":
-        return "it needs a CUDA tensor; use impl 'torch'"
-    if not _is_installed(FLASH_MODULE):
-        return f"{FLASH_MODULE} (FlashAttention-3) is not installed; use impl 'triton'"
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"it takes float16 and bfloat16, not {dtype}; use impl 'triton'"
-    capability = torch.cuda.get_device_capability(device)
-    if capability[0] not in (8, 9):
-        return f"it takes sm_80 to sm_90, not sm_{''.join(map(str, capability))}; use impl 'triton'"
-    return ""
-
-
-@functools.cache
-def _is_installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None

@@ -8,7 +8,6 @@ Files in reading order:
 - `paged_compiled`: the C++ kernel, `paged_cpu.cpp`
 - `tiles`: sizes of the Triton kernel's tiles, by registers and shared memory
 - `paged_triton`: the Triton kernel
-- `paged_flash`: FlashAttention-3, where it is installed
 
 Other chapters import `paged` and `pool`.
 """

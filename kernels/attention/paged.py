@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged_compiled import CompiledContext
 from draftsmith.kernels.attention.paged_torch import GatheredContext
 from draftsmith.kernels.attention.pool import PagedPool, PassLayout, TreeLayout, Window
-from draftsmith.kernels.dispatch import FLASH, chooses_flash, operation, reads_freely
+from draftsmith.kernels.dispatch import operation
 
 if TYPE_CHECKING:
-    from draftsmith.kernels.attention.paged_flash import FlashContext
     from draftsmith.kernels.attention.paged_triton import TritonContext
 
 
@@ -36,8 +34,8 @@ class PagedPass:
         everything up to its last kv index.
         lengths: [B] int64, tokens of each row in this pass; sums to T. Rows of none come last.
         tree: None when no row is a tree.
-        impl: "auto", "triton", "flash" (FlashAttention-3; no trees) or "torch". With the two of a
-        device nothing is read back from it, so a CUDA graph can hold the pass.
+        impl: "auto", "triton" or "torch". Triton reads nothing back from the device, so a CUDA
+        graph can hold the pass.
     """
 
     def __init__(
@@ -53,9 +51,8 @@ class PagedPass:
         self.pool = pool
         self.layout = PassLayout(block_tables, lengths, tree)
         self._kv_indices = positions if tree is None else tree.kv_indices
-        layout = (pool.block_size, block_tables, positions, lengths)
-        self.context = _flash_context(impl, pool.keys[0], *layout, tree) or attention_context(
-            pool.keys[0], *layout, tree, impl=impl
+        self.context = attention_context(
+            pool.keys[0], pool.block_size, block_tables, positions, lengths, tree, impl=impl
         )
         if not isinstance(self.context, CompiledContext):
             _ = self.slots  # within the pass, where a graph may capture it
@@ -113,30 +110,6 @@ class PagedPass:
             sinks=sinks,
         )
         return out.unsqueeze(0)
-
-
-def _flash_context(
-    impl: str,
-    keys: torch.Tensor,
-    block_size: int,
-    block_tables: torch.Tensor,
-    positions: torch.Tensor,
-    lengths: torch.Tensor,
-    tree: TreeLayout | None,
-) -> FlashContext | None:
-    """FlashAttention's context for the pass; None where another attends it."""
-    if impl == FLASH and tree is not None:
-        raise UserError("impl 'flash' cannot attend trees; use impl 'triton'")
-    if tree is not None or (impl == "auto" and reads_freely(keys.device)):
-        return None
-    is_decoding = len(positions) == len(lengths)
-    if not chooses_flash(impl, keys.device, keys.dtype, is_decoding=is_decoding):
-        return None
-    from draftsmith.kernels.attention.paged_flash import FlashContext
-
-    return FlashContext.of(
-        block_size, block_tables, positions, lengths, may_fall_back=impl == "auto"
-    )
 
 
 @operation
