@@ -18,7 +18,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from draftsmith.drafters.target.attention import AttentionContext, register
 from draftsmith.drafters.target.causal_lm import CausalLM
 from draftsmith.errors import UserError
-from draftsmith.kernels.attention.pool import Window
+from draftsmith.kernels.attention.pool import Scoring
 
 Config = TypeVar("Config", bound=PreTrainedConfig)
 # Keys of a Llama config that engines read; `rope_theta` and `rope_scaling` are the names in all
@@ -188,18 +188,7 @@ class WindowedContext:
         self.context, self.windows = context, windows
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float,
-        sliding_window: Window | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Scoring
     ) -> torch.Tensor:
-        return self.context.attend(
-            layer, query, key, value,
-            scaling=scaling, sliding_window=self.windows[layer], softcap=softcap, sinks=sinks,
-        )  # fmt: skip
+        rule = rule._replace(window=self.windows[layer])
+        return self.context.attend(layer, query, key, value, rule)

@@ -257,8 +257,8 @@ class HostAttention:
     def __init__(self, kind: Callable[..., Any], *given: Any):
         self.context = kind(*on_host(given))
 
-    def attend(self, *given: Any, **options: Any) -> torch.Tensor:
-        return DeviceTensor(self.context.attend(*on_host(given), **on_host(options)))
+    def attend(self, *given: Any) -> torch.Tensor:
+        return DeviceTensor(self.context.attend(*on_host(given)))
 
 
 def kernel(device: StandIn, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

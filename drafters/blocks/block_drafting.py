@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -19,7 +19,7 @@ from draftsmith.drafters.blocks.shape import BlockShape
 from draftsmith.drafters.interface import DraftInputs
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.kernels.attention.paged import PagedPass
-from draftsmith.kernels.attention.pool import PagedPool, PassLayout, TreeLayout
+from draftsmith.kernels.attention.pool import PagedPool, PassLayout, Scoring, TreeLayout
 from draftsmith.kernels.constants import NULL_BLOCK
 from draftsmith.kernels.dispatch import reads_freely
 
@@ -223,14 +223,9 @@ class LayerPasses:
         self.passes: dict[bool, AttentionContext] = {}
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        **options: Any,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Scoring
     ) -> torch.Tensor:
         causal = self.is_causal(layer)
         if causal not in self.passes:
             self.passes[causal] = self.make(causal)
-        return self.passes[causal].attend(layer, query, key, value, **options)
+        return self.passes[causal].attend(layer, query, key, value, rule)

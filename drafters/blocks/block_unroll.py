@@ -39,7 +39,7 @@ from draftsmith.drafters.unrolled.fused_unroll import (
     parts_of,
     spans_of,
 )
-from draftsmith.kernels.attention.pool import Chunk, Window
+from draftsmith.kernels.attention.pool import Chunk, Scoring
 from draftsmith.kernels.dispatch import autocast
 
 # Of longer texts no scores are kept: fused attention on a CPU and `flex_attention` on a CUDA device
@@ -72,27 +72,19 @@ class BlockPass:
         self._masks: dict[Blocks, BlockMask] = {}
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float,
-        sliding_window: Window | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Scoring
     ) -> torch.Tensor:
         """Attention of (L - first) * S slots, block after block, behind the slots that stand
         alone."""
-        if softcap is not None or sinks is not None or isinstance(sliding_window, Chunk):
+        if not rule.has_plain_scores or isinstance(rule.window, Chunk):
             raise ValueError(
                 "a block drafter with a soft cap, sinks or chunks cannot be trained; use plain "
                 "attention"
             )
         # Under autocast the rotated queries and keys come wider than the values.
-        query, key, value = (states.to(value.dtype) for states in (query * scaling, key, value))
-        blocks = partial(self._blocks, causal=self.is_causal(layer), window=sliding_window)
+        query = query * rule.scaling
+        query, key, value = (states.to(value.dtype) for states in (query, key, value))
+        blocks = partial(self._blocks, causal=self.is_causal(layer), window=rule.window)
         first = self.first
         if self.context is not None:
             seen = [states.to(value.dtype) for states in self.context[layer]]

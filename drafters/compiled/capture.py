@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from draftsmith.drafters.target.attention import AttentionContext
-from draftsmith.kernels.attention.pool import Chunk, Window, size_of
+from draftsmith.kernels.attention.pool import Chunk, Scoring, size_of
 
 CONTEXT = "attention_context"  # the graph's last input
 # Any count will do but one: sizes of one are taken for constants.
@@ -70,20 +70,11 @@ class _Captured:
     """The `AttentionContext` of the capture."""
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float,
-        sliding_window: Window | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Scoring
     ) -> torch.Tensor:
-        chunked = isinstance(sliding_window, Chunk)
-        window = None if sliding_window is None else size_of(sliding_window)
-        return _attend(query, key, value, layer, scaling, window, chunked, softcap, sinks)
+        scaling, window, softcap, sinks = rule
+        chunked, size = isinstance(window, Chunk), None if window is None else size_of(window)
+        return _attend(query, key, value, layer, scaling, size, chunked, softcap, sinks)
 
 
 def attend(
@@ -99,16 +90,8 @@ def attend(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of the pass's own context, as the graph calls it."""
-    return context.attend(
-        layer,
-        query,
-        key,
-        value,
-        scaling=scaling,
-        sliding_window=Chunk(window) if window and chunked else window,
-        softcap=softcap,
-        sinks=sinks,
-    )
+    rule = Scoring(scaling, Chunk(window) if window and chunked else window, softcap, sinks)
+    return context.attend(layer, query, key, value, rule)
 
 
 def capture(function: Callable[..., Any], examples: Sequence[torch.Tensor]) -> torch.fx.GraphModule:

@@ -42,7 +42,7 @@ from draftsmith.drafters.compiled.patterns import (
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.paged_compiled import CompiledContext
-from draftsmith.kernels.attention.pool import Chunk
+from draftsmith.kernels.attention.pool import Chunk, Scoring
 from draftsmith.kernels.products.row_steps_triton import (
     HeadNorms,
     Norm,
@@ -275,16 +275,8 @@ def attend_rotated(
     written = WrittenKeys(key, value, keys, values, context.slots)
     head_norms = None if norms is None else HeadNorms(*norms)
     query = rotate_and_write(query, written, cosine, sine, head_norms)
-    out = context.context.attend(
-        query,
-        keys,
-        values,
-        scaling=scaling,
-        window=Chunk(window) if window and chunked else window,
-        softcap=softcap,
-        sinks=sinks,
-    )
-    return out.unsqueeze(0)
+    rule = Scoring(scaling, Chunk(window) if window and chunked else window, softcap, sinks)
+    return context.context.attend(query, keys, values, rule).unsqueeze(0)
 
 
 def _rotated(

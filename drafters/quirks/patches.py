@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
+from draftsmith.kernels.attention.pool import Scoring
+
 LOW = 256
 
 
@@ -82,7 +84,7 @@ def _attend(
         [query, weights.to(query.dtype)[None, :, None].expand(*query.shape[:3], 2)], -1
     )
     key = torch.cat([key, columns.expand(*key.shape[:2], -1, -1)], dim=-1)
-    return now.attend(module, query, key, value, scaling=scaling).flatten(2)
+    return now.attend(module, query, key, value, Scoring(scaling)).flatten(2)
 
 
 def scores(
@@ -94,11 +96,10 @@ def scores(
         return type(self)._attn(self, query, key, value, *rest)
     # GPT-Neo divides by nothing.
     divisor = getattr(self, "scale_attn", None) or getattr(self, "norm_factor", None) or 1.0
-    options: dict[str, Any] = {"scaling": 1.0 / float(divisor)}
-    if getattr(self, "attention_type", "global") == "local":
-        options["sliding_window"] = self.config.window_size
+    is_local = getattr(self, "attention_type", "global") == "local"
+    rule = Scoring(1.0 / float(divisor), self.config.window_size if is_local else None)
     query, key = query.to(value.dtype), key.to(value.dtype)
-    return now.attend(self, query, key, value, **options).transpose(1, 2), None
+    return now.attend(self, query, key, value, rule).transpose(1, 2), None
 
 
 def bert(self: Any, hidden_states: torch.Tensor, *rest: Any, **named: Any) -> Any:
@@ -110,7 +111,7 @@ def bert(self: Any, hidden_states: torch.Tensor, *rest: Any, **named: Any) -> An
         part(hidden_states).unflatten(-1, (-1, size)).transpose(1, 2)
         for part in (self.query, self.key, self.value)
     )
-    return now.attend(self, query, key, value, scaling=size**-0.5).flatten(2), None
+    return now.attend(self, query, key, value, Scoring(size**-0.5)).flatten(2), None
 
 
 def falcon(
@@ -125,7 +126,7 @@ def falcon(
     heads = self._split_heads(self.query_key_value(hidden_states))
     query, key, value = (states.transpose(1, 2) for states in heads)
     query, key = rotate(query, key, *named["position_embeddings"])
-    out = now.attend(self, query, key, value, scaling=self.inv_norm_factor)
+    out = now.attend(self, query, key, value, Scoring(self.inv_norm_factor))
     return self.dense(out.flatten(2)), None
 
 
@@ -220,12 +221,12 @@ class CurrentPass(NamedTuple):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        **options: Any,
+        rule: Scoring,
     ) -> torch.Tensor:
         """query [1, heads, T, dim], key and value [1, kv_heads, T, dim] -> [1, T, heads,
         value_dim]."""
         layer = module.layer_idx if hasattr(module, "layer_idx") else module.layer_id
-        return self.context.attend(layer, query, key, value, **options).contiguous()
+        return self.context.attend(layer, query, key, value, rule).contiguous()
 
 
 _current: ContextVar[CurrentPass | None] = ContextVar("current pass", default=None)

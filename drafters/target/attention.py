@@ -18,7 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from draftsmith.drafters.quirks.patches import current
 from draftsmith.kernels.attention.paged_torch import reference_attention
-from draftsmith.kernels.attention.pool import Chunk, Window
+from draftsmith.kernels.attention.pool import Chunk, Scoring
 
 IMPLEMENTATION = "draftsmith"
 
@@ -27,16 +27,7 @@ class AttentionContext(Protocol):
     """Owns the keys and values of one forward pass."""
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float,
-        sliding_window: Window | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Scoring
     ) -> torch.Tensor:
         """query [b, heads, t, dim], key and value [b, kv_heads, t, dim] -> [b, t, heads,
         value_dim]."""
@@ -68,21 +59,13 @@ def attention(
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if attention_context is None:
-        return _plain(
-            query, key, value, attention_mask, scaling=scaling, softcap=softcap, sinks=s_aux
-        ), None
+        rule = Scoring(scaling, None, softcap, s_aux)
+        return _plain(query, key, value, attention_mask, rule), None
     if query_scale is not None:
         query = (query * query_scale).to(query.dtype)
-    output = attention_context.attend(
-        module.layer_idx,
-        query,
-        key,
-        value,
-        scaling=scaling,
-        sliding_window=chunk_of(module) if sliding_window is None else sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
+    window = chunk_of(module) if sliding_window is None else sliding_window
+    rule = Scoring(scaling, window, softcap, s_aux)
+    output = attention_context.attend(module.layer_idx, query, key, value, rule)
     # As transformers' own functions give it: some modules take a view of it.
     return output.contiguous(), None
 
@@ -101,10 +84,7 @@ def _plain(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    *,
-    scaling: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    rule: Scoring,
 ) -> torch.Tensor:
     """Causal attention without a context for the models that SDPA cannot express. `mask` [b, 1, t,
     n] bool or None."""
@@ -115,7 +95,7 @@ def _plain(
     # everywhere instead.
     mask = mask | ~mask.any(dim=-1, keepdim=True)
     rows = [
-        reference_attention(q, k, v, m, scaling=scaling, softcap=softcap, sinks=sinks)
+        reference_attention(q, k, v, m, rule)
         for q, k, v, m in zip(query, key, value, mask.expand(query.shape[0], -1, -1, -1))
     ]
     return torch.stack(rows).transpose(1, 2).contiguous()

@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from draftsmith.drafters.quirks.recurrent_states import Split, TextPiece
 from draftsmith.kernels.attention.paged_torch import reference_attention
-from draftsmith.kernels.attention.pool import Chunk, Window
+from draftsmith.kernels.attention.pool import Chunk, Scoring
 
 # Queries of a band.
 BAND = 128
@@ -47,16 +47,7 @@ class PackedPass:
         return Split([texts], None, self.device)
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float,
-        sliding_window: Window | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Scoring
     ) -> torch.Tensor:
         # Under autocast the rotated queries and keys come wider than the values.
         query, key = query.to(value.dtype), key.to(value.dtype)
@@ -67,13 +58,13 @@ class PackedPass:
                 q, k, v = (states[row : row + 1, :, begin:end] for states in (query, key, value))
                 if not is_text:
                     parts.append(q.new_zeros(*q.shape[:-1], v.shape[-1]))
-                elif isinstance(sliding_window, Chunk):
+                elif isinstance(rule.window, Chunk):
                     # Each chunk is a text of its own.
-                    pieces = (x.split(sliding_window.size, dim=2) for x in (q, k, v))
+                    pieces = (x.split(rule.window.size, dim=2) for x in (q, k, v))
                     for one, keys, values in zip(*pieces, strict=True):
-                        parts.append(_attend(one, keys, values, scaling, None, softcap, sinks))
+                        parts.append(_attend(one, keys, values, rule, None))
                 else:
-                    parts.append(_attend(q, k, v, scaling, sliding_window, softcap, sinks))
+                    parts.append(_attend(q, k, v, rule, rule.window))
             outputs.append(torch.cat(parts, dim=2))
         return torch.cat(outputs).transpose(1, 2)
 
@@ -82,18 +73,16 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    scaling: float,
+    rule: Scoring,
     window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """One text: [1, heads, n, D] x [1, kv_heads, n, D] -> [1, heads, n, D]."""
     length = query.shape[2]
     if window is not None and window >= length:
         window = None  # it hides nothing
-    if softcap is None and sinks is None and window is None:
+    if rule.has_plain_scores and window is None:
         return scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+            query, key, value, is_causal=True, scale=rule.scaling, enable_gqa=True
         )
     width, parts = window or length, []
     for band in bands(0, length, width, BAND):
@@ -102,12 +91,10 @@ def _attend(
         mask = band_mask(band, width, query.device)
         parts.append(
             scaled_dot_product_attention(
-                part, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True
+                part, keys, values, attn_mask=mask, scale=rule.scaling, enable_gqa=True
             )
-            if softcap is None and sinks is None
-            else reference_attention(
-                part, keys, values, mask, scaling=scaling, softcap=softcap, sinks=sinks
-            )
+            if rule.has_plain_scores
+            else reference_attention(part, keys, values, mask, rule)
         )
     return torch.cat(parts, dim=2)
 

@@ -15,7 +15,7 @@ from draftsmith.drafters.target.packed_pass import PackedPass
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.paged_torch import reference_attention
-from draftsmith.kernels.attention.pool import Chunk, LayerShape, PagedPool, Window
+from draftsmith.kernels.attention.pool import Chunk, LayerShape, PagedPool, Scoring
 
 # A prompt shorter than a convolution, a single token, several.
 CHUNKS = (2, 1, 9)
@@ -57,26 +57,15 @@ class AttentionShapes:
         self.windowed = self.chunked = False
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float,
-        sliding_window: Window | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Scoring
     ) -> torch.Tensor:
         self.shapes[layer] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
-        self.windowed |= isinstance(sliding_window, int)
-        self.chunked |= isinstance(sliding_window, Chunk)
+        self.windowed |= isinstance(rule.window, int)
+        self.chunked |= isinstance(rule.window, Chunk)
         mask = torch.ones(
             query.shape[2], key.shape[2], dtype=torch.bool, device=query.device
         ).tril()
-        out = reference_attention(
-            query[0], key[0], value[0], mask, scaling=scaling, softcap=softcap, sinks=sinks
-        )
+        out = reference_attention(query[0], key[0], value[0], mask, rule)
         return out.transpose(0, 1).unsqueeze(0)
 
 

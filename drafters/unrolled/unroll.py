@@ -34,7 +34,7 @@ from draftsmith.drafters.unrolled.fused_unroll import (
     fused_attention,
     spans_of,
 )
-from draftsmith.kernels.attention.pool import Chunk, Window
+from draftsmith.kernels.attention.pool import Chunk, Scoring
 
 # A chunk of queries skips the step-0 keys that none of them may see.
 CHUNK = 128
@@ -76,28 +76,19 @@ class UnrollPass:
         self.step += 1
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float,
-        sliding_window: Window | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Scoring
     ) -> torch.Tensor:
-        if softcap is not None or sinks is not None or isinstance(sliding_window, Chunk):
+        if not rule.has_plain_scores or isinstance(rule.window, Chunk):
             raise ValueError(
                 "a feature head with a soft cap, sinks or chunks cannot be unrolled; use plain "
                 "attention"
             )
         # Under autocast the rotated queries and keys come wider than the values.
-        query, key = query.to(value.dtype) * scaling, key.to(value.dtype)
+        query, key = query.to(value.dtype) * rule.scaling, key.to(value.dtype)
         keys, values = self.keys[layer], self.values[layer]
         keys.append(key)
         values.append(value)
-        return self.weigh(query, keys, values, sliding_window).transpose(1, 2)
+        return self.weigh(query, keys, values, rule.window).transpose(1, 2)
 
     def weigh(
         self,

@@ -16,7 +16,7 @@ import torch
 
 from draftsmith.kernels.attention.paged_compiled import CompiledContext
 from draftsmith.kernels.attention.paged_torch import GatheredContext
-from draftsmith.kernels.attention.pool import PagedPool, PassLayout, TreeLayout, Window
+from draftsmith.kernels.attention.pool import PagedPool, PassLayout, Scoring, TreeLayout
 from draftsmith.kernels.dispatch import operation
 
 if TYPE_CHECKING:
@@ -69,47 +69,17 @@ class PagedPass:
         return self.pool.slots_of(tables, rows, self._kv_indices)
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float,
-        sliding_window: Window | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Scoring
     ) -> torch.Tensor:
         """query [1, heads, T, dim], key and value [1, kv_heads, T, dim] -> [1, T, heads,
         value_dim]."""
         keys, values = self.pool.keys[layer], self.pool.values[layer]
         context, new = self.context, (key, value)
-        if isinstance(context, CompiledContext) and context.takes(
-            query, new, keys, values, softcap=softcap, sinks=sinks
-        ):
-            out = context.attend(
-                query,
-                keys,
-                values,
-                scaling=scaling,
-                window=sliding_window,
-                softcap=softcap,
-                sinks=sinks,
-                new=new,
-            )
-            return out.unsqueeze(0)
+        if isinstance(context, CompiledContext) and context.takes(query, new, keys, values, rule):
+            return context.attend(query, keys, values, rule, new).unsqueeze(0)
         keys.index_copy_(0, self.slots, key[0].transpose(0, 1).to(keys.dtype))
         values.index_copy_(0, self.slots, value[0].transpose(0, 1).to(values.dtype))
-        out = context.attend(
-            query,
-            keys,
-            values,
-            scaling=scaling,
-            window=sliding_window,
-            softcap=softcap,
-            sinks=sinks,
-        )
-        return out.unsqueeze(0)
+        return context.attend(query, keys, values, rule).unsqueeze(0)
 
 
 @operation

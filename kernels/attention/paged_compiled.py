@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from draftsmith.kernels.attention.paged_torch import GatheredContext
-from draftsmith.kernels.attention.pool import Chunk, TreeLayout, Window, size_of
+from draftsmith.kernels.attention.pool import Chunk, Scoring, TreeLayout, size_of
 from draftsmith.kernels.call_list import RowAddresses
 from draftsmith.kernels.host_compiler import function_of
 
@@ -78,51 +78,30 @@ class CompiledContext(GatheredContext):
         new: tuple[torch.Tensor, torch.Tensor],
         keys: torch.Tensor,
         values: torch.Tensor,
-        *,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        rule: Scoring,
     ) -> bool:
         """True where `attend` writes the pass's own keys and values, if it is given them."""
         return (
-            self._is_plain(query, keys, values, softcap, sinks)
-            and new[0].dtype == new[1].dtype == keys.dtype
+            self._is_plain(query, keys, values, rule) and new[0].dtype == new[1].dtype == keys.dtype
         )
 
     def _is_plain(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: Scoring
     ) -> bool:
-        plain = self.tree is None and softcap is None and sinks is None
-        return plain and _fits(query, keys, values)
+        return self.tree is None and rule.has_plain_scores and _fits(query, keys, values)
 
     def attend(
         self,
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        *,
-        scaling: float,
-        window: Window | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        rule: Scoring,
         new: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """As `GatheredContext.attend`. `new`, where `takes` says so: key and value [1, kv_heads, T,
         dim] of the pass, which are written first."""
-        if new is None and not self._is_plain(query, keys, values, softcap, sinks):
-            return super().attend(
-                query,
-                keys,
-                values,
-                scaling=scaling,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
-            )
+        if new is None and not self._is_plain(query, keys, values, rule):
+            return super().attend(query, keys, values, rule)
         rows = self.row_addresses
         assert rows is not None  # neither `takes` nor `_is_plain` lets a tree come here
         query = _of_stride_one(query)
@@ -152,19 +131,17 @@ class CompiledContext(GatheredContext):
             query.stride(1),
             query.stride(2),
             *strides,
-            size_of(window),
-            isinstance(window, Chunk),
-            scaling,
+            size_of(rule.window),
+            isinstance(rule.window, Chunk),
+            rule.scaling,
             torch.get_num_threads(),
         )
         if not done:
             raise IndexError("a token of the pass lies behind the blocks of its row")
         if self._longest_row > longest:
-            for part in self._parts_of(window, longest):
+            for part in self._parts_of(rule.window, longest):
                 begin, count = part.run.begin, part.run.num_rows * part.run.length
-                out[begin : begin + count] = self._attend_part(
-                    part, query, keys, values, scaling, softcap, sinks
-                )
+                out[begin : begin + count] = self._attend_part(part, query, keys, values, rule)
         return out
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from draftsmith.kernels.attention.pool import Window, oldest_seen
+from draftsmith.kernels.attention.pool import Scoring, Window, oldest_seen
 from draftsmith.kernels.dispatch import reads_freely
 
 if TYPE_CHECKING:
@@ -147,21 +147,13 @@ class GatheredContext:
         self._parts: dict[tuple[Window | None, int], list[_Part]] = {}
 
     def attend(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        *,
-        scaling: float,
-        window: Window | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: Scoring
     ) -> torch.Tensor:
         """query [1, heads, T, dim]; keys and values [S, kv_heads, dim], the pass's own among them
         -> [T, heads, value_dim]."""
         outputs = [
-            self._attend_part(part, query, keys, values, scaling, softcap, sinks)
-            for part in self._parts_of(window)
+            self._attend_part(part, query, keys, values, rule)
+            for part in self._parts_of(rule.window)
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -171,23 +163,17 @@ class GatheredContext:
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        scaling: float,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        rule: Scoring,
     ) -> torch.Tensor:
         """Arguments as `attend`'s -> [tokens of the part, heads, value_dim]."""
         q = part.queries(query)
         k, v = part.gather(keys).to(query.dtype), part.gather(values).to(query.dtype)
-        if softcap is None and sinks is None:
-            out = part.attention(q, k, v, scaling)
+        if rule.has_plain_scores:
+            out = part.attention(q, k, v, rule.scaling)
         else:
-            out = reference_attention(
-                q, k, v, part.visible, scaling=scaling, softcap=softcap, sinks=sinks
-            )
+            out = reference_attention(q, k, v, part.visible, rule)
         if part.visible is not None and not all_finite(out):
-            out = _unspoiled(
-                out, q, k, v, part.visible, scaling=scaling, softcap=softcap, sinks=sinks
-            )
+            out = _unspoiled(out, q, k, v, part.visible, rule)
         return out.transpose(1, 2).flatten(0, 1)
 
     @cached_property
@@ -265,18 +251,13 @@ def _unspoiled(
     key: torch.Tensor,
     value: torch.Tensor,
     visible: torch.Tensor,
-    *,
-    scaling: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    rule: Scoring,
 ) -> torch.Tensor:
     """`out` with its rows that are not finite computed again, so that what is not finite reaches
     only queries that see it."""
     rows = spoiled_rows(out)
     q, k, v, mask = query[rows], key[rows], value[rows], visible[rows]
-    again = reference_attention(
-        q, k, without_spoiled(v), mask, scaling=scaling, softcap=softcap, sinks=sinks
-    )
+    again = reference_attention(q, k, without_spoiled(v), mask, rule)
     return out.index_copy(0, rows, spoil(again, v, mask).to(out.dtype))
 
 
@@ -313,27 +294,25 @@ def reference_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    rule: Scoring,
 ) -> torch.Tensor:
     """Soft-capped scores (Gemma 2) and per-head sinks: [..., heads, t, dim] x [..., kv_heads, n,
     dim] -> [..., heads, t, dim].
 
-    `mask` is boolean and broadcasts to [..., heads, t, n]; True where a query may look.
+    `mask` is boolean and broadcasts to [..., heads, t, n]; True where a query may look, whatever
+    the window of `rule`.
     """
     groups = query.shape[-3] // key.shape[-3]
     key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-    scores = (query @ key.transpose(-1, -2)) * scaling
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+    scores = (query @ key.transpose(-1, -2)) * rule.scaling
+    if rule.softcap is not None:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
-    if sinks is None:
+    if rule.sinks is None:
         return torch.softmax(scores.float(), dim=-1).to(value.dtype) @ value
     # A sink is one more logit per head that takes weight and gives no value.
-    column = sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1).to(scores.dtype)
+    column = rule.sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1).to(scores.dtype)
     weights = torch.softmax(torch.cat([scores, column], dim=-1).float(), dim=-1)[..., :-1]
     return weights.to(value.dtype) @ value
 

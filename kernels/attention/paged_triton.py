@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from draftsmith.kernels.attention.pool import Chunk, Window, size_of
+from draftsmith.kernels.attention.pool import Chunk, Scoring, size_of
 from draftsmith.kernels.attention.tiles import (
     HeadKind,
     Widths,
@@ -330,15 +330,7 @@ class TritonContext:
 
     @on_its_device
     def attend(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        *,
-        scaling: float,
-        window: Window | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: Scoring
     ) -> torch.Tensor:
         """query [1, heads, T, dim]; keys and values [S, kv_heads, dim], the pass's own among them
         -> [T, heads, value_dim]."""
@@ -347,7 +339,7 @@ class TritonContext:
         num_heads, num_tokens = query.shape[1], query.shape[2]
         (_, kv_heads, key_dim), value_dim = keys.shape, values.shape[2]
         num_rows, groups = len(self.block_tables), num_heads // kv_heads
-        has_window, has_tree = window is not None, self.tree is not None
+        has_window, has_tree = rule.window is not None, self.tree is not None
         limits = limits_of(query.device)
         widths = Widths.of(key_dim, value_dim)
         kind = HeadKind(groups, widths, keys.element_size(), has_tree and has_window)
@@ -376,7 +368,7 @@ class TritonContext:
             parts,
             maxima,
             sums,
-            out if sinks is None else sinks,
+            out if rule.sinks is None else rule.sinks,
             self.block_tables,
             self.starts,
             self.positions,
@@ -389,9 +381,9 @@ class TritonContext:
             num_tokens,
             num_rows,
             num_splits,
-            scaling,
-            1.0 if softcap is None else softcap,
-            size_of(window),
+            rule.scaling,
+            1.0 if rule.softcap is None else rule.softcap,
+            size_of(rule.window),
             KV_HEADS=kv_heads,
             GROUPS=groups,
             KEY_DIM=key_dim,
@@ -408,9 +400,9 @@ class TritonContext:
             IS_SPLIT=num_splits > 1,
             HAS_TREE=has_tree,
             HAS_WINDOW=has_window,
-            HAS_CHUNKS=isinstance(window, Chunk),
-            HAS_SOFTCAP=softcap is not None,
-            HAS_SINKS=sinks is not None,
+            HAS_CHUNKS=isinstance(rule.window, Chunk),
+            HAS_SOFTCAP=rule.softcap is not None,
+            HAS_SINKS=rule.sinks is not None,
             num_warps=tiles.num_warps,
         )
         if num_splits > 1:

@@ -117,6 +117,19 @@ class Chunk(NamedTuple):
 Window = int | Chunk
 
 
+class Scoring(NamedTuple):
+    """Weight of keys for the queries of a layer."""
+
+    scaling: float
+    window: Window | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None  # [heads], logits without a key
+
+    @property
+    def has_plain_scores(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+
 def oldest_seen(window: Window, position: Position) -> Position:
     """The lowest position that queries at `position` see; below zero where they see all."""
     if isinstance(window, Chunk):

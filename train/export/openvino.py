@@ -24,7 +24,7 @@ from draftsmith.drafters.target.probe import check_model
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import read_config
 from draftsmith.errors import UserError, first_line, missing
-from draftsmith.kernels.attention.pool import PagedPool, Window
+from draftsmith.kernels.attention.pool import PagedPool, Scoring
 from draftsmith.train.export import portable
 from draftsmith.train.export.portable import Reader, check_eagle3, check_represented
 from draftsmith.train.export.source import (
@@ -145,18 +145,9 @@ class JoinedPass:
         self.bias = torch.where(allowed, 0.0, torch.finfo(torch.float32).min)
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float,
-        sliding_window: Window | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Scoring
     ) -> torch.Tensor:
-        for name, given in (("a window", sliding_window), ("a cap", softcap), ("sinks", sinks)):
+        for name, given in zip(("a window", "a cap", "sinks"), rule[1:]):
             if given is not None:
                 raise UserError(
                     f"layer {layer} attends with {name}, which draftsmith does not write to "
@@ -172,7 +163,7 @@ class JoinedPass:
             repeated(keys, query.shape[1]),
             repeated(values, query.shape[1]),
             attn_mask=self.bias,
-            scale=scaling,
+            scale=rule.scaling,
         )
         return out.transpose(1, 2)
 

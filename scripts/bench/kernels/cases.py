@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from draftsmith.kernels.attention.paged import PagedPass
-from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.kernels.attention.pool import PagedPool, Scoring
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.random_streams import Purpose, sample, sample_without_replacement
 from draftsmith.kernels.verify.block import verify_block
@@ -217,7 +217,7 @@ def attention_case(sizes: Sizes, device: torch.device) -> Case:
 
     def call(impl: str) -> Any:
         one = PagedPass(pool, tables, positions, lengths, impl=impl)
-        return one.attend(0, query, key, value, scaling=width**-0.5)
+        return one.attend(0, query, key, value, Scoring(width**-0.5))
 
     floor = 2 * sizes.requests * (sizes.context + new) * kv_heads * width * dtype.itemsize
     shape = (

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftsmith.kernels.attention import paged_triton
 from draftsmith.kernels.attention.paged_triton import TritonContext
-from draftsmith.kernels.attention.pool import TreeLayout, Window
+from draftsmith.kernels.attention.pool import Scoring, TreeLayout, Window
 from draftsmith.kernels.attention.tiles import DeviceLimits
 from draftsmith.kernels.divergence import rows_triton as divergence
 from draftsmith.kernels.divergence.kind import kind_of
@@ -129,14 +129,12 @@ def attend(
         num_splits,
     )
     query = empty(1, num_tokens, heads.num_heads, heads.key_dim, dtype=dtype).transpose(1, 2)
+    sinks = empty(heads.num_heads, dtype=dtype) if heads.has_sinks else None
     context.attend(
         query,
         empty(4096, heads.kv_heads, heads.key_dim, dtype=dtype),
         empty(4096, heads.kv_heads, heads.value_dim, dtype=dtype),
-        scaling=0.1,
-        window=heads.window,
-        softcap=heads.softcap,
-        sinks=empty(heads.num_heads, dtype=dtype) if heads.has_sinks else None,
+        Scoring(0.1, heads.window, heads.softcap, sinks),
     )
 
 

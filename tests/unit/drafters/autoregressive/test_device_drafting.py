@@ -39,7 +39,7 @@ from draftsmith.drafters.tree_shape import (
 )
 from draftsmith.kernels.attention import paged as paged_attention
 from draftsmith.kernels.attention.paged_torch import reference_attention
-from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
+from draftsmith.kernels.attention.pool import PagedPool, Scoring, TreeLayout
 from draftsmith.kernels.cuda_graphs import CountedCapturer, CudaCapturer
 from draftsmith.kernels.dispatch import sent
 from draftsmith.kernels.sampling.filters import SamplingRows
@@ -103,13 +103,7 @@ class BlindContext:
         self.seen = seen  # [T, n]
 
     def attend(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        *,
-        scaling: float,
-        **none: Any,
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: Scoring
     ) -> torch.Tensor:
         # What nobody sees is not loaded by a kernel either: 0 * NaN would be NaN.
         seen = self.seen[:, None, :, None]
@@ -117,9 +111,8 @@ class BlindContext:
             torch.where(seen, part[self.slots].transpose(1, 2).to(query.dtype), 0.0)
             for part in (keys, values)
         )
-        return reference_attention(
-            query[0].transpose(0, 1)[:, :, None], k, v, self.seen[:, None, None], scaling=scaling
-        )[:, :, 0]
+        q = query[0].transpose(0, 1)[:, :, None]
+        return reference_attention(q, k, v, self.seen[:, None, None], rule)[:, :, 0]
 
 
 def make_drafter(kind: str, target: Target) -> Any:

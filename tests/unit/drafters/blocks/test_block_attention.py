@@ -12,6 +12,7 @@ from draftsmith.drafters.blocks import block_unroll
 from draftsmith.drafters.blocks.block_unroll import BlockPass
 from draftsmith.drafters.target.packed_pass import begins_of
 from draftsmith.drafters.unrolled import fused_unroll
+from draftsmith.kernels.attention.pool import Scoring
 from tests.peak_memory import Memory, memory_of
 
 HEADS, KV_HEADS, WIDTH, SLOTS = 4, 2, 8, 3
@@ -43,7 +44,7 @@ def attended(
 ) -> torch.Tensor:
     context = None if len(made) == 3 else [(made[3], made[4])]
     passed = BlockPass(context, slots=SLOTS, causal=causal, segments=segments, first=first)
-    return passed.attend(0, *made[:3], scaling=0.4, sliding_window=window).transpose(1, 2)
+    return passed.attend(0, *made[:3], Scoring(0.4, window)).transpose(1, 2)
 
 
 def dense(

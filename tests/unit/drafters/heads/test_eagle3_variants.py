@@ -243,11 +243,9 @@ def test_several_layers_draft_as_they_are_unrolled(target, tmp_path):
 class FullAttention:
     """Plain causal attention without a cache."""
 
-    def attend(
-        self, layer, query, key, value, *, scaling, sliding_window=None, softcap=None, sinks=None
-    ):
+    def attend(self, layer, query, key, value, rule):
         output = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+            query, key, value, is_causal=True, scale=rule.scaling, enable_gqa=True
         )
         return output.transpose(1, 2)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from draftsmith.drafters.target.packed_pass import PackedPass, begins_of
+from draftsmith.kernels.attention.pool import Scoring
 from tests.peak_memory import memory_of
 
 SEGMENTS = torch.tensor([[0] * 290 + [1] * 3 + [2] * 100 + [-1] * 7, [0] * 20 + [1] * 380])
@@ -31,9 +32,7 @@ def test_values_and_gradients_are_those_of_a_dense_mask(
     back = columns[:, None] - columns
     mask = (back >= 0) & (back < (window or len(columns)))
     mask = mask & (columns >= begins_of(SEGMENTS)[..., None])
-    found = PackedPass(SEGMENTS).attend(
-        0, *made, scaling=0.4, sliding_window=window, softcap=softcap, sinks=sinks
-    )
+    found = PackedPass(SEGMENTS).attend(0, *made, Scoring(0.4, window, softcap, sinks))
     expected = dense(*made, mask[:, None], softcap, sinks)
     texts = (SEGMENTS >= 0)[..., None, None]
     # Soft caps and sinks are weighed in float32.
@@ -80,9 +79,7 @@ def test_no_mask_grows_with_the_square_of_the_length(
         made, context = states(length, torch.float32, 1), PackedPass(torch.zeros(1, length).long())
         with torch.no_grad():
             return memory_of(
-                lambda: context.attend(
-                    0, *made, scaling=0.4, sliding_window=window, softcap=softcap
-                )
+                lambda: context.attend(0, *made, Scoring(0.4, window, softcap))
             ).largest
 
     assert largest(4096) <= 2 * largest(2048)

@@ -247,8 +247,8 @@ def test_a_kind_whose_sampled_text_is_unproven_is_refused(tiny_target, monkeypat
 
 def test_a_pass_that_loses_keys_is_noticed(tiny_target, monkeypatch):
     class Misplaced(PagedPass):
-        def attend(self, layer, query, key, value, **options):
-            return super().attend(layer, query, key.flip(2), value.flip(2), **options)
+        def attend(self, layer, query, key, value, rule):
+            return super().attend(layer, query, key.flip(2), value.flip(2), rule)
 
     monkeypatch.setattr(probe, "PagedPass", Misplaced)
     with pytest.raises(UserError, match="its paged forward differs from its own"):

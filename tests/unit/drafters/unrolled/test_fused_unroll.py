@@ -12,6 +12,7 @@ from torch.nn.attention import flex_attention
 from draftsmith.drafters.target.packed_pass import positions_of
 from draftsmith.drafters.unrolled import unroll
 from draftsmith.drafters.unrolled.unroll import UnrollPass
+from draftsmith.kernels.attention.pool import Scoring
 from tests.peak_memory import Memory, memory_of
 
 STEPS, HEADS, KV_HEADS, WIDTH = 4, 4, 2, 8
@@ -41,7 +42,7 @@ def unrolled(
     """[B, heads, N, D] of each step."""
     context, found = UnrollPass(segments, first=first), []
     for query, key, value in of_steps:
-        output = context.attend(0, query, key, value, scaling=0.4, sliding_window=window)
+        output = context.attend(0, query, key, value, Scoring(0.4, window))
         found.append(output.transpose(1, 2))
         context.next_step()
     return found

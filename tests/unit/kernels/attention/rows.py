@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from draftsmith.kernels.attention.paged import PagedPass
-from draftsmith.kernels.attention.pool import Chunk, PagedPool, TreeLayout, Window
+from draftsmith.kernels.attention.pool import Chunk, PagedPool, Scoring, TreeLayout, Window
 
 BLOCK, KEY_DIM, VALUE_DIM = 4, 8, 6
 
@@ -62,7 +62,7 @@ def expected_rows(
     groups = query.shape[0] // keys.shape[1]
     outs = []
     for index in range(query.shape[1]):
-        path = visible_of(row.path(index), options.get("sliding_window"))
+        path = visible_of(row.path(index), options.get("window"))
         k, v = (x[path].double().repeat_interleave(groups, 1) for x in (keys, values))
         scores = torch.einsum("hd,nhd->hn", query[:, index].double(), k) * options["scaling"]
         if options.get("softcap") is not None:
@@ -163,7 +163,7 @@ def run_rows(
         name: value.to(device, case.dtype) if name == "sinks" else value
         for name, value in options.items()
     }
-    found = one_pass.attend(1, query, *new, **given)
+    found = one_pass.attend(1, query, *new, Scoring(**given))
     assert torch.isnan(pool.keys[0][case.block :]).all(), "another layer was written"
     if "sinks" in given:
         options["sinks"] = given["sinks"].cpu()

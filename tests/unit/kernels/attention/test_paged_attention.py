@@ -11,7 +11,7 @@ from draftsmith.kernels.attention import paged_compiled, paged_torch
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.paged_compiled import MOST_QUERIES, CompiledContext, kernel
 from draftsmith.kernels.attention.paged_torch import GatheredContext
-from draftsmith.kernels.attention.pool import Chunk, PagedPool
+from draftsmith.kernels.attention.pool import Chunk, PagedPool, Scoring
 from tests.unit.kernels.attention.rows import Case, Row, run_rows
 
 BLOCK, DIM = 4, 8
@@ -32,9 +32,9 @@ def check_rows(
 
 @pytest.mark.parametrize("impl", ["auto", "torch"])
 @pytest.mark.parametrize("heads, options", [
-    ((4, 4), {}), ((4, 2), {"sliding_window": 3}), ((6, 1), {"softcap": 2.0}),
-    ((4, 2), {"sliding_window": 5, "softcap": 1.0}), ((6, 1), {"sinks": True}),
-    ((4, 2), {"sliding_window": Chunk(5)}), ((6, 1), {"sliding_window": Chunk(16), "sinks": True}),
+    ((4, 4), {}), ((4, 2), {"window": 3}), ((6, 1), {"softcap": 2.0}),
+    ((4, 2), {"window": 5, "softcap": 1.0}), ((6, 1), {"sinks": True}),
+    ((4, 2), {"window": Chunk(5)}), ((6, 1), {"window": Chunk(16), "sinks": True}),
 ])  # fmt: skip
 @pytest.mark.parametrize("rows", [
     [(0, 7)],  # a prompt
@@ -51,9 +51,7 @@ def test_every_row_attends_to_its_own_context(
     check_rows(rows, options, Case(*heads), impl)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"sliding_window": 3}, {"sliding_window": Chunk(6)}, {"softcap": 2.0}]
-)
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"window": Chunk(6)}, {"softcap": 2.0}])
 def test_long_rows_are_attended_in_pieces(monkeypatch: pytest.MonkeyPatch, options: dict) -> None:
     """No mask has more queries than a piece, and they are those of the whole row."""
     monkeypatch.setattr(paged_torch, "_MOST_QUERIES", 4)
@@ -72,7 +70,7 @@ def test_long_rows_are_attended_in_pieces(monkeypatch: pytest.MonkeyPatch, optio
 
 @needs_compiler
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 40])
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 70}, {"sliding_window": Chunk(70)}])
+@pytest.mark.parametrize("options", [{}, {"window": 70}, {"window": Chunk(70)}])
 def test_the_compiled_kernel_knows_every_width(dim: int, options: dict) -> None:
     rows = [(299, 2), (0, 300), (3, MOST_QUERIES // 2), (700, 1), (40, MOST_QUERIES)]
     check_rows(rows, {"scaling": dim**-0.5, **options}, Case(key_dim=dim, value_dim=dim))
@@ -112,9 +110,7 @@ def pass_of(
 def attended(made: PagedPass, query: torch.Tensor) -> torch.Tensor:
     """[B, heads, dim] over what is in the pool."""
     pool = made.pool
-    return made.context.attend(
-        query, pool.keys[0], pool.values[0], scaling=0.1, window=None, softcap=None, sinks=None
-    )
+    return made.context.attend(query, pool.keys[0], pool.values[0], Scoring(0.1))
 
 
 @pytest.mark.parametrize("impl", ["auto", "torch", "triton"])
@@ -206,7 +202,7 @@ def test_the_compiled_kernel_writes_what_is_read_elsewhere_in_torch() -> None:
     value = torch.randn(1, 4, 2, 4).transpose(1, 2)
     for pool, impl in zip(pools, ("auto", "torch")):
         run = PagedPass(pool, tables, positions, lengths, impl=impl)
-        run.attend(0, query, key, value, scaling=0.3)
+        run.attend(0, query, key, value, Scoring(0.3))
         assert ("slots" in vars(run)) == (impl == "torch")
     assert pools[0].keys[0].any()
     assert torch.equal(pools[0].keys[0], pools[1].keys[0])
@@ -222,5 +218,5 @@ def test_a_token_without_a_block_is_not_written(position: int) -> None:
     run = PagedPass(pool, torch.tensor([[1, 2]]), torch.tensor([position]), torch.tensor([1]))
     states = torch.ones(1, 1, 1, DIM)
     with pytest.raises(IndexError, match="behind the blocks"):
-        run.attend(0, states, states, states, scaling=1.0)
+        run.attend(0, states, states, states, Scoring(1.0))
     assert not pool.keys[0].any()

@@ -8,7 +8,7 @@ import torch
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention import paged_triton, tiles
 from draftsmith.kernels.attention.paged import PagedPass
-from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
+from draftsmith.kernels.attention.pool import PagedPool, Scoring, TreeLayout
 from draftsmith.kernels.attention.tiles import DeviceLimits, HeadKind, Widths, choose_tiles
 
 KIB = 1024
@@ -62,7 +62,7 @@ def attended(groups: int, dims: tuple[int, int], *, has_tree: bool) -> torch.Ten
     )  # fmt: skip
     query = torch.randn(1, 2 * groups, 5, dims[0], generator=generator)
     new = [torch.randn(1, 2, 5, dim, generator=generator) for dim in dims]
-    return one.attend(0, query, *new, scaling=0.2)
+    return one.attend(0, query, *new, Scoring(0.2))
 
 
 @pytest.mark.parametrize("has_tree", [False, True])

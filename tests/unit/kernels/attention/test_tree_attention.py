@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.paged_torch import GatheredContext
-from draftsmith.kernels.attention.pool import Chunk, PagedPool, Window
+from draftsmith.kernels.attention.pool import Chunk, PagedPool, Scoring, Window
 from tests.unit.kernels.attention.rows import Case, Row, run_rows
 
 BLOCK = 4
@@ -38,19 +38,19 @@ PLAIN = [
     [Row(299, 2, []), Row(3, 2, []), Row(0, 40, [])],  # more tokens than a tile holds
 ]
 OPTIONS = [
-    {}, {"sliding_window": 3}, {"sliding_window": 7, "softcap": 1.0}, {"softcap": 2.0},
-    {"sinks": True}, {"sliding_window": Chunk(3)}, {"sliding_window": Chunk(10), "softcap": 1.0},
+    {}, {"window": 3}, {"window": 7, "softcap": 1.0}, {"softcap": 2.0},
+    {"sinks": True}, {"window": Chunk(3)}, {"window": Chunk(10), "softcap": 1.0},
 ]  # fmt: skip
 
 
 # Of the kernel: every row of `ROWS` meets two of them.
 VARIANTS = [
-    (Case(6, 2, impl="triton"), {"sliding_window": 3, "softcap": 1.0}),
+    (Case(6, 2, impl="triton"), {"window": 3, "softcap": 1.0}),
     (Case(4, 4, impl="triton", num_splits=1), {"sinks": True}),
-    (Case(6, 2, impl="triton", num_splits=3), {"sliding_window": 7, "sinks": True}),
+    (Case(6, 2, impl="triton", num_splits=3), {"window": 7, "sinks": True}),
     (Case(4, 4, impl="triton", num_splits=4), {"softcap": 2.0}),
-    (Case(6, 2, impl="triton", num_splits=1), {"sliding_window": Chunk(10)}),
-    (Case(4, 4, impl="triton", num_splits=3), {"sliding_window": Chunk(3), "softcap": 1.0}),
+    (Case(6, 2, impl="triton", num_splits=1), {"window": Chunk(10)}),
+    (Case(4, 4, impl="triton", num_splits=3), {"window": Chunk(3), "softcap": 1.0}),
 ]
 
 
@@ -74,9 +74,7 @@ def any_rows(draw: st.DrawFn) -> list[Row]:
 @given(any_rows(), st.sampled_from([None, 1, 2, 5, 9, Chunk(1), Chunk(2), Chunk(5), Chunk(9)]))
 @settings(max_examples=60, deadline=None)
 def test_any_mix_of_rows_attends_along_its_paths(rows: list[Row], window: Window | None) -> None:
-    found, expected = run_rows(
-        rows, {} if window is None else {"sliding_window": window}, Case(), CPU
-    )
+    found, expected = run_rows(rows, {} if window is None else {"window": window}, Case(), CPU)
     torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-4)
 
 
@@ -130,8 +128,8 @@ def test_the_kernel_takes_any_heads_and_half_floats(
     "options",
     [
         {},
-        {"sliding_window": 1000},
-        {"sliding_window": Chunk(1024)},
+        {"window": 1000},
+        {"window": Chunk(1024)},
         {"softcap": 30.0},
         {"sinks": True},
     ],
@@ -170,13 +168,13 @@ def test_a_pass_is_captured_by_a_graph() -> None:
     query, key, value = (torch.randn(1, heads, 6, 128, device=device) for heads in (32, 8, 8))
     eager = (
         PagedPass(pool, tables, positions, lengths)
-        .attend(0, query, key, value, scaling=0.1)
+        .attend(0, query, key, value, Scoring(0.1))
         .clone()
     )
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = PagedPass(pool, tables, positions, lengths).attend(
-            0, query, key, value, scaling=0.1
+            0, query, key, value, Scoring(0.1)
         )
     graph.replay()
     assert torch.equal(captured, eager)
@@ -185,7 +183,7 @@ def test_a_pass_is_captured_by_a_graph() -> None:
     graph.replay()
     assert torch.equal(
         captured,
-        PagedPass(pool, tables, positions, lengths).attend(0, query, key, value, scaling=0.1),
+        PagedPass(pool, tables, positions, lengths).attend(0, query, key, value, Scoring(0.1)),
     )
 
 
