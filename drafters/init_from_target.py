@@ -1,18 +1,103 @@
-"""Initial values that a new feature head takes from its target."""
+"""Tables that a draft shares with its target or brings itself, and initial values that a new one
+takes from it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import nn
+from transformers import PreTrainedConfig
 
 from draftsmith.drafters.target.quantised import numbers_of
 from draftsmith.drafters.target.sharded import gathered
 from draftsmith.drafters.target.taps import FINAL
 from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.weights import PortableDraft
 from draftsmith.errors import UserError
 
 PROBE_ROWS, PROBE_LENGTH = 4, 64
+
+
+MASK = "mask_embedding"
+
+
+class OwnTables(NamedTuple):
+    draft_vocab_size: int | None = None  # rows of its own head; None: the target's head
+    is_subset: bool = False  # whether d2t says which tokens these are
+    embeddings: bool = False
+    mask_embedding: bool = False
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> OwnTables:
+        head = tensors.get("lm_head.weight")
+        return cls(
+            None if head is None else len(head),
+            "d2t" in tensors,
+            "embed_tokens.weight" in tensors,
+            MASK in tensors,
+        )
+
+    def add_to(self, module: nn.Module, config: PreTrainedConfig) -> None:
+        """Sets the module's attributes; those it lacks are None. They are read, and not trained."""
+        size, rows = config.hidden_size, self.draft_vocab_size
+        module.lm_head = None if rows is None else nn.Linear(size, rows, bias=False)
+        module.embed_tokens = nn.Embedding(config.vocab_size, size) if self.embeddings else None
+        for own in (module.lm_head, module.embed_tokens):
+            if own is not None:
+                own.requires_grad_(False)
+        subset = torch.zeros(rows or 0, dtype=torch.int64) if self.is_subset else None
+        module.register_buffer("d2t", subset)
+        module.register_buffer(MASK, torch.zeros(size) if self.mask_embedding else None)
+
+
+class BorrowsTables(PortableDraft):
+    """A draft whose embeddings and head are its `_target`'s, frozen and not part of the module,
+    but for those of `OwnTables`."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    @property
+    def vocab_map(self) -> torch.Tensor | None:
+        """[Vd]; on disk d2t holds offsets: target id = i + d2t[i]."""
+        if self.d2t is None:
+            return None
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def head_weight(self) -> torch.Tensor:
+        if self.lm_head is not None:
+            return self.lm_head.weight
+        return output_table(self._target).to(self.dtype)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """[...] -> [..., H]."""
+        embeds = self._target.embed(ids) if self.embed_tokens is None else self.embed_tokens(ids)
+        return embeds.to(self.dtype)
+
+    def begin_embeddings(self) -> None:
+        """Fill a table of its own with the target's embeddings."""
+        if self.embed_tokens is not None:
+            every = torch.arange(self._target.vocab_size, device=self._target.device)
+            self.embed_tokens.weight.data.copy_(self._target.embed(every))
+
+
+def check_map(offsets: torch.Tensor, num_draft: int, vocab_size: int, folder: Path) -> None:
+    """Raises `UserError` for a d2t that no draft vocabulary has."""
+    ids = torch.arange(len(offsets)) + offsets
+    if (
+        len(ids) != num_draft
+        or ids.min() < 0
+        or ids.max() >= vocab_size
+        or len(ids.unique()) != len(ids)
+    ):
+        raise UserError(
+            f"d2t of {str(folder)!r} does not map draft tokens to distinct target ids; restore or "
+            "train the draft again"
+        )
 
 
 def shares_embeddings(target: Target) -> bool:

@@ -33,7 +33,6 @@ from draftsmith.drafters.blocks.block_drafting import DraftsBlocks
 from draftsmith.drafters.blocks.block_unroll import BlockPass
 from draftsmith.drafters.blocks.shape import (
     BlockShape,
-    OwnTables,
     block_values,
     check_block,
     read_tables,
@@ -41,6 +40,8 @@ from draftsmith.drafters.blocks.shape import (
 )
 from draftsmith.drafters.draft_shape import config_dict, layer_config, shape_of, windows_config
 from draftsmith.drafters.init_from_target import (
+    BorrowsTables,
+    OwnTables,
     adopt_layers,
     average_taps,
     checked_mask_token,
@@ -55,20 +56,16 @@ from draftsmith.drafters.target.taps import check_draft_taps, check_taps
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import (
     ReadBytes,
-    load_into,
     read_config,
     read_weights,
     weight_bytes,
-    write_weights,
 )
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.kernels.products.fast_types import name_of
 
 
-class Dflash(HasRotary, DraftsBlocks):
-    """Embeddings and head are the target's, frozen and not part of the module, unless the draft
-    brings its own."""
-
+class Dflash(BorrowsTables, HasRotary, DraftsBlocks):
     family = "dflash"
     architecture = "DFlashDraftModel"
     other_architectures: tuple[str, ...] = ()
@@ -150,21 +147,9 @@ class Dflash(HasRotary, DraftsBlocks):
     def max_positions(self) -> int:
         return self.config.max_position_embeddings
 
-    @property
-    def vocab_map(self) -> torch.Tensor | None:
-        if self.d2t is None:
-            return None
-        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
-
-    def head_weight(self) -> torch.Tensor:
-        if self.lm_head is not None:
-            return self.lm_head.weight
-        return output_table(self._target).to(self.fc.weight.dtype)
-
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Slots [b, t] -> [b, t, H]."""
-        embeds = self._target.embed(ids) if self.embed_tokens is None else self.embed_tokens(ids)
-        embeds = embeds.to(self.fc.weight.dtype)
+        embeds = super().embed(ids)
         if self.mask_embedding is None:
             return embeds
         return torch.where((ids == self.shape.mask_token)[..., None], self.mask_embedding, embeds)
@@ -180,7 +165,7 @@ class Dflash(HasRotary, DraftsBlocks):
         return None
 
     def context(self, taps: torch.Tensor) -> torch.Tensor:
-        return self.hidden_norm(self.fc(taps.to(self.fc.weight.dtype)))
+        return self.hidden_norm(self.fc(taps.to(self.dtype)))
 
     def context_keys(
         self, context: torch.Tensor, positions: torch.Tensor
@@ -257,9 +242,6 @@ class Dflash(HasRotary, DraftsBlocks):
         shared = [output_table(self._target)] if self.lm_head is None else []
         return ReadBytes(proposal=weight_bytes([self], *shared), token=0)
 
-    def save(self, folder: Path) -> None:
-        write_weights(Path(folder), self.portable_config(), self.state_dict())
-
     def portable_config(self) -> dict[str, Any]:
         """Config that vLLM and SGLang read: tapped layers are counted by their outputs."""
         block = {
@@ -274,7 +256,7 @@ class Dflash(HasRotary, DraftsBlocks):
             "architectures": [self.architecture],
             "model_type": "qwen3",
             **config_dict(self.config),
-            "dtype": str(self.fc.weight.dtype).removeprefix("torch."),
+            "dtype": name_of(self.dtype),
             "tie_word_embeddings": False,
             "target_hidden_size": self._target.hidden_size,
             "num_target_layers": self._target.num_layers,
@@ -300,9 +282,7 @@ class Dflash(HasRotary, DraftsBlocks):
             shape_in(values),
             OwnTables.of(tensors),
         )
-        drafter.to(tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.float32)
-        load_into(drafter, tensors, str(folder))
-        return drafter
+        return drafter.filled(tensors, folder)
 
 
 def projected(

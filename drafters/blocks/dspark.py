@@ -18,7 +18,8 @@ from torch import nn
 from transformers import Qwen3Config
 
 from draftsmith.drafters.blocks.dflash import Dflash
-from draftsmith.drafters.blocks.shape import BlockShape, OwnTables
+from draftsmith.drafters.blocks.shape import BlockShape
+from draftsmith.drafters.init_from_target import OwnTables
 from draftsmith.drafters.options import DsparkOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import ReadBytes, weight_bytes

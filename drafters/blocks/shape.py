@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from transformers import PreTrainedConfig
 
 from draftsmith.drafters.draft_shape import SLIDING, Windows, windows_in
+from draftsmith.drafters.init_from_target import MASK, check_map
 from draftsmith.drafters.layouts.folder import flattened
 from draftsmith.drafters.weights import load_pickled
 from draftsmith.errors import UserError
@@ -101,38 +100,8 @@ def check_block(values: Mapping[str, Any], folder: Path, *, from_anchor: bool) -
 
 
 MASK_FILE = "mask_embedding.pt"
-MASK = "mask_embedding"
 # Copies of the target's, or what follows from other tensors.
 LEFT_OUT = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
-
-
-class OwnTables(NamedTuple):
-    draft_vocab_size: int | None = None  # rows of its own head; None: the target's head
-    is_subset: bool = False  # whether d2t says which tokens these are
-    embeddings: bool = False
-    mask_embedding: bool = False
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor]) -> OwnTables:
-        head = tensors.get("lm_head.weight")
-        return cls(
-            None if head is None else len(head),
-            "d2t" in tensors,
-            "embed_tokens.weight" in tensors,
-            MASK in tensors,
-        )
-
-    def add_to(self, module: nn.Module, config: PreTrainedConfig) -> None:
-        """Sets the module's attributes; those it lacks are None. They are read, and not trained."""
-        size, rows = config.hidden_size, self.draft_vocab_size
-        module.lm_head = None if rows is None else nn.Linear(size, rows, bias=False)
-        module.embed_tokens = nn.Embedding(config.vocab_size, size) if self.embeddings else None
-        for own in (module.lm_head, module.embed_tokens):
-            if own is not None:
-                own.requires_grad_(False)
-        subset = torch.zeros(rows or 0, dtype=torch.int64) if self.is_subset else None
-        module.register_buffer("d2t", subset)
-        module.register_buffer(MASK, torch.zeros(size) if self.mask_embedding else None)
 
 
 def read_tables(
@@ -145,7 +114,7 @@ def read_tables(
     if full:
         kept.pop("d2t", None)  # some trainers write the map of a full vocabulary too
     elif "d2t" in kept:
-        check_map(kept["d2t"], values, folder)
+        check_map(kept["d2t"], values["draft_vocab_size"], values["vocab_size"], folder)
     head = kept.get("lm_head.weight")
     if head is not None and len(head) != values.get("vocab_size") and "d2t" not in kept:
         raise UserError(
@@ -155,20 +124,6 @@ def read_tables(
     if (folder / MASK_FILE).is_file():
         kept[MASK] = mask_embedding(folder, values)
     return kept
-
-
-def check_map(offsets: torch.Tensor, values: Mapping[str, Any], folder: Path) -> None:
-    ids = torch.arange(len(offsets)) + offsets
-    if (
-        len(ids) != values["draft_vocab_size"]
-        or ids.min() < 0
-        or ids.max() >= values["vocab_size"]
-        or len(ids.unique()) != len(ids)
-    ):
-        raise UserError(
-            f"d2t of {str(folder)!r} does not map draft tokens to distinct target ids; restore or "
-            "train the draft again"
-        )
 
 
 def mask_embedding(folder: Path, values: Mapping[str, Any]) -> torch.Tensor:

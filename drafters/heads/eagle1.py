@@ -35,18 +35,14 @@ from draftsmith.drafters.draft_shape import (
     windows_in,
 )
 from draftsmith.drafters.heads.feature_head import FeatureHead, HeadStep
-from draftsmith.drafters.init_from_target import output_table, shares_embeddings
+from draftsmith.drafters.init_from_target import OwnTables, shares_embeddings
 from draftsmith.drafters.layouts.folder import DraftFolder, flattened, is_causal_lm, renamed
 from draftsmith.drafters.options import Eagle1Options
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.taps import FINAL
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.weights import (
-    load_into,
-    read_config,
-    read_weights,
-    write_weights,
-)
+from draftsmith.drafters.weights import read_config, read_weights
+from draftsmith.kernels.products.fast_types import name_of
 
 # vLLM's name for the layout without a bias, then SGLang's, which always has one.
 ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLMEagle")
@@ -62,9 +58,6 @@ PREFIXES = {
 
 
 class Eagle1(FeatureHead):
-    """Head and embeddings are the target's, frozen and not part of the module; a draft may bring or
-    need its own embeddings."""
-
     family = "eagle1"
     taps = (FINAL,)
     vocab_map = None
@@ -100,11 +93,7 @@ class Eagle1(FeatureHead):
         if not output_bias:
             layer.self_attn.o_proj.bias = None
         self.layers = nn.ModuleList([layer])
-        self.embed_tokens = (
-            nn.Embedding(config.vocab_size, config.hidden_size) if own_embeddings else None
-        )
-        if self.embed_tokens is not None:
-            self.embed_tokens.requires_grad_(False)
+        OwnTables(embeddings=own_embeddings).add_to(self, config)
         self.to(target.device)
 
     @classmethod
@@ -133,10 +122,7 @@ class Eagle1(FeatureHead):
                 windows=new_windows(options.window, 1),
                 own_embeddings=not shares_embeddings(target),
             )
-        if drafter.embed_tokens is not None:
-            drafter.embed_tokens.weight.data.copy_(
-                target.embed(torch.arange(target.vocab_size, device=target.device))
-            )
+        drafter.begin_embeddings()
         size = drafter.config.hidden_size
         drafter.fc.weight.data[:, size:] += torch.eye(size, device=target.device)
         return drafter
@@ -144,16 +130,6 @@ class Eagle1(FeatureHead):
     @property
     def has_layernorms(self) -> bool:
         return isinstance(self.pre_lm_head_layernorm, LlamaRMSNorm)
-
-    def head_weight(self) -> torch.Tensor:
-        return output_table(self._target).to(self.fc.weight.dtype)
-
-    def fuse(self, taps: torch.Tensor) -> torch.Tensor:
-        return taps.to(self.fc.weight.dtype)
-
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        embeds = self._target.embed(ids) if self.embed_tokens is None else self.embed_tokens(ids)
-        return embeds.to(self.fc.weight.dtype)
 
     def step(
         self,
@@ -167,9 +143,6 @@ class Eagle1(FeatureHead):
         state = self.layers[0](mixed, position_embeddings=rotary, attention_context=context)
         return HeadStep(next_hidden=state, head_input=self.pre_lm_head_layernorm(state))
 
-    def save(self, folder: Path) -> None:
-        write_weights(Path(folder), self.portable_config(), self.state_dict())
-
     def portable_config(self) -> dict[str, Any]:
         has_bias = self.fc.bias is not None
         return {
@@ -179,7 +152,7 @@ class Eagle1(FeatureHead):
             **windows_config(self.windows),
             "bias": has_bias,
             **({"layernorms": True} if self.has_layernorms else {}),
-            "dtype": str(self.fc.weight.dtype).removeprefix("torch."),
+            "dtype": name_of(self.dtype),
             "tie_word_embeddings": False,
         }
 
@@ -202,9 +175,7 @@ class Eagle1(FeatureHead):
             own_embeddings="embed_tokens.weight" in tensors,
             layernorms=bool(values.get("layernorms")) or "embedding_layernorm.weight" in tensors,
         )
-        drafter.to(tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.float32)
-        load_into(drafter, tensors, str(folder))
-        return drafter
+        return drafter.filled(tensors, folder)
 
 
 def has_fused_input(draft: DraftFolder) -> bool:

@@ -45,8 +45,10 @@ from draftsmith.drafters.heads.eagle3_layer import (
 )
 from draftsmith.drafters.heads.feature_head import FeatureHead, HeadStep
 from draftsmith.drafters.init_from_target import (
+    OwnTables,
     adopt_layer,
     average_taps,
+    check_map,
     fitted_norm,
     frequent_tokens,
     output_table,
@@ -57,14 +59,9 @@ from draftsmith.drafters.options import Eagle3Options, default_taps
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.taps import check_draft_taps
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.weights import (
-    load_into,
-    read_config,
-    read_weights,
-    write_weights,
-)
-from draftsmith.errors import UserError
+from draftsmith.drafters.weights import read_config, read_weights
 from draftsmith.kernels.attention.pool import LayerShape
+from draftsmith.kernels.products.fast_types import name_of
 
 ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
@@ -83,9 +80,6 @@ PREFIXES = {"layers.0.": "midlayer."}
 
 
 class Eagle3(FeatureHead):
-    """Embeddings are the target's, frozen and not part of the module, unless the draft brings or
-    needs its own table."""
-
     family = "eagle3"
 
     def __init__(
@@ -120,17 +114,10 @@ class Eagle3(FeatureHead):
             {str(index): kind_of(config).layer(config, index) for index in later}
         )
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False)
-        self._rotary = (kind_of(config).rotary(config),)
-        self.embed_tokens = (
-            nn.Embedding(config.vocab_size, config.hidden_size) if own_embeddings else None
-        )
-        if self.embed_tokens is not None:
-            self.embed_tokens.requires_grad_(False)
         subset = draft_vocab_size < config.vocab_size
-        self.register_buffer(
-            "d2t", torch.zeros(draft_vocab_size, dtype=torch.int64) if subset else None
-        )
+        OwnTables(draft_vocab_size, subset, own_embeddings).add_to(self, config)
+        self.lm_head.requires_grad_(True)
+        self._rotary = (kind_of(config).rotary(config),)
         self.register_buffer(
             "t2d", torch.ones(config.vocab_size, dtype=torch.bool) if subset else None
         )
@@ -170,10 +157,7 @@ class Eagle3(FeatureHead):
                 windows=new_windows(options.window, config.num_hidden_layers),
                 own_embeddings=not shares_embeddings(target),
             )
-        if drafter.embed_tokens is not None:
-            drafter.embed_tokens.weight.data.copy_(
-                target.embed(torch.arange(target.vocab_size, device=target.device))
-            )
+        drafter.begin_embeddings()
         if drafter.d2t is not None:
             drafter.set_vocab(frequent_tokens(token_counts, vocab_size, target.eos_token_ids))
         start_from_target(drafter, target)
@@ -183,31 +167,18 @@ class Eagle3(FeatureHead):
     def cache_shapes(self) -> list[LayerShape]:
         return [cache_shape(self.config)] * self.config.num_hidden_layers
 
-    @property
-    def vocab_map(self) -> torch.Tensor | None:
-        if self.d2t is None:
-            return None
-        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
-
     def set_vocab(self, ids: torch.Tensor) -> None:
-        """`ids` [Vd], ascending target ids. On disk d2t holds offsets: target id = i + d2t[i]."""
+        """`ids` [Vd], ascending target ids."""
         self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
         self.t2d.fill_(False)[ids] = True
 
-    def head_weight(self) -> torch.Tensor:
-        return self.lm_head.weight
-
     def fuse(self, taps: torch.Tensor) -> torch.Tensor:
-        taps = taps.to(self.fc.weight.dtype)
+        taps = super().fuse(taps)
         if self.input_norm is not None:
             taps = self.input_norm(taps)
         if self.fc_norm is not None:
             taps = self.fc_norm(taps)
         return self.fc(taps)
-
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        embeds = self._target.embed(ids) if self.embed_tokens is None else self.embed_tokens(ids)
-        return embeds.to(self.fc.weight.dtype)
 
     def step(
         self,
@@ -223,16 +194,13 @@ class Eagle3(FeatureHead):
         normed = self.norm(hidden)
         return HeadStep(next_hidden=normed if self.norms.norm_output else hidden, head_input=normed)
 
-    def save(self, folder: Path) -> None:
-        write_weights(Path(folder), self.portable_config(), self.state_dict())
-
     def portable_config(self) -> dict[str, Any]:
         """`config.json` that vLLM and SGLang read alike. Each takes the taps from its own key and
         counts them its own way."""
         return {
             "architectures": [kind_of(self.config).architecture],
             **config_values(self.config),
-            "dtype": str(self.fc.weight.dtype).removeprefix("torch."),
+            "dtype": name_of(self.dtype),
             "tie_word_embeddings": False,
             "draft_vocab_size": self.lm_head.out_features,
             "target_hidden_size": self._target.hidden_size,
@@ -273,27 +241,12 @@ class Eagle3(FeatureHead):
                 name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")
             }
         elif "d2t" in tensors:
-            drafter.check_vocab_map(tensors["d2t"], folder)
+            check_map(tensors["d2t"], vocab_size, target.vocab_size, folder)
             ids = torch.arange(vocab_size) + tensors["d2t"]
             tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(
                 0, ids, True
             )
-        drafter.to(tensors["fc.weight"].dtype if "fc.weight" in tensors else torch.float32)
-        load_into(drafter, tensors, str(folder))
-        return drafter
-
-    def check_vocab_map(self, offsets: torch.Tensor, folder: Path) -> None:
-        ids = torch.arange(len(offsets)) + offsets
-        if (
-            len(offsets) != len(self.d2t)
-            or ids.min() < 0
-            or ids.max() >= self.config.vocab_size
-            or len(ids.unique()) != len(ids)
-        ):
-            raise UserError(
-                f"d2t of {str(folder)!r} does not map draft tokens to distinct target ids; "
-                "restore or train the draft again"
-            )
+        return drafter.filled(tensors, folder)
 
 
 def chosen_shape(options: Eagle3Options) -> dict[str, int]:

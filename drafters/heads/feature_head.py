@@ -28,6 +28,7 @@ from draftsmith.drafters.compiled.captured import (
     steps_for,
 )
 from draftsmith.drafters.draft_shape import WindowedContext, Windows
+from draftsmith.drafters.init_from_target import BorrowsTables
 from draftsmith.drafters.interface import (
     DraftInputs,
     ForwardCapturable,
@@ -58,7 +59,7 @@ class CapturedHead(NamedTuple):
         self.logits.refresh()
 
 
-class FeatureHead(HasRotary, ForwardCapturable, ChainLoop):
+class FeatureHead(BorrowsTables, HasRotary, ForwardCapturable, ChainLoop):
     family: str
     taps: tuple[int, ...]
     config: LlamaConfig
@@ -67,12 +68,9 @@ class FeatureHead(HasRotary, ForwardCapturable, ChainLoop):
     _captured: CapturedHead | None = None
     level_graphs: LevelGraphs | None = None
 
-    @abstractmethod
     def fuse(self, taps: torch.Tensor) -> torch.Tensor:
         """[..., n * H_t] true states -> [..., H]."""
-
-    @abstractmethod
-    def embed(self, ids: torch.Tensor) -> torch.Tensor: ...
+        return taps.to(self.dtype)
 
     @abstractmethod
     def step(
@@ -86,9 +84,6 @@ class FeatureHead(HasRotary, ForwardCapturable, ChainLoop):
 
     def windowed(self, context: AttentionContext) -> AttentionContext:
         return WindowedContext(context, self.windows) if self.windows else context
-
-    @abstractmethod
-    def head_weight(self) -> torch.Tensor: ...
 
     @property
     def max_positions(self) -> int:

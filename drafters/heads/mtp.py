@@ -49,13 +49,9 @@ from draftsmith.drafters.init_from_target import fitted_norm
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.target.target import FINAL, Target
-from draftsmith.drafters.weights import (
-    load_into,
-    read_config,
-    read_weights,
-    write_weights,
-)
+from draftsmith.drafters.weights import read_config, read_weights, write_weights
 from draftsmith.errors import UserError
+from draftsmith.kernels.products.fast_types import name_of
 
 ARCHITECTURE = "DraftsmithMtp"
 
@@ -112,7 +108,7 @@ class LlamaMtp(MtpHead):
             **windows_config(self.windows),
         }
         values |= {
-            "dtype": str(self.eh_proj.weight.dtype).removeprefix("torch."),
+            "dtype": name_of(self.dtype),
             "tie_word_embeddings": False,
             **({READS_FINAL: True} if self.taps == (FINAL,) else {}),
         }
@@ -128,11 +124,7 @@ class LlamaMtp(MtpHead):
         tap = FINAL if values.get(READS_FINAL) else None
         windows = () if native else windows_in(values)
         drafter = cls(llama_config(values), target, tap=tap, windows=windows)
-        drafter.to(
-            tensors["eh_proj.weight"].dtype if "eh_proj.weight" in tensors else torch.float32
-        )
-        load_into(drafter, tensors, str(folder))
-        return drafter
+        return drafter.filled(tensors, folder)
 
 
 class Mtp:

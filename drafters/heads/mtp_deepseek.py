@@ -61,6 +61,7 @@ from draftsmith.drafters.weights import (
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import LayerShape, PagedPool
+from draftsmith.kernels.products.fast_types import name_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -185,7 +186,7 @@ class AppendedMtp(MtpHead):
         values: dict[str, Any] = json.loads(self.config.to_json_string(use_diff=False))
         values |= {
             self.layout.counted_by: num_modules,
-            "dtype": str(self.eh_proj.weight.dtype).removeprefix("torch."),
+            "dtype": name_of(self.dtype),
         }
         if self.layout is SPECULATORS:
             values["speculators_model_type"] = "mtp"

@@ -17,14 +17,12 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from draftsmith.drafters.heads.feature_head import FeatureHead, HeadStep
-from draftsmith.drafters.init_from_target import output_table
+from draftsmith.drafters.init_from_target import OwnTables
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.target import Target
 
 
 class MtpHead(FeatureHead):
-    """Embeddings and head are the target's, frozen and not part of the module."""
-
     family = "mtp"
     vocab_map = None
 
@@ -56,15 +54,11 @@ class MtpHead(FeatureHead):
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
         self.layer = layer()
         self.norm = norm() if last_norm else nn.Identity()
+        OwnTables().add_to(self, config)
 
-    def head_weight(self) -> torch.Tensor:
-        return output_table(self._target).to(self.eh_proj.weight.dtype)
-
-    def fuse(self, taps: torch.Tensor) -> torch.Tensor:
-        return taps.to(self.eh_proj.weight.dtype)
-
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._target.embed(ids).to(self.eh_proj.weight.dtype)
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.eh_proj.weight.dtype
 
     def step(
         self,

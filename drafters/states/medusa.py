@@ -30,14 +30,13 @@ from draftsmith.drafters.trees.candidates import FixedLevels, TreeDistributions,
 from draftsmith.drafters.trees.nodes import no_trees
 from draftsmith.drafters.weights import (
     ReadBytes,
-    load_into,
     read_config,
     read_weights,
     weight_bytes,
-    write_weights,
 )
 from draftsmith.errors import UserError
 from draftsmith.kernels.dispatch import sent
+from draftsmith.kernels.products.fast_types import name_of
 
 # How the original trainer names all heads together.
 PREFIXES = ("medusa_heads.", "medusa_head.")
@@ -114,7 +113,7 @@ class Medusa(StateHead):
         return drafter
 
     def begin(self, taps: torch.Tensor) -> torch.Tensor:
-        return taps.to(self.heads[0][0].linear.weight.dtype)
+        return taps.to(self.dtype)
 
     def advance(self, state: torch.Tensor, tokens: torch.Tensor, depth: int) -> HeadStep:
         return HeadStep(next_hidden=state, head_input=self.heads[depth](state))
@@ -129,7 +128,7 @@ class Medusa(StateHead):
     def head_weight(self) -> torch.Tensor:
         if self.has_own_heads:
             return self.tables[0].weight
-        return output_table(self._target).to(self.heads[0][0].linear.weight.dtype)
+        return output_table(self._target).to(self.dtype)
 
     @torch.no_grad()
     def propose_tree(self, inputs: DraftInputs, shape: TreeShape) -> Proposal:
@@ -160,12 +159,12 @@ class Medusa(StateHead):
             proposal=weight_bytes([], *shared), token=weight_bytes([self]) // self.max_depth
         )
 
-    def save(self, folder: Path) -> None:
-        write_weights(
-            Path(folder),
-            self.portable_config(),
-            {engine_name(name): value for name, value in self.state_dict().items()},
-        )
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.heads[0][0].linear.weight.dtype
+
+    def portable_tensors(self) -> dict[str, torch.Tensor]:
+        return {engine_name(name): value for name, value in self.state_dict().items()}
 
     def portable_config(self) -> dict[str, Any]:
         """Config as vLLM read it while it served Medusa. `original_lm_head`: the heads share the
@@ -180,7 +179,7 @@ class Medusa(StateHead):
             "num_hidden_layers": self.num_layers,
             "medusa_fc_bias": self.bias,
             "original_lm_head": not len(self.tables),
-            "dtype": str(self.heads[0][0].linear.weight.dtype).removeprefix("torch."),
+            "dtype": name_of(self.dtype),
         }
 
     @classmethod
@@ -201,9 +200,7 @@ class Medusa(StateHead):
             bias="heads.0.0.linear.bias" in tensors,
             own_tables=own_tables,
         )
-        drafter.to(next(iter(tensors.values())).dtype)
-        load_into(drafter, tensors, str(folder))
-        return drafter
+        return drafter.filled(tensors, folder)
 
 
 def engine_name(name: str) -> str:

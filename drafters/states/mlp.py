@@ -38,13 +38,12 @@ from draftsmith.drafters.states.state_head import StateHead
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import (
     ReadBytes,
-    load_into,
     read_config,
     read_weights,
     weight_bytes,
-    write_weights,
 )
 from draftsmith.errors import UserError
+from draftsmith.kernels.products.fast_types import name_of
 
 ARCHITECTURE = "MLPSpeculatorPreTrainedModel"
 
@@ -77,9 +76,6 @@ class RecurrentHead(StateHead):
     def head_weight(self) -> torch.Tensor:
         return self.head[0].weight
 
-    def save(self, folder: Path) -> None:
-        write_weights(Path(folder), self.portable_config(), self.portable_tensors())
-
     def portable_tensors(self) -> dict[str, torch.Tensor]:
         return {PREFIX + name: value for name, value in self.state_dict().items()}
 
@@ -90,7 +86,7 @@ class RecurrentHead(StateHead):
             "n_predict": self.max_depth,
             "top_k_tokens_per_head": [1] * self.max_depth,
             "scale_input": self.scale_input,
-            "dtype": str(self.head[0].weight.dtype).removeprefix("torch."),
+            "dtype": name_of(self.head[0].weight.dtype),
         }
 
 
@@ -190,9 +186,7 @@ class Mlp(RecurrentHead):
         tensors = own_names(read_weights(folder))
         if drafter.tied:
             tensors = without_copies(tensors, drafter.state_dict().keys())
-        drafter.to(next(iter(tensors.values())).dtype)
-        load_into(drafter, tensors, str(folder))
-        return drafter
+        return drafter.filled(tensors, folder)
 
 
 def at(modules: nn.ModuleList, depth: int) -> nn.Module:
@@ -340,9 +334,7 @@ class MlpLstm(RecurrentHead):
             for name, tensor in own_names(read_weights(folder)).items()
             if not is_copy(name)
         }
-        drafter.to(next(iter(tensors.values())).dtype)
-        load_into(drafter, tensors, str(folder))
-        return drafter
+        return drafter.filled(tensors, folder)
 
 
 def is_copy(name: str) -> bool:

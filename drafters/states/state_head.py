@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from draftsmith.drafters.autoregressive.call_graphs import CallLoop, CallShape
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, DraftStep
@@ -25,7 +24,7 @@ from draftsmith.drafters.interface import (
     UnrolledStep,
 )
 from draftsmith.drafters.target.taps import FINAL
-from draftsmith.drafters.weights import ReadBytes
+from draftsmith.drafters.weights import PortableDraft, ReadBytes
 from draftsmith.kernels.attention.pool import PagedPool
 
 
@@ -35,7 +34,7 @@ class NewestState(NamedTuple):
     positions: torch.Tensor  # [R] of the tokens
 
 
-class StateHead(nn.Module, CallLoop):
+class StateHead(PortableDraft, CallLoop):
     family: str
     taps: tuple[int, ...] = (FINAL,)
     vocab_map = None
