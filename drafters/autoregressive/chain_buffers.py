@@ -28,25 +28,15 @@ class ChainBuffers:
     """State of as many rows as a batch may have, at fixed addresses. A bucket uses the first of
     them."""
 
-    def __init__(self, num_rows: int, max_blocks: int, hidden: torch.Tensor):
+    def __init__(
+        self, num_rows: int, max_blocks: int, hidden: torch.Tensor, sampling: SamplingRows
+    ):
         device = hidden.device
         whole = {"dtype": torch.int64, "device": device}
         self.tokens, self.positions, self.left, self.seeds = torch.zeros(4, num_rows, **whole)
         self.tables = torch.full((num_rows, max_blocks), NULL_BLOCK, **whole)
         self.hidden = torch.zeros(num_rows, hidden.shape[1], dtype=hidden.dtype, device=device)
-        self.temperature, self.min_p = torch.zeros(2, num_rows, dtype=torch.float32, device=device)
-        self.top_p = torch.ones(num_rows, dtype=torch.float64, device=device)
-        self.top_k = torch.zeros(num_rows, **whole)
-
-    def sampling(self, num_rows: int, passes: Passes) -> SamplingRows:
-        first = slice(num_rows)
-        return SamplingRows(
-            self.temperature[first],
-            self.top_k[first],
-            self.top_p[first],
-            self.min_p[first],
-            passes,
-        )
+        self.sampling = sampling.room(num_rows)
 
     def fill(
         self, state: ChainState, left: torch.Tensor, seeds: torch.Tensor, sampling: SamplingRows
@@ -69,15 +59,9 @@ class ChainBuffers:
             (self.left, left),
             (self.seeds, seeds),
         ]
-        if not sampling.passes.all_greedy:
-            pairs += [
-                (self.temperature, sampling.temperature),
-                (self.min_p, sampling.min_p),
-                (self.top_p, sampling.top_p),
-                (self.top_k, sampling.top_k),
-            ]
         for buffer, values in pairs:
             buffer[:count].copy_(values)
+        self.sampling.take(sampling)
 
 
 def bucket(sizes: Sequence[int], size: int) -> int:

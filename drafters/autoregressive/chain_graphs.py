@@ -17,6 +17,7 @@ are read without graphs: they are long enough to keep a device busy.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -34,18 +35,13 @@ from draftsmith.drafters.autoregressive.draft_sampler import (
     RowsAtDepth,
     draw_tokens,
 )
-from draftsmith.drafters.autoregressive.padded_round import (
-    WIDTHS,
-    PaddedRound,
-    RoundInputs,
-    numbers_of,
-)
+from draftsmith.drafters.autoregressive.padded_round import PaddedRound, RoundGraphs, RoundShape
 from draftsmith.drafters.autoregressive.state import ChainState, HeadStep, ReadsCommitted
 from draftsmith.drafters.interface import DraftInputs
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.constants import NULL_BLOCK
-from draftsmith.kernels.cuda_graphs import Capturer, Graph, row_buckets
+from draftsmith.kernels.cuda_graphs import Capturer, Graph
 from draftsmith.kernels.sampling.filters import Passes
 
 
@@ -60,9 +56,16 @@ class ChainGraphs:
         capturer: Capturer,
     ):
         self.drafter, self.pool, self.max_blocks = drafter, pool, max_blocks
-        self.rows = row_buckets(max_batch)
         self.steps = GraphShapes[tuple[int, Passes], DraftStep](capturer, "draft steps")
-        self.catch_ups = CatchUpGraphs(drafter, pool, self.rows, max_blocks, capturer)
+        self.beginnings = RoundGraphs(
+            "readings of committed tokens",
+            self._read,
+            pool,
+            max_batch=max_batch,
+            max_blocks=max_blocks,
+            capturer=capturer,
+        )
+        self.rows = self.beginnings.rows
         self._buffers: ChainBuffers | None = None
 
     def draft_round(
@@ -70,22 +73,18 @@ class ChainGraphs:
     ) -> bool:
         """Read what a decoding round has to read and draft all depths, into `sampler`. False, and
         nothing done, where it must be read without graphs."""
-        buffers, count = self._buffers, len(unread.rows)
-        if not plan.alive or buffers is None or inputs.pool is not self.pool:
+        count, goes_on = len(unread.rows), len(plan.alive) > 1
+        if not plan.alive or self._buffers is None:
             return False
-        passes = for_graphs(inputs.sampling.passes)
-        steps = self._steps(count, passes) if len(plan.alive) > 1 else None
-        if steps is None and len(plan.alive) > 1:
+        shape = self.beginnings.shape_of(inputs, unread, depths=1)
+        steps = None if shape is None or not goes_on else self._steps(count, shape.passes)
+        if shape is None or (goes_on and steps is None):
             return False
-        found = self.catch_ups.run(buffers, inputs, unread, plan, passes)
+        found = self.beginnings.replay(shape, inputs, unread, plan)
         if found is None:
             return False
-        drawn, depths = found
-        first, kept, _ = depths[0]
-        alive = slice(count) if kept is None else kept
-        sampler.keep(first, 0, drawn.select(alive))
-        if steps is not None:
-            replay_steps(steps, sampler, depths[1:], alive)
+        first, depths = found
+        sampler.keep_depths(depths, lambda at: first if at == 0 else replayed(steps), count)
         return True
 
     def draft(
@@ -104,11 +103,14 @@ class ChainGraphs:
         if kept is not None:
             state, budgets = state.select(kept), budgets[kept]
         if self._buffers is None:
-            self._buffers = ChainBuffers(self.rows[-1], self.max_blocks, state.hidden)
+            self._buffers = ChainBuffers(
+                self.rows[-1], self.max_blocks, state.hidden, inputs.sampling
+            )
         if (steps := self._steps(len(rows), passes)) is None:
             return False
         self._buffers.fill(state, budgets - 1, inputs.seeds[rows], inputs.sampling.select(rows))
-        replay_steps(steps, sampler, [depths[0]._replace(kept=None), *depths[1:]], slice(len(rows)))
+        chosen = [depths[0]._replace(kept=None), *depths[1:]]
+        sampler.keep_depths(chosen, lambda at: replayed(steps), len(rows), first=1)
         return True
 
     def _steps(self, count: int, passes: Passes) -> tuple[Graph, DraftStep] | None:
@@ -130,7 +132,7 @@ class ChainGraphs:
         context = PagedPass(self.pool, tables, positions, torch.ones_like(positions))
         step = self.drafter.read_drafts(buffers.tokens[first], hidden, positions, context)
         logits = self.drafter.draft_logits(step.head_input)
-        sampling = buffers.sampling(num_rows, passes)
+        sampling = replace(buffers.sampling.select(first), passes=passes)
         places = positions + self.drafter.ahead
         drawn = draw_tokens(logits, sampling, buffers.seeds[first], places, self.drafter.vocab_map)
         buffers.tokens[first].copy_(drawn.tokens)
@@ -139,76 +141,10 @@ class ChainGraphs:
         buffers.left[first].sub_(1)
         return drawn
 
-
-def replay_steps(
-    steps: tuple[Graph, DraftStep],
-    sampler: DraftSampler,
-    depths: Sequence[RowsAtDepth],
-    alive: torch.Tensor | slice,
-) -> None:
-    """Draft the depths after the first; `alive` are the rows of the graph that drafted it."""
-    graph, drawn = steps
-    for depth, (rows, kept, _) in enumerate(depths, start=1):
-        if kept is not None:
-            alive = kept if isinstance(alive, slice) else alive[kept]
-        graph.replay()
-        sampler.keep(rows, depth, drawn.select(alive))
-
-
-class CatchUpGraphs:
-    def __init__(
-        self,
-        drafter: ReadsCommitted,
-        pool: PagedPool,
-        rows: list[int],
-        max_blocks: int,
-        capturer: Capturer,
-    ):
-        self.drafter, self.pool, self.rows, self.max_blocks = drafter, pool, rows, max_blocks
-        self.shapes = GraphShapes[tuple[int, int, Passes], DraftStep](
-            capturer, "readings of committed tokens"
-        )
-        self._inputs: RoundInputs | None = None
-
-    def run(
-        self,
-        buffers: ChainBuffers,
-        inputs: DraftInputs,
-        unread: Unread,
-        plan: DepthPlan,
-        passes: Passes,
-    ) -> tuple[DraftStep, list[RowsAtDepth]] | None:
-        """The first drafts of all rows of `unread`, whose state is in `buffers` then, and the plan
-        on the device. None, and nothing done, where the round must be read without graphs."""
-        if max(unread.counts) > WIDTHS[-1]:
-            return None
-        num_rows, width = bucket(self.rows, len(unread.rows)), bucket(WIDTHS, max(unread.counts))
-        if self._inputs is None:
-            self._inputs = RoundInputs(self.rows[-1], self.max_blocks, inputs)
-        static = self._inputs
-        # Without a row that has tokens to read it writes the null block alone.
-        found = self.shapes.find(
-            (num_rows, width, passes),
-            lambda: self._read(static, buffers, num_rows, width, passes),
-            idle=static.numbers,
-        )
-        if found is None:
-            return None
-        (numbers,), depths = plan.sent(inputs.tokens.device, numbers_of(unread, plan, num_rows))
-        static.fill(inputs, numbers.view(-1, num_rows))
-        graph, drawn = found
-        graph.replay()
-        return drawn, depths
-
-    def _read(
-        self,
-        static: RoundInputs,
-        buffers: ChainBuffers,
-        num_rows: int,
-        width: int,
-        passes: Passes,
-    ) -> DraftStep:
-        padded = PaddedRound.of(static, num_rows, passes)
+    def _read(self, padded: PaddedRound, shape: RoundShape) -> DraftStep:
+        """The first drafts of all rows, whose state is in the buffers then."""
+        width, buffers = shape.width, self._buffers
+        assert buffers is not None
         slots = padded.slots(width)
         positions, taps = padded.starts[:, None] + slots, padded.taps(slots)
         lengths = torch.full_like(padded.counts, width)
@@ -229,3 +165,11 @@ class CatchUpGraphs:
         state = ChainState(drawn.tokens, step.next_hidden, newest, padded.tables)
         buffers.write(state, padded.budgets - 1, padded.seeds, padded.sampling)
         return drawn
+
+
+def replayed(steps: tuple[Graph, DraftStep] | None) -> DraftStep:
+    """The next drafts."""
+    assert steps is not None
+    graph, drawn = steps
+    graph.replay()
+    return drawn

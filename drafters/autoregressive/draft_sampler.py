@@ -7,7 +7,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -201,6 +201,21 @@ class DraftSampler:
             self.logits[chosen, depth] = scatter_to_target_vocab(
                 drawn.distribution, self.vocab_map, self.shape[2]
             )
+
+    def keep_depths(
+        self,
+        depths: Sequence[RowsAtDepth],
+        drafted: Callable[[int], DraftStep],
+        count: int,
+        first: int = 0,
+    ) -> None:
+        """Keep what `drafted` gives of each depth, from the `first` on, for `count` rows of a
+        graph."""
+        alive: torch.Tensor | slice = slice(count)
+        for depth, (rows, kept, _) in enumerate(depths, start=first):
+            if kept is not None:
+                alive = kept if isinstance(alive, slice) else alive[kept]
+            self.keep(rows, depth, drafted(depth).select(alive))
 
     def _note_lengths(self) -> None:
         """Write how many depths all rows have drafted, once for all of them."""

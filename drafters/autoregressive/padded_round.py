@@ -8,15 +8,24 @@ of a tap.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
 from draftsmith.drafters.autoregressive.catch_up import Unread
-from draftsmith.drafters.autoregressive.draft_sampler import DepthPlan, DraftStep, draw_tokens
+from draftsmith.drafters.autoregressive.chain_buffers import GraphShapes, bucket, for_graphs
+from draftsmith.drafters.autoregressive.draft_sampler import (
+    DepthPlan,
+    DraftStep,
+    RowsAtDepth,
+    draw_tokens,
+)
 from draftsmith.drafters.interface import DraftInputs
+from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.constants import NULL_BLOCK
+from draftsmith.kernels.cuda_graphs import Capturer, row_buckets
 from draftsmith.kernels.sampling.filters import Passes, SamplingRows
 
 WIDTHS = (2, 4, 8, 16)  # tokens of a row that may be unread; prompts have more
@@ -34,14 +43,7 @@ class RoundInputs:
         self.taps = None if like.taps is None else like.taps.new_zeros(most, like.taps.shape[1])
         self.tables = torch.full((num_rows, max_blocks), NULL_BLOCK, **whole)
         self.seeds = torch.zeros(num_rows, **whole)
-        given = like.sampling
-        self.sampling = SamplingRows(
-            given.temperature.new_zeros(num_rows),
-            given.top_k.new_zeros(num_rows),
-            given.top_p.new_ones(num_rows),
-            given.min_p.new_zeros(num_rows),
-            given.passes,
-        )
+        self.sampling = like.sampling.room(num_rows)
 
     def fill(self, inputs: DraftInputs, numbers: torch.Tensor) -> None:
         """`numbers` [6, R]."""
@@ -54,12 +56,7 @@ class RoundInputs:
             self.tables[:, width:] = NULL_BLOCK
         self.tables[:count, :width].copy_(inputs.block_tables)
         self.seeds[:count].copy_(inputs.seeds)
-        mine, theirs = self.sampling, inputs.sampling
-        if not theirs.passes.all_greedy:
-            mine.temperature[:count].copy_(theirs.temperature)
-            mine.top_k[:count].copy_(theirs.top_k)
-            mine.top_p[:count].copy_(theirs.top_p)
-            mine.min_p[:count].copy_(theirs.min_p)
+        self.sampling.take(inputs.sampling)
 
 
 def numbers_of(unread: Unread, plan: DepthPlan, num_rows: int) -> list[int]:
@@ -126,3 +123,64 @@ class PaddedRound(NamedTuple):
     ) -> DraftStep:
         """Raw draft logits [R, Vd] -> the tokens of the absolute `positions` [R]."""
         return draw_tokens(logits, self.sampling, self.seeds, positions, vocab_map)
+
+
+class RoundShape(NamedTuple):
+    num_rows: int
+    width: int  # tokens of a row to read
+    depths: int  # drafts of a row
+    passes: Passes
+
+
+Output = TypeVar("Output")
+
+
+class RoundGraphs(Generic[Output]):
+    """CUDA graphs of what `run` makes of a decoding round, by shape. Rounds with prompts have none:
+    these are long enough to keep a device busy."""
+
+    def __init__(
+        self,
+        what: str,
+        run: Callable[[PaddedRound, RoundShape], Output],
+        pool: PagedPool | None,
+        *,
+        max_batch: int,
+        max_blocks: int,
+        capturer: Capturer,
+    ):
+        self.run, self.pool, self.max_blocks = run, pool, max_blocks
+        self.rows = row_buckets(max_batch)
+        self.shapes = GraphShapes[RoundShape, Output](capturer, what)
+        self._inputs: RoundInputs | None = None
+
+    def shape_of(self, inputs: DraftInputs, unread: Unread, depths: int) -> RoundShape | None:
+        """None where the round has no graph."""
+        longest = max(unread.counts)
+        if inputs.pool is not self.pool or longest > WIDTHS[-1]:
+            return None
+        num_rows, width = bucket(self.rows, len(unread.rows)), bucket(WIDTHS, longest)
+        return RoundShape(num_rows, width, depths, for_graphs(inputs.sampling.passes))
+
+    def replay(
+        self, shape: RoundShape, inputs: DraftInputs, unread: Unread, plan: DepthPlan
+    ) -> tuple[Output, list[RowsAtDepth]] | None:
+        """Output of the graph of `shape`, and the plan on the device. None, and nothing done, where
+        the round must run without a graph."""
+        if self._inputs is None:
+            self._inputs = RoundInputs(self.rows[-1], self.max_blocks, inputs)
+        static = self._inputs
+
+        def run() -> Output:
+            return self.run(PaddedRound.of(static, shape.num_rows, shape.passes), shape)
+
+        # Without a row that has tokens to read it writes the null block alone.
+        found = self.shapes.find(shape, run, idle=static.numbers)
+        if found is None:
+            return None
+        numbers = numbers_of(unread, plan, shape.num_rows)
+        (sent_numbers,), depths = plan.sent(inputs.tokens.device, numbers)
+        static.fill(inputs, sent_numbers.view(-1, shape.num_rows))
+        graph, output = found
+        graph.replay()
+        return output, depths

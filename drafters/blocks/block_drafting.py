@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.drafters.autoregressive.call_graphs import CallLoop, CallShape
+from draftsmith.drafters.autoregressive.call_graphs import CallLoop
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, DraftStep
-from draftsmith.drafters.autoregressive.padded_round import PaddedRound
+from draftsmith.drafters.autoregressive.padded_round import PaddedRound, RoundShape
 from draftsmith.drafters.blocks.shape import BlockShape
 from draftsmith.drafters.interface import DraftInputs
 from draftsmith.drafters.target.attention import AttentionContext
@@ -166,7 +166,7 @@ class DraftsBlocks(CallLoop):
         return self.body(ids[None], positions[None], context)[0]
 
     def draft_padded(
-        self, padded: PaddedRound, shape: CallShape, pool: PagedPool | None
+        self, padded: PaddedRound, shape: RoundShape, pool: PagedPool | None
     ) -> list[DraftStep]:
         slots = padded.slots(shape.width)
         positions, taps = (padded.starts[:, None] + slots).flatten(), padded.taps(slots)
@@ -186,7 +186,7 @@ class DraftsBlocks(CallLoop):
         return drawn
 
     def _padded_blocks(
-        self, padded: PaddedRound, shape: CallShape, pool: PagedPool, tokens: torch.Tensor
+        self, padded: PaddedRound, shape: RoundShape, pool: PagedPool, tokens: torch.Tensor
     ) -> torch.Tensor:
         """States [R, S, H] of the blocks from the newest `tokens` [R] on. The last slot of a row
         that drafts less stands for the others, too."""

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from draftsmith.drafters.autoregressive.call_graphs import CallLoop, CallShape
+from draftsmith.drafters.autoregressive.call_graphs import CallLoop
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, DraftStep
-from draftsmith.drafters.autoregressive.padded_round import PaddedRound
+from draftsmith.drafters.autoregressive.padded_round import PaddedRound, RoundShape
 from draftsmith.drafters.blocks.block_unroll import BlockPass
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.init_from_target import checked_mask_token, probed
@@ -130,7 +130,7 @@ class Peagle(CallLoop, Eagle3):
             sampler.draw(chosen, depth, logits[begins + depth], newest + 1 + depth)
 
     def draft_padded(
-        self, padded: PaddedRound, shape: CallShape, pool: PagedPool | None
+        self, padded: PaddedRound, shape: RoundShape, pool: PagedPool | None
     ) -> list[DraftStep]:
         assert pool is not None
         # The true states of a row, then its masks; the last of them again where it has fewer.

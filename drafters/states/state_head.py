@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.drafters.autoregressive.call_graphs import CallLoop, CallShape
+from draftsmith.drafters.autoregressive.call_graphs import CallLoop
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, DraftStep
-from draftsmith.drafters.autoregressive.padded_round import PaddedRound
+from draftsmith.drafters.autoregressive.padded_round import PaddedRound, RoundShape
 from draftsmith.drafters.autoregressive.state import HeadStep
 from draftsmith.drafters.interface import (
     DraftInputs,
@@ -112,7 +112,7 @@ class StateHead(PortableDraft, CallLoop):
             state = step.next_hidden
 
     def draft_padded(
-        self, padded: PaddedRound, shape: CallShape, pool: PagedPool | None
+        self, padded: PaddedRound, shape: RoundShape, pool: PagedPool | None
     ) -> list[DraftStep]:
         last = padded.last[:, None]
         taps, tokens = padded.taps(last), padded.tokens(last)[:, 0]

@@ -130,6 +130,18 @@ class SamplingRows:
             greedy,
         )
 
+    def room(self, num_rows: int) -> SamplingRows:
+        """Memory for parameters of so many rows, all greedy."""
+        given = self.temperature.new_zeros(num_rows), self.top_k.new_zeros(num_rows)
+        more = self.top_p.new_ones(num_rows), self.min_p.new_zeros(num_rows)
+        return SamplingRows(*given, *more, self.passes)
+
+    def take(self, rows: SamplingRows) -> None:
+        """Copy the parameters of `rows` into the first ones; nothing where all are greedy."""
+        if not rows.passes.all_greedy:
+            for mine, theirs in zip(self.options, rows.options):
+                mine[: len(theirs)].copy_(theirs)
+
     @property
     def options(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """As the Triton kernels take them."""
