@@ -1,15 +1,33 @@
-"""Draft trees seen whole, for tests: ancestors, prefixes, form, and the exact test of siblings."""
+"""Draft trees seen whole, for tests: ancestors, prefixes, form, and the exact test of siblings;
+chains verified as trees."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from draftsmith.kernels.constants import MAX_NODES
-from draftsmith.kernels.verify.tree import Siblings, reject
-from draftsmith.kernels.verify.verdict import DraftTree
+from draftsmith.kernels.verify.tree import Siblings, reject, verify_tree
+from draftsmith.kernels.verify.verdict import DraftTree, TreeVerdict, chain_tree
+
+
+def verify_as_tree(
+    p: torch.Tensor,
+    drafts: torch.Tensor,
+    lengths: torch.Tensor,
+    q: torch.Tensor | None,
+    *streams: torch.Tensor,
+    verify: Callable[..., TreeVerdict] = verify_tree,
+    **options: str,
+) -> TreeVerdict:
+    """Of chains: every node has one child."""
+    rows = torch.arange(drafts.numel(), device=p.device).view(drafts.shape)
+    q_rows = torch.nn.functional.pad(rows, (0, 1), value=-1)
+    told = (None, None) if q is None else (q.flatten(0, 1), q_rows)
+    return verify(p, chain_tree(drafts, lengths), *told, *streams, **options)
 
 
 def ancestor_bits(tree: DraftTree) -> torch.Tensor:

@@ -23,35 +23,17 @@ from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.residual import accepts
 from draftsmith.kernels.verify.tree import verify_tree
-from draftsmith.kernels.verify.verdict import DraftTree, Verdict, chain_tree
+from draftsmith.kernels.verify.verdict import DraftTree, Verdict
 from draftsmith.serve.sampling.adjustments import Adjustments, tree_prefixes
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.sampling.state import SamplingState
 from tests.adjusting import apply
+from tests.draft_trees import verify_as_tree
 
 Verify = Callable[..., Verdict]
 
 
-def tree_of_a_chain(
-    p: torch.Tensor,
-    drafts: torch.Tensor,
-    lengths: torch.Tensor,
-    q: torch.Tensor | None,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    *,
-    impl: str = "auto",
-) -> Verdict:
-    rows, depth = drafts.shape
-    distributions = torch.nn.functional.pad(
-        torch.arange(rows * depth, device=p.device).view(rows, depth), (0, 1), value=-1
-    )
-    told = (None, None) if q is None else (q.flatten(0, 1), distributions)
-    verdict = verify_tree(p, chain_tree(drafts, lengths), *told, seeds, positions, impl=impl)
-    return Verdict(verdict.accepted, verdict.tokens)
-
-
-WAYS = {"chain": verify_chain, "block": verify_block, "tree": tree_of_a_chain}
+WAYS = {"chain": verify_chain, "block": verify_block, "tree": verify_as_tree}
 
 
 # Triton decides as the reference in each way (verify/); one of them is enough here.
@@ -61,7 +43,8 @@ def verify(request: pytest.FixtureRequest, device: torch.device, poisoned_empty:
 
     def on_device(*arguments: torch.Tensor | None) -> Verdict:
         moved = (None if argument is None else argument.to(device) for argument in arguments)
-        return Verdict(*(tensor.cpu() for tensor in WAYS[way](*moved, impl=impl)))
+        accepted, tokens = WAYS[way](*moved, impl=impl)[:2]
+        return Verdict(accepted.cpu(), tokens.cpu())
 
     return on_device
 
@@ -134,37 +117,6 @@ def test_vllm_penalties(verify: Verify) -> None:
     assert verdict.tokens.tolist() == [[1, 15, -1, -1], [7, -1, -1, -1], [1, 1, 15, -1]]
 
 
-def random_round(seed: int, rows: int, size: int) -> tuple[torch.Tensor, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    p = torch.randn(rows * 3, size, generator=generator)
-    q = torch.randn(rows, 2, size, generator=generator)
-    drafts = torch.randint(size, (rows, 2), generator=generator)
-    return p, drafts, torch.full((rows,), 2), q
-
-
-def test_vllm_seeds(verify: Verify) -> None:
-    """One seed twice gives the same tokens, whatever the other rows' seeds."""
-    arguments = random_round(0, 5, 10)
-    seeds, others = ids(1, 2, 3, 4, 5), ids(1, 20, 3, 40, 5)
-    first, mixed = (verify(*arguments, given, torch.arange(5)).tokens for given in (seeds, others))
-    assert torch.equal(first[::2], mixed[::2]) and not torch.equal(first, mixed)
-
-
-@pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_p": 0.5}])
-def test_vllm_recovered_tokens_stay_inside_the_mask(
-    verify: Verify, filters: dict[str, float]
-) -> None:
-    p, drafts, lengths, q = random_round(1, 4, 10)
-    kept = process(
-        p, SamplingRows.of([1.0] * 12, **{name: [value] * 12 for name, value in filters.items()})
-    )
-    assert (kept == -math.inf).sum() > 12
-    verdict = verify(kept, drafts, lengths, q, torch.arange(4), torch.arange(4))
-    for row, tokens in enumerate(verdict.tokens.tolist()):
-        for place, token in enumerate(tokens[: int(verdict.accepted[row]) + 1]):
-            assert kept[row * 3 + place, token] > -math.inf
-
-
 def narrow_rounds(way: str, rows: int) -> tuple[torch.Tensor, Verdict]:
     """vLLM's setting: 16 tokens, q = softmax(-target logits), sampled by our own noise, three
     drafts a round."""
@@ -190,17 +142,6 @@ def narrow_rounds(way: str, rows: int) -> tuple[torch.Tensor, Verdict]:
 def test_vllm_blocks_keep_at_least_as_much() -> None:
     kept = {way: narrow_rounds(way, 60_000)[1].accepted.float().mean().item() for way in WAYS}
     assert kept["block"] > kept["chain"] and kept["tree"] == pytest.approx(kept["chain"], abs=0.01)
-
-
-def test_vllm_chunks_and_placeholders(verify: Verify) -> None:
-    p, drafts, lengths, q = random_round(4, 6, 33)
-    drafts[2, 0], drafts[4, 1], p[1], q[5, 0, 7] = -1, -1, math.nan, math.nan
-    seeds = torch.arange(6)
-    whole = verify(p, drafts, lengths, q, seeds, seeds)
-    first = verify(p[:6], drafts[:2], lengths[:2], q[:2], seeds[:2], seeds[:2])
-    second = verify(p[6:], drafts[2:], lengths[2:], q[2:], seeds[2:], seeds[2:])
-    assert torch.equal(whole.tokens, torch.cat([first.tokens, second.tokens]))
-    assert whole.accepted[2] == 0 and whole.accepted[4] <= 1 and (whole.tokens[2:, 0] >= 0).all()
 
 
 SGLANG_NODES = {

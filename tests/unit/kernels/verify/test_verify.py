@@ -17,7 +17,8 @@ from draftsmith.kernels.statistics import g_test
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.tree import verify_tree
-from draftsmith.kernels.verify.verdict import TreeVerdict, Verdict, chain_tree
+from draftsmith.kernels.verify.verdict import TreeVerdict, Verdict
+from tests.draft_trees import verify_as_tree
 
 Verify = Callable[..., Verdict]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # hypothesis takes no fixture
@@ -45,20 +46,11 @@ def tree_triton(*arguments: object) -> TreeVerdict:
     return verify_tree_triton(*arguments, block=16)
 
 
-def of_a_chain(
-    verify: Callable[..., TreeVerdict],
-    p: torch.Tensor,
-    drafts: torch.Tensor,
-    lengths: torch.Tensor,
-    q: torch.Tensor | None,
-    *streams: torch.Tensor,
-) -> Verdict:
-    """A tree in which every node has one child; its nodes are those that stand."""
-    rows = torch.arange(drafts.numel(), device=p.device).view(drafts.shape)
-    q_rows = torch.nn.functional.pad(rows, (0, 1), value=-1)
-    told = (None, None) if q is None else (q.flatten(0, 1), q_rows)
-    verdict = verify(p, chain_tree(drafts, lengths), *told, *streams)
-    places = torch.arange(drafts.shape[1], device=p.device)
+def of_a_chain(verify: Callable[..., TreeVerdict], *arguments: torch.Tensor) -> Verdict:
+    """The nodes of such a tree are the tokens that stand."""
+    verdict = verify_as_tree(*arguments, verify=verify)
+    drafts = arguments[1]
+    places = torch.arange(drafts.shape[1], device=drafts.device)
     kept = places < verdict.accepted[:, None]
     assert torch.equal(verdict.nodes, torch.where(kept, places, -1))
     return Verdict(verdict.accepted, verdict.tokens)
