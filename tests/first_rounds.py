@@ -1,4 +1,4 @@
-"""A propose call for requests of which a drafter has read nothing yet."""
+"""A propose call, most often for requests of which a drafter has read nothing yet."""
 
 from __future__ import annotations
 
@@ -37,18 +37,24 @@ def first_round(
     target: Target,
     texts: Sequence[list[int]],
     num_draft: Sequence[int],
+    starts: Sequence[int] | None = None,
     **changes: Any,
 ) -> DraftInputs:
-    """Rows are drawn at temperature 1, each by its number."""
+    """Rows are drawn at temperature 1, each by its number; the drafter's caches hold the first
+    `starts` tokens of each."""
     rows, states = len(texts), {}
+    starts = starts or [0] * rows
     if drafter.taps:
         for text in {*map(tuple, texts)}:
             ids = torch.tensor([text])
             states[text] = target.states(ids, torch.ones_like(ids), drafter.taps)[0][0, :-1]
     values = {
-        "tokens": torch.tensor([token for text in texts for token in text]),
-        "lengths": torch.tensor([len(text) for text in texts]),
-        "taps": torch.cat([states[tuple(text)] for text in texts]) if states else None,
+        "tokens": torch.tensor([token for text, at in zip(texts, starts) for token in text[at:]]),
+        "starts": torch.tensor(starts),
+        "lengths": torch.tensor([len(text) - at for text, at in zip(texts, starts)]),
+        "taps": torch.cat([states[tuple(text)][at:] for text, at in zip(texts, starts)])
+        if states
+        else None,
         "pool": drafter.new_pool(BLOCKS * rows, 4, torch.device("cpu"), target.dtype),
         "block_tables": torch.arange(BLOCKS * rows).view(rows, BLOCKS),
     }

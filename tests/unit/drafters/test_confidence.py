@@ -11,12 +11,13 @@ import torch
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.blocks.dspark import Dspark
-from draftsmith.drafters.interface import Proposal, UnrollBatch
+from draftsmith.drafters.interface import Proposal
 from draftsmith.drafters.options import DsparkOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.sampling.filters import SamplingRows
 from tests.first_rounds import first_round
 from tests.noise import noisy
+from tests.unrolled import unroll_batch
 
 K = 4
 ROWS = 64
@@ -55,10 +56,7 @@ def survival(drafter: Dspark, target: Target, drafts: list[int]) -> list[float]:
     """By unrolling: the product of the guesses for the first, the first two, ... of the drafts
     after TEXT."""
     ids = torch.tensor([[*TEXT, *drafts]])
-    taps, _ = target.states(ids, torch.ones_like(ids), drafter.taps)
-    batch = UnrollBatch(
-        input_ids=ids, attention_mask=torch.ones_like(ids), taps=taps, num_steps=len(drafts)
-    )
+    batch = unroll_batch(drafter, target, ids, len(drafts))
     guesses = [
         torch.sigmoid(step.confidence[0, len(TEXT) - 2 + depth])
         for depth, step in enumerate(drafter.unroll(batch))

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.heads.mtp_deepseek import AppendedMtp, rotary_of
-from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.filters import SamplingRows
 from tests.first_rounds import first_round
+from tests.unrolled import unroll_batch, unrolled_logits
 
 KINDS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 MODULE = "model.layers.2."
@@ -94,14 +94,8 @@ def test_two_steps_are_the_published_modules(
     native_target: Find, kind: str, target: Target, drafter: AppendedMtp
 ) -> None:
     module = Written(native_target(kind), feeds_normed=kind == "deepseek_v3")
-    mask = torch.ones_like(IDS)
-    final = target.states(IDS, mask, ())[1]
-    batch = UnrollBatch(
-        input_ids=IDS,
-        attention_mask=mask,
-        taps=target.states(IDS, mask, drafter.taps)[0],
-        num_steps=2,
-    )
+    final = target.states(IDS, torch.ones_like(IDS), ())[1]
+    batch = unroll_batch(drafter, target, IDS, 2)
     with torch.no_grad():
         first, second = (step.hidden for step in drafter.unroll(batch))
     for anchor in (0, 5, 9):
@@ -119,22 +113,10 @@ def test_its_rotary_moves_and_leaves_the_targets_behind(target: Target) -> None:
 
 
 def test_what_is_drafted_is_what_unrolling_says(target: Target, drafter: AppendedMtp) -> None:
-    greedy = SamplingRows.of([0.0])
-    drafted = drafter.propose(
-        first_round(drafter, target, IDS.tolist(), [3], sampling=greedy)
-    ).tokens
-    text = torch.cat([IDS, drafted], dim=1)  # unrolled over it, the anchor drafts these very tokens
-    mask = torch.ones_like(text)
-    batch = UnrollBatch(
-        input_ids=text,
-        attention_mask=mask,
-        taps=target.states(text, mask, drafter.taps)[0],
-        num_steps=3,
-    )
-    with torch.no_grad():
-        for depth, step in enumerate(drafter.unroll(batch)):
-            logits = step.hidden[:, 10 + depth] @ drafter.head_weight().T
-            assert logits.argmax(dim=-1).tolist() == drafted[:, depth].tolist()
+    (text,), greedy = IDS.tolist(), SamplingRows.of([0.0])
+    drafted = drafter.propose(first_round(drafter, target, [text], [3], sampling=greedy)).tokens[0]
+    found = unrolled_logits(drafter, target, text, drafted.tolist()).argmax(dim=-1)
+    assert found.tolist() == drafted.tolist()
 
 
 def test_saved_as_published(

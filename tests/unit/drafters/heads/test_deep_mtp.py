@@ -15,19 +15,20 @@ from safetensors.torch import load_file, save_file
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.heads.mtp import Mtp
 from draftsmith.drafters.heads.mtp_deepseek import DeepMtp
-from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch
+from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.speculate import speculate
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.train.config import ExportConfig
 from tests.engine_readers.proof import export_and_prove
 from tests.engine_readers.vllm_mtp import read_mtp
+from tests.first_rounds import first_round
 from tests.noise import noisy
+from tests.unrolled import assert_unrolls_as_drafted, unroll_batch
 
 IDS = torch.randint(2, 288, (2, 16), generator=torch.Generator().manual_seed(1))
 NUM = 3
@@ -64,12 +65,10 @@ def causal(
 
 @torch.no_grad()
 def test_each_module_reads_the_one_before_at_its_position(target: Target, drafter: DeepMtp) -> None:
-    mask = torch.ones_like(IDS)
-    states = target.states(IDS, mask, drafter.taps)[0]
-    batch = UnrollBatch(input_ids=IDS, attention_mask=mask, taps=states, num_steps=NUM + 1)
+    batch = unroll_batch(drafter, target, IDS, NUM + 1)
     steps = list(drafter.unroll(batch))
     for row in range(len(IDS)):
-        state = states[row]
+        state = batch.taps[row]
         for depth in range(NUM):
             length = IDS.shape[1] - 1 - depth  # of which the token is known
             embeds = target.embed(IDS[row, 1 + depth :])
@@ -83,19 +82,6 @@ def test_each_module_reads_the_one_before_at_its_position(target: Target, drafte
     assert not steps[NUM].valid.any()
 
 
-def inputs_of(
-    drafter: DeepMtp, target: Target, text: list[int], pool: Any, start: int, k: int
-) -> DraftInputs:
-    ids = torch.tensor([text])
-    taps = target.states(ids, torch.ones_like(ids), drafter.taps)[0][0]
-    return DraftInputs(
-        tokens=ids[0, start:], starts=torch.tensor([start]),
-        lengths=torch.tensor([len(text) - start]), taps=taps[start:-1],
-        num_draft=torch.tensor([k]), sampling=SamplingRows.of([1.0]), seeds=torch.tensor([0]),
-        pool=pool, block_tables=torch.arange(8)[None], histories=[text],
-    )  # fmt: skip
-
-
 @torch.no_grad()
 def test_what_is_drafted_over_rounds_is_what_unrolling_says(
     target: Target, drafter: DeepMtp
@@ -104,19 +90,13 @@ def test_what_is_drafted_over_rounds_is_what_unrolling_says(
     text = IDS[0].tolist()
     pool, start = drafter.new_pool(8, 4, target.device, target.dtype), 0
     for end, k in ((5, NUM), (6, 0), (7, 1), (9, NUM), (10, 2), (14, NUM + 2)):
-        drafted = drafter.propose(inputs_of(drafter, target, text[:end], pool, start, k))
+        drafted = drafter.propose(
+            first_round(drafter, target, [text[:end]], [k], [start], pool=pool)
+        )
         assert drafted.lengths.tolist() == [min(k, NUM)]
         start = drafter.cached_after(end - 1, min(k, NUM), 0)
-        tokens = drafted.tokens[0, : min(k, NUM)]
-        ids = torch.cat([torch.tensor(text[:end]), tokens])[None]
-        mask = torch.ones_like(ids)
-        states = target.states(ids, mask, drafter.taps)[0]
-        batch = UnrollBatch(input_ids=ids, attention_mask=mask, taps=states, num_steps=NUM)
-        for depth, step in enumerate(drafter.unroll(batch)):
-            if depth < len(tokens):
-                q = drafted.logits[0, depth].softmax(dim=-1)
-                logits = step.hidden[0, end - 2 + depth] @ drafter.head_weight().T
-                torch.testing.assert_close(q, logits.softmax(dim=-1), rtol=1e-3, atol=1e-5)
+        if k:
+            assert_unrolls_as_drafted(drafter, target, text[:end], drafted, rtol=1e-3)
 
 
 def test_served_text_is_the_targets_in_any_batch(target: Target, drafter: DeepMtp) -> None:

@@ -11,7 +11,7 @@ import torch
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.heads.peagle import Peagle
-from draftsmith.drafters.interface import Proposal, UnrollBatch
+from draftsmith.drafters.interface import Proposal
 from draftsmith.drafters.options import PeagleOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
@@ -19,6 +19,7 @@ from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from tests.first_rounds import first_round
 from tests.noise import noisy
+from tests.unrolled import unroll_batch
 
 K = 4
 MASK = 7
@@ -47,7 +48,6 @@ def test_masks_stand_where_they_draft_what_counts_and_nowhere_else(
 ):
     ids = torch.randint(3, 288, (1, 70), generator=torch.Generator().manual_seed(1))
     numbers = None if segments is None else torch.tensor([segments])
-    taps, _ = target.states(ids, torch.ones_like(ids), drafter.taps, segments=numbers)
     read, step = [], drafter.step
     monkeypatch.setattr(
         drafter,
@@ -56,14 +56,7 @@ def test_masks_stand_where_they_draft_what_counts_and_nowhere_else(
     )
     found = []
     for first in (0, 40):
-        batch = UnrollBatch(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            taps=taps,
-            num_steps=K,
-            segments=numbers,
-            first=first,
-        )
+        batch = unroll_batch(drafter, target, ids, K, segments=numbers, first=first)
         # they predict the tokens from 40 on
         found.append([one.hidden[:, 38:] for one in drafter.unroll(batch)])
     assert read == [70 * K, 35 + 35 * K]

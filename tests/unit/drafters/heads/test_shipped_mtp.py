@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.heads.mtp import LlamaMtp
 from draftsmith.drafters.heads.mtp_deepseek import AppendedMtp
-from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.layouts.fp8 import dequantised
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
+from tests.unrolled import unroll_batch
 
 IDS = torch.randint(2, 288, (1, 12), generator=torch.Generator().manual_seed(1))
 Find = Callable[..., str]
@@ -138,9 +138,8 @@ def test_a_shipped_module_follows_its_formula(arch: str, tiny_target: Find, tmp_
         config |= {"num_nextn_predict_layers": 1} if arch == "ernie4_5_moe" else {}
     drafter = checkpoint.load(write(tmp_path / "draft", config, tensors), target)
     assert isinstance(drafter, AppendedMtp)
-    mask = torch.ones_like(IDS)
-    final = target.states(IDS, mask, ())[1]
-    batch = UnrollBatch(input_ids=IDS, attention_mask=mask, taps=final, num_steps=2)
+    final = target.states(IDS, torch.ones_like(IDS), ())[1]
+    batch = unroll_batch(drafter, target, IDS, 2)
     with torch.no_grad():
         first, second = (step.hidden for step in drafter.unroll(batch))
         for anchor in (0, 8):

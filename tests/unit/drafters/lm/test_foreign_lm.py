@@ -9,7 +9,6 @@ import torch
 from draftsmith.config import build
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.heads.eagle3 import Eagle3
-from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.lm.foreign_lm import ForeignLm
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.load import load_tokenizer
@@ -27,6 +26,7 @@ from draftsmith.train.check.doctor import check_models
 from draftsmith.train.config import DoctorConfig
 from tests.first_rounds import first_round
 from tests.foreign_lm import SPACE, write_foreign
+from tests.unrolled import unroll_batch
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +115,7 @@ def test_it_is_taken_when_the_user_says_so(foreign, target):
 def test_what_training_would_see_of_it_is_its_distribution_too(drafter, target):
     """`doctor --data` judges it by its unroll."""
     text = torch.randint(3, 288, (1, 12), generator=torch.Generator().manual_seed(2))
-    (step,) = drafter.unroll(
-        UnrollBatch(input_ids=text, attention_mask=torch.ones_like(text), taps=None, num_steps=1)
-    )
+    (step,) = drafter.unroll(unroll_batch(drafter, target, text, 1))
     plain = drafter.model(drafter.to_draft[text]).logits[..., drafter.draft_ids]
     torch.testing.assert_close(step.hidden @ drafter.head_weight().T, plain, atol=1e-5, rtol=1e-4)
 

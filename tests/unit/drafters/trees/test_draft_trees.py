@@ -9,9 +9,7 @@ from functools import lru_cache
 import pytest
 import torch
 
-from draftsmith.drafters.interface import DraftInputs, Proposal, UnrollBatch
-from draftsmith.drafters.options import Eagle1Options, Eagle3Options, MtpOptions
-from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.interface import Proposal
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import (
     DynamicTree,
@@ -25,14 +23,12 @@ from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample_without_replacement
 from draftsmith.kernels.verify.verdict import DraftTree
 from tests.draft_trees import slot_prefixes, well_formed
-from tests.noise import noisy
+from tests.first_rounds import first_round
+from tests.small_drafts import small_draft
+from tests.unrolled import unrolled_logits
 
 BLOCK = 4
-KINDS = {
-    "eagle3": ("eagle3", Eagle3Options(draft_vocab_size=120)),
-    "eagle1": ("eagle1", Eagle1Options()),
-    "mtp": ("mtp", MtpOptions()),
-}
+KINDS = ("eagle3 subset", "eagle1", "mtp")
 SIZES = (9, 21, 6)  # of the texts; their caches hold all but the last few positions
 STARTS = (0, 18, 4)
 
@@ -44,16 +40,7 @@ def target(tiny_target: Callable[..., str]) -> Target:
 
 @pytest.fixture(scope="module", params=KINDS)
 def drafter(request: pytest.FixtureRequest, target: Target):
-    family, options = KINDS[request.param]
-    counts = torch.randint(
-        1, 1000, (target.vocab_size,), generator=torch.Generator().manual_seed(1)
-    )
-    made = (
-        FAMILIES[family]
-        .create(options, target, seed=0, token_counts=counts)
-        .to(device=target.device, dtype=torch.float64)
-    )
-    return noisy(made, 2)
+    return small_draft(request.param, target)
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +49,6 @@ def texts(target: Target) -> list[list[int]]:
     return [
         torch.randint(3, target.vocab_size, (size,), generator=generator).tolist() for size in SIZES
     ]
-
-
-def taps_of(drafter, target: Target, tokens: Sequence[int]) -> torch.Tensor:
-    ids = torch.tensor([list(tokens)])
-    return target.states(ids, torch.ones_like(ids), drafter.taps)[0]
 
 
 def propose(
@@ -86,34 +68,21 @@ def propose(
     for tensor in (*pool.keys, *pool.values):
         tensor[BLOCK:] = torch.nan
 
-    def inputs(starts: Sequence[int], ends: Sequence[int], num_draft: Sequence[int]) -> DraftInputs:
-        taps = [
-            taps_of(drafter, target, text)[0, start : end - 1]
-            for text, start, end in zip(texts, starts, ends)
-        ]
-        return DraftInputs(
-            tokens=torch.tensor(
-                [
-                    token
-                    for text, start, end in zip(texts, starts, ends)
-                    for token in text[start:end]
-                ]
-            ),
-            starts=torch.tensor(starts),
-            lengths=torch.tensor([end - start for start, end in zip(starts, ends)]),
-            taps=torch.cat(taps),
-            num_draft=torch.tensor(num_draft),
+    def proposed(starts: Sequence[int], ends: Sequence[int], num_draft: Sequence[int]) -> Proposal:
+        inputs = first_round(
+            drafter,
+            target,
+            [text[:end] for text, end in zip(texts, ends)],
+            num_draft,
+            starts,
             sampling=SamplingRows.of(temperatures, top_k=[7] * len(texts)),
-            seeds=torch.arange(len(texts)),
             pool=pool,
             block_tables=tables,
-            histories=texts,
         )
+        return drafter.propose_tree(inputs, shape)
 
-    drafter.propose_tree(
-        inputs([0] * len(texts), [start + 1 for start in STARTS], [0] * len(texts)), shape
-    )
-    return drafter.propose_tree(inputs(STARTS, SIZES, num_draft), shape)
+    proposed([0] * len(texts), [start + 1 for start in STARTS], [0] * len(texts))
+    return proposed(STARTS, SIZES, num_draft)
 
 
 def make_distribution(
@@ -122,20 +91,7 @@ def make_distribution(
     @lru_cache
     def distribution(path: tuple[int, ...]) -> torch.Tensor:
         """[V] raw draft logits of the token after `path`, all of it drafted, by unrolling."""
-        padded = torch.tensor([[*text, *path, 0, 0]])
-        batch = UnrollBatch(
-            input_ids=padded,
-            attention_mask=torch.ones_like(padded),
-            taps=taps_of(drafter, target, padded[0].tolist()),
-            num_steps=len(path) + 1,
-        )
-        step = list(drafter.unroll(batch))[len(path)]
-        logits = step.hidden[0, len(text) + len(path) - step.offset] @ drafter.head_weight().T
-        if drafter.vocab_map is None:
-            return logits
-        return torch.full((target.vocab_size,), -torch.inf, dtype=logits.dtype).index_put(
-            (drafter.vocab_map,), logits
-        )
+        return unrolled_logits(drafter, target, text, [*path, 0])[-1]
 
     return distribution
 
