@@ -267,20 +267,21 @@ def dflash_config(**changed: Any) -> Config:
     } | changed  # fmt: skip
 
 
-def dflash_reference(
-    config: Config, tensors: Tensors, target: Target, text: list[int], drafted: list[int],
+def block_states(
+    tensors: Tensors, target: Target, text: list[int], slots: int,
     *, sees: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     mask_embedding: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`sees` (layer, positions of slots [S, 1], of keys [K]) -> [S, K] bool; None: all of them."""
+    """[S, H] of the block behind `text`, as the head reads them. `sees` (layer, positions of slots
+    [S, 1], of keys [K]) -> [S, K] bool; None: all of them."""
     context = plain.linear(tapped_states(target, text, TAPPED), tensors, "fc")
     context = plain.rms(context, tensors["hidden_norm.weight"])
-    newest, slots = len(text) - 1, 1 + len(drafted)
+    newest = len(text) - 1
     positions = newest + torch.arange(slots)
     every = torch.cat([torch.arange(newest), positions])
-    states = target.embed(torch.tensor([text[-1]] + [MASK_TOKEN] * len(drafted)))
+    states = target.embed(torch.tensor([text[-1]] + [MASK_TOKEN] * (slots - 1)))
     if mask_embedding is not None:
-        states = torch.cat([states[:1], mask_embedding.expand(len(drafted), -1)])
+        states = torch.cat([states[:1], mask_embedding.expand(slots - 1, -1)])
     for layer in range(2):
         prefix = f"layers.{layer}.self_attn."
         inner = plain.rms(states, tensors[f"layers.{layer}.input_layernorm.weight"])
@@ -297,7 +298,18 @@ def dflash_reference(
         states = states + plain.linear(attended, tensors, f"{prefix}o_proj")
         normed = plain.rms(states, tensors[f"layers.{layer}.post_attention_layernorm.weight"])
         states = states + plain.mlp(normed, tensors, f"layers.{layer}.mlp.")
-    states = plain.rms(states, tensors["norm.weight"])[1:]
+    return plain.rms(states, tensors["norm.weight"])
+
+
+def dflash_reference(
+    config: Config,
+    tensors: Tensors,
+    target: Target,
+    text: list[int],
+    drafted: list[int],
+    **seen: Any,
+) -> torch.Tensor:
+    states = block_states(tensors, target, text, 1 + len(drafted), **seen)[1:]
     return states @ tensors.get("lm_head.weight", table(target)).T
 
 
@@ -481,10 +493,16 @@ def latent_eagle3(target: Target) -> Made:
 def eagle3_reference(
     config: Config, tensors: Tensors, target: Target, text: list[int], drafted: list[int]
 ) -> torch.Tensor:
-    taps = tapped_states(target, text, default_taps(target.num_layers))
-    if "eagle_config" in config:
-        outputs = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-        taps = tapped_states(target, text, tuple(layer + 1 for layer in outputs))
+    layers = config.get("eagle_aux_hidden_state_layer_ids") or default_taps(target.num_layers)
+    if outputs := config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids"):
+        layers = [layer + 1 for layer in outputs]
+    taps = tapped_states(target, text, tuple(layers))
+    if "input_norm.weight" in tensors:
+        taps = plain.rms(taps, tensors["input_norm.weight"])
+    if config.get("fc_norm"):
+        parts = enumerate(taps.chunk(len(layers), dim=-1))
+        normed = [plain.rms(part, tensors[f"fc_norm.{index}.weight"]) for index, part in parts]
+        taps = torch.cat(normed, dim=-1)
     prefix = "layers.0." if "layers.0.hidden_norm.weight" in tensors else "midlayer."
 
     def step(
@@ -502,7 +520,10 @@ def eagle3_reference(
         out = (normed if config.get("norm_before_residual") else states) + attended
         inner = plain.rms(out, tensors[f"{prefix}post_attention_layernorm.weight"])
         out = out + plain.mlp(inner, tensors, f"{prefix}mlp.")
-        return plain.rms(out, tensors["norm.weight"]), out
+        for layer in range(1, config.get("num_hidden_layers", 1)):
+            out = plain.layer(out, positions, tensors, f"layers.{layer}.", WIDTH)
+        read = plain.rms(out, tensors["norm.weight"])
+        return read, read if config.get("norm_output") else out
 
     read = plain.chain(step, target.embed, plain.linear(taps, tensors, "fc"), text, drafted)
     return read @ tensors["lm_head.weight"].T
@@ -511,14 +532,15 @@ def eagle3_reference(
 # Medusa
 
 
-def medusa_tensors(*, heads: int = 5, tables: bool = True) -> Tensors:
+def medusa_tensors(*, heads: int = 5, layers: int = 1, tables: bool = True) -> Tensors:
     """Under the names of the original trainer."""
     noise, tensors = Noise(21), {}
     for head in range(heads):
-        tensors[f"{head}.0.linear.weight"] = noise.matrix(SIZE, SIZE)
-        tensors[f"{head}.0.linear.bias"] = 0.2 * noise.randn(SIZE)
+        for layer in range(layers):
+            tensors[f"{head}.{layer}.linear.weight"] = noise.matrix(SIZE, SIZE)
+            tensors[f"{head}.{layer}.linear.bias"] = 0.2 * noise.randn(SIZE)
         if tables:
-            tensors[f"{head}.1.weight"] = noise.matrix(VOCAB, SIZE)
+            tensors[f"{head}.{layers}.weight"] = noise.matrix(VOCAB, SIZE)
     return tensors
 
 
@@ -541,10 +563,13 @@ def tgi_medusa(target: Target) -> Made:
 def medusa_reference(
     config: Config, tensors: Tensors, target: Target, text: list[int], drafted: list[int]
 ) -> torch.Tensor:
-    state, logits = final_states(target, text)[-1], []
+    layers, logits = config["medusa_num_layers"], []
     for head in range(len(drafted)):
-        inner = plain.linear(state, tensors, f"{head}.0.linear")
-        logits.append(tensors[f"{head}.1.weight"] @ (state + torch.nn.functional.silu(inner)))
+        state = final_states(target, text)[-1]
+        for layer in range(layers):
+            inner = plain.linear(state, tensors, f"{head}.{layer}.linear")
+            state = state + torch.nn.functional.silu(inner)
+        logits.append(tensors.get(f"{head}.{layers}.weight", table(target)) @ state)
     return torch.stack(logits)
 
 

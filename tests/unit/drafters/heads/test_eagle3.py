@@ -213,3 +213,13 @@ def test_the_seed_decides_the_start_and_nothing_else_changes(target):
     # The half that reads the embedding is random; the other is the target's.
     weights = [drafter.midlayer.self_attn.q_proj.weight for drafter in (first, again, other)]
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+
+
+def test_new_drafts_of_3_1(target, tmp_path):
+    drafter = create(target, fc_norm=True, norm_output=True, norm_before_residual=True)
+    drafter.save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert [
+        config[key] for key in ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")
+    ] == [True] * 3 + [False]
+    assert Eagle3.load(tmp_path, target).norms == drafter.norms

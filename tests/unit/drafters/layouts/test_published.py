@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.interface import (
-    Proposal,
-    TrainedDrafter,
-    UnrollBatch,
-    head_of,
-)
+from draftsmith.drafters.interface import Proposal, TrainedDrafter
 from draftsmith.drafters.target.target import Target
+from tests.draft_variants import EAGLE3, VARIANTS, eagle3
 from tests.first_rounds import first_round
-from tests.published_drafts import DTYPE, LAYOUTS, Layout
+from tests.published_drafts import DTYPE, LAYOUTS, Layout, eagle3_reference
+from tests.unrolled import unrolled_logits
 
+each_layout = pytest.mark.parametrize(
+    "layout", [*LAYOUTS, *VARIANTS], ids=lambda layout: layout.name
+)
 K = 3
 TEXT = torch.randint(3, 288, (13,), generator=torch.Generator().manual_seed(1)).tolist()
 
@@ -34,7 +34,7 @@ def propose(drafter: TrainedDrafter, target: Target) -> Proposal:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@each_layout
 def test_a_published_draft_follows_its_formula(
     layout: Layout, target: Target, tmp_path: Path
 ) -> None:
@@ -60,23 +60,22 @@ def test_a_published_draft_follows_its_formula(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@each_layout
 def test_a_published_draft_unrolls_as_it_drafts(
     layout: Layout, target: Target, tmp_path: Path
 ) -> None:
     layout.make(target).write(tmp_path)
     drafter = checkpoint.load(tmp_path, target)
     proposal = propose(drafter, target)
-    text = torch.tensor([TEXT + proposal.tokens[0].tolist()])
-    mask = torch.ones_like(text)
-    taps = target.states(text, mask, drafter.taps)[0] if drafter.taps else None
-    batch = UnrollBatch(input_ids=text, attention_mask=mask, taps=taps, num_steps=K)
-    steps = list(drafter.unroll(batch))
-    for depth in range(K):
-        step = steps[min(depth, len(steps) - 1)]
-        hidden = step.hidden[0, len(TEXT) + depth - step.offset]
-        head = head_of(step, drafter)
-        logits = (head @ hidden.to(head.dtype)).double()
-        ids = slice(None) if drafter.vocab_map is None else drafter.vocab_map
-        q = proposal.logits[0, depth, ids].double()
-        torch.testing.assert_close(logits.log_softmax(-1), q.log_softmax(-1), rtol=1e-4, atol=1e-4)
+    logits = unrolled_logits(drafter, target, TEXT, proposal.tokens[0].tolist()).double()
+    q = proposal.logits[0].double()
+    torch.testing.assert_close(logits.log_softmax(-1), q.log_softmax(-1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in EAGLE3 if name != "plain"])
+def test_a_variant_is_not_the_plain_draft(name: str, target: Target) -> None:
+    plain, varied = (
+        eagle3_reference(made.config, made.tensors, target, TEXT, [5, 6])
+        for made in (eagle3(target, {}), eagle3(target, EAGLE3[name]))
+    )
+    assert float((plain - varied).abs().max()) > 0.05

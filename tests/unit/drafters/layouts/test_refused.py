@@ -4,6 +4,7 @@ is wrong."""
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -185,6 +186,28 @@ def test_a_pickle_of_something_else_is_refused(
     (folder / "medusa_lm_head.pt").write_bytes(b"\x80\x04")
     with pytest.raises(UserError, match="damaged"):
         checkpoint.load(folder, target)
+
+
+class Dropper:
+    """What a pickle could do to its reader."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_pickled_weights_run_no_code(
+    whole: dict[str, Path], target: Target, tmp_path: Path
+) -> None:
+    folder = tmp_path / "draft"
+    shutil.copytree(whole["eagle3"], folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Dropper(tmp_path / "dropped")))
+    with pytest.raises(UserError, match="hold more than tensors or are damaged") as caught:
+        checkpoint.load(folder, target)
+    assert "\n" not in str(caught.value) and not (tmp_path / "dropped").exists()
 
 
 def test_doctor_shows_a_draft_that_cannot_be_read(
