@@ -61,7 +61,7 @@ def read_unread(
     tables = inputs.block_tables if every else inputs.block_tables[rows]
     context = PagedPass(inputs.own_pool, tables, positions, counts)
     ids = inputs.tokens[tokens] if drafter.ahead > 1 else inputs.tokens
-    step = drafter.read_committed(ids, inputs.taps, positions, context)
+    step = drafter.read_committed(ids, inputs.taps, context)
     return DraftPrefill(
         unread.rows, rows, budgets, positions[ends], tables, step.select(ends)
     ), depths

@@ -118,7 +118,7 @@ def _draft_eagerly(
             state = state.select(kept)
         positions = state.positions + 1
         context = PagedPass(inputs.own_pool, state.tables, positions, ones[: len(rows)])
-        step = drafter.read_drafts(state.tokens, state.hidden, positions, context)
+        step = drafter.read_drafts(state.tokens, state.hidden, context)
         tokens = sampler.draw(
             rows, depth, drafter.draft_logits(step.head_input), positions + drafter.ahead
         )

@@ -130,7 +130,7 @@ class ChainGraphs:
         # What a row that is done has left behind may be NaN, which the null block must not get.
         hidden = torch.where(alive[:, None], buffers.hidden[first], 0.0)
         context = PagedPass(self.pool, tables, positions, torch.ones_like(positions))
-        step = self.drafter.read_drafts(buffers.tokens[first], hidden, positions, context)
+        step = self.drafter.read_drafts(buffers.tokens[first], hidden, context)
         logits = self.drafter.draft_logits(step.head_input)
         sampling = replace(buffers.sampling.select(first), passes=passes)
         places = positions + self.drafter.ahead
@@ -152,7 +152,6 @@ class ChainGraphs:
         step = self.drafter.read_committed(
             padded.tokens(slots).flatten(),
             None if taps is None else taps.flatten(0, 1),
-            positions.flatten(),
             context,
         )
         step = HeadStep(*(part[width - 1 :: width] for part in step))

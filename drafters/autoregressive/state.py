@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from draftsmith.drafters.target.attention import AttentionContext
+from draftsmith.kernels.attention.paged import PagedPass
 
 
 class HeadStep(NamedTuple):
@@ -51,13 +51,9 @@ class ReadsOwnDrafts(Protocol):
 
     @abstractmethod
     def read_drafts(
-        self,
-        tokens: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        context: AttentionContext,
+        self, tokens: torch.Tensor, hidden: torch.Tensor, context: PagedPass
     ) -> HeadStep:
-        """Drafted tokens [T], the states before them [T, H] and where they are read [T]."""
+        """Drafted tokens [T] of a pass and the states before them [T, H]."""
         ...
 
     @abstractmethod
@@ -69,14 +65,10 @@ class ReadsOwnDrafts(Protocol):
 class ReadsCommitted(ReadsOwnDrafts, Protocol):
     @abstractmethod
     def read_committed(
-        self,
-        tokens: torch.Tensor,
-        taps: torch.Tensor | None,
-        positions: torch.Tensor,
-        context: AttentionContext,
+        self, tokens: torch.Tensor, taps: torch.Tensor | None, context: PagedPass
     ) -> HeadStep:
-        """Committed tokens [T], the target's states before them [T, n * H_t], where the drafter
-        reads any, and the positions of its own states [T]."""
+        """Committed tokens [T] and the target's states before them [T, n * H_t], where the drafter
+        reads any. The positions of the pass are those of its own states."""
         ...
 
 

@@ -42,6 +42,7 @@ from draftsmith.drafters.trees.growth import grow, read_for_trees
 from draftsmith.drafters.trees.level_graphs import LevelGraphs
 from draftsmith.drafters.unrolled.unroll import UnrollPass
 from draftsmith.drafters.weights import ReadBytes, weight_bytes
+from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import LayerShape, PagedPool
 from draftsmith.kernels.cuda_graphs import Capturer
 
@@ -179,40 +180,25 @@ class FeatureHead(BorrowsTables, HasRotary, ForwardCapturable, ChainLoop):
         self.level_graphs = LevelGraphs(self, pool, capturer=capturer, **sizes)
 
     def read_committed(
-        self,
-        tokens: torch.Tensor,
-        taps: torch.Tensor | None,
-        positions: torch.Tensor,
-        context: AttentionContext,
+        self, tokens: torch.Tensor, taps: torch.Tensor | None, context: PagedPass
     ) -> HeadStep:
         assert taps is not None
-        return self.read_ragged(self.embed(tokens), self.fused(taps), positions, context)
+        return self.read_ragged(self.embed(tokens), self.fused(taps), context)
 
     def read_drafts(
-        self,
-        tokens: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        context: AttentionContext,
+        self, tokens: torch.Tensor, hidden: torch.Tensor, context: PagedPass
     ) -> HeadStep:
-        return self.read_ragged(self.embed(tokens), hidden, positions, context)
+        return self.read_ragged(self.embed(tokens), hidden, context)
 
     def read_ragged(
-        self,
-        embeds: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        context: AttentionContext,
+        self, embeds: torch.Tensor, hidden: torch.Tensor, context: PagedPass
     ) -> HeadStep:
         """[T, H] -> [T, H]."""
+        inputs = embeds[None], hidden[None], context.positions[None]
         if self._captured is None:
-            step = self.step(embeds[None], hidden[None], positions[None], context)
+            step = self.step(*inputs, context)
         else:
-            step = HeadStep(
-                *self._captured.step(
-                    embeds[None], hidden[None], positions[None], attention_context=context
-                )
-            )
+            step = HeadStep(*self._captured.step(*inputs, attention_context=context))
         return HeadStep(step.next_hidden[0], step.head_input[0])
 
 

@@ -145,9 +145,7 @@ class Peagle(CallLoop, Eagle3):
         positions = (padded.starts[:, None] + index).flatten()
         lengths = torch.full_like(most, size)
         context = PagedPass(pool, padded.tables, positions, lengths)
-        step = self.read_ragged(
-            self.embed(tokens.flatten()), hidden.flatten(0, 1), positions, context
-        )
+        step = self.read_ragged(self.embed(tokens.flatten()), hidden.flatten(0, 1), context)
         states = step.head_input.unflatten(0, (-1, size))
         rows, newest = torch.arange(len(most), device=most.device), padded.starts + padded.last + 1
         return [
@@ -173,7 +171,7 @@ class Peagle(CallLoop, Eagle3):
             .index_copy(0, true, self.fused(inputs.taps))
         )
         context = PagedPass(inputs.own_pool, inputs.block_tables[rows], position, counts)
-        return self.read_ragged(self.embed(ids), hidden, position, context).head_input
+        return self.read_ragged(self.embed(ids), hidden, context).head_input
 
     def portable_config(self) -> dict[str, Any]:
         """EAGLE-3's config with the keys of parallel drafting. vLLM takes `parallel_drafting` from

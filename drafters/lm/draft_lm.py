@@ -33,7 +33,7 @@ from draftsmith.drafters.layouts.folder import DraftFolder, is_causal_lm
 from draftsmith.drafters.lm.lora import add_adapters, merged_state
 from draftsmith.drafters.options import DraftLmOptions
 from draftsmith.drafters.quirks.patches import implementation
-from draftsmith.drafters.target.attention import AttentionContext, register
+from draftsmith.drafters.target.attention import register
 from draftsmith.drafters.target.causal_lm import CausalLM, whole
 from draftsmith.drafters.target.load import build_model, load_config, load_model, load_tokenizer
 from draftsmith.drafters.target.probe import check_model
@@ -48,6 +48,7 @@ from draftsmith.drafters.weights import (
     weight_bytes,
 )
 from draftsmith.errors import UserError
+from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
 
 
@@ -184,24 +185,16 @@ class DraftLm(nn.Module, ForwardCapturable, ChainLoop):
         self.lm.refresh()
 
     def read_committed(
-        self,
-        tokens: torch.Tensor,
-        taps: torch.Tensor | None,
-        positions: torch.Tensor,
-        context: AttentionContext,
+        self, tokens: torch.Tensor, taps: torch.Tensor | None, context: PagedPass
     ) -> HeadStep:
-        states = self.lm.paged(tokens[None], positions[None], context).final[0]
+        states = self.lm.paged(tokens[None], context.positions[None], context).final[0]
         return HeadStep(states, states)
 
     def read_drafts(
-        self,
-        tokens: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        context: AttentionContext,
+        self, tokens: torch.Tensor, hidden: torch.Tensor, context: PagedPass
     ) -> HeadStep:
         """The model goes by its keys and values, not by a state handed on."""
-        return self.read_committed(tokens, None, positions, context)
+        return self.read_committed(tokens, None, context)
 
     def draft_logits(self, head_input: torch.Tensor) -> torch.Tensor:
         return self.lm.head(head_input)

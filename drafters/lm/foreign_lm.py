@@ -18,12 +18,12 @@ from transformers import PreTrainedModel
 from draftsmith.drafters.autoregressive.state import HeadStep
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
 from draftsmith.drafters.lm.draft_lm import DraftLm
-from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.load import load_model, load_tokenizer
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import SharedTokens, shared_tokens
 from draftsmith.drafters.weights import read_weights
 from draftsmith.errors import UserError
+from draftsmith.kernels.attention.paged import PagedPass
 
 
 class ForeignLm(DraftLm):
@@ -66,13 +66,9 @@ class ForeignLm(DraftLm):
         return super().unroll(replace(batch, input_ids=self.to_draft[batch.input_ids]))
 
     def read_committed(
-        self,
-        tokens: torch.Tensor,
-        taps: torch.Tensor | None,
-        positions: torch.Tensor,
-        context: AttentionContext,
+        self, tokens: torch.Tensor, taps: torch.Tensor | None, context: PagedPass
     ) -> HeadStep:
-        return super().read_committed(self.to_draft[tokens], taps, positions, context)
+        return super().read_committed(self.to_draft[tokens], taps, context)
 
     def draft_logits(self, head_input: torch.Tensor) -> torch.Tensor:
         return super().draft_logits(head_input)[..., self.draft_ids]

@@ -38,9 +38,7 @@ def read_level(drafter: ReadsOwnDrafts, pool: PagedPool, inputs: LevelInputs) ->
     positions = inputs.positions.flatten()
     layout = TreeLayout(*(part.flatten() for part in inputs.layout))
     context = PagedPass(pool, inputs.tables, positions, lengths, tree=layout)
-    step = drafter.read_drafts(
-        inputs.tokens.flatten(), inputs.hidden.flatten(0, 1), positions, context
-    )
+    step = drafter.read_drafts(inputs.tokens.flatten(), inputs.hidden.flatten(0, 1), context)
     return LevelOutput(step.next_hidden, drafter.draft_logits(step.head_input))
 
 

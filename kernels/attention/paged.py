@@ -48,7 +48,7 @@ class PagedPass:
         tree: TreeLayout | None = None,
         impl: str = "auto",
     ):
-        self.pool = pool
+        self.pool, self.positions = pool, positions
         self.layout = PassLayout(block_tables, lengths, tree)
         self._kv_indices = positions if tree is None else tree.kv_indices
         self.context = attention_context(

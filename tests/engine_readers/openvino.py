@@ -17,7 +17,6 @@ from draftsmith.drafters.autoregressive.chain import draft_from
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler
 from draftsmith.drafters.autoregressive.state import DraftPrefill, HeadStep
 from draftsmith.drafters.interface import DraftInputs, Proposal
-from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
@@ -188,13 +187,8 @@ class GraphLm:
         return list(range(len(inputs.histories)))
 
     def read_drafts(
-        self,
-        tokens: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        context: AttentionContext,
+        self, tokens: torch.Tensor, hidden: torch.Tensor, context: PagedPass
     ) -> HeadStep:
-        assert isinstance(context, PagedPass)
         tables = context.layout.block_tables
         for table, token, state in zip(tables, tokens.tolist(), hidden):
             self.add(int(table[0]), token, state)

@@ -78,7 +78,7 @@ def passes(head: FeatureHead, impl: str = "torch") -> list[torch.Tensor]:
         taps = torch.randn(len(positions), width, generator=generator).to(dtype)
         context = PagedPass(pool, tables[rows], positions, lengths, impl=impl)
         embeds = head.embed(positions % 7)
-        step = head.read_ragged(embeds, head.fused(taps), positions, context)
+        step = head.read_ragged(embeds, head.fused(taps), context)
         found += [*step, head.draft_logits(step.head_input)]
         done = [one + two for one, two in zip(done, counts)]
     return [*found, *pool.keys, *pool.values]
@@ -135,7 +135,7 @@ def launches(head: FeatureHead) -> Launches:
     found = Launches()
     with torch.no_grad(), found.counting():
         context = PagedPass(pool, torch.arange(192).view(3, 64), positions, lengths, impl="triton")
-        head.draft_logits(head.read_ragged(states, states, positions, context).head_input)
+        head.draft_logits(head.read_ragged(states, states, context).head_input)
     return found
 
 
