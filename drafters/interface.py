@@ -15,7 +15,7 @@ from draftsmith.drafters.target.packed_pass import positions_of
 from draftsmith.drafters.tree_shape import GrownShape, TreeShape
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.kernels.cuda_graphs import Capturer
+from draftsmith.kernels.cuda_graphs import GraphRoom
 from draftsmith.kernels.sampling.filters import SamplingRows
 
 if TYPE_CHECKING:
@@ -320,8 +320,6 @@ class Capturable(ABC):
     """A drafter whose steps can be captured as CUDA graphs."""
 
     @abstractmethod
-    def capture(
-        self, pool: PagedPool | None, *, max_batch: int, max_blocks: int, capturer: Capturer
-    ) -> None:
-        """Called once before serving from `pool`, where the drafter keeps keys and values, on an
-        accelerator. Weights may be written in place afterwards."""
+    def capture(self, room: GraphRoom) -> None:
+        """Called once before serving on an accelerator. Weights may be written in place
+        afterwards."""

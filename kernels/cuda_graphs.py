@@ -6,9 +6,12 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
+
+if TYPE_CHECKING:
+    from draftsmith.kernels.attention.pool import PagedPool
 
 Output = TypeVar("Output")
 
@@ -24,6 +27,15 @@ class Capturer(Protocol):
         """A graph of `run`, and the tensors its replays write. It is run, too: what it reads must
         allow that."""
         ...
+
+
+class GraphRoom(NamedTuple):
+    """What a drafter's graphs are made for."""
+
+    pool: PagedPool | None  # where it keeps keys and values
+    max_batch: int
+    max_blocks: int  # of a row
+    capturer: Capturer
 
 
 class CudaCapturer:

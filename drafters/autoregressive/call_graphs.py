@@ -15,7 +15,7 @@ from draftsmith.drafters.autoregressive.draft_sampler import DepthPlan, DraftSam
 from draftsmith.drafters.autoregressive.padded_round import PaddedRound, RoundGraphs, RoundShape
 from draftsmith.drafters.interface import Capturable, DraftInputs
 from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.kernels.cuda_graphs import Capturer
+from draftsmith.kernels.cuda_graphs import GraphRoom
 
 MOST_LOGITS = 1 << 24  # that a graph keeps, of all its drafts: 64 MiB
 
@@ -26,17 +26,9 @@ class CallLoop(DraftLoop, Capturable):
     max_depth: int | None = None  # tokens that it can draft; None: any number
     _rounds: RoundGraphs[list[DraftStep]] | None = None
 
-    def capture(
-        self, pool: PagedPool | None, *, max_batch: int, max_blocks: int, capturer: Capturer
-    ) -> None:
-        self._rounds = RoundGraphs(
-            "drafting calls",
-            partial(self.draft_padded, pool=pool),
-            pool,
-            max_batch=max_batch,
-            max_blocks=max_blocks,
-            capturer=capturer,
-        )
+    def capture(self, room: GraphRoom) -> None:
+        run = partial(self.draft_padded, pool=room.pool)
+        self._rounds = RoundGraphs("drafting calls", run, room)
 
     def draft(self, inputs: DraftInputs, sampler: DraftSampler) -> None:
         if self._rounds is None or not self._draft_round(self._rounds, inputs, sampler):

@@ -21,8 +21,7 @@ from draftsmith.drafters.autoregressive.state import (
 )
 from draftsmith.drafters.interface import Capturable, DraftInputs, Proposal
 from draftsmith.kernels.attention.paged import PagedPass
-from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.kernels.cuda_graphs import Capturer
+from draftsmith.kernels.cuda_graphs import GraphRoom
 
 
 class DraftLoop(ABC):
@@ -55,13 +54,8 @@ class ChainLoop(DraftLoop, ReadsCommitted, Capturable):
     ends_chains = True
     _graphs: ChainGraphs | None = None
 
-    def capture(
-        self, pool: PagedPool | None, *, max_batch: int, max_blocks: int, capturer: Capturer
-    ) -> None:
-        assert pool is not None
-        self._graphs = ChainGraphs(
-            self, pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer
-        )
+    def capture(self, room: GraphRoom) -> None:
+        self._graphs = ChainGraphs(self, room)
 
     def draft(self, inputs: DraftInputs, sampler: DraftSampler) -> None:
         unread = Unread.of(inputs, self.ahead)

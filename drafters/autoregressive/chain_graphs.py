@@ -39,32 +39,17 @@ from draftsmith.drafters.autoregressive.padded_round import PaddedRound, RoundGr
 from draftsmith.drafters.autoregressive.state import ChainState, HeadStep, ReadsCommitted
 from draftsmith.drafters.interface import DraftInputs
 from draftsmith.kernels.attention.paged import PagedPass
-from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.constants import NULL_BLOCK
-from draftsmith.kernels.cuda_graphs import Capturer, Graph
+from draftsmith.kernels.cuda_graphs import Graph, GraphRoom
 from draftsmith.kernels.sampling.filters import Passes
 
 
 class ChainGraphs:
-    def __init__(
-        self,
-        drafter: ReadsCommitted,
-        pool: PagedPool,
-        *,
-        max_batch: int,
-        max_blocks: int,
-        capturer: Capturer,
-    ):
-        self.drafter, self.pool, self.max_blocks = drafter, pool, max_blocks
-        self.steps = GraphShapes[tuple[int, Passes], DraftStep](capturer, "draft steps")
-        self.beginnings = RoundGraphs(
-            "readings of committed tokens",
-            self._read,
-            pool,
-            max_batch=max_batch,
-            max_blocks=max_blocks,
-            capturer=capturer,
-        )
+    def __init__(self, drafter: ReadsCommitted, room: GraphRoom):
+        assert room.pool is not None
+        self.drafter, self.pool, self.max_blocks = drafter, room.pool, room.max_blocks
+        self.steps = GraphShapes[tuple[int, Passes], DraftStep](room.capturer, "draft steps")
+        self.beginnings = RoundGraphs("readings of committed tokens", self._read, room)
         self.rows = self.beginnings.rows
         self._buffers: ChainBuffers | None = None
 

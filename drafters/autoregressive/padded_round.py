@@ -23,9 +23,8 @@ from draftsmith.drafters.autoregressive.draft_sampler import (
     draw_tokens,
 )
 from draftsmith.drafters.interface import DraftInputs
-from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.constants import NULL_BLOCK
-from draftsmith.kernels.cuda_graphs import Capturer, row_buckets
+from draftsmith.kernels.cuda_graphs import GraphRoom, row_buckets
 from draftsmith.kernels.sampling.filters import Passes, SamplingRows
 
 WIDTHS = (2, 4, 8, 16)  # tokens of a row that may be unread; prompts have more
@@ -140,18 +139,11 @@ class RoundGraphs(Generic[Output]):
     these are long enough to keep a device busy."""
 
     def __init__(
-        self,
-        what: str,
-        run: Callable[[PaddedRound, RoundShape], Output],
-        pool: PagedPool | None,
-        *,
-        max_batch: int,
-        max_blocks: int,
-        capturer: Capturer,
+        self, what: str, run: Callable[[PaddedRound, RoundShape], Output], room: GraphRoom
     ):
-        self.run, self.pool, self.max_blocks = run, pool, max_blocks
-        self.rows = row_buckets(max_batch)
-        self.shapes = GraphShapes[RoundShape, Output](capturer, what)
+        self.run, self.pool, self.max_blocks = run, room.pool, room.max_blocks
+        self.rows = row_buckets(room.max_batch)
+        self.shapes = GraphShapes[RoundShape, Output](room.capturer, what)
         self._inputs: RoundInputs | None = None
 
     def shape_of(self, inputs: DraftInputs, unread: Unread, depths: int) -> RoundShape | None:

@@ -44,7 +44,7 @@ from draftsmith.drafters.unrolled.unroll import UnrollPass
 from draftsmith.drafters.weights import ReadBytes, weight_bytes
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import LayerShape, PagedPool
-from draftsmith.kernels.cuda_graphs import Capturer
+from draftsmith.kernels.cuda_graphs import GraphRoom
 
 
 class CapturedHead(NamedTuple):
@@ -171,13 +171,9 @@ class FeatureHead(BorrowsTables, HasRotary, ForwardCapturable, ChainLoop):
         target's."""
         return last
 
-    def capture(
-        self, pool: PagedPool | None, *, max_batch: int, max_blocks: int, capturer: Capturer
-    ) -> None:
-        assert pool is not None
-        sizes = {"max_batch": max_batch, "max_blocks": max_blocks}
-        super().capture(pool, capturer=capturer, **sizes)
-        self.level_graphs = LevelGraphs(self, pool, capturer=capturer, **sizes)
+    def capture(self, room: GraphRoom) -> None:
+        super().capture(room)
+        self.level_graphs = LevelGraphs(self, room)
 
     def read_committed(
         self, tokens: torch.Tensor, taps: torch.Tensor | None, context: PagedPass

@@ -22,7 +22,7 @@ from draftsmith.drafters.interface import (
 )
 from draftsmith.drafters.text.suffix import Suffix, SuffixDraft
 from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.kernels.cuda_graphs import Capturer
+from draftsmith.kernels.cuda_graphs import GraphRoom
 
 
 class TextFirst(ForwardCapturable, Capturable):
@@ -49,11 +49,9 @@ class TextFirst(ForwardCapturable, Capturable):
         if isinstance(self.model, ForwardCapturable):
             self.model.capture_forward()
 
-    def capture(
-        self, pool: PagedPool | None, *, max_batch: int, max_blocks: int, capturer: Capturer
-    ) -> None:
+    def capture(self, room: GraphRoom) -> None:
         if isinstance(self.model, Capturable):
-            self.model.capture(pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer)
+            self.model.capture(room)
 
     def new_pool(
         self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype

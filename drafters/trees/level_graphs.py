@@ -16,7 +16,7 @@ from draftsmith.drafters.autoregressive.state import ReadsOwnDrafts
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.constants import MAX_NODES, NULL_BLOCK
-from draftsmith.kernels.cuda_graphs import Capturer, row_buckets
+from draftsmith.kernels.cuda_graphs import GraphRoom, row_buckets
 
 
 class LevelInputs(NamedTuple):
@@ -46,19 +46,12 @@ class LevelGraphs:
     """`read` gives a level from a graph, good until the next one is read, or None where it must be
     read without."""
 
-    def __init__(
-        self,
-        drafter: ReadsOwnDrafts,
-        pool: PagedPool,
-        *,
-        max_batch: int,
-        max_blocks: int,
-        capturer: Capturer,
-    ):
-        self.drafter, self.pool = drafter, pool
-        self.max_blocks = max_blocks + spare_blocks(pool)
-        self.rows = row_buckets(max_batch)
-        self.shapes = GraphShapes[tuple[int, int], LevelOutput](capturer, "levels of trees")
+    def __init__(self, drafter: ReadsOwnDrafts, room: GraphRoom):
+        assert room.pool is not None
+        self.drafter, self.pool = drafter, room.pool
+        self.max_blocks = room.max_blocks + spare_blocks(room.pool)
+        self.rows = row_buckets(room.max_batch)
+        self.shapes = GraphShapes[tuple[int, int], LevelOutput](room.capturer, "levels of trees")
         self._static: dict[tuple[int, int], LevelInputs] = {}
 
     def read(self, inputs: LevelInputs, pool: PagedPool) -> LevelOutput | None:

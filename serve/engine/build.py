@@ -14,7 +14,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.kernels.cuda_graphs import CountedCapturer, CudaCapturer
+from draftsmith.kernels.cuda_graphs import CountedCapturer, CudaCapturer, GraphRoom
 from draftsmith.kernels.dispatch import pins, reads_freely
 from draftsmith.kernels.host_memory import keep_freed_memory
 from draftsmith.record import Sink
@@ -91,13 +91,8 @@ def build_engine(
         pool = drafter.new_pool(plan.num_blocks, config.block_size, target.device, target.dtype)
     captures = config.compile == "auto" and pins(target.device)
     draft_graphs = CountedCapturer(CudaCapturer(target.device)) if captures else None
-    capture = partial(
-        capture_drafts,
-        pool=pool,
-        max_batch=config.max_batch,
-        max_blocks=max_blocks,
-        capturer=draft_graphs,
-    )
+    room = GraphRoom(pool, config.max_batch, max_blocks, draft_graphs) if draft_graphs else None
+    capture = partial(capture_drafts, room=room)
     drafts = DraftSet(
         drafter,
         target,

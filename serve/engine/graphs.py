@@ -26,7 +26,7 @@ from draftsmith.errors import first_line
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.constants import NULL_BLOCK
-from draftsmith.kernels.cuda_graphs import Capturer, Graph, Shape, Shapes
+from draftsmith.kernels.cuda_graphs import Capturer, Graph, GraphRoom, Shape, Shapes
 from draftsmith.kernels.dispatch import Upload, sent
 from draftsmith.serve.control.control import MAX_AUTO_K
 from draftsmith.serve.rank_calls import Call, NewGraphs, Pass, Prepare, Ranks
@@ -366,15 +366,7 @@ def _message(inputs: PassInputs) -> Pass:
     return Pass(ids[None], positions[None], tables, lengths, tree, none, (), by_graph=True)
 
 
-def capture_drafts(
-    drafter: ServingDrafter | None,
-    pool: PagedPool | None,
-    *,
-    max_batch: int,
-    max_blocks: int,
-    capturer: Capturer | None,
-) -> None:
-    """Lets a drafter draft by graphs from `pool`, if it can; `capturer` None: the device has no
-    graphs."""
-    if isinstance(drafter, Capturable) and capturer is not None:
-        drafter.capture(pool, max_batch=max_batch, max_blocks=max_blocks, capturer=capturer)
+def capture_drafts(drafter: ServingDrafter | None, room: GraphRoom | None) -> None:
+    """Lets a drafter draft by graphs, if it can; `room` None: the device has none."""
+    if isinstance(drafter, Capturable) and room is not None:
+        drafter.capture(room)

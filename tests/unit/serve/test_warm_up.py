@@ -17,7 +17,7 @@ from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.trees import candidates
-from draftsmith.kernels.cuda_graphs import CountedCapturer
+from draftsmith.kernels.cuda_graphs import CountedCapturer, GraphRoom
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine import verify
@@ -41,12 +41,7 @@ def make_engine(target: Target, *, captured: bool = True, **options: Any) -> Eng
     if captured:
         max_blocks = engine.tables.host.shape[1]
         engine.draft_graphs = CountedCapturer(StandInCapturer())
-        drafter.capture(
-            engine.proposer.pool,
-            max_batch=MAX_BATCH,
-            max_blocks=max_blocks,
-            capturer=engine.draft_graphs,
-        )
+        drafter.capture(GraphRoom(engine.proposer.pool, MAX_BATCH, max_blocks, engine.draft_graphs))
         engine.runner.graphs = PassGraphs(
             target,
             engine.runner.pool,

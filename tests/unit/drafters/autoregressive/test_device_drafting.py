@@ -28,7 +28,7 @@ from draftsmith.drafters.tree_shape import (
 from draftsmith.kernels.attention import paged as paged_attention
 from draftsmith.kernels.attention.paged_torch import reference_attention
 from draftsmith.kernels.attention.pool import PagedPool, Scoring, TreeLayout
-from draftsmith.kernels.cuda_graphs import CountedCapturer, CudaCapturer
+from draftsmith.kernels.cuda_graphs import CountedCapturer, CudaCapturer, GraphRoom
 from draftsmith.kernels.dispatch import sent
 from draftsmith.kernels.sampling.filters import SamplingRows
 from tests.device_traffic import ReplayingGraph, StandInCapturer, Traffic
@@ -125,6 +125,10 @@ def inputs_for(
     )
 
 
+def room_of(pool: PagedPool | None, capturer: Any) -> GraphRoom:
+    return GraphRoom(pool, MAX_BATCH, MAX_BLOCKS, capturer)
+
+
 def new_pool(drafter: Any, target: Target) -> PagedPool | None:
     return drafter.new_pool(MAX_BATCH * MAX_BLOCKS + 1, BLOCK, target.device, torch.float32)
 
@@ -166,7 +170,7 @@ def test_a_call_takes_one_message_from_the_host_at_any_k(
     ragged = ((2, 2, 2), (4, 0, 3), (0, 0, 0))
     for num_draft in ragged:
         counted(num_draft, distribution)
-    drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=StandInCapturer())
+    drafter.capture(room_of(pool, StandInCapturer()))
     for num_draft in ragged:
         counted(num_draft, distribution)
     if kind in CHAINS:
@@ -208,12 +212,7 @@ def test_a_tree_takes_one_message_from_the_host(
     target = Target.load(tiny_target("llama"), dtype=torch.float32)
     drafter = to_meta(small_draft(kind, target), target)
     pool = new_pool(drafter, target)
-    drafter.capture(
-        new_pool(drafter, target),
-        max_batch=MAX_BATCH,
-        max_blocks=MAX_BLOCKS,
-        capturer=StandInCapturer(),
-    )
+    drafter.capture(room_of(new_pool(drafter, target), StandInCapturer()))
     rounds = ((GREEDY, pool), (SAMPLED, pool), (SAMPLED, drafter.level_graphs.pool))
     for shape, (distribution, used) in itertools.product((*BRANCHED, SampledShape()), rounds):
         inputs = inputs_for(drafter, target, (3, 0, 5), (5, 0, 12), distribution, used)
@@ -274,7 +273,7 @@ def assert_captured_rounds_are_the_plain_ones(
     the plain ones."""
     drafter, eager = small_draft(kind, target), small_draft(kind, target)
     plain, captured = new_pool(eager, target), new_pool(drafter, target)
-    drafter.capture(captured, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=capturer)
+    drafter.capture(room_of(captured, capturer))
     for seed, (starts, num_draft) in enumerate(ROUNDS * 2):
         if seed == len(ROUNDS):
             for parameter in (*drafter.parameters(), *eager.parameters()):
@@ -315,7 +314,7 @@ def assert_captured_trees_are_the_plain_ones(
 ) -> None:
     drafter = small_draft(kind, target)
     plain, captured = new_pool(drafter, target), new_pool(drafter, target)
-    drafter.capture(captured, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=capturer)
+    drafter.capture(room_of(captured, capturer))
     budgets = ((12, 12, 12), (12, 5, 1), (12,), (3, 0, 12))
     for seed, num_draft in enumerate(budgets * 2):
         if seed == len(budgets):
@@ -357,7 +356,7 @@ def test_captured_levels_grow_the_same_trees(
 def test_broken_taps_leave_the_null_block_alone(kind: str, target: Target) -> None:
     drafter = small_draft(kind, target)
     pool = new_pool(drafter, target)
-    drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=StandInCapturer())
+    drafter.capture(room_of(pool, StandInCapturer()))
     good = drafter.propose(inputs_for(drafter, target, (3, 0, 5), (3, 3, 3), GREEDY, pool))
     inputs = inputs_for(drafter, target, (3, 0, 5), (3, 3, 3), GREEDY, pool)
     inputs.taps[:2] = torch.nan
@@ -382,7 +381,7 @@ def test_a_drafter_that_cannot_be_captured_drafts_without_graphs(
 
     drafter = small_draft("eagle3 subset", target)
     pool = new_pool(drafter, target)
-    drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=Failing())
+    drafter.capture(room_of(pool, Failing()))
     for _ in range(2):
         assert drafter.propose(
             inputs_for(drafter, target, (3, 0), (3, 3), GREEDY, pool)
@@ -405,7 +404,7 @@ def test_a_shape_without_memory_is_left_out(
 ) -> None:
     drafter, capturer = small_draft("eagle3 subset", target), CountedCapturer(Full())
     pool = new_pool(drafter, target)
-    drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=capturer)
+    drafter.capture(room_of(pool, capturer))
     for starts in ((3, 0), (3, 0), (3, 0, 5), (3, 0, 5)):
         k = [3] * len(starts)
         proposal = drafter.propose(inputs_for(drafter, target, starts, k, GREEDY, pool))
@@ -419,7 +418,7 @@ def test_levels_narrower_than_one_without_memory_have_graphs(
 ) -> None:
     drafter, shape = small_draft("eagle3 subset", target), BRANCHED[0]
     pool, capturer = new_pool(drafter, target), CountedCapturer(Full())
-    drafter.capture(pool, max_batch=MAX_BATCH, max_blocks=MAX_BLOCKS, capturer=capturer)
+    drafter.capture(room_of(pool, capturer))
     for budget in (12, 5, 12, 5):
         inputs = inputs_for(drafter, target, (3, 0), (budget, budget), GREEDY, pool)
         drafter.propose_tree(inputs, shape)
