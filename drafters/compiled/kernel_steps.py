@@ -27,7 +27,7 @@ from draftsmith.drafters.compiled.patterns import (
 from draftsmith.kernels.attention import paged_compiled
 from draftsmith.kernels.attention.pool import LayerShape
 from draftsmith.kernels.call_list import CallKind
-from draftsmith.kernels.products.few_rows import FewRows
+from draftsmith.kernels.products.few_rows import CompiledRows
 from draftsmith.kernels.products.int8_rows import Int8Rows
 from draftsmith.kernels.products.row_steps import RowSteps, row_steps
 
@@ -38,7 +38,7 @@ class Unlike(Exception):
     """The forward does something that no kernel does."""
 
 
-def compiled_product(product: PackedLinear | Int8Rows) -> FewRows | Int8Rows | None:
+def compiled_product(product: PackedLinear | Int8Rows) -> CompiledRows | None:
     """Kernel that multiplies a few rows; None where torch does."""
     return product.few if isinstance(product, PackedLinear) else product
 

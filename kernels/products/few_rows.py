@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from draftsmith.kernels.host_compiler import compiled
+from draftsmith.kernels.host_compiler import function_of
 from draftsmith.kernels.host_memory import empty_in_huge_pages
 from draftsmith.kernels.measured import CHOICES, Choices
 from draftsmith.kernels.products.readings import ReadWeights, fastest_readings
@@ -26,6 +26,9 @@ KINDS = {torch.float32: ("float32", 1), torch.bfloat16: ("bfloat16", 2)}
 _NARROW = 16  # outputs of which there is room for a multiple: `kNarrow` of the source
 
 _pointer, _number = ctypes.c_void_p, ctypes.c_int64
+# Arguments of a source's functions of these names.
+MULTIPLY = [_pointer] * 4 + [_number] * 4 + [ctypes.c_int]
+LAY_OUT = [_pointer] * 2 + [_number] * 2 + [ctypes.c_int]
 
 
 class _Kernel(NamedTuple):
@@ -36,62 +39,36 @@ class _Kernel(NamedTuple):
 
 @cache
 def _kernel(dtype: torch.dtype, gated: bool = False) -> _Kernel | None:
-    library = compiled(SOURCE) if dtype in KINDS else None
-    if library is None:
+    if dtype not in KINDS:
         return None
     name = ("gated_" if gated else "") + KINDS[dtype][0]
-    multiply, lay_out = (getattr(library, f"{verb}_{name}") for verb in ("multiply", "lay_out"))
-    found = _Kernel(multiply, lay_out, library.rows_together)
-    multiply.argtypes = [_pointer] * 4 + [_number] * 4 + [ctypes.c_int]
-    lay_out.argtypes = [_pointer] * 2 + [_number] * 2 + [ctypes.c_int]
-    multiply.restype = lay_out.restype = None
-    found.rows_together.restype = _number
-    return found
+    multiply = function_of(SOURCE, f"multiply_{name}", MULTIPLY)
+    lay_out = function_of(SOURCE, f"lay_out_{name}", LAY_OUT)
+    rows_together = function_of(SOURCE, "rows_together", [], _number)
+    return None if multiply is None else _Kernel(multiply, lay_out, rows_together)
 
 
-class FewRows:
-    """One copy of a weight `[out, in]`; made by `few_rows`. A row's product does not depend on the
-    other rows, nor on their number. `gated`: as `gated_rows` has it; `readings` as
-    `readings.packed` gives them."""
+class CompiledRows:
+    """Products of rows with weights as a compiled kernel has laid them out. A row's does not depend
+    on the other rows, nor on their number."""
 
-    def __init__(
-        self,
-        kernel: _Kernel,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        *,
-        gated: bool = False,
-        readings: int = 0,
-    ):
-        halves = 2 if gated else 1
-        self.readings = readings
-        self.halves, self.num_outputs, self.width = halves, len(weight) // halves, weight.shape[1]
-        self.function, self._bias = kernel.multiply, bias
-        self.rows_together: int = kernel.rows_together()  # whose sums stay in registers
-        room = -(-self.num_outputs // _NARROW) * _NARROW * halves
-        self._weight = empty_in_huge_pages(room * self.width, weight.dtype)
-        # of weights and bias
-        self.pointers = (self._weight.data_ptr(), None if bias is None else bias.data_ptr())
-        kernel.lay_out(
-            weight.data_ptr(),
-            self._weight.data_ptr(),
-            self.width,
-            self.num_outputs,
-            torch.get_num_threads(),
-        )
+    function: Any  # as `call_list` calls it
+    pointers: tuple[int, int | None]  # of weights and bias
+    dtype: torch.dtype
+    width: int
+    num_outputs: int
+    readings: int  # as `readings.packed` gives them
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out], sums in float32, rounded once. Raises `ValueError` for another
-        width or another dtype than the weight's."""
-        if rows.shape[-1] != self.width or rows.dtype != self._weight.dtype:
+    def check(self, rows: torch.Tensor) -> None:
+        """Raises `ValueError` for another width or another dtype than the weights'."""
+        if rows.shape[-1] != self.width or rows.dtype != self.dtype:
             raise ValueError(
                 f"rows are {list(rows.shape)} of {rows.dtype}; give width {self.width} in "
-                f"{self._weight.dtype}"
+                f"{self.dtype}"
             )
-        return self.first(rows, self.num_outputs)
 
     def first(self, rows: torch.Tensor, num_outputs: int) -> torch.Tensor:
-        """The same of the first outputs alone."""
+        """[..., in] -> the first outputs [..., num_outputs], sums in float32, rounded once."""
         rows = rows.contiguous()
         out = rows.new_empty(*rows.shape[:-1], num_outputs)
         self.function(
@@ -105,6 +82,40 @@ class FewRows:
             torch.get_num_threads(),
         )
         return out
+
+
+class FewRows(CompiledRows):
+    """Of one copy of a weight `[out, in]`; made by `few_rows`. `gated`: as `gated_rows` has it."""
+
+    def __init__(
+        self,
+        kernel: _Kernel,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        gated: bool = False,
+        readings: int = 0,
+    ):
+        halves = 2 if gated else 1
+        self.readings, self.dtype = readings, weight.dtype
+        self.halves, self.num_outputs, self.width = halves, len(weight) // halves, weight.shape[1]
+        self.function, self._bias = kernel.multiply, bias
+        self.rows_together: int = kernel.rows_together()  # whose sums stay in registers
+        room = -(-self.num_outputs // _NARROW) * _NARROW * halves
+        self._weight = empty_in_huge_pages(room * self.width, weight.dtype)
+        self.pointers = (self._weight.data_ptr(), None if bias is None else bias.data_ptr())
+        kernel.lay_out(
+            weight.data_ptr(),
+            self._weight.data_ptr(),
+            self.width,
+            self.num_outputs,
+            torch.get_num_threads(),
+        )
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out]."""
+        self.check(rows)
+        return self.first(rows, self.num_outputs)
 
 
 def few_rows(
@@ -150,7 +161,7 @@ def _made(
         (weight.dtype, *(["gated"] if gated else []), f"{width} wide"),
         rows // halves,
         halves * width * weight.dtype.itemsize,
-        partial(_multiply_any, kernel, weight.dtype, width),
+        partial(multiply_any, kernel.multiply, weight.dtype, width),
         SOURCE,
         kernel.rows_together(),
     )
@@ -159,8 +170,8 @@ def _made(
     return FewRows(kernel, weight.contiguous(), bias, gated=gated, readings=readings)
 
 
-def _multiply_any(
-    kernel: _Kernel,
+def multiply_any(
+    multiply: Any,
     dtype: torch.dtype,
     width: int,
     count: int,
@@ -168,6 +179,7 @@ def _multiply_any(
     outputs: int,
     readings: int,
 ) -> None:
+    """Of rows of ones, to be timed."""
     rows, out = torch.ones(count, width, dtype=dtype), torch.empty(count, outputs, dtype=dtype)
     sizes = (count, width, outputs, readings, torch.get_num_threads())
-    kernel.multiply(rows.data_ptr(), weights, None, out.data_ptr(), *sizes)
+    multiply(rows.data_ptr(), weights, None, out.data_ptr(), *sizes)

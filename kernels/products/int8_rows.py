@@ -9,7 +9,6 @@ of states hold exactly, and are scaled afterwards.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -17,10 +16,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from draftsmith.kernels.host_compiler import HEADER, compiled
+from draftsmith.kernels.host_compiler import HEADER, function_of
 from draftsmith.kernels.host_memory import empty_in_huge_pages
 from draftsmith.kernels.measured import CHOICES, Choices, Way
-from draftsmith.kernels.products.few_rows import MOST_ROWS
+from draftsmith.kernels.products.few_rows import (
+    LAY_OUT,
+    MOST_ROWS,
+    MULTIPLY,
+    CompiledRows,
+    multiply_any,
+)
 from draftsmith.kernels.products.readings import ReadWeights, fastest_readings
 
 SOURCE = Path(__file__).with_name("int8_rows_cpu.cpp")
@@ -32,8 +37,6 @@ OPENED, KERNEL = "torch, of opened codes", "int8_rows"
 _TIMED_ROWS, _TIMED_SIZE = 256, 1 << 25
 _GROUP = 48  # outputs whose codes lie together: `kGroup` of the source
 
-_pointer, _number = ctypes.c_void_p, ctypes.c_int64
-
 
 class _Kernel(NamedTuple):
     multiply: Any
@@ -43,17 +46,11 @@ class _Kernel(NamedTuple):
 
 @cache
 def _kernel(dtype: torch.dtype) -> _Kernel | None:
-    library = compiled(SOURCE) if dtype in KINDS else None
-    if library is None:
+    if dtype not in KINDS:
         return None
-    names = ("multiply", "lay_out", "open")
-    found = _Kernel(*(getattr(library, f"{name}_{KINDS[dtype]}") for name in names))
-    found.multiply.argtypes = [*[_pointer] * 4, *[_number] * 4, ctypes.c_int]
-    for one in (found.lay_out, found.open):
-        one.argtypes = [_pointer, _pointer, _number, _number, ctypes.c_int]
-    for each in found:
-        each.restype = None
-    return found
+    arguments = _Kernel(MULTIPLY, LAY_OUT, LAY_OUT)._asdict()
+    found = [function_of(SOURCE, f"{name}_{KINDS[dtype]}", of) for name, of in arguments.items()]
+    return None if None in found else _Kernel(*found)
 
 
 def available() -> bool:
@@ -98,9 +95,9 @@ def opened(weight: Int8Weight, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
-class Int8Rows:
-    """Products of the same rows with several weights, all for states of `dtype` and of one width.
-    A few rows' products do not depend on the other rows, nor on their number."""
+class Int8Rows(CompiledRows):
+    """Of several weights, all for states of `dtype` and of one width. Rows beyond a few may be
+    torch's."""
 
     def __init__(
         self,
@@ -119,7 +116,7 @@ class Int8Rows:
         self.width = len(weights[0].codes) // (-(-self.sizes[0] // _GROUP) * _GROUP)
         self._weights = list(weights)
         self._biases = [None if bias is None else bias.to(dtype).contiguous() for bias in biases]
-        self._total = sum(self.sizes)
+        self.num_outputs = sum(self.sizes)
         begins = [sum(self.sizes[:index]) for index in range(len(self.sizes))]
         layers = [
             (*(tensor.data_ptr() for tensor in weight), 0 if bias is None else bias.data_ptr())
@@ -132,42 +129,21 @@ class Int8Rows:
         ]
         # `Layers` of the source
         self._layers = torch.tensor([len(layers), *fields], dtype=torch.int64)
-        # As `FewRows` has them.
         self.pointers = (self._layers.data_ptr(), None)
-        self.readings = _readings(dtype, self.width, self._total, pass_bytes, choices)
+        self.readings = _readings(dtype, self.width, self.num_outputs, pass_bytes, choices)
 
     def __call__(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
-        """[..., in] -> [..., out_i] of every weight, sums in float32. Raises `ValueError` for
-        another width or dtype."""
-        if rows.shape[-1] != self.width or rows.dtype != self.dtype:
-            raise ValueError(
-                f"rows are {list(rows.shape)} of {rows.dtype}; give width {self.width} in "
-                f"{self.dtype}"
-            )
+        """[..., in] -> [..., out_i] of every weight."""
+        self.check(rows)
         count = rows.numel() // self.width
         if count > MOST_ROWS and self.way() == OPENED:
             return [_many(rows, *layer) for layer in zip(self._weights, self._biases, strict=True)]
-        joined = self._multiply(rows)
+        joined = self.first(rows, self.num_outputs)
         return (joined,) if len(self.sizes) == 1 else torch.split_with_sizes(joined, self.sizes, -1)
-
-    def _multiply(self, rows: torch.Tensor) -> torch.Tensor:
-        rows = rows.contiguous()
-        joined = rows.new_empty(*rows.shape[:-1], self._total)
-        self.function(
-            rows.data_ptr(),
-            *self.pointers,
-            joined.data_ptr(),
-            rows.numel() // self.width,
-            self.width,
-            self._total,
-            self.readings,
-            torch.get_num_threads(),
-        )
-        return joined
 
     def way(self) -> str:
         """Way to multiply more rows than few."""
-        outputs = min(self._total, max(_TIMED_SIZE // (_TIMED_ROWS * self.width), 1))
+        outputs = min(self.num_outputs, max(_TIMED_SIZE // (_TIMED_ROWS * self.width), 1))
         return _way(self.dtype, self.width, outputs, self._choices)
 
 
@@ -176,7 +152,7 @@ def _way(dtype: torch.dtype, width: int, outputs: int, choices: Choices) -> str:
     def prepare() -> Mapping[str, Way]:
         weight = quantised(torch.ones(outputs, width), dtype)
         rows, own = torch.ones(_TIMED_ROWS, width, dtype=dtype), Int8Rows([weight], [None], dtype)
-        return {OPENED: lambda: _many(rows, weight, None), KERNEL: lambda: own._multiply(rows)}
+        return {OPENED: lambda: _many(rows, weight, None), KERNEL: lambda: own.first(rows, outputs)}
 
     shape = (dtype, f"{width} wide", f"{outputs} outputs", f"{_TIMED_ROWS} rows")
     names = (OPENED, KERNEL)
@@ -204,8 +180,6 @@ def _timed(
 ) -> None:
     kernel = _kernel(dtype)
     assert kernel is not None
-    rows, out = torch.ones(count, width, dtype=dtype), torch.empty(count, outputs, dtype=dtype)
     scales = torch.ones(outputs)
     layers = torch.tensor([1, codes, scales.data_ptr(), 0, 0, outputs])
-    sizes = (count, width, outputs, readings, torch.get_num_threads())
-    kernel.multiply(rows.data_ptr(), layers.data_ptr(), None, out.data_ptr(), *sizes)
+    multiply_any(kernel.multiply, dtype, width, count, layers.data_ptr(), outputs, readings)

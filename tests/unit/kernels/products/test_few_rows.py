@@ -230,7 +230,7 @@ def test_what_the_kernel_does_not_know_is_left_to_others(
     assert few_rows(torch.ones(4, 3).bfloat16(), None) is None  # an odd width
     assert few_rows(torch.ones(4, 4).half(), None) is None
     module._kernel.cache_clear()
-    monkeypatch.setattr(module, "compiled", lambda source: None)
+    monkeypatch.setattr(module, "function_of", lambda *given: None)
     assert few_rows(torch.ones(4, 4), None) is None
 
 
